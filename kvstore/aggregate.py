@@ -1,0 +1,160 @@
+"""Adding contributions up and applying them: the arithmetic of every store, on flat arrays.
+
+Pure NumPy: no I/O, no threads, no clock. The local stores and the servers of the distributed
+ones call the same functions, which is why both give the same bits. A function may run on any
+thread as long as no other thread touches the same arrays or the same :class:`Workspace`.
+Read next: ``optimizer/base.py``.
+
+**Order.** Contributions are added left to right, ((c0 + c1) + c2) + ..., in rank order for a
+server and in list order for a device list. Every operation is elementwise, so neither the size
+of the blocks nor cutting a key into parts can change a bit.
+
+**Blocks.** Arrays are worked on in blocks that stay in the processor's cache: one block of all
+contributions is added, then updated, then the next. Whole-array NumPy calls would carry each
+operand through memory once per operation.
+
+**Dtypes.** float16 is added and updated in float32 and rounded once at the end; float32,
+float64, integers, bool (logical or) and complex stay what they are. Overflow and NaN follow
+IEEE 754 without warnings: a training run that diverges shows it in its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstore.errors import ValueMismatchError
+
+if TYPE_CHECKING:
+    from kvstore.optimizer.base import Optimizer
+
+Flat = np.ndarray[Any, Any]
+"""A 1-D array. Contributions may be read-only and unaligned (views of received frames)."""
+
+BLOCK_ELEMENTS = 65536
+"""Elements per block: 256 KiB of float32 per operand, small enough for the second-level cache
+and long enough that two threads rarely wait for each other's interpreter lock."""
+
+
+class Workspace:
+    """Scratch blocks that are made once and used again, so that steady work allocates nothing.
+
+    Belongs to one thread at a time. What ``block`` returns is overwritten by the next call
+    with the same slot and dtype.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, np.dtype[Any]], Flat] = {}
+
+    def block(self, slot: int, dtype: np.dtype[Any], length: int) -> Flat:
+        """An uninitialised 1-D array of ``length`` elements, owned by the workspace."""
+        found = self._blocks.get((slot, dtype))
+        if found is None or len(found) < length:
+            found = np.empty(length, dtype)
+            self._blocks[slot, dtype] = found
+        return found[:length]
+
+
+def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which values of ``dtype`` are added: float32 for float16, else its own."""
+    return np.dtype(np.float32) if dtype == np.float16 else dtype
+
+
+def sum_in_order(
+    contributions: Sequence[Flat],
+    out: Flat,
+    workspace: Workspace | None = None,
+    *,
+    block_elements: int = BLOCK_ELEMENTS,
+) -> None:
+    """Set ``out`` to ((c0 + c1) + c2) + ..., cast to ``out``'s dtype at the end.
+
+    All arrays are 1-D on the host, of one length; contributions share one dtype and are only
+    read, before the call returns. ``out`` is the caller's and may be ``contributions[0]``
+    itself; it must not overlap any other. ``workspace`` saves allocations where the dtypes
+    need scratch space. Raises ``ValueMismatchError`` for none, or for unequal lengths.
+    """
+    _check(contributions, out)
+    working = accumulation_dtype(contributions[0].dtype)
+    workspace = workspace or Workspace()
+    with np.errstate(all="ignore"):
+        for start, stop in _blocks(len(out), block_elements):
+            into = out[start:stop]
+            total = into
+            if out.dtype != working and len(contributions) > 1:
+                total = workspace.block(0, working, stop - start)
+            _sum_block(contributions, start, stop, total)
+            if total is not into:
+                np.copyto(into, total, casting="unsafe")
+
+
+def apply_round(
+    weight: Flat,
+    contributions: Sequence[Flat],
+    optimizer: Optimizer | None,
+    state: Sequence[Flat],
+    count: int,
+    workspace: Workspace,
+    *,
+    block_elements: int = BLOCK_ELEMENTS,
+) -> None:
+    """Apply one complete round to a key or to one part of it, in place.
+
+    Without an optimizer ``weight`` is set to the sum; it never accumulates. With one, each
+    block of the sum goes to ``optimizer.update`` with the same block of ``weight`` and of each
+    array of ``state``, in one pass. ``count`` is the update's own number, from 1 on.
+
+    ``weight``, ``contributions`` and the arrays of ``state`` are 1-D on the host and of one
+    length; ``weight`` and contributions share one dtype. ``weight`` and ``state`` are the
+    caller's, are changed in place and must not overlap a contribution; contributions are only
+    read, before the call returns. An optimizer of scope ``"key"`` sees its arrays whole.
+    Raises ``ValueMismatchError`` as ``sum_in_order`` does, and what the optimizer raises.
+    """
+    if optimizer is None:
+        sum_in_order(contributions, weight, workspace, block_elements=block_elements)
+        return
+    _check(contributions, weight)
+    working = accumulation_dtype(weight.dtype)
+    block = len(weight) if optimizer.scope == "key" else block_elements
+    with np.errstate(all="ignore"):
+        for start, stop in _blocks(len(weight), block):
+            gradient = workspace.block(0, working, stop - start)
+            scratch = workspace.block(1, working, stop - start)
+            _sum_block(contributions, start, stop, gradient)
+            part = tuple(array[start:stop] for array in state)
+            optimizer.update(weight[start:stop], gradient, part, count, scratch)
+
+
+def _sum_block(contributions: Sequence[Flat], start: int, stop: int, total: Flat) -> None:
+    first = contributions[0][start:stop]
+    if len(contributions) == 1:
+        np.copyto(total, first, casting="unsafe")
+        return
+    np.add(first, contributions[1][start:stop], out=total, dtype=total.dtype)
+    for contribution in contributions[2:]:
+        np.add(total, contribution[start:stop], out=total, dtype=total.dtype)
+
+
+def _blocks(length: int, block_elements: int) -> Iterator[tuple[int, int]]:
+    step = max(block_elements, 1)
+    for start in range(0, length, step):
+        yield start, min(start + step, length)
+
+
+def _check(contributions: Sequence[Flat], out: Flat) -> None:
+    # NumPy would spread a contribution of length 1 over the whole block without a word.
+    if not contributions:
+        raise ValueMismatchError("a sum needs at least one contribution, got none")
+    for contribution in contributions:
+        if contribution.shape != out.shape or contribution.ndim != 1:
+            raise ValueMismatchError(
+                f"a contribution of shape {contribution.shape} does not fit "
+                f"a flat array of shape {out.shape}"
+            )
+        if contribution.dtype != contributions[0].dtype:
+            raise ValueMismatchError(
+                f"contributions of one round share a dtype, got {contributions[0].dtype} "
+                f"and {contribution.dtype}"
+            )

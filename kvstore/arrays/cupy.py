@@ -1,0 +1,100 @@
+"""CuPy arrays as the stores see them, and the one place of the project that imports CuPy.
+
+CuPy is loaded by the first ``gpu(i)`` or the first CuPy array, never before. Arithmetic is
+written as NumPy ufuncs, which CuPy arrays carry out on their device (NEP 13), so that the
+formulas exist once. Any thread may call: the current device is CuPy's per-thread setting and
+is put back. The logic is tested against a stand-in for CuPy; ``tests/gpu`` holds the tests
+for real GPUs.
+
+Order of work on a GPU: kernels and copies are queued on the calling thread's current stream.
+A copy between two devices first waits for the source device's current stream, and a sum or a
+copy out waits for its own, so when a call returns the caller may overwrite its arrays from
+any stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from kvstore.aggregate import accumulation_dtype
+from kvstore.arrays import Array, adapter_for
+from kvstore.context import Context
+from kvstore.errors import MissingDependencyError
+
+
+def load() -> ModuleType:
+    """The module ``cupy``. Raises ``MissingDependencyError`` when it cannot be imported."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise MissingDependencyError(
+            "arrays on a GPU need CuPy: pip install cupy-cuda12x (for CUDA 12) "
+            f"or cupy-cuda13x (for CUDA 13); importing it failed with: {error}"
+        ) from error
+    module: ModuleType = cupy
+    return module
+
+
+class CupyAdapter:
+    """Implements :class:`kvstore.arrays.Adapter`; see there for each promise."""
+
+    def context(self, array: Array) -> Context:
+        return Context("gpu", int(array.device.id))
+
+    @contextmanager
+    def on(self, context: Context) -> Iterator[None]:
+        cupy = load()
+        with cupy.cuda.Device(context.device_id):
+            yield
+            cupy.cuda.get_current_stream().synchronize()
+
+    def is_writeable(self, array: Array) -> bool:
+        return True
+
+    def to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        cupy = load()
+        with cupy.cuda.Device(array.device.id):
+            host: np.ndarray[Any, Any] = cupy.asnumpy(array, order="C")
+            return host
+
+    def from_host(self, host: np.ndarray[Any, Any], out: Array) -> None:
+        with self.on(self.context(out)):
+            out[...] = load().asarray(host)
+
+    def to_context(self, array: Array, context: Context) -> Array:
+        cupy = load()
+        if not isinstance(array, cupy.ndarray):
+            host = adapter_for(array).to_host(array)
+            with self.on(context):
+                return cupy.asarray(host)
+        source = self.context(array)
+        if source == context:
+            return array
+        # CuPy copies only contiguous arrays between devices, and does not order that copy
+        # after the kernel that makes one contiguous; ``on`` waits for it.
+        with self.on(source):
+            contiguous = cupy.ascontiguousarray(array)
+        with self.on(context):
+            return cupy.asarray(contiguous)
+
+    def copy(self, array: Array) -> Array:
+        with self.on(self.context(array)):
+            return array.copy(order="C")
+
+    def sum_in_order(
+        self, arrays: Sequence[Array], context: Context, dtype: np.dtype[Any]
+    ) -> Array:
+        working = accumulation_dtype(arrays[0].dtype)
+        here = [self.to_context(array, context) for array in arrays]
+        with self.on(context):
+            if len(here) == 1:
+                return here[0].astype(dtype, order="C", copy=True)
+            total = np.add(here[0], here[1], dtype=working)
+            for array in here[2:]:
+                np.add(total, array, out=total)
+            return total.astype(dtype, order="C", copy=False)

@@ -1,0 +1,57 @@
+"""NumPy arrays as the stores see them: everything lives on ``cpu(0)``.
+
+The reference for ``cupy.py``: same operations, same bits. Uses no other array library; the
+arithmetic itself is in ``kvstore/aggregate.py``. Any thread may call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from kvstore import aggregate
+from kvstore.arrays import Array, adapter_for
+from kvstore.context import Context
+
+_HOST = Context("cpu", 0)
+
+
+class NumpyAdapter:
+    """Implements :class:`kvstore.arrays.Adapter`; see there for each promise."""
+
+    def context(self, array: Array) -> Context:
+        return _HOST
+
+    def on(self, context: Context) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def is_writeable(self, array: Array) -> bool:
+        return bool(array.flags.writeable)
+
+    def to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        # A subclass such as numpy.matrix reshapes in its own way, so it becomes a plain view.
+        # ascontiguousarray alone would turn a 0-d array into a 1-d one.
+        plain = np.asarray(array, dtype=array.dtype.newbyteorder("="))
+        return plain if plain.flags.c_contiguous else np.ascontiguousarray(plain)
+
+    def from_host(self, host: np.ndarray[Any, Any], out: Array) -> None:
+        # Values that do not fit (1e9 as float16, NaN as int) follow IEEE and C, as in MXNet.
+        with np.errstate(all="ignore"):
+            np.copyto(out, host, casting="unsafe")
+
+    def to_context(self, array: Array, context: Context) -> Array:
+        return adapter_for(array).to_host(array)
+
+    def copy(self, array: Array) -> Array:
+        return np.array(self.to_host(array), order="C", copy=True)
+
+    def sum_in_order(
+        self, arrays: Sequence[Array], context: Context, dtype: np.dtype[Any]
+    ) -> Array:
+        total = np.empty(arrays[0].shape, dtype)
+        contributions = [self.to_context(array, context).reshape(-1) for array in arrays]
+        aggregate.sum_in_order(contributions, total.reshape(-1))
+        return total

@@ -1,0 +1,83 @@
+"""The store of one process whose sums and updates run on the GPUs: ``create("device")``.
+
+A ``local`` store whose keys move, at their first push with GPU arrays, to the one of those
+GPUs that holds the fewest bytes of this store; from then on the key's value, optimizer state,
+sums and updates stay there. With arrays on the host only, it is a ``local`` store and gives
+the same bits. Not a collective library: one GPU adds what the others send it. Uses no threads
+of its own. Read next: ``kvstore/arrays/cupy.py`` for the device work.
+
+**What has been run.** Everything here is tested on the host and, for the GPU branch, against a
+stand-in for CuPy that keeps one memory for each device and refuses to mix them
+(``tests/unit/kvstore/fake_cupy.py``). ``tests/gpu/test_device_gpu.py`` holds the tests for
+real GPUs; peer copies and streams on real hardware have not been exercised by the project's
+own checks yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore.aggregate import accumulation_dtype
+from kvstore.arrays import Array, adapter_for, adapter_on
+from kvstore.context import Context
+from kvstore.local import Entry, LocalKVStore
+
+
+class DeviceKVStore(LocalKVStore):
+    """Adds and updates on the device that holds the key. See ``KVStore`` for each call.
+
+    ``pull`` without ``out`` returns an array on that device.
+    """
+
+    def __init__(self, name: str = "device") -> None:
+        super().__init__(name)
+
+    def _apply(self, entry: Entry, arrays: Sequence[Array]) -> None:
+        if entry.home.device_type == "cpu":
+            devices = [adapter_for(array).context(array) for array in arrays]
+            self._move(entry, [device for device in devices if device.device_type == "gpu"])
+        if entry.home.device_type == "cpu":
+            super()._apply(entry, arrays)
+        else:
+            self._apply_on_gpu(entry, arrays)
+
+    def _move(self, entry: Entry, gpus: Sequence[Context]) -> None:
+        """Take the key to the one of ``gpus`` with the fewest bytes; the first of equals."""
+        if not gpus:
+            return
+        held = dict.fromkeys(gpus, 0)
+        for other in self._entries.values():
+            if other.home in held:
+                held[other.home] += other.spec.nbytes
+        home = min(held, key=lambda gpu: held[gpu])
+        adapter = adapter_on(home)
+        weight = adapter.to_context(entry.weight, home)
+        if entry.state is not None:
+            entry.state = tuple(adapter.to_context(array, home) for array in entry.state)
+        entry.weight, entry.home = weight, home
+
+    def _apply_on_gpu(self, entry: Entry, arrays: Sequence[Array]) -> None:
+        adapter = adapter_on(entry.home)
+        working = accumulation_dtype(entry.spec.dtype)
+        total = adapter.sum_in_order(arrays, entry.home, working)
+        with adapter.on(entry.home):
+            weight = entry.weight.reshape(-1)
+            gradient = total.reshape(-1)
+            if self._optimizer is None:
+                weight[...] = gradient
+                return
+            state = self._begin_update(entry, weight)
+            scratch = np.empty_like(gradient)
+            self._optimizer.update(weight, gradient, state, entry.count, scratch)
+
+    def _read(self, weight: Array, out: Array) -> None:
+        adapter = adapter_for(out)
+        device = adapter.context(out)
+        if device.device_type == "cpu":
+            super()._read(weight, out)
+            return
+        here = adapter.to_context(weight, device)
+        with adapter.on(device):
+            out[...] = here

@@ -1,0 +1,465 @@
+"""The distributed stores: ``dist_sync``, ``dist_device_sync``, ``dist_async``.
+
+A worker adds its devices' values up, sends the sum in parts to the servers that hold the keys
+(``plan.py``), and copies answers into the caller's arrays. Rounds, order and delivery are the
+data plane's business (``pslite/plane``), sums and updates the servers' (``server.py``), who
+lives where the directory's (``directory.py``). Public calls may come from any thread and run
+one at a time; results are copied out by the node's I/O thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for, adapter_on
+from kvstore.base import (
+    Key,
+    Keys,
+    KeySpec,
+    KeyTable,
+    KVStore,
+    Values,
+    check_optimizer,
+    normalise_keys,
+    spec_of,
+)
+from kvstore.context import Context
+from kvstore.errors import OptimizerNotSet
+from kvstore.nodes import release_node, worker_node
+from kvstore.optimizer.base import Optimizer
+from kvstore.plan import (
+    Bytes,
+    Group,
+    StagingPool,
+    flat_bytes,
+    gather,
+    part_entries,
+    plan,
+    scatter_into,
+    views,
+)
+from kvstore.protocol import (
+    DIRECTORY_APP,
+    STORE_APP,
+    DirectoryCall,
+    KeyEntry,
+    StoreCall,
+    pack,
+    pack_parts,
+    pack_specs,
+    unpack,
+    unpack_entries,
+)
+from kvstore.server import pack_optimizer, unpack_optimizer
+from pslite import WORKER_GROUP, Future, Postoffice, Role
+from pslite.errors import ClosedError, DeadlineError
+from pslite.future import completed
+from pslite.future import gather as gather_futures
+from pslite.ids import SCHEDULER_ID, node_id
+from pslite.plane import Transfer
+
+_HOST = Context("cpu", 0)
+
+_store_numbers: weakref.WeakKeyDictionary[Postoffice, Iterator[int]] = weakref.WeakKeyDictionary()
+"""Stores of a node are numbered in the order of creation, which is the same on all workers."""
+
+
+def create_dist(canonical: str, name: str, *, node: Postoffice | None = None) -> DistKVStore:
+    """A distributed store; ``canonical`` is the name of its behaviour, ``name`` as given.
+
+    Without ``node``, the process joins the cluster that its environment describes (DMLC_*);
+    its stores share that node. A process whose DMLC_ROLE is server or scheduler serves here
+    until the job is over and then exits, as scripts for the original expect.
+    """
+    return DistKVStore(
+        name,
+        worker_node() if node is None else node,
+        synchronous="async" not in canonical,
+        on_device="device" in canonical,
+        owns_node=node is None,
+    )
+
+
+class DistKVStore(KVStore):
+    """A store whose values live on servers. What each call promises is said in ``KVStore``.
+
+    ``push`` returns once the values are copied; an error of a push that comes later is raised
+    by the next call. Waits have no end of their own: they end in the value, or in an error
+    that names the node that is lost; what takes long is reported every PS_STALL_REPORT.
+    """
+
+    def __init__(
+        self, name: str, node: Postoffice, *, synchronous: bool, on_device: bool, owns_node: bool
+    ) -> None:
+        self._name = name
+        self._node = node
+        self._synchronous = synchronous
+        self._on_device = on_device
+        self._owns_node = owns_node
+        self._number = next(_store_numbers.setdefault(node, itertools.count(1)))
+        self._servers = [node_id(Role.SERVER, rank) for rank in range(node.config.num_servers)]
+        # Guards what follows against calls from several threads.
+        self._lock = threading.RLock()
+        self._table = KeyTable()
+        self._entries: dict[Key, KeyEntry] = {}
+        self._plans: dict[tuple[Key, ...], list[Group]] = {}
+        self._pushes: dict[tuple[Key, ...], deque[Future[None]]] = {}
+        self._staging = StagingPool()
+        self._optimizer: Optimizer | None = None
+        self._optimizer_calls = 0
+        self._late_error: BaseException | None = None
+        self._is_closed = False
+
+    # -- what it is --------------------------------------------------------------------
+
+    @property
+    def type(self) -> str:
+        return self._name
+
+    @property
+    def rank(self) -> int:
+        return self._node.rank
+
+    @property
+    def num_workers(self) -> int:
+        return self._node.config.num_workers
+
+    # -- public calls ------------------------------------------------------------------
+
+    def init(self, key: Keys, value: Values) -> None:
+        with self._lock:
+            self._wait(self.init_async(key, value))
+
+    def push(self, key: Keys, value: Values, priority: int = 0) -> None:
+        with self._lock:
+            self._ready_to_push()
+            pushed = self._table.check_push(key, value)
+            keys = tuple(pushed)
+            under_way = self._pushes.setdefault(keys, deque())
+            while under_way and (len(under_way) > self._node.config.round_window):
+                self._wait(under_way.popleft())
+            under_way.append(self._push(pushed, priority))
+
+    def pull(self, key: Keys, out: Values | None = None, priority: int = 0) -> Any:
+        with self._lock:
+            self._check()
+            if out is not None:
+                self._pull(self._table.check_out(key, out), priority)
+                return None
+            keys, single = normalise_keys(key)
+            specs = [self._table.spec(item) for item in keys]
+            values = [np.empty(spec.shape, spec.dtype) for spec in specs]
+            wanted: dict[Key, list[Array]] = {}
+            for item, array in zip(keys, values, strict=True):
+                wanted.setdefault(item, []).append(array)
+            self._pull(wanted, priority)
+            return values[0] if single else values
+
+    def pushpull(
+        self, key: Keys, value: Values, out: Values | None = None, priority: int = 0
+    ) -> None:
+        with self._lock:
+            self._ready_to_push()
+            pushed, filled = self._table.check_pushpull(key, value, out)
+            keys = tuple(pushed)
+            sources = [self._sum(pushed[item], self._table.spec(item)) for item in keys]
+            landing = _Landing([filled[item] for item in keys], self._specs(keys))
+            self._wait(self._exchange(keys, sources, landing.arrays, priority, copy=False))
+            landing.finish()
+
+    def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
+        with self._lock:
+            self._check()
+            self._table.check_broadcast(key, value, out)
+            self._wait(self.init_async(key, value))
+            self._pull(self._table.check_out(key, out), priority)
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        optimizer = check_optimizer(optimizer)
+        with self._lock:
+            self._check()
+            # What was pushed before belongs to the optimizer before.
+            for under_way in self._pushes.values():
+                while under_way:
+                    self._wait(under_way.popleft())
+            self._wait(self.set_optimizer_async(optimizer))
+
+    def barrier(self) -> None:
+        self._check()
+        self._wait(self._node.barrier(WORKER_GROUP))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        if self._owns_node:
+            release_node(self._node)
+
+    # -- the same as futures -----------------------------------------------------------
+
+    def init_async(self, key: Keys, value: Values) -> Future[None]:
+        """``init``; the arrays belong to the store until the future is done."""
+        self._check()
+        values = self._table.check_init(key, value)
+        specs = {item: spec_of(array) for item, array in values.items()}
+        hosts = [adapter_for(array).to_host(array) for array in values.values()]
+        body = pack(self._number, self._mode, pack_specs(list(specs.items())))
+
+        def declared(body: bytes) -> Future[None]:
+            decides, rows = unpack(body, bool, bytes)
+            entries = unpack_entries(rows)
+            future = self._create_parts(entries, hosts) if decides else completed(None)
+            return future.map(lambda _: self._add(entries, specs))
+
+        names = ", ".join(repr(item) for item in values)
+        waiting_for = f"worker 0 (or the lowest rank that is left) to call init for {names}"
+        return self._ask_directory(DirectoryCall.DECLARE, body, waiting_for).then(declared)
+
+    def push_async(self, key: Keys, value: Values, priority: int = 0) -> Future[None]:
+        """``push``; done when the push has been applied."""
+        self._check()
+        return self._push(self._table.check_push(key, value), priority)
+
+    def pull_async(self, key: Keys, out: Values, priority: int = 0) -> Future[None]:
+        """``pull``; the arrays of ``out`` belong to the store until the future is done."""
+        self._check()
+        filled = self._table.check_out(key, out)
+        landing = _Landing(list(filled.values()), self._specs(tuple(filled)))
+        future = self._exchange(tuple(filled), None, landing.arrays, priority, copy=False)
+        return future.map(lambda _: landing.finish())
+
+    def set_optimizer_async(self, optimizer: Optimizer) -> Future[None]:
+        """``set_optimizer``."""
+        self._optimizer_calls += 1
+        spec = pack_optimizer(optimizer)
+        if self.rank == min(self._node.membership.live(Role.WORKER), default=0):
+            asked = self._node.request(
+                self._servers,
+                STORE_APP,
+                StoreCall.SET_OPTIMIZER,
+                pack(self._number, self._synchronous, spec),
+            )
+            body = pack(self._number, self._mode, spec)
+            answered = asked.then(
+                lambda _: self._ask_directory(DirectoryCall.OPTIMIZER_IS_SET, body, "the directory")
+            )
+        else:
+            body = pack(self._number, self._mode, self._optimizer_calls, spec)
+            answered = self._ask_directory(
+                DirectoryCall.SAME_OPTIMIZER, body, "worker 0 to call set_optimizer"
+            )
+
+        def remember(_: bytes) -> None:
+            self._optimizer = optimizer
+
+        return answered.map(remember)
+
+    # -- inside ------------------------------------------------------------------------
+
+    @property
+    def _mode(self) -> str:
+        return "sync" if self._synchronous else "async"
+
+    def _specs(self, keys: Sequence[Key]) -> list[KeySpec]:
+        return [self._table.spec(key) for key in keys]
+
+    def _ask_directory(self, call: DirectoryCall, body: bytes, waiting_for: str) -> Future[bytes]:
+        asked = self._node.request([SCHEDULER_ID], DIRECTORY_APP, call, body)
+        answer = asked.map(lambda replies: replies[SCHEDULER_ID].body)
+        answer.describe = waiting_for
+        return answer
+
+    def _create_parts(
+        self, entries: Sequence[KeyEntry], hosts: Sequence[np.ndarray[Any, Any]]
+    ) -> Future[None]:
+        """Put the first values on the servers, then let the other ranks know."""
+        new = [index for index, entry in enumerate(entries) if entry.key not in self._entries]
+        entries = [entries[index] for index in new]
+        arrays = [flat_bytes(hosts[index]) for index in new]
+        asked = []
+        for group in plan(entries, self._node.config.chunk_bytes):
+            body = pack(self._number, self._synchronous, pack_parts(part_entries(group, entries)))
+            frames = [view.data for view in views(group, arrays)]
+            asked.append(
+                self._node.request(
+                    [group.server], STORE_APP, StoreCall.INIT, body, {group.server: frames}
+                )
+            )
+        body = pack(self._number, [entry.key for entry in entries])
+        return (
+            gather_futures(asked)
+            .then(lambda _: self._ask_directory(DirectoryCall.INITIALISED, body, "the directory"))
+            .map(lambda _: None)
+        )
+
+    def _add(self, entries: Sequence[KeyEntry], specs: dict[Key, KeySpec]) -> None:
+        self._table.add(specs)
+        for entry in entries:
+            self._entries[entry.key] = entry
+
+    def _sum(self, arrays: Sequence[Array], spec: KeySpec) -> np.ndarray[Any, Any]:
+        """One key's values, added up, on the host. May share the memory of a single value."""
+        if len(arrays) == 1:
+            return adapter_for(arrays[0]).to_host(arrays[0])
+        device = adapter_for(arrays[0]).context(arrays[0]) if self._on_device else _HOST
+        adapter = adapter_on(device)
+        total = adapter.sum_in_order(arrays, device, spec.dtype)
+        return adapter.to_host(total)
+
+    def _push(self, pushed: dict[Key, list[Array]], priority: int) -> Future[None]:
+        keys = tuple(pushed)
+        sources = [self._sum(pushed[key], self._table.spec(key)) for key in keys]
+        future = self._exchange(keys, sources, None, priority, copy=True)
+        future.on_done(self._note_error)
+        return future
+
+    def _pull(self, filled: dict[Key, list[Array]], priority: int) -> None:
+        keys = tuple(filled)
+        landing = _Landing(list(filled.values()), self._specs(keys))
+        self._wait(self._exchange(keys, None, landing.arrays, priority, copy=False))
+        landing.finish()
+
+    def _exchange(
+        self,
+        keys: tuple[Key, ...],
+        sources: Sequence[np.ndarray[Any, Any]] | None,
+        targets: Sequence[Bytes] | None,
+        priority: int,
+        *,
+        copy: bool,
+    ) -> Future[None]:
+        """Push ``sources``, pull into ``targets``, or both; ``copy`` frees the sources at once."""
+        groups = self._plans.get(keys)
+        if groups is None:
+            groups = plan([self._entries[key] for key in keys], self._node.config.chunk_bytes)
+            self._plans[keys] = groups
+        memories = None if sources is None else [flat_bytes(source) for source in sources]
+        operation = _Operation(len(groups), lambda: self._describe(keys), self._staging)
+        transfers = []
+        for group in groups:
+            frames = None
+            staging = None
+            if memories is not None:
+                if copy or len(group.parts) > 1:
+                    staging = self._staging.take(group.nbytes)
+                    gather(group, memories, staging)
+                    frames = [staging.data]
+                else:
+                    frames = [view.data for view in views(group, memories)]
+            sink = None if targets is None else scatter_into(group, targets)
+            done = operation.part_done(staging)
+            transfers.append(
+                Transfer(group.server, group.parts, group.sizes, frames, sink, done, priority)
+            )
+        self._node.submit(transfers)
+        return operation.future
+
+    def _describe(self, keys: Sequence[Key]) -> str:
+        shown = ", ".join(repr(key) for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
+        return f"the servers' answer for {shown}"
+
+    def _ready_to_push(self) -> None:
+        self._check()
+        if self._synchronous or self._optimizer is not None:
+            return
+        body = pack(self._number)
+        answer = self._wait(self._ask_directory(DirectoryCall.OPTIMIZER_OF, body, "the directory"))
+        (found,) = unpack(answer, list)
+        if not found:
+            raise OptimizerNotSet(
+                f"{self._name} updates the stored values on every push and needs an optimizer: "
+                "call set_optimizer on worker 0 before the first push"
+            )
+        self._optimizer = unpack_optimizer(found[0])
+
+    def _wait(self, future: Future[Any]) -> Any:
+        report_s = self._node.config.stall_report_s
+        while True:
+            try:
+                return future.result(report_s)
+            except DeadlineError as error:
+                if future.done():
+                    raise
+                self._node.log.warn(str(error))
+
+    def _note_error(self, future: Future[None]) -> None:
+        error = future.error()
+        if error is not None and self._late_error is None:
+            self._late_error = error
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"this {self._name} store is closed; create a new one")
+        if self._late_error is not None:
+            error, self._late_error = self._late_error, None
+            raise error
+
+
+class _Operation:
+    """Completes a future when all transfers of a call are done."""
+
+    def __init__(self, count: int, describe: Callable[[], str], staging: StagingPool) -> None:
+        self.future: Future[None] = Future(describe)
+        self._left = count
+        self._error: BaseException | None = None
+        self._staging = staging
+        if count == 0:
+            self.future.set_result(None)
+
+    def part_done(self, staging: Bytes | None) -> Callable[[BaseException | None], None]:
+        """What to call when one transfer is done; ``staging`` is its buffer, if it has one.
+
+        Runs on the I/O thread only, so it needs no lock.
+        """
+
+        def done(error: BaseException | None) -> None:
+            if staging is not None and error is None:
+                self._staging.give_back(staging)
+            self._error = self._error or error
+            self._left -= 1
+            if self._left == 0:
+                if self._error is not None:
+                    self.future.set_error(self._error)
+                else:
+                    self.future.set_result(None)
+
+        return done
+
+
+class _Landing:
+    """Where the values of a call arrive: in the first array of a key when it is fit for it.
+
+    An array is fit when it is NumPy's, contiguous, and of the key's dtype. Else the values
+    land in memory of our own, and ``finish`` brings them to all the others, cast and strided.
+    """
+
+    def __init__(self, outs: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> None:
+        self.arrays: list[Bytes] = []
+        self._rest: list[tuple[np.ndarray[Any, Any], Sequence[Array]]] = []
+        for arrays, spec in zip(outs, specs, strict=True):
+            first = arrays[0]
+            fit = (
+                type(first) is np.ndarray
+                and first.dtype == spec.dtype
+                and first.dtype.isnative
+                and first.flags.c_contiguous
+            )
+            host = first if fit else np.empty(spec.shape, spec.dtype)
+            self.arrays.append(flat_bytes(host))
+            rest = arrays[1:] if fit else arrays
+            if rest:
+                self._rest.append((host, rest))
+
+    def finish(self) -> None:
+        """The values are there: bring them to the arrays that they did not land in."""
+        for host, outs in self._rest:
+            for out in outs:
+                adapter_for(out).from_host(host, out)

@@ -1,0 +1,70 @@
+"""The errors of the stores: a branch of the runtime's tree, so that one ``except`` catches both.
+
+::
+
+    PSError                          (pslite.errors)
+    └── UsageError                   (pslite.errors) you misused it; nothing took effect
+        ├── UnknownTypeError         create() was given a name that is no store type
+        ├── KeyTypeError             a key is neither int nor str, or the two are mixed
+        ├── UnknownKeyError          the key was never initialised
+        ├── DuplicateKeyError        the key is initialised already (or twice in one call)
+        ├── ArgumentTypeError        a value is no supported array, an argument no such thing
+        ├── ValueMismatchError       shape or dtype does not fit the key; the text holds both
+        ├── OptimizerNotSet          the call needs an optimizer and there is none
+        ├── OptimizerMismatch        two workers asked for different optimizers
+        ├── UnknownOptimizerError    no optimizer is registered under this name
+        ├── OptimizerParameterError  a number of an optimizer is unknown or of the wrong kind
+        └── MissingDependencyError   an optional package is needed; the text says what to install
+
+Everything is a ``UsageError``: what peers and networks do wrong has its errors in
+``pslite.errors``. Each class also derives from the built-in error that a Python programmer
+would expect there (``TypeError``, ``LookupError``, ...).
+"""
+
+from __future__ import annotations
+
+from pslite.errors import UsageError
+
+
+class UnknownTypeError(UsageError, ValueError):
+    """``create`` was given a name that is no store type; the text lists the known ones."""
+
+
+class KeyTypeError(UsageError, TypeError):
+    """A key is neither ``int`` nor ``str``, or a store's keys would be of both kinds."""
+
+
+class UnknownKeyError(UsageError, LookupError):
+    """The key was never initialised in this store."""
+
+
+class DuplicateKeyError(UsageError):
+    """The key is initialised already, or stands twice in one call of ``init``."""
+
+
+class ArgumentTypeError(UsageError, TypeError):
+    """An argument is not of a kind that the call can take: no array, no optimizer, no name."""
+
+
+class ValueMismatchError(UsageError, ValueError):
+    """Shape, dtype or number of the values does not fit the keys; the text holds both sides."""
+
+
+class OptimizerNotSet(UsageError):
+    """The call needs an optimizer on the store and none was set."""
+
+
+class OptimizerMismatch(UsageError):
+    """Two workers of one store asked for different optimizers."""
+
+
+class UnknownOptimizerError(UsageError, ValueError):
+    """No optimizer is registered under this name; the text lists the known ones."""
+
+
+class OptimizerParameterError(UsageError, ValueError):
+    """A parameter of an optimizer is unknown, of the wrong kind or out of its range."""
+
+
+class MissingDependencyError(UsageError, ImportError):
+    """An optional package is needed for this; the text says what to install."""

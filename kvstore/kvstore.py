@@ -1,0 +1,74 @@
+"""``create``: the one place that knows the names of the store types.
+
+Names are matched exactly (lower-cased), from one table; the original looked for parts of
+words, so that a typing mistake gave a ``local`` store. Distributed stores are imported when
+one is asked for. No effect at import. Read next: ``base.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstore.base import KVStore
+from kvstore.errors import ArgumentTypeError, UnknownTypeError
+
+STORE_TYPES: dict[str, str] = {
+    "local": "local",
+    "local_update_cpu": "local",
+    "local_allreduce_cpu": "local",
+    "device": "device",
+    "local_allreduce_device": "device",
+    "dist": "dist_sync",
+    "dist_sync": "dist_sync",
+    "dist_device": "dist_device_sync",
+    "dist_device_sync": "dist_device_sync",
+    "dist_sync_device": "dist_device_sync",
+    "dist_async": "dist_async",
+    "dist_async_device": "dist_device_async",
+    "dist_device_async": "dist_device_async",
+}
+"""Every accepted name, with the canonical one of its behaviour."""
+
+
+def create(name: str = "local", **options: Any) -> KVStore:
+    """A new store of the type ``name``; upper and lower case mean the same.
+
+    ``local``
+        one process; values are added and updated in the host's memory.
+    ``device``
+        one process; values are added and updated on the GPU that holds the key.
+    ``dist_sync``
+        many workers and servers; a round is complete when every worker has pushed the key,
+        and then all of them see the same result.
+    ``dist_device_sync``
+        the same; each worker adds its devices' values on a GPU before it sends the sum.
+    ``dist_async``, ``dist_device_async``
+        each push is applied at once and atomically; needs an optimizer.
+
+    Other names of the original are accepted too (``STORE_TYPES``). ``options`` are for the
+    distributed types only, see ``kvstore/dist.py``. The store's ``type`` is ``name`` in lower
+    case. Raises ``UnknownTypeError``, which lists the names.
+    """
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"name must be a string, got {type(name).__name__}: {name!r}")
+    given = name.lower()
+    canonical = STORE_TYPES.get(given)
+    if canonical is None:
+        raise UnknownTypeError(
+            f"unknown store type {name!r}; known types: {', '.join(STORE_TYPES)}"
+        )
+    if canonical.startswith("dist"):
+        from kvstore.dist import create_dist
+
+        return create_dist(canonical, given, **options)
+    if options:
+        raise ArgumentTypeError(
+            f"a {given} store takes no options, got {', '.join(sorted(options))}"
+        )
+    if canonical == "device":
+        from kvstore.device import DeviceKVStore
+
+        return DeviceKVStore(given)
+    from kvstore.local import LocalKVStore
+
+    return LocalKVStore(given)

@@ -1,0 +1,42 @@
+"""The launcher's entry point: ``kvstore-launch`` and ``tools/launch.py`` call :func:`main`.
+
+The only place of the launcher that reads the process's arguments and environment. Read
+``options.py`` and ``local.py`` next.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from kvstore.launch.lifecycle import Timing
+from kvstore.launch.local import run_local
+from kvstore.launch.options import LaunchError, parse_arguments
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    service_command: Sequence[str] | None = None,
+    timing: Timing | None = None,
+) -> int:
+    """Run one job and return the launcher's exit code; call it on the main thread.
+
+    ``argv`` is the command line without the program's name (default: this process's);
+    ``service_command`` starts a scheduler or a server (default: ``python -m kvstore.server``).
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    service = service_command or (sys.executable, "-m", "kvstore.server")
+    try:
+        options = parse_arguments(arguments)
+        return run_local(options, os.environ, service, timing or Timing())
+    except LaunchError as error:
+        print(f"[launcher] {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:  # before the first process was started, or after the last ended
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

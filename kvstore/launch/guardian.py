@@ -1,0 +1,110 @@
+"""Ends what a job has left behind; also a script that does so when the launcher is killed.
+
+Standard library only, and no import of this project: it runs as ``python -I -S guardian.py``
+beside the launcher, in a session of its own, and reads a pipe whose other end only the
+launcher holds. The launcher writes the process groups that it starts, one number a line, and
+``done`` when it has ended them itself. A pipe that ends without ``done`` means that the
+launcher was killed (``kill -9``, out of memory); then everything that belongs to the job is
+killed at once.
+
+A process belongs to the job when it is in one of those groups (sessions), or when the
+environment that it was started with holds the job's id; so a grandchild that made its own
+session is found as well. The limits: a grandchild that did both, a new session and another
+environment, escapes; and without ``/proc`` (macOS) only the groups are known.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterator
+
+KILL_ROUNDS = 50
+ROUND_S = 0.05
+
+
+def end_job(job_id: str, groups: Collection[int], grace_s: float) -> int:
+    """SIGTERM to all processes of the job, SIGKILL after ``grace_s``; return how many there were.
+
+    ``grace_s`` 0 kills at once. Nobody tells us when a grandchild ends, so this looks again
+    every 50 ms; it only waits while there are any.
+    """
+    members = job_members(job_id, groups)
+    found = len(members)
+    if found and grace_s > 0:
+        _signal_all(members, signal.SIGTERM)
+        deadline_s = time.monotonic() + grace_s
+        while members and time.monotonic() < deadline_s:
+            time.sleep(ROUND_S)
+            members = job_members(job_id, groups)
+    for _ in range(KILL_ROUNDS):  # a process may fork while we look
+        if not members:
+            break
+        _signal_all(members, signal.SIGKILL)
+        time.sleep(ROUND_S)
+        members = job_members(job_id, groups)
+    return found
+
+
+def job_members(job_id: str, groups: Collection[int]) -> list[int]:
+    """Process ids of the job that are alive, this process excepted."""
+    if not os.path.isdir("/proc/self"):
+        return [-group for group in groups if _group_exists(group)]
+    wanted = b"PS_JOB_ID=" + job_id.encode()
+    return [
+        pid
+        for pid in _process_ids()
+        if pid != os.getpid() and _is_alive_member(pid, wanted, groups)
+    ]
+
+
+def _process_ids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _is_alive_member(pid: int, wanted: bytes, groups: Collection[int]) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # After the command's name, which may hold anything: state, parent, group, session.
+            fields = file.read().rpartition(b")")[2].split()
+        if fields[0] in (b"Z", b"X"):
+            return False
+        if int(fields[2]) in groups or int(fields[3]) in groups:
+            return True
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return wanted in file.read().split(b"\0")
+    except (OSError, IndexError):  # it has ended meanwhile, or belongs to somebody else
+        return False
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _signal_all(members: Collection[int], signal_number: signal.Signals) -> None:
+    for member in members:  # a negative number means a group
+        try:
+            os.kill(member, signal_number)
+        except OSError:
+            continue
+
+
+def main(job_id: str) -> None:
+    """Read the launcher's pipe on standard input to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin:
+        if line == "done\n":
+            return
+        groups.add(int(line))
+    end_job(job_id, groups, grace_s=0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,198 @@
+"""The rules by which a job ends.
+
+Pure: exits, signals and the time in, :class:`Effect` objects out; it starts, signals and
+prints nothing. ``supervisor.py`` feeds it from the main thread and carries the effects out.
+``failure.py`` decides afterwards which exit was the cause.
+
+::
+
+    RUNNING ──all workers ended with 0──> DRAINING ──everybody ended──> ENDED
+       │                                     │ drain_s over: warn, stop
+       ├──a process failed──> FAILING ───────┤ failure_s over: stop
+       └──SIGINT, SIGTERM, SIGHUP──> STOPPING: one signal after the other until all have ended
+
+Service processes (scheduler, servers) end with 0 once every worker has said goodbye to them,
+which may be long before the workers themselves exit. So their ending is no failure as long as
+the service ends as a whole; one that ends alone, while others and the workers stay, is.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.launch.plan import ProcessSpec
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long each patience lasts, in seconds."""
+
+    drain_s: float = 10.0  # scheduler and servers, after the last worker
+    service_s: float = 10.0  # the rest of the service, after one of it ended with 0 too early
+    failure_s: float = 5.0  # the others, after the first failure
+    step_s: float = 3.0  # between one signal and the next, stronger one
+    killed_s: float = 10.0  # for the kernel to end a process after SIGKILL
+    leftover_s: float = 1.0  # grandchildren, between SIGTERM and SIGKILL
+
+
+class Phase(enum.Enum):
+    RUNNING = enum.auto()
+    DRAINING = enum.auto()
+    FAILING = enum.auto()
+    STOPPING = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How process ``index`` ended. ``status`` is negative for a signal, as in ``subprocess``.
+
+    ``sweep`` counts the moments at which ends were noticed: equal numbers mean that nobody
+    can tell which was first. ``stopped`` says that the launcher had told it to end.
+    """
+
+    index: int
+    status: int
+    at_s: float
+    sweep: int
+    stopped: bool = False
+
+
+@dataclass(frozen=True)
+class SendSignal:
+    """Send this to the process groups of all that have not ended."""
+
+    signal_number: signal.Signals
+
+
+@dataclass(frozen=True)
+class Say:
+    text: str
+
+
+Effect = SendSignal | Say
+
+_LADDERS: dict[signal.Signals, tuple[signal.Signals, ...]] = {
+    signal.SIGINT: (signal.SIGINT, signal.SIGTERM, signal.SIGKILL),
+    signal.SIGHUP: (signal.SIGHUP, signal.SIGTERM, signal.SIGKILL),
+    signal.SIGTERM: (signal.SIGTERM, signal.SIGKILL),
+}
+
+
+class Lifecycle:
+    """Follows one job from its start until nothing runs any more."""
+
+    def __init__(self, specs: Sequence[ProcessSpec], timing: Timing) -> None:
+        self.phase = Phase.RUNNING
+        self.exits: dict[int, Exit] = {}
+        self.interrupted_by: signal.Signals | None = None
+        self.failed = False
+        self.drain_expired = False
+        self._specs = specs
+        self._timing = timing
+        self._sweep = 0
+        self._deadline_s: float | None = None
+        self._ladder: list[signal.Signals] = []
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When :meth:`tick` wants to be called at the latest; None while nothing is awaited."""
+        return self._deadline_s
+
+    def exited(self, statuses: Mapping[int, int], now_s: float) -> list[Effect]:
+        """All processes that one sweep found ended, by index, with their status."""
+        self._sweep += 1
+        stopped = self.phase is Phase.STOPPING
+        for index, status in statuses.items():
+            self.exits[index] = Exit(index, status, now_s, self._sweep, stopped)
+        failed = any(status != 0 for status in statuses.values())
+        if len(self.exits) == len(self._specs):
+            self.failed = self.failed or (failed and not stopped)
+            self._enter(Phase.ENDED, None)
+        elif self.phase in (Phase.RUNNING, Phase.DRAINING):
+            self._settle(failed, now_s)
+        return []
+
+    def signalled(self, signal_number: signal.Signals, now_s: float) -> list[Effect]:
+        """The launcher itself got a signal. One while it is stopping hurries it on."""
+        if self.phase is Phase.ENDED:
+            return []
+        if self.interrupted_by is None:
+            self.interrupted_by = signal_number
+            if self.phase is not Phase.STOPPING:
+                return self._stop(signal_number, now_s)
+        return self._next_step(now_s)
+
+    def cannot_start(self, now_s: float) -> list[Effect]:
+        """Not all processes could be started: those of ``specs``, which were, end at once."""
+        if len(self.exits) == len(self._specs):
+            self._enter(Phase.ENDED, None)
+            return []
+        return self._stop(signal.SIGTERM, now_s)
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Time has passed: act on a deadline that is over."""
+        if self._deadline_s is None or now_s < self._deadline_s:
+            return []
+        if self.phase is Phase.STOPPING:
+            return self._next_step(now_s)
+        if self.phase is Phase.DRAINING:
+            self.drain_expired = True
+            warning = Say(
+                f"warning: {self._running_names()} did not end within "
+                f"{self._timing.drain_s:g} s of the last worker; ending what is left"
+            )
+            return [warning, *self._stop(signal.SIGTERM, now_s)]
+        self.failed = True
+        return self._stop(signal.SIGTERM, now_s)
+
+    def _settle(self, failed: bool, now_s: float) -> None:
+        """Decide, in RUNNING or DRAINING, what the exits so far mean."""
+        if failed:
+            self.failed = True
+            self._enter(Phase.FAILING, now_s + self._timing.failure_s)
+        elif self._all_ended(worker=True):
+            if self.phase is Phase.RUNNING:
+                self._enter(Phase.DRAINING, now_s + self._timing.drain_s)
+        elif self._all_ended(worker=False):
+            self._deadline_s = None
+        elif self._deadline_s is None and self._any_service_ended():
+            self._deadline_s = now_s + self._timing.service_s
+
+    def _stop(self, first: signal.Signals, now_s: float) -> list[Effect]:
+        self._enter(Phase.STOPPING, None)
+        self._ladder = list(_LADDERS[first])
+        return self._next_step(now_s)
+
+    def _next_step(self, now_s: float) -> list[Effect]:
+        if not self._ladder:
+            if self._deadline_s is not None and now_s < self._deadline_s:
+                return []
+            self._enter(Phase.ENDED, None)
+            return [Say(f"warning: {self._running_names()} did not end even after SIGKILL")]
+        step = self._ladder.pop(0)
+        patience_s = self._timing.step_s if self._ladder else self._timing.killed_s
+        self._deadline_s = now_s + patience_s
+        return [SendSignal(step)]
+
+    def _enter(self, phase: Phase, deadline_s: float | None) -> None:
+        self.phase = phase
+        self._deadline_s = deadline_s
+
+    def _all_ended(self, *, worker: bool) -> bool:
+        return all(
+            index in self.exits
+            for index, spec in enumerate(self._specs)
+            if (spec.role == "worker") == worker
+        )
+
+    def _any_service_ended(self) -> bool:
+        return any(self._specs[index].role != "worker" for index in self.exits)
+
+    def _running_names(self) -> str:
+        return ", ".join(
+            spec.name for index, spec in enumerate(self._specs) if index not in self.exits
+        )

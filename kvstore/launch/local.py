@@ -1,0 +1,162 @@
+"""Runs a whole job on this machine.
+
+Brings the parts together, on the main thread: an address that the scheduler will serve on, a
+place for the logs, the plan, the supervisor, and at the end the words and the exit code. Read
+``plan.py`` and ``supervisor.py`` next.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvstore.launch.address import listen
+from kvstore.launch.failure import exit_code, failures_first_cause_first
+from kvstore.launch.lifecycle import Timing
+from kvstore.launch.options import LaunchError, LaunchOptions
+from kvstore.launch.plan import JobFacts, base_environment, plan_local, requested_address
+from kvstore.launch.report import Ended, failure_block
+from kvstore.launch.supervisor import Outcome, StartFailure, Supervisor
+
+EXIT_CANNOT_EXECUTE = 126
+EXIT_NOT_FOUND = 127
+
+
+def run_local(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    service_command: Sequence[str],
+    timing: Timing,
+) -> int:
+    """Run the job to its end and return the exit code. Must be called on the main thread.
+
+    Standard output and error of all processes are passed on; the report of a failure is the
+    last thing on standard error. Raises :class:`LaunchError` when nothing could be started.
+    """
+    host, port = _address(environ)
+    job_id = secrets.token_hex(8)
+    with listen(host, port) as listener:
+        log_dir, is_temporary = _make_log_dir(options.log_dir)
+        facts = JobFacts(
+            job_id=job_id,
+            host=host,
+            port=listener.getsockname()[1],
+            listen_fd=listener.fileno(),
+            cpu_count=available_cpu_count(),
+            checkout_root=checkout_root(),
+        )
+        specs = plan_local(options, facts, environ, service_command)
+        with Supervisor(job_id, environ, log_dir, timing) as supervisor:
+            for note in options.notes:
+                supervisor.say(note)
+            supervisor.start(specs, base_environment(environ))
+            # Only the scheduler holds the socket now: when it dies, connections are refused.
+            listener.close()
+            outcome = supervisor.wait()
+    return _conclude(outcome, log_dir, is_temporary)
+
+
+def available_cpu_count() -> int:
+    """The processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def checkout_root() -> str | None:
+    """The directory to put on PYTHONPATH, or None where ``kvstore`` is installed."""
+    root = Path(__file__).resolve().parents[2]
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
+    if root in installed or root.name in ("site-packages", "dist-packages"):
+        return None
+    return str(root)
+
+
+def _address(environ: Mapping[str, str]) -> tuple[str, int]:
+    try:
+        return requested_address(environ)
+    except ValueError as error:
+        raise LaunchError(
+            f"DMLC_PS_ROOT_PORT is not a port number: {environ['DMLC_PS_ROOT_PORT']!r}",
+            exit_code=2,
+        ) from error
+
+
+def _make_log_dir(wanted: str | None) -> tuple[Path, bool]:
+    """The directory and whether it goes away after a success."""
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix="kvstore-launch-")), True
+    path = Path(wanted)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot make the log directory {wanted}: {error.strerror}", exit_code=1
+        ) from error
+    return path.resolve(), False
+
+
+def _conclude(outcome: Outcome, log_dir: Path, is_temporary: bool) -> int:
+    """Say how it ended and return the exit code."""
+    if outcome.start_failure is not None:
+        return _conclude_start_failure(outcome.start_failure, log_dir, is_temporary)
+    if outcome.failed:
+        failures, stopped = _failures(outcome)
+        _say(failure_block(failures, stopped, str(log_dir), start_s=outcome.start_s))
+        if outcome.interrupted_by is None:
+            return exit_code(failures[0].exit)
+    if outcome.interrupted_by is not None:
+        name = outcome.interrupted_by.name
+        if not outcome.failed:
+            _say(f"[launcher] ended by {name}; logs of all processes: {log_dir}\n")
+        return 128 + outcome.interrupted_by
+    if outcome.drain_expired:
+        _say(f"[launcher] the workers succeeded; logs of all processes: {log_dir}\n")
+    elif is_temporary:
+        shutil.rmtree(log_dir, ignore_errors=True)
+    return 0
+
+
+def _conclude_start_failure(failure: StartFailure, log_dir: Path, is_temporary: bool) -> int:
+    if is_temporary:
+        shutil.rmtree(log_dir, ignore_errors=True)
+    program, error = failure.spec.argv[0], failure.error
+    missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+    if missing and "/" not in program:
+        reason = "there is no such program on the PATH"
+    elif missing and os.path.exists(program):
+        reason = "the interpreter that its first line names does not exist"
+    elif missing:
+        reason = "there is no such program"
+    elif error.errno in (errno.EACCES, errno.ENOEXEC):
+        reason = f"{error.strerror}; a script must be executable and begin with '#!', or be given "
+        reason += "to its interpreter, as in: python train.py"
+    else:
+        reason = str(error.strerror)
+    _say(f"[launcher] cannot start {failure.spec.name}: '{program}': {reason}\n")
+    return EXIT_NOT_FOUND if missing else EXIT_CANNOT_EXECUTE
+
+
+def _failures(outcome: Outcome) -> tuple[list[Ended], list[Ended]]:
+    """Those that failed, the cause first, and those that the launcher ended because of it."""
+    by_index = {one.exit.index: one for one in outcome.ended}
+    lines = {index: one.last_lines for index, one in by_index.items()}
+    exits = [one.exit for one in outcome.ended]
+    failures = failures_first_cause_first(exits, outcome.specs, lines)
+    stopped = [one for one in outcome.ended if one.exit.stopped]
+    return [by_index[found.index] for found in failures], stopped
+
+
+def _say(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:  # nobody reads it; the exit code still says it
+        pass

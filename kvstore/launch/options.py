@@ -1,0 +1,229 @@
+"""The launcher's command line, as data.
+
+Pure: text in, :class:`LaunchOptions` or :class:`LaunchError` out; no process, file or
+environment is touched. The names of the flags are those of MXNet's ``tools/launch.py``.
+Unlike there, everything from the first argument that is not an option of ours belongs to the
+user's command and is never looked at again. Read ``plan.py`` next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+LAUNCHERS = ("local", "ssh", "mpi", "sge", "yarn")
+AVAILABLE_LAUNCHERS = ("local",)
+
+# The launcher decides these; a value given by hand would contradict the other processes.
+RESERVED_NAMES = frozenset(
+    {
+        "DMLC_ROLE",
+        "DMLC_TASK_ID",
+        "DMLC_NUM_WORKER",
+        "DMLC_NUM_SERVER",
+        "DMLC_PS_ROOT_URI",
+        "DMLC_PS_ROOT_PORT",
+        "DMLC_JOB_CLUSTER",
+        "PS_JOB_ID",
+        "PS_LISTEN_FD",
+    }
+)
+
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+Assignment = tuple[str, str]
+
+
+class LaunchError(Exception):
+    """The launcher cannot do what was asked; the text says what to do, ``exit_code`` how it ends.
+
+    Not a ``PSError``: importing that tree imports the whole runtime, and only
+    :func:`kvstore.launch.cli.main` ever catches this.
+    """
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What the user asked for. ``command`` is the workers' argument vector, untouched."""
+
+    num_workers: int
+    num_servers: int
+    command: tuple[str, ...]
+    environment: tuple[Assignment, ...] = ()
+    server_environment: tuple[Assignment, ...] = ()
+    worker_environment: tuple[Assignment, ...] = ()
+    log_dir: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of exiting, so that one place decides about exit codes."""
+
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(f"{message} (--help lists the options)", exit_code=2)
+
+
+def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
+    """Read a command line without the program's own name.
+
+    Raises :class:`LaunchError` with exit code 2 when it makes no sense. ``--help`` prints and
+    raises ``SystemExit(0)``, as argparse does.
+    """
+    parser = _build_parser()
+    own_arguments, command = split_command(argv, _options_with_value(parser))
+    found = parser.parse_args(own_arguments)
+    if not command:
+        raise LaunchError(
+            "no command given: write the workers' command after the options, "
+            "as in: -n 2 python train.py",
+            exit_code=2,
+        )
+    num_servers = found.num_workers if found.num_servers is None else found.num_servers
+    _check_count("--num-workers", found.num_workers)
+    _check_count("--num-servers", num_servers)
+    notes = _check_launcher(found.launcher, found.hostfile)
+    if found.sync_dst_dir is not None:
+        notes.append("--sync-dst-dir has no effect: everything runs on this machine")
+    if found.p3:
+        notes.append(
+            "--p3 changes nothing: messages are always sent in the order of their priority"
+        )
+    return LaunchOptions(
+        num_workers=found.num_workers,
+        num_servers=num_servers,
+        command=tuple(command),
+        environment=_forwarded_assignments(found.env),
+        server_environment=_assignments("--env-server", found.env_server),
+        worker_environment=_assignments("--env-worker", found.env_worker),
+        log_dir=found.log_dir,
+        notes=tuple(notes),
+    )
+
+
+def split_command(
+    argv: Sequence[str], options_with_value: frozenset[str]
+) -> tuple[list[str], list[str]]:
+    """Cut ``argv`` before the first argument that is neither an option nor an option's value.
+
+    argparse.REMAINDER is not used: what it does with ``--`` differs between Python versions.
+    A leading ``--`` ends our options and is dropped; a later one belongs to the command.
+    """
+    position = 0
+    while position < len(argv):
+        argument = argv[position]
+        if argument == "--":
+            return list(argv[:position]), list(argv[position + 1 :])
+        if not argument.startswith("-") or argument == "-":
+            break
+        position += 2 if argument in options_with_value else 1
+    return list(argv[:position]), list(argv[position:])
+
+
+def _build_parser() -> _Parser:
+    parser = _Parser(
+        prog="kvstore-launch",
+        usage="%(prog)s -n WORKERS [-s SERVERS] [options] [--] COMMAND [ARGUMENT ...]",
+        description="Start a job: one scheduler, the servers, and COMMAND once per worker. "
+        "Everything from COMMAND on is passed to the workers as it stands, without a shell.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-n", "--num-workers", type=int, required=True, metavar="N", help="how many workers")
+    add("-s", "--num-servers", type=int, metavar="N", help="how many servers (default: as workers)")
+    add("-H", "--hostfile", metavar="FILE", help="hosts, for launchers that reach other machines")
+    add("--sync-dst-dir", metavar="DIR", help="directory on the hosts to copy this one to (ssh)")
+    add(
+        "--launcher",
+        choices=LAUNCHERS,
+        help=f"how processes are started; available: {', '.join(AVAILABLE_LAUNCHERS)}",
+    )
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="pass this variable on to all processes (local: all are inherited anyway)",
+    )
+    add("--env-server", action="append", default=[], metavar="K:V", help="variable for servers")
+    add("--env-worker", action="append", default=[], metavar="K:V", help="variable for workers")
+    add("--p3", action="store_true", help="accepted for old scripts: priorities are always on")
+    add(
+        "--log-dir",
+        metavar="DIR",
+        help="keep one log file per process here (default: a temporary directory, "
+        "which is kept only when the job fails)",
+    )
+    return parser
+
+
+def _options_with_value(parser: argparse.ArgumentParser) -> frozenset[str]:
+    names: set[str] = set()
+    for action in parser._actions:
+        if action.nargs != 0:
+            names.update(action.option_strings)
+    return frozenset(names)
+
+
+def _check_count(option: str, count: int) -> None:
+    if count < 1:
+        raise LaunchError(f"{option} must be at least 1, not {count}", exit_code=2)
+
+
+def _check_launcher(launcher: str | None, hostfile: str | None) -> list[str]:
+    """Return the lines to say; MXNet's default is ssh, which means nothing without hosts."""
+    notes: list[str] = []
+    if launcher is None and hostfile is None:
+        launcher = "local"
+        notes.append("neither --launcher nor --hostfile given: starting everything on this machine")
+    elif launcher is None:
+        launcher = "ssh"
+    if launcher not in AVAILABLE_LAUNCHERS:
+        raise LaunchError(
+            f"launcher '{launcher}' is not available in this version; "
+            f"available: {', '.join(AVAILABLE_LAUNCHERS)}",
+            exit_code=2,
+        )
+    if hostfile is not None:
+        raise LaunchError(
+            f"--launcher {launcher} starts everything on this machine and takes no --hostfile; "
+            "leave one of the two out",
+            exit_code=2,
+        )
+    return notes
+
+
+def _forwarded_assignments(texts: Sequence[str]) -> tuple[Assignment, ...]:
+    found = []
+    for text in texts:
+        name, separator, value = text.partition("=")
+        _check_name("--env", name, text)
+        if separator:
+            found.append((name, value))
+    return tuple(found)
+
+
+def _assignments(option: str, texts: Sequence[str]) -> tuple[Assignment, ...]:
+    found = []
+    for text in texts:
+        name, separator, value = text.partition(":")
+        if not separator:
+            raise LaunchError(f"{option} needs NAME:VALUE, not '{text}'", exit_code=2)
+        _check_name(option, name, text)
+        found.append((name, value))
+    return tuple(found)
+
+
+def _check_name(option: str, name: str, text: str) -> None:
+    if not _VARIABLE_NAME.match(name):
+        raise LaunchError(
+            f"{option} '{text}': '{name}' is not the name of an environment variable", exit_code=2
+        )
+    if name in RESERVED_NAMES and name != text:
+        raise LaunchError(f"{option} cannot set {name}: the launcher sets it itself", exit_code=2)

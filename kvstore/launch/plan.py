@@ -1,0 +1,150 @@
+"""Who is started, with which command and which environment.
+
+Pure: options and facts in, a list of :class:`ProcessSpec` out; nothing is started or read
+here. The variables are those of ps-lite's contract (``DMLC_*``) plus ``PS_JOB_ID`` and
+``PS_LISTEN_FD``. Read ``supervisor.py`` next, which starts what is planned here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.launch.options import LaunchOptions
+
+THREAD_COUNT_NAMES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+
+# What a job around this one left in the environment, and no process of this job may see.
+_FOREIGN_NAMES = ("PS_LISTEN_FD", "DMLC_RANK")
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process: ``environment`` is added to :func:`base_environment`."""
+
+    role: str
+    rank: int
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    inherited_fds: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What users read in prefixes and reports; there is only one scheduler."""
+        return self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What the plan needs to know of this machine and this run.
+
+    ``checkout_root`` is the directory that makes ``kvstore`` importable, or None where the
+    package is installed: adding a ``site-packages`` to PYTHONPATH would give a worker that
+    runs under another interpreter the wrong libraries.
+    """
+
+    job_id: str
+    host: str
+    port: int
+    listen_fd: int
+    cpu_count: int
+    checkout_root: str | None
+
+
+def plan_local(
+    options: LaunchOptions,
+    facts: JobFacts,
+    environ: Mapping[str, str],
+    service_command: Sequence[str],
+) -> list[ProcessSpec]:
+    """Plan a job on this machine: the scheduler, then the servers, then the workers.
+
+    ``environ`` is the launcher's own environment; ``service_command`` starts a scheduler or
+    a server, whichever DMLC_ROLE says.
+    """
+    job = {
+        "DMLC_PS_ROOT_URI": facts.host,
+        "DMLC_PS_ROOT_PORT": str(facts.port),
+        "DMLC_NUM_WORKER": str(options.num_workers),
+        "DMLC_NUM_SERVER": str(options.num_servers),
+        "DMLC_JOB_CLUSTER": "local",
+        "PS_JOB_ID": facts.job_id,
+    }
+    everyone = {"PYTHONUNBUFFERED": "1", **dict(options.environment)}
+    service = {**everyone, **dict.fromkeys(THREAD_COUNT_NAMES, "1")}
+    server = {**service, **dict(options.server_environment)}
+    worker = {
+        **everyone,
+        **worker_threads(options, environ, facts.cpu_count),
+        **dict(options.worker_environment),
+    }
+    if facts.checkout_root is not None:
+        root = facts.checkout_root
+        service["PYTHONPATH"] = _joined_path(root, service, environ, root_first=True)
+        server["PYTHONPATH"] = _joined_path(root, server, environ, root_first=True)
+        worker["PYTHONPATH"] = _joined_path(root, worker, environ, root_first=False)
+    listener = {"PS_LISTEN_FD": str(facts.listen_fd)}
+
+    def spec(
+        role: str,
+        rank: int,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        fds: tuple[int, ...] = (),
+    ) -> ProcessSpec:
+        identity = {"DMLC_ROLE": role, "DMLC_TASK_ID": str(rank)}
+        return ProcessSpec(role, rank, tuple(argv), {**environment, **job, **identity}, fds)
+
+    return [
+        spec("scheduler", 0, service_command, {**service, **listener}, (facts.listen_fd,)),
+        *(spec("server", rank, service_command, server) for rank in range(options.num_servers)),
+        *(spec("worker", rank, options.command, worker) for rank in range(options.num_workers)),
+    ]
+
+
+def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment as the children may see it."""
+    return {name: value for name, value in environ.items() if name not in _FOREIGN_NAMES}
+
+
+def requested_address(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Where the user wants the scheduler: loopback and a free port (0), unless exported.
+
+    Inside a worker of another job the exported address is that job's, not a wish.
+    Raises ValueError when the exported port is not a port number.
+    """
+    if "PS_JOB_ID" in environ and "DMLC_TASK_ID" in environ:
+        return "127.0.0.1", 0
+    port = int(environ.get("DMLC_PS_ROOT_PORT") or 0)
+    if not 0 <= port <= 65535:
+        raise ValueError(f"{port} is not a port number")
+    return environ.get("DMLC_PS_ROOT_URI") or "127.0.0.1", port
+
+
+def worker_threads(
+    options: LaunchOptions, environ: Mapping[str, str], cpu_count: int
+) -> dict[str, str]:
+    """Share the processors out: W workers that each start one BLAS thread per core crawl.
+
+    A user who has set any of these variables knows better; then nothing is added.
+    """
+    given = {name for name, _ in options.environment + options.worker_environment}
+    if any(name in environ or name in given for name in THREAD_COUNT_NAMES):
+        return {}
+    threads = max(1, cpu_count // options.num_workers)
+    return dict.fromkeys(THREAD_COUNT_NAMES, str(threads))
+
+
+def _joined_path(
+    root: str, additions: Mapping[str, str], environ: Mapping[str, str], *, root_first: bool
+) -> str:
+    given = additions.get("PYTHONPATH", environ.get("PYTHONPATH", ""))
+    if not given:
+        return root
+    return os.pathsep.join((root, given) if root_first else (given, root))

@@ -1,0 +1,78 @@
+"""The words that a failed job ends with.
+
+Pure formatting: the cause comes last on the screen, where users look first. Used by
+``local.py``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.launch.failure import describe_status
+from kvstore.launch.lifecycle import Exit
+from kvstore.launch.plan import ProcessSpec
+
+SHOWN_LINES = 20
+LONGEST_COMMAND = 2000
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One ended process with all that a report says about it. ``at_s`` counts from the start."""
+
+    spec: ProcessSpec
+    pid: int
+    exit: Exit
+    last_lines: Sequence[str]
+
+
+def failure_block(
+    failures: Sequence[Ended], stopped: Sequence[Ended], log_dir: str, *, start_s: float
+) -> str:
+    """The final block: the first failure in full, the others in one line, the logs' place.
+
+    ``failures`` is in the order of ``failure.failures_first_cause_first``, not empty;
+    ``stopped`` were ended by the launcher.
+    """
+    first = failures[0]
+    age_s = first.exit.at_s - start_s
+    shown = list(first.last_lines)[-SHOWN_LINES:]
+    lines = [
+        "",
+        "======== the job failed; this was the first failure ========",
+        f"process:  {first.spec.name} (pid {first.pid})",
+        f"ended:    {_how(first)}, {age_s:.1f} s after the start",
+        f"command:  {_command(first.spec.argv)}",
+        *_log_lines(shown),
+    ]
+    if len(failures) > 1:
+        others = ", ".join(f"{one.spec.name} ({_how(one)})" for one in failures[1:])
+        lines.append(f"other failures, as consequences: {others}")
+    if stopped:
+        names = ", ".join(one.spec.name for one in stopped)
+        lines.append(f"ended by the launcher: {names}")
+    lines.append(f"logs of all processes: {log_dir}")
+    return "\n".join(lines) + "\n"
+
+
+def _how(ended: Ended) -> str:
+    text = describe_status(ended.exit.status)
+    return f"{text}, while workers still ran" if ended.exit.status == 0 else text
+
+
+def _command(argv: Sequence[str]) -> str:
+    text = shlex.join(argv)
+    return text if len(text) <= LONGEST_COMMAND else text[:LONGEST_COMMAND] + " ..."
+
+
+def _log_lines(shown: Sequence[str]) -> list[str]:
+    if not shown:
+        return ["its log is empty"]
+    heading = (
+        "the last line of its log:"
+        if len(shown) == 1
+        else (f"the last {len(shown)} lines of its log:")
+    )
+    return [heading, *(f"    {line}" for line in shown)]

@@ -1,0 +1,287 @@
+"""Starts the processes of a job, passes their output on, and sees all of them end.
+
+The shell around ``lifecycle.py``: everything happens on the main thread in one loop over one
+selector (the children's pipes, the terminal when it is slow, and a pipe into which Python
+writes every signal, SIGCHLD too). No other thread may be started here: children are forked
+with a function to run before exec. Read ``lifecycle.py`` first, ``child.py`` next.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from kvstore.launch.child import Child, Stream, die_with_launcher, start_child
+from kvstore.launch.console import Console
+from kvstore.launch.guardian import end_job
+from kvstore.launch.guardian_process import GuardianProcess
+from kvstore.launch.lifecycle import Lifecycle, Phase, Say, SendSignal, Timing
+from kvstore.launch.plan import ProcessSpec
+from kvstore.launch.report import Ended
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LAST_OUTPUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class StartFailure:
+    """A process could not be started: its program is missing or cannot be executed."""
+
+    spec: ProcessSpec
+    error: OSError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All there is to know when nothing runs any more."""
+
+    specs: Sequence[ProcessSpec]  # all that were started
+    ended: Sequence[Ended]
+    start_s: float
+    failed: bool
+    interrupted_by: signal.Signals | None
+    drain_expired: bool
+    start_failure: StartFailure | None
+
+
+class Supervisor:
+    """Runs one job. Use as ``with Supervisor(...) as s: s.start(...); s.wait()``, once.
+
+    Leaving the block ends whatever still runs, also after an error of our own.
+    """
+
+    def __init__(self, job_id: str, environ: Mapping[str, str], log_dir: Path, timing: Timing):
+        self._job_id = job_id
+        self._environ = environ
+        self._log_dir = log_dir
+        self._timing = timing
+        self._children: list[Child] = []
+        self._start_failure: StartFailure | None = None
+        self._start_s = time.monotonic()
+        # poll, not epoll: the output may be a regular file, which epoll refuses.
+        self._selector = selectors.PollSelector()
+        self._signals = _SignalPipe()
+        self._output = Console(1)
+        self._errors = Console(2)
+        self._guardian: GuardianProcess | None = None
+
+    def __enter__(self) -> Supervisor:
+        self._guardian = GuardianProcess(self._job_id, self._environ)
+        self._signals.open()
+        self._selector.register(self._signals.fd, selectors.EVENT_READ)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        end_job(self._job_id, self._groups(), grace_s=0)
+        for child in self._children:
+            child.reap()
+        if self._guardian is not None:
+            self._guardian.dismiss()
+        self._selector.close()
+        self._signals.close()
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own, on standard error."""
+        self._errors.write(f"[launcher] {text}\n".encode())
+
+    def start(self, specs: Sequence[ProcessSpec], base_environment: Mapping[str, str]) -> None:
+        """Start all processes; stop at the first that cannot be (:meth:`wait` reports it)."""
+        assert self._guardian is not None
+        prepare = die_with_launcher()
+        for spec in specs:
+            log_path = self._log_dir / f"{spec.name.replace(' ', '-')}.log"
+            try:
+                child = start_child(spec, base_environment, log_path, prepare)
+            except OSError as error:
+                self._start_failure = StartFailure(spec, error)
+                return
+            self._guardian.watch(child.group)
+            self._children.append(child)
+            for stream in child.open_streams:
+                self._selector.register(stream, selectors.EVENT_READ, stream)
+
+    def wait(self) -> Outcome:
+        """Serve the job until none of its processes is left; their output has been written."""
+        lifecycle = Lifecycle([child.spec for child in self._children], self._timing)
+        if self._start_failure is not None:
+            self._carry_out(lifecycle.cannot_start(time.monotonic()))
+        self._sweep(lifecycle)
+        while lifecycle.phase is not Phase.ENDED:
+            deadline_s = lifecycle.deadline_s
+            timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            self._serve(lifecycle, timeout_s)
+            self._carry_out(lifecycle.tick(time.monotonic()))
+        self._end_leftovers()
+        self._read_last_output()
+        self._write_last_output(is_interrupted=lifecycle.interrupted_by is not None)
+        return self._outcome(lifecycle)
+
+    def _serve(self, lifecycle: Lifecycle, timeout_s: float | None) -> None:
+        """Wait for something to happen and handle it: signals and deaths before output."""
+        self._adjust_interest()
+        ready = self._selector.select(timeout_s)
+        arrived = self._signals.arrived()
+        for signal_number in arrived:
+            if signal_number in _FORWARDED:
+                self.say(f"got {signal_number.name}: ending the job")
+                self._carry_out(lifecycle.signalled(signal_number, time.monotonic()))
+        if signal.SIGCHLD in arrived:
+            self._sweep(lifecycle)
+        self._pass_on(ready)
+
+    def _sweep(self, lifecycle: Lifecycle) -> None:
+        statuses = {
+            index: status
+            for index, child in enumerate(self._children)
+            if child.status is None and (status := child.poll()) is not None
+        }
+        if statuses:
+            self._carry_out(lifecycle.exited(statuses, time.monotonic()))
+
+    def _carry_out(self, effects: Sequence[SendSignal | Say]) -> None:
+        for effect in effects:
+            if isinstance(effect, Say):
+                self.say(effect.text)
+                continue
+            for child in self._children:
+                child.send_signal(effect.signal_number)
+
+    def _adjust_interest(self) -> None:
+        """Listen to a slow terminal while it owes us room, and to children while there is room."""
+        watched = self._selector.get_map()
+        for console in (self._output, self._errors):
+            if console.waiting and console.fd not in watched:
+                self._selector.register(console.fd, selectors.EVENT_WRITE, console)
+            elif not console.waiting and console.fd in watched:
+                self._selector.unregister(console.fd)
+        full = self._output.full or self._errors.full
+        for stream in self._open_streams():
+            if full and stream in watched:
+                self._selector.unregister(stream)
+            elif not full and stream not in watched:
+                self._selector.register(stream, selectors.EVENT_READ, stream)
+
+    def _pass_on(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
+        for key, _ in ready:
+            if isinstance(key.data, Console):
+                key.data.write_pending()
+            elif isinstance(key.data, Stream):
+                self._read(key.data)
+
+    def _read(self, stream: Stream) -> None:
+        fd = stream.fileno()
+        lines, is_open = stream.read(time.monotonic())
+        if not is_open:
+            stream.child.open_streams.remove(stream)
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+        self._show(stream, lines)
+
+    def _show(self, stream: Stream, lines: list[bytes]) -> None:
+        console = self._errors if stream.is_error else self._output
+        try:
+            console.write(stream.child.record(lines))
+        except OSError as error:
+            stream.child.stop_logging()
+            self.say(f"the log of {stream.child.spec.name} ends here: {error.strerror}")
+
+    def _end_leftovers(self) -> None:
+        found = end_job(self._job_id, self._groups(), self._timing.leftover_s)
+        if found:
+            self.say(f"ended {found} process(es) that the job's processes had left running")
+
+    def _read_last_output(self) -> None:
+        """All writers have ended, but a process that escaped may hold a pipe open: not for ever."""
+        until_s = time.monotonic() + _LAST_OUTPUT_S
+        while self._open_streams() and time.monotonic() < until_s:
+            with selectors.PollSelector() as selector:
+                for stream in self._open_streams():
+                    selector.register(stream, selectors.EVENT_READ, stream)
+                ready = selector.select(0.0)
+            if not ready:
+                break
+            self._pass_on(ready)
+
+    def _write_last_output(self, *, is_interrupted: bool) -> None:
+        """Wait for a slow reader as any program does, but a signal means: not much longer."""
+        while self._output.waiting or self._errors.waiting:
+            self._adjust_interest()
+            ready = self._selector.select(_LAST_OUTPUT_S if is_interrupted else None)
+            if not ready or set(self._signals.arrived()) & set(_FORWARDED):
+                return
+            self._pass_on(ready)
+
+    def _open_streams(self) -> list[Stream]:
+        return [stream for child in self._children for stream in child.open_streams]
+
+    def _groups(self) -> set[int]:
+        return {child.group for child in self._children}
+
+    def _outcome(self, lifecycle: Lifecycle) -> Outcome:
+        ended = [
+            Ended(
+                self._children[index].spec,
+                self._children[index].group,
+                found,
+                [line.decode(errors="replace") for line in self._children[index].last_lines],
+            )
+            for index, found in sorted(lifecycle.exits.items())
+        ]
+        return Outcome(
+            [child.spec for child in self._children],
+            ended,
+            self._start_s,
+            lifecycle.failed,
+            lifecycle.interrupted_by,
+            lifecycle.drain_expired,
+            self._start_failure,
+        )
+
+
+class _SignalPipe:
+    """Turns signals into bytes that a selector sees (``signal.set_wakeup_fd``)."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self._write_fd = -1
+        self._previous: dict[signal.Signals, object] = {}
+        self._previous_wakeup_fd = -1
+
+    def open(self) -> None:
+        self.fd, self._write_fd = os.pipe()
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._write_fd, False)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        for number in (*_FORWARDED, signal.SIGCHLD):
+            # A signal that whoever started us has switched off (nohup, &) stays switched off.
+            if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, _do_nothing)
+
+    def arrived(self) -> list[signal.Signals]:
+        """The signals since the last call, in their order."""
+        try:
+            return [signal.Signals(number) for number in os.read(self.fd, 4096)]
+        except BlockingIOError:
+            return []
+
+    def close(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
+        os.close(self.fd)
+        os.close(self._write_fd)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """A handler must exist for the byte to be written; the loop does the rest."""

@@ -1,0 +1,179 @@
+"""What workers, servers and the scheduler say to each other about stores.
+
+The bodies of the requests of two apps: the directory (on the scheduler) and the stores (on
+every server). Plain data only, packed by ``pslite.wire``; every field is checked when it
+arrives. Pure. Next: ``directory.py``, ``server.py`` and ``dist.py``, which use these.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.base import Key, KeySpec
+from kvstore.placement import chunk_ranges
+from pslite.errors import ProtocolError
+from pslite.wire.codec import pack_value, unpack_value
+
+#: App numbers, far away from those that users of ``pslite`` choose.
+DIRECTORY_APP = 1_000_001
+STORE_APP = 1_000_002
+
+_MAX_DIMENSIONS = 64
+_MAX_CHUNKS = 1 << 20
+
+
+class DirectoryCall(enum.IntEnum):
+    """What a worker asks the directory."""
+
+    DECLARE = 1
+    INITIALISED = 2
+    OPTIMIZER_IS_SET = 3
+    SAME_OPTIMIZER = 4
+    OPTIMIZER_OF = 5
+
+
+class StoreCall(enum.IntEnum):
+    """What a worker asks a server."""
+
+    INIT = 1
+    SET_OPTIMIZER = 2
+
+
+class KeyEntry(NamedTuple):
+    """Where a key lives: the directory's entry."""
+
+    key: Key
+    spec: KeySpec
+    first_part: int
+    """Its parts are numbered from here on; numbers are never used twice."""
+    chunk_bytes: int
+    servers: tuple[int, ...]
+    """The rank of the server of each part."""
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """The element range of each part."""
+        return chunk_ranges(self.spec.num_elements, self.spec.dtype.itemsize, self.chunk_bytes)
+
+
+class PartEntry(NamedTuple):
+    """One part, as a server is told to create it."""
+
+    part: int
+    num_elements: int
+    dtype: np.dtype[Any]
+
+
+def pack(*fields: Any) -> bytes:
+    """The body of a request."""
+    return pack_value(list(fields))
+
+
+def unpack(body: bytes, *kinds: type) -> list[Any]:
+    """The fields of a body, each of the wanted type.
+
+    Raises:
+        ProtocolError: another number of fields, or another type.
+    """
+    fields = unpack_value(body)
+    if type(fields) is not list or len(fields) != len(kinds):
+        raise ProtocolError("a request's body has a wrong number of fields")
+    for field, kind in zip(fields, kinds, strict=True):
+        if type(field) is not kind:
+            raise ProtocolError(f"a request's field is {type(field).__name__}, not {kind.__name__}")
+    return fields
+
+
+def dtype_text(dtype: np.dtype[Any]) -> str:
+    """A dtype as text: byte order, kind and size (NumPy's array interface protocol)."""
+    return str(dtype.str)
+
+
+def dtype_of(text: object) -> np.dtype[Any]:
+    """The dtype that ``dtype_text`` wrote.
+
+    Raises:
+        ProtocolError: it is none that a store can hold.
+    """
+    if type(text) is str and len(text) <= 8:
+        try:
+            dtype = np.dtype(text)
+        except TypeError:
+            dtype = np.dtype(object)
+        if dtype.kind in "biufc":
+            return dtype
+    raise ProtocolError(f"{text!r} is no dtype of a store")
+
+
+def pack_specs(specs: Sequence[tuple[Key, KeySpec]]) -> list[Any]:
+    """Keys with shapes and dtypes, as plain data."""
+    return [[key, list(spec.shape), dtype_text(spec.dtype)] for key, spec in specs]
+
+
+def unpack_specs(data: Any) -> list[tuple[Key, KeySpec]]:
+    """What ``pack_specs`` wrote, checked."""
+    specs = []
+    for entry in _rows(data, 3):
+        key, shape, dtype = entry
+        if type(key) not in (int, str) or type(shape) is not list:
+            raise ProtocolError("a key's entry is malformed")
+        if len(shape) > _MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in shape):
+            raise ProtocolError("a key's shape is malformed")
+        specs.append((key, KeySpec(tuple(shape), dtype_of(dtype))))
+    return specs
+
+
+def pack_entries(entries: Sequence[KeyEntry]) -> bytes:
+    """Directory entries, as the directory answers them."""
+    return pack(
+        [
+            [*pack_specs([(entry.key, entry.spec)])[0], *entry[2:4], list(entry.servers)]
+            for entry in entries
+        ]
+    )
+
+
+def unpack_entries(body: bytes) -> list[KeyEntry]:
+    """What ``pack_entries`` wrote, checked."""
+    (rows,) = unpack(body, list)
+    entries = []
+    for row in _rows(rows, 6):
+        ((key, spec),) = unpack_specs([row[:3]])
+        first_part, chunk_bytes, servers = row[3:]
+        if type(servers) is not list or len(servers) > _MAX_CHUNKS:
+            raise ProtocolError("a key's placement is malformed")
+        numbers = [first_part, chunk_bytes, *servers]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ProtocolError("a key's placement is malformed")
+        entry = KeyEntry(key, spec, first_part, chunk_bytes, tuple(servers))
+        if chunk_bytes < 1 or len(entry.chunks()) != len(servers):
+            raise ProtocolError("a key's placement does not fit its size")
+        entries.append(entry)
+    return entries
+
+
+def pack_parts(parts: Sequence[PartEntry]) -> list[Any]:
+    """Parts to create, as plain data."""
+    return [[part.part, part.num_elements, dtype_text(part.dtype)] for part in parts]
+
+
+def unpack_parts(data: Any) -> list[PartEntry]:
+    """What ``pack_parts`` wrote, checked."""
+    parts = []
+    for part, num_elements, dtype in _rows(data, 3):
+        if type(part) is not int or type(num_elements) is not int or num_elements < 0:
+            raise ProtocolError("a part's entry is malformed")
+        parts.append(PartEntry(part, num_elements, dtype_of(dtype)))
+    return parts
+
+
+def _rows(data: Any, width: int) -> list[list[Any]]:
+    if type(data) is not list:
+        raise ProtocolError("a table is malformed")
+    for row in data:
+        if type(row) is not list or len(row) != width:
+            raise ProtocolError("a table's row is malformed")
+    return data

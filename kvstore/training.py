@@ -1,0 +1,260 @@
+"""What ``FeedForward`` is made of that needs no store: contracts, slices, shards, progress.
+
+Pure functions and plain values; no store, no thread, no clock, no array library but NumPy, and
+that only for indices on the host. Any thread may call. ``plan_epochs`` is the heart of it: it
+turns what every worker knows about its data into a number of batches that is the same on all of
+them, since one worker with a batch more than the others would wait for them without end in a
+synchronous job. Read next: ``model.py``, which runs the loop.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.arrays import Array
+from kvstore.errors import ArgumentTypeError
+from pslite.errors import UsageError
+
+HostArray = NDArray[Any]
+
+
+class Network(Protocol):
+    """A model that ``FeedForward`` can train: it computes and owns nothing.
+
+    All arrays of one call live on one device and belong to one library, NumPy or CuPy; results
+    belong to the same. Parameters are named arrays that are never changed here. Several device
+    threads call one object at the same time, so it keeps no state between calls.
+    ``examples/image_classification/mlp.py`` is a complete one.
+    """
+
+    def init_params(
+        self, input_shape: tuple[int, ...], rng: np.random.Generator
+    ) -> dict[str, HostArray]:
+        """New NumPy arrays for samples of ``input_shape`` (without the batch's dimension)."""
+
+    def loss_and_gradients(
+        self, params: Mapping[str, Array], x: Array, y: Array
+    ) -> tuple[float, int, Mapping[str, Array]]:
+        """The loss summed over the samples, how many of them were answered right, and the
+        gradients of that sum: one new array for each parameter, of its shape and dtype.
+
+        ``x`` is (n, *input_shape), ``y`` (n,) int64. A sum and not a mean, so that sums of
+        devices and workers can be added; ``rescale_grad`` of the optimizer divides once.
+        """
+
+    def predict(self, params: Mapping[str, Array], x: Array) -> Array:
+        """Class probabilities, (n, classes)."""
+
+
+class Initializer(Protocol):
+    """Makes the first value of a parameter, instead of ``Network.init_params``'s own."""
+
+    def __call__(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> HostArray:
+        """An array of ``shape``; it is cast to the dtype that the network chose."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a fit has come, as handed to its callbacks; numbers are this worker's own.
+
+    ``loss`` and ``accuracy`` are means over the epoch's batches so far, each taken before the
+    batch's own update. ``nbatch`` counts the finished batches of the epoch, from 1 on.
+    """
+
+    epoch: int
+    nbatch: int
+    num_batches: int
+    samples_per_s: float
+    loss: float
+    accuracy: float
+    eval_accuracy: float | None = None
+    """On ``eval_data``; only at the end of an epoch."""
+
+
+class EpochPlan(NamedTuple):
+    """Where a worker's samples come from: its place among the shards, and how many batches."""
+
+    rank: int
+    num_workers: int
+    num_batches: int
+
+
+def split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list[slice]:
+    """Cut a batch into one run of samples per device, in proportion to the loads.
+
+    Device i gets round(load_i * batch_size / sum) samples, halves to the even number; the last
+    one also gets what is then missing, and slices end at ``batch_size``. Raises ``UsageError``
+    when a device would get none. Source of the rule: ``_split_input_slice`` in
+    python/mxnet/executor_manager.py of the original.
+    """
+    if not work_load_list or not all(load > 0 and math.isfinite(load) for load in work_load_list):
+        raise UsageError(f"work loads must be positive numbers, got {list(work_load_list)}")
+    total = sum(work_load_list)
+    sizes = [round(load * batch_size / total) for load in work_load_list]
+    sizes[-1] += max(0, batch_size - sum(sizes))
+    slices = []
+    end = 0
+    for index, size in enumerate(sizes):
+        begin, end = end, min(end + size, batch_size)
+        if begin >= end:
+            raise UsageError(
+                f"a batch of {batch_size} over {len(sizes)} devices with work loads "
+                f"{list(work_load_list)} leaves none for device {index}; take a larger batch or "
+                f"fewer devices"
+            )
+        slices.append(slice(begin, end))
+    return slices
+
+
+def shard(
+    num_samples: int,
+    rank: int = 0,
+    num_workers: int = 1,
+    *,
+    batch_size: int = 1,
+    num_batches: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+    shuffle: bool = True,
+) -> NDArray[np.int64]:
+    """The samples that worker ``rank`` visits in ``epoch``: one batch a row.
+
+    Returns int64 indices, (num_batches, batch_size). Every worker shuffles all samples alike
+    (by ``seed`` and ``epoch``) and deals them out batch by batch, so without an argument
+    ``num_batches`` the shards are disjoint, cover everything and are equally long:
+    ceil(num_samples / (num_workers * batch_size)) batches, the last ones filled up from the
+    start of the order. Step t of W workers with batch B visits the samples that step t of one
+    worker with batch W * B visits.
+    """
+    if num_samples < 1 or batch_size < 1 or not 0 <= rank < num_workers:
+        raise UsageError(
+            f"cannot shard {num_samples} samples for rank {rank} of {num_workers} in batches of "
+            f"{batch_size}: there must be a sample, a batch size of at least 1, and a rank from "
+            f"0 to the number of workers less one"
+        )
+    order = np.arange(num_samples)
+    if shuffle:
+        order = np.random.default_rng((seed, epoch)).permutation(num_samples)
+    if num_batches is None:
+        num_batches = math.ceil(num_samples / (num_workers * batch_size))
+    dealt = np.resize(order, (num_batches, num_workers, batch_size))
+    return dealt[:, rank].astype(np.int64, copy=False)
+
+
+def describe_data(x: HostArray, y: HostArray, batch_size: int) -> NDArray[np.int64]:
+    """What the workers compare before they start: samples, batch size and a fingerprint."""
+    digest = 0
+    for part in (y, x[:8], x[-8:]):
+        digest = zlib.crc32(np.ascontiguousarray(part).tobytes(), digest)
+    return np.array([len(y), batch_size, digest], np.int64)
+
+
+def plan_epochs(
+    described: NDArray[np.int64], rank: int, sharded_here: bool
+) -> tuple[EpochPlan, str | None]:
+    """The plan of worker ``rank``, and a warning, from what all workers said of their data.
+
+    ``described`` is (num_workers, 3), a row of ``describe_data`` each. With ``sharded_here``
+    all must hold the same data and each visits its shard of it; else each visits all of its
+    own, and those with fewer batches than the longest begin again. Raises ``UsageError`` on
+    every worker alike when the data differ that should not.
+    """
+    num_workers = len(described)
+    num_samples, batch_sizes, digests = described.T
+    if sharded_here:
+        for what, values in (
+            ("numbers of samples", num_samples),
+            ("batch sizes", batch_sizes),
+            ("samples (by checksum)", digests),
+        ):
+            if len(set(values.tolist())) > 1:
+                raise UsageError(
+                    f"fit deals the data out among the workers, so all must give it the same; "
+                    f"the {what} of ranks 0 to {num_workers - 1} are {values.tolist()}. Give "
+                    f"the full data set on every rank, or shard=False to use each rank's own"
+                )
+        num_batches = math.ceil(int(num_samples[0]) / (num_workers * int(batch_sizes[0])))
+        return EpochPlan(rank, num_workers, num_batches), None
+    warning = None
+    if num_workers > 1 and len(set(digests.tolist())) == 1:
+        warning = (
+            f"all {num_workers} workers train on the same samples although shard=False says that "
+            f"each has its own; leave shard=True to have fit deal them out"
+        )
+    longest = max(
+        math.ceil(samples / batch)
+        for samples, batch in zip(num_samples.tolist(), batch_sizes.tolist(), strict=True)
+    )
+    return EpochPlan(0, 1, longest), warning
+
+
+def is_synchronous(store_type: str) -> bool:
+    """Whether stores of this type add up the gradients of all workers before an update."""
+    return "dist" in store_type and "async" not in store_type
+
+
+def rescale_grad(store_type: str, batch_size: int, num_workers: int) -> float:
+    """The factor that makes the sum that an update sees a mean over samples.
+
+    A synchronous update sees all workers' batches, any other one batch. Source: ``fit`` in
+    python/mxnet/model.py of the original.
+    """
+    return 1.0 / (batch_size * num_workers if is_synchronous(store_type) else batch_size)
+
+
+def checked_data(x: object, y: object) -> tuple[HostArray, NDArray[np.int64]]:
+    """Samples and labels as NumPy arrays, or an error that says what is wrong with them.
+
+    No copy is made of what already fits: ``x`` any array of at least one sample, ``y`` one
+    integer for each.
+    """
+    if y is None:
+        raise UsageError("labels are missing: give y, one integer for each sample")
+    samples, labels = np.asarray(x), np.asarray(y)
+    if samples.ndim < 1 or len(samples) == 0 or labels.shape != samples.shape[:1]:
+        raise UsageError(
+            f"X must be (n, ...) with n of at least 1 and y (n,); they have the shapes "
+            f"{samples.shape} and {labels.shape}"
+        )
+    if labels.dtype.kind not in "iu":
+        raise ArgumentTypeError(f"labels must be integers (classes from 0 on), not {labels.dtype}")
+    return samples, labels.astype(np.int64, copy=False)
+
+
+def initial_params(
+    network: Network,
+    input_shape: tuple[int, ...],
+    seed: int,
+    initializer: Initializer | None,
+    given: Mapping[str, HostArray] | None,
+) -> dict[str, HostArray]:
+    """New arrays: the network's own values, or the initializer's, or those that were given."""
+    rng = np.random.default_rng(seed)
+    params = network.init_params(input_shape, rng)
+    given = given or {}
+    unknown = sorted(set(given) - set(params))
+    if unknown:
+        raise UsageError(
+            f"arg_params holds {', '.join(unknown)}, which the network does not have; its "
+            f"parameters are {', '.join(params)}"
+        )
+    for name, own in params.items():
+        value = given.get(name)
+        if value is None and initializer is not None:
+            value = initializer(name, own.shape, rng)
+        if value is None:
+            continue
+        if np.shape(value) != own.shape:
+            raise UsageError(
+                f"the value given for {name} has the shape {np.shape(value)}, the network's "
+                f"has {own.shape}"
+            )
+        params[name] = np.array(value, dtype=own.dtype)
+    return params

@@ -1,0 +1,37 @@
+"""The runtime under ``kvstore``: a scheduler, servers and workers that exchange messages.
+
+::
+
+    import pslite
+
+    with pslite.start() as node:                # settings from the environment
+        worker = pslite.KVWorker(node, app=0)   # on a server: pslite.KVServer(node, app=0, ...)
+        worker.wait(worker.push(keys, values))
+
+It knows nothing of stores and optimizers. Importing starts nothing. Read next: ``kv_app.py``
+for what users call, ``plane/`` for how data moves, ``postoffice.py`` for the node's loop.
+"""
+
+from pslite.config import Config
+from pslite.customer import Incoming, Reply
+from pslite.future import Future
+from pslite.ids import ALL_GROUP, SCHEDULER_GROUP, SERVER_GROUP, WORKER_GROUP, NodeInfo, Role
+from pslite.postoffice import Postoffice
+from pslite.start import start
+from pslite.version import __version__
+
+__all__ = [
+    "ALL_GROUP",
+    "SCHEDULER_GROUP",
+    "SERVER_GROUP",
+    "WORKER_GROUP",
+    "Config",
+    "Future",
+    "Incoming",
+    "NodeInfo",
+    "Postoffice",
+    "Reply",
+    "Role",
+    "__version__",
+    "start",
+]

@@ -1,0 +1,121 @@
+"""Which address a node binds and advertises. Shell code: it asks the operating system.
+
+The order: DMLC_NODE_HOST wins; else DMLC_INTERFACE (an interface's name, an address or a
+network); else the local address on the route to the scheduler. Never every interface.
+ps-lite took the first interface whose name begins with DMLC_INTERFACE, or the first that is
+not loopback (``network_utils.h``), which was wrong on hosts with several networks.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+import uuid
+from functools import lru_cache
+from pathlib import Path
+
+from pslite.config import Config
+from pslite.errors import ConfigError
+
+_SIOCGIFADDR = 0x8915
+
+
+def advertised_host(config: Config) -> str:
+    """The address under which others reach this node.
+
+    Raises:
+        ConfigError: DMLC_INTERFACE names nothing that this host has.
+    """
+    if config.node_host:
+        return config.node_host
+    if config.interface:
+        return interface_address(config.interface)
+    return route_address(config.root_uri, config.root_port)
+
+
+def interface_address(interface: str) -> str:
+    """The local address that ``interface`` (a name, an address or a network) stands for."""
+    try:
+        network = ipaddress.ip_network(interface, strict=False)
+    except ValueError:
+        return _address_of_name(interface)
+    for address in local_addresses().values():
+        if ipaddress.ip_address(address) in network:
+            return address
+    raise ConfigError(
+        f"DMLC_INTERFACE={interface}: this host has no address in it; it has {_listing()}"
+    )
+
+
+def _address_of_name(name: str) -> str:
+    addresses = local_addresses()
+    if name not in addresses:
+        raise ConfigError(
+            f"DMLC_INTERFACE={name}: no such interface with an address; this host has {_listing()}"
+        )
+    return addresses[name]
+
+
+def _listing() -> str:
+    return ", ".join(f"{name} ({address})" for name, address in local_addresses().items())
+
+
+def local_addresses() -> dict[str, str]:
+    """Interface name -> its first IPv4 address."""
+    import fcntl
+
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue
+            addresses[name] = socket.inet_ntoa(reply[20:24])
+    return addresses
+
+
+def route_address(host: str, port: int) -> str:
+    """The local address from which ``host`` is reached. Nothing is sent."""
+    try:
+        found = socket.getaddrinfo(host, port or 9, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ConfigError(f"DMLC_PS_ROOT_URI={host} cannot be resolved: {error}") from None
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        try:
+            probe.connect(address)
+        except OSError as error:
+            raise ConfigError(f"there is no route to the scheduler at {host}: {error}") from None
+        return str(probe.getsockname()[0])
+
+
+def tcp_address(host: str, port: int) -> str:
+    """``tcp://host:port``, with brackets around IPv6 addresses."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+@lru_cache(maxsize=1)
+def machine_id() -> str:
+    """Names the running kernel: equal exactly for processes that share process ids.
+
+    The boot id alone would be shared by containers with process ids of their own, so the
+    identity of the process-id namespace is part of it.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return f"{uuid.getnode():x}"
+    return f"{boot}/{namespace}"
+
+
+def process_alive(pid: int) -> bool:
+    """Whether a process of this machine is there and no zombie."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -1,0 +1,191 @@
+"""All settings of the runtime, and the only place that reads the environment.
+
+A ``Config`` is a frozen value: made once by ``Config.from_env`` (argument > environment >
+default) and passed to whoever needs it. The meaning of the DMLC_* and PS_* names is
+ps-lite's (``docs/env.md`` there); the others are new. ``SETTINGS`` describes each field, for
+the check of unknown names here and for the page in the docs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pslite.errors import ConfigError
+from pslite.ids import Role
+
+MIB = 1 << 20
+
+
+def _milliseconds(text: str) -> float:
+    return float(text) / 1000.0
+
+
+def _flag(text: str) -> bool:
+    return text.strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def _setting(name: str, default: Any, parse: Callable[[str], Any], text: str) -> Any:
+    return field(default=default, metadata={"name": name, "parse": parse, "help": text})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of one node. Every field can be given as an argument of ``from_env``."""
+
+    role: str = _setting("DMLC_ROLE", "worker", str, "worker, server or scheduler")
+    num_workers: int = _setting("DMLC_NUM_WORKER", 0, int, "how many workers the job has")
+    num_servers: int = _setting("DMLC_NUM_SERVER", 0, int, "how many servers the job has")
+    root_uri: str = _setting("DMLC_PS_ROOT_URI", "", str, "host or address of the scheduler")
+    root_port: int = _setting("DMLC_PS_ROOT_PORT", 0, int, "port of the scheduler")
+    task_id: int | None = _setting(
+        "DMLC_TASK_ID", None, int, "wanted rank within the role; else order of registration"
+    )
+    node_host: str = _setting("DMLC_NODE_HOST", "", str, "host that this node binds and advertises")
+    interface: str = _setting(
+        "DMLC_INTERFACE",
+        "",
+        str,
+        "interface name, address or network (192.168.20.0/24) to bind and advertise",
+    )
+    port: int = _setting("PORT", 0, int, "port that this node binds; 0 takes a free one")
+    bind_all: bool = _setting(
+        "DMLC_USE_KUBERNETES", False, _flag, "1: the scheduler binds every interface (0.0.0.0)"
+    )
+    van_type: str = _setting(
+        "DMLC_PS_VAN_TYPE", "zmq", str, "zmq; p3 is accepted and the same (priorities always work)"
+    )
+    job_id: str = _setting("PS_JOB_ID", "", str, "job of this node; other jobs are refused")
+    listen_fd: int | None = _setting(
+        "PS_LISTEN_FD", None, int, "inherited listening socket that the scheduler adopts"
+    )
+    verbose: int = _setting("PS_VERBOSE", 0, int, "1 prints connections, 2 every message as well")
+    heartbeat_interval_s: float = _setting(
+        "PS_HEARTBEAT_INTERVAL", 2.0, float, "seconds between signs of life"
+    )
+    heartbeat_timeout_s: float = _setting(
+        "PS_HEARTBEAT_TIMEOUT",
+        0.0,
+        float,
+        "seconds after which a stalled node counts as lost; 0: a stall is only reported",
+    )
+    rendezvous_timeout_s: float = _setting(
+        "PS_RENDEZVOUS_TIMEOUT", 60.0, float, "seconds that nodes wait for each other at start"
+    )
+    roster_interval_s: float = _setting(
+        "PS_ROSTER_INTERVAL", 5.0, float, "seconds between lines that say who is missing"
+    )
+    lost_after_s: float = _setting(
+        "PS_LOST_AFTER", 5.0, float, "seconds without a connection after which a node is lost"
+    )
+    stall_report_s: float = _setting(
+        "PS_STALL_REPORT", 60.0, float, "seconds of silence after which a stall is reported"
+    )
+    close_timeout_s: float = _setting(
+        "PS_CLOSE_TIMEOUT", 10.0, float, "seconds that close() waits for what is under way"
+    )
+    resend_timeout_s: float = _setting(
+        "PS_RESEND_TIMEOUT",
+        2.0,
+        _milliseconds,
+        "milliseconds after which what was not accepted is sent again (doubled each time)",
+    )
+    drop_percent: float = _setting(
+        "PS_DROP_MSG", 0.0, float, "percent of received messages to drop, to test with"
+    )
+    chunk_bytes: int = _setting("PS_CHUNK_BYTES", MIB, int, "largest part of a dense key, in bytes")
+    credit_bytes: int = _setting(
+        "PS_CREDIT_BYTES", 64 * MIB, int, "bytes per server that may be under way, not yet accepted"
+    )
+    round_window: int = _setting(
+        "PS_ROUND_WINDOW", 2, int, "rounds that a worker may push ahead of the open one"
+    )
+    pool_threads: int = _setting(
+        "PS_POOL_THREADS", 2, int, "threads that add and update on servers"
+    )
+    max_message_bytes: int = _setting(
+        "PS_MAX_MESSAGE_BYTES", 256 * MIB, int, "largest message that a node receives"
+    )
+
+    @classmethod
+    def from_env(
+        cls, mapping: Mapping[str, str] | None = None, **arguments: Any
+    ) -> tuple[Config, list[str]]:
+        """Read settings; arguments win over ``mapping`` (``os.environ`` when None).
+
+        Returns:
+            The settings, and sentences about ``PS_*`` names that nobody knows.
+
+        Raises:
+            ConfigError: a value is malformed, or the settings contradict each other.
+        """
+        mapping = os.environ if mapping is None else mapping
+        values: dict[str, Any] = {}
+        for setting in dataclasses.fields(cls):
+            text = mapping.get(setting.metadata["name"], "")
+            if text != "":
+                values[setting.name] = _parse(setting, text)
+        values.update(arguments)
+        return cls(**values).checked(), unknown_names(mapping)
+
+    def checked(self) -> Config:
+        """This value, after the checks that concern more than one field."""
+        if self.role not in {role.value for role in Role}:
+            raise ConfigError(f"DMLC_ROLE is {self.role!r}; it must be worker, server or scheduler")
+        for name in ("num_workers", "num_servers", "root_port", "port", "round_window"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{_names()[name]} must not be negative")
+        if self.chunk_bytes < 64 or self.credit_bytes < self.chunk_bytes:
+            raise ConfigError("PS_CHUNK_BYTES must be >= 64 and PS_CREDIT_BYTES at least as large")
+        if self.van_type not in ("zmq", "p3"):
+            raise ConfigError(f"DMLC_PS_VAN_TYPE is {self.van_type!r}; this build has zmq (and p3)")
+        return self
+
+    def checked_for_cluster(self) -> Config:
+        """This value, after the check that a cluster can be joined with it."""
+        missing = [
+            _names()[name]
+            for name in ("num_workers", "num_servers", "root_uri")
+            if not getattr(self, name)
+        ]
+        if not self.root_port and self.listen_fd is None:
+            missing.append("DMLC_PS_ROOT_PORT")
+        if missing:
+            raise ConfigError(
+                f"a distributed store needs {', '.join(missing)}; start the job with "
+                "tools/launch.py (kvstore-launch), which sets them, or export them yourself"
+            )
+        return self
+
+
+def _names() -> dict[str, str]:
+    return {setting.name: setting.metadata["name"] for setting in dataclasses.fields(Config)}
+
+
+def _parse(setting: dataclasses.Field[Any], text: str) -> Any:
+    try:
+        return setting.metadata["parse"](text)
+    except ValueError:
+        name = setting.metadata["name"]
+        raise ConfigError(f"{name} is {text!r}; expected: {setting.metadata['help']}") from None
+
+
+#: Names of the original, or of the launcher, that need no field: what they asked for is
+#: always on (PS_RESEND) or belongs to somebody else.
+ACCEPTED_NAMES = frozenset({"PS_RESEND"})
+
+
+def unknown_names(mapping: Mapping[str, str]) -> list[str]:
+    """One sentence for each ``PS_*`` name in the environment that has no meaning here."""
+    known = set(_names().values()) | ACCEPTED_NAMES
+    sentences = []
+    for name in sorted(mapping):
+        if name.startswith("PS_") and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            sentences.append(f"the setting {name} is unknown and was ignored{hint}")
+    return sentences

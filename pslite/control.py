@@ -1,0 +1,214 @@
+"""What workers and servers do in the cluster besides moving data. Runs on the I/O thread.
+
+Joining (with a deadline and a line every few seconds that says who is missing), barriers,
+goodbyes, and what follows when another node is gone. ``scheduler.py`` is the other side.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pslite.address import tcp_address
+from pslite.errors import ConfigError, DeadlineError, NodeLostError, rebuild
+from pslite.future import Future
+from pslite.ids import SCHEDULER_ID, NodeInfo, Role
+from pslite.links import Delivery
+from pslite.protocol.membership import Gone
+from pslite.wire.messages import (
+    BarrierEnter,
+    BarrierLeave,
+    Leave,
+    Members,
+    Refused,
+    Register,
+    Roster,
+    Waiting,
+)
+
+if TYPE_CHECKING:
+    from pslite.postoffice import Postoffice
+
+SCHEDULER = "scheduler"
+"""The name under which every node connects to the scheduler."""
+
+
+class MemberControl:
+    """The control of a worker or a server."""
+
+    def __init__(self, office: Postoffice, node: NodeInfo, package: str) -> None:
+        self._office = office
+        self._node = node
+        self._package = package
+        self._began_at = 0.0
+        self._deadline: float | None = None
+        self._roster_at: float | None = None
+        self._waiting: Waiting | None = None
+        self._barriers: dict[tuple[int, int], Future[None]] = {}
+        self._barrier_rounds: Counter[int] = Counter()
+        self._scheduler_error: NodeLostError | None = None
+
+    # -- joining -----------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        config = self._office.config
+        self._began_at = now
+        self._deadline = now + config.rendezvous_timeout_s
+        self._roster_at = now + config.roster_interval_s
+        self._office.van.connect(SCHEDULER, tcp_address(config.root_uri, config.root_port))
+        register = Register((self._node,), config.num_workers, config.num_servers, self._package)
+        self._office.links.send(SCHEDULER, register, (), 0, now)
+
+    def handle(self, delivery: Delivery, now: float) -> None:
+        message = delivery.message
+        if isinstance(message, Leave):
+            self._member_left(delivery.peer)
+        elif delivery.peer != SCHEDULER:
+            return
+        elif isinstance(message, Roster):
+            self._complete(message, now)
+        elif isinstance(message, Waiting):
+            self._waiting = message
+            self._say_who_is_missing(now)
+        elif isinstance(message, Refused):
+            self._office.fail(ConfigError(f"the scheduler refuses this node: {message.reason}"))
+        elif isinstance(message, Members):
+            self._members_changed(message)
+        elif isinstance(message, BarrierLeave):
+            self._barrier_over(message)
+
+    def _complete(self, message: Roster, now: float) -> None:
+        office = self._office
+        if office.info is not None:
+            return
+        self._deadline = self._roster_at = None
+        mine = next(node for node in message.members if node.node_id == message.node_id)
+        office.log.name = f"{office.role.letter}[{message.node_id}]"
+        if office.role is Role.WORKER:
+            for node in message.members:
+                if node.role == Role.SERVER.value:
+                    office.van.connect(node.uid, node.address)
+        office.log.info(1, f"{office.log.name} is connected to others")
+        office.join(mine, message.members, now)
+
+    def _say_who_is_missing(self, now: float) -> None:
+        config, office = self._office.config, self._office
+        self._roster_at = now + config.roster_interval_s
+        waited_s = now - self._began_at
+        if self._waiting is None:
+            office.log.info(
+                0,
+                f"waiting for the scheduler at {config.root_uri}:{config.root_port}, "
+                f"no answer for {waited_s:.0f} s",
+            )
+            return
+        there = ", ".join(self._waiting.present) or "nobody"
+        missing = ", ".join(self._waiting.missing)
+        office.log.info(0, f"waiting for {missing} since {waited_s:.0f} s; there: {there}")
+
+    def _too_late(self) -> DeadlineError:
+        config = self._office.config
+        limit = f"{config.rendezvous_timeout_s:g} s (PS_RENDEZVOUS_TIMEOUT)"
+        if self._waiting is None:
+            return DeadlineError(
+                f"no scheduler answered at {config.root_uri}:{config.root_port} within {limit}: "
+                "is it running, and is DMLC_PS_ROOT_URI / DMLC_PS_ROOT_PORT the same everywhere?"
+            )
+        missing = ", ".join(self._waiting.missing)
+        return DeadlineError(f"the cluster was not complete within {limit}: {missing} missing")
+
+    # -- barriers ----------------------------------------------------------------------
+
+    def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
+        office = self._office
+        if self._scheduler_error is not None:
+            future.set_error(self._scheduler_error)
+            return
+        self._barrier_rounds[group] += 1
+        round_ = self._barrier_rounds[group]
+        self._barriers[group, round_] = future
+        office.send(SCHEDULER_ID, BarrierEnter(group, round_, timeout_s))
+
+    def _barrier_over(self, message: BarrierLeave) -> None:
+        future = self._barriers.pop((message.group, message.round), None)
+        if future is None:
+            return
+        if message.kind:
+            future.set_error(rebuild(message.kind, message.error))
+        else:
+            future.set_result(None)
+
+    # -- who is gone -------------------------------------------------------------------
+
+    def lost(self, peer: str, reason: str, now: float) -> None:
+        office = self._office
+        node = office.node_of(peer)
+        gone = None if node is None else office.membership.depart(node, left=False, reason=reason)
+        if gone is not None:
+            self._gone(gone)
+
+    def _members_changed(self, message: Members) -> None:
+        office = self._office
+        entries = zip(message.gone, message.left, message.reasons, strict=True)
+        for node, left, reason in entries:
+            gone = office.membership.depart(node, left=bool(left), reason=reason)
+            if gone is not None:
+                self._gone(gone)
+        if office.error is None and message.epoch > office.membership.epoch:
+            office.begin_epoch(message.epoch)
+
+    def _member_left(self, peer: str) -> None:
+        node = self._office.node_of(peer)
+        if node is not None:
+            gone = self._office.membership.depart(node, left=True, reason="")
+            if gone is not None:
+                self._gone(gone)
+
+    def _gone(self, gone: Gone) -> None:
+        """Policy ``fail``: a lost worker or server ends the job on every survivor."""
+        office = self._office
+        office.log.info(0 if not gone.left else 1, gone.sentence)
+        error = NodeLostError(gone.sentence, role=gone.node.role, rank=gone.node.rank)
+        if gone.node.role == Role.SCHEDULER.value:
+            self._scheduler_gone(error, gone)
+        elif not gone.left:
+            office.fail(error)
+            return
+        office.departed(gone)
+        if office.role is Role.SERVER and not office.membership.live(Role.WORKER):
+            office.finished.set_result(None)
+
+    def _scheduler_gone(self, error: NodeLostError, gone: Gone) -> None:
+        self._scheduler_error = error
+        if not gone.left:
+            self._office.log.warn(
+                "push and pull go on; barriers, init and joins no longer work without the scheduler"
+            )
+        self._end_barriers(error)
+
+    # -- the end -----------------------------------------------------------------------
+
+    def say_goodbye(self, now: float) -> None:
+        office = self._office
+        for node in office.membership.roster:
+            if node.role != office.role.value and node.node_id not in office.membership.gone:
+                office.send(node.node_id, Leave())
+
+    def fail(self, error: BaseException) -> None:
+        self._deadline = self._roster_at = None
+        self._end_barriers(error)
+
+    def _end_barriers(self, error: BaseException) -> None:
+        barriers, self._barriers = self._barriers, {}
+        for future in barriers.values():
+            future.set_error(error)
+
+    def tick(self, now: float) -> None:
+        if self._deadline is not None and now >= self._deadline:
+            self._office.fail(self._too_late())
+        elif self._roster_at is not None and now >= self._roster_at:
+            self._say_who_is_missing(now)
+
+    def next_due(self) -> float | None:
+        times = [time for time in (self._deadline, self._roster_at) if time is not None]
+        return min(times, default=None)

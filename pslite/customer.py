@@ -1,0 +1,158 @@
+"""Requests between apps: who asked what, who has answered, which app an arrival belongs to.
+
+An app is a number that both ends agree on. ``Customers`` lives on the I/O thread: it hands
+arriving requests to the app's handler and arriving responses to the future of the request.
+Handlers run on the I/O thread and must be short; what takes long goes to the node's pool
+(``KVServer`` does that). A request for an app that is not there yet waits for it a while, so
+that the order in which processes create their apps does not matter.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from pslite.errors import PSError, RemoteError, UsageError, rebuild
+from pslite.future import Future
+from pslite.protocol.pending import Pending
+from pslite.wire.messages import Request, Response
+
+SendTo = Callable[[int, Request | Response, Sequence[Any]], None]
+
+#: Requests that may wait for apps that are not there yet.
+_MAX_EARLY = 4096
+
+
+class Reply(NamedTuple):
+    """What a node answered."""
+
+    body: bytes
+    frames: Sequence[Any]
+
+
+class Incoming:
+    """A request that arrived. Exactly one of ``respond`` and ``fail`` counts, from any thread."""
+
+    __slots__ = ("_answered", "_respond", "body", "frames", "head", "request", "sender")
+
+    def __init__(
+        self,
+        sender: int,
+        request: Request,
+        frames: Sequence[Any],
+        respond: Callable[[Incoming, Response, Sequence[Any]], None],
+    ) -> None:
+        self.sender = sender
+        self.request = request
+        self.head = request.head
+        self.body = request.body
+        #: Read-only payload frames; they stay valid as long as they are referred to.
+        self.frames = frames
+        self._respond = respond
+        self._answered = False
+
+    def respond(self, body: bytes = b"", frames: Sequence[Any] = ()) -> None:
+        """Answer. ``frames`` must stay unchanged until the peer has accepted them."""
+        self._finish("", "", body, frames)
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error, which the asker's future raises."""
+        text = str(error)
+        if not isinstance(error, PSError):
+            text = "".join(traceback.format_exception(error)).rstrip()
+        self._finish(type(error).__name__, text, b"", ())
+
+    def _finish(self, kind: str, error: str, body: bytes, frames: Sequence[Any]) -> None:
+        if self._answered:
+            return
+        self._answered = True
+        r = self.request
+        response = Response(r.app, r.customer, r.request_id, r.head, kind, error, body)
+        self._respond(self, response, frames)
+
+
+Handler = Callable[[Incoming], None]
+
+
+class Customers:
+    """The apps of one node and their open requests."""
+
+    def __init__(self, send: SendTo, on_io_thread: Callable[[Callable[[], None]], None]) -> None:
+        self._send = send
+        self._on_io_thread = on_io_thread
+        self._handlers: dict[int, Handler] = {}
+        self._early: list[tuple[float, Incoming]] = []
+        self.pending = Pending()
+
+    def add(self, app: int, handler: Handler) -> None:
+        """Hand requests for ``app`` to ``handler`` from now on."""
+        if app in self._handlers:
+            raise UsageError(f"this node has an app {app} already")
+        self._handlers[app] = handler
+        early, self._early = self._early, []
+        for arrived_at, incoming in early:
+            if incoming.request.app == app:
+                self._handle(handler, incoming)
+            else:
+                self._early.append((arrived_at, incoming))
+
+    def remove(self, app: int) -> None:
+        """The app is gone; its requests wait for another one of that number."""
+        self._handlers.pop(app, None)
+
+    def ask(
+        self,
+        nodes: Sequence[int],
+        app: int,
+        customer: int,
+        head: int,
+        body: bytes,
+        frames: dict[int, Sequence[Any]],
+        future: Future[dict[int, Reply]],
+    ) -> int:
+        """Send a request to each of ``nodes`` (with its own frames); returns the request's id."""
+        request_id = self.pending.open(nodes, future)
+        for node in nodes:
+            message = Request(app, customer, request_id, head, body)
+            self._send(node, message, frames.get(node, ()))
+        return request_id
+
+    def request_arrived(
+        self, sender: int, message: Request, frames: Sequence[Any], now: float
+    ) -> None:
+        incoming = Incoming(sender, message, frames, self._responded)
+        handler = self._handlers.get(message.app)
+        if handler is not None:
+            self._handle(handler, incoming)
+        elif len(self._early) < _MAX_EARLY:
+            self._early.append((now, incoming))
+        else:
+            incoming.fail(UsageError(f"there is no app {message.app} on this node"))
+
+    def response_arrived(self, sender: int, message: Response, frames: Sequence[Any]) -> None:
+        if not message.kind:
+            self.pending.answer(message.request_id, sender, Reply(message.body, frames))
+            return
+        error = rebuild(message.kind, message.error)
+        if isinstance(error, RemoteError):
+            error.where = f"node {sender}"
+        self.pending.refuse(message.request_id, sender, error)
+
+    def expire(self, before: float) -> None:
+        """Refuse what has waited for its app since before ``before``."""
+        for arrived_at, incoming in self._early:
+            if arrived_at < before:
+                app = incoming.request.app
+                incoming.fail(UsageError(f"there is no app {app} on the node that was asked"))
+        self._early = [entry for entry in self._early if entry[0] >= before]
+
+    @staticmethod
+    def _handle(handler: Handler, incoming: Incoming) -> None:
+        try:
+            handler(incoming)
+        except Exception as error:
+            incoming.fail(error)
+
+    def _responded(self, incoming: Incoming, response: Response, frames: Sequence[Any]) -> None:
+        self._on_io_thread(lambda: self._send(incoming.sender, response, frames))

@@ -1,0 +1,86 @@
+"""The errors of the runtime: one tree, so that one ``except`` catches what you mean.
+
+::
+
+    PSError                     anything this project raises on purpose
+    ├── UsageError              you misused it: the call, its arguments or the settings
+    │   └── ConfigError         a setting is missing, malformed or contradicts another
+    ├── PeerError               a peer misbehaved
+    │   ├── ProtocolError       it sent something that the wire format does not allow
+    │   └── RemoteError         its code raised; the text carries its traceback
+    ├── NodeLostError           a peer is lost (or left while it was still needed)
+    ├── DeadlineError           time is up; the text names who has not answered
+    └── ClosedError             the node was closed while (or before) the call ran
+
+A bug of our own is whatever else comes out. Nothing in this file may import another
+module of the project, so that every layer can raise these.
+"""
+
+from __future__ import annotations
+
+
+class PSError(RuntimeError):
+    """Base of all errors raised on purpose by ``pslite`` and ``kvstore``."""
+
+
+class UsageError(PSError):
+    """The call, its arguments or its order were wrong; nothing was sent."""
+
+
+class ConfigError(UsageError, ValueError):
+    """A setting is missing, malformed or contradicts another one."""
+
+
+class PeerError(PSError):
+    """A peer did something that it must not do."""
+
+
+class ProtocolError(PeerError):
+    """Bytes arrived that the wire format (``docs/wire.md``) does not allow."""
+
+
+class RemoteError(PeerError):
+    """Code on a peer raised. ``kind`` is the name of the exception's class there."""
+
+    def __init__(self, message: str, *, kind: str = "", where: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.where = where
+
+
+class NodeLostError(PSError):
+    """A node that was still needed is gone. ``role`` and ``rank`` name it."""
+
+    def __init__(self, message: str, *, role: str = "", rank: int = -1) -> None:
+        super().__init__(message)
+        self.role = role
+        self.rank = rank
+
+
+class DeadlineError(PSError, TimeoutError):
+    """Time is up. The message names who has not answered."""
+
+
+class ClosedError(PSError):
+    """The node was closed while the call was waiting, or before it was made."""
+
+
+def rebuild(kind: str, message: str, *, role: str = "", rank: int = -1) -> PSError:
+    """The error that a peer reported, as this process knows it.
+
+    ``kind`` is the name of the exception's class there. A class of this tree comes back as
+    itself; anything else (code of a user or a library) as a ``RemoteError`` that says so.
+    """
+    if kind == NodeLostError.__name__:
+        return NodeLostError(message, role=role, rank=rank)
+    known = _subclasses(PSError).get(kind)
+    if known is not None and known is not RemoteError:
+        return known(message)
+    return RemoteError(message, kind=kind)
+
+
+def _subclasses(base: type[PSError]) -> dict[str, type[PSError]]:
+    found = {base.__name__: base}
+    for child in base.__subclasses__():
+        found.update(_subclasses(child))
+    return found

@@ -1,0 +1,162 @@
+"""Futures: how a result of the I/O thread reaches the thread that waits for it.
+
+A future completes exactly once, with a value or an error; whoever creates one sees to it that
+it does (``protocol/pending.py``, ``plane.py``). Callbacks run on the completing thread, which
+is the I/O thread, so they must be short and must not wait. A leaf: it knows no node.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+from pslite.errors import DeadlineError
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Future(Generic[T]):
+    """The result of a request that is under way."""
+
+    # One condition serves all futures: waiters are few (usually one thread), and a lock a
+    # future would cost more than it saves.
+    _condition = threading.Condition()
+
+    __slots__ = ("_callbacks", "_done", "_error", "_value", "describe")
+
+    def __init__(self, describe: Callable[[], str] | str = "a request") -> None:
+        self._done = False
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Future[T]], None]] = []
+        #: What is being waited for, and on whom; used in the text of a time-out.
+        self.describe = describe
+
+    def done(self) -> bool:
+        """Whether there is a value or an error."""
+        return self._done
+
+    def set_result(self, value: T) -> None:
+        """Complete with ``value``; without effect when it is complete already."""
+        self._complete(value, None)
+
+    def set_error(self, error: BaseException) -> None:
+        """Complete with ``error``; without effect when it is complete already."""
+        self._complete(None, error)
+
+    def _complete(self, value: T | None, error: BaseException | None) -> None:
+        with self._condition:
+            if self._done:
+                return
+            self._value, self._error, self._done = value, error, True
+            callbacks, self._callbacks = self._callbacks, []
+            self._condition.notify_all()
+        for callback in callbacks:
+            callback(self)
+
+    def error(self) -> BaseException | None:
+        """The error it completed with, if any. Does not wait."""
+        return self._error
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Wait for the value.
+
+        Raises:
+            DeadlineError: ``timeout_s`` is over; the text says what was waited for.
+            Exception: the error it completed with, whatever that is.
+        """
+        if not self._done:
+            with self._condition:
+                self._condition.wait_for(lambda: self._done, timeout_s)
+        if not self._done:
+            what = self.describe if isinstance(self.describe, str) else self.describe()
+            raise DeadlineError(f"no answer within {timeout_s:g} s: {what}")
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+    def on_done(self, callback: Callable[[Future[T]], None]) -> None:
+        """Call ``callback(self)`` on completion, or now if that was before."""
+        with self._condition:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def then(self, step: Callable[[T], Future[U]]) -> Future[U]:
+        """The future of a further step, taken with this one's value."""
+        result: Future[U] = Future(self.describe)
+
+        def take(done: Future[T]) -> None:
+            if done._error is not None:
+                result.set_error(done._error)
+                return
+            try:
+                following = step(done._value)  # type: ignore[arg-type]
+            except Exception as error:
+                result.set_error(error)
+                return
+            result.describe = following.describe
+            following.on_done(result._adopt)
+
+        self.on_done(take)
+        return result
+
+    def map(self, function: Callable[[T], U]) -> Future[U]:
+        """The future of ``function`` of this one's value."""
+        return self.then(lambda value: completed(function(value)))
+
+    def _adopt(self, done: Future[T]) -> None:
+        self._complete(done._value, done._error)
+
+
+def completed(value: T) -> Future[T]:
+    """A future that has its value already."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+def failed(error: BaseException) -> Future[Any]:
+    """A future that has its error already."""
+    future: Future[Any] = Future()
+    future.set_error(error)
+    return future
+
+
+def gather(futures: Iterable[Future[Any]]) -> Future[list[Any]]:
+    """All values, in order, once all are there; or the first error, once all are done.
+
+    It waits for all of them also after an error, so that nobody's buffers are still in use
+    when it completes.
+    """
+    waited = list(futures)
+    result: Future[list[Any]] = Future(
+        lambda: next((_text(future) for future in waited if not future.done()), "several requests")
+    )
+    left = len(waited)
+    lock = threading.Lock()
+
+    def one_done(_: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        errors = [error for future in waited if (error := future.error()) is not None]
+        if errors:
+            result.set_error(errors[0])
+        else:
+            result.set_result([future.result(0) for future in waited])
+
+    if not waited:
+        result.set_result([])
+    for future in waited:
+        future.on_done(one_done)
+    return result
+
+
+def _text(future: Future[Any]) -> str:
+    return future.describe if isinstance(future.describe, str) else future.describe()

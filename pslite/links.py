@@ -1,0 +1,208 @@
+"""Messages to and from peers, each exactly once, over any van. Runs on the I/O thread.
+
+A ``Links`` owns one ``Channel`` per peer (``protocol/channel.py``) and turns messages into
+frames and back (``wire/codec.py``). It checks what every transmission must have - version,
+job, the incarnation it is meant for - and drops what does not fit: a stranger's bytes cost a
+counter, never an exception. Who may say what is decided above, in ``postoffice.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from pslite.errors import ProtocolError
+from pslite.protocol.channel import Channel, Outgoing
+from pslite.van.base import Received, Van
+from pslite.wire.codec import Envelope, decode, encode
+from pslite.wire.messages import Accepted, Message, Refused
+
+#: Frames shorter than this are always sent by copy, so they do not count as under way.
+_SMALL_BYTES = 4096
+
+
+class Delivery(NamedTuple):
+    """A message that arrived, for the first time."""
+
+    peer: str
+    incarnation: int
+    epoch: int
+    message: Message
+    frames: Sequence[Any]
+
+
+class _Peer:
+    __slots__ = ("channel", "incarnation")
+
+    def __init__(self, incarnation: int, channel: Channel) -> None:
+        self.incarnation = incarnation
+        self.channel = channel
+
+
+class Links:
+    """The conversations of one node with all its peers."""
+
+    def __init__(
+        self,
+        van: Van,
+        *,
+        job: str,
+        incarnation: int,
+        resend_timeout_s: float,
+        trace: Callable[[str, str, Message, Sequence[Any]], None] | None = None,
+    ) -> None:
+        self._van = van
+        self._job = job
+        self._incarnation = incarnation
+        self._resend_timeout_s = resend_timeout_s
+        self._trace = trace
+        self._peers: dict[str, _Peer] = {}
+        self._owing: set[str] = set()
+        self._closed: set[str] = set()
+        #: What arrived and was dropped, by reason.
+        self.dropped: Counter[str] = Counter()
+        self.repeated = 0
+
+    # -- sending -----------------------------------------------------------------------
+
+    def send(
+        self, peer: str, message: Message, frames: Sequence[Any], epoch: int, now: float
+    ) -> None:
+        """Send a message. Frames are kept by reference until the peer has accepted them."""
+        if peer in self._closed:
+            return
+        entry = self._entry(peer)
+        if message.RELIABLE:
+            nbytes = sum(len(frame) for frame in frames)
+            nbytes = nbytes if nbytes >= _SMALL_BYTES else 0
+            outgoing = entry.channel.number(message, frames, nbytes, epoch, now)
+            self._transmit(peer, entry, outgoing)
+        else:
+            self._transmit(peer, entry, Outgoing(0, epoch, message, frames, 0, now))
+
+    def send_unnumbered(self, peer: str, message: Message) -> None:
+        """Send to a stranger, with whom no conversation is to begin."""
+        envelope = Envelope(self._job, 0, self._incarnation, 0, 0, 0, (), message)
+        self._van.send(peer, [encode(envelope)])
+
+    def _transmit(self, peer: str, entry: _Peer, outgoing: Outgoing) -> None:
+        low, also = entry.channel.acceptance()
+        self._owing.discard(peer)
+        envelope = Envelope(
+            self._job,
+            outgoing.epoch,
+            self._incarnation,
+            entry.incarnation,
+            outgoing.sequence,
+            low,
+            also,
+            outgoing.message,
+        )
+        self._van.send(peer, [encode(envelope), *outgoing.frames])
+        if self._trace is not None:
+            self._trace("=>", peer, outgoing.message, outgoing.frames)
+
+    def unaccepted_bytes(self, peer: str) -> int:
+        """Payload bytes on the way to a peer that it has not accepted."""
+        entry = self._peers.get(peer)
+        return 0 if entry is None else entry.channel.unaccepted_bytes
+
+    def everything_accepted(self, peers: Sequence[str] | None = None) -> bool:
+        """Whether these peers (all, when None) have accepted everything."""
+        entries = self._peers.values() if peers is None else self._known(peers)
+        return all(entry.channel.everything_accepted for entry in entries)
+
+    def owed_by(self) -> list[str]:
+        """The peers that have not accepted everything."""
+        return [
+            peer for peer, entry in self._peers.items() if not entry.channel.everything_accepted
+        ]
+
+    def _known(self, peers: Sequence[str]) -> Iterator[_Peer]:
+        return (self._peers[peer] for peer in peers if peer in self._peers)
+
+    # -- receiving ---------------------------------------------------------------------
+
+    def receive(self, event: Received) -> Delivery | None:
+        """The message in a transmission, if it is one, new, and meant for this node."""
+        if event.peer in self._closed:
+            self.dropped["from a node that was declared lost"] += 1
+            return None
+        try:
+            envelope = decode(event.frames)
+        except ProtocolError as error:
+            self.dropped[str(error)] += 1
+            return None
+        message = envelope.message
+        if envelope.job != self._job and not isinstance(message, Refused):
+            self.dropped["another job"] += 1
+            self.send_unnumbered(
+                event.peer,
+                Refused(
+                    f"this node belongs to job {self._job!r}, the message to {envelope.job!r}; "
+                    "two jobs use the same address: start each with a port of its own"
+                ),
+            )
+            return None
+        if envelope.receiver not in (0, self._incarnation):
+            self.dropped["meant for a process that was here before"] += 1
+            return None
+        if self._trace is not None:
+            self._trace("<=", event.peer, message, event.frames[1:])
+        if envelope.sequence == 0 and envelope.job != self._job:
+            return Delivery(event.peer, envelope.sender, 0, message, ())
+        entry = self._entry(event.peer)
+        if entry.incarnation == 0:
+            entry.incarnation = envelope.sender
+        elif entry.incarnation != envelope.sender:
+            self.dropped["another process under a known name"] += 1
+            return None
+        channel = entry.channel
+        channel.accepted(envelope.accepted, envelope.accepted_also)
+        if envelope.sequence:
+            fresh = channel.admit(envelope.sequence)
+            self._owing.add(event.peer)
+            if not fresh:
+                self.repeated += 1
+                return None
+        return Delivery(event.peer, envelope.sender, envelope.epoch, message, event.frames[1:])
+
+    def _entry(self, peer: str) -> _Peer:
+        entry = self._peers.get(peer)
+        if entry is None:
+            entry = self._peers[peer] = _Peer(0, Channel(self._resend_timeout_s))
+        return entry
+
+    # -- time --------------------------------------------------------------------------
+
+    def flush(self, epoch: int, now: float) -> None:
+        """Tell the peers what has been accepted since the last call."""
+        while self._owing:
+            self.send(next(iter(self._owing)), Accepted(), (), epoch, now)
+
+    def resend(self, now: float) -> None:
+        """Send again what should have been accepted by now."""
+        for peer, entry in self._peers.items():
+            for outgoing in entry.channel.repeats(now):
+                self._transmit(peer, entry, outgoing)
+
+    def reconnected(self, peer: str, now: float) -> None:
+        """The connection is back: what was under way may be lost, so send it again."""
+        entry = self._peers.get(peer)
+        if entry is not None:
+            for outgoing in entry.channel.repeats(now, at_once=True):
+                self._transmit(peer, entry, outgoing)
+
+    def next_due(self) -> float | None:
+        """When ``resend`` has something to look at."""
+        times = [
+            due for entry in self._peers.values() if (due := entry.channel.next_due) is not None
+        ]
+        return min(times, default=None)
+
+    def shut(self, peer: str) -> None:
+        """A peer is lost for good: drop what is under way to it, refuse what comes from it."""
+        self._closed.add(peer)
+        self._peers.pop(peer, None)
+        self._owing.discard(peer)

@@ -1,0 +1,59 @@
+"""Lines for people, on stderr, in the shape that users of ps-lite recognise.
+
+Level 1 (PS_VERBOSE=1) shows connections, level 2 every message as well; warnings and errors
+always appear. A ``Log`` belongs to one node, so two clusters in one process do not mix.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pslite.wire.messages import Message
+
+Write = Callable[[str], None]
+
+
+def to_stderr(line: str) -> None:
+    """Write one whole line at once, so that lines of several processes do not mix."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+class Log:
+    """Writes a node's lines. ``name`` changes once the node knows its rank."""
+
+    def __init__(self, name: str, level: int, write: Write = to_stderr) -> None:
+        self.name = name
+        self.level = level
+        self._write = write
+
+    def info(self, level: int, text: str) -> None:
+        """A line that appears from ``level`` on (0: always)."""
+        if level <= self.level:
+            self._line(text)
+
+    def warn(self, text: str) -> None:
+        """Something is wrong and the job goes on."""
+        self._line(f"warning: {text}")
+
+    def error(self, text: str) -> None:
+        """Something is wrong and this node cannot go on."""
+        self._line(f"error: {text}")
+
+    def trace(self, direction: str, peer: str, message: Message, frames: Sequence[Any]) -> None:
+        """One message, as PS_VERBOSE=2 shows it."""
+        sizes = "".join(f" data_size={len(frame)}" for frame in frames)
+        body = f" Body:{sizes}" if sizes else ""
+        self._line(f"{self.name} {direction} {peer}. Meta: {_short(message)}{body}")
+
+    def _line(self, text: str) -> None:
+        now = time.strftime("%H:%M:%S")
+        self._write(f"[{now}] {self.name}: {text}")
+
+
+def _short(message: Message) -> str:
+    text = repr(message)
+    return text if len(text) <= 400 else text[:397] + "..."

@@ -1,0 +1,92 @@
+"""What the two halves of the data plane and their callers share: parts, effects, the app.
+
+Pure. The contract as a whole stands in the package's docstring (``pslite/plane``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from pslite.errors import ProtocolError
+from pslite.protocol.rounds import Batch
+from pslite.wire.messages import Message
+
+Buffer = Any
+"""Anything with the buffer protocol, C-contiguous."""
+
+
+class Piece(NamedTuple):
+    """The bytes of one part: ``frame[start:stop]``."""
+
+    frame: Buffer
+    start: int
+    stop: int
+
+
+class Job(NamedTuple):
+    """A part and the contributions to apply to it, in rank order."""
+
+    part: int
+    batch: Batch
+    """Its payloads are ``Piece`` values: read-only, valid until the job is done."""
+
+
+class ServerApp(Protocol):
+    """What a server does with rounds. ``apply`` runs on pool threads, the rest on I/O's."""
+
+    def apply(self, jobs: Sequence[Job]) -> Sequence[BaseException | None]:
+        """Apply each job's contributions to its part, in order; one outcome for each.
+
+        A part's jobs always come on the same pool thread and never overlap with ``read`` of
+        that part, so a part needs no lock.
+        """
+
+    def read(self, parts: Sequence[int]) -> list[Buffer]:
+        """Frames that together hold these parts' values in order, each frame whole parts.
+
+        The plane sends them without a copy and may send them again until they are accepted.
+        Where the rule for results does not keep a value in place meanwhile (asynchronous
+        parts), this returns a copy.
+        """
+
+
+class Send(NamedTuple):
+    """Effect: send a message to a peer (a worker's rank, or a server's node id)."""
+
+    peer: int
+    message: Message
+    frames: Sequence[Buffer] = ()
+
+
+class Run(NamedTuple):
+    """Effect: have ``app.apply(jobs)`` run on the pool thread of ``lane``."""
+
+    lane: int
+    jobs: list[Job]
+
+
+Effect = Send | Run
+
+
+def cut(sizes: Sequence[int], frames: Sequence[Buffer]) -> list[Piece]:
+    """Where each part lies in the payload.
+
+    Raises:
+        ProtocolError: the sizes do not add up to frames of whole parts.
+    """
+    pieces = []
+    rest = iter(frames)
+    frame: Buffer = b""
+    start = length = 0
+    for size in sizes:
+        if start == length:
+            frame = next(rest, b"")
+            start, length = 0, len(frame)
+        if size < 0 or start + size > length:
+            raise ProtocolError("the payload is shorter than its sizes say")
+        pieces.append(Piece(frame, start, start + size))
+        start += size
+    if start != length or next(rest, None) is not None:
+        raise ProtocolError("the payload is longer than its sizes say")
+    return pieces

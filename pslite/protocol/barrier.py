@@ -1,0 +1,117 @@
+"""Barriers, as the scheduler keeps them: by sets of nodes and numbered rounds. Pure.
+
+Every node counts its own barriers of a group, so a request that is sent again cannot count
+twice and cannot leak into the next barrier (ps-lite counted messages, ``src/van.cc``). A
+barrier ends in a release for all members, or in an error for those who wait: a member is
+gone, or the time that a waiter was willing to give is over. Both name who is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pslite.errors import DeadlineError, NodeLostError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Tell ``node``: the barrier is over; ``kind`` and ``error`` are empty when it was reached."""
+
+    node: int
+    group: int
+    round: int
+    kind: str = ""
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Wait:
+    """One barrier that somebody has reached and not everybody."""
+
+    members: frozenset[int]
+    arrived: dict[int, float]
+    """Node id -> when its patience ends."""
+
+
+class Barriers:
+    """All barriers of a cluster."""
+
+    def __init__(self, titles: dict[int, str]) -> None:
+        #: Node id -> name for people. Shared with the owner, who fills it.
+        self._titles = titles
+        self._open: dict[tuple[int, int], _Wait] = {}
+        self._ended: dict[int, dict[int, int]] = {}
+        self._given_up: dict[tuple[int, int], tuple[str, str]] = {}
+        self._gone: dict[int, str] = {}
+
+    def enter(
+        self, node: int, group: int, round_: int, members: Iterable[int], until: float
+    ) -> list[Release]:
+        """``node`` has reached its ``round_``-th barrier of ``group``."""
+        if round_ <= self._ended.get(group, {}).get(node, 0):
+            return []
+        given_up = self._given_up.get((group, round_))
+        if given_up is not None:
+            return [Release(node, group, round_, *given_up)]
+        member_set = frozenset(members)
+        if node not in member_set:
+            reason = f"{self._title(node)} is no member of barrier group {group}"
+            return [Release(node, group, round_, UsageError.__name__, reason)]
+        wait = self._open.setdefault((group, round_), _Wait(member_set, {}))
+        wait.arrived.setdefault(node, until)
+        if wait.arrived.keys() >= wait.members:
+            return self._end(group, round_, wait)
+        gone = sorted(self._gone.keys() & wait.members - wait.arrived.keys())
+        if gone:
+            return self._end(group, round_, wait, NodeLostError, self._gone[gone[0]])
+        return []
+
+    def depart(self, node: int, reason: str) -> list[Release]:
+        """``node`` is gone; barriers that still need it end with an error."""
+        self._gone[node] = reason
+        releases = []
+        for (group, round_), wait in list(self._open.items()):
+            if node in wait.members and node not in wait.arrived:
+                releases += self._end(group, round_, wait, NodeLostError, reason)
+        return releases
+
+    def tick(self, now: float) -> list[Release]:
+        """Give up the barriers for which a waiter's time is over; that ends them for all."""
+        releases = []
+        for (group, round_), wait in list(self._open.items()):
+            if min(wait.arrived.values()) <= now:
+                missing = ", ".join(self._title(node) for node in self.missing(group, round_))
+                text = f"the barrier of group {group} was not reached in time by {missing}"
+                releases += self._end(group, round_, wait, DeadlineError, text)
+        return releases
+
+    def next_due(self) -> float | None:
+        """When the first wait's time is over."""
+        times = [until for wait in self._open.values() for until in wait.arrived.values()]
+        return min(times, default=None)
+
+    def missing(self, group: int, round_: int) -> list[int]:
+        """The members that have not reached this barrier."""
+        wait = self._open.get((group, round_))
+        return sorted(wait.members - wait.arrived.keys()) if wait else []
+
+    def _end(
+        self,
+        group: int,
+        round_: int,
+        wait: _Wait,
+        error: type[Exception] | None = None,
+        text: str = "",
+    ) -> list[Release]:
+        del self._open[group, round_]
+        kind = "" if error is None else error.__name__
+        if error is not None:
+            self._given_up[group, round_] = (kind, text)
+        ended = self._ended.setdefault(group, {})
+        for node in wait.arrived:
+            ended[node] = max(round_, ended.get(node, 0))
+        return [Release(node, group, round_, kind, text) for node in sorted(wait.arrived)]
+
+    def _title(self, node: int) -> str:
+        return self._titles.get(node, f"node {node}")

@@ -1,0 +1,139 @@
+"""Exactly-once delivery between two incarnations, over a transport that may lose, repeat,
+delay and reorder. Pure: no socket, no clock; time comes in as an argument.
+
+Each direction numbers its messages 1, 2, 3, ... The receiving side remembers a low-water mark
+("I have all up to here") and the few numbers above it, refuses what it has seen, and returns
+both as acknowledgement, which says "accepted", not "done". The sending side keeps every
+message, by reference, until it is accepted, and sends it again when its time is over or the
+connection came back. Nothing here orders messages: what needs an order (rounds of a part)
+carries its own number (``rounds.py``). ps-lite's optional resender did this job with ids cut
+to 8 bits and a set that grew for ever (``src/resender.h``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pslite.wire.messages import Ints, Message
+
+#: How many numbers above the low-water mark are listed in one acknowledgement.
+MAX_ALSO = 64
+#: Repeats stop growing apart at 2**MAX_BACKOFF times the first interval.
+MAX_BACKOFF = 4
+#: A channel accepts numbers this far above its low-water mark, which bounds its memory.
+RECEIVE_WINDOW = 1 << 20
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A message that is not accepted yet."""
+
+    sequence: int
+    epoch: int
+    message: Message
+    frames: Sequence[Any]
+    nbytes: int
+    sent_at: float
+    repeats: int = 0
+
+    def due_at(self, timeout_s: float) -> float:
+        return self.sent_at + timeout_s * (1 << min(self.repeats, MAX_BACKOFF))
+
+
+class Channel:
+    """One end of the conversation with one incarnation of a peer."""
+
+    def __init__(self, resend_timeout_s: float) -> None:
+        self._timeout_s = resend_timeout_s
+        self._next_sequence = 1
+        self._unaccepted: dict[int, Outgoing] = {}
+        self._check_at: float | None = None
+        self._low = 0
+        self._above: set[int] = set()
+        #: Something arrived that the peer does not know we have.
+        self.owes_acceptance = False
+        self.unaccepted_bytes = 0
+
+    # -- the sending side --------------------------------------------------------------
+
+    def number(
+        self, message: Message, frames: Sequence[Any], nbytes: int, epoch: int, now: float
+    ) -> Outgoing:
+        """Number a message and keep it until it is accepted."""
+        outgoing = Outgoing(self._next_sequence, epoch, message, frames, nbytes, now)
+        self._next_sequence += 1
+        self._unaccepted[outgoing.sequence] = outgoing
+        self.unaccepted_bytes += nbytes
+        if self._check_at is None:
+            self._check_at = outgoing.due_at(self._timeout_s)
+        return outgoing
+
+    def accepted(self, low: int, also: Iterable[int]) -> bool:
+        """The peer has these. True when that frees anything."""
+        before = len(self._unaccepted)
+        for sequence in list(self._unaccepted):
+            if sequence > low:
+                break
+            self._forget(sequence)
+        for sequence in also:
+            self._forget(sequence)
+        if not self._unaccepted:
+            self._check_at = None
+        return len(self._unaccepted) != before
+
+    def _forget(self, sequence: int) -> None:
+        outgoing = self._unaccepted.pop(sequence, None)
+        if outgoing is not None:
+            self.unaccepted_bytes -= outgoing.nbytes
+
+    @property
+    def everything_accepted(self) -> bool:
+        return not self._unaccepted
+
+    @property
+    def next_due(self) -> float | None:
+        """When ``repeats`` has to be asked again."""
+        return self._check_at
+
+    def repeats(self, now: float, *, at_once: bool = False) -> list[Outgoing]:
+        """The messages to send again now; with ``at_once`` all that are not accepted."""
+        if not at_once and (self._check_at is None or now < self._check_at):
+            return []
+        due = []
+        for outgoing in self._unaccepted.values():
+            if at_once or outgoing.due_at(self._timeout_s) <= now:
+                outgoing.sent_at = now
+                outgoing.repeats += 1
+                due.append(outgoing)
+        self._check_at = min(
+            (outgoing.due_at(self._timeout_s) for outgoing in self._unaccepted.values()),
+            default=None,
+        )
+        return due
+
+    # -- the receiving side ------------------------------------------------------------
+
+    def admit(self, sequence: int) -> bool:
+        """Whether a message that arrived is new. Seen ones are acknowledged again."""
+        if sequence > self._low + RECEIVE_WINDOW:
+            return False
+        self.owes_acceptance = True
+        if sequence <= self._low or sequence in self._above:
+            return False
+        if sequence == self._low + 1:
+            self._low = sequence
+            while self._low + 1 in self._above:
+                self._low += 1
+                self._above.remove(self._low)
+        else:
+            self._above.add(sequence)
+        return True
+
+    def acceptance(self) -> tuple[int, Ints]:
+        """What to tell the peer; from here on it counts as told."""
+        self.owes_acceptance = False
+        if not self._above:
+            return self._low, ()
+        return self._low, tuple(sorted(self._above)[:MAX_ALSO])

@@ -1,0 +1,178 @@
+"""How a cluster gathers, and who is in it. Pure; time comes in as an argument.
+
+``Rendezvous`` is the scheduler's side: it collects registrations, gives ranks, and says who is
+missing. Ranks are stable: a node that names its rank (the launcher's order) gets it; others
+take the free ones in the order of registration. Host names never decide (ps-lite sorted by
+them). ``Membership`` is every node's view afterwards: the epoch, and who is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pslite.ids import NodeInfo, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a registration cannot be taken."""
+
+    reason: str
+    fatal: bool = False
+    """The nodes disagree about the job itself, so it cannot come about at all."""
+
+
+class Rendezvous:
+    """Collects the registrations of one cluster until it is complete."""
+
+    def __init__(self, num_workers: int, num_servers: int, package: str) -> None:
+        self._wanted = {Role.WORKER: num_workers, Role.SERVER: num_servers}
+        self._package = package
+        self._started_at = 0.0
+        self._nodes: list[NodeInfo] = []
+        self._roster: tuple[NodeInfo, ...] = ()
+
+    def begin(self, now: float) -> None:
+        """Waiting starts now."""
+        self._started_at = now
+
+    @property
+    def roster(self) -> tuple[NodeInfo, ...]:
+        """All nodes by role and rank (workers, then servers); empty until all are there."""
+        return self._roster
+
+    @property
+    def registered(self) -> tuple[NodeInfo, ...]:
+        """Who has come, in the order of coming."""
+        return tuple(self._nodes)
+
+    def register(
+        self, node: NodeInfo, num_workers: int, num_servers: int, package: str
+    ) -> Refusal | None:
+        """Take a registration. The same node again changes nothing."""
+        if any(known.incarnation == node.incarnation for known in self._nodes):
+            return None
+        refusal = self._mismatch(node, num_workers, num_servers, package)
+        if refusal is not None:
+            return refusal
+        self._nodes.append(node)
+        if len(self._nodes) == sum(self._wanted.values()):
+            self._roster = self._ranked()
+        return None
+
+    def _mismatch(
+        self, node: NodeInfo, num_workers: int, num_servers: int, package: str
+    ) -> Refusal | None:
+        role = Role(node.role)
+        for name, theirs, ours in (
+            ("DMLC_NUM_WORKER", num_workers, self._wanted[Role.WORKER]),
+            ("DMLC_NUM_SERVER", num_servers, self._wanted[Role.SERVER]),
+        ):
+            if theirs != ours:
+                return Refusal(
+                    f"the {role.value} on {node.host} (pid {node.pid}) has {name}={theirs}, "
+                    f"the scheduler has {ours}; start all processes with the same numbers",
+                    fatal=True,
+                )
+        if package != self._package:
+            return Refusal(
+                f"the {role.value} on {node.host} (pid {node.pid}) runs version {package}, "
+                f"the scheduler {self._package}; install the same version on all hosts",
+                fatal=True,
+            )
+        if role not in self._wanted:
+            return Refusal("this job has its scheduler already")
+        same = [known for known in self._nodes if known.role == node.role]
+        if len(same) >= self._wanted[role]:
+            return Refusal(
+                f"all {self._wanted[role]} {role.value}s of this job are there already; "
+                f"the {role.value} on {node.host} (pid {node.pid}) is one too many"
+            )
+        if node.rank >= self._wanted[role]:
+            return Refusal(
+                f"DMLC_TASK_ID={node.rank} of the {role.value} on {node.host} is too high: "
+                f"the job has {self._wanted[role]} {role.value}s, counted from 0"
+            )
+        if node.rank >= 0 and any(known.rank == node.rank for known in same):
+            return Refusal(f"two {role.value}s have DMLC_TASK_ID={node.rank}")
+        return None
+
+    def _ranked(self) -> tuple[NodeInfo, ...]:
+        roster: list[NodeInfo] = []
+        for role in (Role.WORKER, Role.SERVER):
+            nodes = [node for node in self._nodes if node.role == role.value]
+            taken = {node.rank for node in nodes if node.rank >= 0}
+            free = iter(rank for rank in range(len(nodes)) if rank not in taken)
+            placed = [node if node.rank >= 0 else node._replace(rank=next(free)) for node in nodes]
+            roster += sorted(placed, key=lambda node: node.rank)
+        return tuple(roster)
+
+    def missing(self) -> tuple[str, ...]:
+        """Who has not come, for people: ``2 of 4 workers``."""
+        lines = []
+        for role, wanted in self._wanted.items():
+            there = sum(1 for node in self._nodes if node.role == role.value)
+            if there < wanted:
+                plural = "" if wanted == 1 else "s"
+                lines.append(f"{wanted - there} of {wanted} {role.value}{plural}")
+        return tuple(lines)
+
+    def present(self) -> tuple[str, ...]:
+        """Who has come, for people."""
+        return tuple(f"{node.role} on {node.host} (pid {node.pid})" for node in self._nodes)
+
+    def waited_s(self, now: float) -> float:
+        return now - self._started_at
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A node that is no longer there."""
+
+    node: NodeInfo
+    left: bool
+    """It said goodbye (and was not lost)."""
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        how = "has left the job" if self.left else "is lost"
+        return (
+            f"{self.node.title} {how}: {self.reason}"
+            if self.reason
+            else (f"{self.node.title} {how}")
+        )
+
+
+@dataclass(slots=True)
+class Membership:
+    """A node's view of the cluster: the roster, the epoch, and who is gone."""
+
+    roster: tuple[NodeInfo, ...] = ()
+    epoch: int = 0
+    gone: dict[int, Gone] = field(default_factory=dict)
+
+    def begin(self, roster: tuple[NodeInfo, ...]) -> None:
+        """The cluster is complete: epoch 1."""
+        self.roster, self.epoch = roster, 1
+
+    def node(self, node_id: int) -> NodeInfo | None:
+        """The roster's entry of a node."""
+        return next((node for node in self.roster if node.node_id == node_id), None)
+
+    def depart(self, node_id: int, *, left: bool, reason: str) -> Gone | None:
+        """Note that a node is gone; None when that was known or it is no member."""
+        node = self.node(node_id)
+        if node is None or node_id in self.gone:
+            return None
+        gone = Gone(node, left, reason)
+        self.gone[node_id] = gone
+        return gone
+
+    def live(self, role: Role) -> tuple[int, ...]:
+        """The ranks of a role that are still there."""
+        return tuple(
+            node.rank
+            for node in self.roster
+            if node.role == role.value and node.node_id not in self.gone
+        )

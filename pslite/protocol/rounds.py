@@ -1,0 +1,214 @@
+"""Rounds of one part: who has contributed, what is complete, who waits for which version.
+
+Pure: no socket, thread or clock; payloads are opaque. Two machines share one interface:
+
+``SyncRounds``: round t is complete when every expected rank has contributed to it - a set of
+ranks, never a count of requests, so a repeated message cannot complete it. Contributions are
+handed on in rank order, whatever the order of arrival, so sums repeat to the last bit.
+
+``AsyncRounds``: every contribution is applied by itself; those of one worker in the order of
+their numbers, those of different workers as they come.
+
+In both, a contribution is (rank, round): each worker counts its own pushes of the part, from
+1. A repeated one is known by its number and never applied again. One that runs ahead waits in
+a window; beyond the window the sender broke the protocol. A pull carries ``after_round``, its
+sender's own pushes so far, and is due once those are applied. Next: ``plane.py``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+class Verdict(enum.Enum):
+    """What became of a contribution that arrived."""
+
+    TAKEN = "taken"
+    REPEATED = "repeated"
+    """Known already, and not applied yet."""
+    APPLIED = "applied"
+    """Known already, and applied; only the answer is wanted again."""
+    TOO_FAR = "too far"
+    """Beyond the window: the sender should have waited."""
+    HOPELESS = "hopeless"
+    """The round needs a rank that is gone and has not contributed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Contributions that are applied together."""
+
+    rounds: tuple[tuple[int, int], ...]
+    """(rank, round) of each, in rank order."""
+    payloads: tuple[Any, ...]
+    """Parallel to ``rounds``."""
+
+
+class SyncRounds:
+    """Rounds that need every expected rank."""
+
+    def __init__(self, expected: Iterable[int], window: int) -> None:
+        self._expected = frozenset(expected)
+        self._window = window
+        self._open: dict[int, dict[int, Any]] = {}
+        self._running = False
+        self._gone: set[int] = set()
+        self.version = 0
+
+    def contribute(self, rank: int, round_: int, payload: Any) -> Verdict:
+        """Take one contribution in."""
+        if round_ <= self.version:
+            return Verdict.APPLIED
+        if round_ > self.version + 1 + self._window:
+            return Verdict.TOO_FAR
+        contributions = self._open.get(round_, {})
+        if rank in contributions:
+            return Verdict.REPEATED
+        if not self._gone <= contributions.keys():
+            return Verdict.HOPELESS
+        contributions[rank] = payload
+        self._open[round_] = contributions
+        return Verdict.TAKEN
+
+    def start(self) -> Batch | None:
+        """The next complete round, if none is being applied; it counts as running then."""
+        if self._running:
+            return None
+        contributions = self._open.get(self.version + 1)
+        if contributions is None or not self._expected <= contributions.keys():
+            return None
+        self._running = True
+        ranks = sorted(contributions)
+        return Batch(
+            tuple((rank, self.version + 1) for rank in ranks),
+            tuple(contributions[rank] for rank in ranks),
+        )
+
+    def finish(self) -> None:
+        """The running round has been applied (or came to nothing for good)."""
+        self._running = False
+        self.version += 1
+        self._open.pop(self.version, None)
+
+    @property
+    def running(self) -> bool:
+        return self._running
+
+    def applied(self, rank: int) -> int:
+        """How many rounds of this rank have been applied."""
+        return self.version
+
+    def readable(self, rank: int, after_round: int) -> bool:
+        """Whether a pull of this rank may be answered now."""
+        return not self._running and after_round <= self.version
+
+    def missing(self) -> tuple[int, tuple[int, ...]] | None:
+        """The open round and the ranks that it waits for; None when none is open."""
+        contributions = self._open.get(self.version + 1)
+        if contributions is None or self._running:
+            return None
+        return self.version + 1, tuple(sorted(self._expected - contributions.keys()))
+
+    def waiting(self) -> list[tuple[int, int]]:
+        """(rank, round) of all contributions that are here and not applied."""
+        return [
+            (rank, round_)
+            for round_, contributions in sorted(self._open.items())
+            for rank in sorted(contributions)
+        ]
+
+    def abandon(self, rank: int) -> list[tuple[int, int]]:
+        """Give up the rounds that can never be complete without ``rank``, which is gone.
+
+        Rounds that it has contributed to go on. Returns (rank, round) of the others'
+        contributions that are thereby refused; the rounds do not count as applied.
+        """
+        self._gone.add(rank)
+        refused: list[tuple[int, int]] = []
+        for round_ in sorted(self._open):
+            if rank not in self._open[round_]:
+                refused.extend((other, round_) for other in sorted(self._open.pop(round_)))
+        return refused
+
+
+class AsyncRounds:
+    """Contributions that are applied one by one."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._waiting: dict[int, dict[int, Any]] = {}
+        self._applied: dict[int, int] = {}
+        self._order: list[int] = []
+        self._running: tuple[int, int] | None = None
+        self.version = 0
+
+    def contribute(self, rank: int, round_: int, payload: Any) -> Verdict:
+        """Take one contribution in."""
+        applied = self._applied.get(rank, 0)
+        if round_ <= applied:
+            return Verdict.APPLIED
+        if round_ > applied + 1 + self._window:
+            return Verdict.TOO_FAR
+        waiting = self._waiting.setdefault(rank, {})
+        if round_ in waiting or self._running == (rank, round_):
+            return Verdict.REPEATED
+        waiting[round_] = payload
+        self._order.append(rank)
+        return Verdict.TAKEN
+
+    def start(self) -> Batch | None:
+        """The longest-waiting contribution whose turn it is, if none is being applied."""
+        if self._running is not None:
+            return None
+        for position, rank in enumerate(self._order):
+            round_ = self._applied.get(rank, 0) + 1
+            if round_ in self._waiting[rank]:
+                del self._order[position]
+                payload = self._waiting[rank].pop(round_)
+                self._running = (rank, round_)
+                return Batch(((rank, round_),), (payload,))
+        return None
+
+    def finish(self) -> None:
+        """The running contribution has been applied (or came to nothing for good)."""
+        if self._running is None:
+            raise ValueError("nothing is running")
+        rank, round_ = self._running
+        self._applied[rank] = round_
+        self._running = None
+        self.version += 1
+
+    @property
+    def running(self) -> bool:
+        return self._running is not None
+
+    def applied(self, rank: int) -> int:
+        """How many contributions of this rank have been applied."""
+        return self._applied.get(rank, 0)
+
+    def readable(self, rank: int, after_round: int) -> bool:
+        """Whether a pull of this rank may be answered now."""
+        return self._running is None and after_round <= self._applied.get(rank, 0)
+
+    def missing(self) -> tuple[int, tuple[int, ...]] | None:
+        """Nobody waits for anybody here."""
+        return None
+
+    def waiting(self) -> list[tuple[int, int]]:
+        """(rank, round) of all contributions that are here and not applied."""
+        running = [] if self._running is None else [self._running]
+        return running + [
+            (rank, round_)
+            for rank, waiting in sorted(self._waiting.items())
+            for round_ in sorted(waiting)
+        ]
+
+    def abandon(self, rank: int) -> list[tuple[int, int]]:
+        """What a worker sent before it left stays valid; nobody waits for it."""
+        return []
+
+
+Rounds = SyncRounds | AsyncRounds

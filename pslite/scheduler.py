@@ -1,0 +1,228 @@
+"""The scheduler's control: gathers the cluster, keeps barriers, says who is gone.
+
+Runs on the scheduler node's I/O thread. Data never passes through here. The decisions are
+pure (``protocol/membership.py``, ``protocol/barrier.py``); this file carries them out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pslite.errors import ConfigError, DeadlineError, NodeLostError, rebuild
+from pslite.future import Future
+from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_members
+from pslite.links import Delivery
+from pslite.protocol.barrier import Barriers, Release
+from pslite.protocol.membership import Gone, Rendezvous
+from pslite.wire.messages import (
+    BarrierEnter,
+    BarrierLeave,
+    Leave,
+    Members,
+    Message,
+    Refused,
+    Register,
+    Roster,
+    Waiting,
+)
+
+if TYPE_CHECKING:
+    from pslite.postoffice import Postoffice
+
+
+class SchedulerControl:
+    """The control of the scheduler."""
+
+    def __init__(self, office: Postoffice, node: NodeInfo, package: str) -> None:
+        self._office = office
+        self._node = node
+        config = office.config
+        self._rendezvous = Rendezvous(config.num_workers, config.num_servers, package)
+        self._titles: dict[int, str] = {}
+        self._barriers = Barriers(self._titles)
+        self._barrier_rounds: Counter[int] = Counter()
+        self._own_barriers: dict[tuple[int, int], Future[None]] = {}
+        self._deadline: float | None = None
+        self._roster_at: float | None = None
+        #: Van names of the nodes that wait for the roster.
+        self._waiting: dict[str, NodeInfo] = {}
+
+    # -- gathering ---------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        config = self._office.config
+        self._rendezvous.begin(now)
+        self._deadline = now + config.rendezvous_timeout_s
+        self._roster_at = now + config.roster_interval_s
+
+    def handle(self, delivery: Delivery, now: float) -> None:
+        message = delivery.message
+        if isinstance(message, Register) and len(message.node) == 1:
+            self._register(delivery, message, now)
+            return
+        node = self._office.node_of(delivery.peer)
+        if node is None:
+            return
+        if isinstance(message, BarrierEnter):
+            self._enter(node, message.group, message.round, message.timeout_s, now)
+        elif isinstance(message, Leave):
+            gone = self._office.membership.depart(node, left=True, reason="")
+            if gone is not None:
+                self._gone(gone)
+
+    def _register(self, delivery: Delivery, message: Register, now: float) -> None:
+        office = self._office
+        node = message.node[0]
+        if node.uid != delivery.peer or node.incarnation != delivery.incarnation:
+            return
+        if self._rendezvous.roster or office.error is not None:
+            reason = "this job is complete; it takes no further nodes"
+            office.links.send(delivery.peer, Refused(reason), (), 0, now)
+            return
+        refusal = self._rendezvous.register(
+            node, message.num_workers, message.num_servers, message.package
+        )
+        if refusal is not None:
+            office.links.send(delivery.peer, Refused(refusal.reason), (), 0, now)
+            if refusal.fatal:
+                self._give_up(ConfigError(refusal.reason), now)
+            return
+        self._waiting[delivery.peer] = node
+        office.liveness.watch(delivery.peer, now)
+        if self._rendezvous.roster:
+            self._complete(now)
+
+    def _complete(self, now: float) -> None:
+        office = self._office
+        self._deadline = self._roster_at = None
+        roster = (self._node, *self._rendezvous.roster)
+        self._titles.update((node.node_id, node.title) for node in roster)
+        for node in self._rendezvous.roster:
+            office.log.info(
+                1, f"assign rank={node.node_id} to node role={node.role}, ip={node.host}"
+            )
+            office.links.send(node.uid, Roster(node.node_id, roster), (), 1, now)
+        config = office.config
+        office.log.info(
+            1,
+            f"the scheduler is connected to {config.num_workers} workers "
+            f"and {config.num_servers} servers",
+        )
+        office.join(self._node, roster, now)
+
+    def _tell_who_is_missing(self, now: float) -> None:
+        office = self._office
+        self._roster_at = now + office.config.roster_interval_s
+        present, missing = self._rendezvous.present(), self._rendezvous.missing()
+        waited_s = self._rendezvous.waited_s(now)
+        for peer in self._waiting:
+            office.links.send(peer, Waiting(present, missing, waited_s), (), 0, now)
+        there = ", ".join(present) or "nobody"
+        office.log.info(
+            0, f"waiting for {', '.join(missing)} since {waited_s:.0f} s; there: {there}"
+        )
+
+    def _give_up(self, error: Exception, now: float) -> None:
+        """The cluster cannot come about: everybody who came is told why."""
+        office = self._office
+        for peer in self._waiting:
+            office.links.send(peer, Refused(str(error)), (), 0, now)
+        office.fail(error)
+
+    # -- barriers ----------------------------------------------------------------------
+
+    def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
+        self._barrier_rounds[group] += 1
+        round_ = self._barrier_rounds[group]
+        self._own_barriers[group, round_] = future
+        self._enter(SCHEDULER_ID, group, round_, timeout_s, self._office.clock())
+
+    def _enter(self, node: int, group: int, round_: int, timeout_s: float, now: float) -> None:
+        config = self._office.config
+        members = group_members(group, config.num_workers, config.num_servers)
+        until = now + timeout_s if timeout_s > 0 else math.inf
+        self._office.log.info(1, f"Barrier round {round_} of group {group}: node {node}")
+        self._release(self._barriers.enter(node, group, round_, members, until))
+
+    def _release(self, releases: list[Release]) -> None:
+        for release in releases:
+            if release.node != SCHEDULER_ID:
+                message = BarrierLeave(release.group, release.round, release.kind, release.error)
+                self._office.send(release.node, message)
+                continue
+            future = self._own_barriers.pop((release.group, release.round), None)
+            if future is not None and release.kind:
+                future.set_error(rebuild(release.kind, release.error))
+            elif future is not None:
+                future.set_result(None)
+
+    # -- who is gone -------------------------------------------------------------------
+
+    def lost(self, peer: str, reason: str, now: float) -> None:
+        office = self._office
+        node = office.node_of(peer)
+        if node is None:
+            self._lost_while_gathering(peer, reason, now)
+            return
+        gone = office.membership.depart(node, left=False, reason=reason)
+        if gone is not None:
+            self._gone(gone)
+
+    def _lost_while_gathering(self, peer: str, reason: str, now: float) -> None:
+        node = self._waiting.pop(peer, None)
+        if node is not None:
+            sentence = f"a {node.role} on {node.host} (pid {node.pid}) is lost: {reason}"
+            self._give_up(NodeLostError(sentence, role=node.role, rank=node.rank), now)
+
+    def _gone(self, gone: Gone) -> None:
+        office = self._office
+        office.log.info(0 if not gone.left else 1, gone.sentence)
+        office.departed(gone)
+        office.begin_epoch(office.membership.epoch + 1)
+        self._tell_all(
+            Members(
+                office.membership.epoch, (gone.node.node_id,), (int(gone.left),), (gone.reason,)
+            )
+        )
+        self._release(self._barriers.depart(gone.node.node_id, gone.sentence))
+        if not gone.left:
+            error = NodeLostError(gone.sentence, role=gone.node.role, rank=gone.node.rank)
+            office.fail(error)
+        live = office.membership.live
+        if not live(Role.WORKER) and not live(Role.SERVER):
+            office.finished.set_result(None)
+
+    def _tell_all(self, message: Message) -> None:
+        office = self._office
+        for node in office.membership.roster:
+            if node.node_id != SCHEDULER_ID and node.node_id not in office.membership.gone:
+                office.send(node.node_id, message)
+
+    # -- the end -----------------------------------------------------------------------
+
+    def say_goodbye(self, now: float) -> None:
+        self._tell_all(Leave())
+
+    def fail(self, error: BaseException) -> None:
+        self._deadline = self._roster_at = None
+        own, self._own_barriers = self._own_barriers, {}
+        for future in own.values():
+            future.set_error(error)
+
+    def tick(self, now: float) -> None:
+        if self._deadline is not None and now >= self._deadline:
+            missing = ", ".join(self._rendezvous.missing())
+            limit = f"{self._office.config.rendezvous_timeout_s:g} s (PS_RENDEZVOUS_TIMEOUT)"
+            self._give_up(
+                DeadlineError(f"the cluster was not complete within {limit}: {missing} missing"),
+                now,
+            )
+        elif self._roster_at is not None and now >= self._roster_at:
+            self._tell_who_is_missing(now)
+        self._release(self._barriers.tick(now))
+
+    def next_due(self) -> float | None:
+        times = [self._deadline, self._roster_at, self._barriers.next_due()]
+        return min((time for time in times if time is not None and time < math.inf), default=None)

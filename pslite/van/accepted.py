@@ -1,0 +1,180 @@
+"""Who is connected to a listening socket: a pure record fed with what libzmq lets us see.
+
+libzmq names an accepted connection in two ways that it never joins: messages come under a
+routing id, and the monitor tells that a file descriptor was accepted or closed. A message also
+tells the descriptor that it came through, and that is where the two meet. Three things make it
+less simple than it sounds, and are why this is a class of its own with its own tests:
+
+* The monitor speaks of a closed descriptor *before* the last messages that came through it can
+  be read. So an end is reported a moment later (``settle_s``), after what is left was read.
+* The kernel gives a freed descriptor number to the next connection. The owner therefore reads
+  the monitor up to now before it asks about a message of an unknown routing id; then the last
+  connection of each number is known, and only who speaks on it may be in doubt.
+* Several routing ids may claim one number, because messages of a dead connection can be read
+  after those of the living one that inherited its number. Nothing that was told decides between
+  them, so the owner asks libzmq which of them can still be sent to (``doubtful``).
+
+A routing id is made by the connecting van for one connection: its uid, a zero byte, and twelve
+bytes that grow with every connection of that uid. No I/O and no clock; runs on the owner's
+thread. Read next: ``zmq_van.py``, which feeds it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+
+from pslite.van.base import Connected, Disconnected, VanEvent
+
+REMEMBERED_ENDS = 1024
+"""So many routing ids of ended connections are remembered, so that no late message of one can
+pass for a new connection. Late means milliseconds; the number only bounds the memory."""
+
+
+def make_routing_id(uid: str, born_ns: int, number: int) -> bytes:
+    """The routing id of the ``number``-th connection of a van created at ``born_ns``."""
+    return uid.encode() + b"\0" + struct.pack(">QI", born_ns, number)
+
+
+def split_routing_id(routing_id: bytes) -> tuple[str, bytes] | None:
+    """``(uid, order)`` of a routing id, or ``None`` if no van made it."""
+    name, separator, order = routing_id.partition(b"\0")
+    if not separator or not name or len(order) != 12:
+        return None
+    try:
+        return name.decode(), order
+    except UnicodeDecodeError:
+        return None
+
+
+class _Connection:
+    """One accepted connection that was heard of and has not been reported as ended."""
+
+    __slots__ = ("forgotten", "order", "routing_id", "uid")
+
+    def __init__(self, routing_id: bytes, uid: str, order: bytes) -> None:
+        self.routing_id = routing_id
+        self.uid = uid
+        self.order = order
+        self.forgotten = False
+
+
+class AcceptedConnections:
+    """Joins routing ids and descriptors into ``Connected`` and ``Disconnected`` of uids."""
+
+    def __init__(self, settle_s: float) -> None:
+        self._settle_s = settle_s
+        self._open: set[int] = set()
+        self._claimants: dict[int, list[_Connection]] = {}
+        self._doubts: dict[int, float] = {}
+        self._connections: dict[bytes, _Connection] = {}
+        self._current: dict[str, _Connection] = {}
+        self._ending: deque[tuple[float, _Connection]] = deque()
+        self._ended: dict[bytes, None] = {}
+        self.speakers: dict[bytes, str] = {}
+        """Routing ids whose messages need no look at this record, and their uids."""
+
+    def descriptor_opened(self, descriptor: int) -> None:
+        """The monitor says that a connection was accepted."""
+        self._open.add(descriptor)
+
+    def descriptor_closed(self, descriptor: int, now: float) -> None:
+        """The monitor says that the connection of ``descriptor`` is over."""
+        self._open.discard(descriptor)
+        self._doubts.pop(descriptor, None)
+        for connection in self._claimants.pop(descriptor, ()):
+            self._end_later(connection, now)
+
+    def heard(
+        self, routing_id: bytes, descriptor: int, now: float, events: list[VanEvent]
+    ) -> str | None:
+        """Note a message of a routing id that is not in :attr:`speakers`.
+
+        Appends what follows from it to ``events`` and returns the uid that the message is
+        from, or ``None`` if it must be dropped. The monitor must have been read up to now.
+        """
+        connection = self._connections.get(routing_id)
+        if connection is None:
+            connection = self._begin(routing_id, descriptor, now)
+        if connection is None or connection.forgotten:
+            return None
+        current = self._current.get(connection.uid)
+        if current is not None:
+            if connection.order < current.order:
+                return None
+            self.forget(current.uid)
+            reason = "the same node opened a newer connection"
+            events.append(Disconnected(current.uid, reason))
+        self._current[connection.uid] = connection
+        self.speakers[routing_id] = connection.uid
+        events.append(Connected(connection.uid))
+        return connection.uid
+
+    def routing_id_of(self, uid: str) -> bytes | None:
+        """Where to send what is meant for ``uid``, or ``None`` if it is not connected."""
+        connection = self._current.get(uid)
+        return None if connection is None else connection.routing_id
+
+    def forget(self, uid: str) -> None:
+        """Hear nothing more of the present connection of ``uid``."""
+        connection = self._current.pop(uid, None)
+        if connection is not None:
+            connection.forgotten = True
+            del self.speakers[connection.routing_id]
+
+    def next_due(self) -> float | None:
+        """When :meth:`doubtful` and :meth:`report_ended` should be called next."""
+        dues = list(self._doubts.values())
+        if self._ending:
+            dues.append(self._ending[0][0])
+        return min(dues, default=None)
+
+    def doubtful(self, now: float) -> list[bytes]:
+        """Routing ids of which all but one of a descriptor are dead. All messages must have
+        been read; who cannot be sent to belongs into :meth:`found_dead`."""
+        found: list[bytes] = []
+        for descriptor in [at for at, due in self._doubts.items() if due <= now]:
+            claimants = self._claimants[descriptor]
+            if len(claimants) == 1:
+                del self._doubts[descriptor]
+            else:  # libzmq may need longer to take a connection down: ask again if need be
+                self._doubts[descriptor] = now + self._settle_s
+                found += [connection.routing_id for connection in claimants]
+        return found
+
+    def found_dead(self, routing_id: bytes, now: float) -> None:
+        """``routing_id``, one of :meth:`doubtful`, cannot be sent to."""
+        connection = self._connections[routing_id]
+        for claimants in self._claimants.values():
+            if connection in claimants:
+                claimants.remove(connection)
+        self._end_later(connection, now)
+
+    def report_ended(self, now: float, events: list[VanEvent]) -> None:
+        """Report the connections that ended ``settle_s`` ago. All messages must have been read."""
+        while self._ending and self._ending[0][0] <= now:
+            _, connection = self._ending.popleft()
+            del self._connections[connection.routing_id]
+            self._ended[connection.routing_id] = None
+            if len(self._ended) > REMEMBERED_ENDS:
+                del self._ended[next(iter(self._ended))]
+            if self._current.get(connection.uid) is connection:
+                self.forget(connection.uid)
+                events.append(Disconnected(connection.uid, "the connection is gone"))
+
+    def _begin(self, routing_id: bytes, descriptor: int, now: float) -> _Connection | None:
+        parts = split_routing_id(routing_id)
+        if parts is None or routing_id in self._ended:
+            return None
+        connection = self._connections[routing_id] = _Connection(routing_id, *parts)
+        if descriptor not in self._open:
+            self._end_later(connection, now)
+            return connection
+        claimants = self._claimants.setdefault(descriptor, [])
+        claimants.append(connection)
+        if len(claimants) > 1:
+            self._doubts[descriptor] = now + self._settle_s
+        return connection
+
+    def _end_later(self, connection: _Connection, now: float) -> None:
+        self._ending.append((now + self._settle_s, connection))

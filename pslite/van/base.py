@@ -1,0 +1,174 @@
+"""The transport's contract: a van moves lists of frames between named nodes, and nothing else.
+
+A van knows no ranks, keys, rounds or retries and never looks into a frame. What it promises is
+little on purpose: the layer above numbers its messages, acknowledges them and sends them again.
+All methods but :meth:`Van.wake` are called from one thread, the van's owner. Read next:
+``inproc.py`` (the same contract without sockets), then ``zmq_van.py``.
+
+What every van promises
+    * **Connections.** ``connect(peer, address)`` opens a connection to whoever listens at the
+      address and goes on trying, also after a loss, until ``disconnect(peer)``. The connecting
+      end chooses the peer's name; the accepting end knows the connection by the ``uid`` of the
+      van that opened it. A connection carries messages both ways. The names that a van gives to
+      ``connect`` and the uids of those who connect to it share one name space, so two nodes
+      open one connection between them, never one from each side.
+    * **Events.** Both ends see ``Connected(peer)``, then messages in the order of sending, then
+      ``Disconnected(peer)``; nothing of a connection comes outside this bracket. Messages that
+      had arrived when a connection ended come before its ``Disconnected``. An owner that calls
+      ``disconnect`` or ``close`` hears nothing more of that connection; the other end does.
+    * **One connection a uid.** When a uid connects anew while its old connection still seems
+      alive (a node was restarted, its old machine froze), the accepting end sees
+      ``Disconnected`` and then ``Connected``; the old connection is never heard again.
+    * **Loss.** A message may be lost with its connection, and the sender is not told which.
+      What was sent on a connection that is reported as lost will never be sent later: its
+      buffers are released. Messages sent to a peer of ``connect`` before the connection is
+      there wait for it; those to an unknown name, or to an accepted peer that is gone, are
+      dropped.
+    * **Memory.** A van may read a frame's buffer long after ``send`` returned (a large frame is
+      sent without a copy), so the caller leaves it alone until the receiver has acknowledged
+      the message or the connection is reported as lost. Received frames belong to the
+      receiver and live as long as it refers to them.
+    * **Pressure.** ``send`` never blocks and a van never refuses to receive: how much may be
+      under way is bounded by the credits of the layer above.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pslite.errors import UsageError
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""One frame to send: C-contiguous memory. NumPy arrays are passed as ``array.data``."""
+
+MAX_UID_BYTES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One message. ``frames`` are views of bytes (format ``B``) or ``bytes``."""
+
+    peer: str
+    frames: list[memoryview | bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A connection with ``peer`` is there; it can be sent to."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The connection with ``peer`` is gone; ``reason`` is for the reader of a log."""
+
+    peer: str
+    reason: str
+
+
+VanEvent: TypeAlias = Received | Connected | Disconnected
+
+
+class Van(abc.ABC):
+    """Moves frames between this node and its peers. The contract is in the module's text."""
+
+    uid: str
+    """The name under which accepting ends know this node; unique in a job."""
+
+    @abc.abstractmethod
+    def bind(self, host: str, port: int, *, listen_fd: int | None = None) -> int:
+        """Listen at ``host`` (a name or an address) and return the port.
+
+        Port 0 takes a free one. Every interface is opened by ``"0.0.0.0"`` or ``"::"`` only,
+        never by ``"*"``. ``listen_fd`` is a TCP socket that listens already (inherited from the
+        launcher); the van owns it from then on. Raises :class:`ConfigError` that names host
+        and port when they are busy, not of this machine or not resolvable.
+        """
+
+    @abc.abstractmethod
+    def connect(self, peer: str, address: str) -> None:
+        """Open a connection to ``address`` (``tcp://host:port``) and call its other end ``peer``.
+
+        Returns at once; nobody need listen yet. A peer that is connected already is
+        disconnected first. Raises :class:`ConfigError` for an address of another form.
+        """
+
+    @abc.abstractmethod
+    def disconnect(self, peer: str) -> None:
+        """Forget ``peer``; no event follows. Unknown names are ignored.
+
+        A connection of ``connect`` is closed, and what was sent before still leaves. One that
+        was accepted is no longer heard or sent to until its other end opens a new one.
+        """
+
+    @abc.abstractmethod
+    def send(self, peer: str, frames: Sequence[Buffer]) -> None:
+        """Send one message. Never blocks, never raises for a gone peer.
+
+        The buffers may be read later: see *Memory* above. Raises :class:`UsageError` for what
+        can never be sent: no frame, nothing but one empty frame (vans use it among
+        themselves), memory with gaps, a frame over the van's limit.
+        """
+
+    @abc.abstractmethod
+    def poll(self, timeout_s: float | None) -> list[VanEvent]:
+        """Wait until something arrives, :meth:`wake` is called or time is up.
+
+        0 never waits and ``None`` waits for ever. The list may be empty, and holds a bounded
+        number of messages when many are there.
+        """
+
+    def next_due(self) -> float | None:
+        """Clock time at which ``poll`` has something to do though nothing arrives, or ``None``.
+
+        Only vans that hold messages back under a clock of their caller have such a time.
+        """
+        return None
+
+    @abc.abstractmethod
+    def wake(self) -> None:
+        """Make the current or the next :meth:`poll` return. From any thread, at any time."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close all connections and free everything; the peers see ``Disconnected``.
+
+        What was sent before still leaves, within a short bounded time. Twice is harmless;
+        afterwards ``send`` drops and ``poll`` returns nothing.
+        """
+
+
+def check_uid(uid: str) -> str:
+    """Return ``uid`` if a van can bear it, else raise :class:`UsageError`."""
+    size = len(uid.encode("utf-8", "surrogatepass"))
+    if not 1 <= size <= MAX_UID_BYTES or "\0" in uid or not uid.isprintable():
+        raise UsageError(
+            f"a van's uid must be 1 to {MAX_UID_BYTES} bytes of printable text, not {uid!r}"
+        )
+    return uid
+
+
+def as_buffers(frames: Sequence[Buffer]) -> list[bytes | memoryview]:
+    """The frames of one message as ``bytes`` or views, nothing copied; checks what can be sent."""
+    buffers = [frame if type(frame) is bytes else _as_view(frame) for frame in frames]
+    if len(buffers) < 2 and not (buffers and size_of(buffers[0])):
+        raise UsageError("a message must have at least one byte or two frames")
+    return buffers
+
+
+def size_of(buffer: bytes | memoryview) -> int:
+    """Bytes in one frame."""
+    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
+
+
+def _as_view(frame: Buffer) -> memoryview:
+    view = memoryview(frame)
+    if not view.c_contiguous:
+        raise UsageError(
+            "a frame must be C-contiguous memory: send numpy.ascontiguousarray(array).data"
+        )
+    return view

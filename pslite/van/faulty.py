@@ -1,0 +1,255 @@
+"""Wraps a van and loses, repeats, delays and reorders messages on purpose, repeatably.
+
+The same seed, plan and calls give the same faults: every wrapper has its own random generator,
+seeded once. (ps-lite's PS_DROP_MSG seeds anew for each message from the wall clock in seconds,
+so that all messages of one second share one fate; ``src/van.cc``.) Time comes from the caller's
+clock, so the simulator's virtual one will do. Knows nothing of what the frames mean; runs on the
+owner's thread. Read next: the simulator, or the tests of the injector's statistics.
+
+A held message is kept by reference, as one that libzmq has not sent yet, and is thrown away when
+its connection is lost, as ``base.py`` promises.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from pslite.errors import UsageError
+from pslite.van.base import (
+    Buffer,
+    Connected,
+    Disconnected,
+    Received,
+    Van,
+    VanEvent,
+    as_buffers,
+)
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """Probabilities per message, each drawn independently, and how long held messages wait.
+
+    Args:
+        drop: a sent message is lost.
+        duplicate: a sent message is sent twice; each copy may be delayed by itself.
+        delay: a message waits for a time drawn evenly from ``delay_s``.
+        delay_s: (shortest, longest) in seconds of the clock.
+        reorder: a message waits for a time drawn evenly from ``reorder_s``, so that some of
+            those sent after it overtake it.
+        reorder_s: (shortest, longest) in seconds of the clock.
+    """
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0
+    delay_s: tuple[float, float] = (0.001, 0.01)
+    reorder: float = 0.0
+    reorder_s: tuple[float, float] = (0.0001, 0.001)
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, tuple):
+                _check_probability(field.name, value)
+            elif not 0 <= value[0] <= value[1]:
+                raise UsageError(f"{field.name} must be (shortest, longest), not {value}")
+
+
+COUNTED = ("sent", "dropped", "duplicated", "delayed", "reordered", "received", "drop_received")
+
+
+class FaultyVan(Van):
+    """A :class:`Van` that passes everything to ``inner`` but for the faults of ``plan``.
+
+    ``drop_received`` is the probability that a message which has arrived is lost (what the
+    original's PS_DROP_MSG does). ``counts`` tells what was done: how many messages were ``sent``
+    by the owner and, of these, ``dropped``, ``duplicated``, ``delayed`` and ``reordered`` (each
+    copy counts); ``received`` from ``inner`` and, of these, ``drop_received``; ``cut``: lost to
+    :meth:`cut` in either direction; ``discarded``: held when their connection was lost.
+    """
+
+    def __init__(
+        self,
+        inner: Van,
+        plan: FaultPlan,
+        seed: int,
+        clock: Callable[[], float],
+        *,
+        drop_received: float = 0.0,
+    ) -> None:
+        _check_probability("drop_received", drop_received)
+        self.uid = inner.uid
+        self.counts = dict.fromkeys((*COUNTED, "cut", "discarded"), 0)
+        self._inner = inner
+        self._plan = plan
+        self._drop_received = drop_received
+        self._clock = clock
+        # Two generators, so that what is sent meets the same faults whatever arrives between.
+        self._on_send = random.Random(seed)
+        self._on_receive = random.Random(self._on_send.getrandbits(64))
+        self._held: list[tuple[float, int, str, list[bytes | memoryview]]] = []
+        self._order = itertools.count()
+        self._cuts: dict[str, float] = {}
+        self._up: set[str] = set()
+        self._news: list[VanEvent] = []
+
+    def cut(self, peer: str, until: float) -> None:
+        """Lose everything to and from ``peer`` until the clock shows ``until``.
+
+        The owner sees ``Disconnected`` at its next poll and ``Connected`` at the first poll
+        from ``until`` on, if there is a connection then. What has arrived by that poll is lost
+        too. Only this end is cut off: the peer notices nothing but silence unless it is cut as
+        well. Cutting again prolongs; ``math.inf`` is for ever.
+        """
+        if peer in self._cuts:
+            self._cuts[peer] = max(until, self._cuts[peer])
+            return
+        self._cuts[peer] = until
+        self._discard_held(peer)
+        if peer in self._up:
+            self._news.append(Disconnected(peer, "cut by the fault injector"))
+
+    def send(self, peer: str, frames: Sequence[Buffer]) -> None:
+        counts, plan = self.counts, self._plan
+        counts["sent"] += 1
+        if peer in self._cuts:
+            counts["cut"] += 1
+            return
+        chance = self._on_send.random
+        if plan.drop and chance() < plan.drop:
+            counts["dropped"] += 1
+            return
+        if plan.duplicate and chance() < plan.duplicate:
+            counts["duplicated"] += 1
+            self._send_copy(peer, frames)
+        self._send_copy(peer, frames)
+
+    def poll(self, timeout_s: float | None) -> list[VanEvent]:
+        if timeout_s == 0:
+            return self._turn(0)
+        end = None if timeout_s is None else self._clock() + timeout_s
+        while True:
+            due = self.next_due()
+            stop = due if end is None else end if due is None else min(due, end)
+            events = self._turn(None if stop is None else max(0.0, stop - self._clock()))
+            now = self._clock()
+            if events or (end is not None and now >= end):
+                return events
+            if due is None or now < due:  # neither time: the inner van was woken
+                return events
+
+    def next_due(self) -> float | None:
+        dues = [self._inner.next_due()]
+        if self._news:
+            dues.append(self._clock())
+        if self._held:
+            dues.append(self._held[0][0])
+        if self._cuts:
+            dues.append(min(self._cuts.values()))
+        due = min((due for due in dues if due is not None), default=math.inf)
+        return None if due == math.inf else due
+
+    def bind(self, host: str, port: int, *, listen_fd: int | None = None) -> int:
+        return self._inner.bind(host, port, listen_fd=listen_fd)
+
+    def connect(self, peer: str, address: str) -> None:
+        self._forget(peer)
+        self._inner.connect(peer, address)
+
+    def disconnect(self, peer: str) -> None:
+        self._forget(peer)
+        self._inner.disconnect(peer)
+
+    def wake(self) -> None:
+        self._inner.wake()
+
+    def close(self) -> None:
+        self._held.clear()
+        self._cuts.clear()
+        self._news.clear()
+        self._inner.close()
+
+    def _send_copy(self, peer: str, frames: Sequence[Buffer]) -> None:
+        plan, generator = self._plan, self._on_send
+        if plan.delay and generator.random() < plan.delay:
+            self.counts["delayed"] += 1
+            wait_s = generator.uniform(*plan.delay_s)
+        elif plan.reorder and generator.random() < plan.reorder:
+            self.counts["reordered"] += 1
+            wait_s = generator.uniform(*plan.reorder_s)
+        else:
+            self._inner.send(peer, frames)
+            return
+        held = (self._clock() + wait_s, next(self._order), peer, as_buffers(frames))
+        heapq.heappush(self._held, held)
+
+    def _turn(self, wait_s: float | None) -> list[VanEvent]:
+        """Send what is due, poll the inner van once, and let the faults act on what came."""
+        if self._held:
+            now = self._clock()
+            while self._held and self._held[0][0] <= now:
+                _, _, peer, frames = heapq.heappop(self._held)
+                self._inner.send(peer, frames)
+        arrived = self._inner.poll(0 if self._news else wait_s)
+        if not (arrived or self._news or self._cuts):
+            return arrived
+        events, self._news = self._news, []
+        for event in arrived:
+            if type(event) is Received:
+                if self._arrives(event.peer):
+                    events.append(event)
+            else:
+                self._note(event, events)
+        if self._cuts:
+            self._mend(events)
+        return events
+
+    def _arrives(self, peer: str) -> bool:
+        self.counts["received"] += 1
+        if peer in self._cuts:
+            self.counts["cut"] += 1
+            return False
+        if self._drop_received and self._on_receive.random() < self._drop_received:
+            self.counts["drop_received"] += 1
+            return False
+        return True
+
+    def _note(self, event: VanEvent, events: list[VanEvent]) -> None:
+        """Keep the truth about the connection; tell it unless a cut has told otherwise."""
+        if type(event) is Connected:
+            self._up.add(event.peer)
+        else:
+            self._up.discard(event.peer)
+            self._discard_held(event.peer)
+        if event.peer not in self._cuts:
+            events.append(event)
+
+    def _mend(self, events: list[VanEvent]) -> None:
+        now = self._clock()
+        for peer in [peer for peer, until in self._cuts.items() if until <= now]:
+            del self._cuts[peer]
+            if peer in self._up:
+                events.append(Connected(peer))
+
+    def _forget(self, peer: str) -> None:
+        self._up.discard(peer)
+        self._discard_held(peer)
+        self._news = [event for event in self._news if event.peer != peer]
+
+    def _discard_held(self, peer: str) -> None:
+        kept = [message for message in self._held if message[2] != peer]
+        if len(kept) < len(self._held):
+            self.counts["discarded"] += len(self._held) - len(kept)
+            self._held = kept
+            heapq.heapify(kept)
+
+
+def _check_probability(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise UsageError(f"{name} must be a probability from 0 to 1, not {value}")

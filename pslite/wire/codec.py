@@ -1,0 +1,231 @@
+"""Frames <-> messages. The only file that imports msgpack; pure, runs on any thread.
+
+A transmission is a header frame and any number of payload frames. The header is one msgpack
+array: the envelope's eight fields, then the message's fields in the order of its dataclass.
+Everything is checked before it is used: the version, the number of fields, each field's
+type, and that counts fit. What fails a check is a ``ProtocolError``, never a crash. The
+layout is numbered in ``docs/wire.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import msgpack
+
+from pslite.errors import ProtocolError
+from pslite.ids import NodeInfo
+from pslite.wire.messages import ALL_MESSAGES, Ints, Message, Nodes, Texts
+
+VERSION = 1
+MAX_HEADER_BYTES = 16 << 20
+MAX_FRAMES = 65_536
+_ENVELOPE_FIELDS = 9
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What surrounds every message."""
+
+    job: str
+    epoch: int
+    sender: int
+    """Incarnation of the sending process."""
+    receiver: int
+    """Incarnation that the message is meant for; 0 while it is not known yet."""
+    sequence: int
+    """Number within the channel between the two; 0 for messages that are not repeated."""
+    accepted: int
+    """Acknowledges all sequence numbers of the other direction up to this one ..."""
+    accepted_also: Ints
+    """... and these."""
+    message: Message
+
+
+def _pack_ints(values: Sequence[int]) -> bytes:
+    words = array("q", values)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def _unpack_ints(field: Any) -> Ints:
+    if type(field) is not bytes or len(field) % 8:
+        raise ProtocolError("a list of integers is malformed")
+    words = array("q")
+    words.frombytes(field)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return tuple(words)
+
+
+def _unpack_texts(field: Any) -> Texts:
+    if type(field) is not list or not all(type(text) is str for text in field):
+        raise ProtocolError("a list of texts is malformed")
+    return tuple(field)
+
+
+_NODE_TYPES = tuple(typing.get_type_hints(NodeInfo)[name] for name in NodeInfo._fields)
+
+
+def _unpack_nodes(field: Any) -> Nodes:
+    if type(field) is not list:
+        raise ProtocolError("a list of nodes is malformed")
+    nodes = []
+    for entry in field:
+        if type(entry) is not list or len(entry) != len(NodeInfo._fields):
+            raise ProtocolError("a node's entry is malformed")
+        for value, wanted in zip(entry, _NODE_TYPES, strict=True):
+            if type(value) is not wanted:
+                raise ProtocolError("a node's entry has a field of a wrong type")
+        if entry[0] not in ("scheduler", "server", "worker"):
+            raise ProtocolError(f"{entry[0]!r} is no role")
+        nodes.append(NodeInfo(*entry))
+    return tuple(nodes)
+
+
+def _exactly(wanted: type) -> Callable[[Any], Any]:
+    def check(field: Any) -> Any:
+        if type(field) is not wanted:
+            raise ProtocolError(f"expected {wanted.__name__}, got {type(field).__name__}")
+        return field
+
+    return check
+
+
+def _is(kind: Any) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]:
+    """How a field of this annotation is packed (None: as it is) and unpacked."""
+    if kind == Ints:
+        return _pack_ints, _unpack_ints
+    if kind == Texts:
+        return list, _unpack_texts
+    if kind == Nodes:
+        return list, _unpack_nodes
+    return None, _exactly(kind)
+
+
+class _Layout:
+    """How one message type is packed; built once from its annotations."""
+
+    def __init__(self, kind: type[Message]) -> None:
+        hints = typing.get_type_hints(kind)
+        names = [field.name for field in dataclasses.fields(kind)]
+        self.kind = kind
+        self.count = len(names)
+        self._values = _getter(names)
+        self._packers = [
+            (index, pack)
+            for index, name in enumerate(names)
+            if (pack := _is(hints[name])[0]) is not None
+        ]
+        self._unpackers = [_is(hints[name])[1] for name in names]
+
+    def fields(self, message: Message) -> list[Any]:
+        values = self._values(message)
+        for index, pack in self._packers:
+            values[index] = pack(values[index])
+        return values
+
+    def build(self, fields: Sequence[Any]) -> Message:
+        if len(fields) != self.count:
+            raise ProtocolError(f"{self.kind.__name__} has {len(fields)} fields, not {self.count}")
+        values = [unpack(field) for unpack, field in zip(self._unpackers, fields, strict=True)]
+        return self.kind(*values)
+
+
+def _getter(names: list[str]) -> Callable[[Message], list[Any]]:
+    if not names:
+        return lambda message: []
+    if len(names) == 1:
+        one = attrgetter(names[0])
+        return lambda message: [one(message)]
+    several = attrgetter(*names)
+    return lambda message: list(several(message))
+
+
+_BY_NUMBER = {kind.NUMBER: _Layout(kind) for kind in ALL_MESSAGES}
+_BY_KIND = {layout.kind: layout for layout in _BY_NUMBER.values()}
+
+
+def encode(envelope: Envelope) -> bytes:
+    """The header frame of an envelope."""
+    message = envelope.message
+    also = envelope.accepted_also
+    header: list[Any] = [
+        VERSION,
+        message.NUMBER,
+        envelope.job,
+        envelope.epoch,
+        envelope.sender,
+        envelope.receiver,
+        envelope.sequence,
+        envelope.accepted,
+        _pack_ints(also) if also else b"",
+    ]
+    header.extend(_BY_KIND[type(message)].fields(message))
+    packed: bytes = msgpack.packb(header)
+    return packed
+
+
+def decode(frames: Sequence[Buffer]) -> Envelope:
+    """The envelope in a transmission's header frame (``frames[0]``).
+
+    Raises:
+        ProtocolError: the header is not what ``docs/wire.md`` allows.
+    """
+    if not frames or len(frames) > MAX_FRAMES:
+        raise ProtocolError(f"a transmission has {len(frames)} frames")
+    header = unpack_value(frames[0])
+    if type(header) is not list or len(header) < _ENVELOPE_FIELDS:
+        raise ProtocolError("the header is no array, or too short")
+    if header[0] != VERSION:
+        raise ProtocolError(f"protocol version {header[0]!r}; this node speaks {VERSION}")
+    layout = _BY_NUMBER.get(header[1]) if type(header[1]) is int else None
+    if layout is None:
+        raise ProtocolError(f"{header[1]!r} is no message type")
+    _, _, job, epoch, sender, receiver, sequence, accepted, also = header[:_ENVELOPE_FIELDS]
+    if type(job) is not str:
+        raise ProtocolError("the job id is no text")
+    for number in (epoch, sender, receiver, sequence, accepted):
+        if type(number) is not int or number < 0:
+            raise ProtocolError("an envelope field is no number, or negative")
+    message = layout.build(header[_ENVELOPE_FIELDS:])
+    return Envelope(
+        job,
+        epoch,
+        sender,
+        receiver,
+        sequence,
+        accepted,
+        _unpack_ints(also) if also else (),
+        message,
+    )
+
+
+def pack_value(value: Any) -> bytes:
+    """Plain data (None, bool, int, float, str, bytes, lists, dicts) as bytes."""
+    packed: bytes = msgpack.packb(value)
+    return packed
+
+
+def unpack_value(data: Buffer) -> Any:
+    """The plain data in ``data``; never code, never objects.
+
+    Raises:
+        ProtocolError: the bytes are malformed, too many, or nested too deeply.
+    """
+    if len(data) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"{len(data)} bytes of plain data; {MAX_HEADER_BYTES} are allowed")
+    try:
+        return msgpack.unpackb(data, strict_map_key=False)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"malformed msgpack: {type(error).__name__}: {error}") from None

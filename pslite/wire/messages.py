@@ -1,0 +1,267 @@
+"""Every message that nodes exchange: one frozen dataclass each, nothing else.
+
+Read it as a dialogue: joining, barriers, leaving, then data (rounds of parts), then
+requests of apps. ``docs/wire.md`` numbers the same messages for readers of the wire; a test
+holds both together. This module does no I/O and knows no socket. Next: ``codec.py``, which
+turns these into frames and back.
+
+``Ints`` fields travel as packed little-endian 64-bit words, one word an element, so a message about
+hundreds of parts costs no per-element parsing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pslite.ids import NodeInfo
+
+Ints = tuple[int, ...]
+Texts = tuple[str, ...]
+Nodes = tuple[NodeInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base of all messages. ``NUMBER`` is the type's number on the wire."""
+
+    NUMBER: ClassVar[int] = 0
+    #: Numbered, acknowledged and sent again until it is accepted.
+    RELIABLE: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted(Message):
+    """Carries nothing but the envelope's acknowledgements: "I have all these"."""
+
+    NUMBER: ClassVar[int] = 1
+    RELIABLE: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Beat(Message):
+    """Sign of life of the sender's own code, every PS_HEARTBEAT_INTERVAL."""
+
+    NUMBER: ClassVar[int] = 2
+    RELIABLE: ClassVar[bool] = False
+
+
+# -- joining: node -> scheduler -> node ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Register(Message):
+    """A node asks the scheduler to take it in."""
+
+    NUMBER: ClassVar[int] = 3
+    node: Nodes
+    """One entry. Its rank is the wanted one, or -1 for any."""
+    num_workers: int
+    num_servers: int
+    package: str
+    """Version of the software, which must be the same on all nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roster(Message):
+    """The scheduler's answer once everybody is there."""
+
+    NUMBER: ClassVar[int] = 4
+    node_id: int
+    """The receiver's own id."""
+    members: Nodes
+    """All nodes, the scheduler first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting(Message):
+    """Who is there and who is missing, while nodes wait for the roster."""
+
+    NUMBER: ClassVar[int] = 5
+    RELIABLE: ClassVar[bool] = False
+    present: Texts
+    missing: Texts
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Message):
+    """The receiver cannot take part; ``reason`` is a sentence for its user."""
+
+    NUMBER: ClassVar[int] = 6
+    reason: str
+
+
+# -- members: scheduler -> everybody ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(Message):
+    """Goodbye: the sender has got all it wants and will send nothing more."""
+
+    NUMBER: ClassVar[int] = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Members(Message):
+    """A new epoch: who is gone since the roster, and how."""
+
+    NUMBER: ClassVar[int] = 8
+    epoch: int
+    gone: Ints
+    """Node ids."""
+    left: Ints
+    """1 where the node said goodbye, 0 where it was lost; parallel to ``gone``."""
+    reasons: Texts
+
+
+# -- barriers: node <-> scheduler ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierEnter(Message):
+    """The sender has reached its ``round``-th barrier of ``group``."""
+
+    NUMBER: ClassVar[int] = 9
+    group: int
+    round: int
+    timeout_s: float
+    """How long it is willing to wait; 0 means without end."""
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierLeave(Message):
+    """Everybody has reached it (``error`` empty), or it cannot be reached any more."""
+
+    NUMBER: ClassVar[int] = 10
+    group: int
+    round: int
+    kind: str
+    error: str
+
+
+# -- data: rounds of parts, worker <-> server ---------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange(Message):
+    """A worker pushes to parts, pulls from them, or both.
+
+    With ``push``, ``rounds`` are the contributions' round numbers and the payload frames hold
+    the parts' bytes one after the other (each frame a whole number of parts). Without it,
+    ``rounds`` are the sender's own pushes so far (``after_round``) and there is no payload.
+    """
+
+    NUMBER: ClassVar[int] = 11
+    push: bool
+    pull: bool
+    parts: Ints
+    rounds: Ints
+    sizes: Ints
+    """Bytes of each part in the payload; empty without ``push``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Message):
+    """What became of an ``Exchange``: the parts' rounds are applied, here are the values."""
+
+    NUMBER: ClassVar[int] = 12
+    pushed: bool
+    """Answers a push: ``rounds`` are the rounds applied."""
+    parts: Ints
+    rounds: Ints
+    """Round of the push (or ``after_round`` of the pull) that is answered."""
+    versions: Ints
+    """How many updates each part has seen."""
+    sizes: Ints
+    """Bytes of each part in the payload; empty when no value was wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartsFailed(Message):
+    """An ``Exchange`` (some parts of it) came to nothing; ``error`` says why."""
+
+    NUMBER: ClassVar[int] = 13
+    pushed: bool
+    consumed: bool
+    """A push's round is over nevertheless (its update raised); else its number is free again."""
+    parts: Ints
+    rounds: Ints
+    kind: str
+    error: str
+    role: str
+    """The lost node, where the reason is a lost node; else empty and -1."""
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StaleEpoch(Message):
+    """An ``Exchange`` came from an older epoch and was not looked at; send it anew."""
+
+    NUMBER: ClassVar[int] = 14
+    epoch: int
+    pushed: bool
+    parts: Ints
+    rounds: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class RoundWaits(Message):
+    """A round has been open for long: these worker ranks have not contributed."""
+
+    NUMBER: ClassVar[int] = 15
+    RELIABLE: ClassVar[bool] = False
+    part: int
+    round: int
+    missing: Ints
+    waited_s: float
+
+
+# -- apps: any node <-> any node ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Message):
+    """A request to an app of the receiver, with any payload frames."""
+
+    NUMBER: ClassVar[int] = 16
+    app: int
+    customer: int
+    request_id: int
+    head: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Response(Message):
+    """The one answer to a ``Request``; ``kind`` is empty or names the exception."""
+
+    NUMBER: ClassVar[int] = 17
+    app: int
+    customer: int
+    request_id: int
+    head: int
+    kind: str
+    error: str
+    body: bytes
+
+
+ALL_MESSAGES: tuple[type[Message], ...] = (
+    Accepted,
+    Beat,
+    Register,
+    Roster,
+    Waiting,
+    Refused,
+    Leave,
+    Members,
+    BarrierEnter,
+    BarrierLeave,
+    Exchange,
+    Answer,
+    PartsFailed,
+    StaleEpoch,
+    RoundWaits,
+    Request,
+    Response,
+)

@@ -1,0 +1,129 @@
+"""What every test gets: the project on the path, settings of hypothesis, and the leak check.
+
+A test fails if it leaves behind a thread of the project, a child process, a ZeroMQ context or a
+shared-memory segment. What is on its way out has two seconds to vanish.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import zmq
+import zmq.utils.garbage
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+# Derandomized: a test that passes today passes tomorrow. No deadline: the machine is shared.
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("project")
+
+GRACE_S = 2.0
+THREAD_PREFIXES = ("pslite-", "kvstore-")
+SEGMENT_PREFIX = "psl"
+SHARED_MEMORY = Path("/dev/shm")
+# Started once by the standard library and meant to outlive whoever needed them.
+LASTING_CHILDREN = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+
+_contexts: weakref.WeakSet[zmq.Context[Any]] = weakref.WeakSet()
+
+
+def _record_contexts() -> None:
+    """Keep note of every ZeroMQ context that is made from here on."""
+    made = zmq.Context.__init__
+
+    @wraps(made)
+    def noting(self: zmq.Context[Any], *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        _contexts.add(self)
+
+    zmq.Context.__init__ = noting  # type: ignore[method-assign]
+
+
+_record_contexts()
+
+
+def _threads() -> set[str]:
+    return {
+        f"thread {thread.name} ({thread.ident})"
+        for thread in threading.enumerate()
+        if thread.name.startswith(THREAD_PREFIXES)
+    }
+
+
+def _open_contexts() -> set[str]:
+    # pyzmq's own context frees the buffers of zero-copy sends; it lives as long as the process.
+    own = zmq.utils.garbage.gc._context
+    return {
+        f"open ZeroMQ context {id(context):#x}"
+        for context in list(_contexts)
+        if context is not own and not context.closed
+    }
+
+
+def _child_processes() -> set[str]:
+    found = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids = task.read_text().split()
+        except OSError:  # the thread has just ended
+            continue
+        found.update(f"child process {pid}" for pid in pids if _is_alive(pid))
+    return found
+
+
+def _is_alive(pid: str) -> bool:
+    """Whether ``pid`` runs and should not. Zombies are dead: they only wait for a wait()."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return state != "Z" and not any(lasting in command for lasting in LASTING_CHILDREN)
+
+
+def _segments() -> set[str]:
+    found = set()
+    if SHARED_MEMORY.is_dir():
+        names = (name for name in os.listdir(SHARED_MEMORY) if name.startswith(SEGMENT_PREFIX))
+        found.update(f"shared memory /dev/shm/{name}" for name in names)
+    for descriptor in os.listdir("/proc/self/fd") if Path("/proc/self/fd").is_dir() else ():
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue
+        if target.startswith(f"/memfd:{SEGMENT_PREFIX}"):
+            found.add(f"shared memory {target} at descriptor {descriptor}")
+    return found
+
+
+def leaks() -> set[str]:
+    """Everything that exists now and that no test may leave behind, in words."""
+    return _threads() | _open_contexts() | _child_processes() | _segments()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail the test that leaves something of the project running or open."""
+    before = leaks()
+    yield
+    left = leaks() - before
+    if not left:
+        return
+    give_up_at = time.monotonic() + GRACE_S
+    while left and time.monotonic() < give_up_at:
+        time.sleep(0.02)
+        left = leaks() - before
+    if left:
+        pytest.fail("the test left behind: " + "; ".join(sorted(left)), pytrace=False)

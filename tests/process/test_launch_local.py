@@ -1,0 +1,405 @@
+"""The launcher with real processes: whatever happens, the exit code is right and nothing stays.
+
+A small program stands in for scheduler and servers: the scheduler serves on the inherited
+socket until every worker has said ``bye``; servers stay connected to it until then. Every
+process of a test, also a grandchild, carries the test's mark in its environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for left processes in /proc"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+STAND_IN = """
+import os, select, socket, sys, time
+role, rank = os.environ["DMLC_ROLE"], os.environ["DMLC_TASK_ID"]
+address = (os.environ["DMLC_PS_ROOT_URI"], int(os.environ["DMLC_PS_ROOT_PORT"]))
+for rule in os.environ.get("STAND_IN", "").split():     # role:rank:status, at once
+    if rule.rpartition(":")[0] == f"{role}:{rank}":
+        sys.exit(int(rule.rpartition(":")[2]))
+if os.environ.get("STAND_IN") == "stay":
+    time.sleep(60)
+if role == "server":
+    assert "PS_LISTEN_FD" not in os.environ
+    try:
+        socket.create_connection(address).recv(1)
+    except ConnectionError:     # the scheduler ended before it had accepted us
+        pass
+    sys.exit(0)
+listener = socket.socket(fileno=int(os.environ["PS_LISTEN_FD"]))
+byes, peers = 0, []
+while byes < int(os.environ["DMLC_NUM_WORKER"]):
+    for ready in select.select([listener, *peers], [], [])[0]:
+        if ready is listener:
+            peers.append(listener.accept()[0])
+        else:
+            byes += ready.recv(3) == b"bye"
+            peers.remove(ready)
+"""
+
+LAUNCH = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from kvstore.launch.cli import main
+from kvstore.launch.lifecycle import Timing
+timing = Timing(drain_s=0.5, service_s=0.3, failure_s=0.5, step_s=0.5, leftover_s=0.2)
+service = [sys.executable, "-S", sys.argv[2]]
+sys.exit(main(sys.argv[3:], service_command=service, timing=timing))
+"""
+
+# What a worker begins with; `bye()` tells the scheduler that it is done.
+WORKER = """
+import os, signal, socket, subprocess, sys, time
+rank = int(os.environ["DMLC_TASK_ID"])
+def bye():
+    address = (os.environ["DMLC_PS_ROOT_URI"], int(os.environ["DMLC_PS_ROOT_PORT"]))
+    socket.create_connection(address).sendall(b"bye")
+"""
+
+
+@dataclass
+class Job:
+    """Starts launchers, and finds whatever they have left running."""
+
+    directory: Path
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    mark: str = field(default_factory=lambda: f"LAUNCH_TEST={uuid.uuid4().hex}")
+
+    def start(
+        self, *arguments: str, environment: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        stand_in = self.directory / "stand_in.py"
+        stand_in.write_text(STAND_IN)
+        name, _, value = self.mark.partition("=")
+        (self.directory / "tmp").mkdir(exist_ok=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, str(ROOT), str(stand_in), *arguments],
+            env={
+                **os.environ,
+                "TMPDIR": str(self.directory / "tmp"),
+                name: value,
+                **(environment or {}),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(
+        self, *arguments: str, environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, environment=environment)
+        out, err = process.communicate(timeout=20)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def left(self) -> list[int]:
+        """Living processes of this test, launcher and guardian included."""
+        return [
+            int(entry.name)
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdigit() and self._is_ours(entry)
+        ]
+
+    def logs(self) -> list[Path]:
+        return sorted((self.directory / "tmp").glob("kvstore-launch-*"))
+
+    def _is_ours(self, entry: Path) -> bool:
+        try:
+            if entry.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+            return self.mark.encode() in entry.joinpath("environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    left = job.left()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    for process in job.started:
+        process.communicate()
+    assert left == [], "the launcher has left processes running"
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-S", "-c", WORKER + code)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited 10 s for: {what}"
+        time.sleep(0.02)
+
+
+def test_success_leaves_neither_processes_nor_logs_and_prefixes_every_line(job: Job) -> None:
+    code = "print(*sys.argv[1:], sep='|'); print('note', file=sys.stderr); bye()"
+    odd = ["a b", 'it\'s "q"', "$HOME", "*", "--num-workers", "7", ""]
+    done = job.run("-n", "2", "-s", "1", *python(code), *odd)
+    assert done.returncode == 0, done.stderr
+    line = 'a b|it\'s "q"|$HOME|*|--num-workers|7|'
+    assert sorted(done.stdout.splitlines()) == [f"[worker 0] {line}", f"[worker 1] {line}"]
+    assert sorted(done.stderr.splitlines()) == [
+        "[launcher] neither --launcher nor --hostfile given: starting everything on this machine",
+        "[worker 0] note",
+        "[worker 1] note",
+    ]
+    assert job.logs() == []
+    assert job.left() == []
+
+
+def test_lines_of_different_workers_are_never_mixed_and_all_arrive(job: Job) -> None:
+    code = """
+for n in range(300):
+    for piece in (f"<{rank} {n} ", "x" * 300, ">", chr(10)):
+        sys.stdout.write(piece)
+sys.stdout.write("last, without newline")
+bye()
+"""
+    done = job.run("-n", "3", "-s", "1", "--launcher", "local", *python(code))
+    lines = done.stdout.splitlines()
+    for rank in range(3):
+        mine = [line for line in lines if line.startswith(f"[worker {rank}] ")]
+        assert mine == [
+            *(f"[worker {rank}] <{rank} {n} {'x' * 300}>" for n in range(300)),
+            f"[worker {rank}] last, without newline",
+        ]
+    assert len(lines) == 3 * 301
+
+
+def test_the_first_failure_gives_the_exit_code_and_is_told_last(job: Job) -> None:
+    code = """
+if rank == 1:
+    print("about to fail")
+    sys.exit(7)
+time.sleep(0.2)
+sys.exit("worker 0 noticed")
+"""
+    done = job.run("-n", "2", "-s", "2", *python(code))
+    assert done.returncode == 7
+    block = done.stderr.partition("======== the job failed")[2].splitlines()
+    assert block[1].startswith("process:  worker 1 (pid ")
+    assert block[2].startswith("ended:    exit code 7, ")
+    assert block[-5:-1] == [
+        "the last line of its log:",
+        "    about to fail",
+        "other failures, as consequences: worker 0 (exit code 1)",
+        "ended by the launcher: scheduler, server 0, server 1",
+    ]
+    (logs,) = job.logs()
+    assert block[-1] == f"logs of all processes: {logs}"
+    assert (logs / "worker-0.log").read_text() == "worker 0 noticed\n"
+    assert job.left() == []
+
+
+def test_a_worker_killed_by_a_signal_gives_128_plus_its_number(job: Job) -> None:
+    code = "os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(60)"
+    done = job.run("-n", "2", "-s", "1", *python(code))
+    assert done.returncode == 137
+    assert "worker 0 (pid" in done.stderr
+    assert "signal SIGKILL" in done.stderr
+
+
+def test_a_server_that_ends_alone_with_0_is_a_failure(job: Job) -> None:
+    code = "time.sleep(60)"
+    done = job.run("-n", "1", *python(code), environment={"STAND_IN": "server:0:0"})
+    assert done.returncode == 1
+    assert "process:  server 0" in done.stderr
+    assert "exit code 0, while workers still ran" in done.stderr
+
+
+def test_a_scheduler_that_fails_gives_its_exit_code(job: Job) -> None:
+    done = job.run("-n", "1", *python("time.sleep(60)"), environment={"STAND_IN": "scheduler:0:3"})
+    assert done.returncode == 3
+    assert "process:  scheduler" in done.stderr
+
+
+def test_servers_that_stay_are_ended_with_a_warning_and_the_job_succeeds(job: Job) -> None:
+    done = job.run("-n", "1", *python("pass"), environment={"STAND_IN": "stay"})
+    assert done.returncode == 0
+    assert "scheduler, server 0 did not end within 0.5 s of the last worker" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_to_the_launcher_ends_all_with_the_code_of_that_signal(
+    job: Job, number: signal.Signals, code: int
+) -> None:
+    worker = """
+subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+print("ready", flush=True)
+time.sleep(60)
+"""
+    process = job.start("-n", "2", "-s", "1", *python(worker))
+    assert process.stdout is not None
+    assert {process.stdout.readline() for _ in range(2)} == {
+        "[worker 0] ready\n",
+        "[worker 1] ready\n",
+    }
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert f"ended by {number.name}" in err
+    assert job.left() == []
+
+
+def test_workers_that_ignore_ctrl_c_are_killed_in_the_end(job: Job) -> None:
+    worker = """
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+while True: time.sleep(60)
+"""
+    process = job.start("-n", "1", *python(worker))
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+
+
+def test_when_the_launcher_is_killed_everything_dies_also_a_grandchild_in_its_own_session(
+    job: Job,
+) -> None:
+    worker = """
+subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"],
+                 start_new_session=rank == 0, stdout=subprocess.DEVNULL,
+                 stderr=subprocess.DEVNULL)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    process = job.start("-n", "2", "-s", "2", *python(worker))
+    assert process.stdout is not None
+    for _ in range(2):
+        process.stdout.readline()
+    # The launcher, its guardian, a scheduler, two servers, two workers, two grandchildren.
+    wait_until(lambda: len(job.left()) == 9, "all processes to run")
+    process.kill()
+    process.communicate(timeout=20)
+    wait_until(lambda: job.left() == [], "all processes to end after the launcher's death")
+
+
+def test_the_children_die_with_the_launcher_even_when_its_guardian_was_killed_before(
+    job: Job,
+) -> None:
+    process = job.start("-n", "1", *python("print('ready', flush=True); time.sleep(60)"))
+    assert process.stdout is not None
+    process.stdout.readline()
+    (guardian,) = [
+        pid for pid in job.left() if b"guardian.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(guardian, signal.SIGKILL)
+    process.kill()
+    process.communicate(timeout=20)
+    wait_until(lambda: job.left() == [], "all processes to end after the launcher's death")
+
+
+def test_a_job_inside_a_job_ends_with_the_outer_one(job: Job, tmp_path: Path) -> None:
+    inner = tmp_path / "inner.py"
+    inner.write_text(LAUNCH)
+    stand_in = str(tmp_path / "stand_in.py")
+    worker = ("sh", "-c", "echo ready; sleep 60")
+    nested = (sys.executable, str(inner), str(ROOT), stand_in, "-n", "1", *worker)
+    process = job.start("-n", "1", *nested)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[worker 0] [worker 0] ready\n"
+    process.kill()
+    process.communicate(timeout=20)
+    wait_until(lambda: job.left() == [], "both jobs to end")
+
+
+def test_grandchildren_that_outlive_a_successful_worker_are_ended(job: Job) -> None:
+    worker = """
+for own_session in (False, True):
+    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"],
+                     start_new_session=own_session)
+bye()
+"""
+    done = job.run("-n", "1", *python(worker))
+    assert done.returncode == 0
+    assert "ended 2 process(es)" in done.stderr
+    assert job.left() == []
+
+
+def test_a_missing_program_gives_127_and_one_that_cannot_be_executed_126(
+    job: Job, tmp_path: Path
+) -> None:
+    done = job.run("-n", "2", "-s", "1", "no-such-program-anywhere", "x")
+    assert done.returncode == 127
+    assert done.stderr.splitlines()[-1] == (
+        "[launcher] cannot start worker 0: 'no-such-program-anywhere': "
+        "there is no such program on the PATH"
+    )
+    script = tmp_path / "train.py"
+    script.write_text("print('never')")
+    done = job.run("-n", "2", "-s", "1", str(script))
+    assert done.returncode == 126
+    assert "Permission denied" in done.stderr
+    assert job.logs() == []
+
+
+def test_a_busy_port_that_the_user_exported_ends_at_once(job: Job) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        done = job.run("-n", "1", *python("bye()"), environment={"DMLC_PS_ROOT_PORT": port})
+    assert done.returncode == 1
+    assert f"port {port} on 127.0.0.1 is in use" in done.stderr
+    assert job.logs() == []
+
+
+def test_logs_are_kept_where_the_user_wants_them(job: Job, tmp_path: Path) -> None:
+    logs = tmp_path / "my logs" / "run 1"
+    done = job.run("-n", "1", "--log-dir", str(logs), *python("print('hello'); bye()"))
+    assert done.returncode == 0
+    assert sorted(path.name for path in logs.iterdir()) == [
+        "scheduler.log",
+        "server-0.log",
+        "worker-0.log",
+    ]
+    assert (logs / "worker-0.log").read_text() == "hello\n"
+
+
+def test_a_reader_that_stops_reading_does_not_hold_up_a_signal(job: Job) -> None:
+    worker = "print('ready', flush=True)\nwhile True: print('x' * 1000)"
+    process = job.start("-n", "1", *python(worker))
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.3)  # nobody reads now: pipe, launcher's buffer and the worker's pipe fill up
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 143
+
+
+def test_the_script_of_a_checkout_finds_the_package_and_explains_itself(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "launch.py"), "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "kvstore-launch -n WORKERS" in done.stdout

@@ -1,0 +1,97 @@
+"""Names of store types, and the ways in which scripts reach ``create``."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore as mx
+from kvstore.device import DeviceKVStore
+from kvstore.errors import ArgumentTypeError, UnknownTypeError
+from kvstore.local import LocalKVStore
+
+
+@pytest.mark.parametrize("create", [mx.create, mx.kvstore.create, mx.kv.create])
+def test_scripts_reach_create_by_every_name_of_the_original(create: Any) -> None:
+    store = create("local")
+    store.init("w", np.ones(2))
+    assert isinstance(store, mx.KVStore)
+    assert store.type == "local"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("local", LocalKVStore),
+        ("local_update_cpu", LocalKVStore),
+        ("LOCAL_allreduce_cpu", LocalKVStore),
+        ("device", DeviceKVStore),
+        ("Local_AllReduce_Device", DeviceKVStore),
+    ],
+)
+def test_the_type_is_the_given_name_in_lower_case(name: str, kind: type) -> None:
+    store = mx.create(name)
+    assert type(store) is kind
+    assert store.type == name.lower()
+
+
+def test_the_default_is_local() -> None:
+    assert mx.create().type == "local"
+
+
+@pytest.mark.parametrize("name", ["FooBar", "", "dist_anything", "mydevice", "nccl", " local"])
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(UnknownTypeError, match=r"local, .*device, .*dist_device_async") as raised:
+        mx.create(name)
+    assert repr(name) in str(raised.value)
+
+
+@pytest.mark.parametrize("name", [None, 3, b"local"])
+def test_a_name_must_be_a_string(name: Any) -> None:
+    with pytest.raises(TypeError, match="name must be a string"):
+        mx.create(name)
+
+
+def test_a_local_store_takes_no_options() -> None:
+    with pytest.raises(ArgumentTypeError, match="takes no options, got node"):
+        mx.create("local", node=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("dist", "dist_sync"),
+        ("Dist_Sync", "dist_sync"),
+        ("dist_device", "dist_device_sync"),
+        ("dist_sync_device", "dist_device_sync"),
+        ("dist_async", "dist_async"),
+        ("dist_async_device", "dist_device_async"),
+    ],
+)
+def test_distributed_names_reach_their_store_with_the_options(
+    monkeypatch: pytest.MonkeyPatch, name: str, canonical: str
+) -> None:
+    stand_in: Any = types.ModuleType("kvstore.dist")
+    stand_in.create_dist = lambda *names, **options: (names, options)
+    monkeypatch.setitem(sys.modules, "kvstore.dist", stand_in)
+    made: Any = mx.create(name, node="n")
+    assert made == ((canonical, name.lower()), {"node": "n"})
+
+
+def test_the_model_module_is_imported_when_it_is_first_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in = types.ModuleType("kvstore.model")
+    monkeypatch.delattr(mx, "model", raising=False)
+    monkeypatch.setitem(sys.modules, "kvstore.model", stand_in)
+    assert mx.model is stand_in
+    with pytest.raises(AttributeError, match="no attribute 'modle'"):
+        _ = mx.modle
+
+
+def test_the_package_has_a_version() -> None:
+    assert mx.__version__ == "0.1.0"

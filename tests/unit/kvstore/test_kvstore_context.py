@@ -1,0 +1,55 @@
+"""Contexts are plain values; the GPU ones need CuPy and say so."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+import numpy as np
+import pytest
+
+from kvstore import Context, cpu, gpu
+from kvstore.errors import ArgumentTypeError, MissingDependencyError
+from pslite.errors import PSError
+
+
+def test_equal_contexts_are_one_dictionary_key() -> None:
+    assert {cpu(0): "a", Context("cpu", 0): "b", Context("gpu", 1): "c"} == {
+        cpu(): "b",
+        Context(Context("gpu", 1)): "c",
+    }
+    assert cpu(0) != cpu(1) != Context("gpu", 1)
+    assert cpu(0) != "cpu(0)"
+
+
+def test_a_context_reads_as_it_is_written() -> None:
+    assert [repr(cpu()), repr(Context("gpu", 3))] == ["cpu(0)", "gpu(3)"]
+    assert pickle.loads(pickle.dumps(Context("gpu", 3))) == Context("gpu", 3)
+
+
+def test_a_context_cannot_change() -> None:
+    context = cpu(0)
+    with pytest.raises(AttributeError, match="cannot change"):
+        context.device_id = 1
+    with pytest.raises(AttributeError, match="cannot change"):
+        del context.device_id
+    assert context == cpu(0)
+
+
+@pytest.mark.parametrize("wrong", [("tpu", 0), ("cpu", -1), ("cpu", True), ("cpu", 1.0), (7, 0)])
+def test_a_context_of_no_device_is_refused(wrong: tuple[object, object]) -> None:
+    with pytest.raises(ArgumentTypeError):
+        Context(*wrong)  # type: ignore[arg-type]
+
+
+def test_the_host_works_with_numpy() -> None:
+    assert cpu().module is np
+
+
+def test_a_gpu_without_cupy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install cupy-cuda12x.*cupy-cuda13x"):
+        gpu(0)
+    with pytest.raises(ImportError):
+        _ = Context("gpu", 0).module
+    assert issubclass(MissingDependencyError, PSError)

@@ -1,0 +1,110 @@
+"""Whose failure was the first, and the block that says so."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from kvstore.launch.failure import describe_status, exit_code, failures_first_cause_first
+from kvstore.launch.lifecycle import Exit
+from kvstore.launch.plan import ProcessSpec
+from kvstore.launch.report import Ended, failure_block
+
+SCHEDULER, SERVER, WORKER_0, WORKER_1 = range(4)
+SPECS = [
+    ProcessSpec(role, rank, ("python", "a b.py"), {})
+    for role, rank in [("scheduler", 0), ("server", 0), ("worker", 0), ("worker", 1)]
+]
+NODE_LOST = ["Traceback ...", "pslite.errors.NodeLostError: worker 1 is lost"]
+
+
+def ended(index: int, status: int, sweep: int, *, stopped: bool = False) -> Exit:
+    return Exit(index, status, float(sweep), sweep, stopped)
+
+
+def order(exits: list[Exit], last_lines: dict[int, list[str]] | None = None) -> list[int]:
+    return [one.index for one in failures_first_cause_first(exits, SPECS, last_lines or {})]
+
+
+def test_whoever_was_noticed_first_is_the_cause() -> None:
+    exits = [ended(WORKER_0, 1, 2), ended(WORKER_1, 7, 1), ended(SERVER, 1, 3)]
+    assert order(exits) == [WORKER_1, WORKER_0, SERVER]
+
+
+def test_of_two_seen_in_one_sweep_the_one_killed_by_a_signal_is_the_cause() -> None:
+    assert order([ended(SERVER, 1, 1), ended(WORKER_1, -11, 1)]) == [WORKER_1, SERVER]
+
+
+def test_an_error_that_names_a_lost_node_is_a_consequence_even_when_it_ended_first() -> None:
+    exits = [ended(WORKER_0, 1, 1), ended(WORKER_1, 3, 2)]
+    assert order(exits, {WORKER_0: NODE_LOST}) == [WORKER_1, WORKER_0]
+    assert order(exits[:1], {WORKER_0: NODE_LOST}) == [WORKER_0]
+
+
+def test_a_server_that_ended_with_0_too_early_is_the_cause_of_lost_nodes() -> None:
+    exits = [ended(SERVER, 0, 1), ended(WORKER_0, 1, 2), ended(WORKER_1, 1, 3)]
+    exits.append(ended(SCHEDULER, 0, 4))
+    logs = {WORKER_0: NODE_LOST, WORKER_1: NODE_LOST}
+    assert order(exits, logs) == [SERVER, WORKER_0, WORKER_1]
+
+
+def test_a_service_that_ended_as_a_whole_is_not_blamed_for_what_a_worker_does_later() -> None:
+    exits = [ended(SERVER, 0, 1), ended(SCHEDULER, 0, 2), ended(WORKER_0, 0, 3)]
+    assert order([*exits, ended(WORKER_1, 7, 4)]) == [WORKER_1]
+
+
+def test_a_server_that_ended_alone_is_a_failure_although_the_launcher_ended_the_rest() -> None:
+    exits = [
+        ended(SERVER, 0, 1),
+        ended(WORKER_0, 0, 2),
+        ended(WORKER_1, -15, 3, stopped=True),
+        ended(SCHEDULER, -15, 3, stopped=True),
+    ]
+    assert order(exits) == [SERVER]
+
+
+def test_it_is_still_a_failure_when_a_worker_could_not_even_be_killed() -> None:
+    exits = [ended(SERVER, 0, 1), ended(SCHEDULER, -15, 2, stopped=True)]
+    assert order(exits) == [SERVER]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [(7, 7, "exit code 7"), (-9, 137, "signal SIGKILL"), (0, 1, "exit code 0")],
+)
+def test_exit_codes_follow_the_shell(status: int, code: int, words: str) -> None:
+    assert exit_code(ended(WORKER_0, status, 1)) == code
+    assert describe_status(status) == words
+
+
+def test_a_signal_without_a_name_is_given_by_number() -> None:
+    number = int(signal.SIGRTMIN) + 1
+    assert describe_status(-number) == f"signal {number}"
+
+
+def test_the_block_tells_the_first_failure_in_full_and_the_rest_in_a_line() -> None:
+    first = Ended(SPECS[WORKER_1], 4711, ended(WORKER_1, -9, 3), [f"line {n}" for n in range(30)])
+    other = Ended(SPECS[WORKER_0], 4710, ended(WORKER_0, 1, 4), NODE_LOST)
+    stopped = Ended(SPECS[SERVER], 4709, ended(SERVER, -15, 5, stopped=True), [])
+    text = failure_block([first, other], [stopped], "/logs", start_s=0.5)
+    assert text.splitlines() == [
+        "",
+        "======== the job failed; this was the first failure ========",
+        "process:  worker 1 (pid 4711)",
+        "ended:    signal SIGKILL, 2.5 s after the start",
+        "command:  python 'a b.py'",
+        "the last 20 lines of its log:",
+        *(f"    line {n}" for n in range(10, 30)),
+        "other failures, as consequences: worker 0 (exit code 1)",
+        "ended by the launcher: server 0",
+        "logs of all processes: /logs",
+    ]
+
+
+def test_the_block_says_so_when_a_log_is_empty_and_a_service_ended_too_early() -> None:
+    early = Ended(SPECS[SERVER], 1, ended(SERVER, 0, 1), [])
+    text = failure_block([early], [], "/logs", start_s=0.0)
+    assert "ended:    exit code 0, while workers still ran, 1.0 s after the start" in text
+    assert "its log is empty" in text
+    assert "consequences" not in text

@@ -1,0 +1,141 @@
+"""The rules by which a job ends, without any process. Times are in seconds."""
+
+from __future__ import annotations
+
+import signal
+
+from kvstore.launch.lifecycle import Lifecycle, Phase, Say, SendSignal, Timing
+from kvstore.launch.plan import ProcessSpec
+
+SCHEDULER, SERVER, WORKER_0, WORKER_1 = range(4)
+INT, TERM, KILL = (
+    SendSignal(signal.SIGINT),
+    SendSignal(signal.SIGTERM),
+    SendSignal(signal.SIGKILL),
+)
+
+
+def job() -> Lifecycle:
+    names = [("scheduler", 0), ("server", 0), ("worker", 0), ("worker", 1)]
+    specs = [ProcessSpec(role, rank, ("x",), {}) for role, rank in names]
+    return Lifecycle(
+        specs, Timing(drain_s=10, service_s=8, failure_s=5, step_s=3, killed_s=10, leftover_s=1)
+    )
+
+
+def state(life: Lifecycle) -> tuple[Phase, float | None]:
+    return life.phase, life.deadline_s
+
+
+def test_a_job_whose_processes_all_end_with_0_succeeds() -> None:
+    life = job()
+    life.exited({WORKER_1: 0}, 1.0)
+    assert state(life) == (Phase.RUNNING, None)
+    life.exited({WORKER_0: 0}, 2.0)
+    assert state(life) == (Phase.DRAINING, 12.0)
+    life.exited({SCHEDULER: 0, SERVER: 0}, 3.0)
+    assert (life.phase, life.failed, life.drain_expired) == (Phase.ENDED, False, False)
+
+
+def test_servers_that_stay_after_the_workers_are_ended_with_a_warning_but_without_failure() -> None:
+    life = job()
+    life.exited({WORKER_0: 0, WORKER_1: 0, SCHEDULER: 0}, 1.0)
+    assert life.tick(10.9) == []
+    warning, step = life.tick(11.0)
+    assert isinstance(warning, Say)
+    assert "server 0 did not end within 10 s" in warning.text
+    assert step == TERM
+    life.exited({SERVER: -15}, 11.1)
+    assert (life.phase, life.failed, life.drain_expired) == (Phase.ENDED, False, True)
+
+
+def test_after_the_first_failure_the_others_get_time_and_are_then_ended() -> None:
+    life = job()
+    life.exited({WORKER_1: 7}, 1.0)
+    assert (life.phase, life.failed) == (Phase.FAILING, True)
+    life.exited({WORKER_0: 1}, 2.0)
+    assert life.tick(5.9) == []
+    assert life.tick(6.0) == [TERM]
+    assert life.tick(8.9) == []
+    assert life.tick(9.0) == [KILL]
+    life.exited({SCHEDULER: -9, SERVER: -9}, 9.1)
+    assert life.phase is Phase.ENDED
+    assert [life.exits[index].stopped for index in range(4)] == [True, True, False, False]
+
+
+def test_a_server_that_fails_after_the_workers_succeeded_is_a_failure() -> None:
+    life = job()
+    life.exited({WORKER_0: 0, WORKER_1: 0}, 1.0)
+    life.exited({SERVER: 1}, 2.0)
+    assert (life.phase, life.failed) == (Phase.FAILING, True)
+    life.exited({SCHEDULER: 0}, 2.5)
+    assert life.phase is Phase.ENDED
+
+
+def test_the_service_may_end_as_a_whole_before_the_workers_exit() -> None:
+    life = job()
+    life.exited({SERVER: 0}, 1.0)
+    life.exited({SCHEDULER: 0}, 2.0)
+    assert life.deadline_s is None
+    life.exited({WORKER_0: 0}, 500.0)
+    life.exited({WORKER_1: 0}, 501.0)
+    assert (life.phase, life.failed) == (Phase.ENDED, False)
+
+
+def test_a_server_that_ends_alone_with_0_under_the_workers_is_a_failure() -> None:
+    life = job()
+    life.exited({SERVER: 0}, 1.0)
+    life.exited({WORKER_0: 0}, 2.0)
+    assert life.deadline_s == 9.0
+    assert life.tick(9.0) == [TERM]
+    life.exited({WORKER_1: -15, SCHEDULER: -15}, 9.1)
+    assert (life.phase, life.failed) == (Phase.ENDED, True)
+
+
+def test_ctrl_c_is_passed_on_and_made_stronger_step_by_step() -> None:
+    life = job()
+    assert life.signalled(signal.SIGINT, 1.0) == [INT]
+    assert life.tick(3.9) == []
+    assert life.tick(4.0) == [TERM]
+    assert life.tick(7.0) == [KILL]
+    life.exited(dict.fromkeys(range(4), -9), 7.1)
+    assert (life.phase, life.failed) == (Phase.ENDED, False)
+    assert life.interrupted_by is signal.SIGINT
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_next_step() -> None:
+    life = job()
+    assert life.signalled(signal.SIGINT, 1.0) == [INT]
+    assert life.signalled(signal.SIGINT, 1.5) == [TERM]
+    assert life.signalled(signal.SIGTERM, 1.6) == [KILL]
+    assert life.signalled(signal.SIGINT, 1.7) == []
+    assert life.interrupted_by is signal.SIGINT
+
+
+def test_a_process_that_survives_sigkill_is_named_and_does_not_hold_the_launcher() -> None:
+    life = job()
+    life.signalled(signal.SIGTERM, 0.0)
+    assert life.tick(3.0) == [KILL]
+    life.exited({SCHEDULER: -9, SERVER: -9, WORKER_0: -9}, 3.1)
+    (said,) = life.tick(13.0)
+    assert isinstance(said, Say)
+    assert said.text == "warning: worker 1 did not end even after SIGKILL"
+    assert life.phase is Phase.ENDED
+
+
+def test_a_signal_during_the_patience_after_a_failure_ends_the_job_at_once() -> None:
+    life = job()
+    life.exited({WORKER_0: 1}, 1.0)
+    assert life.signalled(signal.SIGTERM, 2.0) == [TERM]
+    assert life.failed
+    assert life.interrupted_by is signal.SIGTERM
+
+
+def test_when_a_process_cannot_be_started_the_others_are_ended() -> None:
+    life = job()
+    assert life.cannot_start(0.0) == [TERM]
+    life.exited(dict.fromkeys(range(4), -15), 0.1)
+    assert (life.phase, life.failed) == (Phase.ENDED, False)
+    nothing_started = Lifecycle([], Timing())
+    assert nothing_started.cannot_start(0.0) == []
+    assert nothing_started.phase is Phase.ENDED

@@ -1,0 +1,100 @@
+"""The launcher's command line: what is ours, what is the user's, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.launch.options import LaunchError, parse_arguments
+
+
+def test_everything_from_the_first_non_option_on_belongs_to_the_user() -> None:
+    command = [
+        "python",
+        "train.py",
+        "--num-workers",
+        "7",
+        "-n",
+        "9",
+        "--",
+        "--launcher=ssh",
+        "a b",
+        'it\'s "quoted"',
+        "$HOME",
+        "two\nlines",
+        "",
+    ]
+    options = parse_arguments(["-n", "2", "-s", "1", *command])
+    assert (options.num_workers, options.num_servers) == (2, 1)
+    assert options.command == tuple(command)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [["-n", "3"], ["-n3"], ["--num-workers=3"], ["--num-workers", "3"], ["--p3", "-n", "3"]],
+)
+def test_every_spelling_of_an_option_ends_before_the_command(own: list[str]) -> None:
+    options = parse_arguments([*own, "true", "-n", "4"])
+    assert (options.num_workers, options.command) == (3, ("true", "-n", "4"))
+
+
+def test_a_double_dash_ends_the_options_so_that_a_command_may_begin_with_a_dash() -> None:
+    options = parse_arguments(["-n", "1", "--", "-odd-program", "--", "x"])
+    assert options.command == ("-odd-program", "--", "x")
+
+
+def test_servers_default_to_as_many_as_workers() -> None:
+    assert parse_arguments(["-n", "4", "true"]).num_servers == 4
+
+
+def test_without_launcher_and_hostfile_the_job_is_local_and_says_so() -> None:
+    (note,) = parse_arguments(["-n", "1", "true"]).notes
+    assert "this machine" in note
+    assert parse_arguments(["-n", "1", "--launcher", "local", "true"]).notes == ()
+
+
+def test_p3_is_accepted_and_explained() -> None:
+    options = parse_arguments(["-n", "1", "--launcher", "local", "--p3", "true"])
+    assert "priority" in options.notes[0]
+
+
+def test_variables_are_read_per_role_and_a_value_may_hold_colons_and_equal_signs() -> None:
+    servers = ["--env-server", "URL:http://h:1/"]
+    workers = ["--env-worker", "EMPTY:", "--env-worker", "X:a=b"]
+    options = parse_arguments(
+        ["-n1", "--env", "HOME", "--env", "A=b=c", *servers, *workers, "true"]
+    )
+    assert options.environment == (("A", "b=c"),)
+    assert options.server_environment == (("URL", "http://h:1/"),)
+    assert options.worker_environment == (("EMPTY", ""), ("X", "a=b"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (
+            ["-n", "2", "--launcher", "ssh", "true"],
+            "launcher 'ssh' is not available in this version; available: local",
+        ),
+        (
+            ["-n", "2", "-H", "hosts", "true"],
+            "launcher 'ssh' is not available in this version; available: local",
+        ),
+        (["-n", "2", "--launcher", "local", "-H", "hosts", "true"], "takes no --hostfile"),
+        (["-n", "2", "--launcher", "slurm", "true"], "invalid choice: 'slurm'"),
+        (["-n", "0", "true"], "--num-workers must be at least 1, not 0"),
+        (["-n", "2", "-s", "0", "true"], "--num-servers must be at least 1, not 0"),
+        (["-n", "two", "true"], "invalid int value: 'two'"),
+        (["true"], "-n/--num-workers"),
+        (["-n", "2"], "no command given"),
+        (["-n", "2", "--"], "no command given"),
+        (["-n", "2", "--num-work", "3", "true"], "--num-work"),
+        (["-n", "2", "--env-server", "A=1", "true"], "needs NAME:VALUE, not 'A=1'"),
+        (["-n", "2", "--env-worker", "1A:x", "true"], "'1A' is not the name"),
+        (["-n", "2", "--env-worker", "DMLC_ROLE:server", "true"], "cannot set DMLC_ROLE"),
+    ],
+)
+def test_nonsense_ends_with_exit_code_2_and_a_sentence(argv: list[str], sentence: str) -> None:
+    with pytest.raises(LaunchError) as raised:
+        parse_arguments(argv)
+    assert raised.value.exit_code == 2
+    assert sentence in str(raised.value)

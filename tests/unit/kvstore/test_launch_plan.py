@@ -1,0 +1,136 @@
+"""The plan of a local job: who is started with which command and environment."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvstore.launch.options import LaunchOptions
+from kvstore.launch.plan import (
+    THREAD_COUNT_NAMES,
+    JobFacts,
+    ProcessSpec,
+    base_environment,
+    plan_local,
+    requested_address,
+)
+
+FACTS = JobFacts(
+    job_id="ab12", host="127.0.0.1", port=4711, listen_fd=9, cpu_count=8, checkout_root=None
+)
+OPTIONS = LaunchOptions(num_workers=2, num_servers=1, command=("prog", "$x y"))
+
+
+def plan(
+    options: LaunchOptions = OPTIONS,
+    environ: dict[str, str] | None = None,
+    facts: JobFacts = FACTS,
+) -> dict[str, ProcessSpec]:
+    specs = plan_local(options, facts, environ or {}, ("serve", "-m"))
+    return {spec.name: spec for spec in specs}
+
+
+def test_one_scheduler_then_servers_then_workers_with_the_contract_of_ps_lite() -> None:
+    specs = plan()
+    assert list(specs) == ["scheduler", "server 0", "worker 0", "worker 1"]
+    assert [spec.argv for spec in specs.values()] == [
+        ("serve", "-m"),
+        ("serve", "-m"),
+        ("prog", "$x y"),
+        ("prog", "$x y"),
+    ]
+    for spec in specs.values():
+        assert (
+            spec.environment.items()
+            >= {
+                "DMLC_ROLE": spec.role,
+                "DMLC_TASK_ID": str(spec.rank),
+                "DMLC_PS_ROOT_URI": "127.0.0.1",
+                "DMLC_PS_ROOT_PORT": "4711",
+                "DMLC_NUM_WORKER": "2",
+                "DMLC_NUM_SERVER": "1",
+                "DMLC_JOB_CLUSTER": "local",
+                "PS_JOB_ID": "ab12",
+                "PYTHONUNBUFFERED": "1",
+            }.items()
+        )
+
+
+def test_only_the_scheduler_inherits_the_listening_socket() -> None:
+    specs = plan()
+    assert specs["scheduler"].environment["PS_LISTEN_FD"] == "9"
+    assert specs["scheduler"].inherited_fds == (9,)
+    for name in ("server 0", "worker 0", "worker 1"):
+        assert "PS_LISTEN_FD" not in specs[name].environment
+        assert specs[name].inherited_fds == ()
+
+
+def test_workers_share_the_processors_and_services_get_one_thread() -> None:
+    specs = plan()
+    for name in THREAD_COUNT_NAMES:
+        assert specs["worker 0"].environment[name] == "4"
+        assert specs["server 0"].environment[name] == "1"
+    many = dataclasses.replace(OPTIONS, num_workers=100)
+    assert plan(many)["worker 0"].environment["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "worker_environment"),
+    [({"MKL_NUM_THREADS": "3"}, ()), ({}, (("OMP_NUM_THREADS", "3"),))],
+)
+def test_a_thread_count_set_by_the_user_is_left_alone(
+    environ: dict[str, str], worker_environment: tuple[tuple[str, str], ...]
+) -> None:
+    options = dataclasses.replace(OPTIONS, worker_environment=worker_environment)
+    worker = plan(options, environ)["worker 0"].environment
+    assert {name: worker[name] for name in THREAD_COUNT_NAMES if name in worker} == dict(
+        worker_environment
+    )
+
+
+def test_variables_for_a_role_reach_only_that_role() -> None:
+    options = dataclasses.replace(
+        OPTIONS,
+        environment=(("ALL", "1"),),
+        server_environment=(("FOR", "server"), ("OMP_NUM_THREADS", "2")),
+        worker_environment=(("FOR", "worker"),),
+    )
+    specs = plan(options)
+    assert all(spec.environment["ALL"] == "1" for spec in specs.values())
+    assert specs["server 0"].environment["FOR"] == "server"
+    assert specs["server 0"].environment["OMP_NUM_THREADS"] == "2"
+    assert specs["worker 1"].environment["FOR"] == "worker"
+    assert "FOR" not in specs["scheduler"].environment
+
+
+def test_a_checkout_comes_first_for_services_and_last_for_workers() -> None:
+    facts = dataclasses.replace(FACTS, checkout_root="/repo")
+    specs = plan(OPTIONS, {"PYTHONPATH": "/mine"}, facts)
+    assert specs["scheduler"].environment["PYTHONPATH"] == "/repo:/mine"
+    assert specs["server 0"].environment["PYTHONPATH"] == "/repo:/mine"
+    assert specs["worker 0"].environment["PYTHONPATH"] == "/mine:/repo"
+    assert plan(OPTIONS, {}, facts)["worker 0"].environment["PYTHONPATH"] == "/repo"
+    assert "PYTHONPATH" not in plan()["worker 0"].environment
+
+
+def test_the_scheduler_listens_on_loopback_unless_the_user_exported_an_address() -> None:
+    assert requested_address({}) == ("127.0.0.1", 0)
+    exported = {"DMLC_PS_ROOT_URI": "10.0.0.7", "DMLC_PS_ROOT_PORT": "9091"}
+    assert requested_address(exported) == ("10.0.0.7", 9091)
+    with pytest.raises(ValueError, match="70000"):
+        requested_address({"DMLC_PS_ROOT_PORT": "70000"})
+
+
+def test_a_job_inside_a_job_takes_neither_its_address_nor_its_socket() -> None:
+    inside = {
+        "PS_JOB_ID": "outer",
+        "DMLC_TASK_ID": "0",
+        "DMLC_PS_ROOT_PORT": "9091",
+        "DMLC_RANK": "3",
+        "PS_LISTEN_FD": "5",
+        "HOME": "/h",
+    }
+    assert requested_address(inside) == ("127.0.0.1", 0)
+    assert base_environment(inside).keys().isdisjoint({"PS_LISTEN_FD", "DMLC_RANK"})
+    assert base_environment(inside)["HOME"] == "/h"

@@ -1,0 +1,305 @@
+"""Each optimizer against its formula written out for one scalar, and the registry's refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import fake_cupy
+import numpy as np
+import pytest
+
+from kvstore import optimizer
+from kvstore.errors import ArgumentTypeError, OptimizerParameterError, UnknownOptimizerError
+from kvstore.optimizer import SGD, Adam, Optimizer
+from kvstore.optimizer.base import _registry
+
+Array = np.ndarray[Any, Any]
+
+
+def clipped(value: float, limit: float | None) -> float:
+    return value if limit is None else max(min(value, limit), -limit)
+
+
+def sgd_by_hand(chosen: SGD, weight: float, gradients: list[float]) -> float:
+    momentum = 0.0
+    for raw in gradients:
+        gradient = clipped(chosen.rescale_grad * raw, chosen.clip_gradient) + chosen.wd * weight
+        momentum = chosen.momentum * momentum - chosen.learning_rate * gradient
+        weight = weight + momentum
+    return weight
+
+
+def adam_by_hand(chosen: Adam, weight: float, gradients: list[float]) -> float:
+    mean = variance = 0.0
+    for step, raw in enumerate(gradients, start=1):
+        gradient = clipped(chosen.rescale_grad * raw + chosen.wd * weight, chosen.clip_gradient)
+        mean = chosen.beta1 * mean + (1 - chosen.beta1) * gradient
+        variance = chosen.beta2 * variance + (1 - chosen.beta2) * gradient * gradient
+        correction = math.sqrt(1 - chosen.beta2**step) / (1 - chosen.beta1**step)
+        weight -= chosen.learning_rate * correction * mean / (math.sqrt(variance) + chosen.epsilon)
+    return weight
+
+
+def run(chosen: Optimizer, weight: Array, gradients: list[Array]) -> Array:
+    weight = weight.copy()
+    state = chosen.create_state(weight)
+    for count, gradient in enumerate(gradients, start=1):
+        chosen.update(weight, gradient.copy(), state, count, np.full_like(gradient, np.nan))
+    return weight
+
+
+SGDS = [
+    SGD(),
+    SGD(learning_rate=0.5, momentum=0.9),
+    SGD(learning_rate=0.1, momentum=0.5, wd=0.2, rescale_grad=0.25, clip_gradient=0.7),
+    SGD(learning_rate=-1.0, wd=0.01),
+]
+ADAMS = [
+    Adam(),
+    Adam(learning_rate=0.3, beta1=0.8, beta2=0.95, epsilon=1e-3),
+    Adam(learning_rate=0.1, wd=0.4, rescale_grad=0.5, clip_gradient=0.6),
+    Adam(beta1=0.0, beta2=0.0),
+]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("f8", 1e-14), ("f4", 1e-6)])
+@pytest.mark.parametrize("chosen", [*SGDS, *ADAMS], ids=repr)
+def test_updates_follow_the_formula_scalar_by_scalar(
+    chosen: Optimizer, dtype: str, tolerance: float
+) -> None:
+    random = np.random.default_rng(7)
+    weight = random.normal(size=50).astype(dtype)
+    gradients = [random.normal(size=50).astype(dtype) for _ in range(5)]
+    by_hand = sgd_by_hand if isinstance(chosen, SGD) else adam_by_hand
+    expected = [
+        by_hand(chosen, float(weight[i]), [float(gradient[i]) for gradient in gradients])  # type: ignore[arg-type]
+        for i in range(50)
+    ]
+    result = run(chosen, weight, gradients)
+    assert result.dtype == dtype
+    np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+def test_every_operation_is_done_in_the_accumulation_dtype(dtype: str) -> None:
+    working: Any = np.float32 if dtype in ("f2", "f4") else np.float64
+    random = np.random.default_rng(1)
+    weight = random.normal(size=500).astype(dtype)
+    gradient = random.normal(size=500).astype(working)
+    sgd = SGD(learning_rate=0.9, momentum=0.9, wd=1 / 3, rescale_grad=1 / 3)
+    raw = gradient * working(1 / 3) + weight.astype(working) * working(1 / 3)
+    expected = (weight.astype(working) - raw * working(0.9)).astype(dtype)
+    assert run(sgd, weight, [gradient]).tobytes() == expected.tobytes()
+    adam = Adam(learning_rate=0.1, wd=1e-3)
+    raw = gradient + weight.astype(working) * working(1e-3)
+    mean = raw * working(1 - 0.9)
+    root = np.sqrt(raw * working(1 - 0.999) * raw) + working(1e-8)
+    rate = 0.1 * math.sqrt(1 - 0.999) / (1 - 0.9)
+    expected = (weight.astype(working) - mean * working(rate) / root).astype(dtype)
+    assert run(adam, weight, [gradient]).tobytes() == expected.tobytes()
+
+
+def test_sgd_clips_before_the_decay_and_adam_after_it() -> None:
+    weight, gradient = np.array([10.0]), np.array([5.0])
+    sgd = SGD(learning_rate=1.0, wd=0.1, clip_gradient=2.0)
+    assert run(sgd, weight, [gradient]) == 10.0 - (2.0 + 1.0)
+    adam = Adam(learning_rate=1.0, beta1=0.0, beta2=0.0, epsilon=2.0, wd=0.1, clip_gradient=2.0)
+    assert run(adam, weight, [gradient]) == 10.0 - 2.0 / (2.0 + 2.0)
+
+
+@pytest.mark.parametrize("chosen", [SGDS[2], ADAMS[2]], ids=repr)
+def test_float64_keeps_its_precision_and_float32_its_dtype(chosen: Optimizer) -> None:
+    tiny = 2.0**-40
+    in_double = run(chosen, np.array([1.0 + tiny]), [np.array([0.0])])
+    assert in_double != run(chosen, np.array([1.0]), [np.array([0.0])])
+    assert all(array.dtype == np.float32 for array in chosen.create_state(np.zeros(3, np.float32)))
+
+
+def test_float16_weights_have_float32_state_and_survive_tiny_gradients() -> None:
+    chosen = Adam(learning_rate=0.25)
+    weight = np.ones(2, np.float16)
+    state = chosen.create_state(weight)
+    assert {array.dtype for array in state} == {np.dtype(np.float32)}
+    # The square of this gradient is 0 in float16, and so is MXNet's epsilon.
+    gradient = np.array([1e-4, 0.0], np.float32)
+    chosen.update(weight, gradient, state, 1, np.empty(2, np.float32))
+    np.testing.assert_allclose(weight, [0.75, 1.0], atol=2e-3)
+
+
+def test_clipping_keeps_nan_so_that_a_diverged_run_shows() -> None:
+    assert np.isnan(run(SGD(clip_gradient=1.0), np.array([1.0]), [np.array([np.nan])]))
+
+
+@pytest.mark.parametrize("off", [None, 0, -1.0])
+def test_a_clip_of_none_zero_or_less_is_off(off: float | None) -> None:
+    chosen = SGD(learning_rate=1.0, clip_gradient=off)
+    assert run(chosen, np.array([0.0]), [np.array([1e6])]) == -1e6
+
+
+@pytest.mark.parametrize("chosen", [SGDS[2], ADAMS[2]], ids=repr)
+def test_formulas_run_on_the_device_of_their_arrays(
+    chosen: Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_cupy.install(monkeypatch)
+    random = np.random.default_rng(3)
+    start, raw = random.normal(size=(2, 20)).astype(np.float32)
+    weight, gradient = fake_cupy.on_gpu(start, 0), fake_cupy.on_gpu(raw, 0)
+    state: Any = chosen.create_state(weight)  # type: ignore[arg-type]
+    assert all(isinstance(array, fake_cupy.ndarray) for array in state)
+    scratch = fake_cupy.on_gpu(np.empty(20, np.float32), 0)
+    chosen.update(weight, gradient, state, 1, scratch)  # type: ignore[arg-type]
+    assert weight.values.tobytes() == run(chosen, start, [raw]).tobytes()
+
+
+def test_names_and_numbers_make_an_equal_optimizer_again() -> None:
+    chosen = optimizer.create("Adam", learning_rate=1, clip_gradient=None)
+    again = optimizer.create(chosen.name, **chosen.params())
+    assert chosen == again
+    assert hash(chosen) == hash(again)
+    assert chosen.name == "adam"
+    assert chosen.params()["learning_rate"] == 1.0
+    assert chosen != optimizer.create("adam", learning_rate=2)
+    assert chosen != optimizer.create("sgd")
+
+
+def test_defaults_are_those_of_mxnet() -> None:
+    assert optimizer.create("sgd").params() == {
+        "learning_rate": 0.01,
+        "momentum": 0.0,
+        "wd": 0.0,
+        "rescale_grad": 1.0,
+        "clip_gradient": None,
+    }
+    assert optimizer.create("adam").params() == {
+        "learning_rate": 0.001,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "epsilon": 1e-8,
+        "wd": 0.0,
+        "rescale_grad": 1.0,
+        "clip_gradient": None,
+    }
+
+
+def test_numpy_numbers_become_python_ones_so_that_they_cannot_widen_float32() -> None:
+    chosen = SGD(learning_rate=np.float64(0.5), momentum=np.float32(0.5), wd=1)
+    assert [type(value) for value in (chosen.learning_rate, chosen.momentum, chosen.wd)] == [
+        float,
+        float,
+        float,
+    ]
+    assert run(chosen, np.ones(2, np.float32), [np.ones(2, np.float32)]).dtype == np.float32
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownOptimizerError, match=r"'sdg'; known: .*adam.*sgd"):
+        optimizer.create("sdg")
+    with pytest.raises(ArgumentTypeError, match="must be a string"):
+        optimizer.create(SGD)  # type: ignore[arg-type]
+
+
+def test_an_unknown_parameter_lists_the_known_ones() -> None:
+    with pytest.raises(OptimizerParameterError, match=r"sgd has no parameter lr, mom; known: lear"):
+        optimizer.create("sgd", lr=0.1, mom=0.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("sgd", {"learning_rate": "0.1"}),
+        ("sgd", {"learning_rate": None}),
+        ("sgd", {"learning_rate": True}),
+        ("sgd", {"momentum": float("nan")}),
+        ("sgd", {"clip_gradient": float("inf")}),
+        ("adam", {"wd": np.ones(3)}),
+        ("adam", {"beta1": 1.0}),
+        ("adam", {"beta2": -0.1}),
+        ("adam", {"epsilon": -1e-8}),
+    ],
+)
+def test_a_number_of_the_wrong_kind_or_range_is_refused(name: str, params: Any) -> None:
+    with pytest.raises(OptimizerParameterError, match=next(iter(params))):
+        optimizer.create(name, **params)
+
+
+@pytest.mark.parametrize("dtype", ["i4", "?", "c8", "u1"])
+def test_only_real_floats_can_be_updated(dtype: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"not {np.dtype(dtype)}"):
+        SGD().check_dtype(np.dtype(dtype))
+
+
+def test_an_optimizer_cannot_change_behind_the_store() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SGD().learning_rate = 0.5  # type: ignore[misc]
+
+
+def test_a_custom_optimizer_is_created_by_its_class_name() -> None:
+    @optimizer.register
+    @dataclasses.dataclass(frozen=True)
+    class Descent(Optimizer):
+        step: float = 0.5
+        rounds: int = 1
+        label: str | None = None
+        is_fast: bool = False
+
+        def update(
+            self, weight: Array, grad: Array, state: object, count: int, scratch: Array
+        ) -> None:
+            np.multiply(grad, self.step, out=grad)
+            np.subtract(weight, grad, out=weight, dtype=grad.dtype)
+
+    try:
+        chosen = optimizer.create("descent", step=2, rounds=np.int32(3), label="a", is_fast=True)
+        assert chosen.params() == {"step": 2.0, "rounds": 3, "label": "a", "is_fast": True}
+        assert run(chosen, np.array([1.0]), [np.array([1.0])]) == -1.0
+        with pytest.raises(OptimizerParameterError, match="rounds of Descent must be int"):
+            optimizer.create("descent", rounds=1.5)
+        assert optimizer.register(Descent) is Descent
+    finally:
+        del _registry["descent"]
+
+
+def test_a_name_that_is_taken_cannot_be_registered_again() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Sgd(Optimizer):
+        pass
+
+    with pytest.raises(ArgumentTypeError, match=r"'sgd' is taken by kvstore\.optimizer\.sgd\.SGD"):
+        optimizer.register(Sgd)
+
+
+def test_an_optimizer_that_is_no_frozen_dataclass_of_its_own_cannot_be_registered() -> None:
+    class Plain(SGD):
+        pass
+
+    with pytest.raises(ArgumentTypeError, match="frozen dataclass"):
+        optimizer.register(Plain)
+
+
+class TestTakeOver:
+    weight = np.ones(4, np.float32)
+
+    def test_equal_numbers_change_nothing(self) -> None:
+        velocity = np.arange(4, dtype=np.float32)
+        state, count = SGD(momentum=0.9).take_over(SGD(momentum=0.9), self.weight, (velocity,), 7)
+        assert state[0] is velocity
+        assert count == 7
+
+    def test_other_numbers_keep_the_state(self) -> None:
+        mean, variance = np.ones(4, np.float32), np.ones(4, np.float32)
+        state, count = Adam(learning_rate=9).take_over(Adam(), self.weight, (mean, variance), 7)
+        assert (state[0] is mean, state[1] is variance, count) == (True, True, 7)
+
+    def test_momentum_that_is_switched_on_begins_at_zero_and_off_is_dropped(self) -> None:
+        state, count = SGD(momentum=0.9).take_over(SGD(), self.weight, (), 7)
+        assert ([array.tolist() for array in state], count) == ([[0.0] * 4], 7)
+        state, count = SGD().take_over(SGD(momentum=0.9), self.weight, state, 8)
+        assert (state, count) == ((), 8)
+
+    def test_another_kind_starts_afresh(self) -> None:
+        state, count = Adam().take_over(
+            SGD(momentum=0.9), self.weight, (np.ones(4, np.float32),), 7
+        )
+        assert ([array.tolist() for array in state], count) == ([[0.0] * 4] * 2, 0)
