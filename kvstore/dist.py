@@ -32,7 +32,7 @@ from kvstore.base import (
 )
 from kvstore.context import Context
 from kvstore.errors import OptimizerNotSet
-from kvstore.nodes import release_node, worker_node
+from kvstore.nodes import worker_node
 from kvstore.optimizer.base import Optimizer
 from kvstore.plan import (
     Bytes,
@@ -83,7 +83,6 @@ def create_dist(canonical: str, name: str, *, node: Postoffice | None = None) ->
         worker_node() if node is None else node,
         synchronous="async" not in canonical,
         on_device="device" in canonical,
-        owns_node=node is None,
     )
 
 
@@ -95,14 +94,11 @@ class DistKVStore(KVStore):
     that names the node that is lost; what takes long is reported every PS_STALL_REPORT.
     """
 
-    def __init__(
-        self, name: str, node: Postoffice, *, synchronous: bool, on_device: bool, owns_node: bool
-    ) -> None:
+    def __init__(self, name: str, node: Postoffice, *, synchronous: bool, on_device: bool) -> None:
         self._name = name
         self._node = node
         self._synchronous = synchronous
         self._on_device = on_device
-        self._owns_node = owns_node
         self._number = next(_store_numbers.setdefault(node, itertools.count(1)))
         self._servers = [node_id(Role.SERVER, rank) for rank in range(node.config.num_servers)]
         # Guards what follows against calls from several threads.
@@ -197,11 +193,9 @@ class DistKVStore(KVStore):
 
     def close(self) -> None:
         with self._lock:
-            if self._is_closed:
-                return
+            if not self._is_closed and self._late_error is not None:
+                self._node.log.warn(f"a push had failed: {self._late_error}")
             self._is_closed = True
-        if self._owns_node:
-            release_node(self._node)
 
     # -- the same as futures -----------------------------------------------------------
 

@@ -47,6 +47,7 @@ class MemberControl:
         self._barriers: dict[tuple[int, int], Future[None]] = {}
         self._barrier_rounds: Counter[int] = Counter()
         self._scheduler_error: NodeLostError | None = None
+        self._leaving = False
 
     # -- joining -----------------------------------------------------------------------
 
@@ -142,6 +143,10 @@ class MemberControl:
 
     def lost(self, peer: str, reason: str, now: float) -> None:
         office = self._office
+        if self._leaving:
+            # It may end as soon as it has heard our goodbye; nothing more is expected of it.
+            office.links.shut(peer)
+            return
         node = office.node_of(peer)
         gone = None if node is None else office.membership.depart(node, left=False, reason=reason)
         if gone is not None:
@@ -190,6 +195,7 @@ class MemberControl:
 
     def say_goodbye(self, now: float) -> None:
         office = self._office
+        self._leaving = True
         for node in office.membership.roster:
             if node.role != office.role.value and node.node_id not in office.membership.gone:
                 office.send(node.node_id, Leave())

@@ -73,7 +73,7 @@ def _open_contexts() -> set[str]:
 
 
 def _child_processes() -> set[str]:
-    found = set()
+    found: set[str] = set()
     for task in Path("/proc/self/task").glob("*/children"):
         try:
             pids = task.read_text().split()
@@ -94,7 +94,7 @@ def _is_alive(pid: str) -> bool:
 
 
 def _segments() -> set[str]:
-    found = set()
+    found: set[str] = set()
     if SHARED_MEMORY.is_dir():
         names = (name for name in os.listdir(SHARED_MEMORY) if name.startswith(SEGMENT_PREFIX))
         found.update(f"shared memory /dev/shm/{name}" for name in names)

@@ -7,6 +7,7 @@ and so may block. Runs on the owner's thread. Read next: ``zmq_van.py``.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 
@@ -86,3 +87,14 @@ def _inspect(descriptor: int, where: str) -> tuple[int, tuple[str, int], bool]:
     with inspected:
         listens = bool(inspected.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
         return inspected.family, inspected.getsockname(), listens
+
+
+def bind_problem(error: int) -> str:
+    """What the errno of a failed bind means to the person who chose the address."""
+    if error == errno.EADDRINUSE:
+        return "the port is in use; choose another, or stop the process that has it"
+    if error in (errno.EADDRNOTAVAIL, errno.ENODEV):
+        return "this machine has no such address"
+    if error == errno.EACCES:
+        return "this user may not open the port; choose one above 1023"
+    return os.strerror(error)

@@ -34,12 +34,14 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import zmq
 
 from pslite.errors import ClosedError, ConfigError, UsageError
 from pslite.van.accepted import AcceptedConnections, make_routing_id
 from pslite.van.addresses import (
+    bind_problem,
     check_bind_address,
     listening_endpoint,
     parse_address,
@@ -78,29 +80,18 @@ _Socket = zmq.Socket[bytes]
 _Reader = Callable[["list[VanEvent]", int], object]
 
 
+@dataclass(eq=False, slots=True)
 class _Link:
     """One peer of ``connect``: its present socket, or what waits for the next one."""
 
-    __slots__ = (
-        "address",
-        "attempt",
-        "backlog",
-        "connected",
-        "monitor",
-        "peer",
-        "retry_s",
-        "socket",
-    )
-
-    def __init__(self, peer: str, address: tuple[str, int]) -> None:
-        self.peer = peer
-        self.address = address
-        self.socket: _Socket | None = None
-        self.monitor: _Socket | None = None
-        self.connected = False
-        self.backlog: list[list[bytes | memoryview]] = []
-        self.attempt = 0
-        self.retry_s = FIRST_RETRY_S
+    peer: str
+    address: tuple[str, int]
+    socket: _Socket | None = None
+    monitor: _Socket | None = None
+    connected: bool = False
+    backlog: list[list[bytes | memoryview]] = field(default_factory=list)
+    attempt: int = 0
+    retry_s: float = FIRST_RETRY_S
 
 
 class ZmqVan(Van):
@@ -117,7 +108,7 @@ class ZmqVan(Van):
             sends one is disconnected before memory is allocated. The same on all nodes.
 
     Options that secure the connections belong here as further keywords, applied to every
-    socket in ``_new_socket``.
+    socket in ``_new_pair``.
     """
 
     def __init__(
@@ -166,10 +157,8 @@ class ZmqVan(Van):
         check_bind_address(host, port)
         if self._listener is not None:
             raise UsageError("this van listens already: one van has one address")
-        router = self._new_socket(zmq.ROUTER)
-        router.set(zmq.ROUTER_MANDATORY, 1)
-        router.set(zmq.BACKLOG, LISTEN_BACKLOG)
-        monitor = self._new_monitor(router, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        router, monitor = self._new_pair(zmq.ROUTER, events)
         try:
             bound_port = _listen(router, host, port, listen_fd)
         except BaseException:
@@ -203,14 +192,14 @@ class ZmqVan(Van):
             self._retry(link)
             return
         link.attempt += 1
-        dealer = link.socket = self._new_socket(zmq.DEALER)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        dealer, link.monitor = self._new_pair(zmq.DEALER, events)
+        link.socket = dealer
         dealer.set(zmq.ROUTING_ID, make_routing_id(self.uid, self._born_ns, next(self._numbers)))
         dealer.set(zmq.PROBE_ROUTER, 1)
         dealer.set(zmq.RECONNECT_IVL, NEVER_MS)
         dealer.set(zmq.CONNECT_TIMEOUT, round(CONNECT_TIMEOUT_S * 1000))
         dealer.set(zmq.IPV6, int(needs_ipv6))
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-        link.monitor = self._new_monitor(dealer, events)
         self._watch(dealer, functools.partial(self._read_link, link))
         self._watch(link.monitor, functools.partial(self._read_link_monitor, link))
         dealer.connect(endpoint)
@@ -346,25 +335,25 @@ class ZmqVan(Van):
 
     # ------------------------------------------------------------------ sockets
 
-    def _new_socket(self, kind: int) -> _Socket:
-        try:
-            new: _Socket = self._context.socket(kind)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"cannot open another socket ({error.strerror}): a node needs about four open "
-                "files for each of its peers; raise the limit (ulimit -n)"
-            ) from error
-        for option, value in self._options:
-            new.set(option, value)
-        return new
-
-    def _new_monitor(self, watched: _Socket, events: int) -> _Socket:
+    def _new_pair(self, kind: int, events: int) -> tuple[_Socket, _Socket]:
+        """A socket and the monitor that tells of ``events`` of it."""
         name = f"inproc://monitor-{next(self._numbers)}"
-        watched.monitor(name, events)
-        # No limit here either: a full monitor would stop libzmq's I/O thread.
-        monitor = self._new_socket(zmq.PAIR)
-        monitor.connect(name)
-        return monitor
+        made: list[_Socket] = []
+        try:
+            for each in (kind, zmq.PAIR):  # no limits: a full monitor would stop libzmq
+                made.append(self._context.socket(each))
+                for option, value in self._options:
+                    made[-1].set(option, value)
+            made[0].monitor(name, events)
+            made[1].connect(name)
+        except zmq.ZMQError as error:
+            for each_made in made:
+                each_made.close(linger=0)
+            raise ConfigError(
+                f"cannot open another socket ({error.strerror}): a node needs about five open "
+                "files for each of its peers; raise their limit (ulimit -n)"
+            ) from error
+        return made[0], made[1]
 
     def _watch(self, source: _Socket | int, reader: _Reader) -> None:
         self._readers[source] = reader
@@ -502,19 +491,11 @@ def _listen(router: _Socket, host: str, port: int, listen_fd: int | None) -> int
             raise ConfigError(
                 f"cannot listen on {host}:{port}: the name {host!r} has no address ({error})"
             ) from error
+    router.set(zmq.ROUTER_MANDATORY, 1)
+    router.set(zmq.BACKLOG, LISTEN_BACKLOG)
     router.set(zmq.IPV6, int(needs_ipv6))
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {_bind_problem(error)}") from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {bind_problem(error.errno)}") from error
     return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-
-
-def _bind_problem(error: zmq.ZMQError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return "the port is in use; choose another, or stop the process that has it"
-    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return "this machine has no such address"
-    if error.errno == errno.EACCES:
-        return "this user may not open the port; choose one above 1023"
-    return str(error.strerror)

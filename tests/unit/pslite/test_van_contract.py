@@ -12,7 +12,7 @@ import pytest
 from van_helpers import join, payloads, poll_until, receive, silence, wait_for
 
 from pslite.errors import ClosedError, ConfigError, UsageError
-from pslite.van.base import Connected, Disconnected, Received, Van
+from pslite.van.base import Buffer, Connected, Disconnected, Received, Van
 from pslite.van.faulty import FaultPlan, FaultyVan
 from pslite.van.inproc import InprocNetwork, InprocVan
 from pslite.van.zmq_van import ZmqVan
@@ -103,7 +103,8 @@ def test_received_views_are_bytes_that_stay_valid_after_the_next_poll(world: Wor
 
 def test_empty_frames_are_frames(world: World) -> None:
     client, server = world.pair()
-    for frames in ([b"", b"x", b""], [b"", b""], [b"x", np.zeros(0).data]):
+    sent: list[list[Buffer]] = [[b"", b"x", b""], [b"", b""], [b"x", np.zeros(0).data]]
+    for frames in sent:
         client.send("server", frames)
     assert receive(server, 3) == [[b"", b"x", b""], [b"", b""], [b"x", b""]]
 

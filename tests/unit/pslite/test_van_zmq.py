@@ -136,12 +136,13 @@ def test_an_inherited_listening_socket_is_taken_over(make: Make) -> None:
 def test_a_descriptor_that_does_not_listen_is_refused(make: Make, stack: ExitStack) -> None:
     server = make("server")
     plain = stack.enter_context(socket.socket())
-    file = stack.enter_context(Path(os.devnull).open())
+    file = os.open(os.devnull, os.O_RDONLY)
+    stack.callback(os.close, file)
     listening = stack.enter_context(socket.create_server((HOST, 0)))
     port = listening.getsockname()[1]
     for descriptor, asked, problem in [
         (plain.fileno(), 0, "not a listening TCP socket"),
-        (file.fileno(), 0, "not a socket"),
+        (file, 0, "not a socket"),
         (10_000, 0, "not open"),
         (listening.fileno(), port % 65535 + 1, f"listens on port {port}"),
     ]:
