@@ -3,8 +3,8 @@
 A worker adds its devices' values up, sends the sum in parts to the servers that hold the keys
 (``plan.py``), and copies answers into the caller's arrays. Rounds, order and delivery are the
 data plane's business (``pslite/plane``), sums and updates the servers' (``server.py``), who
-lives where the directory's (``directory.py``). Public calls may come from any thread and run
-one at a time; results are copied out by the node's I/O thread.
+lives where the directory's (``directory.py``). Public calls may come from any thread; results
+are copied out by the node's I/O thread.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class DistKVStore(KVStore):
         self._on_device = on_device
         self._number = next(_store_numbers.setdefault(node, itertools.count(1)))
         self._servers = [node_id(Role.SERVER, rank) for rank in range(node.config.num_servers)]
-        # Guards what follows against calls from several threads.
+        # Guards what follows against calls from several threads. Nobody waits for an answer
+        # with it: what one thread waits for may depend on what another is about to push.
         self._lock = threading.RLock()
         self._table = KeyTable()
         self._entries: dict[Key, KeyEntry] = {}
@@ -131,61 +132,62 @@ class DistKVStore(KVStore):
 
     def init(self, key: Keys, value: Values) -> None:
         with self._lock:
-            self._wait(self.init_async(key, value))
+            future = self.init_async(key, value)
+        self._wait(future)
 
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
+        self._ready_to_push()
         with self._lock:
-            self._ready_to_push()
             pushed = self._table.check_push(key, value)
-            keys = tuple(pushed)
-            under_way = self._pushes.setdefault(keys, deque())
-            while under_way and (len(under_way) > self._node.config.round_window):
-                self._wait(under_way.popleft())
+            under_way = self._pushes.setdefault(tuple(pushed), deque())
+            full = len(under_way) > self._node.config.round_window
+            earlier = under_way.popleft() if full else completed(None)
+        self._wait_for_push(earlier)
+        with self._lock:
             under_way.append(self._push(pushed, priority))
 
     def pull(self, key: Keys, out: Values | None = None, priority: int = 0) -> Any:
-        with self._lock:
-            self._check()
-            if out is not None:
-                self._pull(self._table.check_out(key, out), priority)
-                return None
-            keys, single = normalise_keys(key)
-            specs = [self._table.spec(item) for item in keys]
-            values = [np.empty(spec.shape, spec.dtype) for spec in specs]
-            wanted: dict[Key, list[Array]] = {}
-            for item, array in zip(keys, values, strict=True):
-                wanted.setdefault(item, []).append(array)
-            self._pull(wanted, priority)
-            return values[0] if single else values
+        self._check()
+        if out is not None:
+            self._pull(self._table.check_out(key, out), priority)
+            return None
+        keys, single = normalise_keys(key)
+        specs = self._specs(keys)
+        values = [np.empty(spec.shape, spec.dtype) for spec in specs]
+        wanted: dict[Key, list[Array]] = {}
+        for item, array in zip(keys, values, strict=True):
+            wanted.setdefault(item, []).append(array)
+        self._pull(wanted, priority)
+        return values[0] if single else values
 
     def pushpull(
         self, key: Keys, value: Values, out: Values | None = None, priority: int = 0
     ) -> None:
+        self._ready_to_push()
+        pushed, filled = self._table.check_pushpull(key, value, out)
+        keys = tuple(pushed)
+        sources = [self._sum(pushed[item], self._table.spec(item)) for item in keys]
+        landing = _Landing([filled[item] for item in keys], self._specs(keys))
         with self._lock:
-            self._ready_to_push()
-            pushed, filled = self._table.check_pushpull(key, value, out)
-            keys = tuple(pushed)
-            sources = [self._sum(pushed[item], self._table.spec(item)) for item in keys]
-            landing = _Landing([filled[item] for item in keys], self._specs(keys))
-            self._wait(self._exchange(keys, sources, landing.arrays, priority, copy=False))
-            landing.finish()
+            future = self._exchange(keys, sources, landing.arrays, priority, copy=False)
+        self._wait(future)
+        landing.finish()
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
-        with self._lock:
-            self._check()
-            self._table.check_broadcast(key, value, out)
-            self._wait(self.init_async(key, value))
-            self._pull(self._table.check_out(key, out), priority)
+        self._check()
+        self._table.check_broadcast(key, value, out)
+        self.init(key, value)
+        self._pull(self._table.check_out(key, out), priority)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         optimizer = check_optimizer(optimizer)
+        self._check()
+        # What was pushed before belongs to the optimizer before.
+        for future in [future for under_way in self._pushes.values() for future in under_way]:
+            self._wait_for_push(future)
         with self._lock:
-            self._check()
-            # What was pushed before belongs to the optimizer before.
-            for under_way in self._pushes.values():
-                while under_way:
-                    self._wait(under_way.popleft())
-            self._wait(self.set_optimizer_async(optimizer))
+            answered = self.set_optimizer_async(optimizer)
+        self._wait(answered)
 
     def barrier(self) -> None:
         self._check()
@@ -318,7 +320,9 @@ class DistKVStore(KVStore):
     def _pull(self, filled: dict[Key, list[Array]], priority: int) -> None:
         keys = tuple(filled)
         landing = _Landing(list(filled.values()), self._specs(keys))
-        self._wait(self._exchange(keys, None, landing.arrays, priority, copy=False))
+        with self._lock:
+            future = self._exchange(keys, None, landing.arrays, priority, copy=False)
+        self._wait(future)
         landing.finish()
 
     def _exchange(
@@ -383,6 +387,14 @@ class DistKVStore(KVStore):
                 if future.done():
                     raise
                 self._node.log.warn(str(error))
+
+    def _wait_for_push(self, future: Future[None]) -> None:
+        """Wait for an earlier push, whose error is then no later call's any more."""
+        try:
+            self._wait(future)
+        except BaseException:
+            self._late_error = None
+            raise
 
     def _note_error(self, future: Future[None]) -> None:
         error = future.error()

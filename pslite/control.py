@@ -64,6 +64,8 @@ class MemberControl:
         message = delivery.message
         if isinstance(message, Leave):
             self._member_left(delivery.peer)
+        elif isinstance(message, Members):
+            self._members_changed(message)
         elif delivery.peer != SCHEDULER:
             return
         elif isinstance(message, Roster):
@@ -73,8 +75,6 @@ class MemberControl:
             self._say_who_is_missing(now)
         elif isinstance(message, Refused):
             self._office.fail(ConfigError(f"the scheduler refuses this node: {message.reason}"))
-        elif isinstance(message, Members):
-            self._members_changed(message)
         elif isinstance(message, BarrierLeave):
             self._barrier_over(message)
 
@@ -177,11 +177,20 @@ class MemberControl:
         if gone.node.role == Role.SCHEDULER.value:
             self._scheduler_gone(error, gone)
         elif not gone.left:
+            self._pass_on(gone)
             office.fail(error)
             return
         office.departed(gone)
         if office.role is Role.SERVER and not office.membership.live(Role.WORKER):
             office.finished.set_result(None)
+
+    def _pass_on(self, gone: Gone) -> None:
+        """Tell this node's peers the cause, before they notice that this node ends too."""
+        office = self._office
+        news = Members(office.membership.epoch, (gone.node.node_id,), (0,), (gone.reason,))
+        for node in office.membership.roster:
+            if node.role != office.role.value and node.node_id not in office.membership.gone:
+                office.send(node.node_id, news)
 
     def _scheduler_gone(self, error: NodeLostError, gone: Gone) -> None:
         self._scheduler_error = error

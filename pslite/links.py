@@ -201,6 +201,12 @@ class Links:
         ]
         return min(times, default=None)
 
+    def release(self, peer: str) -> None:
+        """A peer has said goodbye: it waits for nothing more, but its own may come again."""
+        entry = self._peers.get(peer)
+        if entry is not None:
+            entry.channel.drop_outgoing()
+
     def shut(self, peer: str) -> None:
         """A peer is lost for good: drop what is under way to it, refuse what comes from it."""
         self._closed.add(peer)

@@ -46,6 +46,8 @@ from pslite.wire.messages import (
 _SUSPECT_INTERVAL_S = 0.1
 #: How often time alone is looked at (stalls, requests for apps that never came).
 _TICK_INTERVAL_S = 1.0
+#: How long a node that has failed stays to tell the others why.
+_LAST_WORDS_S = 2.0
 #: Messages from nodes that the roster will explain may wait for it.
 _MAX_EARLY = 65_536
 
@@ -130,6 +132,7 @@ class Postoffice:
         self._tick_at = 0.0
         self._suspect_at: float | None = None
         self._closing = False
+        self._ended = False
         self._looks: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._handlers: dict[type[Message], Callable[[Delivery, int], None]] = {
@@ -192,7 +195,10 @@ class Postoffice:
     def call(self, command: Callable[[], None]) -> None:
         """Have ``command`` run on the I/O thread. From any thread; returns at once."""
         self._commands.append(command)
-        if threading.current_thread() is not self._thread:
+        if self._ended:
+            # Nobody else will: the node's error is set, which is what commands look at.
+            self._run_commands()
+        elif threading.current_thread() is not self._thread:
             self.van.wake()
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
@@ -342,7 +348,11 @@ class Postoffice:
         commands = self._commands
         worked = bool(commands)
         while commands:
-            commands.popleft()()
+            try:
+                command = commands.popleft()
+            except IndexError:  # another thread was faster, after the end
+                break
+            command()
         return worked
 
     def next_due(self) -> float:
@@ -531,7 +541,9 @@ class Postoffice:
             self.worker_plane.depart(node, error)
         if self.server_plane is not None and gone.node.role == Role.WORKER.value:
             self.run_effects(self.server_plane.depart(gone.node.rank, error))
-        if not gone.left:
+        if gone.left:
+            self.links.release(gone.node.uid)
+        else:
             self.links.shut(gone.node.uid)
         for listener in self.on_departure:
             listener()
@@ -579,8 +591,13 @@ class Postoffice:
         thread = self._thread
         if thread is None or self._closing:
             return
-        if goodbye and self.error is None and self.info is not None and thread.is_alive():
-            self._leave()
+        if goodbye and self.info is not None and thread.is_alive():
+            if self.error is None:
+                self._leave()
+            else:
+                # The others should hear of the cause before they notice that we are gone.
+                limit = time.monotonic() + _LAST_WORDS_S
+                self._wait_on_io(self.links.everything_accepted, limit)
         self.call(self._stop)
         thread.join(self.config.close_timeout_s)
         self.pool.close()
@@ -603,8 +620,10 @@ class Postoffice:
         """Wait until ``condition`` holds on the I/O thread, which looks once per step."""
         met = threading.Event()
 
+        failed_before = self.error is not None
+
         def look() -> None:
-            if condition() or self.error is not None:
+            if condition() or (self.error is not None and not failed_before):
                 met.set()
             elif time.monotonic() < limit:
                 self._looks.append(look)
@@ -618,4 +637,5 @@ class Postoffice:
     def _drain(self) -> None:
         """After the last step: nobody may wait for this node for ever."""
         self.fail(ClosedError("the node was closed"))
+        self._ended = True
         self._run_commands()

@@ -65,7 +65,9 @@ class SchedulerControl:
         node = self._office.node_of(delivery.peer)
         if node is None:
             return
-        if isinstance(message, BarrierEnter):
+        if isinstance(message, Members):
+            self._news(message)
+        elif isinstance(message, BarrierEnter):
             self._enter(node, message.group, message.round, message.timeout_s, now)
         elif isinstance(message, Leave):
             gone = self._office.membership.depart(node, left=True, reason="")
@@ -79,13 +81,13 @@ class SchedulerControl:
             return
         if self._rendezvous.roster or office.error is not None:
             reason = "this job is complete; it takes no further nodes"
-            office.links.send(delivery.peer, Refused(reason), (), 0, now)
+            office.links.send_unnumbered(delivery.peer, Refused(reason))
             return
         refusal = self._rendezvous.register(
             node, message.num_workers, message.num_servers, message.package
         )
         if refusal is not None:
-            office.links.send(delivery.peer, Refused(refusal.reason), (), 0, now)
+            office.links.send_unnumbered(delivery.peer, Refused(refusal.reason))
             if refusal.fatal:
                 self._give_up(ConfigError(refusal.reason), now)
             return
@@ -169,6 +171,13 @@ class SchedulerControl:
         gone = office.membership.depart(node, left=False, reason=reason)
         if gone is not None:
             self._gone(gone)
+
+    def _news(self, message: Members) -> None:
+        """A member has noticed a loss; it may be faster than our own connection."""
+        for node, left, reason in zip(message.gone, message.left, message.reasons, strict=True):
+            gone = self._office.membership.depart(node, left=bool(left), reason=reason)
+            if gone is not None:
+                self._gone(gone)
 
     def _lost_while_gathering(self, peer: str, reason: str, now: float) -> None:
         node = self._waiting.pop(peer, None)

@@ -83,6 +83,12 @@ class Channel:
             self._check_at = None
         return len(self._unaccepted) != before
 
+    def drop_outgoing(self) -> None:
+        """Nobody will accept any more what was sent."""
+        self._unaccepted.clear()
+        self.unaccepted_bytes = 0
+        self._check_at = None
+
     def _forget(self, sequence: int) -> None:
         outgoing = self._unaccepted.pop(sequence, None)
         if outgoing is not None:

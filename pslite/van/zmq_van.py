@@ -497,5 +497,7 @@ def _listen(router: _Socket, host: str, port: int, listen_fd: int | None) -> int
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {bind_problem(error.errno)}") from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {bind_problem(error.errno or 0)}"
+        ) from error
     return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

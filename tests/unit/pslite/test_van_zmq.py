@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from van_helpers import join, poll_until, receive, silence, wait_for
+from van_helpers import join, payloads, poll_until, receive, silence, wait_for
 
 from pslite.errors import ConfigError, UsageError
 from pslite.van.base import Connected, Disconnected, Received, Van, VanEvent
@@ -207,7 +207,22 @@ def test_a_peer_that_sends_a_frame_over_the_limit_is_disconnected(make: Make) ->
     assert wait_for(server, Connected) == [Connected("client")]
 
 
-def test_a_thousand_connections_of_one_uid_leave_one(make: Make) -> None:
+def test_a_small_frame_may_be_reused_at_once_even_before_the_connection(make: Make) -> None:
+    """libzmq copies frames under 64 KiB when they are sent; what waits here is no different."""
+    client, server = make("client"), make("server")
+    header = bytearray(b"first")
+    client.connect("server", f"tcp://{HOST}:{server.bind(HOST, 0)}")
+    client.send("server", [header])
+    header[:] = b"XXXXX"
+    wait_for(client, Connected)
+    header[:] = b"after"
+    client.send("server", [header])
+    header[:] = b"XXXXX"
+    events = poll_until(server, lambda seen: len(seen) == 3)
+    assert payloads(events) == [[b"first"], [b"after"]]
+
+
+def test_a_hundred_connections_of_one_uid_leave_one(make: Make) -> None:
     """Descriptors are reused at once here, which is what the record of them must survive."""
     server = make("server")
     address = f"tcp://{HOST}:{server.bind(HOST, 0)}"
