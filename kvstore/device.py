@@ -6,11 +6,8 @@ sums and updates stay there. With arrays on the host only, it is a ``local`` sto
 the same bits. Not a collective library: one GPU adds what the others send it. Uses no threads
 of its own. Read next: ``kvstore/arrays/cupy.py`` for the device work.
 
-**What has been run.** Everything here is tested on the host and, for the GPU branch, against a
-stand-in for CuPy that keeps one memory for each device and refuses to mix them
-(``tests/unit/kvstore/fake_cupy.py``). ``tests/gpu/test_device_gpu.py`` holds the tests for
-real GPUs; peer copies and streams on real hardware have not been exercised by the project's
-own checks yet.
+**What has been run.** The GPU branch has its tests in ``tests/gpu/test_device_gpu.py``, which
+need real GPUs; ``docs/gpu.md`` says what has run on one.
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@ import subprocess
 import sys
 from typing import Any
 
-import fake_cupy
 import numpy as np
 import pytest
 
-from kvstore import Context, cpu
-from kvstore.arrays import adapter_for, adapter_on, check_dtype
+from kvstore import cpu
+from kvstore.arrays import adapter_for, check_dtype
 from kvstore.errors import ArgumentTypeError
 
 HOST = adapter_for(np.zeros(1))
@@ -99,56 +98,3 @@ def test_importing_the_stores_imports_no_cupy_and_nothing_of_the_network() -> No
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert ran.stdout.strip() == "[]"
-
-
-@pytest.fixture
-def _cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cupy.install(monkeypatch)
-
-
-@pytest.mark.usefixtures("_cupy")
-class TestCupyAdapter:
-    def test_an_array_knows_its_device(self) -> None:
-        array = fake_cupy.on_gpu([1.0], 3)
-        assert adapter_for(array).context(array) == Context("gpu", 3)
-        assert adapter_for(array) is adapter_on(Context("gpu", 0))
-
-    def test_values_travel_to_the_host_and_back_with_a_cast(self) -> None:
-        array = fake_cupy.on_gpu(np.arange(6, dtype=np.float32).reshape(2, 3).T, 1)
-        adapter = adapter_for(array)
-        host = adapter.to_host(array)
-        assert host.flags.c_contiguous
-        out = fake_cupy.on_gpu(np.zeros((3, 2), np.float16), 2)
-        adapter.from_host(host, out)
-        np.testing.assert_array_equal(out.values, np.arange(6).reshape(2, 3).T)
-
-    def test_a_strided_array_moves_to_another_device(self) -> None:
-        array = fake_cupy.on_gpu(np.arange(8.0), 0)[::2]
-        moved = adapter_for(array).to_context(array, Context("gpu", 1))
-        assert moved.device.id == 1
-        np.testing.assert_array_equal(moved.values, [0, 2, 4, 6])
-        # First the source's stream, so that the copy reads finished values; then the copy.
-        assert fake_cupy.synchronised == [0, 1]
-
-    def test_an_array_that_is_there_already_is_not_copied(self) -> None:
-        array = fake_cupy.on_gpu([1.0], 1)
-        assert adapter_for(array).to_context(array, Context("gpu", 1)) is array
-
-    def test_a_numpy_array_moves_to_a_device(self) -> None:
-        moved = adapter_on(Context("gpu", 1)).to_context(np.arange(3), Context("gpu", 1))
-        assert (moved.device.id, moved.values.tolist()) == (1, [0, 1, 2])
-
-    @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i4", "?"])
-    def test_sums_over_devices_have_the_bits_of_sums_on_the_host(self, dtype: str) -> None:
-        random = np.random.default_rng(5)
-        arrays = [(random.normal(size=300) * 10).astype(dtype) for _ in range(5)]
-        expected = HOST.sum_in_order(arrays, cpu(), np.dtype(dtype))
-        on_gpus = [fake_cupy.on_gpu(array, number % 3) for number, array in enumerate(arrays)]
-        total = adapter_for(on_gpus[0]).sum_in_order(on_gpus, Context("gpu", 1), np.dtype(dtype))
-        assert total.device.id == 1
-        assert total.values.tobytes() == expected.tobytes()
-
-    def test_the_sum_of_one_array_is_a_new_one(self) -> None:
-        array = fake_cupy.on_gpu([1.0], 0)
-        total = adapter_for(array).sum_in_order([array], Context("gpu", 0), array.dtype)
-        assert not np.shares_memory(total.values, array.values)

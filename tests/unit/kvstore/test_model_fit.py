@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
-import fake_cupy
 import numpy as np
 import pytest
 
 from kvstore.base import KVStore
-from kvstore.context import cpu, gpu
+from kvstore.context import cpu
 from kvstore.errors import ArgumentTypeError
 from kvstore.kvstore import create
 from kvstore.local import LocalKVStore
@@ -422,37 +421,6 @@ def test_what_does_not_fit_together_is_said_before_training(
     x, y = three_clouds()
     with pytest.raises(UsageError, match=sentence):
         linear(**changes).fit(**{"X": x, "y": y, **arguments})
-
-
-class NearestToSamples:
-    """Its weight moves towards the first sample; written so that the stand-in can compute it."""
-
-    def init_params(
-        self, input_shape: tuple[int, ...], rng: np.random.Generator
-    ) -> dict[str, np.ndarray]:
-        return {"weight": np.zeros(input_shape)}
-
-    def loss_and_gradients(self, params: Any, x: Any, y: Any) -> tuple[float, int, dict[str, Any]]:
-        assert isinstance(y, fake_cupy.ndarray)
-        return 0.0, 0, {"weight": np.subtract(params["weight"], x[0])}
-
-    def predict(self, params: Any, x: Any) -> Any:
-        return np.add(x, params["weight"])
-
-
-@pytest.mark.parametrize("kvstore", ["local", "device"])
-def test_a_gpu_computes_on_its_own_copy_while_it_is_the_current_device(
-    kvstore: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_cupy.install(monkeypatch)
-    model = FeedForward(
-        NearestToSamples(), gpu(1), 1, numpy_batch_size=2, learning_rate=0.5, rescale_grad=1.0
-    )
-    model.fit(np.full((4, 3), 8.0), np.zeros(4, np.int64), kvstore=kvstore)
-    assert model.arg_params is not None
-    assert isinstance(model.arg_params["weight"], np.ndarray)
-    assert model.arg_params["weight"].tolist() == [6.0, 6.0, 6.0]
-    assert model.predict(np.ones((3, 3))).tolist() == [[7.0] * 3] * 3
 
 
 def test_numbers_for_a_ready_optimizer_are_refused() -> None:

@@ -1,0 +1,417 @@
+"""Keys with values: what makes them valid, how servers share them, how they travel. Pure.
+
+A value's length is the same for all keys (1-D values of a whole number of elements per key,
+or 2-D values of one row per key), or stands in ``lens``, one entry per key. One list of rules
+(``fault_in``) serves callers, who get a ``UsageError``, and what arrives, which becomes a
+``ProtocolError``. Read next: ``kv_app.py``.
+
+On the wire a request's body is ``[push, pull, dtype, columns, has lens]`` and its frames are
+the keys, then, of a push, values and lens; the answer to a pull has the body ``[dtype,
+columns, has lens]`` and the frames values and lens. Keys are little-endian uint64, lens
+little-endian int64, a dtype is its array-interface text, columns are -1 for 1-D values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pslite.errors import ProtocolError, UsageError
+from pslite.wire.codec import pack_value, unpack_value
+
+Keys: TypeAlias = NDArray[np.uint64]
+Values: TypeAlias = NDArray[Any]
+Lens: TypeAlias = "NDArray[np.int64] | NDArray[np.int32]"
+
+MAX_KEY = (1 << 64) - 1
+_FLAT = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVPairs:
+    """Sorted keys and their values, in the keys' order."""
+
+    keys: Keys
+    """Shape (n,), strictly increasing."""
+    values: Values
+    """Shape (n * width,), (n, width), or with ``lens`` (sum of lens,); bool to complex."""
+    lens: Lens | None = None
+    """Shape (n,): the number of elements of each key; None: all have the same."""
+
+    @property
+    def width(self) -> int:
+        """Elements per key, where all keys have the same; 0 without keys.
+
+        Raises:
+            UsageError: the keys have lengths of their own.
+        """
+        if self.lens is not None:
+            raise UsageError("these keys have lengths of their own: look at lens")
+        return self.values.size // len(self.keys) if len(self.keys) else 0
+
+    def rows(self) -> Values:
+        """A view of shape (n, width): one row per key. Errors: as of ``width``."""
+        return self.values.reshape(len(self.keys), self.width)
+
+    def split(self) -> list[Values]:
+        """A 1-D view of each key's values."""
+        if self.lens is None:
+            return list(self.rows())
+        return np.split(self.values, np.cumsum(self.lens)[:-1]) if len(self.keys) else []
+
+
+class KeyRange(NamedTuple):
+    """The keys of one server: ``begin <= key < end``."""
+
+    begin: int
+    end: int
+
+
+def server_ranges(num_servers: int) -> list[KeyRange]:
+    """Equal shares of all keys: server i begins at i*(2^64-1)//S.
+
+    The last range ends behind 2^64-1, the largest key. (In ps-lite, ``GetServerKeyRanges`` in
+    ``src/postoffice.cc``, that key and a few below it belong to nobody.)
+    """
+    begins = [server * MAX_KEY // num_servers for server in range(num_servers)]
+    return [KeyRange(*pair) for pair in zip(begins, [*begins[1:], MAX_KEY + 1], strict=True)]
+
+
+Slicer: TypeAlias = Callable[[Keys, Sequence[KeyRange]], Sequence[slice]]
+"""Says which run of the sorted keys each server gets: one slice per server, maybe empty."""
+
+
+def slice_by_range(keys: Keys, ranges: Sequence[KeyRange]) -> list[slice]:
+    """The default slicer: each server gets the keys of its range."""
+    begins = np.array([key_range.begin for key_range in ranges], dtype=np.uint64)
+    cuts = [*np.searchsorted(keys, begins).tolist(), len(keys)]
+    return [slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+
+def checked_slices(slices: Sequence[slice], num_keys: int, num_servers: int) -> list[slice]:
+    """What a slicer returned, as slices with plain bounds.
+
+    Raises:
+        UsageError: they do not hand every key to exactly one server.
+    """
+    if len(slices) != num_servers or not all(isinstance(part, slice) for part in slices):
+        raise UsageError(f"the slicer must return {num_servers} slices, one per server")
+    plain = [slice(*part.indices(num_keys)) for part in slices]
+    parts = sorted((part.start, part.stop) for part in plain if part.stop > part.start)
+    ends = [0, *(stop for _, stop in parts)]
+    starts = [*(start for start, _ in parts), num_keys]
+    if starts != ends or any(part.step != 1 for part in plain):
+        raise UsageError(
+            "the slicer must hand every key to exactly one server, in runs of neighbours"
+        )
+    return plain
+
+
+def cut_pairs(pairs: KVPairs, parts: Sequence[slice]) -> list[KVPairs]:
+    """The pairs of each slice of the keys, as views."""
+    n, values, lens = len(pairs.keys), pairs.values, pairs.lens
+    if lens is not None:
+        offsets = [0, *np.cumsum(lens).tolist()]
+        return [
+            KVPairs(pairs.keys[at], values[offsets[at.start] : offsets[at.stop]], lens[at])
+            for at in parts
+        ]
+    width = 1 if values.ndim == 2 or n == 0 else len(values) // n
+    return [
+        KVPairs(pairs.keys[at], values[at.start * width : at.stop * width]) for at in parts
+    ]
+
+
+# -- what callers pass ------------------------------------------------------------------
+
+
+def as_keys(keys: ArrayLike, *, copy: bool) -> Keys:
+    """Keys as a C-contiguous uint64 array, with ``copy`` always a new one.
+
+    Raises:
+        UsageError: not 1-D, not integers, or below zero.
+    """
+    array = _as_array(keys, "keys")
+    if not array.size and not isinstance(keys, np.ndarray):
+        array = array.astype(np.uint64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise UsageError(
+            "keys must be a 1-D array of unsigned 64-bit integers (numpy.uint64), "
+            f"not {array.ndim}-D {array.dtype}"
+        )
+    if array.dtype.kind == "i" and (array < 0).any():
+        raise UsageError(f"keys must not be negative, {array.min()} is")
+    return array.astype(np.uint64, order="C", copy=copy)
+
+
+def as_values(values: ArrayLike, *, copy: bool) -> Values:
+    """Values as a C-contiguous NumPy array, with ``copy`` always a new one."""
+    array = _as_array(values, "values")
+    if array.dtype.kind not in "biufc":
+        raise UsageError(f"values must be bool, integers, floats or complex, not {array.dtype}")
+    return array.astype(array.dtype, order="C", copy=copy)
+
+
+def as_lens(lens: ArrayLike, *, copy: bool) -> Lens:
+    """Lengths as a C-contiguous array of int32 or int64."""
+    array = _as_array(lens, "lens")
+    if not array.size and not isinstance(lens, np.ndarray):
+        array = array.astype(np.int64)
+    if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+        raise UsageError(f"lens must be int32 or int64, not {array.dtype}")
+    return array.astype(array.dtype, order="C", copy=copy)
+
+
+def _as_array(data: ArrayLike, what: str) -> NDArray[Any]:
+    try:
+        return np.asarray(data)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{what} must be convertible to a NumPy array: {error}") from error
+
+
+def check_result(array: Any, num_keys: int) -> None:
+    """Refuse an array that pulled values cannot be written to.
+
+    Raises:
+        UsageError: says what is wrong with it.
+    """
+    _check_writable(array, "the array for the values")
+    if array.ndim not in (1, 2) or (array.ndim == 2 and len(array) != num_keys):
+        raise UsageError(
+            f"the array for the values of {num_keys} keys must be 1-D, or 2-D with one row a "
+            f"key, not of shape {array.shape}"
+        )
+    if array.size and not num_keys:
+        raise UsageError(f"{array.size} values for no keys")
+
+
+def check_lens_result(array: Any, num_keys: int) -> None:
+    """Refuse an array that the lengths of pulled values cannot be written to."""
+    _check_writable(array, "the array for the lens")
+    if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)) or array.shape != (num_keys,):
+        raise UsageError(
+            f"the array for the lens must be int32 or int64 of shape ({num_keys},), "
+            f"not {array.dtype} of shape {array.shape}"
+        )
+
+
+def _check_writable(array: Any, what: str) -> None:
+    if not isinstance(array, np.ndarray):
+        raise UsageError(f"{what} must be a NumPy array, not {type(array).__name__}")
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        raise UsageError(f"{what} must be writable and C-contiguous")
+
+
+# -- the rules --------------------------------------------------------------------------
+
+
+def fault_in(keys: Keys) -> str | None:
+    """What is wrong with the order of keys, as a sentence; None if nothing."""
+    bad = keys[1:] <= keys[:-1]
+    if not bad.any():
+        return None
+    at = int(bad.argmax())
+    if keys[at] == keys[at + 1]:
+        return f"key {keys[at]} appears twice (at positions {at} and {at + 1})"
+    return (
+        f"keys must be sorted: {keys[at + 1]} at position {at + 1} comes after {keys[at]}; "
+        "sort keys and values with numpy.argsort(keys)"
+    )
+
+
+def fault_in_values(num_keys: int, values: Values, lens: Lens | None) -> str | None:
+    """What is wrong with the layout of values, as a sentence; None if nothing."""
+    if lens is not None:
+        return _fault_in_lens(num_keys, values, lens)
+    if values.ndim == 2:
+        fits = len(values) == num_keys
+    else:
+        fits = values.ndim == 1 and (len(values) % num_keys == 0 if num_keys else not len(values))
+    if fits:
+        return None
+    return (
+        f"values of shape {values.shape} do not fit {num_keys} keys: they must be 1-D with the "
+        "same number of elements for every key, 2-D with one row a key, or come with lens"
+    )
+
+
+def _fault_in_lens(num_keys: int, values: Values, lens: Lens) -> str | None:
+    if lens.shape != (num_keys,):
+        return f"lens of shape {lens.shape} for {num_keys} keys: one length a key is needed"
+    if values.ndim != 1:
+        return f"values must be 1-D where lens are given, not of shape {values.shape}"
+    # Bounded one by one first, so that the sum cannot wrap around.
+    if (lens < 0).any() or (lens > len(values)).any():
+        return f"lens must be between 0 and the number of values, {len(values)}"
+    total = int(lens.sum(dtype=np.int64))
+    return None if total == len(values) else f"lens sum up to {total}, values are {len(values)}"
+
+
+# -- the wire ---------------------------------------------------------------------------
+
+
+class Asked(NamedTuple):
+    """A request as it arrived."""
+
+    push: bool
+    pull: bool
+    pairs: KVPairs
+    """Of a pure pull: the keys, and no values (shape (0,))."""
+
+
+def pack_request(push: bool, pull: bool, values: Values | None, lens: Lens | None) -> bytes:
+    """The body that goes to every server of one push or pull."""
+    layout = ["", _FLAT, False] if values is None else _layout(values, lens)
+    return pack_value([push, pull, *layout])
+
+
+def request_frames(pairs: KVPairs, push: bool) -> list[memoryview]:
+    """The frames for one server: views of the arrays."""
+    frames = [_bytes_of(pairs.keys.astype("<u8", copy=False))]
+    return frames + _value_frames(pairs.values, pairs.lens) if push else frames
+
+
+def unpack_request(body: bytes, frames: Sequence[Any]) -> Asked:
+    """A request, checked; its arrays are read-only views of the frames.
+
+    Raises:
+        ProtocolError: it is not what ``pack_request`` and ``request_frames`` write.
+    """
+    push, pull, *layout = _fields(body, bool, bool, str, int, bool)
+    if not (push or pull) or not frames:
+        raise ProtocolError("a request must push or pull, and needs a frame of keys")
+    keys = _array(frames[0], np.dtype("<u8")).astype(np.uint64, copy=False)
+    if not push and len(frames) != 1:
+        raise ProtocolError("a pull has one frame, the keys")
+    fault = fault_in(keys)
+    if fault is not None:
+        raise ProtocolError(fault)
+    if not push:
+        return Asked(push, pull, KVPairs(keys, np.empty(0, np.float32)))
+    values, lens = _unpack_values(layout, frames[1:], len(keys))
+    return Asked(push, pull, KVPairs(keys, values, lens))
+
+
+def pack_answer(values: Values, lens: Lens | None) -> tuple[bytes, list[memoryview]]:
+    """Body and frames of the answer to a pull."""
+    return pack_value(_layout(values, lens)), _value_frames(values, lens)
+
+
+def unpack_answer(body: bytes, frames: Sequence[Any], keys: Keys) -> KVPairs:
+    """The answer to a pull of ``keys``, checked; views of the frames.
+
+    Raises:
+        ProtocolError: it does not fit the keys, or is not what ``pack_answer`` writes.
+    """
+    values, lens = _unpack_values(_fields(body, str, int, bool), frames, len(keys))
+    return KVPairs(keys, values, lens)
+
+
+def _layout(values: Values, lens: Lens | None) -> list[Any]:
+    columns = values.shape[1] if values.ndim == 2 else _FLAT
+    return [values.dtype.str, columns, lens is not None]
+
+
+def _value_frames(values: Values, lens: Lens | None) -> list[memoryview]:
+    frames = [_bytes_of(values)]
+    return frames if lens is None else [*frames, _bytes_of(lens.astype("<i8", copy=False))]
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _fields(body: bytes, *kinds: type) -> list[Any]:
+    fields = unpack_value(body)
+    if type(fields) is not list or [type(field) for field in fields] != list(kinds):
+        raise ProtocolError("the body of a key-value message has wrong fields")
+    return fields
+
+
+def _unpack_values(
+    layout: Sequence[Any], frames: Sequence[Any], num_keys: int
+) -> tuple[Values, Lens | None]:
+    text, columns, has_lens = layout
+    if len(frames) != 1 + has_lens:
+        raise ProtocolError(f"{len(frames)} frames of values and lens, not {1 + has_lens}")
+    values = _array(frames[0], _dtype_of(text))
+    lens = _array(frames[1], np.dtype("<i8")).astype(np.int64, copy=False) if has_lens else None
+    if columns != _FLAT:
+        if columns < 0 or columns * num_keys != values.size:
+            raise ProtocolError(f"{values.size} values are not {num_keys} rows of {columns}")
+        values = values.reshape(num_keys, columns)
+    fault = fault_in_values(num_keys, values, lens)
+    if fault is not None:
+        raise ProtocolError(fault)
+    return values, lens
+
+
+def _dtype_of(text: str) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(text if 3 <= len(text) <= 8 else "O")
+    except (TypeError, ValueError):
+        dtype = np.dtype(object)
+    if dtype.kind not in "biufc" or dtype.str != text:
+        raise ProtocolError(f"{text!r} is no dtype that values can have")
+    return dtype
+
+
+def _array(frame: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if len(frame) % dtype.itemsize:
+        raise ProtocolError(f"{len(frame)} bytes are no whole number of {dtype} elements")
+    array = np.frombuffer(frame, dtype) if len(frame) else np.empty(0, dtype)
+    array.flags.writeable = False
+    return array
+
+
+# -- putting answers together -----------------------------------------------------------
+
+
+def assemble(answers: Sequence[KVPairs], out: Values | None, lens_out: Lens | None) -> Values:
+    """The values of all servers in the order of the keys; ``lens_out`` is filled.
+
+    Args:
+        answers: in the order of the keys, without gaps.
+        out: C-contiguous; None makes a new array, 2-D when all servers answered rows.
+
+    Raises:
+        ProtocolError: the answers do not fit each other, or not ``out``; nothing was written.
+    """
+    if not answers:
+        return np.empty(0, np.float32) if out is None else out
+    dtypes = {answer.values.dtype for answer in answers}
+    widths = {answer.width for answer in answers if answer.lens is None}
+    if len(dtypes) > 1 or (len(widths) > 1 and lens_out is None):
+        what = sorted({f"{a.values.dtype} of shape {a.values.shape}" for a in answers})
+        raise ProtocolError(f"the servers' values do not fit each other: {'; '.join(what)}")
+    if out is None:
+        out = _new_result(answers)
+    total = sum(answer.values.size for answer in answers)
+    if out.size != total or out.dtype not in dtypes:
+        raise ProtocolError(
+            f"the servers hold {total} values of {answers[0].values.dtype} under these keys, "
+            f"the array for them is {out.size} of {out.dtype}"
+        )
+    np.concatenate([answer.values.reshape(-1) for answer in answers], out=out.reshape(-1))
+    if lens_out is not None:
+        lens = [answer.lens if answer.lens is not None else _equal(answer) for answer in answers]
+        lens_out[:] = np.concatenate(lens)
+    return out
+
+
+def _new_result(answers: Sequence[KVPairs]) -> Values:
+    total = sum(answer.values.size for answer in answers)
+    dtype = answers[0].values.dtype
+    columns = {answer.values.shape[1:] for answer in answers}
+    if len(columns) == 1 and answers[0].values.ndim == 2:
+        num_keys = sum(len(answer.keys) for answer in answers)
+        return np.empty((num_keys, *columns.pop()), dtype)
+    return np.empty(total, dtype)
+
+
+def _equal(answer: KVPairs) -> Lens:
+    return np.full(len(answer.keys), answer.width, dtype=np.int64)

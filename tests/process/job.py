@@ -1,0 +1,279 @@
+"""Jobs of real processes and real sockets, which a test starts by hand or by the launcher.
+
+A ``Job`` knows the variables of one job on a free port of this machine's loopback, starts its
+processes one by one, keeps what they write, and finds whatever they leave: each carries the
+job's mark in its environment, and so do its children. Make one by the fixture ``make_job``
+(``conftest.py``), which ends what still runs and fails the test that left it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HOST = "127.0.0.1"
+MARK = "PROCESS_TEST_MARK"
+PATIENCE_S = 15.0
+"""How long a test waits for what should take a moment: the machine may be busy."""
+
+SERVICE = ("-m", "kvstore.server")
+
+WORKER = """
+import os, sys, time
+import numpy as np
+import kvstore as mx
+from pslite.errors import PSError
+def vector(*numbers):
+    return np.array(numbers, np.float32)
+def wait_for_file(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+"""
+"""What a worker's code begins with."""
+
+SHORT = {"PS_RENDEZVOUS_TIMEOUT": "3", "PS_ROSTER_INTERVAL": "0.5"}
+"""Settings for jobs that never become complete."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on, from below those that Linux gives to clients."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without any settings of the project."""
+    prefixes = ("DMLC_", "PS_", "KVSTORE_", "MXNET_")
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
+    environment.update(PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="1", OPENBLAS_NUM_THREADS="1")
+    return environment
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, f"waited {timeout_s:g} s for: {what}"
+        time.sleep(0.01)
+
+
+@dataclass
+class Process:
+    """A started process. Its standard output and error go to one file, in their order."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    output: Path
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def text(self) -> str:
+        """All that it has written so far."""
+        return self.output.read_text()
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
+        """The exit code, negative for a signal."""
+        try:
+            return self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} still runs: {self.text}") from None
+
+    def wait_for(self, pattern: str, timeout_s: float = PATIENCE_S) -> re.Match[str]:
+        """The first match of ``pattern`` in what it writes."""
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            ended = self.popen.poll() is not None
+            found = re.search(pattern, self.text)
+            if found is not None:
+                return found
+            late = time.monotonic() >= give_up_at
+            assert not ended and not late, f"{self.name} did not write {pattern!r}: {self.text}"
+            time.sleep(0.01)
+
+    def send(self, number: signal.Signals) -> None:
+        self.popen.send_signal(number)
+
+
+@dataclass
+class Job:
+    """One job. ``settings`` are variables for all of its processes."""
+
+    directory: Path
+    num_workers: int = 2
+    num_servers: int = 1
+    settings: Mapping[str, str] = field(default_factory=dict)
+    port: int = field(default_factory=free_port)
+    processes: list[Process] = field(default_factory=list)
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def environment(self, role: str, task_id: int | None) -> dict[str, str]:
+        """What a process of this job finds in its environment."""
+        rank = {} if task_id is None else {"DMLC_TASK_ID": str(task_id)}
+        return {
+            **clean_environment(),
+            "DMLC_ROLE": role,
+            "DMLC_PS_ROOT_URI": HOST,
+            "DMLC_PS_ROOT_PORT": str(self.port),
+            "DMLC_NUM_WORKER": str(self.num_workers),
+            "DMLC_NUM_SERVER": str(self.num_servers),
+            "PS_JOB_ID": f"job-{self.mark}",
+            MARK: self.mark,
+            **rank,
+            **self.settings,
+        }
+
+    def start(
+        self,
+        role: str,
+        task_id: int | None,
+        arguments: Sequence[str],
+        settings: Mapping[str, str | None] | None = None,
+    ) -> Process:
+        """Start Python with ``arguments``. A setting that is None is taken away."""
+        environment: dict[str, str | None] = {**self.environment(role, task_id), **(settings or {})}
+        name = role if task_id is None else f"{role} {task_id}"
+        return self._start(
+            name,
+            [sys.executable, *arguments],
+            {variable: text for variable, text in environment.items() if text is not None},
+        )
+
+    def scheduler(self, settings: Mapping[str, str | None] | None = None) -> Process:
+        return self.start("scheduler", None, SERVICE, settings)
+
+    def server(
+        self, task_id: int | None = 0, settings: Mapping[str, str | None] | None = None
+    ) -> Process:
+        return self.start("server", task_id, SERVICE, settings)
+
+    def worker(
+        self, task_id: int | None, code: str, settings: Mapping[str, str | None] | None = None
+    ) -> Process:
+        """A worker that runs ``code`` after the imports that most workers need."""
+        return self.start("worker", task_id, ("-c", WORKER + code), settings)
+
+    def service(self) -> tuple[Process, list[Process]]:
+        """The scheduler and all servers."""
+        return self.scheduler(), [self.server(rank) for rank in range(self.num_servers)]
+
+    def workers(self, code: str) -> list[Process]:
+        """All workers, with the same code; their rank is in DMLC_TASK_ID."""
+        return [self.worker(rank, code) for rank in range(self.num_workers)]
+
+    def launch(self, code: str, *options: str) -> Process:
+        """The launcher, which starts a job of its own whose workers run ``code``."""
+        arguments = [
+            *(sys.executable, str(ROOT / "tools" / "launch.py"), "--launcher", "local"),
+            *("-n", str(self.num_workers), "-s", str(self.num_servers), *options),
+            *(sys.executable, "-c", WORKER + code),
+        ]
+        environment = {**clean_environment(), MARK: self.mark, **self.settings}
+        return self._start("launcher", arguments, {**environment, "TMPDIR": str(self.directory)})
+
+    def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Process:
+        output = self.directory / f"{len(self.processes)}-{name.replace(' ', '-')}.txt"
+        with output.open("wb") as file:
+            popen = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        process = Process(name, popen, output)
+        self.processes.append(process)
+        return process
+
+    def wait_all(self, timeout_s: float = PATIENCE_S) -> list[int]:
+        """The exit codes of all processes, in the order of their start."""
+        give_up_at = time.monotonic() + timeout_s
+        return [
+            process.wait(max(0.0, give_up_at - time.monotonic())) for process in self.processes
+        ]
+
+    def output(self) -> str:
+        """Everything that all processes have written, for the text of a failed assertion."""
+        return "\n".join(f"--- {process.name}\n{process.text}" for process in self.processes)
+
+    # -- what is left ------------------------------------------------------------------
+
+    def left(self) -> list[int]:
+        """Living processes that carry the mark, grandchildren and guardians too."""
+        return [
+            int(entry.name)
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdigit() and self._is_ours(entry)
+        ]
+
+    def _is_ours(self, entry: Path) -> bool:
+        try:
+            if entry.joinpath("stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return False
+            mark = f"{MARK}={self.mark}".encode()
+            return mark in entry.joinpath("environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended meanwhile
+            return False
+
+    def end(self) -> list[str]:
+        """Kill what still runs; returns what should not have been there."""
+        time.sleep(0)
+        left = [f"process {pid}" for pid in self.left()]
+        for pid in self.left():
+            os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.popen.wait()
+        listening = {port for _, port, _ in listening_sockets()}
+        if self.port in listening:
+            left.append(f"a socket that listens on port {self.port}")
+        return left
+
+
+def listening_sockets() -> Iterator[tuple[str, int, str]]:
+    """(address in hexadecimal, port, inode) of all TCP sockets that listen on this machine."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        if not os.path.exists(table):
+            continue
+        for row in Path(table).read_text().splitlines()[1:]:
+            fields = row.split()
+            if fields[3] == "0A":
+                address, _, port = fields[1].partition(":")
+                yield address, int(port, 16), fields[9]
+
+
+def listening_addresses(pid: int) -> list[tuple[str, int]]:
+    """(IPv4 address, port) of the sockets on which a process listens."""
+    held = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            held.add(os.readlink(descriptor))
+        except OSError:
+            continue
+    return [
+        (socket.inet_ntoa(bytes.fromhex(address)[::-1]), port)
+        for address, port, inode in listening_sockets()
+        if f"socket:[{inode}]" in held
+    ]

@@ -1,0 +1,488 @@
+"""A worker's half of the data plane: what it sends, what it holds back, what it makes of replies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plane_helpers import LOST, SERVER, ask, carry_out, counts, deliver, mail, make_server
+from plane_helpers import CountingApp as App
+
+from pslite.errors import NodeLostError, ProtocolError, RemoteError, UsageError
+from pslite.plane import Piece, Transfer, WorkerPlane, cut
+from pslite.wire.messages import Answer, Exchange, Ints, PartsFailed, StaleEpoch
+
+ONE = counts(1)
+
+
+def pushed(part: int, round_: int, *, pull: bool = False) -> Exchange:
+    return Exchange(True, pull, (part,), (round_,), (8,))
+
+
+def pulled(part: int, after_round: int) -> Exchange:
+    return Exchange(False, True, (part,), (after_round,), ())
+
+
+def applied(part: int, round_: int) -> Answer:
+    """The answer to a push without a pull."""
+    return Answer(True, (part,), (round_,), (round_,), ())
+
+
+def refusal(rounds: Ints, *, consumed: bool, parts: Ints = (1,)) -> PartsFailed:
+    return PartsFailed(True, consumed, parts, rounds, "UsageError", "no", "", -1)
+
+
+# -- sending ------------------------------------------------------------------------------
+
+
+def test_a_push_travels_with_its_round_and_its_own_memory() -> None:
+    plane = WorkerPlane(window=2)
+    memory = bytearray(counts(7))
+    asked = ask(1, push=[b""])
+    asked.transfer.frames = [memory]
+    plane.submit(asked.transfer)
+    (send,) = mail(plane)
+    assert send.message == pushed(1, 1)
+    assert send.frames[0] is memory
+
+
+def test_rounds_are_counted_by_part() -> None:
+    plane = WorkerPlane(window=2)
+    for part in (1, 1, 2):
+        plane.submit(ask(part, push=[ONE]).transfer)
+    assert [send.message for send in mail(plane)] == [pushed(1, 1), pushed(1, 2), pushed(2, 1)]
+
+
+def test_a_pull_carries_the_pushes_before_it() -> None:
+    plane = WorkerPlane(window=2)
+    plane.submit(ask(1, push=[ONE]).transfer)
+    plane.submit(ask(1, pull=True).transfer)
+    assert [send.message for send in mail(plane)] == [pushed(1, 1), pulled(1, 1)]
+
+
+def test_a_push_behind_a_wanted_value_is_held_until_the_value_is_there() -> None:
+    plane = WorkerPlane(window=2)
+    plane.submit(ask(1, push=[ONE], pull=True).transfer)
+    plane.submit(ask(1, push=[ONE]).transfer)
+    before = [send.message for send in mail(plane)]
+    plane.answered(Answer(True, (1,), (1,), (1,), (8,)), [ONE])
+    after = [send.message for send in mail(plane)]
+    assert (before, after) == ([pushed(1, 1, pull=True)], [pushed(1, 2)])
+
+
+def test_at_most_one_and_the_window_pushes_of_a_part_are_unanswered() -> None:
+    plane = WorkerPlane(window=2)
+    for _ in range(5):
+        plane.submit(ask(1, push=[ONE]).transfer)
+    before = [send.message for send in mail(plane)]
+    plane.answered(applied(1, 1), [])
+    after = [send.message for send in mail(plane)]
+    assert before == [pushed(1, 1), pushed(1, 2), pushed(1, 3)]
+    assert after == [pushed(1, 4)]
+
+
+def test_held_requests_of_a_part_go_in_order_of_asking() -> None:
+    plane = WorkerPlane(window=0)
+    plane.submit(ask(1, push=[ONE]).transfer)
+    plane.submit(ask(1, push=[ONE]).transfer)
+    plane.submit(ask(1, pull=True).transfer)
+    sent = [send.message for send in mail(plane)]
+    plane.answered(applied(1, 1), [])
+    sent += [send.message for send in mail(plane)]
+    assert sent == [pushed(1, 1), pushed(1, 2), pulled(1, 2)]
+
+
+def test_parts_that_may_go_do_not_wait_for_those_that_may_not() -> None:
+    plane = WorkerPlane(window=0)
+    plane.submit(ask(2, push=[ONE]).transfer)
+    mail(plane)
+    plane.submit(ask(1, 2, 3, push=[counts(1), counts(2), counts(3)]).transfer)
+    (ahead,) = mail(plane)
+    plane.answered(applied(2, 1), [])
+    (behind,) = mail(plane)
+    assert ahead.message == Exchange(True, False, (1, 3), (1, 1), (8, 8))
+    assert [bytes(frame) for frame in ahead.frames] == [counts(1), counts(3)]
+    assert behind.message == pushed(2, 2)
+    assert [bytes(frame) for frame in behind.frames] == [counts(2)]
+
+
+def test_the_highest_priority_goes_first_and_equals_go_in_order() -> None:
+    plane = WorkerPlane(window=2)
+    for part, priority in ((1, -1), (2, 5), (3, 0), (4, 5)):
+        plane.submit(ask(part, push=[ONE], priority=priority).transfer)
+    assert [send.message for send in mail(plane)] == [pushed(part, 1) for part in (2, 4, 3, 1)]
+
+
+def test_mail_is_kept_by_server() -> None:
+    plane = WorkerPlane(window=2)
+    plane.submit(ask(1, push=[ONE], server=8).transfer)
+    plane.submit(ask(2, push=[ONE], server=10).transfer)
+    assert plane.servers_with_mail() == [8, 10]
+    assert plane.take(12) is None
+    assert [send.message for send in mail(plane, 10)] == [pushed(2, 1)]
+    assert plane.servers_with_mail() == [8]
+
+
+def test_a_transfer_of_no_parts_is_done_at_once() -> None:
+    asked = ask(push=[])
+    WorkerPlane(window=2).submit(asked.transfer)
+    assert asked.endings == [None]
+
+
+def test_idle_and_everything_sent_tell_how_far_it_is() -> None:
+    plane = WorkerPlane(window=0)
+    states = []
+
+    def note() -> None:
+        states.append((plane.idle, plane.everything_sent, plane.waiting_for()))
+
+    note()
+    plane.submit(ask(1, push=[ONE]).transfer)
+    plane.submit(ask(1, push=[ONE]).transfer)
+    mail(plane)
+    note()
+    plane.answered(applied(1, 1), [])
+    mail(plane)
+    note()
+    plane.answered(applied(1, 2), [])
+    note()
+    assert states == [
+        (True, True, []),
+        (False, False, [SERVER]),
+        (False, True, [SERVER]),
+        (True, True, []),
+    ]
+
+
+# -- answers ------------------------------------------------------------------------------
+
+
+def test_answers_may_be_cut_and_joined_in_another_way_than_requests() -> None:
+    plane = WorkerPlane(window=2)
+    first = ask(1, 2, push=[ONE, ONE], pull=True)
+    second = ask(3, push=[ONE], pull=True)
+    plane.submit(first.transfer)
+    plane.submit(second.transfer)
+    plane.answered(Answer(True, (2, 3), (1, 1), (4, 5), (8, 8)), [counts(20, 30)])
+    halfway = list(first.endings)
+    plane.answered(Answer(True, (1,), (1,), (6,), (8,)), [counts(10)])
+    assert (halfway, first.endings, second.endings) == ([], [None], [None])
+    assert (first.values, second.values) == ({1: (10,), 2: (20,)}, {3: (30,)})
+    assert (first.versions, second.versions) == ({1: 6, 2: 4}, {3: 5})
+
+
+def test_an_answer_that_comes_twice_counts_once() -> None:
+    plane = WorkerPlane(window=2)
+    asked = ask(1, push=[ONE])
+    plane.submit(asked.transfer)
+    plane.answered(applied(1, 1), [])
+    plane.answered(applied(1, 1), [])
+    assert (asked.endings, plane.idle) == ([None], True)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(True, (9,), (1,), (1,), ()),
+        Answer(True, (1,), (7,), (1,), ()),
+        Answer(False, (1,), (0,), (1,), ()),
+    ],
+    ids=["unknown part", "unknown round", "pull that nobody asked"],
+)
+def test_an_answer_that_nobody_waits_for_changes_nothing(answer: Answer) -> None:
+    plane = WorkerPlane(window=2)
+    asked = ask(1, push=[ONE])
+    plane.submit(asked.transfer)
+    plane.answered(answer, [])
+    assert (asked.endings, plane.waiting_for()) == ([], [SERVER])
+
+
+def test_values_of_an_abandoned_transfer_are_not_copied_out() -> None:
+    plane = WorkerPlane(window=2)
+    asked = ask(1, pull=True)
+    plane.submit(asked.transfer)
+    asked.transfer.abandoned = True
+    plane.answered(Answer(False, (1,), (0,), (3,), (8,)), [ONE])
+    assert (asked.endings, asked.values) == ([None], {})
+
+
+def test_an_error_while_copying_out_ends_the_transfer_and_nothing_else() -> None:
+    plane = WorkerPlane(window=2)
+    endings: list[BaseException | None] = []
+    error = ValueError("read-only")
+
+    def sink(*_: object) -> None:
+        raise error
+
+    plane.submit(Transfer(SERVER, (1, 2), (8, 8), None, sink, endings.append))
+    plane.answered(Answer(False, (1,), (0,), (1,), (8,)), [ONE])
+    plane.answered(Answer(False, (2,), (0,), (1,), (8,)), [ONE])
+    assert (endings, plane.idle) == ([error], True)
+
+
+def test_the_memory_is_free_when_the_transfer_is_done() -> None:
+    plane = WorkerPlane(window=2)
+    asked = ask(1, push=[ONE])
+    plane.submit(asked.transfer)
+    plane.answered(applied(1, 1), [])
+    assert asked.transfer.frames == ()
+
+
+@pytest.mark.parametrize(
+    ("answer", "frames"),
+    [
+        (Answer(True, (1,), (1, 2), (1,), ()), []),
+        (Answer(True, (1,), (1,), (), ()), []),
+        (Answer(True, (1,), (1,), (1,), (8, 8)), [counts(1, 1)]),
+        (Answer(True, (1,), (1,), (1,), (8,)), [b"short"]),
+    ],
+)
+def test_an_answer_whose_lists_do_not_fit_is_refused(answer: Answer, frames: list[bytes]) -> None:
+    plane = WorkerPlane(window=2)
+    plane.submit(ask(1, push=[ONE], pull=True).transfer)
+    with pytest.raises(ProtocolError):
+        plane.answered(answer, frames)
+
+
+def test_a_value_of_another_size_than_the_part_never_reaches_the_callers_array() -> None:
+    plane = WorkerPlane(window=2)
+    target = np.zeros(8, np.uint8)
+
+    def sink(indices: object, pieces: list[Piece], versions: object) -> None:
+        piece = pieces[0]
+        target[:] = np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]
+
+    plane.submit(Transfer(SERVER, (1,), (8,), None, sink, lambda error: None))
+    try:
+        plane.answered(Answer(False, (1,), (0,), (1,), (1,)), [b"\x07"])
+    except ProtocolError:
+        pass
+    assert target.tolist() == [0] * 8
+
+
+# -- refusals -----------------------------------------------------------------------------
+
+
+def test_an_error_of_a_library_comes_back_with_its_kind() -> None:
+    plane = WorkerPlane(window=2)
+    asked = ask(1, push=[ONE])
+    plane.submit(asked.transfer)
+    plane.refused(PartsFailed(True, True, (1,), (1,), "KeyError", "'w'", "", -1))
+    (error,) = asked.endings
+    assert isinstance(error, RemoteError)
+    assert (str(error), error.kind) == ("'w'", "KeyError")
+
+
+def test_an_error_about_a_lost_node_names_it() -> None:
+    plane = WorkerPlane(window=2)
+    asked = ask(1, push=[ONE])
+    plane.submit(asked.transfer)
+    plane.refused(PartsFailed(True, False, (1,), (1,), "NodeLostError", "gone", "worker", 1))
+    (error,) = asked.endings
+    assert isinstance(error, NodeLostError)
+    assert (error.role, error.rank) == ("worker", 1)
+
+
+def test_a_refused_push_gives_its_number_back_and_a_consumed_one_does_not() -> None:
+    messages = []
+    for consumed in (False, True):
+        plane = WorkerPlane(window=2)
+        plane.submit(ask(1, push=[ONE]).transfer)
+        mail(plane)
+        plane.refused(refusal((1,), consumed=consumed))
+        plane.submit(ask(1, push=[ONE]).transfer)
+        messages += [send.message for send in mail(plane)]
+    assert messages == [pushed(1, 1), pushed(1, 2)]
+
+
+def test_a_refusal_lets_go_what_was_held_behind_it() -> None:
+    plane = WorkerPlane(window=0)
+    plane.submit(ask(1, push=[ONE]).transfer)
+    plane.submit(ask(1, push=[ONE]).transfer)
+    mail(plane)
+    plane.refused(refusal((1,), consumed=True))
+    assert [send.message for send in mail(plane)] == [pushed(1, 2)]
+
+
+def test_one_failed_part_fails_the_transfer_once_the_others_are_answered() -> None:
+    plane = WorkerPlane(window=2)
+    asked = ask(1, 2, push=[ONE, ONE])
+    plane.submit(asked.transfer)
+    plane.refused(refusal((1,), consumed=True))
+    halfway = list(asked.endings)
+    plane.answered(applied(2, 1), [])
+    assert halfway == []
+    assert [type(error) for error in asked.endings] == [UsageError]
+
+
+def test_a_refusal_that_nobody_waits_for_changes_nothing() -> None:
+    plane = WorkerPlane(window=2)
+    plane.submit(ask(1, push=[ONE]).transfer)
+    mail(plane)
+    plane.refused(refusal((7,), consumed=False))
+    plane.submit(ask(1, push=[ONE]).transfer)
+    assert [send.message for send in mail(plane)] == [pushed(1, 2)]
+
+
+def test_every_push_ends_when_refusals_and_new_pushes_cross() -> None:
+    plane = WorkerPlane(window=2)
+    asked = [ask(1, push=[ONE]) for _ in range(4)]
+    plane.submit(asked[0].transfer)
+    plane.submit(asked[1].transfer)
+    sent = mail(plane)
+    plane.refused(refusal((1,), consumed=False))
+    plane.submit(asked[2].transfer)
+    plane.submit(asked[3].transfer)
+    sent += mail(plane)[: 3 - len(sent)]
+    plane.refused(refusal((2,), consumed=False))
+    for _ in range(4):
+        for send in mail(plane):
+            message = send.message
+            assert isinstance(message, Exchange)
+            plane.refused(refusal(message.rounds, consumed=False))
+        plane.refused(refusal((1,), consumed=False))
+        plane.refused(refusal((2,), consumed=False))
+    assert [len(one.endings) for one in asked] == [1, 1, 1, 1]
+
+
+def test_a_push_behind_one_that_was_refused_is_applied_and_so_are_later_ones() -> None:
+    app = App()
+    server = make_server(app, [0], 1)
+    plane = WorkerPlane(window=2)
+    wrong = ask(1, push=[counts(9, 9)], size=16)
+    right = [ask(1, push=[counts(10**n)]) for n in range(3)]
+    plane.submit(wrong.transfer)
+    plane.submit(right[0].transfer)
+    for later in (*right[1:], None):
+        for send in mail(plane):
+            assert isinstance(send.message, Exchange)
+            deliver(plane, carry_out(server, server.exchange(0, 1, send.message, send.frames)))
+        if later is not None:
+            plane.submit(later.transfer)
+    assert [type(error) for error in wrong.endings] == [UsageError]
+    assert [one.endings for one in right] == [[None]] * 3
+    assert app.values[1].tolist() == [111]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        PartsFailed(True, True, (1, 2), (1,), "UsageError", "no", "", -1),
+        StaleEpoch(1, True, (1,), (1, 2)),
+    ],
+    ids=["PartsFailed", "StaleEpoch"],
+)
+def test_a_reply_whose_lists_do_not_fit_is_a_protocol_error(
+    message: PartsFailed | StaleEpoch,
+) -> None:
+    plane = WorkerPlane(window=2)
+    plane.submit(ask(1, push=[ONE]).transfer)
+    with pytest.raises(ProtocolError):
+        plane.refused(message) if isinstance(message, PartsFailed) else plane.stale(message)
+
+
+# -- epochs, departures, the end ----------------------------------------------------------
+
+
+def test_what_was_stale_is_sent_again_with_the_same_round() -> None:
+    plane = WorkerPlane(window=2)
+    plane.submit(ask(1, 2, push=[counts(1), counts(2)], pull=True).transfer)
+    mail(plane)
+    plane.begin_epoch(2)
+    plane.stale(StaleEpoch(2, True, (2,), (1,)))
+    (send,) = mail(plane)
+    assert send.message == pushed(2, 1, pull=True)
+    assert [bytes(frame) for frame in send.frames] == [counts(2)]
+
+
+def test_a_stale_pull_is_sent_again() -> None:
+    plane = WorkerPlane(window=2)
+    plane.submit(ask(1, pull=True).transfer)
+    mail(plane)
+    plane.begin_epoch(2)
+    plane.stale(StaleEpoch(2, False, (1,), (0,)))
+    assert [send.message for send in mail(plane)] == [pulled(1, 0)]
+
+
+def test_a_server_that_knows_a_later_epoch_first_is_answered_when_it_is_known_here() -> None:
+    plane = WorkerPlane(window=2)
+    plane.submit(ask(1, push=[ONE]).transfer)
+    mail(plane)
+    plane.stale(StaleEpoch(2, True, (1,), (1,)))
+    before = mail(plane)
+    plane.begin_epoch(2)
+    after = [send.message for send in mail(plane)]
+    assert (before, after) == ([], [pushed(1, 1)])
+
+
+def test_an_answered_request_is_not_sent_again_when_it_is_called_stale() -> None:
+    plane = WorkerPlane(window=2)
+    plane.submit(ask(1, push=[ONE]).transfer)
+    mail(plane)
+    plane.answered(applied(1, 1), [])
+    plane.stale(StaleEpoch(1, True, (1,), (1,)))
+    assert mail(plane) == []
+
+
+def test_a_departed_server_ends_its_requests_and_those_to_come_but_no_others() -> None:
+    plane = WorkerPlane(window=0)
+    ours = [ask(1, push=[ONE], pull=True), ask(1, 3, push=[ONE, ONE]), ask(4, pull=True)]
+    other = ask(2, push=[ONE], server=10)
+    for asked in (*ours[:2], other):
+        plane.submit(asked.transfer)
+    plane.depart(SERVER, LOST)
+    plane.submit(ours[2].transfer)
+    assert [asked.endings for asked in ours] == [[LOST]] * 3
+    assert (other.endings, plane.servers_with_mail()) == ([], [10])
+
+
+def test_a_failed_node_ends_every_request_now_and_later() -> None:
+    plane = WorkerPlane(window=0)
+    asked = [ask(1, push=[ONE], pull=True), ask(1, push=[ONE]), ask(2, pull=True)]
+    plane.submit(asked[0].transfer)
+    plane.submit(asked[1].transfer)
+    plane.fail(LOST)
+    plane.submit(asked[2].transfer)
+    assert [one.endings for one in asked] == [[LOST]] * 3
+    assert (plane.idle, plane.everything_sent, plane.servers_with_mail()) == (True, True, [])
+
+
+def test_giving_up_twice_ends_a_transfer_once() -> None:
+    asked = ask(1, 2, push=[ONE, ONE])
+    asked.transfer.give_up(LOST)
+    asked.transfer.give_up(UsageError("later"))
+    assert (asked.endings, asked.transfer.complete) == ([LOST], True)
+
+
+# -- cut ----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=5))
+def test_cut_finds_every_part_again_however_they_are_framed(framing: list[list[int]]) -> None:
+    # Parts of no bytes are told apart by position only, so each gets a frame of its own here.
+    framing = [[size for size in sizes if size] or [0] for sizes in framing]
+    contents = iter(range(256))
+    parts = [[bytes([next(contents)]) * size for size in sizes] for sizes in framing]
+    frames = [b"".join(group) for group in parts]
+    pieces = cut([size for sizes in framing for size in sizes], frames)
+    found = [bytes(piece.frame[piece.start : piece.stop]) for piece in pieces]
+    assert found == [part for group in parts for part in group]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "frames"),
+    [
+        ((8,), []),
+        ((8,), [b"1234567"]),
+        ((8,), [b"1234", b"5678"]),
+        ((4,), [b"12345"]),
+        ((4,), [b"1234", b""]),
+        ((), [b"1"]),
+        ((-1, 5), [b"1234"]),
+        ((2**62,), [b"1234"]),
+    ],
+)
+def test_cut_refuses_payloads_that_are_no_whole_parts(sizes: Ints, frames: list[bytes]) -> None:
+    with pytest.raises(ProtocolError):
+        cut(sizes, frames)
