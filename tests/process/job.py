@@ -240,7 +240,6 @@ class Job:
 
     def end(self) -> list[str]:
         """Kill what still runs; returns what should not have been there."""
-        time.sleep(0)
         left = [f"process {pid}" for pid in self.left()]
         for pid in self.left():
             os.kill(pid, signal.SIGKILL)
@@ -277,3 +276,7 @@ def listening_addresses(pid: int) -> list[tuple[str, int]]:
         for address, port, inode in listening_sockets()
         if f"socket:[{inode}]" in held
     ]
+
+
+MakeJob = Callable[..., Job]
+"""The type of the fixture ``make_job``: (num_workers, num_servers, settings by name) -> Job."""

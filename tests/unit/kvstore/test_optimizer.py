@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-import fake_cupy
 import numpy as np
 import pytest
 
@@ -136,21 +135,6 @@ def test_clipping_keeps_nan_so_that_a_diverged_run_shows() -> None:
 def test_a_clip_of_none_zero_or_less_is_off(off: float | None) -> None:
     chosen = SGD(learning_rate=1.0, clip_gradient=off)
     assert run(chosen, np.array([0.0]), [np.array([1e6])]) == -1e6
-
-
-@pytest.mark.parametrize("chosen", [SGDS[2], ADAMS[2]], ids=repr)
-def test_formulas_run_on_the_device_of_their_arrays(
-    chosen: Optimizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_cupy.install(monkeypatch)
-    random = np.random.default_rng(3)
-    start, raw = random.normal(size=(2, 20)).astype(np.float32)
-    weight, gradient = fake_cupy.on_gpu(start, 0), fake_cupy.on_gpu(raw, 0)
-    state: Any = chosen.create_state(weight)  # type: ignore[arg-type]
-    assert all(isinstance(array, fake_cupy.ndarray) for array in state)
-    scratch = fake_cupy.on_gpu(np.empty(20, np.float32), 0)
-    chosen.update(weight, gradient, state, 1, scratch)  # type: ignore[arg-type]
-    assert weight.values.tobytes() == run(chosen, start, [raw]).tobytes()
 
 
 def test_names_and_numbers_make_an_equal_optimizer_again() -> None:

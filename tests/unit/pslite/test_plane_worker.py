@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from plane_helpers import LOST, SERVER, ask, carry_out, counts, deliver, mail, make_server
 from plane_helpers import CountingApp as App
 
 from pslite.errors import NodeLostError, ProtocolError, RemoteError, UsageError
-from pslite.plane import Piece, Transfer, WorkerPlane, cut
+from pslite.plane import Effect, Piece, Send, ServerPlane, Transfer, WorkerPlane
 from pslite.wire.messages import Answer, Exchange, Ints, PartsFailed, StaleEpoch
 
 ONE = counts(1)
@@ -31,6 +29,12 @@ def applied(part: int, round_: int) -> Answer:
 
 def refusal(rounds: Ints, *, consumed: bool, parts: Ints = (1,)) -> PartsFailed:
     return PartsFailed(True, consumed, parts, rounds, "UsageError", "no", "", -1)
+
+
+def exchange(server: ServerPlane, send: Send) -> list[Effect]:
+    """What the server makes of worker 0's message."""
+    assert isinstance(send.message, Exchange)
+    return server.exchange(0, 1, send.message, send.frames)
 
 
 # -- sending ------------------------------------------------------------------------------
@@ -326,24 +330,21 @@ def test_a_refusal_that_nobody_waits_for_changes_nothing() -> None:
 
 
 def test_every_push_ends_when_refusals_and_new_pushes_cross() -> None:
+    server = make_server(App(), [0, 1], 1)
+    server.depart(1, LOST)
     plane = WorkerPlane(window=2)
     asked = [ask(1, push=[ONE]) for _ in range(4)]
     plane.submit(asked[0].transfer)
     plane.submit(asked[1].transfer)
-    sent = mail(plane)
-    plane.refused(refusal((1,), consumed=False))
+    first, second = (exchange(server, send) for send in mail(plane))
+    deliver(plane, first)
     plane.submit(asked[2].transfer)
     plane.submit(asked[3].transfer)
-    sent += mail(plane)[: 3 - len(sent)]
-    plane.refused(refusal((2,), consumed=False))
-    for _ in range(4):
-        for send in mail(plane):
-            message = send.message
-            assert isinstance(message, Exchange)
-            plane.refused(refusal(message.rounds, consumed=False))
-        plane.refused(refusal((1,), consumed=False))
-        plane.refused(refusal((2,), consumed=False))
-    assert [len(one.endings) for one in asked] == [1, 1, 1, 1]
+    deliver(plane, second)
+    while sends := mail(plane):
+        for send in sends:
+            deliver(plane, exchange(server, send))
+    assert [[str(error) for error in one.endings] for one in asked] == [[str(LOST)]] * 4
 
 
 def test_a_push_behind_one_that_was_refused_is_applied_and_so_are_later_ones() -> None:
@@ -356,8 +357,7 @@ def test_a_push_behind_one_that_was_refused_is_applied_and_so_are_later_ones() -
     plane.submit(right[0].transfer)
     for later in (*right[1:], None):
         for send in mail(plane):
-            assert isinstance(send.message, Exchange)
-            deliver(plane, carry_out(server, server.exchange(0, 1, send.message, send.frames)))
+            deliver(plane, carry_out(server, exchange(server, send)))
         if later is not None:
             plane.submit(later.transfer)
     assert [type(error) for error in wrong.endings] == [UsageError]
@@ -453,36 +453,3 @@ def test_giving_up_twice_ends_a_transfer_once() -> None:
     asked.transfer.give_up(LOST)
     asked.transfer.give_up(UsageError("later"))
     assert (asked.endings, asked.transfer.complete) == ([LOST], True)
-
-
-# -- cut ----------------------------------------------------------------------------------
-
-
-@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=5))
-def test_cut_finds_every_part_again_however_they_are_framed(framing: list[list[int]]) -> None:
-    # Parts of no bytes are told apart by position only, so each gets a frame of its own here.
-    framing = [[size for size in sizes if size] or [0] for sizes in framing]
-    contents = iter(range(256))
-    parts = [[bytes([next(contents)]) * size for size in sizes] for sizes in framing]
-    frames = [b"".join(group) for group in parts]
-    pieces = cut([size for sizes in framing for size in sizes], frames)
-    found = [bytes(piece.frame[piece.start : piece.stop]) for piece in pieces]
-    assert found == [part for group in parts for part in group]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "frames"),
-    [
-        ((8,), []),
-        ((8,), [b"1234567"]),
-        ((8,), [b"1234", b"5678"]),
-        ((4,), [b"12345"]),
-        ((4,), [b"1234", b""]),
-        ((), [b"1"]),
-        ((-1, 5), [b"1234"]),
-        ((2**62,), [b"1234"]),
-    ],
-)
-def test_cut_refuses_payloads_that_are_no_whole_parts(sizes: Ints, frames: list[bytes]) -> None:
-    with pytest.raises(ProtocolError):
-        cut(sizes, frames)
