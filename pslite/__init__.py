@@ -16,7 +16,11 @@ from pslite.config import Config
 from pslite.customer import Incoming, Reply
 from pslite.future import Future
 from pslite.ids import ALL_GROUP, SCHEDULER_GROUP, SERVER_GROUP, WORKER_GROUP, NodeInfo, Role
+from pslite.kv_app import KVMeta, KVServer, KVWorker
+from pslite.kv_pairs import KVPairs
+from pslite.kv_sum import SumHandle
 from pslite.postoffice import Postoffice
+from pslite.simple_app import SimpleApp, SimpleData
 from pslite.start import start
 from pslite.version import __version__
 
@@ -28,10 +32,17 @@ __all__ = [
     "Config",
     "Future",
     "Incoming",
+    "KVMeta",
+    "KVPairs",
+    "KVServer",
+    "KVWorker",
     "NodeInfo",
     "Postoffice",
     "Reply",
     "Role",
+    "SimpleApp",
+    "SimpleData",
+    "SumHandle",
     "__version__",
     "start",
 ]

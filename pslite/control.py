@@ -80,17 +80,17 @@ class MemberControl:
 
     def _complete(self, message: Roster, now: float) -> None:
         office = self._office
-        if office.info is not None:
+        mine = [node for node in message.members if node.node_id == message.node_id]
+        if office.info is not None or not mine:
             return
         self._deadline = self._roster_at = None
-        mine = next(node for node in message.members if node.node_id == message.node_id)
         office.log.name = f"{office.role.letter}[{message.node_id}]"
         if office.role is Role.WORKER:
             for node in message.members:
                 if node.role == Role.SERVER.value:
                     office.van.connect(node.uid, node.address)
         office.log.info(1, f"{office.log.name} is connected to others")
-        office.join(mine, message.members, now)
+        office.join(mine[0], message.members, now)
 
     def _say_who_is_missing(self, now: float) -> None:
         config, office = self._office.config, self._office

@@ -1,18 +1,14 @@
-"""Keys with values: what makes them valid, how servers share them, how they travel. Pure.
+"""Keys with values: what makes them valid, how servers share them, how answers join. Pure.
 
 A value's length is the same for all keys (1-D values of a whole number of elements per key,
 or 2-D values of one row per key), or stands in ``lens``, one entry per key. One list of rules
-(``fault_in``) serves callers, who get a ``UsageError``, and what arrives, which becomes a
-``ProtocolError``. Read next: ``kv_app.py``.
-
-On the wire a request's body is ``[push, pull, dtype, columns, has lens]`` and its frames are
-the keys, then, of a push, values and lens; the answer to a pull has the body ``[dtype,
-columns, has lens]`` and the frames values and lens. Keys are little-endian uint64, lens
-little-endian int64, a dtype is its array-interface text, columns are -1 for 1-D values.
+(``fault_in`` and ``fault_in_values``) serves callers, who get a ``UsageError``, and what
+arrives, which becomes a ``ProtocolError``. Runs on any thread. Next: ``kv_wire.py``.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -21,14 +17,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pslite.errors import ProtocolError, UsageError
-from pslite.wire.codec import pack_value, unpack_value
 
 Keys: TypeAlias = NDArray[np.uint64]
 Values: TypeAlias = NDArray[Any]
 Lens: TypeAlias = "NDArray[np.int64] | NDArray[np.int32]"
 
 MAX_KEY = (1 << 64) - 1
-_FLAT = -1
+
+#: Kinds of dtypes that values can have: bool, integers, floats, complex numbers.
+VALUE_KINDS = "biufc"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +86,7 @@ def slice_by_range(keys: Keys, ranges: Sequence[KeyRange]) -> list[slice]:
     """The default slicer: each server gets the keys of its range."""
     begins = np.array([key_range.begin for key_range in ranges], dtype=np.uint64)
     cuts = [*np.searchsorted(keys, begins).tolist(), len(keys)]
-    return [slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
 
 
 def checked_slices(slices: Sequence[slice], num_keys: int, num_servers: int) -> list[slice]:
@@ -121,9 +118,7 @@ def cut_pairs(pairs: KVPairs, parts: Sequence[slice]) -> list[KVPairs]:
             for at in parts
         ]
     width = 1 if values.ndim == 2 or n == 0 else len(values) // n
-    return [
-        KVPairs(pairs.keys[at], values[at.start * width : at.stop * width]) for at in parts
-    ]
+    return [KVPairs(pairs.keys[at], values[at.start * width : at.stop * width]) for at in parts]
 
 
 # -- what callers pass ------------------------------------------------------------------
@@ -149,15 +144,23 @@ def as_keys(keys: ArrayLike, *, copy: bool) -> Keys:
 
 
 def as_values(values: ArrayLike, *, copy: bool) -> Values:
-    """Values as a C-contiguous NumPy array, with ``copy`` always a new one."""
+    """Values as a C-contiguous array of native byte order, with ``copy`` always a new one.
+
+    Raises:
+        UsageError: they are no bool, integers, floats or complex numbers.
+    """
     array = _as_array(values, "values")
-    if array.dtype.kind not in "biufc":
+    if array.dtype.kind not in VALUE_KINDS:
         raise UsageError(f"values must be bool, integers, floats or complex, not {array.dtype}")
-    return array.astype(array.dtype, order="C", copy=copy)
+    return array.astype(array.dtype.newbyteorder("="), order="C", copy=copy)
 
 
 def as_lens(lens: ArrayLike, *, copy: bool) -> Lens:
-    """Lengths as a C-contiguous array of int32 or int64."""
+    """Lengths as a C-contiguous array of int32 or int64.
+
+    Raises:
+        UsageError: they are of another dtype.
+    """
     array = _as_array(lens, "lens")
     if not array.size and not isinstance(lens, np.ndarray):
         array = array.astype(np.int64)
@@ -249,123 +252,6 @@ def _fault_in_lens(num_keys: int, values: Values, lens: Lens) -> str | None:
         return f"lens must be between 0 and the number of values, {len(values)}"
     total = int(lens.sum(dtype=np.int64))
     return None if total == len(values) else f"lens sum up to {total}, values are {len(values)}"
-
-
-# -- the wire ---------------------------------------------------------------------------
-
-
-class Asked(NamedTuple):
-    """A request as it arrived."""
-
-    push: bool
-    pull: bool
-    pairs: KVPairs
-    """Of a pure pull: the keys, and no values (shape (0,))."""
-
-
-def pack_request(push: bool, pull: bool, values: Values | None, lens: Lens | None) -> bytes:
-    """The body that goes to every server of one push or pull."""
-    layout = ["", _FLAT, False] if values is None else _layout(values, lens)
-    return pack_value([push, pull, *layout])
-
-
-def request_frames(pairs: KVPairs, push: bool) -> list[memoryview]:
-    """The frames for one server: views of the arrays."""
-    frames = [_bytes_of(pairs.keys.astype("<u8", copy=False))]
-    return frames + _value_frames(pairs.values, pairs.lens) if push else frames
-
-
-def unpack_request(body: bytes, frames: Sequence[Any]) -> Asked:
-    """A request, checked; its arrays are read-only views of the frames.
-
-    Raises:
-        ProtocolError: it is not what ``pack_request`` and ``request_frames`` write.
-    """
-    push, pull, *layout = _fields(body, bool, bool, str, int, bool)
-    if not (push or pull) or not frames:
-        raise ProtocolError("a request must push or pull, and needs a frame of keys")
-    keys = _array(frames[0], np.dtype("<u8")).astype(np.uint64, copy=False)
-    if not push and len(frames) != 1:
-        raise ProtocolError("a pull has one frame, the keys")
-    fault = fault_in(keys)
-    if fault is not None:
-        raise ProtocolError(fault)
-    if not push:
-        return Asked(push, pull, KVPairs(keys, np.empty(0, np.float32)))
-    values, lens = _unpack_values(layout, frames[1:], len(keys))
-    return Asked(push, pull, KVPairs(keys, values, lens))
-
-
-def pack_answer(values: Values, lens: Lens | None) -> tuple[bytes, list[memoryview]]:
-    """Body and frames of the answer to a pull."""
-    return pack_value(_layout(values, lens)), _value_frames(values, lens)
-
-
-def unpack_answer(body: bytes, frames: Sequence[Any], keys: Keys) -> KVPairs:
-    """The answer to a pull of ``keys``, checked; views of the frames.
-
-    Raises:
-        ProtocolError: it does not fit the keys, or is not what ``pack_answer`` writes.
-    """
-    values, lens = _unpack_values(_fields(body, str, int, bool), frames, len(keys))
-    return KVPairs(keys, values, lens)
-
-
-def _layout(values: Values, lens: Lens | None) -> list[Any]:
-    columns = values.shape[1] if values.ndim == 2 else _FLAT
-    return [values.dtype.str, columns, lens is not None]
-
-
-def _value_frames(values: Values, lens: Lens | None) -> list[memoryview]:
-    frames = [_bytes_of(values)]
-    return frames if lens is None else [*frames, _bytes_of(lens.astype("<i8", copy=False))]
-
-
-def _bytes_of(array: NDArray[Any]) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
-
-
-def _fields(body: bytes, *kinds: type) -> list[Any]:
-    fields = unpack_value(body)
-    if type(fields) is not list or [type(field) for field in fields] != list(kinds):
-        raise ProtocolError("the body of a key-value message has wrong fields")
-    return fields
-
-
-def _unpack_values(
-    layout: Sequence[Any], frames: Sequence[Any], num_keys: int
-) -> tuple[Values, Lens | None]:
-    text, columns, has_lens = layout
-    if len(frames) != 1 + has_lens:
-        raise ProtocolError(f"{len(frames)} frames of values and lens, not {1 + has_lens}")
-    values = _array(frames[0], _dtype_of(text))
-    lens = _array(frames[1], np.dtype("<i8")).astype(np.int64, copy=False) if has_lens else None
-    if columns != _FLAT:
-        if columns < 0 or columns * num_keys != values.size:
-            raise ProtocolError(f"{values.size} values are not {num_keys} rows of {columns}")
-        values = values.reshape(num_keys, columns)
-    fault = fault_in_values(num_keys, values, lens)
-    if fault is not None:
-        raise ProtocolError(fault)
-    return values, lens
-
-
-def _dtype_of(text: str) -> np.dtype[Any]:
-    try:
-        dtype = np.dtype(text if 3 <= len(text) <= 8 else "O")
-    except (TypeError, ValueError):
-        dtype = np.dtype(object)
-    if dtype.kind not in "biufc" or dtype.str != text:
-        raise ProtocolError(f"{text!r} is no dtype that values can have")
-    return dtype
-
-
-def _array(frame: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    if len(frame) % dtype.itemsize:
-        raise ProtocolError(f"{len(frame)} bytes are no whole number of {dtype} elements")
-    array = np.frombuffer(frame, dtype) if len(frame) else np.empty(0, dtype)
-    array.flags.writeable = False
-    return array
 
 
 # -- putting answers together -----------------------------------------------------------

@@ -459,20 +459,20 @@ class Postoffice:
         self.send(node, message, frames)
 
     def _dispatch(self, delivery: Delivery, now: float) -> None:
-        handler = self._handlers.get(type(delivery.message))
-        if handler is None:
-            if self.control is not None and type(delivery.message) not in (Accepted, Beat):
-                self.control.handle(delivery, now)
-            return
+        kind = type(delivery.message)
+        handler = self._handlers.get(kind)
         node = self._node_ids.get(delivery.peer)
-        if node is not None:
-            try:
+        try:
+            if handler is None:
+                if self.control is not None and kind is not Accepted and kind is not Beat:
+                    self.control.handle(delivery, now)
+            elif node is not None:
                 handler(delivery, node)
-            except PSError as error:
-                self.log.warn(f"a message of {self._peer_title(delivery.peer)} is wrong: {error}")
-        elif self.info is None and len(self._early) < _MAX_EARLY:
-            # The sender has got its roster earlier than this node.
-            self._early.append(delivery)
+            elif self.info is None and len(self._early) < _MAX_EARLY:
+                # The sender has got its roster earlier than this node.
+                self._early.append(delivery)
+        except PSError as error:
+            self.log.warn(f"a message of {self._peer_title(delivery.peer)} is wrong: {error}")
 
     def _on_exchange(self, delivery: Delivery, node: int) -> None:
         message = delivery.message

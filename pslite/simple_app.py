@@ -70,9 +70,7 @@ class SimpleApp:
             self.registered = node.add_app(self._asker.app, self._arrived)
             log_failure(node, self.registered)
 
-    def request(
-        self, head: int, body: str | bytes, receiver: int
-    ) -> Future[dict[NodeId, bytes]]:
+    def request(self, head: int, body: str | bytes, receiver: int) -> Future[dict[NodeId, bytes]]:
         """Ask a node, or every node of a group (this one too, if it belongs to it).
 
         Args:
@@ -89,7 +87,7 @@ class SimpleApp:
         """
         content = body.encode() if isinstance(body, str) else bytes(body)
         nodes = self._asker.members(receiver)
-        return self._asker.ask(head, content, {node: () for node in nodes}, _bodies)
+        return self._asker.ask(head, content, dict.fromkeys(nodes, ()), _bodies)
 
     def wait(self, request: Future[T], timeout_s: float | None = None) -> T:
         """What the request brought. Errors: as of the request, and

@@ -3,8 +3,7 @@
 CuPy is loaded by the first ``gpu(i)`` or the first CuPy array, never before. Arithmetic is
 written as NumPy ufuncs, which CuPy arrays carry out on their device (NEP 13), so that the
 formulas exist once. Any thread may call: the current device is CuPy's per-thread setting and
-is put back. The logic is tested against a stand-in for CuPy; ``tests/gpu`` holds the tests
-for real GPUs.
+is put back. ``tests/gpu`` holds the tests.
 
 Order of work on a GPU: kernels and copies are queued on the calling thread's current stream.
 A copy between two devices first waits for the source device's current stream, and a sum or a

@@ -194,6 +194,8 @@ class ServerPlane:
         replies: _Replies,
         ready: list[int],
     ) -> None:
+        if len(message.sizes) != len(message.parts):
+            raise ProtocolError("a push needs a size for each part")
         pieces = cut(message.sizes, frames)
         parts = self._parts
         for part, round_, size, piece in zip(

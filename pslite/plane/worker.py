@@ -162,8 +162,8 @@ class WorkerPlane:
             pieces = cut(message.sizes, frames)
         else:
             pieces = [Piece(b"", 0, 0)] * len(message.parts)
-        if not len(pieces) == len(message.parts) == len(message.rounds) == len(message.versions):
-            raise ProtocolError("an answer's lists have different lengths")
+        if len(pieces) != len(message.parts):
+            raise ProtocolError("an answer with values needs a size for each part")
         found: dict[Transfer, tuple[list[int], list[Piece], list[int]]] = {}
         freed = []
         for part, round_, version, piece in zip(

@@ -101,8 +101,9 @@ class Van(abc.ABC):
     def disconnect(self, peer: str) -> None:
         """Forget ``peer``; no event follows. Unknown names are ignored.
 
-        A connection of ``connect`` is closed, and what was sent before still leaves. One that
-        was accepted is no longer heard or sent to until its other end opens a new one.
+        A connection of ``connect`` is closed; what was sent after its ``Connected`` still
+        leaves. One that was accepted is no longer heard or sent to until its other end opens
+        a new one.
         """
 
     @abc.abstractmethod
@@ -137,8 +138,8 @@ class Van(abc.ABC):
     def close(self) -> None:
         """Close all connections and free everything; the peers see ``Disconnected``.
 
-        What was sent before still leaves, within a short bounded time. Twice is harmless;
-        afterwards ``send`` drops and ``poll`` returns nothing.
+        What was sent over living connections still leaves, within a short bounded time. Twice
+        is harmless; afterwards ``send`` drops and ``poll`` returns nothing.
         """
 
 

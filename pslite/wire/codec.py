@@ -128,6 +128,7 @@ class _Layout:
             if (pack := _is(hints[name])[0]) is not None
         ]
         self._unpackers = [_is(hints[name])[1] for name in names]
+        self._parallel = [names.index(name) for name in kind.PARALLEL]
 
     def fields(self, message: Message) -> list[Any]:
         values = self._values(message)
@@ -139,6 +140,8 @@ class _Layout:
         if len(fields) != self.count:
             raise ProtocolError(f"{self.kind.__name__} has {len(fields)} fields, not {self.count}")
         values = [unpack(field) for unpack, field in zip(self._unpackers, fields, strict=True)]
+        if len({len(values[index]) for index in self._parallel}) > 1:
+            raise ProtocolError(f"lists of {self.kind.__name__} have different lengths")
         return self.kind(*values)
 
 

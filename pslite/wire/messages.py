@@ -28,6 +28,8 @@ class Message:
     NUMBER: ClassVar[int] = 0
     #: Numbered, acknowledged and sent again until it is accepted.
     RELIABLE: ClassVar[bool] = True
+    #: Fields that must have the same number of elements.
+    PARALLEL: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class Members(Message):
     """A new epoch: who is gone since the roster, and how."""
 
     NUMBER: ClassVar[int] = 8
+    PARALLEL: ClassVar[tuple[str, ...]] = ("gone", "left", "reasons")
     epoch: int
     gone: Ints
     """Node ids."""
@@ -153,6 +156,7 @@ class Exchange(Message):
     """
 
     NUMBER: ClassVar[int] = 11
+    PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
     push: bool
     pull: bool
     parts: Ints
@@ -166,6 +170,7 @@ class Answer(Message):
     """What became of an ``Exchange``: the parts' rounds are applied, here are the values."""
 
     NUMBER: ClassVar[int] = 12
+    PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds", "versions")
     pushed: bool
     """Answers a push: ``rounds`` are the rounds applied."""
     parts: Ints
@@ -182,6 +187,7 @@ class PartsFailed(Message):
     """An ``Exchange`` (some parts of it) came to nothing; ``error`` says why."""
 
     NUMBER: ClassVar[int] = 13
+    PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
     pushed: bool
     consumed: bool
     """A push's round is over nevertheless (its update raised); else its number is free again."""
@@ -199,6 +205,7 @@ class StaleEpoch(Message):
     """An ``Exchange`` came from an older epoch and was not looked at; send it anew."""
 
     NUMBER: ClassVar[int] = 14
+    PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
     epoch: int
     pushed: bool
     parts: Ints

@@ -129,3 +129,27 @@ def test_what_was_sent_before_the_kill_is_received_before_the_loss(
     while len(events) < 2:
         events += connecter.poll(10)
     assert [type(event) for event in events] == [Received, Disconnected]
+
+
+OUT_OF_FILES = """
+import resource
+from pslite.errors import ConfigError
+from pslite.van.zmq_van import ZmqVan
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+van = ZmqVan("van")
+try:
+    for number in range(100):
+        van.connect(f"peer-{number}", "tcp://127.0.0.1:1")
+except ConfigError as error:
+    print(error)
+van.close()
+print("closed")
+"""
+
+
+def test_running_out_of_open_files_is_an_error_that_says_what_to_raise() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", OUT_OF_FILES], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "raise their limit (ulimit -n)" in run.stdout
+    assert run.stdout.endswith("closed\n")

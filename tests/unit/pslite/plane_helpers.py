@@ -20,7 +20,7 @@ import numpy as np
 from pslite.errors import NodeLostError
 from pslite.plane import Effect, Job, Piece, Run, Send, ServerPlane, Transfer, WorkerPlane
 from pslite.protocol.channel import Channel, Outgoing
-from pslite.wire.messages import Answer, Exchange, Message, PartsFailed, StaleEpoch
+from pslite.wire.messages import Answer, Exchange, Ints, Message, PartsFailed, StaleEpoch
 
 SERVER = 8
 """Node id of the only server of a test."""
@@ -113,6 +113,29 @@ def mail(plane: WorkerPlane, server: int = SERVER) -> list[Send]:
     return sends
 
 
+def pushed(part: int, round_: int, *, pull: bool = False) -> Exchange:
+    return Exchange(True, pull, (part,), (round_,), (8,))
+
+
+def pulled(part: int, after_round: int) -> Exchange:
+    return Exchange(False, True, (part,), (after_round,), ())
+
+
+def applied(part: int, round_: int) -> Answer:
+    """The answer to a push without a pull."""
+    return Answer(True, (part,), (round_,), (round_,), ())
+
+
+def refusal(rounds: Ints, *, consumed: bool, parts: Ints = (1,)) -> PartsFailed:
+    return PartsFailed(True, consumed, parts, rounds, "UsageError", "no", "", -1)
+
+
+def exchange(server: ServerPlane, send: Send) -> list[Effect]:
+    """What the server makes of worker 0's message."""
+    assert isinstance(send.message, Exchange)
+    return server.exchange(0, 1, send.message, send.frames)
+
+
 def answers(effects: Sequence[Effect]) -> list[tuple[int, Message]]:
     """(peer, message) of the sends among effects."""
     return [(effect.peer, effect.message) for effect in effects if isinstance(effect, Send)]
@@ -136,6 +159,28 @@ def make_server(
     for part in parts:
         plane.open_part(part, app.add(part, num_slots), ranks, lane=part)
     return plane
+
+
+def push_to(
+    plane: ServerPlane, rank: int, parts: Ints, round_: int, *values: int, pull: bool = False
+) -> list[Effect]:
+    """A worker's push of one integer for each part."""
+    message = Exchange(True, pull, parts, (round_,) * len(parts), (8,) * len(parts))
+    return plane.exchange(rank, plane.epoch, message, [counts(*values)])
+
+
+def pull_from(plane: ServerPlane, rank: int, parts: Ints, after_round: int) -> list[Effect]:
+    message = Exchange(False, True, parts, (after_round,) * len(parts), ())
+    return plane.exchange(rank, plane.epoch, message, [])
+
+
+def sent_values(effects: list[Effect]) -> dict[int, list[tuple[int, ...]]]:
+    """Rank -> the values that it is sent."""
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for effect in effects:
+        if isinstance(effect, Send):
+            found.setdefault(effect.peer, []).extend(slots(frame) for frame in effect.frames)
+    return found
 
 
 def carry_out(plane: ServerPlane, effects: Sequence[Effect]) -> list[Effect]:

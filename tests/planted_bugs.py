@@ -1,0 +1,202 @@
+"""Do the tests find bugs? Plants one at a time in a copy of the project and runs one test.
+
+    python -m tests.planted_bugs            all of them, two at a time
+    python -m tests.planted_bugs NAME ...   some of them
+    python -m tests.planted_bugs --list
+
+Each bug names the test that must turn red. A bug whose test stays green, or whose place in the
+code is not found any more, is a failure of this script (exit code 1).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+WITNESS = "tests/faults/test_witness.py"
+SEEDS = f"{WITNESS}::test_nothing_is_lost_or_doubled_or_hangs_whatever_the_network_does[0]"
+
+
+class Bug(NamedTuple):
+    """One mistake: in ``file``, ``right`` is replaced by ``wrong``; ``test`` must see it."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    test: str
+
+
+BUGS = [
+    Bug(
+        "repeated messages are taken again",
+        "pslite/protocol/channel.py",
+        "if sequence <= self._low or sequence in self._above:",
+        "if False:",
+        "tests/faults/test_witness.py::test_other_sizes_of_clusters_keep_the_same_promises",
+    ),
+    Bug(
+        "a repeated contribution counts for an absent rank",
+        "pslite/protocol/rounds.py",
+        "if contributions is None or not self._expected <= contributions.keys():",
+        "if contributions is None or len(contributions) < len(self._expected) - 1:",
+        SEEDS,
+    ),
+    Bug(
+        "sums in the order of arrival",
+        "pslite/protocol/rounds.py",
+        "ranks = sorted(contributions)\n        return Batch(",
+        "ranks = list(contributions)\n        return Batch(",
+        "tests/inproc/test_bits.py",
+    ),
+    Bug(
+        "the epoch of a request is ignored",
+        "pslite/plane/server.py",
+        "if epoch < self.epoch:",
+        "if False:",
+        "tests/unit/pslite/test_plane_server.py",
+    ),
+    Bug(
+        "a staging buffer is freed before its push is applied",
+        "kvstore/dist.py",
+        "        self._node.submit(transfers)\n",
+        "        self._node.submit(transfers)\n"
+        "        for transfer in transfers:\n"
+        "            if copy and transfer.frames:\n"
+        "                self._staging.give_back(np.frombuffer(transfer.frames[0], np.uint8))\n",
+        SEEDS,
+    ),
+    Bug(
+        "a contribution to a later round is lost",
+        "pslite/protocol/rounds.py",
+        "        contributions[rank] = payload\n        self._open[round_] = contributions",
+        "        if round_ == self.version + 1:\n"
+        "            contributions[rank] = payload\n"
+        "            self._open[round_] = contributions",
+        SEEDS,
+    ),
+    Bug(
+        "asynchronous pushes are applied in the order of arrival",
+        "pslite/protocol/rounds.py",
+        "            round_ = self._applied.get(rank, 0) + 1\n"
+        "            if round_ in self._waiting[rank]:",
+        "            round_ = min(self._waiting[rank], default=0)\n"
+        "            if round_ in self._waiting[rank]:",
+        "tests/unit/pslite/test_rounds.py",
+    ),
+    Bug(
+        "a pull does not wait for its worker's own pushes",
+        "pslite/protocol/rounds.py",
+        "return self._running is None and after_round <= self._applied.get(rank, 0)",
+        "return self._running is None",
+        SEEDS,
+    ),
+    Bug(
+        "what was not accepted is never sent again",
+        "pslite/protocol/channel.py",
+        "            if at_once or outgoing.due_at(self._timeout_s) <= now:",
+        "            if False:",
+        SEEDS,
+    ),
+    Bug(
+        "more is acknowledged than has arrived",
+        "pslite/protocol/channel.py",
+        "            return self._low, ()\n",
+        "            return self._low + 1, ()\n",
+        SEEDS,
+    ),
+    Bug(
+        "a request does not wait for the result before it",
+        "pslite/plane/worker.py",
+        "        if self.pulling is not None:\n            return False",
+        "        if False:\n            return False",
+        SEEDS,
+    ),
+    Bug(
+        "a barrier counts messages",
+        "pslite/protocol/barrier.py",
+        "        if wait.arrived.keys() >= wait.members:",
+        "        if len(wait.arrived) >= len(wait.members) - 1:",
+        "tests/unit/pslite/test_barrier.py",
+    ),
+    Bug(
+        "a second answer of one node stands in for another's",
+        "pslite/protocol/pending.py",
+        "        if entry is None or node not in entry.waiting:\n            return\n"
+        "        entry.waiting.discard(node)",
+        "        if entry is None:\n            return\n        entry.waiting.pop()",
+        "tests/unit/pslite/test_pending.py",
+    ),
+    Bug(
+        "ranks follow the host names",
+        "pslite/protocol/membership.py",
+        "nodes = [node for node in self._nodes if node.role == role.value]\n            taken",
+        "nodes = sorted(\n"
+        "                (node for node in self._nodes if node.role == role.value),\n"
+        "                key=lambda node: node.host,\n"
+        "            )\n            taken",
+        "tests/unit/pslite/test_membership.py",
+    ),
+    Bug(
+        "an update runs though its part is being read",
+        "pslite/plane/server.py",
+        "            state.rounds.finish()\n",
+        "            state.rounds.finish()\n            self.app.apply([Job(part, batch)])\n",
+        SEEDS,
+    ),
+]
+
+
+def plant_and_test(bug: Bug) -> tuple[bool, str]:
+    """Whether the bug's test is red with it, and a line about that."""
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        copy = pathlib.Path(folder) / "project"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", ".*_cache"))
+        path = copy / bug.file
+        text = path.read_text()
+        if text.count(bug.right) != 1:
+            return False, f"NOT PLANTED  {bug.name}: its place in {bug.file} has changed"
+        path.write_text(text.replace(bug.right, bug.wrong))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", bug.test]
+        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        ran = subprocess.run(
+            command, cwd=copy, env=env, capture_output=True, text=True, check=False, timeout=600
+        )
+    if ran.returncode == 1:
+        return True, f"found        {bug.name}  ({bug.test.partition('::')[0]})"
+    if ran.returncode == 0:
+        return False, f"NOT FOUND    {bug.name}: {bug.test} stays green"
+    return (
+        False,
+        f"NOT RUN      {bug.name}: pytest ended with {ran.returncode}\n{ran.stdout[-800:]}",
+    )
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--list"]:
+        for bug in BUGS:
+            print(f"{bug.name}\n    {bug.file}  ->  {bug.test}")
+        return 0
+    unknown = set(arguments) - {bug.name for bug in BUGS}
+    if unknown:
+        print(f"no bug is named {', '.join(sorted(unknown))}; see --list", file=sys.stderr)
+        return 2
+    chosen = [bug for bug in BUGS if not arguments or bug.name in arguments]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as threads:
+        outcomes = []
+        for outcome in threads.map(plant_and_test, chosen):
+            outcomes.append(outcome[0])
+            print(outcome[1], flush=True)
+    print(f"{sum(outcomes)} of {len(outcomes)} planted bugs were found")
+    return 0 if all(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

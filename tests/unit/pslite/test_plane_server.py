@@ -1,0 +1,301 @@
+"""A server's half of the data plane: rounds, pulls, answers, epochs, and who is told what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from plane_helpers import (
+    CountingApp,
+    answers,
+    carry_out,
+    counts,
+    make_server,
+    pull_from,
+    push_to,
+    runs,
+    sent_values,
+    slots,
+)
+
+from pslite.errors import UsageError
+from pslite.plane import Send, ServerPlane
+from pslite.wire.messages import Answer, Exchange, PartsFailed, RoundWaits, StaleEpoch
+
+GONE = UsageError("the key was deleted")
+
+
+# -- rounds -------------------------------------------------------------------------------
+
+
+def test_a_round_is_applied_when_every_worker_has_pushed_and_all_are_answered() -> None:
+    app = CountingApp()
+    plane = make_server(app, [0, 1], 1)
+    first = push_to(plane, 0, (1,), 1, 5)
+    done = carry_out(plane, push_to(plane, 1, (1,), 1, 7))
+    answer = Answer(True, (1,), (1,), (1,), ())
+    assert (first, answers(done)) == ([], [(0, answer), (1, answer)])
+    assert app.values[1].tolist() == [12]
+
+
+def test_one_worker_pushing_twice_does_not_complete_a_round_of_two() -> None:
+    # Defect c of ps-lite's stores: they counted requests, so this gave a wrong sum.
+    app = CountingApp()
+    plane = make_server(app, [0, 1], 1)
+    effects = push_to(plane, 0, (1,), 1, 5) + push_to(plane, 0, (1,), 1, 5)
+    assert (effects, app.applied) == ([], [])
+
+
+def test_contributions_come_in_rank_order_whatever_the_order_of_arrival() -> None:
+    plane = make_server(CountingApp(), [0, 1, 2], 1)
+    effects = [
+        effect for rank in (2, 0, 1) for effect in push_to(plane, rank, (1,), 1, 10 * (rank + 1))
+    ]
+    ((job,),) = (run.jobs for run in runs(effects))
+    assert job.batch.rounds == ((0, 1), (1, 1), (2, 1))
+    assert [slots(piece.frame) for piece in job.batch.payloads] == [(10,), (20,), (30,)]
+
+
+def test_a_push_that_runs_ahead_is_applied_in_its_turn() -> None:
+    app = CountingApp()
+    plane = make_server(app, [0, 1], 1)
+    for rank, round_ in ((0, 2), (0, 1), (1, 2)):
+        assert push_to(plane, rank, (1,), round_, 1) == []
+    done = carry_out(plane, push_to(plane, 1, (1,), 1, 1))
+    assert app.applied == [(1, ((0, 1), (1, 1))), (1, ((0, 2), (1, 2)))]
+    assert len(answers(done)) == 4
+
+
+def test_a_push_beyond_the_window_is_refused_and_so_is_the_pull_behind_it() -> None:
+    plane = make_server(CountingApp(), [0, 1], 1, window=1)
+    pulled = pull_from(plane, 0, (1,), 3)
+    refused = answers(push_to(plane, 0, (1,), 3, 1))
+    assert pulled == []
+    assert [type(message) for _, message in refused] == [PartsFailed, PartsFailed]
+    assert [message.kind for _, message in refused if isinstance(message, PartsFailed)] == [
+        "ProtocolError",
+        "ProtocolError",
+    ]
+    assert answers(pull_from(plane, 0, (1,), 3))[0][1] in [message for _, message in refused]
+
+
+def test_a_push_that_is_applied_already_is_answered_and_never_applied_again() -> None:
+    app = CountingApp()
+    plane = make_server(app, [0], 1)
+    carry_out(plane, push_to(plane, 0, (1,), 1, 5))
+    again = push_to(plane, 0, (1,), 1, 5)
+    wanted = push_to(plane, 0, (1,), 1, 5, pull=True)
+    assert answers(again) == [(0, Answer(True, (1,), (1,), (1,), ()))]
+    assert answers(wanted) == [(0, Answer(True, (1,), (1,), (1,), (8,)))]
+    assert (sent_values(wanted), app.values[1].tolist()) == ({0: [(5,)]}, [5])
+
+
+def test_only_those_who_want_the_value_get_it_with_their_answer() -> None:
+    plane = make_server(CountingApp(), [0, 1], 1)
+    push_to(plane, 0, (1,), 1, 5, pull=True)
+    done = carry_out(plane, push_to(plane, 1, (1,), 1, 7))
+    assert answers(done) == [
+        (0, Answer(True, (1,), (1,), (1,), (8,))),
+        (1, Answer(True, (1,), (1,), (1,), ())),
+    ]
+    assert sent_values(done) == {0: [(12,)], 1: []}
+
+
+def test_a_pull_waits_for_its_own_workers_pushes_and_no_longer() -> None:
+    plane = make_server(CountingApp(), [0, 1], 1)
+    push_to(plane, 0, (1,), 1, 5)
+    waiting = pull_from(plane, 0, (1,), 1)
+    at_once = sent_values(pull_from(plane, 1, (1,), 0))
+    done = carry_out(plane, push_to(plane, 1, (1,), 1, 7))
+    assert (waiting, at_once) == ([], {1: [(0,)]})
+    assert (0, Answer(False, (1,), (1,), (1,), (8,))) in answers(done)
+    assert sent_values(done)[0] == [(12,)]
+
+
+def test_a_pull_during_an_update_is_answered_after_it() -> None:
+    app = CountingApp()
+    plane = make_server(app, [0, 1], 1)
+    push_to(plane, 0, (1,), 1, 5)
+    (run,) = runs(push_to(plane, 1, (1,), 1, 7))
+    during = pull_from(plane, 1, (1,), 0)
+    after = plane.finished(run.jobs, app.apply(run.jobs))
+    assert during == []
+    assert sent_values(after) == {0: [], 1: [(12,)]}
+
+
+def test_asynchronous_pushes_are_applied_one_by_one_in_each_workers_order() -> None:
+    app = CountingApp(copies=True)
+    plane = make_server(app, None, 1)
+    assert push_to(plane, 0, (1,), 2, 20) == []
+    done = carry_out(plane, push_to(plane, 1, (1,), 1, 7) + push_to(plane, 0, (1,), 1, 10))
+    assert app.applied == [(1, ((1, 1),)), (1, ((0, 1),)), (1, ((0, 2),))]
+    assert [peer for peer, _ in answers(done)] == [1, 0, 0]
+
+
+def test_parts_of_one_lane_are_applied_in_one_run_and_others_apart() -> None:
+    app = CountingApp()
+    plane = ServerPlane(app, window=2, message_bytes=1 << 20, stall_report_s=60.0)
+    for part, lane in ((1, 0), (2, 0), (3, 1)):
+        plane.open_part(part, app.add(part, 1), [0], lane)
+    found = runs(push_to(plane, 0, (1, 2, 3), 1, 1, 2, 3))
+    assert [(run.lane, [job.part for job in run.jobs]) for run in found] == [(0, [1, 2]), (1, [3])]
+
+
+def test_of_a_fused_push_the_parts_that_are_complete_go_ahead() -> None:
+    app = CountingApp()
+    plane = make_server(app, [0, 1], 1, 2)
+    push_to(plane, 1, (2,), 1, 1)
+    done = carry_out(plane, push_to(plane, 0, (1, 2), 1, 1, 1))
+    assert answers(done) == [
+        (0, Answer(True, (2,), (1,), (1,), ())),
+        (1, Answer(True, (2,), (1,), (1,), ())),
+    ]
+
+
+def test_answers_are_cut_where_they_would_grow_beyond_message_bytes() -> None:
+    plane = make_server(CountingApp(), [0], 1, 2, 3, 4, message_bytes=20)
+    effects = pull_from(plane, 0, (1, 2, 3, 4), 0)
+    found = [message for _, message in answers(effects)]
+    assert [message.parts for message in found if isinstance(message, Answer)] == [(1, 2), (3, 4)]
+
+
+def test_a_part_larger_than_message_bytes_travels_alone() -> None:
+    plane = make_server(CountingApp(), [0], 1, 2, 3, message_bytes=1)
+    found = [message for _, message in answers(pull_from(plane, 0, (1, 2, 3), 0))]
+    assert [m.parts for m in found if isinstance(m, Answer)] == [(1,), (2,), (3,)]
+
+
+def test_answers_of_several_pushes_are_joined_by_worker() -> None:
+    app = CountingApp()
+    plane = ServerPlane(app, window=2, message_bytes=1 << 20, stall_report_s=60.0)
+    for part in (1, 2):
+        plane.open_part(part, app.add(part, 1), [0, 1], 0)
+    push_to(plane, 0, (1,), 1, 1)
+    push_to(plane, 0, (2,), 1, 1)
+    done = carry_out(plane, push_to(plane, 1, (1, 2), 1, 1, 1))
+    assert answers(done) == [
+        (rank, Answer(True, (1, 2), (1, 1), (1, 1), ())) for rank in (0, 1)
+    ]  # fmt: skip
+
+
+# -- epochs -------------------------------------------------------------------------------
+
+
+def test_an_exchange_of_an_older_epoch_is_not_looked_at_and_said_to_be_stale() -> None:
+    app = CountingApp()
+    plane = make_server(app, [0], 1)
+    plane.begin_epoch(2)
+    effects = plane.exchange(0, 1, Exchange(True, False, (1,), (1,), (8,)), [counts(5)])
+    assert effects == [Send(0, StaleEpoch(2, True, (1,), (1,)))]
+    assert app.applied == []
+
+
+def test_an_exchange_of_a_later_epoch_is_held_until_that_epoch() -> None:
+    plane = make_server(CountingApp(), [0], 1)
+    message = Exchange(False, True, (1,), (0,), ())
+    held = plane.exchange(0, 3, message, [])
+    still_held = plane.begin_epoch(2)
+    answered = plane.begin_epoch(3)
+    assert (held, still_held) == ([], [])
+    assert answers(answered) == [(0, Answer(False, (1,), (0,), (0,), (8,)))]
+
+
+def test_what_was_held_for_an_epoch_that_was_skipped_is_stale() -> None:
+    plane = make_server(CountingApp(), [0], 1)
+    plane.exchange(0, 2, Exchange(False, True, (1,), (0,), ()), [])
+    assert plane.begin_epoch(3) == [Send(0, StaleEpoch(3, False, (1,), (0,)))]
+
+
+# -- parts --------------------------------------------------------------------------------
+
+
+def test_a_part_cannot_be_opened_twice() -> None:
+    plane = make_server(CountingApp(), [0], 1)
+    with pytest.raises(UsageError, match="part 1 is open already"):
+        plane.open_part(1, 8, [0], 0)
+
+
+def test_pushes_and_pulls_of_an_unknown_part_are_refused_and_others_served() -> None:
+    plane = make_server(CountingApp(), [0], 1)
+    effects = push_to(plane, 0, (1, 9), 1, 1, 1) + pull_from(plane, 0, (9,), 0)
+    failures = [m for _, m in answers(carry_out(plane, effects)) if isinstance(m, PartsFailed)]
+    assert [(f.pushed, f.consumed, f.parts, f.kind) for f in failures] == [
+        (True, False, (9,), "UsageError"),
+        (False, True, (9,), "UsageError"),
+    ]
+    assert plane.app.read([1])[0] == counts(1)
+
+
+def test_a_push_of_another_size_is_refused_with_both_sizes() -> None:
+    plane = make_server(CountingApp(), [0], 1)
+    message = Exchange(True, False, (1,), (1,), (16,))
+    ((_, failure),) = answers(plane.exchange(0, 1, message, [counts(1, 2)]))
+    assert isinstance(failure, PartsFailed)
+    assert failure.error == "part 1 has 8 bytes, 16 were pushed"
+
+
+def test_a_pull_behind_a_push_of_another_size_ends_too() -> None:
+    plane = make_server(CountingApp(), [0], 1)
+    plane.exchange(0, 1, Exchange(True, False, (1,), (1,), (16,)), [counts(1, 2)])
+    ((_, failure),) = answers(pull_from(plane, 0, (1,), 1))
+    assert isinstance(failure, PartsFailed)
+
+
+def test_closing_a_part_ends_all_that_waits_for_it() -> None:
+    plane = make_server(CountingApp(), [0, 1], 1)
+    push_to(plane, 0, (1,), 1, 5)
+    pull_from(plane, 0, (1,), 1)
+    effects = plane.close_part(1, GONE)
+    assert answers(effects) == [
+        (0, PartsFailed(True, False, (1,), (1,), "UsageError", str(GONE), "", -1)),
+        (0, PartsFailed(False, True, (1,), (1,), "UsageError", str(GONE), "", -1)),
+    ]
+
+
+def test_closing_a_part_while_it_is_applied_leaves_nothing_to_answer() -> None:
+    app = CountingApp()
+    plane = make_server(app, [0], 1)
+    (run,) = runs(push_to(plane, 0, (1,), 1, 5))
+    closed = plane.close_part(1, GONE)
+    finished = plane.finished(run.jobs, app.apply(run.jobs))
+    assert [type(message) for _, message in answers(closed)] == [PartsFailed]
+    assert (finished, plane.close_part(1, GONE)) == ([], [])
+
+
+# -- reports ------------------------------------------------------------------------------
+
+
+def test_who_waits_for_a_long_round_is_told_whom_it_waits_for_once_each_period() -> None:
+    plane = make_server(CountingApp(), [0, 1, 2], 1, 2)
+    push_to(plane, 0, (1,), 1, 5)
+    reports = {now: answers(plane.tick(now)) for now in (10.0, 69.0, 70.0, 71.0, 130.0)}
+    assert reports == {
+        10.0: [],
+        69.0: [],
+        70.0: [(0, RoundWaits(1, 1, (1, 2), 60.0))],
+        71.0: [],
+        130.0: [(0, RoundWaits(1, 1, (1, 2), 120.0))],
+    }
+
+
+def test_the_time_of_a_report_starts_anew_with_every_round() -> None:
+    plane = make_server(CountingApp(), [0, 1], 1)
+    push_to(plane, 0, (1,), 1, 5)
+    plane.tick(0.0)
+    carry_out(plane, push_to(plane, 1, (1,), 1, 5))
+    push_to(plane, 0, (1,), 2, 5)
+    reports = [plane.tick(now) for now in (59.0, 61.0, 118.0)]
+    assert reports == [[], [], []]
+    assert answers(plane.tick(119.0)) == [(0, RoundWaits(1, 2, (1,), 60.0))]
+
+
+def test_a_part_without_an_open_round_is_not_reported() -> None:
+    plane = make_server(CountingApp(), [0, 1], 1)
+    assert [plane.tick(now) for now in (0.0, 100.0, 1000.0)] == [[], [], []]
+
+
+def test_values_are_lent_and_not_copied() -> None:
+    app = CountingApp()
+    plane = make_server(app, [0], 1)
+    (send,) = pull_from(plane, 0, (1,), 0)
+    assert isinstance(send, Send)
+    assert np.shares_memory(np.frombuffer(send.frames[0], np.int64), app.values[1])
