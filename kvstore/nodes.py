@@ -35,5 +35,14 @@ def worker_node() -> Postoffice:
             if config.role != Role.WORKER.value:
                 sys.exit(serve(config))
             _node = start(config)
-            atexit.register(_node.close)
+            atexit.register(_leave, _node)
         return _node
+
+
+def _leave(node: Postoffice) -> None:
+    """At the end of the interpreter: a goodbye, unless an exception has ended the script.
+
+    Without one the others see a lost worker, which ends the job, instead of a worker that has
+    got all it wanted. The interpreter leaves an uncaught exception in ``sys.last_value``.
+    """
+    node.close(goodbye=getattr(sys, "last_value", None) is None)

@@ -36,29 +36,29 @@ def advertised_host(config: Config) -> str:
 
 def interface_address(interface: str) -> str:
     """The local address that ``interface`` (a name, an address or a network) stands for."""
-    try:
-        network = ipaddress.ip_network(interface, strict=False)
-    except ValueError:
-        return _address_of_name(interface)
-    for address in local_addresses().values():
+    addresses = local_addresses()
+    listing = ", ".join(f"{name} ({address})" for name, address in addresses.items())
+    if interface in addresses:
+        return addresses[interface]
+    network = _network(interface)
+    if network is None:
+        raise ConfigError(
+            f"DMLC_INTERFACE={interface}: no such interface with an address; this host has "
+            f"{listing}"
+        )
+    for address in addresses.values():
         if ipaddress.ip_address(address) in network:
             return address
     raise ConfigError(
-        f"DMLC_INTERFACE={interface}: this host has no address in it; it has {_listing()}"
+        f"DMLC_INTERFACE={interface}: this host has no address in it; it has {listing}"
     )
 
 
-def _address_of_name(name: str) -> str:
-    addresses = local_addresses()
-    if name not in addresses:
-        raise ConfigError(
-            f"DMLC_INTERFACE={name}: no such interface with an address; this host has {_listing()}"
-        )
-    return addresses[name]
-
-
-def _listing() -> str:
-    return ", ".join(f"{name} ({address})" for name, address in local_addresses().items())
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return None
 
 
 def local_addresses() -> dict[str, str]:

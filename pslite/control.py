@@ -14,6 +14,7 @@ from pslite.errors import ConfigError, DeadlineError, NodeLostError, rebuild
 from pslite.future import Future
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role
 from pslite.links import Delivery
+from pslite.log import label
 from pslite.protocol.membership import Gone
 from pslite.wire.messages import (
     BarrierEnter,
@@ -84,7 +85,8 @@ class MemberControl:
         if office.info is not None or not mine:
             return
         self._deadline = self._roster_at = None
-        office.log.name = f"{office.role.letter}[{message.node_id}]"
+        office.log.name = label(mine[0])
+        office.log.learn(message.members)
         if office.role is Role.WORKER:
             for node in message.members:
                 if node.role == Role.SERVER.value:
@@ -94,7 +96,9 @@ class MemberControl:
 
     def _say_who_is_missing(self, now: float) -> None:
         config, office = self._office.config, self._office
-        self._roster_at = now + config.roster_interval_s
+        # Once the scheduler speaks, at the same interval, only its silence makes us repeat it.
+        intervals = 1 if self._waiting is None else 2
+        self._roster_at = now + intervals * config.roster_interval_s
         waited_s = now - self._began_at
         if self._waiting is None:
             office.log.info(
@@ -172,13 +176,17 @@ class MemberControl:
     def _gone(self, gone: Gone) -> None:
         """Policy ``fail``: a lost worker or server ends the job on every survivor."""
         office = self._office
-        office.log.info(0 if not gone.left else 1, gone.sentence)
+        # After this node's own end, those of others are consequences.
+        is_news = not gone.left and office.error is None
+        office.log.info(0 if is_news else 1, gone.sentence)
         error = NodeLostError(gone.sentence, role=gone.node.role, rank=gone.node.rank)
         if gone.node.role == Role.SCHEDULER.value:
-            self._scheduler_gone(error, gone)
+            self._scheduler_gone(error, is_news=is_news)
         elif not gone.left:
             self._pass_on(gone)
             office.fail(error)
+            # What is under way to it will never be accepted: nothing to wait for at the end.
+            office.links.shut(gone.node.uid)
             return
         office.departed(gone)
         if office.role is Role.SERVER and not office.membership.live(Role.WORKER):
@@ -192,9 +200,9 @@ class MemberControl:
             if node.role != office.role.value and node.node_id not in office.membership.gone:
                 office.send(node.node_id, news)
 
-    def _scheduler_gone(self, error: NodeLostError, gone: Gone) -> None:
+    def _scheduler_gone(self, error: NodeLostError, *, is_news: bool) -> None:
         self._scheduler_error = error
-        if not gone.left:
+        if is_news:
             self._office.log.warn(
                 "push and pull go on; barriers, init and joins no longer work without the scheduler"
             )

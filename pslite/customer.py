@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pslite.errors import PSError, RemoteError, UsageError, rebuild
@@ -113,9 +114,12 @@ class Customers:
     ) -> int:
         """Send a request to each of ``nodes`` (with its own frames); returns the request's id."""
         request_id = self.pending.open(nodes, future)
-        for node in nodes:
-            message = Request(app, customer, request_id, head, body)
-            self._send(node, message, frames.get(node, ()))
+        message = Request(app, customer, request_id, head, body)
+        try:
+            for node in nodes:
+                self._send(node, message, frames.get(node, ()))
+        except Exception as error:
+            self.pending.cancel(request_id, error)
         return request_id
 
     def request_arrived(
@@ -155,4 +159,12 @@ class Customers:
             incoming.fail(error)
 
     def _responded(self, incoming: Incoming, response: Response, frames: Sequence[Any]) -> None:
-        self._on_io_thread(lambda: self._send(incoming.sender, response, frames))
+        def deliver() -> None:
+            try:
+                self._send(incoming.sender, response, frames)
+            except Exception as error:
+                text = f"the answer cannot be sent: {error}"
+                refusal = replace(response, kind=type(error).__name__, error=text, body=b"")
+                self._send(incoming.sender, refusal, ())
+
+        self._on_io_thread(deliver)

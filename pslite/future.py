@@ -8,6 +8,7 @@ is the I/O thread, so they must be short and must not wait. A leaf: it knows no 
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
@@ -54,7 +55,11 @@ class Future(Generic[T]):
             callbacks, self._callbacks = self._callbacks, []
             self._condition.notify_all()
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:
+                # The completing thread belongs to the node, which goes on.
+                traceback.print_exc()
 
     def error(self) -> BaseException | None:
         """The error it completed with, if any. Does not wait."""

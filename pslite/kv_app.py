@@ -3,7 +3,7 @@
 ::
 
     worker = KVWorker(node, app=0)                                   # on a worker
-    worker.wait(worker.push([3, 7], np.float32([0.5, 1.5])))
+    worker.wait(worker.push([3, 7], np.array([0.5, 1.5], np.float32)))
     values = worker.wait(worker.pull([3, 7]))
 
     KVServer(node, app=0, handle=SumHandle())                        # on every server

@@ -9,6 +9,7 @@ arrives, which becomes a ``ProtocolError``. Runs on any thread. Next: ``kv_wire.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -130,9 +131,7 @@ def as_keys(keys: ArrayLike, *, copy: bool) -> Keys:
     Raises:
         UsageError: not 1-D, not integers, or below zero.
     """
-    array = _as_array(keys, "keys")
-    if not array.size and not isinstance(keys, np.ndarray):
-        array = array.astype(np.uint64)
+    array = _key_list(keys) if isinstance(keys, list | tuple) else _as_array(keys, "keys")
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise UsageError(
             "keys must be a 1-D array of unsigned 64-bit integers (numpy.uint64), "
@@ -141,6 +140,14 @@ def as_keys(keys: ArrayLike, *, copy: bool) -> Keys:
     if array.dtype.kind == "i" and (array < 0).any():
         raise UsageError(f"keys must not be negative, {array.min()} is")
     return array.astype(np.uint64, order="C", copy=copy)
+
+
+def _key_list(keys: Sequence[Any]) -> Keys:
+    """Python integers as an array. (By itself NumPy makes floats of 0 next to 2^64-1.)"""
+    try:
+        return np.array([operator.index(key) for key in keys], dtype=np.uint64)
+    except (TypeError, OverflowError) as error:
+        raise UsageError(f"keys must be integers from 0 to 2^64-1: {error}") from error
 
 
 def as_values(values: ArrayLike, *, copy: bool) -> Values:

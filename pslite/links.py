@@ -60,6 +60,7 @@ class Links:
         self._peers: dict[str, _Peer] = {}
         self._owing: set[str] = set()
         self._closed: set[str] = set()
+        self._released: set[str] = set()
         #: What arrived and was dropped, by reason.
         self.dropped: Counter[str] = Counter()
         self.repeated = 0
@@ -69,15 +70,23 @@ class Links:
     def send(
         self, peer: str, message: Message, frames: Sequence[Any], epoch: int, now: float
     ) -> None:
-        """Send a message. Frames are kept by reference until the peer has accepted them."""
-        if peer in self._closed:
+        """Send a message. Frames are kept by reference until the peer has accepted them.
+
+        Nothing happens when the peer is gone. What cannot be encoded or carried (a number over
+        64 bits, a frame over the van's limit) raises and leaves no trace.
+        """
+        if peer in self._closed or (peer in self._released and message.RELIABLE):
             return
         entry = self._entry(peer)
         if message.RELIABLE:
             nbytes = sum(len(frame) for frame in frames)
             nbytes = nbytes if nbytes >= _SMALL_BYTES else 0
             outgoing = entry.channel.number(message, frames, nbytes, epoch, now)
-            self._transmit(peer, entry, outgoing)
+            try:
+                self._transmit(peer, entry, outgoing)
+            except Exception:
+                entry.channel.withdraw(outgoing)
+                raise
         else:
             self._transmit(peer, entry, Outgoing(0, epoch, message, frames, 0, now))
 
@@ -203,6 +212,7 @@ class Links:
 
     def release(self, peer: str) -> None:
         """A peer has said goodbye: it waits for nothing more, but its own may come again."""
+        self._released.add(peer)
         entry = self._peers.get(peer)
         if entry is not None:
             entry.channel.drop_outgoing()

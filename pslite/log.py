@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from pslite.ids import NodeInfo, Role
 from pslite.wire.messages import Message
 
 Write = Callable[[str], None]
@@ -22,6 +23,11 @@ def to_stderr(line: str) -> None:
     sys.stderr.flush()
 
 
+def label(node: NodeInfo) -> str:
+    """``S[8]``: a node as the lines of ps-lite name it."""
+    return f"{Role(node.role).letter}[{node.node_id}]"
+
+
 class Log:
     """Writes a node's lines. ``name`` changes once the node knows its rank."""
 
@@ -29,6 +35,11 @@ class Log:
         self.name = name
         self.level = level
         self._write = write
+        self._labels: dict[str, str] = {}
+
+    def learn(self, roster: Iterable[NodeInfo]) -> None:
+        """From here on, messages show these nodes by their labels, not by their vans' names."""
+        self._labels.update((node.uid, label(node)) for node in roster)
 
     def info(self, level: int, text: str) -> None:
         """A line that appears from ``level`` on (0: always)."""
@@ -47,7 +58,7 @@ class Log:
         """One message, as PS_VERBOSE=2 shows it."""
         sizes = "".join(f" data_size={len(frame)}" for frame in frames)
         body = f" Body:{sizes}" if sizes else ""
-        self._line(f"{self.name} {direction} {peer}. Meta: {_short(message)}{body}")
+        self._line(f"{direction} {self._labels.get(peer, peer)}. Meta: {_short(message)}{body}")
 
     def _line(self, text: str) -> None:
         now = time.strftime("%H:%M:%S")

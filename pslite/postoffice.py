@@ -29,6 +29,7 @@ from pslite.pool import InlinePool, Pool
 from pslite.protocol.liveness import Liveness, Lost
 from pslite.protocol.membership import Gone, Membership
 from pslite.van.base import Connected, Disconnected, Received, Van
+from pslite.wire.codec import MAX_HEADER_BYTES
 from pslite.wire.messages import (
     Accepted,
     Answer,
@@ -48,6 +49,8 @@ _SUSPECT_INTERVAL_S = 0.1
 _TICK_INTERVAL_S = 1.0
 #: How long a node that has failed stays to tell the others why.
 _LAST_WORDS_S = 2.0
+#: The rest of a header frame is small (``wire/codec.py``).
+_MAX_BODY_BYTES = MAX_HEADER_BYTES - 65_536
 #: Messages from nodes that the roster will explain may wait for it.
 _MAX_EARLY = 65_536
 
@@ -230,7 +233,7 @@ class Postoffice:
         payload = dict(frames or {})
 
         def ask() -> None:
-            error = self.error or self._gone_error(nodes)
+            error = self.error or self._unreachable(nodes, body)
             if error is not None:
                 future.set_error(error)
                 return
@@ -569,11 +572,19 @@ class Postoffice:
         self.ready.set_error(error)
         self.finished.set_error(error)
 
-    def _gone_error(self, nodes: Sequence[int]) -> BaseException | None:
+    def _unreachable(self, nodes: Sequence[int], body: bytes) -> BaseException | None:
+        """Why a request cannot be sent."""
+        if self.info is None:
+            return UsageError("requests can be made once the cluster is complete: wait for `ready`")
+        if len(body) > _MAX_BODY_BYTES:
+            return UsageError(f"a request's body may have {_MAX_BODY_BYTES} bytes; use frames")
         for node in nodes:
             gone = self.membership.gone.get(node)
             if gone is not None:
                 return NodeLostError(gone.sentence, role=gone.node.role, rank=gone.node.rank)
+            info = self.membership.node(node)
+            if info is None or (not self._talks_to(info) and node != self.info.node_id):
+                return UsageError(f"{self.info.title} has no connection to {self.title(node)}")
         return None
 
     def __enter__(self) -> Postoffice:

@@ -101,6 +101,7 @@ class SchedulerControl:
         self._deadline = self._roster_at = None
         roster = (self._node, *self._rendezvous.roster)
         self._titles.update((node.node_id, node.title) for node in roster)
+        office.log.learn(roster)
         for node in self._rendezvous.roster:
             office.log.info(
                 1, f"assign rank={node.node_id} to node role={node.role}, ip={node.host}"
@@ -187,7 +188,9 @@ class SchedulerControl:
 
     def _gone(self, gone: Gone) -> None:
         office = self._office
-        office.log.info(0 if not gone.left else 1, gone.sentence)
+        # After the end of the job, those of its nodes are consequences.
+        is_news = not gone.left and office.error is None
+        office.log.info(0 if is_news else 1, gone.sentence)
         office.departed(gone)
         office.begin_epoch(office.membership.epoch + 1)
         self._tell_all(

@@ -16,7 +16,6 @@ from pslite.asking import Asker, check_sizes, log_failure
 from pslite.customer import Incoming, Reply
 from pslite.errors import UsageError
 from pslite.future import Future, completed
-from pslite.ids import NodeId
 from pslite.postoffice import Postoffice
 
 T = TypeVar("T")
@@ -70,7 +69,7 @@ class SimpleApp:
             self.registered = node.add_app(self._asker.app, self._arrived)
             log_failure(node, self.registered)
 
-    def request(self, head: int, body: str | bytes, receiver: int) -> Future[dict[NodeId, bytes]]:
+    def request(self, head: int, body: str | bytes, receiver: int) -> Future[dict[int, bytes]]:
         """Ask a node, or every node of a group (this one too, if it belongs to it).
 
         Args:
@@ -124,5 +123,5 @@ def _data(incoming: Incoming) -> SimpleData:
     return SimpleData(r.head, r.body, incoming.sender, r.app, r.customer, r.request_id)
 
 
-def _bodies(replies: dict[int, Reply]) -> dict[NodeId, bytes]:
-    return {NodeId(node): reply.body for node, reply in replies.items()}
+def _bodies(replies: dict[int, Reply]) -> dict[int, bytes]:
+    return {node: reply.body for node, reply in replies.items()}

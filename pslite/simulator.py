@@ -32,7 +32,7 @@ from pslite.ids import Role
 from pslite.log import Log
 from pslite.pool import Work
 from pslite.postoffice import Postoffice
-from pslite.start import make_node, node_uid
+from pslite.starting import make_node, node_uid
 from pslite.van.faulty import FaultPlan, FaultyVan
 from pslite.van.inproc import InprocNetwork, InprocVan
 

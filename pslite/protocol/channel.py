@@ -83,6 +83,11 @@ class Channel:
             self._check_at = None
         return len(self._unaccepted) != before
 
+    def withdraw(self, outgoing: Outgoing) -> None:
+        """The newest message could not be sent at all; its number is free again."""
+        self._forget(outgoing.sequence)
+        self._next_sequence = outgoing.sequence
+
     def drop_outgoing(self) -> None:
         """Nobody will accept any more what was sent."""
         self._unaccepted.clear()

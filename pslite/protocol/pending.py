@@ -69,6 +69,12 @@ class Pending:
             if node in entry.waiting:
                 self.refuse(request_id, node, error)
 
+    def cancel(self, request_id: int, error: BaseException) -> None:
+        """End one request with ``error``, whoever has answered."""
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            entry.future.set_error(error)
+
     def fail(self, error: BaseException) -> None:
         """End everything that is open with ``error``."""
         entries, self._entries = self._entries, {}

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 MARK = "PROCESS_TEST_MARK"
@@ -43,6 +45,10 @@ def wait_for_file(path):
 
 SHORT = {"PS_RENDEZVOUS_TIMEOUT": "3", "PS_ROSTER_INTERVAL": "0.5"}
 """Settings for jobs that never become complete."""
+
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="looks for processes and sockets in /proc"
+)
 
 
 def free_port() -> int:
@@ -208,12 +214,14 @@ class Job:
         self.processes.append(process)
         return process
 
+    def allow(self, name: str) -> None:
+        """Let the processes go on that wait for the file ``name``."""
+        (self.directory / name).touch()
+
     def wait_all(self, timeout_s: float = PATIENCE_S) -> list[int]:
         """The exit codes of all processes, in the order of their start."""
         give_up_at = time.monotonic() + timeout_s
-        return [
-            process.wait(max(0.0, give_up_at - time.monotonic())) for process in self.processes
-        ]
+        return [process.wait(max(0.0, give_up_at - time.monotonic())) for process in self.processes]
 
     def output(self) -> str:
         """Everything that all processes have written, for the text of a failed assertion."""
@@ -276,6 +284,12 @@ def listening_addresses(pid: int) -> list[tuple[str, int]]:
         for address, port, inode in listening_sockets()
         if f"socket:[{inode}]" in held
     ]
+
+
+def assert_no_traceback(*processes: Process) -> None:
+    """What these processes had to say, they have said in sentences."""
+    for process in processes:
+        assert "Traceback" not in process.text, process.text
 
 
 MakeJob = Callable[..., Job]

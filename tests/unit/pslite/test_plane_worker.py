@@ -214,13 +214,13 @@ def test_the_memory_is_free_when_the_transfer_is_done() -> None:
 @pytest.mark.parametrize(
     ("answer", "frames"),
     [
-        (Answer(True, (1,), (1, 2), (1,), ()), []),
-        (Answer(True, (1,), (1,), (), ()), []),
         (Answer(True, (1,), (1,), (1,), (8, 8)), [counts(1, 1)]),
         (Answer(True, (1,), (1,), (1,), (8,)), [b"short"]),
     ],
 )
-def test_an_answer_whose_lists_do_not_fit_is_refused(answer: Answer, frames: list[bytes]) -> None:
+def test_an_answer_whose_payload_does_not_fit_is_refused(
+    answer: Answer, frames: list[bytes]
+) -> None:
     plane = WorkerPlane(window=2)
     plane.submit(ask(1, push=[ONE], pull=True).transfer)
     with pytest.raises(ProtocolError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from plane_helpers import (
     LOST,
     SERVER,
@@ -20,7 +19,7 @@ from plane_helpers import (
     refusal,
 )
 
-from pslite.errors import NodeLostError, ProtocolError, RemoteError, UsageError
+from pslite.errors import NodeLostError, RemoteError, UsageError
 from pslite.plane import WorkerPlane
 from pslite.wire.messages import PartsFailed, StaleEpoch
 
@@ -125,23 +124,6 @@ def test_a_push_behind_one_that_was_refused_is_applied_and_so_are_later_ones() -
     assert [type(error) for error in wrong.endings] == [UsageError]
     assert [one.endings for one in right] == [[None]] * 3
     assert app.values[1].tolist() == [111]
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        PartsFailed(True, True, (1, 2), (1,), "UsageError", "no", "", -1),
-        StaleEpoch(1, True, (1,), (1, 2)),
-    ],
-    ids=["PartsFailed", "StaleEpoch"],
-)
-def test_a_reply_whose_lists_do_not_fit_is_a_protocol_error(
-    message: PartsFailed | StaleEpoch,
-) -> None:
-    plane = WorkerPlane(window=2)
-    plane.submit(ask(1, push=[ONE]).transfer)
-    with pytest.raises(ProtocolError):
-        plane.refused(message) if isinstance(message, PartsFailed) else plane.stale(message)
 
 
 # -- epochs, departures, the end ----------------------------------------------------------

@@ -1,0 +1,115 @@
+# Everything that a checkout can do. `make` alone lists it; README.md says more.
+# All of it happens in a virtual environment, $(VENV), which the first call creates.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Tests that start no processes are spread over so many.
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+# The environment belongs to one Python: with another version of it, it is made anew.
+CREATED := $(VENV)/.created-with-$(PYTHON_VERSION)
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+REQUIREMENTS := setup.py pyproject.toml
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
+
+TRAIN := examples/image_classification/train_mnist.py
+CHECKS := lint format-check types test-unit test-process
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo install dev test $(CHECKS) format test-oldest bench docs clean
+
+help: ## this list
+	@echo "usage: make TARGET [PYTHON=python3.12] [VENV=.venv]"
+	@echo
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+
+demo: $(INSTALLED) ## train LeNet on MNIST digits with 2 workers and 1 server (about a minute)
+	$(RUN) tools/launch.py -n 2 -s 1 --launcher local \
+	    $(RUN) $(TRAIN) --network lenet --kv-store dist_sync
+
+install: $(INSTALLED) ## create the environment and install the two packages
+
+dev: $(INSTALLED_DEV) ## the same with the tools for development
+
+test: $(INSTALLED_DEV) ## every check: ruff, mypy, pytest (a few minutes)
+	@failed=; \
+	for check in $(CHECKS); do \
+	    echo; echo "==== make $$check"; \
+	    $(MAKE) --no-print-directory $$check || failed="$$failed $$check"; \
+	done; \
+	echo; \
+	if [ -n "$$failed" ]; then \
+	    echo "==== make test: FAILED:$$failed (each can be repeated alone: make NAME)"; exit 1; \
+	fi; \
+	echo "==== make test: everything passed ($(CHECKS))"
+
+lint: $(INSTALLED_DEV) ## ruff check
+	$(VENV)/bin/ruff check .
+
+format-check: $(INSTALLED_DEV) ## ruff format --check
+	$(VENV)/bin/ruff format --check .
+
+types: $(INSTALLED_DEV) ## mypy --strict on both packages
+	$(VENV)/bin/mypy --strict pslite kvstore
+
+test-unit: $(INSTALLED_DEV) ## pytest: everything that starts no processes
+	$(RUN) -m pytest -n $(JOBS) tests --ignore=tests/process --ignore=tests/gpu $(PYTEST_ARGS)
+
+test-process: $(INSTALLED_DEV) ## pytest: whole jobs on this machine, and GPUs where there are any
+	$(RUN) -m pytest -rs tests/process tests/gpu $(PYTEST_ARGS)
+
+format: $(INSTALLED_DEV) ## let ruff lay out the code and mend what it can
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+test-oldest: ## the tests with the oldest libraries that setup.py allows (needs Python 3.10)
+	$(MAKE) --no-print-directory VENV=.venv-oldest dev
+	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet \
+	    $$(sed -nE 's/^REQUIREMENTS = \[(.*)\]/\1/p' setup.py | tr -d '",' | sed 's/>=/==/g')
+	$(MAKE) --no-print-directory VENV=.venv-oldest test-unit test-process
+
+bench: $(INSTALLED) ## how long an exchange of whole models takes (on a quiet machine)
+	$(RUN) benchmarks/exchange.py
+
+docs: $(INSTALLED) ## write docs/settings.md anew from pslite/config.py
+	$(RUN) docs/make_settings.py
+
+clean: ## remove environments, caches and what building has left
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# -- the environment -------------------------------------------------------------------------
+
+$(CREATED):
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	    echo "make: there is no $(PYTHON); install Python 3.10 or later, or name one:" \
+	        "make PYTHON=/path/to/python3 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1), and this project needs Python 3.10 or" \
+	        "later; name another one: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "make: $(PYTHON) cannot make virtual environments (its module venv or ensurepip is" \
+	        "missing); on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "make: creating $(VENV) with $$($(PYTHON) -V)"
+	@base=$$($(PYTHON) -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))') \
+	    && "$$base" -m venv --clear $(VENV)
+	@touch $@
+
+$(INSTALLED): $(CREATED) $(REQUIREMENTS)
+	@echo "make: installing kvstore and pslite with numpy, pyzmq and msgpack into $(VENV)"
+	@$(PIP) --editable . || { $(EXPLAIN); }
+	@touch $@
+
+$(INSTALLED_DEV): $(CREATED) $(REQUIREMENTS)
+	@echo "make: installing kvstore and pslite with the tools for development into $(VENV)"
+	@$(PIP) --editable '.[dev]' || { $(EXPLAIN); }
+	@touch $(INSTALLED) $@
+
+EXPLAIN = echo "make: pip could not install what is needed (see above); it needs the package" \
+    "index once, later calls work without a network" >&2; exit 1

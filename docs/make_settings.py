@@ -1,0 +1,81 @@
+"""Writes docs/settings.md from ``pslite.config.Config``: ``python docs/make_settings.py``.
+
+The page has one row for each field and nothing that is not in the code, so it cannot be out of
+date unless nobody ran this; a test notices that (``tests/unit/test_docs_examples.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kvstore.launch.options import RESERVED_NAMES
+from pslite.config import ACCEPTED_NAMES, Config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "settings.md"
+
+INTRODUCTION = """\
+# Settings
+
+<!-- Written by docs/make_settings.py from pslite/config.py: change that, not this. -->
+
+A setting is an argument of `Config.from_env`, else an environment variable, else its default.
+The variables are read once, when a process joins its job; changing them later has no effect.
+`DMLC_*` names, and those `PS_*` names that ps-lite has, mean what they mean there. A `PS_*` name
+that is not on this page is reported when a node starts, with the name that was probably meant.
+
+The launcher decides the names with a star, and `--env` cannot set them. (An exported
+`DMLC_PS_ROOT_URI` or `DMLC_PS_ROOT_PORT` tells it where the scheduler is to listen.) All others
+are inherited by every process of a job: `PS_VERBOSE=1 kvstore-launch -n 2 ...`. To set one for
+servers or workers only: `--env-server NAME:VALUE`, `--env-worker NAME:VALUE`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    fields = dataclasses.fields(Config)
+    job = [field for field in fields if not field.metadata["name"].startswith("PS_")]
+    runtime = [field for field in fields if field.metadata["name"].startswith("PS_")]
+    accepted = ", ".join(f"`{name}`" for name in sorted(ACCEPTED_NAMES))
+    return (
+        f"{INTRODUCTION}\n"
+        f"## The job and its addresses\n\n{table(job)}\n"
+        f"## The runtime\n\n{table(runtime)}\n"
+        f"Accepted and without effect, because what it asks for is always on: {accepted}.\n"
+    )
+
+
+def table(fields: Iterable[dataclasses.Field[Any]]) -> str:
+    """One row for each field."""
+    rows = ["| variable | argument | default | meaning |", "| --- | --- | --- | --- |"]
+    for field in fields:
+        name = field.metadata["name"]
+        star = " *" if name in RESERVED_NAMES else ""
+        default = written(field.default, field.metadata["parse"])
+        text = field.metadata["help"].replace("|", "\\|")
+        rows.append(f"| `{name}`{star} | `{field.name}` | {default} | {text} |")
+    return "\n".join(rows) + "\n"
+
+
+def written(default: Any, parse: Callable[[str], Any]) -> str:
+    """The default as one would write it in the environment, in the unit of the variable."""
+    if default is None or default == "":
+        return "none"
+    if isinstance(default, str):
+        return f"`{default}`"
+    for number in (default, default * 1000):
+        text = f"{number:.12g}"
+        if parse(text) == default:
+            return f"`{text}`"
+    raise ValueError(f"no text is read as the default {default!r}")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -1,0 +1,68 @@
+"""Packaging: what `pip install .` installs. The settings of the tools stand in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    """The version in pslite/version.py, which is read and not imported."""
+    text = (ROOT / "pslite" / "version.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if found is None:
+        raise SystemExit('pslite/version.py has no line of the form __version__ = "1.2.3"')
+    return found.group(1)
+
+
+# The lower bounds are the oldest versions with which the tests were run and passed (on Python
+# 3.10, `make test-oldest`). Without upper bounds: newer ones are what users have.
+REQUIREMENTS = ["numpy>=1.24", "pyzmq>=23.2.1", "msgpack>=1.0.3"]
+
+# Tools change what they complain about with every minor version, so that is held fixed.
+DEVELOPMENT = [
+    "pytest>=9.0,<10",
+    "pytest-timeout>=2.4,<3",
+    "pytest-xdist>=3.8,<4",
+    "hypothesis>=6.150,<7",
+    "ruff>=0.17.5,<0.18",
+    "mypy>=2.4.1,<2.5",
+]
+
+setup(
+    # The name of the distribution; what is imported is `kvstore` (and `pslite`). The name
+    # `kvstore` belongs to another project on the public package index.
+    name="kvstore-pslite",
+    version=version(),
+    description="A parameter server in Python with the API of MXNet's KVStore",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["kvstore", "kvstore.*", "pslite", "pslite.*"]),
+    package_data={"kvstore": ["py.typed"], "pslite": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=REQUIREMENTS,
+    extras_require={
+        "cuda12": ["cupy-cuda12x>=13"],
+        "cuda13": ["cupy-cuda13x>=13.6"],
+        "dev": DEVELOPMENT,
+    },
+    entry_points={"console_scripts": ["kvstore-launch = kvstore.launch.cli:main"]},
+    zip_safe=False,
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
+)

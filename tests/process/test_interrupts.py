@@ -1,0 +1,114 @@
+"""Ctrl-C and other signals: all end in time, nothing stays, and servers say it in a sentence."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from job import MakeJob, assert_no_traceback, needs_proc, wait_until
+
+pytestmark = [pytest.mark.process, needs_proc]
+
+READY = """
+kv = mx.kvstore.create("dist_sync")
+kv.init("w", vector(0, 0))
+print("ready", flush=True)
+"""
+WAIT_IN_PULL = READY + 'kv.push("w", vector(1, 2)); kv.pull("w")\n'
+WAIT_IN_BARRIER = READY + "kv.barrier()\n"
+COMPUTE = READY + "time.sleep(60)\n"
+
+
+def test_ctrl_c_ends_a_launched_job_whatever_its_workers_wait_for(make_job: MakeJob) -> None:
+    waits = (
+        'if kv.rank == 0: kv.push("w", vector(1, 2)); kv.pull("w")\n'
+        "elif kv.rank == 1: kv.barrier()\n"
+        "else: time.sleep(60)\n"
+    )
+    job = make_job(3, 2)
+    launcher = job.launch(READY + waits)
+    launcher.wait_for("(?s)ready.*ready.*ready")
+    time.sleep(0.1)  # a moment for them to begin to wait; what follows is the same without it
+    began_at = time.monotonic()
+    os.killpg(launcher.pid, signal.SIGINT)
+    assert launcher.wait(10) == 130
+    assert time.monotonic() - began_at < 4
+    assert job.left() == []
+    assert "[launcher] ended by SIGINT" in launcher.text
+    for line in launcher.lines:
+        if line.startswith(("[scheduler]", "[server")):
+            assert "Traceback" not in line, launcher.text
+            assert "Error" not in line, launcher.text
+
+
+@pytest.mark.parametrize(
+    ("code", "other_code"),
+    [
+        (WAIT_IN_PULL, WAIT_IN_BARRIER),
+        (WAIT_IN_BARRIER, WAIT_IN_PULL),
+        (COMPUTE, WAIT_IN_PULL),
+    ],
+    ids=["pull", "barrier", "compute"],
+)
+def test_ctrl_c_in_one_worker_ends_the_whole_job(
+    make_job: MakeJob, code: str, other_code: str
+) -> None:
+    job = make_job(2, 1)
+    scheduler, (server,) = job.service()
+    interrupted, other = job.worker(0, code), job.worker(1, other_code)
+    for worker in interrupted, other:
+        worker.wait_for("ready")
+    interrupted.send(signal.SIGINT)
+    assert interrupted.wait(5) != 0
+    assert interrupted.lines[-1] == "KeyboardInterrupt"
+    assert other.wait(10) == 1
+    assert re.search(rf"NodeLostError: worker 0 \(pid {interrupted.pid} on ", other.lines[-1])
+    scheduler.wait(5)
+    server.wait(5)
+    assert_no_traceback(scheduler, server)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_every_process_ends_all_of_them_at_once(
+    make_job: MakeJob, number: signal.Signals
+) -> None:
+    job = make_job(2, 2)
+    job.service()
+    for worker in job.workers(COMPUTE):
+        worker.wait_for("ready")
+    for process in job.processes:
+        process.send(number)
+    codes = job.wait_all(5)
+    assert 0 not in codes
+    assert_no_traceback(*job.processes[:3])
+
+
+def test_ctrl_c_while_the_job_is_not_complete_ends_those_that_wait(make_job: MakeJob) -> None:
+    job = make_job(2, 1, PS_ROSTER_INTERVAL="0.1")
+    scheduler, (server,) = job.service()
+    worker = job.worker(0, READY)
+    for process in server, worker:
+        process.wait_for("waiting for 1 of 2 workers")
+    for process in worker, server, scheduler:
+        process.send(signal.SIGINT)
+    codes = [process.wait(5) for process in (scheduler, server)]
+    assert worker.wait(5) != 0
+    assert set(codes) <= {1, 130}
+    assert_no_traceback(scheduler, server)
+
+
+def test_a_second_ctrl_c_hurries_the_launcher_on(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    stubborn = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    launcher = job.launch(stubborn + COMPUTE)
+    launcher.wait_for("ready")
+    began_at = time.monotonic()
+    for _ in range(2):
+        os.killpg(launcher.pid, signal.SIGINT)
+        time.sleep(0.2)
+    assert launcher.wait(5) == 130
+    assert time.monotonic() - began_at < 2
+    wait_until(lambda: job.left() == [], "nothing of the job to be left")

@@ -1,0 +1,325 @@
+"""What the others see when a process dies, freezes, raises or leaves early."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from job import Job, MakeJob, Process, assert_no_traceback, needs_proc, wait_until
+
+pytestmark = [pytest.mark.process, needs_proc]
+
+SYNC = """
+kv = mx.kvstore.create("dist_sync")
+kv.init("w", vector(0, 0))
+print("rank", kv.rank, flush=True)
+"""
+ASYNC = """
+kv = mx.kvstore.create("dist_async")
+kv.init("w", vector(0, 0))
+kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=1.0))
+kv.barrier()
+print("rank", kv.rank, flush=True)
+"""
+ROUND = """
+kv.push("w", vector(1, 2)); kv.pull("w")
+"""
+PULL_FOREVER = """
+print("pulling", flush=True)
+kv.push("w", vector(1, 2)); kv.pull("w")
+"""
+SLEEP = "time.sleep(60)\n"
+
+
+def start(job: Job, first: str, second: str) -> tuple[Process, list[Process], list[Process]]:
+    """Scheduler, servers and two workers with different code, all at work."""
+    scheduler, servers = job.service()
+    workers = [job.worker(0, first), job.worker(1, second)]
+    for worker in workers:
+        worker.wait_for("rank")
+    return scheduler, servers, workers
+
+
+def end_within_15_s(*survivors: Process) -> None:
+    give_up_at = time.monotonic() + 15
+    for process in survivors:
+        assert process.wait(give_up_at - time.monotonic()) == 1, process.text
+
+
+def names(process: Process, title: str, victim: Process) -> bool:
+    """Whether the last line of a process is an error about the loss of ``victim``."""
+    pattern = rf"NodeLostError: {title} \(pid {victim.pid} on \S+\) is lost: its process is gone$"
+    return re.search(pattern, process.lines[-1]) is not None
+
+
+def test_when_a_worker_is_killed_every_survivor_ends_with_an_error_that_names_it(
+    make_job: MakeJob,
+) -> None:
+    scheduler, servers, (pulling, victim) = start(make_job(2, 2), SYNC + PULL_FOREVER, SYNC + SLEEP)
+    pulling.wait_for("pulling")
+    victim.send(signal.SIGKILL)
+    survivors = [pulling, scheduler, *servers]
+    end_within_15_s(*survivors)
+    for process in survivors:
+        assert names(process, "worker 1", victim), process.text
+        # The cause, not its consequences.
+        assert process.text.count(" is lost: ") <= 2, process.text
+    assert_no_traceback(scheduler, *servers)
+
+
+def test_when_a_server_is_killed_also_workers_that_do_not_wait_for_it_get_its_name(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, 2)
+    scheduler, (other, victim), (pulling, computing) = start(
+        job, SYNC + PULL_FOREVER, SYNC + 'wait_for_file("go")\n' + ROUND
+    )
+    pulling.wait_for("pulling")
+    victim.send(signal.SIGKILL)
+    end_within_15_s(scheduler, other, pulling)
+    job.allow("go")
+    end_within_15_s(computing)
+    for process in scheduler, other, pulling, computing:
+        assert names(process, "server 1", victim), process.text
+    assert_no_traceback(scheduler, other)
+
+
+def test_when_the_scheduler_is_killed_push_and_pull_go_on_and_a_barrier_fails_at_once(
+    make_job: MakeJob,
+) -> None:
+    code = (
+        SYNC
+        + """
+kv.barrier()
+wait_for_file("go")
+for n in range(1, 6):
+    kv.push("w", vector(n, kv.rank))
+    print("after", kv.pull("w").tolist(), flush=True)
+for call in kv.barrier, lambda: kv.init("v", vector(0)):
+    began = time.monotonic()
+    try:
+        call()
+    except PSError as error:
+        print(f"{type(error).__name__}: {error}; in time: {time.monotonic() - began < 1}")
+kv.push("w", vector(6, kv.rank))
+print("after", kv.pull("w").tolist(), flush=True)
+"""
+    )
+    job = make_job(2, 1)
+    scheduler, (server,), workers = start(job, code, code)
+    scheduler.send(signal.SIGKILL)
+    for process in server, *workers:
+        process.wait_for("warning: push and pull go on; barriers, init and joins no longer work ")
+    job.allow("go")
+    assert [process.wait() for process in (server, *workers)] == [0, 0, 0], job.output()
+    for worker in workers:
+        values = [line for line in worker.lines if line.startswith("after")]
+        assert values == [f"after [{2 * n}.0, 1.0]" for n in range(1, 7)]
+        errors = [line for line in worker.lines if line.startswith("NodeLostError")]
+        assert len(errors) == 2, worker.text
+        for line in errors:
+            assert re.match(rf"NodeLostError: scheduler \(pid {scheduler.pid} on ", line), line
+            assert line.endswith("in time: True")
+    assert_no_traceback(server)
+
+
+def test_calls_after_a_loss_fail_at_once_also_when_nothing_was_waiting(make_job: MakeJob) -> None:
+    code = (
+        SYNC
+        + """
+wait_for_file("go")
+try:
+    kv.push("w", vector(1, 1)); kv.push("w", vector(1, 1))
+except PSError:
+    pass
+for call in lambda: kv.pull("w"), kv.barrier, lambda: kv.init("v", vector(0)):
+    try:
+        call()
+    except PSError as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+    )
+    job = make_job(2, 1)
+    scheduler, servers, (survivor, victim) = start(job, code, SYNC + SLEEP)
+    victim.send(signal.SIGKILL)
+    end_within_15_s(scheduler, *servers)
+    survivor.wait_for(r"worker 1 \(pid \d+ on \S+\) is lost")
+    job.allow("go")
+    assert survivor.wait(5) == 0
+    errors = [line for line in survivor.lines if line.startswith("NodeLostError")]
+    assert len(errors) == 3
+    assert all(line.startswith("NodeLostError: worker 1 (pid ") for line in errors)
+
+
+def test_a_killed_worker_ends_an_asynchronous_job_as_well(make_job: MakeJob) -> None:
+    busy = ASYNC + "while True:" + ROUND.replace("\n", " ")
+    scheduler, (server,), (survivor, victim) = start(make_job(2, 1), busy, busy)
+    victim.send(signal.SIGKILL)
+    began_at = time.monotonic()
+    end_within_15_s(scheduler, server, survivor)
+    # Nobody stays to have its last words accepted by a process that is gone.
+    assert time.monotonic() - began_at < 1.8
+    for process in scheduler, server, survivor:
+        assert names(process, "worker 1", victim), process.text
+
+
+# -- through the launcher -----------------------------------------------------------------
+
+
+def process_of(job: Job, role: str) -> int:
+    """The process id of the launched job's only process of a role."""
+    found = [
+        pid
+        for pid in job.left()
+        if f"DMLC_ROLE={role}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("role", ["worker", "server", "scheduler"])
+def test_the_launcher_passes_a_killed_process_on_as_137_and_names_it_last(
+    make_job: MakeJob, role: str
+) -> None:
+    job = make_job(1, 1)
+    launcher = job.launch(SYNC + "kv.barrier()\n" + 'wait_for_file("go"); kv.barrier()\n')
+    launcher.wait_for("rank")
+    victim = process_of(job, role)
+    os.kill(victim, signal.SIGKILL)
+    launcher.wait_for(rf"{role} (0 )?\(pid {victim} on \S+\) is lost")
+    job.allow("go")
+    assert launcher.wait() == 137
+    block = launcher.text.partition("======== the job failed")[2].splitlines()
+    name = role if role == "scheduler" else f"{role} 0"
+    assert block[1] == f"process:  {name} (pid {victim})"
+    assert block[2].startswith("ended:    signal SIGKILL")
+
+
+def test_an_exception_in_one_worker_is_the_cause_that_the_launcher_reports(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(3, 1)
+    mistake = 'if kv.rank == 1: raise ValueError("my own mistake")\n'
+    launcher = job.launch(SYNC + ROUND + mistake + ROUND)
+    assert launcher.wait() == 1
+    for rank in 0, 2:
+        pattern = rf"\[worker {rank}\] pslite.errors.NodeLostError: worker 1 \(pid \d+ on "
+        assert re.search(pattern, launcher.text)
+    block = launcher.text.partition("======== the job failed")[2]
+    assert "process:  worker 1 " in block
+    assert "ValueError: my own mistake" in block
+
+
+# -- frozen, failing, leaving -------------------------------------------------------------
+
+
+def test_a_worker_that_is_frozen_for_three_seconds_changes_nothing(make_job: MakeJob) -> None:
+    code = (
+        SYNC
+        + """
+for n in range(1, 101):
+    kv.push("w", vector(n, kv.rank))
+    value = kv.pull("w")
+    assert value.tolist() == [2 * n, 1], value
+    if n == 20:
+        print("started", flush=True)
+    time.sleep(0.005)
+print("done", value)
+"""
+    )
+    job = make_job(2, 1)
+    scheduler, servers, workers = start(job, code, code)
+    workers[1].wait_for("started")
+    workers[1].send(signal.SIGSTOP)
+    time.sleep(3)
+    assert all(process.popen.poll() is None for process in job.processes)
+    workers[1].send(signal.SIGCONT)
+    assert job.wait_all() == [0, 0, 0, 0], job.output()
+    assert [worker.lines[-1] for worker in workers] == ["done [200.   1.]"] * 2
+    assert_no_traceback(scheduler, *servers)
+
+
+def test_an_exception_in_user_code_ends_the_others_with_an_error_that_names_the_worker(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(3, 1)
+    scheduler, (server,) = job.service()
+    mistake = 'if kv.rank == 1: raise ValueError("my own mistake")\n'
+    workers = job.workers(SYNC + ROUND + mistake + ROUND)
+    end_within_15_s(*workers)
+    for rank in 0, 2:
+        assert re.search(
+            rf"NodeLostError: worker 1 \(pid {workers[1].pid} on ", workers[rank].lines[-1]
+        ), workers[rank].text
+    assert workers[1].lines[-1] == "ValueError: my own mistake"
+    scheduler.wait()
+    server.wait()
+    assert_no_traceback(scheduler, server)
+
+
+def test_a_worker_that_leaves_early_is_an_error_on_those_who_still_push_in_rounds(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, 1)
+    _, _, (stays, leaves) = start(job, SYNC + ROUND + ROUND, SYNC + ROUND)
+    assert leaves.wait(5) == 0
+    assert stays.wait(5) == 1
+    assert re.search(
+        rf"NodeLostError: worker 1 \(pid {leaves.pid} on \S+\) has left the job",
+        stays.lines[-1],
+    ), stays.text
+    job.wait_all(5)
+
+
+def test_a_worker_that_leaves_early_does_not_disturb_an_asynchronous_job(
+    make_job: MakeJob,
+) -> None:
+    many = "for _ in range(50):" + ROUND.replace("\n", " ") + "\n"
+    job = make_job(2, 1)
+    _, _, (stays, leaves) = start(
+        job,
+        ASYNC + many + 'wait_for_file("go")\n' + many + 'print(kv.pull("w"))',
+        ASYNC + 'for _ in range(30): kv.push("w", vector(1, 2))\n',
+    )
+    assert leaves.wait(5) == 0
+    job.allow("go")
+    # All that was pushed counts, also the last push before the end of the process.
+    assert job.wait_all(5) == [0, 0, 0, 0], job.output()
+    assert stays.lines[-1] == "[-130. -260.]"
+
+
+def test_a_worker_may_leave_after_its_part_of_the_last_round(make_job: MakeJob) -> None:
+    job = make_job(2, 1, PS_CLOSE_TIMEOUT="4")
+    _, (server,), (stays, leaves) = start(
+        job,
+        SYNC + 'wait_for_file("go")\nkv.push("w", vector(1, 2)); print(kv.pull("w"))\n',
+        SYNC + 'kv.push("w", vector(10, 20))\n',
+    )
+    assert leaves.wait(5) == 0
+    began_at = time.monotonic()
+    job.allow("go")
+    assert job.wait_all() == [0, 0, 0, 0], job.output()
+    assert stays.lines[-1] == "[11. 22.]"
+    # Nobody waits for one who has left to accept the answer to its push.
+    assert server.text == ""
+    assert time.monotonic() - began_at < 3
+
+
+def test_children_of_a_worker_end_without_disturbing_it(make_job: MakeJob) -> None:
+    """Loaders of data fork; their end runs what the worker has registered for its own."""
+    fork = """
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    job = make_job(2, 1)
+    job.service()
+    workers = job.workers(SYNC + ROUND + fork + ROUND + 'kv.barrier(); print("done")\n')
+    assert job.wait_all() == [0, 0, 0, 0], job.output()
+    assert [worker.lines[-1] for worker in workers] == ["done"] * 2
+    wait_until(lambda: job.left() == [], "all children to end")

@@ -1,0 +1,219 @@
+"""How jobs of real processes come together, and what their users read when they cannot."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import time
+
+import pytest
+from job import HOST, SHORT, MakeJob, Process, assert_no_traceback, needs_proc
+
+pytestmark = [pytest.mark.process, needs_proc]
+
+JOIN = 'kv = mx.kvstore.create("dist_sync")\nprint("rank", kv.rank, flush=True)\n'
+STAY = JOIN + 'wait_for_file("go")\n'
+OFTEN = "0.1"
+"""A roster interval for tests that wait until the scheduler has taken a registration."""
+
+
+def wait_until_registered(scheduler: Process, *processes: Process) -> None:
+    """Needs a short roster interval, and that the job is not complete with them."""
+    for process in processes:
+        scheduler.wait_for(rf"there: .*\(pid {process.pid}\)")
+
+
+def test_without_a_scheduler_all_end_by_the_deadline_and_say_what_to_check(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(1, 1, PS_RENDEZVOUS_TIMEOUT="1", PS_ROSTER_INTERVAL="0.3")
+    begun_at = time.monotonic()
+    server, worker = job.server(), job.worker(0, JOIN)
+    assert job.wait_all() == [1, 1]
+    assert 1 < time.monotonic() - begun_at < 5
+    address = f"{HOST}:{job.port}"
+    for process in server, worker:
+        assert f"waiting for the scheduler at {address}, no answer for 1 s" in process.text
+        assert process.lines[-1].endswith(
+            f"DeadlineError: no scheduler answered at {address} within 1 s "
+            "(PS_RENDEZVOUS_TIMEOUT): is it running, and is DMLC_PS_ROOT_URI / "
+            "DMLC_PS_ROOT_PORT the same everywhere?"
+        )
+    assert_no_traceback(server)
+
+
+def test_who_is_missing_is_said_on_every_waiting_node_and_all_end_by_the_deadline(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(3, 2, **SHORT)
+    begun_at = time.monotonic()
+    scheduler, server, worker = job.scheduler(), job.server(1), job.worker(0, JOIN)
+    assert job.wait_all() == [1, 1, 1]
+    assert 2.5 < time.monotonic() - begun_at < 8
+    for process in scheduler, server, worker:
+        said = re.findall(
+            r"waiting for 2 of 3 workers, 1 of 2 servers since \d s; there: (.*)", process.text
+        )
+        # Every half second for three seconds, and not twice as often.
+        assert 3 <= len(said) <= 6, process.text
+        assert all(f"(pid {other.pid})" in said[-1] for other in (server, worker))
+        assert process.lines[-1].endswith(
+            "the cluster was not complete within 3 s (PS_RENDEZVOUS_TIMEOUT): "
+            "2 of 3 workers, 1 of 2 servers missing"
+        )
+    assert_no_traceback(scheduler, server)
+
+
+def test_different_numbers_of_workers_are_an_error_on_all_sides_that_names_both(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, 1, PS_ROSTER_INTERVAL=OFTEN)
+    scheduler, (server,) = job.service()
+    wait_until_registered(scheduler, server)
+    worker = job.worker(0, JOIN, {"DMLC_NUM_WORKER": "3"})
+    assert job.wait_all(5) == [1, 1, 1]
+    for process in scheduler, server, worker:
+        assert re.search(
+            rf"the worker on \S+ \(pid {worker.pid}\) has DMLC_NUM_WORKER=3, the scheduler has 2; "
+            "start all processes with the same numbers$",
+            process.lines[-1],
+        ), process.text
+    assert_no_traceback(scheduler, server)
+
+
+def test_a_busy_port_ends_the_scheduler_at_once_with_its_name(make_job: MakeJob) -> None:
+    with socket.create_server((HOST, 0)) as other:
+        job = make_job(1, 1)
+        port = other.getsockname()[1]
+        scheduler = job.scheduler({"DMLC_PS_ROOT_PORT": str(port)})
+        assert scheduler.wait(5) == 1
+    assert scheduler.lines == [
+        f"ConfigError: the scheduler cannot listen at DMLC_PS_ROOT_URI={HOST}, "
+        f"DMLC_PS_ROOT_PORT={port}: cannot listen on {HOST}:{port}: the port is in use; choose "
+        "another, or stop the process that has it"
+    ]
+
+
+def test_a_wrong_store_type_is_an_error_that_lists_the_known_ones(make_job: MakeJob) -> None:
+    worker = make_job(1, 1).worker(0, 'mx.kvstore.create("dist_sink")')
+    assert worker.wait(5) == 1
+    assert worker.lines[-1].startswith(
+        "kvstore.errors.UnknownTypeError: unknown store type 'dist_sink'; known types: local, "
+    )
+    for name in "device", "dist_sync", "dist_device_sync", "dist_async":
+        assert f" {name}," in worker.lines[-1]
+
+
+def test_each_missing_variable_is_named_with_the_way_to_set_it(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    names = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
+    workers = [job.worker(0, JOIN, {name: None}) for name in names]
+    schedulers = [job.scheduler({name: None}) for name in names[:2]]
+    nothing = job.worker(0, JOIN, dict.fromkeys(names))
+    assert set(job.wait_all(10)) == {1}
+    advice = (
+        "; start the job with tools/launch.py (kvstore-launch), which sets them, or export them "
+        "yourself"
+    )
+    for process, name in zip([*workers, *schedulers], [*names, *names[:2]], strict=True):
+        sentence = f"ConfigError: a distributed store needs {name}{advice}"
+        assert process.lines[-1].endswith(sentence)
+    assert "needs DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, " in nothing.lines[-1]
+    assert_no_traceback(*schedulers)
+
+
+def test_malformed_settings_are_refused_by_name(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    wrong = {
+        "DMLC_NUM_WORKER": ("-1", "DMLC_NUM_WORKER must not be negative"),
+        "DMLC_ROLE": ("serv", "DMLC_ROLE is 'serv'; it must be worker, server or scheduler"),
+        "PS_VERBOSE": ("loud", "PS_VERBOSE is 'loud'; expected: 1 prints connections, 2 every "),
+        "DMLC_TASK_ID": ("first", "DMLC_TASK_ID is 'first'; expected: wanted rank within the "),
+    }
+    servers = [job.server(0, {name: text}) for name, (text, _) in wrong.items()]
+    worker_as_server = job.server(0, {"DMLC_ROLE": None})
+    assert set(job.wait_all(10)) == {2}
+    for server, (_, sentence) in zip(servers, wrong.values(), strict=True):
+        (line,) = server.lines
+        assert line.startswith(sentence)
+    assert worker_as_server.lines == ["DMLC_ROLE must be server or scheduler for kvstore.server"]
+
+
+def test_the_second_with_one_task_id_is_refused_and_the_job_goes_on(make_job: MakeJob) -> None:
+    job = make_job(2, 1, PS_ROSTER_INTERVAL=OFTEN)
+    scheduler, _ = job.service()
+    first = job.worker(0, JOIN)
+    wait_until_registered(scheduler, first)
+    second, too_high = job.worker(0, JOIN), job.worker(2, JOIN)
+    assert (second.wait(5), too_high.wait(5)) == (1, 1)
+    assert second.lines[-1].endswith("two workers have DMLC_TASK_ID=0")
+    assert re.search(
+        r"DMLC_TASK_ID=2 of the worker on \S+ is too high: the job has 2 workers, counted from 0$",
+        too_high.lines[-1],
+    )
+    right = job.worker(1, JOIN)
+    assert (first.wait(), right.wait(), scheduler.wait()) == (0, 0, 0)
+    assert right.lines[-1] == "rank 1"
+
+
+def test_one_worker_too_many_is_refused_before_and_after_the_job_is_complete(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(1, 1, PS_ROSTER_INTERVAL=OFTEN)
+    scheduler, member = job.scheduler(), job.worker(None, STAY)
+    wait_until_registered(scheduler, member)
+    early = job.worker(None, JOIN)
+    assert early.wait(5) == 1
+    assert re.search(
+        r"all 1 workers of this job are there already; the worker on \S+ "
+        rf"\(pid {early.pid}\) is one too many$",
+        early.lines[-1],
+    )
+    job.server()
+    member.wait_for("rank 0")
+    late = job.worker(None, JOIN)
+    assert late.wait(5) == 1
+    assert late.lines[-1].endswith("this job is complete; it takes no further nodes")
+    job.allow("go")
+    assert member.wait() == 0
+    assert scheduler.wait() == 0
+
+
+def test_a_worker_of_another_job_is_refused_and_the_right_one_still_gets_in(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(1, 1)
+    scheduler, _ = job.service()
+    stranger = job.worker(0, JOIN, {"PS_JOB_ID": "another"})
+    assert stranger.wait(5) == 1
+    assert stranger.lines[-1].endswith(
+        f"this node belongs to job 'job-{job.mark}', the message to 'another'; two jobs use the "
+        "same address: start each with a port of its own"
+    )
+    assert job.worker(0, JOIN).wait() == 0
+    assert scheduler.wait() == 0
+
+
+def test_unknown_settings_are_reported_by_every_process_and_ignored(make_job: MakeJob) -> None:
+    job = make_job(1, 1, PS_VERBOZE="1", PS_RESEND="1")
+    job.service()
+    job.worker(0, JOIN)
+    assert job.wait_all() == [0, 0, 0]
+    for process in job.processes:
+        assert re.findall("warning: .*", process.text) == [
+            "warning: the setting PS_VERBOZE is unknown and was ignored; did you mean PS_VERBOSE?"
+        ]
+
+
+def test_a_worker_killed_before_the_job_is_complete_ends_it_with_a_sentence_about_it(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, 1, PS_ROSTER_INTERVAL=OFTEN, PS_LOST_AFTER="0.5")
+    scheduler, survivor, victim = job.scheduler(), job.worker(0, JOIN), job.worker(1, JOIN)
+    wait_until_registered(scheduler, survivor, victim)
+    victim.send(signal.SIGKILL)
+    assert job.wait_all(5) == [1, 1, -signal.SIGKILL]
+    for process in scheduler, survivor:
+        assert re.search(rf"a worker on \S+ \(pid {victim.pid}\) is lost: ", process.lines[-1])
+    assert_no_traceback(scheduler)

@@ -1,0 +1,299 @@
+"""The directory of keys: who decides, who waits, who disagrees, whatever the order of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import optimizer as optimizers
+from kvstore.base import Key, KeySpec
+from kvstore.directory import Directory
+from kvstore.placement import chunk_ranges
+from kvstore.protocol import (
+    DIRECTORY_APP,
+    DirectoryCall,
+    KeyEntry,
+    pack,
+    pack_specs,
+    unpack,
+    unpack_entries,
+)
+from kvstore.server import pack_optimizer, unpack_optimizer
+from pslite.customer import Customers, Reply
+from pslite.future import Future
+from pslite.wire.messages import Request, Response
+
+STORE = 1
+FLOAT = np.dtype(np.float32)
+SMALL = KeySpec((4,), FLOAT)
+SGD = pack_optimizer(optimizers.create("sgd", learning_rate=0.1))
+FASTER = pack_optimizer(optimizers.create("sgd", learning_rate=0.5))
+
+
+class Job:
+    """A directory and the workers that ask it."""
+
+    def __init__(self, num_workers: int, num_servers: int = 2, chunk_bytes: int = 16) -> None:
+        self.live = list(range(num_workers))
+        self.directory = Directory(num_servers, chunk_bytes, lambda: self.live)
+        self._commands: list[Any] = []
+        self._replies: dict[int, Future[dict[int, Reply]]] = {}
+        self._scheduler = Customers(self._replied, lambda command: command())
+        self._scheduler.add(DIRECTORY_APP, self.directory.handle)
+        self._asker = Customers(self._asked, self._commands.append)
+        self._rank = 0
+
+    def _asked(self, node: int, message: Request | Response, frames: Sequence[Any]) -> None:
+        assert isinstance(message, Request)
+        self._scheduler.request_arrived(2 * self._rank + 9, message, frames, 0.0)
+
+    def _replied(self, node: int, message: Request | Response, frames: Sequence[Any]) -> None:
+        assert isinstance(message, Response)
+        self._asker.response_arrived(1, message, frames)
+
+    def ask(self, rank: int, call: int, *fields: Any) -> Future[bytes]:
+        """A worker's call; its future holds the body of the answer."""
+        self._rank = rank
+        future: Future[dict[int, Reply]] = Future()
+        self._asker.ask([1], DIRECTORY_APP, 0, call, pack(*fields), {}, future)
+        return future.map(lambda replies: replies[1].body)
+
+    def declare(
+        self, rank: int, *specs: tuple[Key, KeySpec], store: int = STORE, kind: str = "sync"
+    ) -> Future[tuple[bool, list[KeyEntry]]]:
+        """(this rank has to create the parts, where everything lives)"""
+        asked = self.ask(rank, DirectoryCall.DECLARE, store, kind, pack_specs(specs))
+        return asked.map(_declared)
+
+    def initialised(self, rank: int, *keys: Key) -> None:
+        self.ask(rank, DirectoryCall.INITIALISED, STORE, list(keys)).result(0)
+
+    def leave(self, rank: int) -> None:
+        self.live.remove(rank)
+        self.directory.departed()
+
+    def set_optimizer(self, optimizer: Any) -> Future[bytes]:
+        return self.ask(0, DirectoryCall.OPTIMIZER_IS_SET, STORE, "sync", optimizer)
+
+    def same_optimizer(self, rank: int, call: int, optimizer: Any) -> Future[bytes]:
+        return self.ask(rank, DirectoryCall.SAME_OPTIMIZER, STORE, "sync", call, optimizer)
+
+
+def _declared(body: bytes) -> tuple[bool, list[KeyEntry]]:
+    decides, rows = unpack(body, bool, bytes)
+    return decides, unpack_entries(rows)
+
+
+def kind_of(future: Future[Any]) -> str:
+    return type(future.error()).__name__
+
+
+# -- keys ---------------------------------------------------------------------------------
+
+
+def test_rank_0_decides_where_a_key_lives_and_creates_it() -> None:
+    job = Job(2)
+    decides, (entry,) = job.declare(0, ("w", KeySpec((10,), FLOAT))).result(0)
+    assert decides
+    assert (entry.key, entry.first_part, entry.chunk_bytes) == ("w", 1, 16)
+    assert len(entry.servers) == len(chunk_ranges(10, 4, 16)) == 3
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_other_ranks_get_the_same_answer_once_the_values_are_there(early: bool) -> None:
+    job = Job(2)
+    waiting = [job.declare(1, ("w", SMALL))] if early else []
+    _, entries = job.declare(0, ("w", SMALL)).result(0)
+    waiting += [] if early else [job.declare(1, ("w", SMALL))]
+    before = waiting[0].done()
+    job.initialised(0, "w")
+    assert before is False
+    assert waiting[0].result(0) == (False, entries)
+
+
+def test_an_init_of_several_keys_waits_for_the_last_of_them() -> None:
+    job = Job(2)
+    both = job.declare(1, ("b", SMALL), ("a", SMALL))
+    job.declare(0, ("a", SMALL))
+    job.initialised(0, "a")
+    halfway = both.done()
+    job.declare(0, ("b", SMALL))
+    job.initialised(0, "b")
+    decides, entries = both.result(0)
+    assert (halfway, decides, [entry.key for entry in entries]) == (False, False, ["b", "a"])
+
+
+def test_parts_are_numbered_once_over_all_stores() -> None:
+    job = Job(1)
+    large = KeySpec((10,), FLOAT)
+    _, first = job.declare(0, ("a", large), ("b", SMALL)).result(0)
+    _, second = job.declare(0, ("a", SMALL), store=2).result(0)
+    assert [entry.first_part for entry in first + second] == [1, 4, 5]
+
+
+def test_placement_balances_what_was_placed_before() -> None:
+    job = Job(1, num_servers=2)
+    servers = [
+        entry.servers
+        for key in ("a", "b", "c", "d")
+        for entry in job.declare(0, (key, SMALL)).result(0)[1]
+    ]
+    assert sorted(server for placed in servers for server in placed) == [0, 0, 1, 1]
+
+
+def test_a_key_declared_again_by_rank_0_stays_where_it_is() -> None:
+    job = Job(1)
+    _, first = job.declare(0, ("w", SMALL)).result(0)
+    _, again = job.declare(0, ("w", SMALL), ("v", SMALL)).result(0)
+    assert again[0] == first[0]
+    assert again[1].first_part == 2
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_rank_with_another_shape_is_told_both(early: bool) -> None:
+    job = Job(2)
+    theirs = [job.declare(1, ("w", KeySpec((2, 2), FLOAT)))] if early else []
+    job.declare(0, ("w", SMALL))
+    job.initialised(0, "w")
+    theirs += [] if early else [job.declare(1, ("w", KeySpec((2, 2), FLOAT)))]
+    text = str(theirs[0].error())
+    assert kind_of(theirs[0]) == "ValueMismatchError"
+    assert "(4,)" in text
+    assert "(2, 2)" in text
+
+
+def test_a_rank_with_another_dtype_is_told_both() -> None:
+    job = Job(2)
+    job.declare(0, ("w", SMALL))
+    theirs = job.declare(1, ("w", KeySpec((4,), np.dtype(np.float64))))
+    assert kind_of(theirs) == "ValueMismatchError"
+    assert "float32" in str(theirs.error())
+    assert "float64" in str(theirs.error())
+
+
+def test_keys_of_both_kinds_are_refused() -> None:
+    job = Job(2)
+    job.declare(0, ("w", SMALL))
+    assert kind_of(job.declare(1, (3, SMALL))) == "KeyTypeError"
+
+
+def test_stores_created_in_another_order_are_noticed() -> None:
+    job = Job(2)
+    job.declare(0, ("w", SMALL), kind="sync")
+    other = job.declare(1, ("w", SMALL), kind="async")
+    assert kind_of(other) == "UnknownTypeError"
+    assert "worker 1" in str(other.error())
+
+
+def test_key_spaces_of_stores_are_apart() -> None:
+    job = Job(1)
+    job.declare(0, ("w", SMALL))
+    decides, _ = job.declare(0, ("w", KeySpec((9,), FLOAT)), store=2).result(0)
+    assert decides
+
+
+# -- departures ---------------------------------------------------------------------------
+
+
+def test_the_lowest_rank_that_is_left_stands_in_for_rank_0() -> None:
+    job = Job(3)
+    second, third = job.declare(2, ("w", SMALL)), job.declare(1, ("w", SMALL))
+    job.leave(0)
+    decides, entries = third.result(0)
+    halfway = second.done()
+    job.initialised(1, "w")
+    assert (decides, halfway, second.result(0)) == (True, False, (False, entries))
+
+
+def test_a_key_that_is_there_is_not_created_again_when_rank_0_has_left() -> None:
+    # Its parts exist on the servers, which would refuse them.
+    job = Job(2)
+    _, entries = job.declare(0, ("w", SMALL)).result(0)
+    job.initialised(0, "w")
+    job.leave(0)
+    assert job.declare(1, ("w", SMALL)).result(0) == (False, entries)
+
+
+def test_a_set_optimizer_that_waits_for_rank_0_ends_when_rank_0_leaves() -> None:
+    job = Job(2)
+    waiting = job.same_optimizer(1, 1, SGD)
+    job.leave(0)
+    assert waiting.done()
+
+
+# -- optimizers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_the_same_optimizer_on_another_rank_is_fine(early: bool) -> None:
+    job = Job(2)
+    theirs = [job.same_optimizer(1, 1, SGD)] if early else []
+    before = [future.done() for future in theirs]
+    job.set_optimizer(SGD).result(0)
+    theirs += [] if early else [job.same_optimizer(1, 1, SGD)]
+    assert before in ([], [False])
+    assert theirs[0].result(0) == b""
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_another_optimizer_on_another_rank_is_an_error_with_both(early: bool) -> None:
+    job = Job(2)
+    theirs = [job.same_optimizer(1, 1, FASTER)] if early else []
+    job.set_optimizer(SGD)
+    theirs += [] if early else [job.same_optimizer(1, 1, FASTER)]
+    text = str(theirs[0].error())
+    assert kind_of(theirs[0]) == "OptimizerMismatch"
+    assert all(word in text for word in ("worker 1", "worker 0", "0.1", "0.5", "sgd"))
+
+
+def test_the_first_optimizer_is_compared_with_the_first_and_the_second_with_the_second() -> None:
+    job = Job(2)
+    job.set_optimizer(SGD)
+    first, second = job.same_optimizer(1, 1, SGD), job.same_optimizer(1, 2, FASTER)
+    before = (first.done(), second.done())
+    job.set_optimizer(FASTER)
+    assert (before, second.result(0)) == ((True, False), b"")
+
+
+def test_after_a_disagreement_the_others_still_get_their_answers() -> None:
+    job = Job(3)
+    wrong, right = job.same_optimizer(1, 1, FASTER), job.same_optimizer(2, 1, SGD)
+    job.set_optimizer(SGD)
+    assert (wrong.done(), right.done()) == (True, True)
+
+
+def test_the_latest_optimizer_can_be_asked_for() -> None:
+    job = Job(2)
+    none = job.ask(1, DirectoryCall.OPTIMIZER_OF, STORE).result(0)
+    job.set_optimizer(SGD)
+    job.set_optimizer(FASTER)
+    (found,) = unpack(job.ask(1, DirectoryCall.OPTIMIZER_OF, STORE).result(0), list)
+    assert unpack(none, list) == [[]]
+    assert unpack_optimizer(found[0]) == optimizers.create("sgd", learning_rate=0.5)
+
+
+# -- what makes no sense ------------------------------------------------------------------
+
+
+def test_a_call_that_the_directory_does_not_know_is_a_protocol_error() -> None:
+    assert kind_of(Job(1).ask(0, 99)) == "ProtocolError"
+
+
+def test_a_malformed_body_is_a_protocol_error() -> None:
+    assert kind_of(Job(1).ask(0, DirectoryCall.DECLARE, STORE, 7, [])) == "ProtocolError"
+
+
+def test_an_unknown_store_cannot_be_initialised() -> None:
+    job = Job(1)
+    assert kind_of(job.ask(0, DirectoryCall.INITIALISED, 9, ["w"])) == "UsageError"
+
+
+def test_a_request_that_fails_leaves_the_directory_as_it_was() -> None:
+    job = Job(2)
+    job.declare(0, ("w", SMALL))
+    job.declare(0, ("v", SMALL), ("w", KeySpec((9,), FLOAT)))
+    decides, (entry,) = job.declare(0, ("v", SMALL)).result(0)
+    assert (decides, entry.first_part) == (True, 2)

@@ -1,0 +1,152 @@
+"""Barriers by sets of nodes and numbered rounds: who is released when, and with what error."""
+
+from __future__ import annotations
+
+import math
+
+from pslite.protocol.barrier import Barriers, Release
+
+GROUP = 4
+A, B, C = 9, 11, 13
+ALL = (A, B, C)
+
+
+def make() -> Barriers:
+    return Barriers({A: "worker 0", B: "worker 1", C: "worker 2"})
+
+
+def enter(barriers: Barriers, *entries: tuple[int, int], until: float = math.inf) -> list[Release]:
+    """(node, round) in this order."""
+    return [
+        release
+        for node, round_ in entries
+        for release in barriers.enter(node, GROUP, round_, ALL, until)
+    ]
+
+
+def released(round_: int, kind: str = "", error: str = "") -> list[Release]:
+    return [Release(node, GROUP, round_, kind, error) for node in ALL]
+
+
+def test_a_barrier_releases_all_when_the_last_has_come() -> None:
+    barriers = make()
+    early = enter(barriers, (C, 1), (A, 1))
+    assert (early, enter(barriers, (B, 1))) == ([], released(1))
+
+
+def test_a_barrier_ignores_a_resent_request() -> None:
+    # Defect d of ps-lite: it counted messages, so a duplicate opened the barrier early.
+    barriers = make()
+    assert enter(barriers, (A, 1), (A, 1), (A, 1), (B, 1), (B, 1)) == []
+    assert barriers.missing(GROUP, 1) == [C]
+
+
+def test_a_request_that_comes_again_after_the_release_leaks_into_no_other_barrier() -> None:
+    barriers = make()
+    enter(barriers, (A, 1), (B, 1), (C, 1))
+    late = enter(barriers, (A, 1), (B, 2), (C, 2))
+    assert late == []
+    assert barriers.missing(GROUP, 2) == [A]
+    assert enter(barriers, (A, 2)) == released(2)
+
+
+def test_a_fast_node_may_be_a_round_ahead_in_arrival() -> None:
+    barriers = make()
+    early = enter(barriers, (A, 2), (A, 1), (B, 1))
+    assert early == []
+    assert enter(barriers, (C, 1)) == released(1)
+    assert enter(barriers, (B, 2), (C, 2)) == released(2)
+
+
+def test_barriers_of_several_groups_are_apart() -> None:
+    barriers = make()
+    barriers.enter(A, 4, 1, (A, B), math.inf)
+    barriers.enter(A, 7, 1, (A, B), math.inf)
+    assert barriers.enter(B, 7, 1, (A, B), math.inf) == [Release(A, 7, 1), Release(B, 7, 1)]
+    assert barriers.missing(4, 1) == [B]
+
+
+def test_a_node_that_is_no_member_is_told_so() -> None:
+    barriers = make()
+    error = "worker 2 is no member of barrier group 4"
+    assert barriers.enter(C, GROUP, 1, (A, B), math.inf) == [
+        Release(C, GROUP, 1, "UsageError", error)
+    ]
+
+
+def test_a_departure_ends_the_barriers_that_lack_the_node() -> None:
+    # Defect d again: ps-lite's barriers waited for dead nodes for ever.
+    barriers = make()
+    enter(barriers, (A, 1), (B, 1))
+    reason = "worker 2 is lost"
+    assert barriers.depart(C, reason) == [
+        Release(A, GROUP, 1, "NodeLostError", reason),
+        Release(B, GROUP, 1, "NodeLostError", reason),
+    ]
+
+
+def test_a_barrier_that_the_departed_node_had_reached_is_still_reached() -> None:
+    barriers = make()
+    enter(barriers, (C, 1), (A, 1))
+    departed = barriers.depart(C, "worker 2 has left")
+    assert (departed, enter(barriers, (B, 1))) == ([], released(1))
+
+
+def test_barriers_after_a_departure_end_at_once() -> None:
+    barriers = make()
+    barriers.depart(C, "worker 2 is lost")
+    lost = ("NodeLostError", "worker 2 is lost")
+    assert enter(barriers, (A, 1), (B, 1), (B, 2)) == [
+        Release(A, GROUP, 1, *lost),
+        Release(B, GROUP, 1, *lost),
+        Release(B, GROUP, 2, *lost),
+    ]
+
+
+def test_a_barrier_that_somebody_gives_up_ends_for_all_and_names_who_is_missing() -> None:
+    barriers = make()
+    enter(barriers, (A, 1), until=10.0)
+    enter(barriers, (B, 1), until=math.inf)
+    too_early = barriers.tick(9.9)
+    text = "the barrier of group 4 was not reached in time by worker 2"
+    assert (too_early, barriers.next_due()) == ([], 10.0)
+    assert barriers.tick(10.0) == [
+        Release(A, GROUP, 1, "DeadlineError", text),
+        Release(B, GROUP, 1, "DeadlineError", text),
+    ]
+
+
+def test_who_comes_to_a_barrier_that_was_given_up_is_told_why() -> None:
+    barriers = make()
+    enter(barriers, (A, 1), until=10.0)
+    (given_up,) = barriers.tick(10.0)
+    (late,) = enter(barriers, (B, 1))
+    assert (late.node, late.kind, late.error) == (B, "DeadlineError", given_up.error)
+    assert barriers.next_due() is None
+
+
+def test_patience_of_a_resent_request_is_that_of_the_first() -> None:
+    barriers = make()
+    enter(barriers, (A, 1), until=10.0)
+    enter(barriers, (A, 1), until=99.0)
+    assert barriers.next_due() == 10.0
+
+
+def test_after_a_barrier_that_failed_the_next_one_works() -> None:
+    barriers = make()
+    enter(barriers, (A, 1), until=10.0)
+    barriers.tick(10.0)
+    enter(barriers, (B, 1), (C, 1))
+    assert enter(barriers, (A, 2), (B, 2), (C, 2)) == released(2)
+
+
+def test_nothing_open_has_nothing_missing_and_nothing_due() -> None:
+    barriers = make()
+    assert (barriers.missing(GROUP, 1), barriers.next_due(), barriers.tick(1e9)) == ([], None, [])
+
+
+def test_a_node_without_a_title_is_named_by_its_number() -> None:
+    barriers = Barriers({})
+    barriers.enter(A, GROUP, 1, (A, B), 1.0)
+    (release,) = barriers.tick(1.0)
+    assert release.error.endswith("by node 11")

@@ -1,0 +1,352 @@
+"""Frames and messages: every message survives the journey, and no bytes do any harm."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import tracemalloc
+import typing
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pslite.errors import ProtocolError, PSError
+from pslite.ids import NodeInfo
+from pslite.wire.codec import (
+    MAX_FRAMES,
+    MAX_HEADER_BYTES,
+    VERSION,
+    Envelope,
+    decode,
+    encode,
+    pack_value,
+    unpack_value,
+)
+from pslite.wire.messages import (
+    ALL_MESSAGES,
+    Accepted,
+    Beat,
+    Ints,
+    Leave,
+    Message,
+    Nodes,
+    Register,
+    Request,
+    Texts,
+)
+
+WORDS = st.integers(-(2**63), 2**63 - 1)
+COUNTS = st.integers(0, 2**63 - 1)
+TEXTS = st.text(max_size=8)
+NODES = st.builds(
+    NodeInfo,
+    st.sampled_from(["scheduler", "server", "worker"]),
+    WORDS,
+    TEXTS,
+    WORDS,
+    TEXTS,
+    TEXTS,
+    TEXTS,
+    WORDS,
+)
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: WORDS,
+    float: st.floats(allow_nan=False),
+    str: TEXTS,
+    bytes: st.binary(max_size=16),
+    Ints: st.lists(WORDS, max_size=5).map(tuple),
+    Texts: st.lists(TEXTS, max_size=3).map(tuple),
+    Nodes: st.lists(NODES, max_size=2).map(tuple),
+}
+
+
+def any_of(kind: type[Message]) -> st.SearchStrategy[Message]:
+    """Messages of this type with any values that its fields' types allow."""
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: VALUES[hints[field.name]] for field in dataclasses.fields(kind)}
+    return st.builds(kind, **fields).map(_even)
+
+
+def _even(message: Message) -> Message:
+    """The message with its parallel lists cut to the shortest."""
+    lists = {name: getattr(message, name) for name in message.PARALLEL}
+    length = min(map(len, lists.values()), default=0)
+    return dataclasses.replace(message, **{name: value[:length] for name, value in lists.items()})
+
+
+MESSAGES = st.one_of([any_of(kind) for kind in ALL_MESSAGES])
+ENVELOPES = st.builds(
+    Envelope,
+    TEXTS,
+    COUNTS,
+    COUNTS,
+    COUNTS,
+    COUNTS,
+    COUNTS,
+    st.lists(WORDS, max_size=4).map(tuple),
+    MESSAGES,
+)
+
+
+def surround(message: Message) -> Envelope:
+    return Envelope("job", 1, 2, 3, 4, 5, (), message)
+
+
+def header(message: Message = Leave()) -> list[Any]:  # noqa: B008 - a frozen value
+    """The header of a message as plain data, to be spoilt."""
+    fields = msgpack.unpackb(encode(surround(message)))
+    assert isinstance(fields, list)
+    return fields
+
+
+# -- there and back -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_every_message_survives_the_journey(kind: type[Message], data: st.DataObject) -> None:
+    envelope = dataclasses.replace(surround(Beat()), message=data.draw(any_of(kind)))
+    assert decode([encode(envelope)]) == envelope
+
+
+@settings(max_examples=50)
+@given(ENVELOPES)
+def test_every_envelope_survives_the_journey(envelope: Envelope) -> None:
+    assert decode([memoryview(encode(envelope)), b"payload"]) == envelope
+
+
+def test_numbers_of_messages_are_one_to_seventeen_without_gaps() -> None:
+    assert [kind.NUMBER for kind in ALL_MESSAGES] == list(range(1, 18))
+
+
+def test_ids_above_eight_bits_are_not_cut() -> None:
+    # Defect f of ps-lite: sender and receiver were packed into 8 bits each.
+    message = Request(app=2**40, customer=70_000, request_id=2**62, head=300, body=b"")
+    envelope = Envelope("job", 2**40, 2**62 - 1, 2**61 + 1, 2**40 + 1, 2**40, (2**41,), message)
+    assert decode([encode(envelope)]) == envelope
+
+
+def test_lists_of_integers_travel_as_little_endian_words() -> None:
+    envelope = dataclasses.replace(surround(Accepted()), accepted_also=(1, -2, 2**40))
+    assert msgpack.unpackb(encode(envelope))[8] == struct.pack("<3q", 1, -2, 2**40)
+
+
+# -- what is refused ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("position", "value"),
+    [
+        (0, 0),
+        (0, VERSION + 1),
+        (0, "1"),
+        (1, 0),
+        (1, 18),
+        (1, "7"),
+        (1, [7]),
+        (2, 7),
+        (2, b"job"),
+        (3, -1),
+        (3, 1.5),
+        (4, None),
+        (4, True),
+        (5, "x"),
+        (6, -4),
+        (7, [1]),
+        (8, b"1234567"),
+        (8, "12345678"),
+        (8, [1]),
+    ],
+)
+def test_an_envelope_with_one_wrong_field_is_refused(position: int, value: Any) -> None:
+    spoilt = header()
+    spoilt[position] = value
+    with pytest.raises(ProtocolError):
+        decode([msgpack.packb(spoilt)])
+
+
+@pytest.mark.parametrize(("position", "value"), [(0, True), (0, 1.0), (8, None), (8, 0), (8, [])])
+def test_a_field_that_only_compares_like_the_right_one_is_refused(
+    position: int, value: Any
+) -> None:
+    spoilt = header()
+    spoilt[position] = value
+    with pytest.raises(ProtocolError):
+        decode([msgpack.packb(spoilt)])
+
+
+@pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_message_with_one_field_of_another_type_is_refused(
+    kind: type[Message], data: st.DataObject
+) -> None:
+    spoilt = header(data.draw(any_of(kind)))
+    if len(spoilt) == 9:
+        spoilt.append(None)
+    else:
+        position = data.draw(st.integers(9, len(spoilt) - 1))
+        others = (None, True, 7, 1.5, "text", b"1234567", [1], [["worker"]], {"a": 1})
+        same = (type(spoilt[position]),)
+        value = data.draw(st.sampled_from([other for other in others if type(other) not in same]))
+        spoilt[position] = value
+    with pytest.raises(ProtocolError):
+        decode([msgpack.packb(spoilt)])
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+@given(data=st.data())
+def test_a_field_too_few_or_too_many_is_refused(change: int, data: st.DataObject) -> None:
+    spoilt = header(data.draw(MESSAGES))
+    spoilt = spoilt[:-1] if change < 0 else [*spoilt, 0]
+    with pytest.raises(ProtocolError):
+        decode([msgpack.packb(spoilt)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in ALL_MESSAGES for name in kind.PARALLEL],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_lists_that_belong_together_must_be_of_one_length(kind: type[Message], name: str) -> None:
+    # Else whoever walks them side by side would stumble far from here.
+    names = [field.name for field in dataclasses.fields(kind)]
+    hints = typing.get_type_hints(kind)
+    empty = {Ints: b"", Texts: [], bool: False, int: 0, str: ""}
+    one = {Ints: bytes(8), Texts: ["x"]}
+    fields = [one[hints[n]] if n == name else empty[hints[n]] for n in names]
+    spoilt = [*header()[:9], *fields]
+    spoilt[1] = kind.NUMBER
+    with pytest.raises(ProtocolError, match="different lengths"):
+        decode([msgpack.packb(spoilt)])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ["boss", 0, "u", 1, "", "h", "m", 1],
+        ["worker", "0", "u", 1, "", "h", "m", 1],
+        ["worker", 0, "u", True, "", "h", "m", 1],
+        ["worker", 0, "u", 1, "", "h", "m"],
+        ["worker", 0, "u", 1, "", "h", "m", 1, 1],
+        {"role": "worker"},
+    ],
+)
+def test_a_malformed_node_is_refused(entry: Any) -> None:
+    spoilt = header(Register((), 1, 1, "1"))
+    spoilt[9] = [entry]
+    with pytest.raises(ProtocolError):
+        decode([msgpack.packb(spoilt)])
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[], [b""], [b"\xc1"], [b"\x90"], [b"\x80"], [b"\x07"], [encode(surround(Beat()))[:-1]]],
+)
+def test_a_transmission_that_is_none_is_refused(frames: list[bytes]) -> None:
+    with pytest.raises(ProtocolError):
+        decode(frames)
+
+
+def test_limits_hold_at_the_border() -> None:
+    good = encode(surround(Beat()))
+    assert decode([good] + [b""] * (MAX_FRAMES - 1)).message == Beat()
+    with pytest.raises(ProtocolError, match="frames"):
+        decode([good] + [b""] * MAX_FRAMES)
+    with pytest.raises(ProtocolError, match="are allowed"):
+        unpack_value(bytes(MAX_HEADER_BYTES + 1))
+
+
+@given(st.binary(max_size=200))
+@example(b"\xd9\xff")
+@example(b"\x81\x90\x00")
+@example(b"\xc7\x03\xff123")
+@example(b"\xa1\xff")
+@example(b"\x91" * 5000)
+def test_any_bytes_end_in_a_message_or_in_a_protocol_error(data: bytes) -> None:
+    try:
+        decode([data])
+    except ProtocolError:
+        pass
+
+
+@given(
+    ENVELOPES,
+    st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=4),
+    st.integers(0),
+)
+def test_mutated_messages_end_in_a_message_or_in_a_protocol_error(
+    envelope: Envelope, changes: list[tuple[int, int]], length: int
+) -> None:
+    data = bytearray(encode(envelope))
+    for position, value in changes:
+        data[position % len(data)] = value
+    try:
+        decode([bytes(data[: length % len(data) + 1])])
+    except ProtocolError:
+        pass
+
+
+# -- sizes are claims ---------------------------------------------------------------------
+
+
+def peak_bytes(data: bytes) -> int:
+    """Memory that refusing ``data`` takes at its highest."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            unpack_value(data)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "kind", [b"\xdd", b"\xdf", b"\xc6", b"\xdb"], ids=["array", "map", "bytes", "text"]
+)
+def test_a_claimed_size_allocates_nothing(kind: bytes) -> None:
+    assert peak_bytes(kind + b"\xff\xff\xff\xff") < 100_000
+
+
+def test_nested_claims_allocate_no_more_than_a_few_times_the_message() -> None:
+    # Each level claims as many elements as the message has bytes, and none of them comes.
+    claim = b"\xdd" + struct.pack(">I", 60_000)
+    data = (claim * 900).ljust(60_000, b"\xc0")
+    assert peak_bytes(data) < 100 * len(data)
+
+
+# -- what a sender must not do ------------------------------------------------------------
+
+
+def test_a_header_that_every_receiver_would_drop_is_refused_at_the_sender() -> None:
+    # Unrefused it would be sent again and again, and never be accepted.
+    message = Request(1, 0, 1, 1, bytes(MAX_HEADER_BYTES))
+    with pytest.raises(PSError):
+        encode(surround(message))
+
+
+# -- plain data ---------------------------------------------------------------------------
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | WORDS | st.floats(allow_nan=False) | TEXTS | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS | WORDS, inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(PLAIN)
+def test_plain_data_survives_the_journey(value: Any) -> None:
+    assert unpack_value(pack_value(value)) == value
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xd4\x05\x00", b"\xd6\xff\x00\x00\x00\x00"], ids=["extension", "timestamp"]
+)
+def test_plain_data_holds_no_objects(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_value(data)

@@ -1,0 +1,173 @@
+"""Settings: from arguments, the environment or defaults, in this order; wrong ones are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from pslite.config import Config, unknown_names
+from pslite.errors import ConfigError
+
+#: Field -> (text in the environment, its value, another value given as an argument).
+SAMPLES: dict[str, tuple[str, Any, Any]] = {
+    "role": ("server", "server", "scheduler"),
+    "num_workers": ("3", 3, 4),
+    "num_servers": ("2", 2, 1),
+    "root_uri": ("head", "head", "10.0.0.1"),
+    "root_port": ("9000", 9000, 9001),
+    "task_id": ("0", 0, 1),
+    "node_host": ("alpha", "alpha", "beta"),
+    "interface": ("eth0", "eth0", "192.168.20.0/24"),
+    "port": ("7000", 7000, 7001),
+    "bind_all": ("1", True, False),
+    "van_type": ("p3", "p3", "zmq"),
+    "job_id": ("job-7", "job-7", "job-8"),
+    "listen_fd": ("5", 5, 6),
+    "verbose": ("2", 2, 1),
+    "heartbeat_interval_s": ("0.5", 0.5, 1.5),
+    "heartbeat_timeout_s": ("30", 30.0, 31.0),
+    "rendezvous_timeout_s": ("5", 5.0, 6.0),
+    "roster_interval_s": ("2.5", 2.5, 3.5),
+    "lost_after_s": ("7", 7.0, 8.0),
+    "stall_report_s": ("12", 12.0, 13.0),
+    "close_timeout_s": ("3", 3.0, 4.0),
+    "resend_timeout_s": ("1500", 1.5, 0.25),
+    "drop_percent": ("10", 10.0, 20.0),
+    "chunk_bytes": ("4096", 4096, 8192),
+    "credit_bytes": ("2097152", 2 << 20, 3 << 20),
+    "round_window": ("0", 0, 1),
+    "pool_threads": ("4", 4, 3),
+    "max_message_bytes": ("3000000", 3_000_000, 4_000_000),
+}
+FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+NUMBERS = sorted(name for name, sample in SAMPLES.items() if type(sample[1]) in (int, float))
+
+
+def env_name(field: str) -> str:
+    name: str = FIELDS[field].metadata["name"]
+    return name
+
+
+def test_the_samples_cover_every_setting() -> None:
+    assert set(SAMPLES) == set(FIELDS)
+
+
+@pytest.mark.parametrize("field", SAMPLES)
+def test_each_setting_is_read_from_the_environment(field: str) -> None:
+    text, value, _ = SAMPLES[field]
+    config, unknown = Config.from_env({env_name(field): text})
+    assert (getattr(config, field), type(getattr(config, field))) == (value, type(value))
+    changed = [name for name in FIELDS if getattr(config, name) != getattr(Config(), name)]
+    assert changed == [field]
+    assert unknown == []
+
+
+@pytest.mark.parametrize("field", SAMPLES)
+def test_an_argument_wins_over_the_environment(field: str) -> None:
+    text, _, argument = SAMPLES[field]
+    config, _ = Config.from_env({env_name(field): text}, **{field: argument})
+    assert getattr(config, field) == argument
+
+
+@pytest.mark.parametrize("field", SAMPLES)
+def test_an_empty_variable_is_as_good_as_none(field: str) -> None:
+    assert Config.from_env({env_name(field): ""})[0] == Config()
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+@pytest.mark.parametrize("text", ["many", "1,5", "0x"])
+def test_a_malformed_value_is_named_with_its_setting(field: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_env({env_name(field): text})
+    assert str(caught.value) == (
+        f"{env_name(field)} is {text!r}; expected: {FIELDS[field].metadata['help']}"
+    )
+
+
+@pytest.mark.parametrize("text", ["0", "false", "No", " OFF ", ""])
+def test_a_flag_can_be_turned_off_in_words(text: str) -> None:
+    assert Config.from_env({"DMLC_USE_KUBERNETES": text})[0].bind_all is False
+
+
+def test_without_a_mapping_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_VERBOSE", "2")
+    assert Config.from_env()[0].verbose == 2
+
+
+# -- settings that contradict each other, or nobody could work with ------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"role": "boss"}, "DMLC_ROLE is 'boss'"),
+        ({"num_workers": -1}, "DMLC_NUM_WORKER"),
+        ({"num_servers": -1}, "DMLC_NUM_SERVER"),
+        ({"root_port": -1}, "DMLC_PS_ROOT_PORT"),
+        ({"port": -1}, "PORT"),
+        ({"round_window": -1}, "PS_ROUND_WINDOW"),
+        ({"chunk_bytes": 63}, "PS_CHUNK_BYTES"),
+        ({"chunk_bytes": 4096, "credit_bytes": 4095}, "PS_CREDIT_BYTES"),
+        ({"van_type": "ibverbs"}, "DMLC_PS_VAN_TYPE is 'ibverbs'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        Config.from_env({}, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pool_threads": 0},
+        {"resend_timeout_s": 0.0},
+        {"heartbeat_interval_s": -1.0},
+        {"lost_after_s": math.nan},
+        {"max_message_bytes": 4096},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_that_nobody_could_work_with_are_refused_by_name(settings: dict[str, Any]) -> None:
+    # No thread to work on; repeats without a pause; beats without a pause; a time that never
+    # comes; parts that are larger than what may arrive.
+    (field,) = settings
+    with pytest.raises(ConfigError, match=env_name(field)):
+        Config.from_env({}, **settings)
+
+
+def test_what_a_cluster_needs_is_listed_whole() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config().checked_for_cluster()
+    names = ("DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT")
+    assert ", ".join(names) in str(caught.value)
+    assert "tools/launch.py" in str(caught.value)
+
+
+def test_an_inherited_socket_stands_in_for_the_port() -> None:
+    config = Config(num_workers=1, num_servers=1, root_uri="head", listen_fd=5)
+    assert config.checked_for_cluster() is config
+
+
+# -- names that nobody knows --------------------------------------------------------------
+
+
+def test_an_unknown_setting_is_reported_with_a_suggestion() -> None:
+    _, unknown = Config.from_env({"PS_VERBOS": "1", "PS_QQQ": "1", "PATH": "x", "DMLC_X": "1"})
+    assert unknown == [
+        "the setting PS_QQQ is unknown and was ignored",
+        "the setting PS_VERBOS is unknown and was ignored; did you mean PS_VERBOSE?",
+    ]
+
+
+def test_settings_of_the_original_that_need_no_field_are_known() -> None:
+    assert unknown_names({"PS_RESEND": "1", "PS_RESEND_TIMEOUT": "500"}) == []
+
+
+def test_every_setting_has_a_name_and_a_help_of_its_own() -> None:
+    names = [field.metadata["name"] for field in FIELDS.values()]
+    helps = [field.metadata["help"] for field in FIELDS.values()]
+    assert len(set(names)) == len(names)
+    assert all(helps)

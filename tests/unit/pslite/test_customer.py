@@ -1,0 +1,200 @@
+"""Requests between apps: who is asked, who answers, what becomes of apps that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from pslite.customer import Customers, Incoming, Reply
+from pslite.errors import ClosedError, NodeLostError, RemoteError, UsageError
+from pslite.future import Future
+from pslite.wire.codec import Envelope, decode, encode
+from pslite.wire.messages import Request, Response
+
+ECHO = 7
+
+
+class Net:
+    """Nodes that hand their requests and responses to each other when ``settle`` is called."""
+
+    def __init__(self, *nodes: int) -> None:
+        self.sent: list[tuple[int, int, Request | Response, Sequence[Any]]] = []
+        self.commands: list[Callable[[], None]] = []
+        self.nodes = {node: Customers(self._sender(node), self.commands.append) for node in nodes}
+        self.now = 0.0
+
+    def _sender(self, sender: int) -> Callable[[int, Request | Response, Sequence[Any]], None]:
+        return lambda node, message, frames: self.sent.append((sender, node, message, frames))
+
+    def ask(self, asker: int, *nodes: int, app: int = ECHO, head: int = 1) -> Future[Any]:
+        future: Future[dict[int, Reply]] = Future()
+        frames: dict[int, Sequence[Any]] = {node: [b"frame"] for node in nodes}
+        self.nodes[asker].ask(nodes, app, 0, head, b"body", frames, future)
+        return future
+
+    def settle(self) -> None:
+        while self.sent or self.commands:
+            while self.commands:
+                self.commands.pop(0)()
+            if self.sent:
+                sender, receiver, message, frames = self.sent.pop(0)
+                if isinstance(message, Request):
+                    self.nodes[receiver].request_arrived(sender, message, frames, self.now)
+                else:
+                    self.nodes[receiver].response_arrived(sender, message, frames)
+
+
+def echo(incoming: Incoming) -> None:
+    incoming.respond(incoming.body + b"!", incoming.frames)
+
+
+def test_every_asked_node_answers_with_body_and_frames() -> None:
+    net = Net(9, 8, 10)
+    for server in (8, 10):
+        net.nodes[server].add(ECHO, echo)
+    future = net.ask(9, 8, 10)
+    net.settle()
+    assert future.result(0) == {8: Reply(b"body!", [b"frame"]), 10: Reply(b"body!", [b"frame"])}
+
+
+def test_the_handler_sees_who_asks_and_what() -> None:
+    net = Net(9, 8)
+    seen: list[Incoming] = []
+    net.nodes[8].add(ECHO, seen.append)
+    net.ask(9, 8, head=42)
+    net.settle()
+    (incoming,) = seen
+    assert (incoming.sender, incoming.head, incoming.body, list(incoming.frames)) == (
+        9,
+        42,
+        b"body",
+        [b"frame"],
+    )
+
+
+def test_an_answer_may_come_later_and_only_the_first_counts() -> None:
+    net = Net(9, 8)
+    seen: list[Incoming] = []
+    net.nodes[8].add(ECHO, seen.append)
+    future = net.ask(9, 8)
+    net.settle()
+    halfway = future.done()
+    seen[0].respond(b"first")
+    seen[0].respond(b"second")
+    seen[0].fail(UsageError("third"))
+    net.settle()
+    assert (halfway, future.result(0)) == (False, {8: Reply(b"first", ())})
+
+
+def test_an_error_of_a_handler_is_raised_by_the_asker_with_its_traceback() -> None:
+    net = Net(9, 8)
+
+    def handler(incoming: Incoming) -> None:
+        raise KeyError("momentum")
+
+    net.nodes[8].add(ECHO, handler)
+    future = net.ask(9, 8)
+    net.settle()
+    error = future.error()
+    assert isinstance(error, RemoteError)
+    assert (error.kind, error.where) == ("KeyError", "node 8")
+    assert "Traceback" in str(error)
+    assert "momentum" in str(error)
+
+
+def test_an_error_of_ours_is_raised_as_what_it_is_without_a_traceback() -> None:
+    net = Net(9, 8)
+    net.nodes[8].add(ECHO, lambda incoming: incoming.fail(UsageError("no such store")))
+    future = net.ask(9, 8)
+    net.settle()
+    assert (type(future.error()), str(future.error())) == (UsageError, "no such store")
+
+
+def test_an_error_with_text_that_is_no_unicode_still_reaches_the_asker() -> None:
+    # A file name that is not UTF-8 reads like this in Python.
+    net = Net(9, 8)
+    net.nodes[8].add(ECHO, lambda incoming: incoming.fail(OSError("no file weights-\udcff")))
+    net.ask(9, 8)
+    net.nodes[8].request_arrived(9, Request(ECHO, 0, 1, 1, b""), (), 0.0)
+    net.commands.pop(0)()
+    response = net.sent[-1][2]
+    decoded = decode([encode(Envelope("job", 1, 1, 1, 1, 0, (), response))]).message
+    assert isinstance(decoded, Response)
+    assert (decoded.kind, "weights-" in decoded.error) == ("OSError", True)
+
+
+def test_a_handler_that_raises_after_its_answer_changes_nothing() -> None:
+    net = Net(9, 8)
+
+    def handler(incoming: Incoming) -> None:
+        incoming.respond(b"done")
+        raise ValueError("too late")
+
+    net.nodes[8].add(ECHO, handler)
+    future = net.ask(9, 8)
+    net.settle()
+    assert future.result(0)[8].body == b"done"
+
+
+def test_a_request_waits_for_an_app_that_is_not_there_yet() -> None:
+    net = Net(9, 8)
+    future, other = net.ask(9, 8), net.ask(9, 8, app=99)
+    net.settle()
+    net.nodes[8].add(ECHO, echo)
+    net.settle()
+    assert (future.result(0)[8].body, other.done()) == (b"body!", False)
+
+
+def test_a_request_for_an_app_that_never_comes_is_refused_in_time() -> None:
+    net = Net(9, 8)
+    net.now = 10.0
+    early = net.ask(9, 8)
+    net.settle()
+    net.now = 20.0
+    late = net.ask(9, 8)
+    net.settle()
+    net.nodes[8].expire(before=15.0)
+    net.settle()
+    error = early.error()
+    assert (type(error), str(error)) == (UsageError, "there is no app 7 on the node that was asked")
+    assert not late.done()
+
+
+def test_requests_that_wait_for_apps_are_bounded() -> None:
+    net = Net(9, 8)
+    futures = [net.ask(9, 8) for _ in range(4097)]
+    net.settle()
+    assert [future.done() for future in futures] == [False] * 4096 + [True]
+    assert isinstance(futures[-1].error(), UsageError)
+
+
+def test_an_app_number_is_given_once_until_the_app_is_removed() -> None:
+    customers = Net(8).nodes[8]
+    customers.add(ECHO, echo)
+    with pytest.raises(UsageError, match="app 7 already"):
+        customers.add(ECHO, echo)
+    customers.remove(ECHO)
+    customers.add(ECHO, echo)
+
+
+def test_a_response_that_comes_again_or_from_elsewhere_changes_nothing() -> None:
+    net = Net(9, 8, 10)
+    future = net.ask(9, 8)
+    response = Response(ECHO, 0, 1, 1, "", "", b"x")
+    asker = net.nodes[9]
+    asker.response_arrived(10, response, ())
+    elsewhere = future.done()
+    asker.response_arrived(8, response, ())
+    asker.response_arrived(8, Response(ECHO, 0, 1, 1, "UsageError", "late", b""), ())
+    assert (elsewhere, future.result(0)) == (False, {8: Reply(b"x", ())})
+
+
+def test_the_end_of_the_asked_node_or_of_ones_own_ends_the_request() -> None:
+    net = Net(9, 8, 10)
+    lost, closed = NodeLostError("server 0 is lost"), ClosedError("closed")
+    first, second = net.ask(9, 8), net.ask(9, 10)
+    net.nodes[9].pending.depart(8, lost)
+    net.nodes[9].pending.fail(closed)
+    assert (first.error(), second.error()) == (lost, closed)

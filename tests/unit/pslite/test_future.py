@@ -1,0 +1,151 @@
+"""Futures complete once, tell everybody who waits, and say what they wait for; deadlines."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from pslite.deadline import Deadline
+from pslite.errors import ClosedError, DeadlineError, UsageError
+from pslite.future import Future, completed, failed, gather
+
+ERROR = UsageError("no such key")
+
+
+def test_a_waiting_thread_gets_the_value_of_another_thread() -> None:
+    future: Future[int] = Future()
+    waiting = threading.Event()
+    got: list[int] = []
+
+    def wait() -> None:
+        waiting.set()
+        got.append(future.result(30.0))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waiting.wait()
+    future.set_result(7)
+    thread.join()
+    assert got == [7]
+
+
+def test_the_first_completion_counts() -> None:
+    future: Future[int] = Future()
+    future.set_result(1)
+    future.set_result(2)
+    future.set_error(ERROR)
+    assert (future.result(0), future.error(), future.done()) == (1, None, True)
+
+
+def test_an_error_is_raised_to_everyone_who_asks() -> None:
+    future = failed(ERROR)
+    for _ in range(2):
+        with pytest.raises(UsageError) as caught:
+            future.result()
+        assert caught.value is ERROR
+    assert future.error() is ERROR
+
+
+@pytest.mark.parametrize("describe", ["the barrier", lambda: "the barrier"])
+def test_time_that_is_up_says_what_was_waited_for_and_ends_only_this_wait(describe: Any) -> None:
+    future: Future[int] = Future(describe)
+    with pytest.raises(DeadlineError, match=r"^no answer within 0.01 s: the barrier$"):
+        future.result(0.01)
+    future.set_result(3)
+    assert future.result(0) == 3
+
+
+def test_callbacks_run_once_whether_added_before_or_after() -> None:
+    future: Future[int] = Future()
+    seen: list[str] = []
+    future.on_done(lambda done: seen.append(f"before {done.result(0)}"))
+    future.set_result(1)
+    future.set_result(2)
+    future.on_done(lambda done: seen.append(f"after {done.result(0)}"))
+    assert seen == ["before 1", "after 1"]
+
+
+def test_a_further_step_is_taken_with_the_value_of_the_first() -> None:
+    first: Future[int] = Future()
+    second: Future[str] = Future("the second step")
+    taken: list[int] = []
+
+    def step(value: int) -> Future[str]:
+        taken.append(value)
+        return second
+
+    result = first.then(step)
+    first.set_result(4)
+    halfway = (list(taken), result.done(), result.describe)
+    second.set_result("done")
+    assert (halfway, result.result(0)) == (([4], False, "the second step"), "done")
+
+
+def test_an_error_skips_the_steps_that_follow() -> None:
+    taken: list[object] = []
+    result = failed(ERROR).map(taken.append).then(lambda value: completed(value))
+    assert (result.error(), taken) == (ERROR, [])
+
+
+def test_an_error_within_a_step_is_the_result() -> None:
+    def step(value: int) -> Future[int]:
+        raise ERROR
+
+    assert completed(1).then(step).error() is ERROR
+    assert completed(0).map(lambda value: 1 // value).error().__class__ is ZeroDivisionError
+
+
+def test_the_error_of_a_further_step_is_the_result() -> None:
+    assert completed(1).then(lambda _: failed(ERROR)).error() is ERROR
+    assert completed(2).map(lambda value: value * 3).result(0) == 6
+
+
+def test_gathered_values_come_in_order_once_all_are_there() -> None:
+    futures: list[Future[int]] = [Future(), Future()]
+    both = gather(futures)
+    futures[1].set_result(2)
+    halfway = both.done()
+    futures[0].set_result(1)
+    assert (halfway, both.result(0)) == (False, [1, 2])
+
+
+def test_a_gathered_error_waits_until_nobodys_buffers_are_in_use() -> None:
+    futures: list[Future[int]] = [Future(), Future()]
+    both = gather(futures)
+    futures[1].set_error(ERROR)
+    halfway = both.done()
+    futures[0].set_result(1)
+    assert (halfway, both.error()) == (False, ERROR)
+
+
+def test_of_several_gathered_errors_the_first_in_order_counts() -> None:
+    assert gather([completed(1), failed(ERROR), failed(ClosedError("x"))]).error() is ERROR
+
+
+def test_nothing_to_gather_is_gathered_at_once() -> None:
+    assert gather([]).result(0) == []
+
+
+def test_a_gathering_that_takes_too_long_names_one_that_is_missing() -> None:
+    both = gather([completed(1), Future("server 1")])
+    with pytest.raises(DeadlineError, match="server 1"):
+        both.result(0.01)
+
+
+# -- deadlines ----------------------------------------------------------------------------
+
+
+def test_a_deadline_is_shared_by_several_waits() -> None:
+    now = [100.0]
+    deadline = Deadline(5.0, lambda: now[0])
+    seen = []
+    for now[0] in (100.0, 104.0, 105.0, 110.0):
+        seen.append((deadline.remaining_s(), deadline.expired))
+    assert seen == [(5.0, False), (1.0, False), (0.0, True), (0.0, True)]
+
+
+def test_no_deadline_never_ends() -> None:
+    deadline = Deadline(None, lambda: 1e12)
+    assert (deadline.remaining_s(), deadline.expired, deadline.timeout_s) == (None, False, None)

@@ -1,0 +1,301 @@
+"""The conversations of a node: what is acknowledged, repeated, counted and dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pslite.errors import PSError
+from pslite.links import Delivery, Links
+from pslite.van.base import Buffer, Received, Van, VanEvent
+from pslite.wire.codec import VERSION, Envelope, decode, encode
+from pslite.wire.messages import Accepted, Beat, Leave, Message, Refused, Request
+
+
+class Wire(Van):
+    """A van that only remembers what was sent."""
+
+    def __init__(self, uid: str) -> None:
+        self.uid = uid
+        self.sent: list[tuple[str, list[bytes]]] = []
+
+    def send(self, peer: str, frames: Sequence[Buffer]) -> None:
+        self.sent.append((peer, [bytes(frame) for frame in frames]))
+
+    def bind(self, host: str, port: int, *, listen_fd: int | None = None) -> int:
+        raise NotImplementedError
+
+    def connect(self, peer: str, address: str) -> None:
+        raise NotImplementedError
+
+    def disconnect(self, peer: str) -> None:
+        raise NotImplementedError
+
+    def poll(self, timeout_s: float | None) -> list[VanEvent]:
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class Node:
+    """Links over a ``Wire``."""
+
+    def __init__(self, uid: str, incarnation: int, job: str = "job") -> None:
+        self.wire = Wire(uid)
+        self.traced: list[tuple[str, str, Message]] = []
+        self.links = Links(
+            self.wire,
+            job=job,
+            incarnation=incarnation,
+            resend_timeout_s=1.0,
+            trace=lambda way, peer, message, _: self.traced.append((way, peer, message)),
+        )
+
+    def say(self, peer: Node, message: Message, *frames: Any, now: float = 0.0) -> None:
+        self.links.send(peer.wire.uid, message, frames, 1, now)
+
+    def transmissions(self) -> list[list[bytes]]:
+        """What was sent since the last call."""
+        sent, self.wire.sent = self.wire.sent, []
+        return [frames for _, frames in sent]
+
+    def messages(self) -> list[Message]:
+        return [decode(frames).message for frames in self.transmissions()]
+
+    def hear(self, peer: Node, frames: Sequence[bytes]) -> Delivery | None:
+        return self.links.receive(Received(peer.wire.uid, list(frames)))
+
+
+def pass_on(sender: Node, receiver: Node) -> list[Message]:
+    """Let everything arrive that was sent; returns what the receiver's owner is given."""
+    deliveries = [receiver.hear(sender, frames) for frames in sender.transmissions()]
+    return [delivery.message for delivery in deliveries if delivery is not None]
+
+
+@pytest.fixture
+def pair() -> tuple[Node, Node]:
+    return Node("alice", 101), Node("bob", 202)
+
+
+REQUEST = Request(7, 0, 1, 2, b"body")
+LARGE = bytes(10_000)
+
+
+# -- delivery -----------------------------------------------------------------------------
+
+
+def test_a_message_arrives_with_its_sender_its_epoch_and_its_payload(
+    pair: tuple[Node, Node],
+) -> None:
+    alice, bob = pair
+    alice.links.send("bob", REQUEST, (b"one", b"two"), 5, 0.0)
+    (frames,) = alice.transmissions()
+    assert bob.hear(alice, frames) == Delivery("alice", 101, 5, REQUEST, [b"one", b"two"])
+
+
+def test_a_transmission_that_comes_twice_is_delivered_once(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST)
+    (frames,) = alice.transmissions()
+    deliveries = [bob.hear(alice, frames) for _ in range(3)]
+    assert [delivery is not None for delivery in deliveries] == [True, False, False]
+    assert bob.links.repeated == 2
+
+
+def test_what_is_not_accepted_in_time_is_sent_again(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST, b"payload")
+    (lost,) = alice.transmissions()
+    due = alice.links.next_due()
+    alice.links.resend(0.9)
+    too_early = alice.transmissions()
+    alice.links.resend(1.0)
+    assert (due, too_early, pass_on(alice, bob)) == (1.0, [], [REQUEST])
+    assert lost[1:] == [b"payload"]
+
+
+def test_an_acceptance_frees_what_was_kept(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST, LARGE)
+    under_way = (alice.links.unaccepted_bytes("bob"), alice.links.owed_by())
+    pass_on(alice, bob)
+    bob.links.flush(1, 0.0)
+    pass_on(bob, alice)
+    assert under_way == (10_000, ["bob"])
+    assert (alice.links.unaccepted_bytes("bob"), alice.links.owed_by()) == (0, [])
+    assert (alice.links.everything_accepted(), alice.links.next_due()) == (True, None)
+
+
+def test_an_answer_carries_the_acceptance_so_none_is_sent_beside_it(
+    pair: tuple[Node, Node],
+) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST)
+    pass_on(alice, bob)
+    bob.say(alice, Leave())
+    bob.links.flush(1, 0.0)
+    assert pass_on(bob, alice) == [Leave()]
+    assert alice.links.everything_accepted()
+
+
+def test_signs_of_life_are_not_numbered_and_not_accepted(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, Beat())
+    delivered = pass_on(alice, bob)
+    bob.links.flush(1, 0.0)
+    assert (delivered, bob.transmissions(), alice.links.next_due()) == ([Beat()], [], None)
+
+
+def test_a_reconnection_sends_everything_under_way_at_once(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST)
+    alice.transmissions()
+    alice.links.reconnected("bob", 0.1)
+    alice.links.reconnected("carol", 0.1)
+    assert pass_on(alice, bob) == [REQUEST]
+
+
+def test_small_payloads_do_not_count_as_under_way(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST, bytes(100))
+    assert alice.links.unaccepted_bytes("bob") == 0
+    assert alice.links.unaccepted_bytes("carol") == 0
+
+
+def test_payloads_of_wider_elements_count_in_bytes(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST, np.zeros((100, 50), np.float32).data)
+    assert alice.links.unaccepted_bytes("bob") == 100 * 50 * 4
+
+
+def test_everything_accepted_can_be_asked_of_some_peers(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST)
+    states = [alice.links.everything_accepted(peers) for peers in (None, ["bob"], ["carol"], [])]
+    assert states == [False, False, True, True]
+
+
+def test_verbose_lines_show_every_message_in_its_direction(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST)
+    pass_on(alice, bob)
+    assert (alice.traced, bob.traced) == ([("=>", "bob", REQUEST)], [("<=", "alice", REQUEST)])
+
+
+def test_a_message_of_more_frames_than_a_peer_takes_is_refused_at_the_sender(
+    pair: tuple[Node, Node],
+) -> None:
+    # Unrefused, it would be dropped there and sent again here, for ever.
+    alice, bob = pair
+    with pytest.raises(PSError):
+        alice.say(bob, REQUEST, *([b"x"] * 65_536))
+    assert alice.links.everything_accepted()
+
+
+# -- what is dropped ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frames", [[b""], [b"GET / HTTP/1.1"], [b"\xc1" * 40, b"x"]])
+def test_a_strangers_bytes_cost_a_counter_and_no_exception(
+    pair: tuple[Node, Node], frames: list[bytes]
+) -> None:
+    _, bob = pair
+    stranger = Node("stranger", 999)
+    assert bob.hear(stranger, frames) is None
+    assert sum(bob.links.dropped.values()) == 1
+    assert bob.transmissions() == []
+
+
+def test_another_version_is_dropped_by_name(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    header = bytearray(encode(Envelope("job", 0, 101, 0, 1, 0, (), Beat())))
+    header[1] = VERSION + 1
+    assert bob.hear(alice, [bytes(header)]) is None
+    assert list(bob.links.dropped) == ["protocol version 2; this node speaks 1"]
+
+
+def test_a_message_of_another_job_is_refused_and_its_sender_told_why() -> None:
+    ours, theirs = Node("scheduler", 1, job="ours"), Node("worker", 2, job="theirs")
+    theirs.say(ours, REQUEST)
+    delivered = pass_on(theirs, ours)
+    (refusal,) = pass_on(ours, theirs)
+    assert (delivered, dict(ours.links.dropped)) == ([], {"another job": 1})
+    assert isinstance(refusal, Refused)
+    assert "'ours'" in refusal.reason
+    assert "'theirs'" in refusal.reason
+
+
+def test_two_jobs_that_meet_do_not_refuse_each_others_refusals() -> None:
+    ours, theirs = Node("scheduler", 1, job="ours"), Node("worker", 2, job="theirs")
+    theirs.say(ours, REQUEST)
+    pass_on(theirs, ours)
+    pass_on(ours, theirs)
+    assert (ours.transmissions(), theirs.transmissions()) == ([], [])
+
+
+def test_a_message_for_the_process_that_was_here_before_is_dropped(
+    pair: tuple[Node, Node],
+) -> None:
+    alice, bob = pair
+    alice.say(bob, Leave())
+    pass_on(alice, bob)
+    bob.say(alice, REQUEST)
+    (frames,) = bob.transmissions()
+    restarted = Node("alice", 102)
+    assert restarted.hear(bob, frames) is None
+    assert list(restarted.links.dropped) == ["meant for a process that was here before"]
+
+
+def test_another_process_under_a_known_name_is_not_listened_to(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, Leave())
+    first = pass_on(alice, bob)
+    restarted = Node("alice", 102)
+    restarted.say(bob, REQUEST)
+    assert (first, pass_on(restarted, bob)) == ([Leave()], [])
+    assert list(bob.links.dropped) == ["another process under a known name"]
+
+
+def test_a_node_that_was_declared_lost_is_neither_heard_nor_written_to(
+    pair: tuple[Node, Node],
+) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST, LARGE)
+    (frames,) = alice.transmissions()
+    alice.links.shut("bob")
+    alice.say(bob, REQUEST)
+    alice.links.resend(100.0)
+    bob.hear(alice, frames)
+    bob.say(alice, Leave())
+    assert (alice.transmissions(), pass_on(bob, alice)) == ([], [])
+    assert (alice.links.unaccepted_bytes("bob"), alice.links.everything_accepted()) == (0, True)
+    assert list(alice.links.dropped) == ["from a node that was declared lost"]
+
+
+def test_to_a_node_that_said_goodbye_nothing_is_sent_again_but_it_may_still_repeat(
+    pair: tuple[Node, Node],
+) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST, LARGE)
+    alice.transmissions()
+    bob.say(alice, Leave())
+    (goodbye,) = bob.transmissions()
+    alice.hear(bob, goodbye)
+    alice.links.release("bob")
+    alice.links.release("carol")
+    alice.links.flush(1, 0.0)
+    lost_acceptance = alice.messages()
+    alice.links.resend(100.0)
+    assert (lost_acceptance, alice.transmissions()) == ([Accepted()], [])
+    assert alice.links.everything_accepted()
+    assert alice.hear(bob, goodbye) is None
+    alice.links.flush(1, 0.0)
+    pass_on(alice, bob)
+    assert bob.links.everything_accepted()

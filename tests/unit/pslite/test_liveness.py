@@ -1,0 +1,111 @@
+"""Lost and stalled: what connections, signs of life and time decide about a peer."""
+
+from __future__ import annotations
+
+from pslite.config import Config
+from pslite.protocol.liveness import Liveness, Lost, Stalled
+
+
+def watching(*peers: str, fatal_after_s: float = 0.0) -> Liveness:
+    """Lost 5 s after the connection, reported after 60 s of silence; watched since 0."""
+    liveness = Liveness(5.0, 60.0, fatal_after_s)
+    for peer in peers:
+        liveness.watch(peer, 0.0)
+    return liveness
+
+
+def test_a_peer_whose_connection_stays_away_is_lost_once() -> None:
+    liveness = watching("w0", "w1")
+    liveness.disconnected("w0", 10.0)
+    verdicts = [liveness.tick(now) for now in (14.9, 15.0, 16.0)]
+    assert verdicts == [[], [Lost("w0", "its connection has been gone for 5.0 s")], []]
+
+
+def test_a_lost_peer_is_noticed_with_the_default_settings() -> None:
+    # Defect a of ps-lite: with its defaults nobody was ever dead.
+    config = Config()
+    liveness = Liveness(config.lost_after_s, config.stall_report_s, config.heartbeat_timeout_s)
+    liveness.watch("w0", 0.0)
+    liveness.disconnected("w0", 0.0)
+    assert [type(verdict) for verdict in liveness.tick(config.lost_after_s)] == [Lost]
+
+
+def test_a_connection_that_comes_back_in_time_is_forgiven() -> None:
+    liveness = watching("w0")
+    liveness.disconnected("w0", 0.0)
+    liveness.connected("w0")
+    assert (liveness.tick(20.0), liveness.suspects()) == ([], [])
+
+
+def test_a_message_proves_the_connection() -> None:
+    liveness = watching("w0")
+    liveness.disconnected("w0", 0.0)
+    liveness.heard("w0", 1.0)
+    assert (liveness.tick(20.0), liveness.suspects()) == ([], [])
+
+
+def test_a_second_report_of_the_same_loss_buys_no_time() -> None:
+    liveness = watching("w0")
+    liveness.disconnected("w0", 0.0)
+    liveness.disconnected("w0", 4.0)
+    assert [type(verdict) for verdict in liveness.tick(5.0)] == [Lost]
+
+
+def test_a_silent_peer_is_reported_once_each_period_and_not_lost() -> None:
+    liveness = watching("s0")
+    verdicts = [liveness.tick(now) for now in (59.9, 60.0, 119.9, 120.0, 10_000.0)]
+    assert verdicts == [
+        [],
+        [Stalled("s0", 60.0)],
+        [],
+        [Stalled("s0", 120.0)],
+        [Stalled("s0", 10_000.0)],
+    ]
+
+
+def test_a_sign_of_life_starts_the_silence_anew() -> None:
+    liveness = watching("s0")
+    liveness.heard("s0", 50.0)
+    assert [liveness.tick(now) for now in (109.9, 110.0)] == [[], [Stalled("s0", 60.0)]]
+
+
+def test_silence_is_fatal_where_a_limit_is_set() -> None:
+    liveness = watching("s0", fatal_after_s=30.0)
+    verdicts = [liveness.tick(now) for now in (29.9, 30.0, 31.0)]
+    assert verdicts == [[], [Lost("s0", "connected, but no sign of life for 30 s")], []]
+
+
+def test_a_dead_process_is_lost_at_once_and_once() -> None:
+    liveness = watching("w0")
+    first, second = liveness.died("w0", "its process is gone"), liveness.died("w0", "again")
+    assert (first, second) == ([Lost("w0", "its process is gone")], [])
+    assert liveness.tick(1000.0) == []
+
+
+def test_suspects_are_the_watched_peers_without_a_connection() -> None:
+    liveness = watching("w0", "w1", "w2")
+    liveness.disconnected("w1", 0.0)
+    liveness.disconnected("stranger", 0.0)
+    assert liveness.suspects() == ["w1"]
+
+
+def test_a_peer_that_said_goodbye_is_not_missed() -> None:
+    liveness = watching("w0")
+    liveness.disconnected("w0", 0.0)
+    liveness.forget("w0")
+    liveness.forget("w0")
+    assert (liveness.tick(1000.0), liveness.suspects()) == ([], [])
+
+
+def test_watching_twice_does_not_renew_a_peers_time() -> None:
+    liveness = watching("w0")
+    liveness.watch("w0", 50.0)
+    assert liveness.tick(60.0) == [Stalled("w0", 60.0)]
+
+
+def test_what_strangers_do_changes_nothing() -> None:
+    liveness = watching()
+    liveness.heard("x", 1.0)
+    liveness.connected("x")
+    liveness.disconnected("x", 1.0)
+    assert liveness.tick(1000.0) == []

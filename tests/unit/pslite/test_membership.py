@@ -1,0 +1,176 @@
+"""How a cluster gathers: ranks, refusals, who is missing; and who is gone afterwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from pslite.ids import NodeInfo, Role
+from pslite.protocol.membership import Gone, Membership, Refusal, Rendezvous
+
+VERSION = "1.0"
+
+
+def node(role: str, number: int, rank: int = -1, host: str = "alpha") -> NodeInfo:
+    """A registration; ``number`` tells the processes apart."""
+    return NodeInfo(role, rank, f"{role}{number}", 100 + number, "", host, "kernel", 4000 + number)
+
+
+def gathering(num_workers: int, num_servers: int) -> Rendezvous:
+    rendezvous = Rendezvous(num_workers, num_servers, VERSION)
+    rendezvous.begin(10.0)
+    return rendezvous
+
+
+def register(rendezvous: Rendezvous, *nodes: NodeInfo) -> list[Refusal | None]:
+    return [rendezvous.register(each, 2, 1, VERSION) for each in nodes]
+
+
+def ranks(rendezvous: Rendezvous) -> list[tuple[str, int, str]]:
+    return [(each.role, each.rank, each.uid) for each in rendezvous.roster]
+
+
+# -- ranks --------------------------------------------------------------------------------
+
+
+def test_ranks_follow_the_order_of_registration() -> None:
+    rendezvous = gathering(2, 1)
+    register(rendezvous, node("worker", 2), node("server", 3), node("worker", 1))
+    assert ranks(rendezvous) == [
+        ("worker", 0, "worker2"),
+        ("worker", 1, "worker1"),
+        ("server", 0, "server3"),
+    ]
+
+
+def test_a_wanted_rank_is_given_and_others_take_what_is_free() -> None:
+    rendezvous = gathering(2, 1)
+    register(rendezvous, node("worker", 1), node("worker", 2, rank=0), node("server", 3, rank=0))
+    assert ranks(rendezvous) == [
+        ("worker", 0, "worker2"),
+        ("worker", 1, "worker1"),
+        ("server", 0, "server3"),
+    ]
+
+
+def test_host_names_never_decide_the_rank() -> None:
+    # ps-lite sorted by host name, so ranks changed from run to run.
+    orders = []
+    for hosts in (("alpha", "beta"), ("beta", "alpha")):
+        rendezvous = gathering(2, 1)
+        register(rendezvous, *(node("worker", i, host=host) for i, host in enumerate(hosts)))
+        register(rendezvous, node("server", 9))
+        orders.append([uid for _, _, uid in ranks(rendezvous)])
+    assert orders[0] == orders[1] == ["worker0", "worker1", "server9"]
+
+
+def test_there_is_no_roster_until_all_are_there() -> None:
+    rendezvous = gathering(2, 1)
+    register(rendezvous, node("worker", 1), node("server", 2))
+    assert (rendezvous.roster, rendezvous.missing()) == ((), ("1 of 2 workers",))
+    assert rendezvous.present() == (
+        "worker on alpha (pid 4001)",
+        "server on alpha (pid 4002)",
+    )
+    assert [each.uid for each in rendezvous.registered] == ["worker1", "server2"]
+
+
+def test_a_resent_registration_counts_once() -> None:
+    rendezvous = gathering(2, 1)
+    verdicts = register(rendezvous, node("worker", 1), node("worker", 1), node("server", 2))
+    assert (verdicts, rendezvous.roster) == ([None, None, None], ())
+
+
+def test_who_is_missing_is_said_in_words() -> None:
+    rendezvous = gathering(2, 1)
+    assert rendezvous.missing() == ("2 of 2 workers", "1 of 1 server")
+    register(rendezvous, node("worker", 1), node("worker", 2), node("server", 3))
+    assert (rendezvous.missing(), rendezvous.waited_s(12.5)) == ((), 2.5)
+
+
+# -- refusals -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_servers", "version", "words"),
+    [
+        (3, 1, VERSION, ("DMLC_NUM_WORKER=3", "scheduler has 2", "pid 4001")),
+        (2, 4, VERSION, ("DMLC_NUM_SERVER=4", "scheduler has 1", "pid 4001")),
+        (2, 1, "0.9", ("version 0.9", "scheduler 1.0", "pid 4001")),
+    ],
+)
+def test_nodes_that_disagree_about_the_job_make_it_impossible(
+    num_workers: int, num_servers: int, version: str, words: tuple[str, ...]
+) -> None:
+    refusal = gathering(2, 1).register(node("worker", 1), num_workers, num_servers, version)
+    assert refusal is not None
+    assert refusal.fatal
+    assert all(word in refusal.reason for word in words)
+
+
+@pytest.mark.parametrize(
+    ("late", "words"),
+    [
+        (node("worker", 9), "all 2 workers of this job are there already"),
+        (node("worker", 9, rank=0), "all 2 workers of this job are there already"),
+        (node("scheduler", 9), "this job has its scheduler already"),
+        (node("server", 9, rank=1), "DMLC_TASK_ID=1 of the server on alpha is too high"),
+    ],
+)
+def test_a_node_that_has_no_place_is_refused_and_the_others_go_on(
+    late: NodeInfo, words: str
+) -> None:
+    rendezvous = gathering(2, 1)
+    register(rendezvous, node("worker", 1), node("worker", 2))
+    (refusal,) = register(rendezvous, late)
+    assert refusal is not None
+    assert (words in refusal.reason, refusal.fatal) == (True, False)
+    register(rendezvous, node("server", 3))
+    assert len(rendezvous.roster) == 3
+
+
+def test_two_nodes_that_want_one_rank_cannot_both_have_it() -> None:
+    rendezvous = gathering(2, 1)
+    verdicts = register(rendezvous, node("worker", 1, rank=1), node("worker", 2, rank=1))
+    assert verdicts == [None, Refusal("two workers have DMLC_TASK_ID=1")]
+
+
+# -- afterwards ---------------------------------------------------------------------------
+
+ROSTER = (node("scheduler", 0, 0), node("worker", 1, 0), node("worker", 2, 1), node("server", 3, 0))
+
+
+def members() -> Membership:
+    membership = Membership()
+    membership.begin(ROSTER)
+    return membership
+
+
+def test_a_complete_cluster_is_in_epoch_one() -> None:
+    membership = members()
+    assert (membership.epoch, membership.live(Role.WORKER), membership.live(Role.SERVER)) == (
+        1,
+        (0, 1),
+        (0,),
+    )
+    assert [membership.node(node_id) for node_id in (1, 9, 11, 8, 13)] == [*ROSTER, None]
+
+
+def test_a_departure_is_noted_once_and_for_members_only() -> None:
+    membership = members()
+    first = membership.depart(9, left=False, reason="killed")
+    again = membership.depart(9, left=True, reason="")
+    stranger = membership.depart(99, left=True, reason="")
+    assert (first, again, stranger) == (Gone(ROSTER[1], False, "killed"), None, None)
+    assert membership.live(Role.WORKER) == (1,)
+    assert membership.gone == {9: first}
+
+
+@pytest.mark.parametrize(
+    ("left", "reason", "sentence"),
+    [
+        (True, "", "worker 0 (pid 4001 on alpha) has left the job"),
+        (False, "killed", "worker 0 (pid 4001 on alpha) is lost: killed"),
+    ],
+)
+def test_a_departure_reads_as_a_sentence(left: bool, reason: str, sentence: str) -> None:
+    assert Gone(ROSTER[1], left, reason).sentence == sentence

@@ -1,0 +1,245 @@
+"""The arrows between modules, read from their source: who may import whom, and what has one door.
+
+Imports below ``if TYPE_CHECKING:`` do not count, those within functions do.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LEAVES = frozenset(
+    {
+        "pslite.errors",
+        "pslite.ids",
+        "pslite.deadline",
+        "pslite.config",
+        "pslite.future",
+        "pslite.version",
+    }
+)
+#: Package -> what it may import of the project, besides itself.
+LAYERS = {
+    "pslite.wire": LEAVES,
+    "pslite.protocol": LEAVES | {"pslite.wire.messages"},
+    "pslite.van": LEAVES,
+    "pslite.plane": LEAVES | {"pslite.protocol", "pslite.wire.messages"},
+}
+#: What ``kvstore`` may use of ``pslite``: its public part.
+PUBLIC = frozenset(
+    {
+        "pslite",
+        "pslite.customer",
+        "pslite.errors",
+        "pslite.future",
+        "pslite.ids",
+        "pslite.plane",
+        "pslite.version",
+        "pslite.wire.codec.pack_value",
+        "pslite.wire.codec.unpack_value",
+    }
+)
+CODE_LOADERS = frozenset({"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"})
+
+
+def name_of(path: Path) -> str:
+    """``pslite/van/base.py`` -> ``pslite.van.base``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    name_of(path): ast.parse(path.read_text())
+    for package in ("pslite", "kvstore")
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+
+def nodes_of(tree: ast.AST) -> Iterator[ast.AST]:
+    """Everything in a module that runs: not the imports for type checkers only."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for node in child.orelse:
+                yield from nodes_of(node)
+        else:
+            yield from nodes_of(child)
+
+
+def imports_of(tree: ast.AST) -> set[str]:
+    """Modules that are imported; ``from a import b`` is ``a.b``, whatever ``b`` is."""
+    found: set[str] = set()
+    for node in nodes_of(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the arrows"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def is_within(name: str, packages: frozenset[str]) -> bool:
+    """Whether ``name`` is one of these or lies in it."""
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def users(does: Callable[[ast.AST], bool]) -> set[str]:
+    """The modules with a node that ``does`` something."""
+    return {name for name, tree in MODULES.items() if any(map(does, nodes_of(tree)))}
+
+
+def importers(package: str) -> set[str]:
+    return {
+        name
+        for name, tree in MODULES.items()
+        if any(is_within(each, frozenset({package})) for each in imports_of(tree))
+    }
+
+
+# -- layers -------------------------------------------------------------------------------
+
+
+def test_the_runtime_knows_nothing_of_the_stores() -> None:
+    assert {name for name in importers("kvstore") if name.startswith("pslite")} == set()
+
+
+@pytest.mark.parametrize("leaf", sorted(LEAVES))
+def test_a_leaf_imports_leaves_only(leaf: str) -> None:
+    ours = {name for name in imports_of(MODULES[leaf]) if name.startswith("pslite")}
+    assert {name for name in ours if not is_within(name, LEAVES)} == set()
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_a_layer_imports_what_is_below_it_only(package: str) -> None:
+    allowed = LAYERS[package] | {package}
+    wrong = {
+        f"{module} imports {name}"
+        for module, tree in MODULES.items()
+        if is_within(module, frozenset({package}))
+        for name in imports_of(tree)
+        if name.startswith(("pslite", "kvstore")) and not is_within(name, allowed)
+    }
+    assert wrong == set()
+
+
+def test_the_protocol_takes_types_from_the_wire_and_nothing_that_runs() -> None:
+    wanted = {
+        name.removeprefix("pslite.wire.messages.")
+        for module, tree in MODULES.items()
+        if module.startswith("pslite.protocol")
+        for name in imports_of(tree)
+        if name.startswith("pslite.wire")
+    }
+    assert {name for name in wanted if not name[0].isupper()} == set()
+
+
+def test_the_stores_use_the_public_part_of_the_runtime_only() -> None:
+    public = PUBLIC - {"pslite"}
+    names = set(_all_of("pslite"))
+    wrong = {
+        f"{module} imports {name}"
+        for module, tree in MODULES.items()
+        if module.startswith("kvstore")
+        for name in imports_of(tree)
+        if name.startswith("pslite.")
+        and not is_within(name, public)
+        and name.removeprefix("pslite.") not in names
+    }
+    assert wrong == set()
+
+
+def _all_of(module: str) -> list[str]:
+    """What a module says it offers (``__all__``)."""
+    for node in nodes_of(MODULES[module]):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    return []
+
+
+# -- one door each ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("packages", "door"),
+    [
+        (("zmq",), "pslite.van.zmq_van"),
+        (("msgpack",), "pslite.wire.codec"),
+        (("cupy", "cupyx"), "kvstore.arrays.cupy"),
+    ],
+    ids=["zmq", "msgpack", "cupy"],
+)
+def test_a_foreign_package_has_one_door(packages: tuple[str, ...], door: str) -> None:
+    assert set().union(*map(importers, packages)) == {door}
+
+
+def test_the_environment_is_read_by_the_settings_and_the_launcher_only() -> None:
+    readers = users(_reads_environment)
+    assert "pslite.config" in readers
+    assert {name for name in readers if not name.startswith("kvstore.launch.")} == {"pslite.config"}
+
+
+def _reads_environment(node: ast.AST) -> bool:
+    names = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
+    if isinstance(node, ast.Attribute):
+        return node.attr in names and ast.unparse(node.value) == "os"
+    return isinstance(node, ast.ImportFrom) and node.module == "os" and any(
+        alias.name in names for alias in node.names
+    )  # fmt: skip
+
+
+# -- nothing that arrives is run ----------------------------------------------------------
+
+
+def test_nothing_is_unpickled() -> None:
+    assert {name for package in CODE_LOADERS for name in importers(package)} == set()
+
+
+def test_nothing_is_evaluated() -> None:
+    def evaluates(node: ast.AST) -> bool:
+        return (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("eval", "exec", "compile", "__import__")
+        )
+
+    assert users(evaluates) == set()
+
+
+def test_no_array_is_loaded_with_its_pickles() -> None:
+    def allows(node: ast.AST) -> bool:
+        return (
+            isinstance(node, ast.keyword)
+            and node.arg == "allow_pickle"
+            and not (isinstance(node.value, ast.Constant) and node.value.value is False)
+        )
+
+    assert users(allows) == set()
+
+
+# -- the reader itself --------------------------------------------------------------------
+
+
+def test_every_way_to_import_is_seen_but_those_for_type_checkers() -> None:
+    tree = ast.parse(
+        "import a.b\n"
+        "from c import d, e\n"
+        "if TYPE_CHECKING:\n"
+        "    import hidden\n"
+        "else:\n"
+        "    import f\n"
+        "def late():\n"
+        "    try:\n"
+        "        from g.h import i as j\n"
+        "    except ImportError:\n"
+        "        import k\n"
+    )
+    assert imports_of(tree) == {"a.b", "c.d", "c.e", "f", "g.h.i", "k"}
+
+
+def test_every_module_of_both_packages_is_looked_at() -> None:
+    assert {"pslite.postoffice", "pslite.van.zmq_van", "kvstore.dist", "kvstore"} <= set(MODULES)
