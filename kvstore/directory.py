@@ -26,7 +26,6 @@ from kvstore.protocol import (
 from pslite.customer import Incoming
 from pslite.errors import ProtocolError, PSError, UsageError
 from pslite.ids import rank_of
-from pslite.wire.codec import unpack_value
 
 
 @dataclass(slots=True)
@@ -85,6 +84,14 @@ class Directory:
             waiting, store.waiting = store.waiting, []
             for entry in waiting:
                 self._take_declaration(number, store, entry)
+            comparing, store.comparing = store.comparing, []
+            for incoming, _, _ in comparing:
+                incoming.fail(
+                    UsageError(
+                        "the worker whose set_optimizer counts has left the job before it "
+                        "called it; the lowest rank that is left has to call set_optimizer"
+                    )
+                )
 
     # -- keys --------------------------------------------------------------------------
 
@@ -101,11 +108,12 @@ class Directory:
 
     def _take_declaration(self, number: int, store: _Store, waiting: _Waiting) -> None:
         try:
-            if waiting.rank == min(self._live_ranks(), default=0):
+            _check_same(store, waiting.specs)
+            decides = waiting.rank == min(self._live_ranks(), default=0)
+            if decides and any(key not in store.ready for key, _ in waiting.specs):
                 entries = self._decide(store, waiting.specs)
                 waiting.incoming.respond(pack(True, pack_entries(entries)))
                 return
-            _check_same(store, waiting.specs)
         except PSError as error:
             waiting.incoming.fail(error)
             return
@@ -117,7 +125,6 @@ class Directory:
 
     def _decide(self, store: _Store, specs: Sequence[tuple[Key, KeySpec]]) -> list[KeyEntry]:
         """Place the new keys of a call of the deciding rank; known ones stay where they are."""
-        _check_same(store, specs)
         sizes: list[int] = []
         counts = []
         for key, spec in specs:
@@ -191,8 +198,8 @@ class Directory:
 
 
 def _optimizer_text(data: Any) -> str:
-    name, params = data[0], unpack_value(data[1])
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in sorted(params.items()))})"
+    (rows,) = unpack(data[1], list)
+    return f"{data[0]}({', '.join(f'{key}={value!r}' for key, value in rows)})"
 
 
 def _check_same(store: _Store, specs: Sequence[tuple[Key, KeySpec]]) -> None:

@@ -29,9 +29,19 @@ def chunk_ranges(
             "chunks need num_elements >= 0, itemsize >= 1 and chunk_bytes >= 1, "
             f"got {num_elements}, {itemsize} and {chunk_bytes}"
         )
-    step = max(chunk_bytes // itemsize, 1)
+    step = _step(itemsize, chunk_bytes)
     starts = range(0, max(num_elements, 1), step)
     return [(start, min(start + step, num_elements)) for start in starts]
+
+
+def num_chunks(num_elements: int, itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """How many parts ``chunk_ranges`` gives, without making them."""
+    step = _step(itemsize, chunk_bytes)
+    return max(-(-num_elements // step), 1)
+
+
+def _step(itemsize: int, chunk_bytes: int) -> int:
+    return max(chunk_bytes // itemsize, 1)
 
 
 def place(

@@ -8,13 +8,14 @@ arrives. Pure. Next: ``directory.py``, ``server.py`` and ``dist.py``, which use 
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvstore.base import Key, KeySpec
-from kvstore.placement import chunk_ranges
+from kvstore.placement import chunk_ranges, num_chunks
 from pslite.errors import ProtocolError
 from pslite.wire.codec import pack_value, unpack_value
 
@@ -23,6 +24,7 @@ DIRECTORY_APP = 1_000_001
 STORE_APP = 1_000_002
 
 _MAX_DIMENSIONS = 64
+_DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
 _MAX_CHUNKS = 1 << 20
 
 
@@ -98,13 +100,11 @@ def dtype_of(text: object) -> np.dtype[Any]:
     Raises:
         ProtocolError: it is none that a store can hold.
     """
-    if type(text) is str and len(text) <= 8:
+    if type(text) is str and _DTYPE.fullmatch(text):
         try:
-            dtype = np.dtype(text)
+            return np.dtype(text)
         except TypeError:
-            dtype = np.dtype(object)
-        if dtype.kind in "biufc":
-            return dtype
+            pass  # no such size
     raise ProtocolError(f"{text!r} is no dtype of a store")
 
 
@@ -149,7 +149,8 @@ def unpack_entries(body: bytes) -> list[KeyEntry]:
         if any(type(number) is not int or number < 0 for number in numbers):
             raise ProtocolError("a key's placement is malformed")
         entry = KeyEntry(key, spec, first_part, chunk_bytes, tuple(servers))
-        if chunk_bytes < 1 or len(entry.chunks()) != len(servers):
+        num_elements, itemsize = spec.num_elements, spec.dtype.itemsize
+        if chunk_bytes < 1 or num_chunks(num_elements, itemsize, chunk_bytes) != len(servers):
             raise ProtocolError("a key's placement does not fit its size")
         entries.append(entry)
     return entries

@@ -31,7 +31,7 @@ from kvstore.protocol import (
     unpack_parts,
 )
 from pslite import Config, Incoming, Postoffice, Role, start
-from pslite.errors import ProtocolError, PSError, UsageError
+from pslite.errors import ProtocolError, PSError
 from pslite.plane import Job, Piece, ServerPlane, cut
 
 
@@ -213,11 +213,11 @@ class ServerStores:
         entries = unpack_parts(table)
         sizes = [entry.num_elements * entry.dtype.itemsize for entry in entries]
         pieces = cut(sizes, incoming.frames)
-        if any(entry.part in self._parts for entry in entries):
-            raise UsageError("a part is initialised already")
         ranks = self._ranks if synchronous else None
         store = self._stores.setdefault(number, _Store(ranks))
-        for group in _same_dtype(entries):
+        # A rank that stands in for one that left half-way finds some parts there; they stay.
+        new = [index for index, entry in enumerate(entries) if entry.part not in self._parts]
+        for group in _same_dtype(entries, new):
             arena = self._new_arena(store, [entries[i] for i in group], [pieces[i] for i in group])
             for index, part in zip(group, arena.parts, strict=True):
                 entry = entries[index]
@@ -251,11 +251,11 @@ class ServerStores:
         incoming.respond()
 
 
-def _same_dtype(entries: Sequence[PartEntry]) -> Iterator[list[int]]:
-    """Indices of neighbours of one dtype."""
+def _same_dtype(entries: Sequence[PartEntry], indices: Sequence[int]) -> Iterator[list[int]]:
+    """The indices, in groups of neighbours of one dtype."""
     group: list[int] = []
-    for index, entry in enumerate(entries):
-        if group and entries[group[-1]].dtype != entry.dtype:
+    for index in indices:
+        if group and entries[group[-1]].dtype != entries[index].dtype:
             yield group
             group = []
         group.append(index)

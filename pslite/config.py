@@ -139,6 +139,15 @@ class Config:
         for name in ("num_workers", "num_servers", "root_port", "port", "round_window"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{_names()[name]} must not be negative")
+        for name in _POSITIVE:
+            # "not >" rather than "<=", so that NaN is refused as well.
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{_names()[name]} must be greater than 0")
+        for name in ("heartbeat_timeout_s", "drop_percent"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{_names()[name]} must not be negative")
+        if self.max_message_bytes < self.chunk_bytes:
+            raise ConfigError("PS_MAX_MESSAGE_BYTES must be at least PS_CHUNK_BYTES")
         if self.chunk_bytes < 64 or self.credit_bytes < self.chunk_bytes:
             raise ConfigError("PS_CHUNK_BYTES must be >= 64 and PS_CREDIT_BYTES at least as large")
         if self.van_type not in ("zmq", "p3"):
@@ -160,6 +169,18 @@ class Config:
                 "tools/launch.py (kvstore-launch), which sets them, or export them yourself"
             )
         return self
+
+
+_POSITIVE = (
+    "heartbeat_interval_s",
+    "rendezvous_timeout_s",
+    "roster_interval_s",
+    "lost_after_s",
+    "stall_report_s",
+    "close_timeout_s",
+    "resend_timeout_s",
+    "pool_threads",
+)
 
 
 def _names() -> dict[str, str]:

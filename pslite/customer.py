@@ -9,12 +9,11 @@ that the order in which processes create their apps does not matter.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from pslite.errors import PSError, RemoteError, UsageError, rebuild
+from pslite.errors import RemoteError, UsageError, describe, rebuild
 from pslite.future import Future
 from pslite.protocol.pending import Pending
 from pslite.wire.messages import Request, Response
@@ -59,10 +58,7 @@ class Incoming:
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error, which the asker's future raises."""
-        text = str(error)
-        if not isinstance(error, PSError):
-            text = "".join(traceback.format_exception(error)).rstrip()
-        self._finish(type(error).__name__, text, b"", ())
+        self._finish(*describe(error), b"", ())
 
     def _finish(self, kind: str, error: str, body: bytes, frames: Sequence[Any]) -> None:
         if self._answered:
@@ -163,8 +159,8 @@ class Customers:
             try:
                 self._send(incoming.sender, response, frames)
             except Exception as error:
-                text = f"the answer cannot be sent: {error}"
-                refusal = replace(response, kind=type(error).__name__, error=text, body=b"")
+                kind, text = describe(error)
+                refusal = replace(response, kind=kind, error=text, body=b"")
                 self._send(incoming.sender, refusal, ())
 
         self._on_io_thread(deliver)

@@ -18,6 +18,8 @@ module of the project, so that every layer can raise these.
 
 from __future__ import annotations
 
+import traceback
+
 
 class PSError(RuntimeError):
     """Base of all errors raised on purpose by ``pslite`` and ``kvstore``."""
@@ -63,6 +65,18 @@ class DeadlineError(PSError, TimeoutError):
 
 class ClosedError(PSError):
     """The node was closed while the call was waiting, or before it was made."""
+
+
+def describe(error: BaseException) -> tuple[str, str]:
+    """An error for the wire: the name of its class, and its text.
+
+    What nobody raised on purpose comes with its traceback, so that the asker can find it.
+    """
+    text = str(error)
+    if not isinstance(error, PSError):
+        text = "".join(traceback.format_exception(error)).rstrip()
+    # Names of files that are not UTF-8 reach Python as lone surrogates, which cannot travel.
+    return type(error).__name__, text.encode("utf-8", "backslashreplace").decode()
 
 
 def rebuild(kind: str, message: str, *, role: str = "", rank: int = -1) -> PSError:

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pslite.errors import ProtocolError
+from pslite.errors import ProtocolError, UsageError
 from pslite.protocol.channel import Channel, Outgoing
-from pslite.van.base import Received, Van
-from pslite.wire.codec import Envelope, decode, encode
+from pslite.van.base import Received, Van, size_of
+from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode
 from pslite.wire.messages import Accepted, Message, Refused
 
 #: Frames shorter than this are always sent by copy, so they do not count as under way.
@@ -79,7 +79,9 @@ class Links:
             return
         entry = self._entry(peer)
         if message.RELIABLE:
-            nbytes = sum(len(frame) for frame in frames)
+            if len(frames) >= MAX_FRAMES:
+                raise UsageError(f"a message of {len(frames)} frames; {MAX_FRAMES} are too many")
+            nbytes = sum(size_of(frame) for frame in frames)
             nbytes = nbytes if nbytes >= _SMALL_BYTES else 0
             outgoing = entry.channel.number(message, frames, nbytes, epoch, now)
             try:

@@ -81,7 +81,7 @@ def cut(sizes: Sequence[int], frames: Sequence[Buffer]) -> list[Piece]:
     start = length = 0
     for size in sizes:
         if start == length:
-            frame = next(rest, b"")
+            frame = _as_bytes(next(rest, b""))
             start, length = 0, len(frame)
         if size < 0 or start + size > length:
             raise ProtocolError("the payload is shorter than its sizes say")
@@ -90,3 +90,10 @@ def cut(sizes: Sequence[int], frames: Sequence[Buffer]) -> list[Piece]:
     if start != length or next(rest, None) is not None:
         raise ProtocolError("the payload is longer than its sizes say")
     return pieces
+
+
+def _as_bytes(frame: Buffer) -> Buffer:
+    """The frame as a view of single bytes; received frames are that already."""
+    if type(frame) is memoryview and frame.itemsize != 1:
+        return frame.cast("B")
+    return frame

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pslite.errors import ProtocolError, UsageError
+from pslite.errors import NodeLostError, ProtocolError, UsageError, describe
 from pslite.plane.interface import Buffer, Effect, Job, Run, Send, ServerApp, cut
 from pslite.protocol.rounds import AsyncRounds, Rounds, SyncRounds, Verdict
 from pslite.wire.messages import (
@@ -47,8 +47,10 @@ class _Replies:
     def __init__(self) -> None:
         #: (rank, pushed, with value) -> [(part, round, version)]
         self.answers: dict[tuple[int, bool, bool], list[tuple[int, int, int]]] = {}
-        #: (rank, pushed, consumed, error) -> [(part, round)]
-        self.failures: dict[tuple[int, bool, bool, BaseException], list[tuple[int, int]]] = {}
+        #: (rank, pushed, consumed, id of the error) -> the error and [(part, round)]
+        self.failures: dict[
+            tuple[int, bool, bool, int], tuple[BaseException, list[tuple[int, int]]]
+        ] = {}
 
     def answer(self, rank: int, pushed: bool, value: bool, entry: tuple[int, int, int]) -> None:
         self.answers.setdefault((rank, pushed, value), []).append(entry)
@@ -56,7 +58,8 @@ class _Replies:
     def fail(
         self, rank: int, pushed: bool, consumed: bool, error: BaseException, entry: tuple[int, int]
     ) -> None:
-        self.failures.setdefault((rank, pushed, consumed, error), []).append(entry)
+        key = (rank, pushed, consumed, id(error))
+        self.failures.setdefault(key, (error, []))[1].append(entry)
 
 
 class ServerPlane:
@@ -202,12 +205,17 @@ class ServerPlane:
             message.parts, message.rounds, message.sizes, pieces, strict=True
         ):
             state = parts.get(part)
-            if state is None or state.size != size:
-                replies.fail(rank, True, False, _misfit(part, state, size), (part, round_))
+            if state is None:
+                replies.fail(rank, True, False, _unknown(part), (part, round_))
+                continue
+            if state.size != size:
+                misfit = UsageError(f"part {part} has {state.size} bytes, {size} were pushed")
+                self._refuse(part, state, rank, round_, misfit, replies)
                 continue
             verdict = state.rounds.contribute(rank, round_, piece)
             if verdict is Verdict.TAKEN:
-                state.refused.pop(rank, None)
+                if state.refused.get(rank, (0,))[0] == round_:
+                    del state.refused[rank]
                 if message.pull:
                     state.wanted.add((rank, round_))
                 ready.append(part)
@@ -217,15 +225,15 @@ class ServerPlane:
                 error = ProtocolError(f"round {round_} of part {part} is beyond the window")
                 self._refuse(part, state, rank, round_, error, replies)
             elif verdict is Verdict.HOPELESS:
-                error_gone = next(iter(self._gone.values()))
-                self._refuse(part, state, rank, round_, error_gone, replies)
+                gone = self._gone[state.rounds.blocked_by or 0]
+                self._refuse(part, state, rank, round_, gone, replies)
 
     def _take_pull(
         self, rank: int, part: int, after_round: int, pushed: bool, replies: _Replies
     ) -> None:
         state = self._parts.get(part)
         if state is None:
-            replies.fail(rank, pushed, True, _misfit(part, None, 0), (part, after_round))
+            replies.fail(rank, pushed, True, _unknown(part), (part, after_round))
             return
         refused = state.refused.get(rank)
         if refused is not None and after_round >= refused[0]:
@@ -270,7 +278,7 @@ class ServerPlane:
         effects: list[Effect] = []
         for (rank, pushed, value), entries in replies.answers.items():
             effects += self._answers(rank, pushed, value, entries)
-        for (rank, pushed, consumed, error), failures in replies.failures.items():
+        for (rank, pushed, consumed, _), (error, failures) in replies.failures.items():
             parts, rounds = zip(*failures, strict=True)
             effects.append(Send(rank, _failure(pushed, consumed, parts, rounds, error)))
         lanes: dict[int, list[Job]] = {}
@@ -311,16 +319,12 @@ class ServerPlane:
         return Send(rank, Answer(pushed, parts, rounds, versions, sizes), frames)
 
 
-def _misfit(part: int, state: _Part | None, size: int) -> BaseException:
-    if state is None:
-        return UsageError(f"part {part} is not known to this server; was its key deleted?")
-    return UsageError(f"part {part} has {state.size} bytes, {size} were pushed")
+def _unknown(part: int) -> BaseException:
+    return UsageError(f"part {part} is not known to this server; was its key deleted?")
 
 
 def _failure(
     pushed: bool, consumed: bool, parts: Ints, rounds: Ints, error: BaseException
 ) -> PartsFailed:
-    role, rank = getattr(error, "role", ""), getattr(error, "rank", -1)
-    return PartsFailed(
-        pushed, consumed, parts, rounds, type(error).__name__, str(error), role, rank
-    )
+    role, rank = (error.role, error.rank) if isinstance(error, NodeLostError) else ("", -1)
+    return PartsFailed(pushed, consumed, parts, rounds, *describe(error), role, rank)

@@ -100,16 +100,34 @@ class Transfer:
 class _Requested:
     """A worker's view of one part."""
 
-    __slots__ = ("held", "inflight", "pulling", "pushed")
+    __slots__ = ("freed", "held", "inflight", "pulling", "pushed")
 
     def __init__(self) -> None:
+        #: The highest round that counts, and the lower ones that were refused: those are
+        #: given to the next pushes, since a round without them would never be complete.
         self.pushed = 0
+        self.freed: list[int] = []
         #: Round -> the push that is not answered yet.
         self.inflight: dict[int, tuple[Transfer, int]] = {}
         #: The request whose value is awaited: a pull, or a push with pull; and its round.
         self.pulling: tuple[Transfer, int, int] | None = None
         #: Requests that wait for their turn, oldest first.
         self.held: deque[tuple[Transfer, int]] = deque()
+
+    def number(self) -> int:
+        """The round of the next push."""
+        if self.freed:
+            return heapq.heappop(self.freed)
+        self.pushed += 1
+        return self.pushed
+
+    def free(self, round_: int) -> None:
+        """A push was not taken; its round is open again."""
+        heapq.heappush(self.freed, round_)
+        while self.pushed in self.freed:
+            self.freed.remove(self.pushed)
+            heapq.heapify(self.freed)
+            self.pushed -= 1
 
     def may_send(self, transfer: Transfer, window: int) -> bool:
         if self.pulling is not None:
@@ -174,10 +192,13 @@ class WorkerPlane:
                 continue
             transfer, index = request
             indices, values, versions = found.setdefault(transfer, ([], [], []))
+            freed.append(part)
+            if transfer.pull and piece.stop - piece.start != transfer.sizes[index]:
+                transfer.fail(1, ProtocolError(f"a value of part {part} has a wrong size"))
+                continue
             indices.append(index)
             values.append(piece)
             versions.append(version)
-            freed.append(part)
         for transfer, (indices, values, versions) in found.items():
             transfer.deliver(indices, values, versions)
         self._advance(freed, found)
@@ -192,8 +213,7 @@ class WorkerPlane:
             if request is None:
                 continue
             if message.pushed and not message.consumed:
-                state = self._parts[part]
-                state.pushed = min(state.pushed, round_ - 1)
+                self._parts[part].free(round_)
             request[0].fail(1, error)
             touched.add(request[0])
             freed.append(part)
@@ -307,12 +327,13 @@ class WorkerPlane:
     @staticmethod
     def _claim(state: _Requested, transfer: Transfer, index: int) -> int:
         """Number the request and note that it is under way."""
+        round_ = state.pushed
         if transfer.push:
-            state.pushed += 1
-            state.inflight[state.pushed] = (transfer, index)
+            round_ = state.number()
+            state.inflight[round_] = (transfer, index)
         if transfer.pull:
-            state.pulling = (transfer, index, state.pushed)
-        return state.pushed
+            state.pulling = (transfer, index, round_)
+        return round_
 
     def _queue_send(self, transfer: Transfer, entries: Sequence[tuple[int, int]]) -> None:
         """Put these (index, round) of a transfer into one message for its server."""

@@ -66,8 +66,9 @@ class Channel:
         self._next_sequence += 1
         self._unaccepted[outgoing.sequence] = outgoing
         self.unaccepted_bytes += nbytes
-        if self._check_at is None:
-            self._check_at = outgoing.due_at(self._timeout_s)
+        due_at = outgoing.due_at(self._timeout_s)
+        if self._check_at is None or due_at < self._check_at:
+            self._check_at = due_at
         return outgoing
 
     def accepted(self, low: int, also: Iterable[int]) -> bool:

@@ -55,7 +55,9 @@ class SyncRounds:
         self._window = window
         self._open: dict[int, dict[int, Any]] = {}
         self._running = False
-        self._gone: set[int] = set()
+        self._dead_from: int | None = None
+        #: The rank without which no further round can be complete, once it is gone.
+        self.blocked_by: int | None = None
         self.version = 0
 
     def contribute(self, rank: int, round_: int, payload: Any) -> Verdict:
@@ -67,7 +69,7 @@ class SyncRounds:
         contributions = self._open.get(round_, {})
         if rank in contributions:
             return Verdict.REPEATED
-        if not self._gone <= contributions.keys():
+        if self._dead_from is not None and round_ >= self._dead_from:
             return Verdict.HOPELESS
         contributions[rank] = payload
         self._open[round_] = contributions
@@ -123,13 +125,20 @@ class SyncRounds:
     def abandon(self, rank: int) -> list[tuple[int, int]]:
         """Give up the rounds that can never be complete without ``rank``, which is gone.
 
-        Rounds that it has contributed to go on. Returns (rank, round) of the others'
-        contributions that are thereby refused; the rounds do not count as applied.
+        The first round that it has not contributed to, and all behind it, whose turn never
+        comes. Returns (rank, round) of the contributions that are thereby refused; the rounds
+        do not count as applied.
         """
-        self._gone.add(rank)
+        if rank not in self._expected:
+            return []
+        first = self.version + 1
+        while rank in self._open.get(first, ()):
+            first += 1
+        if self._dead_from is None or first < self._dead_from:
+            self._dead_from, self.blocked_by = first, rank
         refused: list[tuple[int, int]] = []
         for round_ in sorted(self._open):
-            if rank not in self._open[round_]:
+            if round_ >= self._dead_from:
                 refused.extend((other, round_) for other in sorted(self._open.pop(round_)))
         return refused
 
@@ -143,6 +152,7 @@ class AsyncRounds:
         self._applied: dict[int, int] = {}
         self._order: list[int] = []
         self._running: tuple[int, int] | None = None
+        self.blocked_by: int | None = None
         self.version = 0
 
     def contribute(self, rank: int, round_: int, payload: Any) -> Verdict:

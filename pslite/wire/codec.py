@@ -10,6 +10,7 @@ layout is numbered in ``docs/wire.md``.
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import typing
 from array import array
@@ -20,13 +21,14 @@ from typing import Any
 
 import msgpack
 
-from pslite.errors import ProtocolError
+from pslite.errors import ProtocolError, UsageError
 from pslite.ids import NodeInfo
 from pslite.wire.messages import ALL_MESSAGES, Ints, Message, Nodes, Texts
 
 VERSION = 1
 MAX_HEADER_BYTES = 16 << 20
 MAX_FRAMES = 65_536
+_MAX_DEPTH = 8
 _ENVELOPE_FIELDS = 9
 
 Buffer = bytes | bytearray | memoryview
@@ -176,6 +178,8 @@ def encode(envelope: Envelope) -> bytes:
     ]
     header.extend(_BY_KIND[type(message)].fields(message))
     packed: bytes = msgpack.packb(header)
+    if len(packed) > MAX_HEADER_BYTES:
+        raise UsageError(f"a header of {len(packed)} bytes; {MAX_HEADER_BYTES} are allowed")
     return packed
 
 
@@ -190,14 +194,14 @@ def decode(frames: Sequence[Buffer]) -> Envelope:
     header = unpack_value(frames[0])
     if type(header) is not list or len(header) < _ENVELOPE_FIELDS:
         raise ProtocolError("the header is no array, or too short")
-    if header[0] != VERSION:
+    if type(header[0]) is not int or header[0] != VERSION:
         raise ProtocolError(f"protocol version {header[0]!r}; this node speaks {VERSION}")
     layout = _BY_NUMBER.get(header[1]) if type(header[1]) is int else None
     if layout is None:
         raise ProtocolError(f"{header[1]!r} is no message type")
     _, _, job, epoch, sender, receiver, sequence, accepted, also = header[:_ENVELOPE_FIELDS]
-    if type(job) is not str:
-        raise ProtocolError("the job id is no text")
+    if type(job) is not str or type(also) is not bytes:
+        raise ProtocolError("the job id is no text, or the list of accepted numbers none")
     for number in (epoch, sender, receiver, sequence, accepted):
         if type(number) is not int or number < 0:
             raise ProtocolError("an envelope field is no number, or negative")
@@ -228,7 +232,69 @@ def unpack_value(data: Buffer) -> Any:
     """
     if len(data) > MAX_HEADER_BYTES:
         raise ProtocolError(f"{len(data)} bytes of plain data; {MAX_HEADER_BYTES} are allowed")
+    data = bytes(data)
+    if _SUSPICIOUS.search(data) is not None:
+        _check_structure(data)
     try:
         return msgpack.unpackb(data, strict_map_key=False)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"malformed msgpack: {type(error).__name__}: {error}") from None
+
+
+# msgpack reserves memory for as many elements as an array or map claims to have, at every
+# level, and turns extensions into objects. Data without these marks can do neither.
+_SUSPICIOUS = re.compile(rb"[\xc7-\xc9\xd4-\xd8\xdc-\xdf]")
+#: Mark -> bytes of the length field, for binary data and texts.
+_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+#: Mark -> bytes of a value of fixed size.
+_FIXED = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+#: Mark -> (bytes of the count field, elements per count), for arrays and maps.
+_COUNTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+
+
+def _check_structure(data: bytes) -> None:
+    """Walk over msgpack data without building anything.
+
+    Raises:
+        ProtocolError: an extension, too deep, or a container that claims more than there is.
+    """
+    position = 0
+    open_containers = [1]
+    while open_containers:
+        if open_containers[-1] == 0:
+            open_containers.pop()
+            continue
+        open_containers[-1] -= 1
+        if position >= len(data):
+            raise ProtocolError("malformed msgpack: it ends too early")
+        position, elements = _skip(data, position)
+        if elements:
+            if elements > len(data) - position:
+                raise ProtocolError("malformed msgpack: it claims more elements than it has bytes")
+            if len(open_containers) > _MAX_DEPTH:
+                raise ProtocolError(f"plain data is nested more than {_MAX_DEPTH} deep")
+            open_containers.append(elements)
+
+
+def _skip(data: bytes, position: int) -> tuple[int, int]:
+    """Behind the head of the value at ``position``, and how many elements follow it."""
+    mark = data[position]
+    position += 1
+    if mark <= 0x7F or mark >= 0xE0 or mark in (0xC0, 0xC2, 0xC3):
+        return position, 0
+    if mark <= 0x8F:
+        return position, 2 * (mark & 0x0F)
+    if mark <= 0x9F:
+        return position, mark & 0x0F
+    if mark <= 0xBF:
+        return position + (mark & 0x1F), 0
+    if mark in _FIXED:
+        return position + _FIXED[mark], 0
+    if mark in _SIZED:
+        body = position + _SIZED[mark]
+        return body + int.from_bytes(data[position:body], "big"), 0
+    if mark in _COUNTED:
+        width, per_count = _COUNTED[mark]
+        body = position + width
+        return body, per_count * int.from_bytes(data[position:body], "big")
+    raise ProtocolError("plain data holds an extension, or an unknown mark")

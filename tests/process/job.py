@@ -175,10 +175,14 @@ class Job:
         return self.start("server", task_id, SERVICE, settings)
 
     def worker(
-        self, task_id: int | None, code: str, settings: Mapping[str, str | None] | None = None
+        self,
+        task_id: int | None,
+        code: str,
+        settings: Mapping[str, str | None] | None = None,
+        arguments: Sequence[str] = (),
     ) -> Process:
         """A worker that runs ``code`` after the imports that most workers need."""
-        return self.start("worker", task_id, ("-c", WORKER + code), settings)
+        return self.start("worker", task_id, ("-c", WORKER + code, *arguments), settings)
 
     def service(self) -> tuple[Process, list[Process]]:
         """The scheduler and all servers."""

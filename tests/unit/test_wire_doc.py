@@ -1,0 +1,135 @@
+"""``docs/wire.md`` and the code say the same: messages, fields, types, versions, limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.protocol import DIRECTORY_APP, STORE_APP, DirectoryCall, StoreCall
+from pslite.config import Config
+from pslite.ids import NodeInfo
+from pslite.protocol.channel import RECEIVE_WINDOW
+from pslite.wire.codec import MAX_FRAMES, MAX_HEADER_BYTES, VERSION, Envelope, decode, encode
+from pslite.wire.messages import ALL_MESSAGES, Accepted, Exchange, Ints, Message, Nodes, Texts
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text()
+TYPES: dict[Any, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "float",
+    str: "text",
+    bytes: "bytes",
+    Ints: "integers",
+    Texts: "texts",
+    Nodes: "nodes",
+}
+ENVELOPE_FIELDS = 9
+
+
+def section(title: str) -> str:
+    """The text below a heading, up to the next one of any level."""
+    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", TEXT, re.M | re.S)
+    assert found is not None, f"docs/wire.md has no section {title!r}"
+    return found[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of all tables in a text, without their heads."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    heads = {i - 1 for i, row in enumerate(cells) if set("".join(row)) == {"-"}}
+    return [row for i, row in enumerate(cells) if i not in heads and i - 1 not in heads]
+
+
+def fields_of(kind: Any, names: typing.Iterable[str], first: int) -> list[list[str]]:
+    hints = typing.get_type_hints(kind)
+    return [[str(first + i), name, TYPES[hints[name]]] for i, name in enumerate(names)]
+
+
+def messages() -> list[tuple[str, str]]:
+    return [(str(kind.NUMBER), kind.__name__) for kind in ALL_MESSAGES]
+
+
+# -- messages -----------------------------------------------------------------------------
+
+
+def test_every_message_has_a_section_and_no_other_has_one() -> None:
+    assert re.findall(r"^### (\d+) (\w+)$", TEXT, re.M) == messages()
+
+
+def test_the_overview_lists_every_message_and_whether_it_is_numbered() -> None:
+    table = [(row[0], row[1], row[3]) for row in rows(section("7 Messages"))]
+    assert table == [
+        (str(kind.NUMBER), kind.__name__, "yes" if kind.RELIABLE else "no") for kind in ALL_MESSAGES
+    ]
+
+
+@pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
+def test_the_fields_of_a_message_are_those_of_its_table(kind: type[Message]) -> None:
+    text = section(f"{kind.NUMBER} {kind.__name__}")
+    names = [field.name for field in dataclasses.fields(kind)]
+    assert [row[:3] for row in rows(text)] == fields_of(kind, names, ENVELOPE_FIELDS)
+    assert ("No fields." in text) == (not names)
+
+
+@pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
+def test_lists_that_belong_together_are_named(kind: type[Message]) -> None:
+    found = re.findall(r"^Parallel: (.*)\.$", section(f"{kind.NUMBER} {kind.__name__}"), re.M)
+    named = [tuple(re.findall(r"`(\w+)`", line)) for line in found]
+    assert named == ([kind.PARALLEL] if kind.PARALLEL else [])
+
+
+# -- what surrounds them ------------------------------------------------------------------
+
+
+def test_the_version_is_the_codecs() -> None:
+    assert re.findall(r"^\*\*Version:\*\* (\d+)$", TEXT, re.M) == [str(VERSION)]
+    assert f"of this document: {VERSION}" in section("5 The envelope")
+
+
+def test_the_envelope_is_the_codecs() -> None:
+    names = [field.name for field in dataclasses.fields(Envelope)][:-1]
+    table = [row[:3] for row in rows(section("5 The envelope"))]
+    assert table == [
+        ["0", "version", "integer"],
+        ["1", "number", "integer"],
+        *fields_of(Envelope, names, 2),
+    ]
+    assert len(table) == ENVELOPE_FIELDS
+
+
+def test_a_nodes_entry_is_the_rosters() -> None:
+    table = [row[:3] for row in rows(section("4 Types"))]
+    types = [row[0] for row in table if not row[0].isdigit()]
+    assert [row for row in table if row[0].isdigit()] == fields_of(NodeInfo, NodeInfo._fields, 0)
+    assert sorted(types) == sorted(TYPES.values())
+
+
+def test_the_limits_are_the_codes() -> None:
+    values = [re.findall(r"\d+", row[1])[0] for row in rows(section("9 Limits"))]
+    limits = [MAX_HEADER_BYTES, MAX_FRAMES, RECEIVE_WINDOW, Config().max_message_bytes]
+    assert values == [str(limit) for limit in limits]
+
+
+def test_the_calls_of_the_stores_are_the_codes() -> None:
+    text = section("11 Apps of the stores")
+    calls: list[enum.IntEnum] = [*DirectoryCall, *StoreCall]
+    assert re.findall(r"app (\d+)", text) == [str(DIRECTORY_APP), str(STORE_APP)]
+    assert [row[:2] for row in rows(text)] == [[str(call.value), call.name] for call in calls]
+
+
+# -- the example --------------------------------------------------------------------------
+
+
+def test_the_bytes_of_the_example_are_what_it_says() -> None:
+    blocks = re.findall(r"```text\n(.*?)```", section("12 An example, byte for byte"), re.S)
+    push = Envelope("j", 1, 7, 9, 5, 4, (6,), Exchange(True, True, (3,), (2,), (4,)))
+    accepted = Envelope("j", 1, 9, 7, 0, 5, (), Accepted())
+    assert [bytes.fromhex(block) for block in blocks] == [encode(push), encode(accepted)]
+    assert [decode([bytes.fromhex(block)]) for block in blocks] == [push, accepted]
