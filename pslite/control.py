@@ -19,6 +19,7 @@ from pslite.protocol.membership import Gone
 from pslite.wire.messages import (
     BarrierEnter,
     BarrierLeave,
+    BarrierWaits,
     Leave,
     Members,
     Refused,
@@ -78,6 +79,8 @@ class MemberControl:
             self._office.fail(ConfigError(f"the scheduler refuses this node: {message.reason}"))
         elif isinstance(message, BarrierLeave):
             self._barrier_over(message)
+        elif isinstance(message, BarrierWaits):
+            self._say_who_has_not_come(message)
 
     def _complete(self, message: Roster, now: float) -> None:
         office = self._office
@@ -142,6 +145,12 @@ class MemberControl:
             future.set_error(rebuild(message.kind, message.error))
         else:
             future.set_result(None)
+
+    def _say_who_has_not_come(self, message: BarrierWaits) -> None:
+        missing = ", ".join(self._office.title(node) for node in message.missing)
+        self._office.log.warn(
+            f"a barrier of group {message.group} has waited {message.waited_s:.0f} s for {missing}"
+        )
 
     # -- who is gone -------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from pslite.protocol.membership import Gone, Rendezvous
 from pslite.wire.messages import (
     BarrierEnter,
     BarrierLeave,
+    BarrierWaits,
     Leave,
     Members,
     Message,
@@ -234,6 +235,10 @@ class SchedulerControl:
         elif self._roster_at is not None and now >= self._roster_at:
             self._tell_who_is_missing(now)
         self._release(self._barriers.tick(now))
+        for overdue in self._barriers.overdue(now, self._office.config.stall_report_s):
+            waits = BarrierWaits(overdue.group, overdue.round, overdue.missing, overdue.waited_s)
+            for node in overdue.nodes:
+                self._office.send(node, waits)
 
     def next_due(self) -> float | None:
         times = [self._deadline, self._roster_at, self._barriers.next_due()]

@@ -25,6 +25,17 @@ class Release:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """Tell ``nodes``: their barrier has been open for long, and ``missing`` have not come."""
+
+    nodes: tuple[int, ...]
+    group: int
+    round: int
+    missing: tuple[int, ...]
+    waited_s: float
+
+
 @dataclass(slots=True)
 class _Wait:
     """One barrier that somebody has reached and not everybody."""
@@ -32,6 +43,9 @@ class _Wait:
     members: frozenset[int]
     arrived: dict[int, float]
     """Node id -> when its patience ends."""
+    opened_at: float | None = None
+    """When ``overdue`` first saw it."""
+    reported_at: float = 0.0
 
 
 class Barriers:
@@ -85,6 +99,19 @@ class Barriers:
                 text = f"the barrier of group {group} was not reached in time by {missing}"
                 releases += self._end(group, round_, wait, DeadlineError, text)
         return releases
+
+    def overdue(self, now: float, report_s: float) -> list[Overdue]:
+        """The barriers that have been open for ``report_s``, and again each such time."""
+        reports = []
+        for (group, round_), wait in self._open.items():
+            if wait.opened_at is None:
+                wait.opened_at = wait.reported_at = now
+            elif now - wait.reported_at >= report_s:
+                wait.reported_at = now
+                missing = tuple(self.missing(group, round_))
+                nodes = tuple(sorted(wait.arrived))
+                reports.append(Overdue(nodes, group, round_, missing, now - wait.opened_at))
+        return reports
 
     def next_due(self) -> float | None:
         """When the first wait's time is over."""

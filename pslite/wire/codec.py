@@ -28,7 +28,7 @@ from pslite.wire.messages import ALL_MESSAGES, Ints, Message, Nodes, Texts
 VERSION = 1
 MAX_HEADER_BYTES = 16 << 20
 MAX_FRAMES = 65_536
-_MAX_DEPTH = 8
+_MAX_LARGE = 8
 _ENVELOPE_FIELDS = 9
 
 Buffer = bytes | bytearray | memoryview
@@ -256,24 +256,31 @@ def _check_structure(data: bytes) -> None:
     """Walk over msgpack data without building anything.
 
     Raises:
-        ProtocolError: an extension, too deep, or a container that claims more than there is.
+        ProtocolError: an extension, a container that claims more than there is, or too many
+            large ones in each other. Small ones reserve next to nothing; msgpack itself limits
+            their depth.
     """
     position = 0
-    open_containers = [1]
+    large = 0
+    # Of each open container: elements to come, and whether it can be large (16-bit counts).
+    open_containers = [(1, False)]
     while open_containers:
-        if open_containers[-1] == 0:
-            open_containers.pop()
+        elements, is_large = open_containers.pop()
+        if elements == 0:
+            large -= is_large
             continue
-        open_containers[-1] -= 1
+        open_containers.append((elements - 1, is_large))
         if position >= len(data):
             raise ProtocolError("malformed msgpack: it ends too early")
+        is_large = data[position] in _COUNTED
         position, elements = _skip(data, position)
+        if elements > len(data) - position:
+            raise ProtocolError("malformed msgpack: it claims more elements than it has bytes")
         if elements:
-            if elements > len(data) - position:
-                raise ProtocolError("malformed msgpack: it claims more elements than it has bytes")
-            if len(open_containers) > _MAX_DEPTH:
-                raise ProtocolError(f"plain data is nested more than {_MAX_DEPTH} deep")
-            open_containers.append(elements)
+            large += is_large
+            if large > _MAX_LARGE:
+                raise ProtocolError(f"more than {_MAX_LARGE} large containers in each other")
+            open_containers.append((elements, is_large))
 
 
 def _skip(data: bytes, position: int) -> tuple[int, int]:

@@ -143,6 +143,19 @@ class BarrierLeave(Message):
     error: str
 
 
+@dataclass(frozen=True, slots=True)
+class BarrierWaits(Message):
+    """A barrier that the receiver has reached has been open for long: who has not come."""
+
+    NUMBER: ClassVar[int] = 18
+    RELIABLE: ClassVar[bool] = False
+    group: int
+    round: int
+    missing: Ints
+    """Node ids."""
+    waited_s: float
+
+
 # -- data: rounds of parts, worker <-> server ---------------------------------------------
 
 
@@ -271,4 +284,5 @@ ALL_MESSAGES: tuple[type[Message], ...] = (
     RoundWaits,
     Request,
     Response,
+    BarrierWaits,
 )

@@ -6,8 +6,11 @@ In a fresh interpreter that has its libraries already. How long it takes is meas
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from job import ROOT, clean_environment, needs_proc
@@ -67,12 +70,22 @@ print(json.dumps(found))
 """
 
 
-def watch(*modules: str) -> dict[str, object]:
-    import json
+GUILTY = """
+import os, socket, subprocess, sys, threading, zmq
+os.getenv("PS_VERBOSE"), "DMLC_ROLE" in os.environ
+os.environ["PS_NEW"] = "1"
+kept = [socket.socket(), zmq.Context(), open(os.devnull)]
+subprocess.run([sys.executable, "-c", ""], env={}, check=True)
+threading.Thread(target=threading.Event().wait, args=(60,), daemon=True).start()
+"""
 
+
+def watch(*modules: str, path: str = "") -> dict[str, Any]:
+    environment = clean_environment()
+    environment["PYTHONPATH"] += f":{path}"
     run = subprocess.run(
         [sys.executable, "-c", WATCHED_IMPORT, *modules],
-        env={**clean_environment(), "DMLC_ROLE": "server", "PS_VERBOSE": "2"},
+        env={**environment, "DMLC_ROLE": "server", "PS_VERBOSE": "2"},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -81,6 +94,33 @@ def watch(*modules: str) -> dict[str, object]:
     )
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
-    found = json.loads(run.stdout)
-    assert isinstance(found, dict)
+    found: dict[str, Any] = json.loads(run.stdout)
     return found
+
+
+def test_importing_every_module_of_the_project_has_no_effect() -> None:
+    """In a process whose DMLC_ROLE says that it is a server, too."""
+    found = watch()
+    assert {"kvstore.dist", "kvstore.nodes", "pslite.van.zmq_van"} <= set(found["modules"])
+    assert found["environment"] == []
+    assert found["events"] == []
+    assert found["contexts"] == 0
+    assert found["threads"] == ["MainThread"]
+    before, after = found["descriptors"]
+    assert before == after
+
+
+def test_importing_the_package_loads_neither_stores_for_clusters_nor_gpu_libraries() -> None:
+    assert watch("kvstore")["heavy"] == []
+
+
+def test_the_watch_sees_each_kind_of_effect(tmp_path: Path) -> None:
+    """Else the first test could not fail."""
+    (tmp_path / "guilty.py").write_text(GUILTY)
+    found = watch("guilty", path=str(tmp_path))
+    assert found["environment"] == ["PS_VERBOSE", "DMLC_ROLE", "PS_NEW set"]
+    assert {"socket.__new__", "subprocess.Popen"} <= set(found["events"])
+    assert found["contexts"] == 1
+    assert len(found["threads"]) == 2
+    before, after = found["descriptors"]
+    assert set(before) < set(after)

@@ -78,6 +78,11 @@ def test_the_parts_of_a_large_key_go_where_they_live() -> None:
     ]
 
 
+def test_later_parts_of_a_large_key_travel_together_too() -> None:
+    groups = plan([entry("a", 12, 1, 0, 0, 0)], group_bytes=32)
+    assert [group.parts for group in groups] == [(1, 2), (3,)]
+
+
 def test_an_empty_key_has_a_part_too() -> None:
     groups = plan([entry("a", 0, 1, 0)], group_bytes=16)
     assert groups == [Group(8, (1,), (0,), (Slice(0, 0, 0),), 0)]

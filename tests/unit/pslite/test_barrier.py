@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pslite.protocol.barrier import Barriers, Release
+from pslite.protocol.barrier import Barriers, Overdue, Release
 
 GROUP = 4
 A, B, C = 9, 11, 13
@@ -46,7 +46,7 @@ def test_a_request_that_comes_again_after_the_release_leaks_into_no_other_barrie
     enter(barriers, (A, 1), (B, 1), (C, 1))
     late = enter(barriers, (A, 1), (B, 2), (C, 2))
     assert late == []
-    assert barriers.missing(GROUP, 2) == [A]
+    assert (barriers.missing(GROUP, 1), barriers.missing(GROUP, 2)) == ([], [A])
     assert enter(barriers, (A, 2)) == released(2)
 
 
@@ -150,3 +150,12 @@ def test_a_node_without_a_title_is_named_by_its_number() -> None:
     barriers.enter(A, GROUP, 1, (A, B), 1.0)
     (release,) = barriers.tick(1.0)
     assert release.error.endswith("by node 11")
+
+
+def test_a_barrier_that_stays_open_names_who_is_missing_again_and_again() -> None:
+    barriers = Barriers({})
+    barriers.enter(9, 4, 1, [9, 11, 13], math.inf)
+    barriers.enter(13, 4, 1, [9, 11, 13], math.inf)
+    reports = [barriers.overdue(now, 60.0) for now in (1.0, 60.0, 61.0, 100.0, 121.0)]
+    first, second = Overdue((9, 13), 4, 1, (11,), 60.0), Overdue((9, 13), 4, 1, (11,), 120.0)
+    assert reports == [[], [], [first], [], [second]]

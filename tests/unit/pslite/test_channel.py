@@ -149,6 +149,24 @@ def test_a_fresh_message_behind_an_often_repeated_one_is_repeated_in_its_own_tim
     assert repeated(channel, now + TIMEOUT_S) == [2]
 
 
+def test_a_message_that_could_not_be_sent_leaves_no_gap_in_the_numbers() -> None:
+    channel = Channel(TIMEOUT_S)
+    number(channel)
+    channel.withdraw(number(channel, nbytes=50))
+    assert (number(channel).sequence, channel.unaccepted_bytes) == (2, 0)
+    assert repeated(channel, TIMEOUT_S) == [1, 2]
+
+
+def test_what_nobody_will_accept_any_more_is_forgotten() -> None:
+    channel = Channel(TIMEOUT_S)
+    number(channel, nbytes=50)
+    arrive(channel, [1])
+    channel.drop_outgoing()
+    assert (channel.everything_accepted, channel.unaccepted_bytes) == (True, 0)
+    assert (channel.next_due, repeated(channel, 100.0)) == (None, [])
+    assert (number(channel).sequence, channel.acceptance()) == (2, (1, ()))
+
+
 # -- both, over a network that is as bad as it gets ---------------------------------------
 
 

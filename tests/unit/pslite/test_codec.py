@@ -120,8 +120,8 @@ def test_every_envelope_survives_the_journey(envelope: Envelope) -> None:
     assert decode([memoryview(encode(envelope)), b"payload"]) == envelope
 
 
-def test_numbers_of_messages_are_one_to_seventeen_without_gaps() -> None:
-    assert [kind.NUMBER for kind in ALL_MESSAGES] == list(range(1, 18))
+def test_numbers_of_messages_are_one_to_eighteen_without_gaps() -> None:
+    assert [kind.NUMBER for kind in ALL_MESSAGES] == list(range(1, 19))
 
 
 def test_ids_above_eight_bits_are_not_cut() -> None:
@@ -342,6 +342,19 @@ PLAIN = st.recursive(
 @given(PLAIN)
 def test_plain_data_survives_the_journey(value: Any) -> None:
     assert unpack_value(pack_value(value)) == value
+
+
+def test_whether_data_is_too_deep_does_not_depend_on_the_letters_in_it() -> None:
+    def is_allowed(depth: int, text: str) -> bool:
+        data = b"\x91" * depth + pack_value(text)
+        try:
+            unpack_value(data)
+        except ProtocolError:
+            return False
+        return True
+
+    latin, arabic = ([is_allowed(depth, text) for depth in range(40)] for text in ("a", "\u0627"))
+    assert latin == arabic
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,9 @@ def test_settings_that_cannot_be_are_refused_by_name(settings: dict[str, Any], w
         {"pool_threads": 0},
         {"resend_timeout_s": 0.0},
         {"heartbeat_interval_s": -1.0},
+        {"heartbeat_timeout_s": -1.0},
         {"lost_after_s": math.nan},
+        {"drop_percent": -0.1},
         {"max_message_bytes": 4096},
     ],
     ids=lambda settings: next(iter(settings)),
@@ -136,6 +138,11 @@ def test_settings_that_nobody_could_work_with_are_refused_by_name(settings: dict
     (field,) = settings
     with pytest.raises(ConfigError, match=env_name(field)):
         Config.from_env({}, **settings)
+
+
+def test_settings_at_the_border_are_taken() -> None:
+    least = {"chunk_bytes": 64, "credit_bytes": 64, "max_message_bytes": 64, "pool_threads": 1}
+    assert Config.from_env({}, **least)[0].chunk_bytes == 64
 
 
 def test_what_a_cluster_needs_is_listed_whole() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.errors import OptimizerNotSet
 from pslite import errors
-from pslite.errors import NodeLostError, RemoteError, rebuild
+from pslite.errors import NodeLostError, RemoteError, describe, rebuild
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
@@ -36,6 +36,25 @@ def test_what_python_has_a_name_for_can_be_caught_under_it(
     error: type[Exception], builtin: type[Exception]
 ) -> None:
     assert issubclass(error, builtin)
+
+
+def test_an_error_of_ours_travels_as_its_sentence() -> None:
+    assert describe(NodeLostError("server 1 is lost")) == ("NodeLostError", "server 1 is lost")
+
+
+def test_any_other_error_travels_with_its_traceback() -> None:
+    numbers: dict[str, float] = {}
+    try:
+        numbers["momentum"]
+    except KeyError as error:
+        kind, text = describe(error)
+    assert kind == "KeyError"
+    assert text.startswith("Traceback")
+    assert text.endswith("KeyError: 'momentum'")
+
+
+def test_text_that_is_no_unicode_is_made_readable() -> None:
+    assert describe(errors.UsageError("no file w-\udcff")) == ("UsageError", "no file w-\\udcff")
 
 
 @pytest.mark.parametrize(

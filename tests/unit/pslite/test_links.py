@@ -199,6 +199,19 @@ def test_a_message_of_more_frames_than_a_peer_takes_is_refused_at_the_sender(
     assert alice.links.everything_accepted()
 
 
+def test_a_message_that_cannot_be_encoded_leaves_no_trace(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, Leave())
+    pass_on(alice, bob)
+    with pytest.raises(PSError):
+        bob.say(alice, Request(7, 0, 1, 2, bytes(16 << 20)))
+    bob.links.flush(1, 0.0)
+    acknowledged = bob.messages()
+    bob.say(alice, REQUEST)
+    assert (acknowledged, pass_on(bob, alice)) == ([Accepted()], [REQUEST])
+    assert bob.links.next_due() == 1.0
+
+
 # -- what is dropped ----------------------------------------------------------------------
 
 
@@ -209,7 +222,7 @@ def test_a_strangers_bytes_cost_a_counter_and_no_exception(
     _, bob = pair
     stranger = Node("stranger", 999)
     assert bob.hear(stranger, frames) is None
-    assert sum(bob.links.dropped.values()) == 1
+    assert list(bob.links.dropped.values()) == [1]
     assert bob.transmissions() == []
 
 
@@ -218,7 +231,7 @@ def test_another_version_is_dropped_by_name(pair: tuple[Node, Node]) -> None:
     header = bytearray(encode(Envelope("job", 0, 101, 0, 1, 0, (), Beat())))
     header[1] = VERSION + 1
     assert bob.hear(alice, [bytes(header)]) is None
-    assert list(bob.links.dropped) == ["protocol version 2; this node speaks 1"]
+    assert dict(bob.links.dropped) == {"protocol version 2; this node speaks 1": 1}
 
 
 def test_a_message_of_another_job_is_refused_and_its_sender_told_why() -> None:
@@ -240,6 +253,16 @@ def test_two_jobs_that_meet_do_not_refuse_each_others_refusals() -> None:
     assert (ours.transmissions(), theirs.transmissions()) == ([], [])
 
 
+def test_a_refusal_of_another_job_opens_no_conversation_under_that_name() -> None:
+    worker = Node("worker", 2, job="ours")
+    theirs, ours = Node("scheduler", 1, job="theirs"), Node("scheduler", 3, job="ours")
+    worker.say(theirs, REQUEST)
+    pass_on(worker, theirs)
+    refused = pass_on(theirs, worker)
+    ours.say(worker, Leave())
+    assert ([type(message) for message in refused], pass_on(ours, worker)) == ([Refused], [Leave()])
+
+
 def test_a_message_for_the_process_that_was_here_before_is_dropped(
     pair: tuple[Node, Node],
 ) -> None:
@@ -250,7 +273,7 @@ def test_a_message_for_the_process_that_was_here_before_is_dropped(
     (frames,) = bob.transmissions()
     restarted = Node("alice", 102)
     assert restarted.hear(bob, frames) is None
-    assert list(restarted.links.dropped) == ["meant for a process that was here before"]
+    assert dict(restarted.links.dropped) == {"meant for a process that was here before": 1}
 
 
 def test_another_process_under_a_known_name_is_not_listened_to(pair: tuple[Node, Node]) -> None:
@@ -260,7 +283,7 @@ def test_another_process_under_a_known_name_is_not_listened_to(pair: tuple[Node,
     restarted = Node("alice", 102)
     restarted.say(bob, REQUEST)
     assert (first, pass_on(restarted, bob)) == ([Leave()], [])
-    assert list(bob.links.dropped) == ["another process under a known name"]
+    assert dict(bob.links.dropped) == {"another process under a known name": 1}
 
 
 def test_a_node_that_was_declared_lost_is_neither_heard_nor_written_to(
@@ -276,7 +299,7 @@ def test_a_node_that_was_declared_lost_is_neither_heard_nor_written_to(
     bob.say(alice, Leave())
     assert (alice.transmissions(), pass_on(bob, alice)) == ([], [])
     assert (alice.links.unaccepted_bytes("bob"), alice.links.everything_accepted()) == (0, True)
-    assert list(alice.links.dropped) == ["from a node that was declared lost"]
+    assert dict(alice.links.dropped) == {"from a node that was declared lost": 1}
 
 
 def test_to_a_node_that_said_goodbye_nothing_is_sent_again_but_it_may_still_repeat(
@@ -293,6 +316,7 @@ def test_to_a_node_that_said_goodbye_nothing_is_sent_again_but_it_may_still_repe
     alice.links.flush(1, 0.0)
     lost_acceptance = alice.messages()
     alice.links.resend(100.0)
+    alice.say(bob, REQUEST)
     assert (lost_acceptance, alice.transmissions()) == ([Accepted()], [])
     assert alice.links.everything_accepted()
     assert alice.hear(bob, goodbye) is None

@@ -126,6 +126,22 @@ def test_a_push_behind_one_that_was_refused_is_applied_and_so_are_later_ones() -
     assert app.values[1].tolist() == [111]
 
 
+def test_a_pull_ends_though_only_one_of_two_refused_pushes_was_made_good() -> None:
+    server = make_server(CountingApp(), [0], 1)
+    plane = WorkerPlane(window=2)
+    wrong = [ask(1, push=[counts(9, 9)], size=16) for _ in range(2)]
+    right = [ask(1, push=[ONE]) for _ in range(3)]
+    pull = ask(1, pull=True)
+    for asked in (*wrong, right[0]):
+        plane.submit(asked.transfer)
+    for later in ([right[1], pull, right[2]], [], [], []):
+        for send in mail(plane):
+            deliver(plane, carry_out(server, exchange(server, send)))
+        for asked in later:
+            plane.submit(asked.transfer)
+    assert [len(asked.endings) for asked in (*wrong, *right, pull)] == [1] * 6
+
+
 # -- epochs, departures, the end ----------------------------------------------------------
 
 
