@@ -39,6 +39,10 @@ from pslite.van.inproc import InprocNetwork, InprocVan
 Script = Callable[[Postoffice], Generator[Any, Any, None]]
 
 
+#: A cluster that does so much without time passing is running in a circle.
+_MAX_STEPS_AT_ONE_TIME = 100_000
+
+
 class HangError(PSError):
     """Nothing more can happen, or not in time, and a script still waits."""
 
@@ -243,16 +247,18 @@ class Simulation:
         return say
 
     def _until(self, over: Callable[[], bool], tasks: list[_Task], limit_s: float) -> None:
+        steps_before = self.steps
         while not over():
-            if self._ready:
-                self._step()
-                continue
-            due = self._next_due()
-            if due > limit_s:
+            due = self.now if self._ready else self._next_due()
+            if due > limit_s or self.steps - steps_before > _MAX_STEPS_AT_ONE_TIME:
                 waits = "; ".join(task.describe() for task in tasks if not task.over)
                 raise HangError(f"at {self.now:.3f} s of virtual time: {waits or 'the end'}")
-            self.now = max(self.now, due)
-            self._wake_due()
+            if due > self.now:
+                self.now, steps_before = due, self.steps
+            if self._ready:
+                self._step()
+            else:
+                self._wake_due()
 
     def _step(self) -> None:
         """Step one of the nodes that have something to do, at random."""

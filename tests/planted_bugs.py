@@ -101,8 +101,9 @@ BUGS = [
     Bug(
         "what was not accepted is never sent again",
         "pslite/protocol/channel.py",
-        "            if at_once or outgoing.due_at(self._timeout_s) <= now:",
-        "            if False:",
+        "        if not at_once and (self._check_at is None or now < self._check_at):\n"
+        "            return []\n",
+        "        self._check_at = None\n        return []\n",
         SEEDS,
     ),
     Bug(
