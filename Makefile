@@ -29,7 +29,7 @@ help: ## this list
 	@echo
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
-demo: $(INSTALLED) ## train LeNet on MNIST digits with 2 workers and 1 server (about a minute)
+demo: $(INSTALLED) ## train LeNet on MNIST digits with 2 workers and 1 server (half a minute)
 	$(RUN) tools/launch.py -n 2 -s 1 --launcher local \
 	    $(RUN) $(TRAIN) --network lenet --kv-store dist_sync
 

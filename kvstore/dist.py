@@ -13,7 +13,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from kvstore.base import (
 from kvstore.context import Context
 from kvstore.errors import OptimizerNotSet
 from kvstore.nodes import worker_node
+from kvstore.operation import Landing, Operation
 from kvstore.optimizer.base import Optimizer
 from kvstore.plan import (
     Bytes,
@@ -167,7 +168,7 @@ class DistKVStore(KVStore):
         pushed, filled = self._table.check_pushpull(key, value, out)
         keys = tuple(pushed)
         sources = [self._sum(pushed[item], self._table.spec(item)) for item in keys]
-        landing = _Landing([filled[item] for item in keys], self._specs(keys))
+        landing = Landing([filled[item] for item in keys], self._specs(keys))
         with self._lock:
             future = self._exchange(keys, sources, landing.arrays, priority, copy=False)
         self._wait(future)
@@ -228,7 +229,7 @@ class DistKVStore(KVStore):
         """``pull``; the arrays of ``out`` belong to the store until the future is done."""
         self._check()
         filled = self._table.check_out(key, out)
-        landing = _Landing(list(filled.values()), self._specs(tuple(filled)))
+        landing = Landing(list(filled.values()), self._specs(tuple(filled)))
         future = self._exchange(tuple(filled), None, landing.arrays, priority, copy=False)
         return future.map(lambda _: landing.finish())
 
@@ -319,7 +320,7 @@ class DistKVStore(KVStore):
 
     def _pull(self, filled: dict[Key, list[Array]], priority: int) -> None:
         keys = tuple(filled)
-        landing = _Landing(list(filled.values()), self._specs(keys))
+        landing = Landing(list(filled.values()), self._specs(keys))
         with self._lock:
             future = self._exchange(keys, None, landing.arrays, priority, copy=False)
         self._wait(future)
@@ -340,7 +341,7 @@ class DistKVStore(KVStore):
             groups = plan([self._entries[key] for key in keys], self._node.config.chunk_bytes)
             self._plans[keys] = groups
         memories = None if sources is None else [flat_bytes(source) for source in sources]
-        operation = _Operation(len(groups), lambda: self._describe(keys), self._staging)
+        operation = Operation(len(groups), lambda: self._describe(keys), self._staging)
         transfers = []
         for group in groups:
             frames = None
@@ -407,65 +408,3 @@ class DistKVStore(KVStore):
         if self._late_error is not None:
             error, self._late_error = self._late_error, None
             raise error
-
-
-class _Operation:
-    """Completes a future when all transfers of a call are done."""
-
-    def __init__(self, count: int, describe: Callable[[], str], staging: StagingPool) -> None:
-        self.future: Future[None] = Future(describe)
-        self._left = count
-        self._error: BaseException | None = None
-        self._staging = staging
-        if count == 0:
-            self.future.set_result(None)
-
-    def part_done(self, staging: Bytes | None) -> Callable[[BaseException | None], None]:
-        """What to call when one transfer is done; ``staging`` is its buffer, if it has one.
-
-        Runs on the I/O thread only, so it needs no lock.
-        """
-
-        def done(error: BaseException | None) -> None:
-            if staging is not None and error is None:
-                self._staging.give_back(staging)
-            self._error = self._error or error
-            self._left -= 1
-            if self._left == 0:
-                if self._error is not None:
-                    self.future.set_error(self._error)
-                else:
-                    self.future.set_result(None)
-
-        return done
-
-
-class _Landing:
-    """Where the values of a call arrive: in the first array of a key when it is fit for it.
-
-    An array is fit when it is NumPy's, contiguous, and of the key's dtype. Else the values
-    land in memory of our own, and ``finish`` brings them to all the others, cast and strided.
-    """
-
-    def __init__(self, outs: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> None:
-        self.arrays: list[Bytes] = []
-        self._rest: list[tuple[np.ndarray[Any, Any], Sequence[Array]]] = []
-        for arrays, spec in zip(outs, specs, strict=True):
-            first = arrays[0]
-            fit = (
-                type(first) is np.ndarray
-                and first.dtype == spec.dtype
-                and first.dtype.isnative
-                and first.flags.c_contiguous
-            )
-            host = first if fit else np.empty(spec.shape, spec.dtype)
-            self.arrays.append(flat_bytes(host))
-            rest = arrays[1:] if fit else arrays
-            if rest:
-                self._rest.append((host, rest))
-
-    def finish(self) -> None:
-        """The values are there: bring them to the arrays that they did not land in."""
-        for host, outs in self._rest:
-            for out in outs:
-                adapter_for(out).from_host(host, out)

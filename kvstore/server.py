@@ -128,7 +128,7 @@ class ServerStores:
             message_bytes=config.chunk_bytes,
             stall_report_s=config.stall_report_s,
         )
-        node.server_plane = self._plane
+        node.traffic.serve(self._plane)
 
     # -- rounds ------------------------------------------------------------------------
 

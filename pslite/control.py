@@ -7,7 +7,7 @@ goodbyes, and what follows when another node is gone. ``scheduler.py`` is the ot
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pslite.address import tcp_address
 from pslite.errors import ConfigError, DeadlineError, NodeLostError, rebuild
@@ -33,6 +33,34 @@ if TYPE_CHECKING:
 
 SCHEDULER = "scheduler"
 """The name under which every node connects to the scheduler."""
+
+
+class Control(Protocol):
+    """What a node does in the cluster besides moving data."""
+
+    def begin(self, now: float) -> None:
+        """Join (or, on the scheduler, gather) the cluster."""
+
+    def handle(self, delivery: Delivery, now: float) -> None:
+        """A message of the control plane arrived."""
+
+    def lost(self, peer: str, reason: str, now: float) -> None:
+        """A watched peer is gone without a goodbye."""
+
+    def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
+        """This node has reached a barrier."""
+
+    def say_goodbye(self, now: float) -> None:
+        """This node has got all it wants."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing can be done any more: end every wait with ``error``."""
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+
+    def next_due(self) -> float | None:
+        """When ``tick`` has something to do."""
 
 
 class MemberControl:
@@ -205,9 +233,8 @@ class MemberControl:
         """Tell this node's peers the cause, before they notice that this node ends too."""
         office = self._office
         news = Members(office.membership.epoch, (gone.node.node_id,), (0,), (gone.reason,))
-        for node in office.membership.roster:
-            if node.role != office.role.value and node.node_id not in office.membership.gone:
-                office.send(node.node_id, news)
+        for node in office.neighbours():
+            office.send(node.node_id, news)
 
     def _scheduler_gone(self, error: NodeLostError, *, is_news: bool) -> None:
         self._scheduler_error = error
@@ -222,9 +249,8 @@ class MemberControl:
     def say_goodbye(self, now: float) -> None:
         office = self._office
         self._leaving = True
-        for node in office.membership.roster:
-            if node.role != office.role.value and node.node_id not in office.membership.gone:
-                office.send(node.node_id, Leave())
+        for node in office.neighbours():
+            office.send(node.node_id, Leave())
 
     def fail(self, error: BaseException) -> None:
         self._deadline = self._roster_at = None

@@ -93,7 +93,7 @@ class SchedulerControl:
                 self._give_up(ConfigError(refusal.reason), now)
             return
         self._waiting[delivery.peer] = node
-        office.liveness.watch(delivery.peer, now)
+        office.watch.add(delivery.peer, now)
         if self._rendezvous.roster:
             self._complete(now)
 
@@ -209,9 +209,8 @@ class SchedulerControl:
 
     def _tell_all(self, message: Message) -> None:
         office = self._office
-        for node in office.membership.roster:
-            if node.node_id != SCHEDULER_ID and node.node_id not in office.membership.gone:
-                office.send(node.node_id, message)
+        for node in office.neighbours():
+            office.send(node.node_id, message)
 
     # -- the end -----------------------------------------------------------------------
 

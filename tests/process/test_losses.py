@@ -323,3 +323,54 @@ assert os.waitpid(child, 0)[1] == 0
     assert job.wait_all() == [0, 0, 0, 0], job.output()
     assert [worker.lines[-1] for worker in workers] == ["done"] * 2
     wait_until(lambda: job.left() == [], "all children to end")
+
+
+def test_a_worker_that_dawdles_is_named_to_those_who_wait_for_it(make_job: MakeJob) -> None:
+    job = make_job(2, 1, PS_STALL_REPORT="0.6", PS_HEARTBEAT_INTERVAL="0.1")
+    job.service()
+    code = (
+        SYNC
+        + """
+if kv.rank == 1: wait_for_file("round")
+kv.push("w", vector(1, 1)); kv.pull("w")
+if kv.rank == 1: wait_for_file("barrier")
+kv.barrier()
+"""
+    )
+    waits, dawdles = job.workers(code)
+    who = rf"worker 1 \(pid {dawdles.pid} on \S+\)"
+    waits.wait_for(rf"warning: round 1 of part 1 has waited \d s for {who}")
+    assert "warning: no answer within 0.6 s: the servers' answer for 'w'" in waits.text
+    job.allow("round")
+    waits.wait_for(rf"warning: a barrier of group 4 has waited \d s for {who}")
+    job.allow("barrier")
+    assert job.wait_all() == [0, 0, 0, 0], job.output()
+    # Busy is not silent: its I/O thread gives signs of life.
+    assert "has been silent" not in job.output()
+
+
+@pytest.mark.xfail(reason="a forked child waits for ever: it has no I/O thread", strict=True)
+def test_a_store_in_a_forked_child_refuses_to_be_used(make_job: MakeJob) -> None:
+    """The child has no I/O thread: waiting for an answer would never end."""
+    use = """
+child = os.fork()
+if child == 0:
+    try:
+        kv.pull("w")
+    except PSError as error:
+        os._exit(7)
+for _ in range(100):
+    pid, status = os.waitpid(child, os.WNOHANG)
+    if pid:
+        break
+    time.sleep(0.01)
+else:
+    os.kill(child, 9)
+    pid, status = os.waitpid(child, 0)
+print("status", status >> 8)
+"""
+    job = make_job(1, 1)
+    job.service()
+    worker = job.worker(0, SYNC + ROUND + use)
+    assert job.wait_all() == [0, 0, 0], job.output()
+    assert worker.lines[-1] == "status 7"

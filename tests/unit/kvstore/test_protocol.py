@@ -67,6 +67,11 @@ def test_parts_survive_the_journey(parts: list[PartEntry]) -> None:
     assert unpack_parts(unpack_value(pack_value(pack_parts(parts)))) == parts
 
 
+def test_a_key_may_have_as_many_dimensions_as_an_array() -> None:
+    spec = KeySpec((1,) * 64, np.dtype(np.float32))
+    assert unpack_specs(pack_specs([("w", spec)])) == [("w", spec)]
+
+
 def test_fields_of_a_body_keep_their_types() -> None:
     assert unpack(pack(1, "sync", True, [2], b"x"), int, str, bool, list, bytes) == [
         1,

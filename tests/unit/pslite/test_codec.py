@@ -146,7 +146,7 @@ def test_lists_of_integers_travel_as_little_endian_words() -> None:
         (0, VERSION + 1),
         (0, "1"),
         (1, 0),
-        (1, 18),
+        (1, 999),
         (1, "7"),
         (1, [7]),
         (2, 7),
@@ -339,9 +339,27 @@ PLAIN = st.recursive(
 )
 
 
-@given(PLAIN)
-def test_plain_data_survives_the_journey(value: Any) -> None:
-    assert unpack_value(pack_value(value)) == value
+@given(PLAIN, st.sampled_from(["a", "\u0627"]))
+def test_plain_data_survives_the_journey(value: Any, letter: str) -> None:
+    # The second letter looks like a mark of msgpack, so the data is walked over as well.
+    assert unpack_value(pack_value([value, letter])) == [value, letter]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        list(range(70_000)),
+        {key: key for key in range(70_000)},
+        [list(range(20))] * 20,
+        ["x" * size for size in (31, 32, 255, 256, 65_535, 65_536)],
+        [bytes(size) for size in (255, 256, 65_535, 65_536)],
+        [-(2**63), -(2**31), -(2**15), -128, -32, -1, 127, 128, 2**16, 2**32, 2**64 - 1, 0.5],
+        {"a": {"b": [None, True, False, {}, [], ""]}},
+    ],
+    ids=["array", "map", "nested", "texts", "bytes", "numbers", "small"],
+)
+def test_plain_data_of_every_size_survives_the_journey(value: Any) -> None:
+    assert unpack_value(pack_value([value, "\u0627"])) == [value, "\u0627"]
 
 
 def test_whether_data_is_too_deep_does_not_depend_on_the_letters_in_it() -> None:

@@ -191,6 +191,33 @@ def test_a_response_that_comes_again_or_from_elsewhere_changes_nothing() -> None
     assert (elsewhere, future.result(0)) == (False, {8: Reply(b"x", ())})
 
 
+def test_a_request_that_cannot_be_sent_ends_with_the_reason() -> None:
+    error = UsageError("a frame of 9 bytes is over the limit")
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    customers = Customers(refuse, lambda command: command())
+    future: Future[dict[int, Reply]] = Future()
+    customers.ask([8], ECHO, 0, 1, b"", {8: [b"too large"]}, future)
+    assert (future.error(), len(customers.pending)) == (error, 0)
+
+
+def test_an_answer_that_cannot_be_sent_becomes_an_error_at_the_asker() -> None:
+    sent: list[Request | Response] = []
+
+    def send(node: int, message: Request | Response, frames: Sequence[Any]) -> None:
+        if len(frames):
+            raise UsageError("a frame is over the limit")
+        sent.append(message)
+
+    customers = Customers(send, lambda command: command())
+    customers.add(ECHO, echo)
+    customers.request_arrived(9, Request(ECHO, 0, 5, 1, b"body"), [b"frame"], 0.0)
+    ((kind, error, body),) = [(m.kind, m.error, m.body) for m in sent if isinstance(m, Response)]
+    assert (kind, "over the limit" in error, body) == ("UsageError", True, b"")
+
+
 def test_the_end_of_the_asked_node_or_of_ones_own_ends_the_request() -> None:
     net = Net(9, 8, 10)
     lost, closed = NodeLostError("server 0 is lost"), ClosedError("closed")

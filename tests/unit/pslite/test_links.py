@@ -292,11 +292,14 @@ def test_a_node_that_was_declared_lost_is_neither_heard_nor_written_to(
     alice, bob = pair
     alice.say(bob, REQUEST, LARGE)
     (frames,) = alice.transmissions()
+    bob.say(alice, REQUEST)
+    pass_on(bob, alice)
     alice.links.shut("bob")
     alice.say(bob, REQUEST)
     alice.links.resend(100.0)
     bob.hear(alice, frames)
     bob.say(alice, Leave())
+    alice.links.flush(1, 100.0)
     assert (alice.transmissions(), pass_on(bob, alice)) == ([], [])
     assert (alice.links.unaccepted_bytes("bob"), alice.links.everything_accepted()) == (0, True)
     assert dict(alice.links.dropped) == {"from a node that was declared lost": 1}

@@ -128,10 +128,11 @@ def test_a_node_that_has_no_place_is_refused_and_the_others_go_on(
     assert len(rendezvous.roster) == 3
 
 
-def test_two_nodes_that_want_one_rank_cannot_both_have_it() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_nodes_that_want_one_rank_cannot_both_have_it(rank: int) -> None:
     rendezvous = gathering(2, 1)
-    verdicts = register(rendezvous, node("worker", 1, rank=1), node("worker", 2, rank=1))
-    assert verdicts == [None, Refusal("two workers have DMLC_TASK_ID=1")]
+    verdicts = register(rendezvous, node("worker", 1, rank), node("worker", 2, rank))
+    assert verdicts == [None, Refusal(f"two workers have DMLC_TASK_ID={rank}")]
 
 
 # -- afterwards ---------------------------------------------------------------------------

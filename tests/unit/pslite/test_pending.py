@@ -75,6 +75,17 @@ def test_an_answer_that_came_before_the_departure_counts() -> None:
     assert future.result(0) == {8: "eight", 10: "ten"}
 
 
+def test_a_request_that_could_not_be_sent_ends_alone() -> None:
+    pending = Pending()
+    request, future = opened(pending, 8, 10)
+    _, other = opened(pending, 8)
+    error = UsageError("too large")
+    pending.cancel(request, error)
+    pending.cancel(request, CLOSED)
+    pending.answer(request, 8, "late")
+    assert (future.error(), other.done(), len(pending)) == (error, False, 1)
+
+
 def test_a_failed_node_ends_every_request() -> None:
     pending = Pending()
     futures = [opened(pending, 8, 10)[1], opened(pending, 12)[1]]

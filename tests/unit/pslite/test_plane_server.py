@@ -158,6 +158,12 @@ def test_answers_are_cut_where_they_would_grow_beyond_message_bytes() -> None:
     assert [message.parts for message in found if isinstance(message, Answer)] == [(1, 2), (3, 4)]
 
 
+def test_an_answer_may_have_exactly_message_bytes() -> None:
+    plane = make_server(CountingApp(), [0], 1, 2, 3, message_bytes=16)
+    found = [message for _, message in answers(pull_from(plane, 0, (1, 2, 3), 0))]
+    assert [m.parts for m in found if isinstance(m, Answer)] == [(1, 2), (3,)]
+
+
 def test_a_part_larger_than_message_bytes_travels_alone() -> None:
     plane = make_server(CountingApp(), [0], 1, 2, 3, message_bytes=1)
     found = [message for _, message in answers(pull_from(plane, 0, (1, 2, 3), 0))]

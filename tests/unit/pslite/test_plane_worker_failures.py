@@ -195,6 +195,8 @@ def test_a_departed_server_ends_its_requests_and_those_to_come_but_no_others() -
     plane.submit(ours[2].transfer)
     assert [asked.endings for asked in ours] == [[LOST]] * 3
     assert (other.endings, plane.servers_with_mail()) == ([], [10])
+    mail(plane, 10)
+    assert (plane.everything_sent, plane.waiting_for()) == (True, [10])
 
 
 def test_a_failed_node_ends_every_request_now_and_later() -> None:

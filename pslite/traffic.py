@@ -1,0 +1,145 @@
+"""The data plane's place in a node: messages in, effects out. On the I/O thread.
+
+``plane/`` decides; this file hands it what arrives, sends what it wants sent as far as credits
+go, and lets the pool run a server's work. A worker has a ``WorkerPlane``; a server gets its
+``ServerPlane`` from the app that it serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pslite.errors import UsageError
+from pslite.ids import Role, node_id, rank_of, role_of
+from pslite.links import Delivery
+from pslite.plane import Effect, Run, Send, ServerPlane, Transfer, WorkerPlane
+from pslite.wire.messages import Answer, Exchange, Message, PartsFailed, RoundWaits, StaleEpoch
+
+if TYPE_CHECKING:
+    from pslite.postoffice import Postoffice
+
+#: What belongs to the data plane.
+MESSAGES: tuple[type[Message], ...] = (Exchange, Answer, PartsFailed, StaleEpoch, RoundWaits)
+
+#: How often a server looks for rounds that have been open for long.
+_TICK_INTERVAL_S = 1.0
+
+
+class Traffic:
+    """The data that one node sends and receives."""
+
+    def __init__(self, office: Postoffice) -> None:
+        self._office = office
+        window = office.config.round_window
+        self._worker = WorkerPlane(window) if office.role is Role.WORKER else None
+        self._server: ServerPlane | None = None
+        self._tick_at = 0.0
+
+    def serve(self, plane: ServerPlane) -> None:
+        """Take a server's half of the plane; before the node is driven."""
+        self._server = plane
+
+    # -- from the node -----------------------------------------------------------------
+
+    def submit(self, transfers: Sequence[Transfer]) -> None:
+        """Start pushes, pulls or both."""
+        if self._worker is None:
+            raise UsageError("only workers push and pull")
+        for transfer in transfers:
+            self._worker.submit(transfer)
+
+    def arrived(self, delivery: Delivery, node: int) -> None:
+        """One of ``MESSAGES``, from a node of the roster."""
+        message = delivery.message
+        if isinstance(message, Exchange):
+            if self._server is None or role_of(node) is not Role.WORKER:
+                raise UsageError("only workers exchange data, and only with servers")
+            rank = rank_of(node)
+            effects = self._server.exchange(rank, delivery.epoch, message, delivery.frames)
+            self._carry_out(effects)
+        elif self._worker is None:
+            raise UsageError("only workers get answers")
+        elif isinstance(message, Answer):
+            self._worker.answered(message, delivery.frames)
+        elif isinstance(message, PartsFailed):
+            self._worker.refused(message)
+        elif isinstance(message, StaleEpoch):
+            self._worker.stale(message)
+        elif isinstance(message, RoundWaits):
+            self._report(message)
+
+    def send_mail(self, now: float) -> None:
+        """Hand the worker's messages to the van, as far as credits go."""
+        plane, office = self._worker, self._office
+        if plane is None:
+            return
+        credit_bytes = office.config.credit_bytes
+        for server in plane.servers_with_mail():
+            peer = office.uid_of(server)
+            while peer is not None and office.links.unaccepted_bytes(peer) < credit_bytes:
+                send = plane.take(server)
+                if send is None:
+                    break
+                epoch = office.membership.epoch
+                office.links.send(peer, send.message, send.frames, epoch, now)
+
+    @property
+    def everything_sent(self) -> bool:
+        """Whether nothing is held back any more."""
+        return self._worker is None or self._worker.everything_sent
+
+    def run(self, now: float) -> None:
+        """Do what time asks for."""
+        if self._server is not None and now >= self._tick_at:
+            self._tick_at = now + _TICK_INTERVAL_S
+            self._carry_out(self._server.tick(now))
+
+    def departed(self, node: int, error: BaseException) -> None:
+        """A node is gone."""
+        if self._worker is not None:
+            self._worker.depart(node, error)
+        if self._server is not None and role_of(node) is Role.WORKER:
+            self._carry_out(self._server.depart(rank_of(node), error))
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The scheduler has announced a later epoch."""
+        if self._worker is not None:
+            self._worker.begin_epoch(epoch)
+        if self._server is not None:
+            self._carry_out(self._server.begin_epoch(epoch))
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing can be done any more."""
+        if self._worker is not None:
+            self._worker.fail(error)
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                worker = node_id(Role.WORKER, effect.peer)
+                self._office.send(worker, effect.message, effect.frames)
+            else:
+                self._run_jobs(effect)
+
+    def _run_jobs(self, run: Run) -> None:
+        plane, office = self._server, self._office
+        if plane is None:
+            return
+
+        def work() -> None:
+            errors = plane.app.apply(run.jobs)
+            office.call(lambda: self._carry_out(plane.finished(run.jobs, errors)))
+
+        office.pool.submit(run.lane, work)
+
+    def _report(self, message: RoundWaits) -> None:
+        missing = ", ".join(
+            self._office.title(node_id(Role.WORKER, rank)) for rank in message.missing
+        )
+        self._office.log.warn(
+            f"round {message.round} of part {message.part} has waited "
+            f"{message.waited_s:.0f} s for {missing}"
+        )
