@@ -13,6 +13,9 @@ CREATED := $(VENV)/.created-with-$(PYTHON_VERSION)
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 REQUIREMENTS := setup.py pyproject.toml
+# The stubs of the NumPy for Python 3.12 and later cannot be read as Python 3.10, for which
+# pyproject.toml lets mypy check elsewhere.
+MYPY_FLAGS := $(if $(filter 3.10 3.11,$(PYTHON_VERSION)),,--python-version $(PYTHON_VERSION))
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
 
@@ -56,7 +59,7 @@ format-check: $(INSTALLED_DEV) ## ruff format --check
 	$(VENV)/bin/ruff format --check .
 
 types: $(INSTALLED_DEV) ## mypy --strict on both packages
-	$(VENV)/bin/mypy --strict pslite kvstore
+	$(VENV)/bin/mypy --strict $(MYPY_FLAGS) pslite kvstore
 
 test-unit: $(INSTALLED_DEV) ## pytest: everything that starts no processes
 	$(RUN) -m pytest -n $(JOBS) tests --ignore=tests/process --ignore=tests/gpu $(PYTEST_ARGS)

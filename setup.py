@@ -19,7 +19,7 @@ def version() -> str:
 
 # The lower bounds are the oldest versions with which the tests were run and passed (on Python
 # 3.10, `make test-oldest`). Without upper bounds: newer ones are what users have.
-REQUIREMENTS = ["numpy>=1.24", "pyzmq>=23.2.1", "msgpack>=1.0.3"]
+REQUIREMENTS = ["numpy>=2.0", "pyzmq>=23.2.1", "msgpack>=1.0.3"]
 
 # Tools change what they complain about with every minor version, so that is held fixed.
 DEVELOPMENT = [

@@ -20,6 +20,7 @@ from pslite.wire.messages import (
     BarrierEnter,
     BarrierLeave,
     BarrierWaits,
+    Beat,
     Leave,
     Members,
     Refused,
@@ -73,6 +74,7 @@ class MemberControl:
         self._began_at = 0.0
         self._deadline: float | None = None
         self._roster_at: float | None = None
+        self._beat_at: float | None = None
         self._waiting: Waiting | None = None
         self._barriers: dict[tuple[int, int], Future[None]] = {}
         self._barrier_rounds: Counter[int] = Counter()
@@ -86,6 +88,7 @@ class MemberControl:
         self._began_at = now
         self._deadline = now + config.rendezvous_timeout_s
         self._roster_at = now + config.roster_interval_s
+        self._beat_at = now + config.heartbeat_interval_s
         self._office.van.connect(SCHEDULER, tcp_address(config.root_uri, config.root_port))
         register = Register((self._node,), config.num_workers, config.num_servers, self._package)
         self._office.links.send(SCHEDULER, register, (), 0, now)
@@ -101,8 +104,7 @@ class MemberControl:
         elif isinstance(message, Roster):
             self._complete(message, now)
         elif isinstance(message, Waiting):
-            self._waiting = message
-            self._say_who_is_missing(now)
+            self._still_waiting(message, now)
         elif isinstance(message, Refused):
             self._office.fail(ConfigError(f"the scheduler refuses this node: {message.reason}"))
         elif isinstance(message, BarrierLeave):
@@ -115,7 +117,7 @@ class MemberControl:
         mine = [node for node in message.members if node.node_id == message.node_id]
         if office.info is not None or not mine:
             return
-        self._deadline = self._roster_at = None
+        self._stop_waiting()
         office.log.name = label(mine[0])
         office.log.learn(message.members)
         if office.role is Role.WORKER:
@@ -124,6 +126,19 @@ class MemberControl:
                     office.van.connect(node.uid, node.address)
         office.log.info(1, f"{office.log.name} is connected to others")
         office.join(mine[0], message.members, now)
+
+    def _stop_waiting(self) -> None:
+        self._deadline = self._roster_at = self._beat_at = None
+
+    def _still_waiting(self, message: Waiting, now: float) -> None:
+        is_answer = self._waiting is None
+        self._waiting = message
+        if is_answer:
+            # To the registration: from here on the scheduler's loss is ours, and it speaks.
+            self._office.watch.add(SCHEDULER, now)
+            self._roster_at = now + 2 * self._office.config.roster_interval_s
+        else:
+            self._say_who_is_missing(now)
 
     def _say_who_is_missing(self, now: float) -> None:
         config, office = self._office.config, self._office
@@ -187,6 +202,11 @@ class MemberControl:
         if self._leaving:
             # It may end as soon as it has heard our goodbye; nothing more is expected of it.
             office.links.shut(peer)
+            return
+        if office.info is None and peer == SCHEDULER:
+            where = f"{office.config.root_uri}:{office.config.root_port}"
+            sentence = f"the scheduler at {where} is lost before the cluster was complete: {reason}"
+            office.fail(NodeLostError(sentence, role=Role.SCHEDULER.value, rank=0))
             return
         node = office.node_of(peer)
         gone = None if node is None else office.membership.depart(node, left=False, reason=reason)
@@ -253,7 +273,7 @@ class MemberControl:
             office.send(node.node_id, Leave())
 
     def fail(self, error: BaseException) -> None:
-        self._deadline = self._roster_at = None
+        self._stop_waiting()
         self._end_barriers(error)
 
     def _end_barriers(self, error: BaseException) -> None:
@@ -266,7 +286,11 @@ class MemberControl:
             self._office.fail(self._too_late())
         elif self._roster_at is not None and now >= self._roster_at:
             self._say_who_is_missing(now)
+        if self._beat_at is not None and now >= self._beat_at:
+            # The roster, by which nodes know whom to send signs of life, is not there yet.
+            self._beat_at = now + self._office.config.heartbeat_interval_s
+            self._office.links.send(SCHEDULER, Beat(), (), 0, now)
 
     def next_due(self) -> float | None:
-        times = [time for time in (self._deadline, self._roster_at) if time is not None]
-        return min(times, default=None)
+        times = (self._deadline, self._roster_at, self._beat_at)
+        return min((time for time in times if time is not None), default=None)

@@ -99,7 +99,6 @@ class Links:
 
     def _transmit(self, peer: str, entry: _Peer, outgoing: Outgoing) -> None:
         low, also = entry.channel.acceptance()
-        self._owing.discard(peer)
         envelope = Envelope(
             self._job,
             outgoing.epoch,
@@ -111,6 +110,7 @@ class Links:
             outgoing.message,
         )
         self._van.send(peer, [encode(envelope), *outgoing.frames])
+        self._owing.discard(peer)
         if self._trace is not None:
             self._trace("=>", peer, outgoing.message, outgoing.frames)
 

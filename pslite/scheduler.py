@@ -20,6 +20,7 @@ from pslite.wire.messages import (
     BarrierEnter,
     BarrierLeave,
     BarrierWaits,
+    Beat,
     Leave,
     Members,
     Message,
@@ -47,6 +48,7 @@ class SchedulerControl:
         self._own_barriers: dict[tuple[int, int], Future[None]] = {}
         self._deadline: float | None = None
         self._roster_at: float | None = None
+        self._beat_at: float | None = None
         #: Van names of the nodes that wait for the roster.
         self._waiting: dict[str, NodeInfo] = {}
 
@@ -57,6 +59,7 @@ class SchedulerControl:
         self._rendezvous.begin(now)
         self._deadline = now + config.rendezvous_timeout_s
         self._roster_at = now + config.roster_interval_s
+        self._beat_at = now + config.heartbeat_interval_s
 
     def handle(self, delivery: Delivery, now: float) -> None:
         message = delivery.message
@@ -96,10 +99,15 @@ class SchedulerControl:
         office.watch.add(delivery.peer, now)
         if self._rendezvous.roster:
             self._complete(now)
+        else:
+            office.links.send(delivery.peer, self._who_is_missing(now), (), 0, now)
+
+    def _stop_waiting(self) -> None:
+        self._deadline = self._roster_at = self._beat_at = None
 
     def _complete(self, now: float) -> None:
         office = self._office
-        self._deadline = self._roster_at = None
+        self._stop_waiting()
         roster = (self._node, *self._rendezvous.roster)
         self._titles.update((node.node_id, node.title) for node in roster)
         office.log.learn(roster)
@@ -116,17 +124,24 @@ class SchedulerControl:
         )
         office.join(self._node, roster, now)
 
+    def _who_is_missing(self, now: float) -> Waiting:
+        rendezvous = self._rendezvous
+        return Waiting(rendezvous.present(), rendezvous.missing(), rendezvous.waited_s(now))
+
     def _tell_who_is_missing(self, now: float) -> None:
         office = self._office
         self._roster_at = now + office.config.roster_interval_s
-        present, missing = self._rendezvous.present(), self._rendezvous.missing()
-        waited_s = self._rendezvous.waited_s(now)
+        waiting = self._who_is_missing(now)
         for peer in self._waiting:
-            office.links.send(peer, Waiting(present, missing, waited_s), (), 0, now)
-        there = ", ".join(present) or "nobody"
-        office.log.info(
-            0, f"waiting for {', '.join(missing)} since {waited_s:.0f} s; there: {there}"
-        )
+            office.links.send(peer, waiting, (), 0, now)
+        there, missing = ", ".join(waiting.present) or "nobody", ", ".join(waiting.missing)
+        office.log.info(0, f"waiting for {missing} since {waiting.waited_s:.0f} s; there: {there}")
+
+    def _beat(self, now: float) -> None:
+        """The roster, by which nodes know whom to send signs of life, is not there yet."""
+        self._beat_at = now + self._office.config.heartbeat_interval_s
+        for peer in self._waiting:
+            self._office.links.send(peer, Beat(), (), 0, now)
 
     def _give_up(self, error: Exception, now: float) -> None:
         """The cluster cannot come about: everybody who came is told why."""
@@ -218,7 +233,7 @@ class SchedulerControl:
         self._tell_all(Leave())
 
     def fail(self, error: BaseException) -> None:
-        self._deadline = self._roster_at = None
+        self._stop_waiting()
         own, self._own_barriers = self._own_barriers, {}
         for future in own.values():
             future.set_error(error)
@@ -233,6 +248,8 @@ class SchedulerControl:
             )
         elif self._roster_at is not None and now >= self._roster_at:
             self._tell_who_is_missing(now)
+        if self._beat_at is not None and now >= self._beat_at:
+            self._beat(now)
         self._release(self._barriers.tick(now))
         for overdue in self._barriers.overdue(now, self._office.config.stall_report_s):
             waits = BarrierWaits(overdue.group, overdue.round, overdue.missing, overdue.waited_s)
@@ -240,5 +257,5 @@ class SchedulerControl:
                 self._office.send(node, waits)
 
     def next_due(self) -> float | None:
-        times = [self._deadline, self._roster_at, self._barriers.next_due()]
+        times = [self._deadline, self._roster_at, self._beat_at, self._barriers.next_due()]
         return min((time for time in times if time is not None and time < math.inf), default=None)

@@ -34,8 +34,8 @@ class _Part:
         self.wanted: set[tuple[int, int]] = set()
         #: (rank, after_round, pushed) that wait to be readable.
         self.pulls: list[tuple[int, int, bool]] = []
-        #: Rank -> its first round that was refused, and why: pulls after it end likewise.
-        self.refused: dict[int, tuple[int, BaseException]] = {}
+        #: Rank -> its rounds that were refused, and why: pulls that count on one end likewise.
+        self.refused: dict[int, dict[int, BaseException]] = {}
         #: When the open round was first seen open by ``tick``, and last reported.
         self.opened_at: tuple[int, float] | None = None
         self.reported_at = 0.0
@@ -214,8 +214,7 @@ class ServerPlane:
                 continue
             verdict = state.rounds.contribute(rank, round_, piece)
             if verdict is Verdict.TAKEN:
-                if state.refused.get(rank, (0,))[0] == round_:
-                    del state.refused[rank]
+                state.refused.get(rank, {}).pop(round_, None)
                 if message.pull:
                     state.wanted.add((rank, round_))
                 ready.append(part)
@@ -235,9 +234,9 @@ class ServerPlane:
         if state is None:
             replies.fail(rank, pushed, True, _unknown(part), (part, after_round))
             return
-        refused = state.refused.get(rank)
-        if refused is not None and after_round >= refused[0]:
-            replies.fail(rank, pushed, True, refused[1], (part, after_round))
+        refused = [error for r, error in state.refused.get(rank, {}).items() if r <= after_round]
+        if refused:
+            replies.fail(rank, pushed, True, refused[0], (part, after_round))
         elif state.rounds.readable(rank, after_round):
             replies.answer(rank, pushed, True, (part, after_round, state.rounds.version))
         else:
@@ -267,9 +266,9 @@ class ServerPlane:
         replies: _Replies,
     ) -> None:
         """A contribution is not taken; nor will pulls that count on it be answered."""
-        first = state.refused.get(rank)
-        if first is None or round_ < first[0]:
-            state.refused[rank] = (round_, error)
+        refused = state.refused.setdefault(rank, {})
+        if len(refused) <= self._window:
+            refused[round_] = error
         state.wanted.discard((rank, round_))
         replies.fail(rank, True, False, error, (part, round_))
         self._answer_pulls(part, state, replies)

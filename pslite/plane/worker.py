@@ -200,7 +200,8 @@ class WorkerPlane:
             values.append(piece)
             versions.append(version)
         for transfer, (indices, values, versions) in found.items():
-            transfer.deliver(indices, values, versions)
+            if indices:
+                transfer.deliver(indices, values, versions)
         self._advance(freed, found)
 
     def refused(self, message: PartsFailed) -> None:

@@ -217,3 +217,27 @@ def test_a_worker_killed_before_the_job_is_complete_ends_it_with_a_sentence_abou
     for process in scheduler, survivor:
         assert re.search(rf"a worker on \S+ \(pid {victim.pid}\) is lost: ", process.lines[-1])
     assert_no_traceback(scheduler)
+
+
+def test_when_the_scheduler_is_killed_before_the_job_is_complete_those_that_wait_name_it(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, 1, PS_ROSTER_INTERVAL=OFTEN, PS_LOST_AFTER="0.5")
+    scheduler, (server,) = job.service()
+    worker = job.worker(0, JOIN)
+    wait_until_registered(scheduler, server, worker)
+    scheduler.send(signal.SIGKILL)
+    assert job.wait_all(5) == [-signal.SIGKILL, 1, 1]
+    for process in server, worker:
+        sentence = f"NodeLostError: the scheduler at {HOST}:{job.port} is lost before the cluster "
+        assert sentence in process.lines[-1]
+    assert_no_traceback(server)
+
+
+def test_nodes_that_wait_longer_than_the_heartbeat_timeout_are_not_lost(make_job: MakeJob) -> None:
+    job = make_job(2, 1, PS_HEARTBEAT_TIMEOUT="0.9", PS_HEARTBEAT_INTERVAL="0.2")
+    job.service()
+    job.worker(0, JOIN)
+    time.sleep(2.5)
+    job.worker(1, JOIN)
+    assert job.wait_all() == [0, 0, 0, 0], job.output()
