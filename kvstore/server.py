@@ -295,17 +295,20 @@ def serve(config: Config) -> int:
     # A pool thread that holds the interpreter keeps the I/O thread waiting this long.
     sys.setswitchinterval(0.001)
     node = None
+    goodbye = True
     try:
         node = start(config, prepare=install, wait=False)
         node.finished.result()
     except KeyboardInterrupt:
+        # Whoever still needs this node has lost it: that it left would blame the next to end.
+        goodbye = False
         return 130
     except PSError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:
         if node is not None:
-            node.close()
+            node.close(goodbye=goodbye)
     return 0
 
 

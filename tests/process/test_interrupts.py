@@ -71,6 +71,21 @@ def test_ctrl_c_in_one_worker_ends_the_whole_job(
     assert_no_traceback(scheduler, server)
 
 
+def test_ctrl_c_in_a_server_is_a_loss_that_all_others_name(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    scheduler, (interrupted, server) = job.service()
+    workers = [job.worker(0, WAIT_IN_BARRIER), job.worker(1, WAIT_IN_PULL)]
+    for worker in workers:
+        worker.wait_for("ready")
+    interrupted.send(signal.SIGINT)
+    assert interrupted.wait(5) == 130
+    assert interrupted.text == ""
+    for process in scheduler, server, *workers:
+        assert process.wait(10) == 1
+        pattern = rf"NodeLostError: server 0 \(pid {interrupted.pid} on \S+\) is lost: "
+        assert re.search(pattern, process.lines[-1]), process.text
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_every_process_ends_all_of_them_at_once(
     make_job: MakeJob, number: signal.Signals

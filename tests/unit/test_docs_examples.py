@@ -8,6 +8,7 @@ they print, line by line in any order (processes of a job print as they come).
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -140,6 +141,42 @@ def test_files_settings_and_make_targets_that_are_named_exist(name: str) -> None
     targets = set(re.findall(r"`make ([a-z-]+)", text))
     targets |= set(re.findall(r"^\$ make ([a-z-]+)", text, re.MULTILINE))
     assert [t for t in sorted(targets) if not re.search(rf"^{t}:", makefile, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("name", [name for name in PAGE_NAMES if name.startswith("docs")])
+def test_functions_that_are_named_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    owners = members()
+    named = re.findall(r"`(?:\w+\.)*(\w+)\.(\w+)(?:\([\w, ]*\))?`", text)
+    wrong = []
+    for owner, member in named:
+        is_ours = owner in owners or owner[0].isupper()
+        if is_ours and member not in owners.get(owner, ()):
+            wrong.append(f"{owner}.{member}")
+    assert wrong == []
+
+
+def members() -> dict[str, set[str]]:
+    """What each class and module of the two packages defines, by the owner's last name."""
+    found: dict[str, set[str]] = {}
+    for file in [*(ROOT / "kvstore").rglob("*.py"), *(ROOT / "pslite").rglob("*.py")]:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        found.setdefault(file.stem, {"py"}).update(names_of(tree))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, set()).update(names_of(node))
+    return found
+
+
+def names_of(owner: ast.Module | ast.ClassDef) -> set[str]:
+    """Functions, classes, fields and what ``self`` gets in the body of a class or module."""
+    names = set()
+    for node in ast.walk(owner):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return names
 
 
 def test_the_page_of_settings_is_what_its_script_writes() -> None:
