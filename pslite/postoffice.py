@@ -10,6 +10,7 @@ data moves in ``plane/``; apps use ``customer.py``. Nothing here waits, and noth
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -95,6 +96,7 @@ class Postoffice:
         self._commands: deque[Callable[[], None]] = deque()
         self._early: list[Delivery] = []
         self._expire_at = 0.0
+        self._pid = os.getpid()
         self._closing = False
         self._ended = False
         self._looks: list[Callable[[], bool]] = []
@@ -162,7 +164,16 @@ class Postoffice:
     # -- what other threads may call ---------------------------------------------------
 
     def call(self, command: Callable[[], None]) -> None:
-        """Have ``command`` run on the I/O thread. From any thread; returns at once."""
+        """Have ``command`` run on the I/O thread. From any thread; returns at once.
+
+        Raises:
+            UsageError: this is a forked child, which has no I/O thread: nothing would happen.
+        """
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this node belongs to process {self._pid}; a forked child cannot use it: "
+                "create stores in the child itself, or do not fork"
+            )
         self._commands.append(command)
         if self._ended:
             # Nobody else will: the node's error is set, which is what commands look at.
@@ -439,7 +450,7 @@ class Postoffice:
         that was pushed, and tells them that this node is done.
         """
         thread = self._thread
-        if thread is None or self._closing:
+        if thread is None or self._closing or os.getpid() != self._pid:
             return
         if goodbye and self.info is not None and thread.is_alive():
             take_leave(self)

@@ -135,6 +135,7 @@ class Simulation:
         self.nodes: dict[str, Postoffice] = {}
         self._vans: dict[str, FaultyVan] = {}
         self._dead: set[str] = set()
+        self._tasks: list[_Task] = []
         roles = [(Role.SCHEDULER, 0)]
         roles += [(Role.SERVER, rank) for rank in range(num_servers)]
         roles += [(Role.WORKER, rank) for rank in range(num_workers)]
@@ -203,9 +204,12 @@ class Simulation:
             self._wake(one.van.uid)
 
     def kill(self, node: Postoffice) -> None:
-        """The node's process dies: it is never stepped again, its connections end."""
+        """The node's process dies: it is never stepped again, its script and connections end."""
         self._dead.add(node.van.uid)
         node.van.close()
+        for task in self._tasks:
+            if task.node is node:
+                task.over = True
 
     # -- running -----------------------------------------------------------------------
 
@@ -217,7 +221,7 @@ class Simulation:
                 ``limit_s`` of virtual time; the text says what each waits for.
         """
         chosen = list(scripts) if len(scripts) > 1 else [scripts[0]] * len(self.workers)
-        tasks = [
+        tasks = self._tasks = [
             _Task(self, node, script(node))
             for node, script in zip(self.workers, chosen, strict=True)
         ]
@@ -298,7 +302,7 @@ class _Task:
         self, simulation: Simulation, node: Postoffice, steps: Generator[Any, Any, None]
     ) -> None:
         self._simulation = simulation
-        self._node = node
+        self.node = node
         self._steps = steps
         self._waits_for: Future[Any] | None = None
         self.over = False
@@ -309,6 +313,8 @@ class _Task:
         self._simulation.at(self._simulation.now, lambda: self._advance(done))
 
     def _advance(self, done: Future[Any] | None) -> None:
+        if self.over:
+            return
         try:
             error = done.error() if done is not None else None
             if error is not None:
@@ -332,4 +338,4 @@ class _Task:
         waited = self._waits_for
         what = "sleeps" if waited is None else waited.describe
         text = what if isinstance(what, str) else what()
-        return f"{self._node.log.name} waits for {text}"
+        return f"{self.node.log.name} waits for {text}"

@@ -16,6 +16,7 @@ from job import (
     assert_no_traceback,
     free_port,
     listening_addresses,
+    listening_sockets,
     needs_proc,
 )
 
@@ -134,50 +135,34 @@ def test_importing_in_a_server_process_starts_nothing(make_job: MakeJob) -> None
 # -- addresses ----------------------------------------------------------------------------
 
 
-def serve_one_worker(make_job: MakeJob, **settings: str) -> list[tuple[str, int]]:
-    """Run a job of one worker; returns the addresses on which its server listened."""
-    job = make_job(1, 1, **settings)
-    scheduler, (server,) = job.service()
+def test_servers_listen_where_their_settings_say_and_workers_nowhere(
+    make_job: MakeJob,
+) -> None:
+    port = free_port()
+    settings = [
+        {},
+        {"DMLC_INTERFACE": "lo"},
+        {"DMLC_INTERFACE": "127.0.0.0/8"},
+        {"DMLC_NODE_HOST": "localhost", "PORT": str(port)},
+        {"DMLC_NODE_HOST": "127.0.0.1", "DMLC_INTERFACE": "nonsense"},
+    ]
+    job = make_job(1, len(settings))
+    scheduler = job.scheduler()
+    servers = [job.server(rank, chosen) for rank, chosen in enumerate(settings)]
     worker = job.worker(0, ADD + 'wait_for_file("go")\n')
     worker.wait_for("sum 1.0")
     assert listening_addresses(scheduler.pid) == [(HOST, job.port)]
     assert listening_addresses(worker.pid) == []
-    addresses = listening_addresses(server.pid)
+    ports = set()
+    for server in servers:
+        ((host, of_server),) = listening_addresses(server.pid)
+        assert host == HOST
+        ports.add(of_server)
+    assert len(ports) == len(servers)
+    assert port in ports
     job.allow("go")
-    assert job.wait_all() == [0, 0, 0]
-    return addresses
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"DMLC_INTERFACE": "lo"},
-        {"DMLC_INTERFACE": "127.0.0.0/8"},
-        {"DMLC_INTERFACE": "127.0.0.1"},
-        {"DMLC_NODE_HOST": "localhost"},
-        {"DMLC_NODE_HOST": "127.0.0.1", "DMLC_INTERFACE": "nonsense"},
-    ],
-    ids=lambda settings: ",".join(f"{name}={text}" for name, text in settings.items()) or "none",
-)
-def test_a_server_listens_where_its_settings_say_and_nowhere_else(
-    make_job: MakeJob, settings: dict[str, str]
-) -> None:
-    ((host, port),) = serve_one_worker(make_job, **settings)
-    assert host == HOST
-    assert port > 1023
-
-
-def test_the_port_of_a_server_can_be_chosen(make_job: MakeJob) -> None:
-    port = free_port()
-    job = make_job(1, 1)
-    job.scheduler()
-    server = job.server(0, {"PORT": str(port)})
-    worker = job.worker(0, ADD + 'wait_for_file("go")\n')
-    worker.wait_for("sum 1.0")
-    assert listening_addresses(server.pid) == [(HOST, port)]
-    job.allow("go")
-    assert job.wait_all() == [0, 0, 0]
+    assert set(job.wait_all()) == {0}
+    assert not ports & {of_anybody for _, of_anybody, _ in listening_sockets()}
 
 
 @pytest.mark.parametrize("interface", ["nonsense", "203.0.113.0/24"])

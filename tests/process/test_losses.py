@@ -349,7 +349,6 @@ kv.barrier()
     assert "has been silent" not in job.output()
 
 
-@pytest.mark.xfail(reason="a forked child waits for ever: it has no I/O thread", strict=True)
 def test_a_store_in_a_forked_child_refuses_to_be_used(make_job: MakeJob) -> None:
     """The child has no I/O thread: waiting for an answer would never end."""
     use = """
