@@ -1,4 +1,4 @@
-"""How long one exchange of a whole model takes: ``make bench``, or ``python benchmarks/exchange.py``.
+"""How long one exchange of a whole model takes (``make bench``).
 
 Starts a scheduler, servers and workers on this machine by the launcher, lets all workers push
 the gradients of a model and pull the weights (SGD with momentum runs on the servers), and

@@ -14,8 +14,9 @@ from typing import Any
 
 from kvstore.base import Key, KeySpec
 from kvstore.errors import KeyTypeError, OptimizerMismatch, UnknownTypeError, ValueMismatchError
-from kvstore.placement import chunk_ranges, place
+from kvstore.placement import chunk_ranges, num_chunks, place
 from kvstore.protocol import (
+    MAX_CHUNKS,
     DirectoryCall,
     KeyEntry,
     pack,
@@ -62,6 +63,7 @@ class Directory:
         self._chunk_bytes = chunk_bytes
         self._live_ranks = live_ranks
         self._stores: dict[int, _Store] = {}
+        self._decider = 0
         self._next_part = 1
         self._calls: dict[int, Callable[[Incoming], None]] = {
             DirectoryCall.DECLARE: self._declare,
@@ -80,6 +82,10 @@ class Directory:
 
     def departed(self) -> None:
         """A worker is gone; the next rank may have to decide now."""
+        decider = min(self._live_ranks(), default=0)
+        if decider == self._decider:
+            return
+        self._decider = decider
         for number, store in self._stores.items():
             waiting, store.waiting = store.waiting, []
             for entry in waiting:
@@ -128,12 +134,15 @@ class Directory:
         sizes: list[int] = []
         counts = []
         for key, spec in specs:
+            if num_chunks(spec.num_elements, spec.dtype.itemsize, self._chunk_bytes) > MAX_CHUNKS:
+                raise ValueMismatchError(f"key {key!r} has more than {MAX_CHUNKS} parts")
             chunks = chunk_ranges(spec.num_elements, spec.dtype.itemsize, self._chunk_bytes)
             counts.append(0 if key in store.entries else len(chunks))
             if key not in store.entries:
                 sizes += [(stop - start) * spec.dtype.itemsize for start, stop in chunks]
-        servers = iter(place(sizes, self._loads) if sizes else [])
-        for server, size in zip(place(sizes, self._loads) if sizes else [], sizes, strict=True):
+        placed_on = place(sizes, self._loads) if sizes else []
+        servers = iter(placed_on)
+        for server, size in zip(placed_on, sizes, strict=True):
             self._loads[server] += size
         for (key, spec), count in zip(specs, counts, strict=True):
             if count:
@@ -179,7 +188,8 @@ class Directory:
             store.comparing.append((incoming, call, theirs))
             return
         ours = store.optimizers[call - 1]
-        if ours == theirs:
+        # A rank that has left out a call (``if kv.rank == 0:``) may mean a later one.
+        if theirs in store.optimizers[call - 1 :]:
             incoming.respond()
             return
         incoming.fail(

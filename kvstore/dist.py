@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ from kvstore.base import (
 from kvstore.context import Context
 from kvstore.errors import OptimizerNotSet
 from kvstore.nodes import worker_node
-from kvstore.operation import Landing, Operation
+from kvstore.operation import Landing, Operation, Pushes, overlaps
 from kvstore.optimizer.base import Optimizer
 from kvstore.plan import (
     Bytes,
@@ -60,13 +59,16 @@ from kvstore.protocol import (
 )
 from kvstore.server import pack_optimizer, unpack_optimizer
 from pslite import WORKER_GROUP, Future, Postoffice, Role
-from pslite.errors import ClosedError, DeadlineError
-from pslite.future import completed
+from pslite.errors import ClosedError, DeadlineError, UsageError
+from pslite.future import completed, settled
 from pslite.future import gather as gather_futures
 from pslite.ids import SCHEDULER_ID, node_id
 from pslite.plane import Transfer
 
 _HOST = Context("cpu", 0)
+
+#: Plans are kept for so many lists of keys.
+_MAX_PLANS = 256
 
 _store_numbers: weakref.WeakKeyDictionary[Postoffice, Iterator[int]] = weakref.WeakKeyDictionary()
 """Stores of a node are numbered in the order of creation, which is the same on all workers."""
@@ -102,13 +104,13 @@ class DistKVStore(KVStore):
         self._on_device = on_device
         self._number = next(_store_numbers.setdefault(node, itertools.count(1)))
         self._servers = [node_id(Role.SERVER, rank) for rank in range(node.config.num_servers)]
-        # Guards what follows against calls from several threads. Nobody waits for an answer
-        # with it: what one thread waits for may depend on what another is about to push.
-        self._lock = threading.RLock()
+        # Keeps the order of pushes and of what is submitted the same. Nobody waits for an
+        # answer with it: what one thread waits for may depend on another's next push.
+        self._lock = threading.Lock()
         self._table = KeyTable()
         self._entries: dict[Key, KeyEntry] = {}
         self._plans: dict[tuple[Key, ...], list[Group]] = {}
-        self._pushes: dict[tuple[Key, ...], deque[Future[None]]] = {}
+        self._pushes = Pushes()
         self._staging = StagingPool()
         self._optimizer: Optimizer | None = None
         self._optimizer_calls = 0
@@ -132,20 +134,16 @@ class DistKVStore(KVStore):
     # -- public calls ------------------------------------------------------------------
 
     def init(self, key: Keys, value: Values) -> None:
-        with self._lock:
-            future = self.init_async(key, value)
-        self._wait(future)
+        self._wait(self.init_async(key, value))
 
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         self._ready_to_push()
-        with self._lock:
-            pushed = self._table.check_push(key, value)
-            under_way = self._pushes.setdefault(tuple(pushed), deque())
-            full = len(under_way) > self._node.config.round_window
-            earlier = under_way.popleft() if full else completed(None)
-        self._wait_for_push(earlier)
-        with self._lock:
-            under_way.append(self._push(pushed, priority))
+        pushed = self._table.check_push(key, value)
+        earlier = self._pushes.beyond(pushed, self._node.config.round_window)
+        if earlier:
+            self._wait(settled(earlier))
+            self._check()
+        self._push(pushed, priority).on_done(self._note_error)
 
     def pull(self, key: Keys, out: Values | None = None, priority: int = 0) -> Any:
         self._check()
@@ -169,9 +167,7 @@ class DistKVStore(KVStore):
         keys = tuple(pushed)
         sources = [self._sum(pushed[item], self._table.spec(item)) for item in keys]
         landing = Landing([filled[item] for item in keys], self._specs(keys))
-        with self._lock:
-            future = self._exchange(keys, sources, landing.arrays, priority, copy=False)
-        self._wait(future)
+        self._wait_for_values(self._exchange(keys, sources, landing.arrays, priority, copy=False))
         landing.finish()
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
@@ -183,12 +179,7 @@ class DistKVStore(KVStore):
     def set_optimizer(self, optimizer: Optimizer) -> None:
         optimizer = check_optimizer(optimizer)
         self._check()
-        # What was pushed before belongs to the optimizer before.
-        for future in [future for under_way in self._pushes.values() for future in under_way]:
-            self._wait_for_push(future)
-        with self._lock:
-            answered = self.set_optimizer_async(optimizer)
-        self._wait(answered)
+        self._wait(self.set_optimizer_async(optimizer))
 
     def barrier(self) -> None:
         self._check()
@@ -230,12 +221,19 @@ class DistKVStore(KVStore):
         self._check()
         filled = self._table.check_out(key, out)
         landing = Landing(list(filled.values()), self._specs(tuple(filled)))
-        future = self._exchange(tuple(filled), None, landing.arrays, priority, copy=False)
-        return future.map(lambda _: landing.finish())
+        operation = self._exchange(tuple(filled), None, landing.arrays, priority, copy=False)
+        return operation.future.map(lambda _: landing.finish())
 
     def set_optimizer_async(self, optimizer: Optimizer) -> Future[None]:
-        """``set_optimizer``."""
+        """``set_optimizer``; what was pushed before belongs to the optimizer before."""
+        self._check()
         self._optimizer_calls += 1
+        call = self._optimizer_calls
+        return settled(self._pushes.all()).then(lambda _: self._set_optimizer(optimizer, call))
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _set_optimizer(self, optimizer: Optimizer, call: int) -> Future[None]:
         spec = pack_optimizer(optimizer)
         if self.rank == min(self._node.membership.live(Role.WORKER), default=0):
             asked = self._node.request(
@@ -249,7 +247,7 @@ class DistKVStore(KVStore):
                 lambda _: self._ask_directory(DirectoryCall.OPTIMIZER_IS_SET, body, "the directory")
             )
         else:
-            body = pack(self._number, self._mode, self._optimizer_calls, spec)
+            body = pack(self._number, self._mode, call, spec)
             answered = self._ask_directory(
                 DirectoryCall.SAME_OPTIMIZER, body, "worker 0 to call set_optimizer"
             )
@@ -258,8 +256,6 @@ class DistKVStore(KVStore):
             self._optimizer = optimizer
 
         return answered.map(remember)
-
-    # -- inside ------------------------------------------------------------------------
 
     @property
     def _mode(self) -> str:
@@ -298,9 +294,9 @@ class DistKVStore(KVStore):
         )
 
     def _add(self, entries: Sequence[KeyEntry], specs: dict[Key, KeySpec]) -> None:
-        self._table.add(specs)
         for entry in entries:
             self._entries[entry.key] = entry
+        self._table.add(specs)
 
     def _sum(self, arrays: Sequence[Array], spec: KeySpec) -> np.ndarray[Any, Any]:
         """One key's values, added up, on the host. May share the memory of a single value."""
@@ -314,16 +310,12 @@ class DistKVStore(KVStore):
     def _push(self, pushed: dict[Key, list[Array]], priority: int) -> Future[None]:
         keys = tuple(pushed)
         sources = [self._sum(pushed[key], self._table.spec(key)) for key in keys]
-        future = self._exchange(keys, sources, None, priority, copy=True)
-        future.on_done(self._note_error)
-        return future
+        return self._exchange(keys, sources, None, priority, copy=True).future
 
     def _pull(self, filled: dict[Key, list[Array]], priority: int) -> None:
         keys = tuple(filled)
         landing = Landing(list(filled.values()), self._specs(keys))
-        with self._lock:
-            future = self._exchange(keys, None, landing.arrays, priority, copy=False)
-        self._wait(future)
+        self._wait_for_values(self._exchange(keys, None, landing.arrays, priority, copy=False))
         landing.finish()
 
     def _exchange(
@@ -334,15 +326,15 @@ class DistKVStore(KVStore):
         priority: int,
         *,
         copy: bool,
-    ) -> Future[None]:
+    ) -> Operation:
         """Push ``sources``, pull into ``targets``, or both; ``copy`` frees the sources at once."""
-        groups = self._plans.get(keys)
-        if groups is None:
-            groups = plan([self._entries[key] for key in keys], self._node.config.chunk_bytes)
-            self._plans[keys] = groups
+        groups = self._plan(keys)
         memories = None if sources is None else [flat_bytes(source) for source in sources]
+        if memories is not None and targets is not None and not copy:
+            uncopied = {group.slices[0].position for group in groups if len(group.parts) == 1}
+            copy = overlaps(memories, targets, uncopied)
         operation = Operation(len(groups), lambda: self._describe(keys), self._staging)
-        transfers = []
+        transfers = operation.transfers
         for group in groups:
             frames = None
             staging = None
@@ -358,8 +350,20 @@ class DistKVStore(KVStore):
             transfers.append(
                 Transfer(group.server, group.parts, group.sizes, frames, sink, done, priority)
             )
-        self._node.submit(transfers)
-        return operation.future
+        with self._lock:
+            if memories is not None:
+                self._pushes.add(keys, operation.future)
+            self._node.submit(transfers)
+        return operation
+
+    def _plan(self, keys: tuple[Key, ...]) -> list[Group]:
+        groups = self._plans.get(keys)
+        if groups is None:
+            if len(self._plans) >= _MAX_PLANS:  # a script that shuffles its keys
+                self._plans.clear()
+            groups = plan([self._entries[key] for key in keys], self._node.config.chunk_bytes)
+            self._plans[keys] = groups
+        return groups
 
     def _describe(self, keys: Sequence[Key]) -> str:
         shown = ", ".join(repr(key) for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
@@ -380,26 +384,36 @@ class DistKVStore(KVStore):
         self._optimizer = unpack_optimizer(found[0])
 
     def _wait(self, future: Future[Any]) -> Any:
+        if self._node.is_io_thread and not future.done():
+            raise UsageError(
+                "a callback on the I/O thread must not wait: use the calls that return futures"
+            )
         report_s = self._node.config.stall_report_s
         while True:
             try:
                 return future.result(report_s)
             except DeadlineError as error:
-                if future.done():
+                if future.error() is error:
                     raise
                 self._node.log.warn(str(error))
 
-    def _wait_for_push(self, future: Future[None]) -> None:
-        """Wait for an earlier push, whose error is then no later call's any more."""
+    def _wait_for_values(self, operation: Operation) -> None:
+        """Wait for a call that works in the caller's arrays; they are the caller's again then."""
         try:
-            self._wait(future)
+            self._wait(operation.future)
         except BaseException:
-            self._late_error = None
+            if not operation.future.done():
+                self._node.call(operation.let_go)
+                self._node.wait_until_accepted()
             raise
 
     def _note_error(self, future: Future[None]) -> None:
         error = future.error()
-        if error is not None and self._late_error is None:
+        if error is None:
+            return
+        if self._is_closed:
+            self._node.log.warn(f"a push had failed: {error}")
+        elif self._late_error is None:
             self._late_error = error
 
     def _check(self) -> None:

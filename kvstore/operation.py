@@ -6,15 +6,55 @@ A call becomes several transfers (``plan.py``); ``Operation`` is done when all o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvstore.arrays import Array, adapter_for
-from kvstore.base import KeySpec
+from kvstore.base import Key, KeySpec
 from kvstore.plan import Bytes, StagingPool, flat_bytes
 from pslite.future import Future
+from pslite.plane import Transfer
+
+
+class Pushes:
+    """The pushes of a store that are not applied yet, by key."""
+
+    def __init__(self) -> None:
+        # Guards the table: pushes come from any thread.
+        self._lock = threading.Lock()
+        self._by_key: dict[Key, deque[Future[None]]] = {}
+
+    def add(self, keys: Iterable[Key], future: Future[None]) -> None:
+        """A push of these keys has begun."""
+        with self._lock:
+            for key in keys:
+                self._unfinished(key).append(future)
+
+    def beyond(self, keys: Iterable[Key], window: int) -> list[Future[None]]:
+        """What to wait for until each of these keys has at most ``window`` unfinished pushes."""
+        with self._lock:
+            waiting = {}
+            for key in keys:
+                unfinished = self._unfinished(key)
+                for position in range(len(unfinished) - window):
+                    waiting[id(unfinished[position])] = unfinished[position]
+            return list(waiting.values())
+
+    def all(self) -> list[Future[None]]:
+        """Every unfinished push."""
+        with self._lock:
+            futures = {id(f): f for key in self._by_key for f in self._unfinished(key)}
+            return list(futures.values())
+
+    def _unfinished(self, key: Key) -> deque[Future[None]]:
+        futures = self._by_key.setdefault(key, deque())
+        while futures and futures[0].done():
+            futures.popleft()
+        return futures
 
 
 class Operation:
@@ -22,11 +62,24 @@ class Operation:
 
     def __init__(self, count: int, describe: Callable[[], str], staging: StagingPool) -> None:
         self.future: Future[None] = Future(describe)
+        #: Set by the caller, for ``let_go``.
+        self.transfers: list[Transfer] = []
         self._left = count
         self._error: BaseException | None = None
         self._staging = staging
         if count == 0:
             self.future.set_result(None)
+
+    def let_go(self) -> None:
+        """The caller takes its arrays back before the end (it was interrupted).
+
+        On the I/O thread. Values are not copied out any more, and what was not sent yet is
+        sent from copies. What the transport has is the caller's only once it is accepted.
+        """
+        for transfer in self.transfers:
+            transfer.abandoned = True
+            if isinstance(transfer.frames, list):
+                transfer.frames[:] = [memoryview(bytes(frame)) for frame in transfer.frames]
 
     def part_done(self, staging: Bytes | None) -> Callable[[BaseException | None], None]:
         """What to call when one transfer is done; ``staging`` is its buffer, if it has one.
@@ -77,3 +130,25 @@ class Landing:
         for host, outs in self._rest:
             for out in outs:
                 adapter_for(out).from_host(host, out)
+
+
+def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterable[int]) -> bool:
+    """Whether a value may land in memory that another of these sources is still sent from.
+
+    A source and its own target may be the very same memory: a part's value comes only after
+    that part has been applied.
+    """
+    starts = np.array([_address(target) for target in targets])
+    stops = starts + np.array([len(target) for target in targets])
+    for index in indices:
+        start = _address(sources[index])
+        hit = (starts < start + len(sources[index])) & (stops > start)
+        hit[index] &= starts[index] != start
+        if hit.any():
+            return True
+    return False
+
+
+def _address(memory: Bytes) -> int:
+    address: int = memory.__array_interface__["data"][0]
+    return address

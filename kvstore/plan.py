@@ -20,6 +20,10 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """The memory of an array, flat."""
 
 
+MAX_PARTS = 4096
+"""So many parts at most travel in one message."""
+
+
 class Slice(NamedTuple):
     """One part: bytes [start, stop) of the call's ``position``-th key."""
 
@@ -51,7 +55,10 @@ def plan(entries: Sequence[KeyEntry], group_bytes: int) -> list[Group]:
         ):
             piece = Slice(index, start * itemsize, stop * itemsize)
             size = piece.stop - piece.start
-            if filling.get(server) and nbytes[server] + size > group_bytes:
+            full = server in filling and (
+                nbytes[server] + size > group_bytes or len(filling[server]) == MAX_PARTS
+            )
+            if full:
                 done.append(_group(server, filling.pop(server)))
                 nbytes[server] = 0
             filling.setdefault(server, []).append((entry.first_part + offset, piece))

@@ -25,7 +25,7 @@ STORE_APP = 1_000_002
 
 _MAX_DIMENSIONS = 64
 _DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
-_MAX_CHUNKS = 1 << 20
+MAX_CHUNKS = 1 << 20
 
 
 class DirectoryCall(enum.IntEnum):
@@ -143,7 +143,7 @@ def unpack_entries(body: bytes) -> list[KeyEntry]:
     for row in _rows(rows, 6):
         ((key, spec),) = unpack_specs([row[:3]])
         first_part, chunk_bytes, servers = row[3:]
-        if type(servers) is not list or len(servers) > _MAX_CHUNKS:
+        if type(servers) is not list or len(servers) > MAX_CHUNKS:
             raise ProtocolError("a key's placement is malformed")
         numbers = [first_part, chunk_bytes, *servers]
         if any(type(number) is not int or number < 0 for number in numbers):

@@ -135,7 +135,14 @@ class ServerStores:
     def apply(self, jobs: Sequence[Job]) -> list[BaseException | None]:
         """Apply complete rounds. On the pool thread of the parts' lane; never raises."""
         errors: list[BaseException | None] = []
-        for run in self._runs(jobs):
+        # Read once: the I/O thread may set another optimizer while this runs.
+        chosen = {part.arena.store: part.arena.store.optimizer for part in self._parts_of(jobs)}
+        try:
+            for part in self._parts_of(jobs):
+                part.arena.state(chosen[part.arena.store])
+        except Exception as error:
+            return [error] * len(jobs)
+        for run in self._runs(jobs, chosen):
             try:
                 self._apply_run(run)
             except Exception as error:
@@ -144,14 +151,16 @@ class ServerStores:
                 errors += [None] * run.jobs
         return errors
 
-    def _runs(self, jobs: Sequence[Job]) -> Iterator[_Run]:
+    def _parts_of(self, jobs: Sequence[Job]) -> list[_Part]:
+        return [self._parts[job.part] for job in jobs]
+
+    def _runs(self, jobs: Sequence[Job], chosen: dict[_Store, Optimizer | None]) -> Iterator[_Run]:
         """The jobs, neighbours joined. Counts rise as the runs are handed out."""
         run: _Run | None = None
         for job in jobs:
             part = self._parts[job.part]
             arena = part.arena
-            optimizer = arena.store.optimizer
-            arena.state(optimizer)
+            optimizer = chosen[arena.store]
             pieces = job.batch.payloads
             if run is None or not run.extend(part, optimizer, pieces):
                 if run is not None:

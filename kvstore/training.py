@@ -145,7 +145,8 @@ def shard(
     if num_batches is None:
         num_batches = math.ceil(num_samples / (num_workers * batch_size))
     dealt = np.resize(order, (num_batches, num_workers, batch_size))
-    return dealt[:, rank].astype(np.int64, copy=False)
+    mine: np.ndarray[Any, np.dtype[np.int64]] = dealt[:, rank].astype(np.int64, copy=False)
+    return mine
 
 
 def describe_data(x: HostArray, y: HostArray, batch_size: int) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
 from pslite.address import tcp_address
-from pslite.errors import ConfigError, DeadlineError, NodeLostError, rebuild
+from pslite.errors import ConfigError, DeadlineError, NodeLostError, UsageError, rebuild
 from pslite.future import Future
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role
 from pslite.links import Delivery
@@ -98,7 +98,7 @@ class MemberControl:
         if isinstance(message, Leave):
             self._member_left(delivery.peer)
         elif isinstance(message, Members):
-            self._members_changed(message)
+            self._members_changed(delivery.peer, message)
         elif delivery.peer != SCHEDULER:
             return
         elif isinstance(message, Roster):
@@ -175,6 +175,9 @@ class MemberControl:
         if self._scheduler_error is not None:
             future.set_error(self._scheduler_error)
             return
+        if office.info is None:
+            future.set_error(UsageError("a barrier needs a complete cluster: wait for `ready`"))
+            return
         self._barrier_rounds[group] += 1
         round_ = self._barrier_rounds[group]
         self._barriers[group, round_] = future
@@ -213,14 +216,18 @@ class MemberControl:
         if gone is not None:
             self._gone(gone)
 
-    def _members_changed(self, message: Members) -> None:
+    def _members_changed(self, peer: str, message: Members) -> None:
+        """News of who is gone, from a member; only the scheduler announces epochs."""
         office = self._office
+        if office.node_of(peer) is None:
+            return
         entries = zip(message.gone, message.left, message.reasons, strict=True)
         for node, left, reason in entries:
             gone = office.membership.depart(node, left=bool(left), reason=reason)
             if gone is not None:
                 self._gone(gone)
-        if office.error is None and message.epoch > office.membership.epoch:
+        is_new = peer == SCHEDULER and message.epoch > office.membership.epoch
+        if office.error is None and is_new:
             office.begin_epoch(message.epoch)
 
     def _member_left(self, peer: str) -> None:

@@ -22,7 +22,7 @@ def take_leave(node: Postoffice) -> None:
     """Bring what is under way to its end, within PS_CLOSE_TIMEOUT."""
     if node.error is not None:
         # The others should hear of the cause before they notice that we are gone.
-        _wait(node, node.links.everything_accepted, time.monotonic() + _LAST_WORDS_S)
+        wait_until(node, node.links.everything_accepted, time.monotonic() + _LAST_WORDS_S)
         return
     limit = time.monotonic() + node.config.close_timeout_s
 
@@ -30,16 +30,16 @@ def take_leave(node: Postoffice) -> None:
         sent = node.traffic.everything_sent and node.links.everything_accepted()
         return sent or node.error is not None
 
-    _wait(node, nothing_under_way, limit)
+    wait_until(node, nothing_under_way, limit)
     if node.control is not None:
         control = node.control
         node.call(lambda: control.say_goodbye(node.clock()))
-    if not _wait(node, nothing_under_way, limit):
+    if not wait_until(node, nothing_under_way, limit):
         owed = ", ".join(node.peer_title(peer) for peer in node.links.owed_by())
         node.log.warn(f"closed though not everything was accepted by {owed}")
 
 
-def _wait(node: Postoffice, condition: Callable[[], bool], limit: float) -> bool:
+def wait_until(node: Postoffice, condition: Callable[[], bool], limit: float) -> bool:
     """Wait until ``condition`` holds on the I/O thread, which looks after each step."""
     met = threading.Event()
 

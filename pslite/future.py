@@ -131,14 +131,10 @@ def failed(error: BaseException) -> Future[Any]:
     return future
 
 
-def gather(futures: Iterable[Future[Any]]) -> Future[list[Any]]:
-    """All values, in order, once all are there; or the first error, once all are done.
-
-    It waits for all of them also after an error, so that nobody's buffers are still in use
-    when it completes.
-    """
+def settled(futures: Iterable[Future[Any]]) -> Future[None]:
+    """Done once all of them are done, whatever they ended in."""
     waited = list(futures)
-    result: Future[list[Any]] = Future(
+    result: Future[None] = Future(
         lambda: next((_text(future) for future in waited if not future.done()), "several requests")
     )
     left = len(waited)
@@ -150,17 +146,28 @@ def gather(futures: Iterable[Future[Any]]) -> Future[list[Any]]:
             left -= 1
             if left:
                 return
-        errors = [error for future in waited if (error := future.error()) is not None]
-        if errors:
-            result.set_error(errors[0])
-        else:
-            result.set_result([future.result(0) for future in waited])
+        result.set_result(None)
 
     if not waited:
-        result.set_result([])
+        result.set_result(None)
     for future in waited:
         future.on_done(one_done)
     return result
+
+
+def gather(futures: Iterable[Future[Any]]) -> Future[list[Any]]:
+    """All values, in order, once all are there; or the first error, once all are done.
+
+    It waits for all of them also after an error, so that nobody's buffers are still in use
+    when it completes.
+    """
+    waited = list(futures)
+
+    def collect(_: None) -> Future[list[Any]]:
+        errors = [error for future in waited if (error := future.error()) is not None]
+        return failed(errors[0]) if errors else completed([future.result(0) for future in waited])
+
+    return settled(waited).then(collect)
 
 
 def _text(future: Future[Any]) -> str:

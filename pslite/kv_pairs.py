@@ -145,7 +145,10 @@ def as_keys(keys: ArrayLike, *, copy: bool) -> Keys:
 def _key_list(keys: Sequence[Any]) -> Keys:
     """Python integers as an array. (By itself NumPy makes floats of 0 next to 2^64-1.)"""
     try:
-        return np.array([operator.index(key) for key in keys], dtype=np.uint64)
+        numbers = [operator.index(key) for key in keys]
+        if min(numbers, default=0) < 0:  # NumPy 1 would wrap it around
+            raise OverflowError(f"{min(numbers)} is negative")
+        return np.array(numbers, dtype=np.uint64)
     except (TypeError, OverflowError) as error:
         raise UsageError(f"keys must be integers from 0 to 2^64-1: {error}") from error
 

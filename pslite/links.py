@@ -58,7 +58,8 @@ class Links:
         self._resend_timeout_s = resend_timeout_s
         self._trace = trace
         self._peers: dict[str, _Peer] = {}
-        self._owing: set[str] = set()
+        #: In order of arrival; a set of names would be in an order of its own in every process.
+        self._owing: dict[str, None] = {}
         self._closed: set[str] = set()
         self._released: set[str] = set()
         #: What arrived and was dropped, by reason.
@@ -110,7 +111,7 @@ class Links:
             outgoing.message,
         )
         self._van.send(peer, [encode(envelope), *outgoing.frames])
-        self._owing.discard(peer)
+        self._owing.pop(peer, None)
         if self._trace is not None:
             self._trace("=>", peer, outgoing.message, outgoing.frames)
 
@@ -173,7 +174,7 @@ class Links:
         channel.accepted(envelope.accepted, envelope.accepted_also)
         if envelope.sequence:
             fresh = channel.admit(envelope.sequence)
-            self._owing.add(event.peer)
+            self._owing[event.peer] = None
             if not fresh:
                 self.repeated += 1
                 return None
@@ -223,4 +224,4 @@ class Links:
         """A peer is lost for good: drop what is under way to it, refuse what comes from it."""
         self._closed.add(peer)
         self._peers.pop(peer, None)
-        self._owing.discard(peer)
+        self._owing.pop(peer, None)

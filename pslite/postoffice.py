@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pslite.config import Config
 from pslite.customer import Customers, Handler, Reply
 from pslite.errors import ClosedError, NodeLostError, PSError, UsageError
-from pslite.farewell import take_leave
+from pslite.farewell import take_leave, wait_until
 from pslite.future import Future
 from pslite.ids import NodeInfo, Role, role_of
 from pslite.links import Delivery, Links
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 #: How often requests are looked at that wait for an app which never comes.
 _EXPIRE_INTERVAL_S = 1.0
+#: Acceptance does not depend on rounds: it takes as long as the bytes take to travel.
+_ACCEPTANCE_S = 5.0
 #: The rest of a header frame is small (``wire/codec.py``).
 _MAX_BODY_BYTES = MAX_HEADER_BYTES - 65_536
 #: Messages from nodes that the roster will explain may wait for it.
@@ -457,6 +459,18 @@ class Postoffice:
         self.call(self._stop)
         thread.join(self.config.close_timeout_s)
         self.pool.close()
+
+    @property
+    def is_io_thread(self) -> bool:
+        """Whether the caller runs on this node's I/O thread, which must never wait."""
+        return threading.current_thread() is self._thread
+
+    def wait_until_accepted(self) -> None:
+        """Return once the peers have accepted all that was sent, or after a short while.
+
+        Not on the I/O thread. Afterwards nobody reads the memory that was sent from.
+        """
+        wait_until(self, self.links.everything_accepted, time.monotonic() + _ACCEPTANCE_S)
 
     def look_after_each_step(self, look: Callable[[], bool]) -> None:
         """Call ``look`` after each step until it returns True. On the I/O thread."""

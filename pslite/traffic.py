@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pslite.errors import UsageError
-from pslite.ids import Role, node_id, rank_of, role_of
+from pslite.ids import SCHEDULER_ID, Role, node_id, rank_of, role_of
 from pslite.links import Delivery
 from pslite.plane import Effect, Run, Send, ServerPlane, Transfer, WorkerPlane
 from pslite.wire.messages import Answer, Exchange, Message, PartsFailed, RoundWaits, StaleEpoch
@@ -66,6 +66,7 @@ class Traffic:
             self._worker.refused(message)
         elif isinstance(message, StaleEpoch):
             self._worker.stale(message)
+            self._adopt_epoch()
         elif isinstance(message, RoundWaits):
             self._report(message)
 
@@ -101,6 +102,8 @@ class Traffic:
             self._worker.depart(node, error)
         if self._server is not None and role_of(node) is Role.WORKER:
             self._carry_out(self._server.depart(rank_of(node), error))
+        if node == SCHEDULER_ID:
+            self._adopt_epoch()
 
     def begin_epoch(self, epoch: int) -> None:
         """The scheduler has announced a later epoch."""
@@ -130,10 +133,20 @@ class Traffic:
             return
 
         def work() -> None:
-            errors = plane.app.apply(run.jobs)
+            errors: Sequence[BaseException | None]
+            try:
+                errors = plane.app.apply(run.jobs)
+            except BaseException as error:  # an app must not raise; its callers must not hang
+                errors = [error] * len(run.jobs)
             office.call(lambda: self._carry_out(plane.finished(run.jobs, errors)))
 
         office.pool.submit(run.lane, work)
+
+    def _adopt_epoch(self) -> None:
+        """Without a scheduler nobody announces epochs: then the servers' word counts."""
+        epoch = 0 if self._worker is None else self._worker.awaited_epoch
+        if SCHEDULER_ID in self._office.membership.gone and epoch > 0:
+            self._office.begin_epoch(epoch)
 
     def _report(self, message: RoundWaits) -> None:
         missing = ", ".join(

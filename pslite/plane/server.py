@@ -20,6 +20,9 @@ from pslite.wire.messages import (
     StaleEpoch,
 )
 
+#: So many parts at most travel in one answer, each in a frame of its own at worst.
+_MAX_PARTS = 4096
+
 
 class _Part:
     """A server's view of one part."""
@@ -301,7 +304,7 @@ class ServerPlane:
         nbytes = 0
         for entry in entries:
             size = self._parts[entry[0]].size
-            if group and nbytes + size > self._message_bytes:
+            if group and (nbytes + size > self._message_bytes or len(group) == _MAX_PARTS):
                 effects.append(self._answer_with_values(rank, pushed, group))
                 group, nbytes = [], 0
             group.append(entry)

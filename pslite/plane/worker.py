@@ -141,7 +141,8 @@ class WorkerPlane:
     def __init__(self, window: int) -> None:
         self._window = window
         self._parts: dict[int, _Requested] = {}
-        self._active: set[Transfer] = set()
+        #: Transfers that are not complete, in order of submission.
+        self._active: dict[Transfer, None] = {}
         self._outbox: dict[int, list[tuple[int, int, Send]]] = {}
         self._sequence = 0
         self._stale: list[StaleEpoch] = []
@@ -160,7 +161,7 @@ class WorkerPlane:
         if not transfer.parts:
             transfer.done(None)
             return
-        self._active.add(transfer)
+        self._active[transfer] = None
         window = self._window
         ready = []
         for index, part in enumerate(transfer.parts):
@@ -232,6 +233,11 @@ class WorkerPlane:
                 again.setdefault(request[0], []).append((request[1], round_))
         for transfer, entries in again.items():
             self._queue_send(transfer, entries)
+
+    @property
+    def awaited_epoch(self) -> int:
+        """The latest epoch that a server has spoken of and nobody has announced; 0: none."""
+        return max((message.epoch for message in self._stale), default=0)
 
     def begin_epoch(self, epoch: int) -> None:
         """The scheduler has announced a later epoch."""
@@ -313,7 +319,7 @@ class WorkerPlane:
         """Send what waited for these parts, and forget transfers that are complete."""
         for transfer in answered:
             if transfer.complete:
-                self._active.discard(transfer)
+                self._active.pop(transfer, None)
         ready: dict[Transfer, list[tuple[int, int]]] = {}
         for part in parts:
             state = self._parts[part]
@@ -346,13 +352,7 @@ class WorkerPlane:
         else:
             parts = tuple(transfer.parts[index] for index in indices)
             sizes = tuple(transfer.sizes[index] for index in indices)
-            frames = ()
-            if transfer.push:
-                pieces = cut(transfer.sizes, transfer.frames)
-                frames = [
-                    memoryview(pieces[index].frame)[pieces[index].start : pieces[index].stop]
-                    for index in indices
-                ]
+            frames = _views(transfer, indices) if transfer.push else ()
         message = Exchange(
             transfer.push, transfer.pull, parts, rounds, sizes if transfer.push else ()
         )
@@ -362,7 +362,7 @@ class WorkerPlane:
         heapq.heappush(mail, entry)
 
     def _drop(self, transfer: Transfer, error: BaseException) -> None:
-        self._active.discard(transfer)
+        self._active.pop(transfer, None)
         for part in transfer.parts:
             state = self._parts[part]
             state.held = deque(entry for entry in state.held if entry[0] is not transfer)
@@ -371,3 +371,16 @@ class WorkerPlane:
             if state.pulling is not None and state.pulling[0] is transfer:
                 state.pulling = None
         transfer.give_up(error)
+
+
+def _views(transfer: Transfer, indices: Sequence[int]) -> list[Buffer]:
+    """Frames with these parts of a push, neighbours in one."""
+    pieces = cut(transfer.sizes, transfer.frames)
+    joined: list[Piece] = []
+    for index in indices:
+        frame, start, stop = pieces[index]
+        if joined and joined[-1].frame is frame and joined[-1].stop == start:
+            joined[-1] = Piece(frame, joined[-1].start, stop)
+        else:
+            joined.append(Piece(frame, start, stop))
+    return [memoryview(frame)[start:stop] for frame, start, stop in joined]

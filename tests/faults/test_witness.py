@@ -5,10 +5,21 @@ A failing seed repeats with ``python -m tests.faults.witness SEED 1``.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
+from collections.abc import Generator
+from typing import Any
 
+import numpy as np
 import pytest
 
+from kvstore import optimizer
+from kvstore.dist import create_dist
+from kvstore.server import install
+from pslite import Postoffice
+from pslite.simulator import Simulation
 from tests.faults import witness
 
 SEEDS = 2000
@@ -48,3 +59,43 @@ def test_every_kind_of_fault_really_happens() -> None:
 def test_other_sizes_of_clusters_keep_the_same_promises(workers: int, servers: int) -> None:
     for seed in range(6):
         witness.run(seed, workers, servers)
+
+
+def test_a_run_is_the_same_in_every_process() -> None:
+    """The order of sets of text differs from process to process; no run may depend on it."""
+    program = (
+        "from tests.faults import witness\n"
+        "for seed in range(6):\n"
+        "    s, _ = witness.run(seed)\n"
+        "    print(seed, s.steps, repr(s.now), sorted(s.counts().items()))\n"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(outputs) == 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_was_pushed_before_an_optimizer_was_set_is_not_its_business(seed: int) -> None:
+    simulation = Simulation(seed, 2, 2, witness.faults_of(seed), prepare=install)
+    results: list[list[float]] = []
+
+    def script(node: Postoffice) -> Generator[Any, Any, None]:
+        yield node.ready
+        store = create_dist("dist_sync", "dist_sync", node=node)
+        out = np.zeros(20)
+        yield store.init_async("w", out)
+        store.push_async("w", np.ones(20))
+        yield store.set_optimizer_async(optimizer.create("sgd", learning_rate=0.1))
+        yield store.pull_async("w", out)
+        results.append(out.tolist())
+
+    simulation.run(script)
+    assert results == [[2.0] * 20] * 2

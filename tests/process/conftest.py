@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from job import Job, MakeJob
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Children inherit an ignored SIGINT, as a shell's background jobs have; tests send it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

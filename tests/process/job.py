@@ -27,6 +27,7 @@ HOST = "127.0.0.1"
 MARK = "PROCESS_TEST_MARK"
 PATIENCE_S = 15.0
 """How long a test waits for what should take a moment: the machine may be busy."""
+GRACE_S = 2.0
 
 SERVICE = ("-m", "kvstore.server")
 
@@ -251,7 +252,13 @@ class Job:
             return False
 
     def end(self) -> list[str]:
-        """Kill what still runs; returns what should not have been there."""
+        """Kill what still runs; returns what should not have been there.
+
+        What is on its way out has two seconds to vanish.
+        """
+        give_up_at = time.monotonic() + GRACE_S
+        while self.left() and time.monotonic() < give_up_at:
+            time.sleep(0.02)
         left = [f"process {pid}" for pid in self.left()]
         for pid in self.left():
             os.kill(pid, signal.SIGKILL)

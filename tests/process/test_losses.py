@@ -95,6 +95,7 @@ def test_when_the_scheduler_is_killed_push_and_pull_go_on_and_a_barrier_fails_at
         SYNC
         + """
 kv.barrier()
+print("together", flush=True)
 wait_for_file("go")
 for n in range(1, 6):
     kv.push("w", vector(n, kv.rank))
@@ -111,6 +112,8 @@ print("after", kv.pull("w").tolist(), flush=True)
     )
     job = make_job(2, 1)
     scheduler, (server,), workers = start(job, code, code)
+    for worker in workers:
+        worker.wait_for("together")
     scheduler.send(signal.SIGKILL)
     for process in server, *workers:
         process.wait_for("warning: push and pull go on; barriers, init and joins no longer work ")
