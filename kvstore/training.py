@@ -139,7 +139,7 @@ def shard(
             f"{batch_size}: there must be a sample, a batch size of at least 1, and a rank from "
             f"0 to the number of workers less one"
         )
-    order = np.arange(num_samples)
+    order: np.ndarray[Any, Any] = np.arange(num_samples)
     if shuffle:
         order = np.random.default_rng((seed, epoch)).permutation(num_samples)
     if num_batches is None:

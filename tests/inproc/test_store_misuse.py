@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -122,7 +123,7 @@ def test_pushes_of_keys_in_changing_orders_are_bounded_as_well(cluster: InprocCl
 
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(push)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(concurrent.futures.TimeoutError):
             future.result(0.3)  # it waits, since the other worker pushes nothing
         assert len(stores[0]._pushes.all()) == 1 + cluster.workers[0].config.round_window
         for order in itertools.permutations(keys):
