@@ -139,6 +139,13 @@ class Config:
         for name in ("num_workers", "num_servers", "root_port", "port", "round_window"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{_names()[name]} must not be negative")
+        for name in ("root_port", "port"):
+            if getattr(self, name) > 65_535:
+                raise ConfigError(f"{_names()[name]} must be at most 65535")
+        if self.task_id is not None and self.task_id < 0:
+            raise ConfigError("DMLC_TASK_ID must not be negative")
+        if self.drop_percent > 100:
+            raise ConfigError("PS_DROP_MSG is a percentage, from 0 to 100")
         for name in _POSITIVE:
             # "not >" rather than "<=", so that NaN is refused as well.
             if not getattr(self, name) > 0:

@@ -138,7 +138,7 @@ class Postoffice:
             self._uids[node.node_id] = node.uid
             self._node_ids[node.uid] = node.node_id
         for node in self.neighbours():
-            self.watch.add(node.uid, now)
+            self.watch.add(node.uid, now, node)
         early, self._early = self._early, []
         for delivery in early:
             self._dispatch(delivery, now)

@@ -96,7 +96,7 @@ class SchedulerControl:
                 self._give_up(ConfigError(refusal.reason), now)
             return
         self._waiting[delivery.peer] = node
-        office.watch.add(delivery.peer, now)
+        office.watch.add(delivery.peer, now, node)
         if self._rendezvous.roster:
             self._complete(now)
         else:

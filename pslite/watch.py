@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pslite.address import machine_id, process_alive
+from pslite.ids import NodeInfo
 from pslite.protocol.liveness import Liveness, Lost
 from pslite.wire.messages import Beat
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 #: How often the process of a peer without a connection is looked at.
 _SUSPECT_INTERVAL_S = 0.1
+#: A node that looks at the clock this late has been held up itself.
+_LATE_S = 1.0
 #: How often time alone is looked at.
 _JUDGE_INTERVAL_S = 1.0
 
@@ -31,6 +34,8 @@ class Watch:
         self._liveness = Liveness(
             config.lost_after_s, config.stall_report_s, config.heartbeat_timeout_s
         )
+        #: The peers that are known, by the van's name.
+        self._nodes: dict[str, NodeInfo] = {}
         self._beat_at = 0.0
         self._judge_at = 0.0
         self._suspect_at: float | None = None
@@ -40,8 +45,10 @@ class Watch:
         self._beat_at = now + self._office.config.heartbeat_interval_s
         self._judge_at = now + _JUDGE_INTERVAL_S
 
-    def add(self, peer: str, now: float) -> None:
-        """A peer whose loss matters from now on."""
+    def add(self, peer: str, now: float, node: NodeInfo | None = None) -> None:
+        """A peer whose loss matters from now on; ``node`` as soon as it is known."""
+        if node is not None:
+            self._nodes[peer] = node
         self._liveness.watch(peer, now)
 
     def forget(self, peer: str) -> None:
@@ -69,6 +76,9 @@ class Watch:
             self._beat_at = now + self._office.config.heartbeat_interval_s
             self._beat(now)
         if now >= self._judge_at:
+            if now - self._judge_at > _LATE_S:
+                # This node itself was held up: what its peers sent meanwhile is still to be read.
+                self._liveness.excuse(now)
             self._judge_at = now + _JUDGE_INTERVAL_S
             self._judge(now)
 
@@ -87,8 +97,8 @@ class Watch:
         suspects = self._liveness.suspects()
         self._suspect_at = now + _SUSPECT_INTERVAL_S if suspects else None
         for peer in suspects:
-            info = self._office.info_of(peer)
-            if info is not None and info.machine == machine_id() and not process_alive(info.pid):
+            node = self._nodes.get(peer)
+            if node is not None and node.machine == machine_id() and not process_alive(node.pid):
                 for lost in self._liveness.died(peer, "its process is gone"):
                     self._lost(lost, now)
         if suspects:

@@ -61,6 +61,11 @@ class Liveness:
             entry.heard_at = entry.reported_at = now
             entry.gone_since = None
 
+    def excuse(self, now: float) -> None:
+        """Nobody's silence counts so far: this node was not listening."""
+        for entry in self._peers.values():
+            entry.heard_at = entry.reported_at = now
+
     def connected(self, peer: str) -> None:
         """The transport has a connection again."""
         entry = self._peers.get(peer)

@@ -178,3 +178,12 @@ def test_every_setting_has_a_name_and_a_help_of_its_own() -> None:
     helps = [field.metadata["help"] for field in FIELDS.values()]
     assert len(set(names)) == len(names)
     assert all(helps)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("DMLC_PS_ROOT_PORT", "99999"), ("PS_DROP_MSG", "200"), ("DMLC_TASK_ID", "-3")],
+)
+def test_a_number_out_of_its_range_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Config.from_env({name: value})
