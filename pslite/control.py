@@ -32,6 +32,9 @@ from pslite.wire.messages import (
 if TYPE_CHECKING:
     from pslite.postoffice import Postoffice
 
+#: How much longer than the scheduler a node waits for the cluster to be complete.
+_GRACE_S = 1.0
+
 SCHEDULER = "scheduler"
 """The name under which every node connects to the scheduler."""
 
@@ -117,13 +120,13 @@ class MemberControl:
         mine = [node for node in message.members if node.node_id == message.node_id]
         if office.info is not None or not mine:
             return
-        self._stop_waiting()
         office.log.name = label(mine[0])
         office.log.learn(message.members)
         if office.role is Role.WORKER:
             for node in message.members:
                 if node.role == Role.SERVER.value:
                     office.van.connect(node.uid, node.address)
+        self._stop_waiting()
         office.log.info(1, f"{office.log.name} is connected to others")
         office.join(mine[0], message.members, now)
 
@@ -133,6 +136,10 @@ class MemberControl:
     def _still_waiting(self, message: Waiting, now: float) -> None:
         is_answer = self._waiting is None
         self._waiting = message
+        # The scheduler speaks, so its clock decides: a node that gave up a moment before it
+        # would look like a lost one to all the others.
+        left_s = self._office.config.rendezvous_timeout_s - message.waited_s
+        self._deadline = now + max(left_s, 0.0) + _GRACE_S
         if is_answer:
             # To the registration: from here on the scheduler's loss is ours, and it speaks.
             self._office.watch.add(SCHEDULER, now)
