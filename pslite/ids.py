@@ -1,4 +1,4 @@
-"""Names for the numbers that nodes exchange: roles, node ids, ranks, parts, requests.
+"""Names for the numbers that nodes exchange: roles, node ids, ranks, groups.
 
 Distinct types, so that mypy refuses a rank where a node id is meant. Pure values; this
 module imports nothing of the project. Next: ``config.py``.
@@ -15,10 +15,6 @@ from typing import NamedTuple, NewType
 
 NodeId = NewType("NodeId", int)
 Rank = NewType("Rank", int)
-PartId = NewType("PartId", int)
-RequestId = NewType("RequestId", int)
-Incarnation = NewType("Incarnation", int)
-"""A process's own number: random, never 0, different after every restart."""
 
 SCHEDULER_ID = NodeId(1)
 SCHEDULER_GROUP = 1
@@ -81,6 +77,7 @@ class NodeInfo(NamedTuple):
     uid: str
     """The name under which its van is known."""
     incarnation: int
+    """The process's own number: random, never 0, different after every restart."""
     address: str
     """``tcp://host:port`` of its listening socket; empty for a node that only connects."""
     host: str

@@ -17,7 +17,6 @@ LEAVES = frozenset(
     {
         "pslite.errors",
         "pslite.ids",
-        "pslite.deadline",
         "pslite.config",
         "pslite.future",
         "pslite.version",

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from pslite.deadline import Deadline
 from pslite.errors import ClosedError, DeadlineError, UsageError
 from pslite.future import Future, completed, failed, gather
 
@@ -135,17 +134,3 @@ def test_a_gathering_that_takes_too_long_names_one_that_is_missing() -> None:
 
 
 # -- deadlines ----------------------------------------------------------------------------
-
-
-def test_a_deadline_is_shared_by_several_waits() -> None:
-    now = [100.0]
-    deadline = Deadline(5.0, lambda: now[0])
-    seen = []
-    for now[0] in (100.0, 104.0, 105.0, 110.0):
-        seen.append((deadline.remaining_s(), deadline.expired))
-    assert seen == [(5.0, False), (1.0, False), (0.0, True), (0.0, True)]
-
-
-def test_no_deadline_never_ends() -> None:
-    deadline = Deadline(None, lambda: 1e12)
-    assert (deadline.remaining_s(), deadline.expired, deadline.timeout_s) == (None, False, None)
