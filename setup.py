@@ -45,6 +45,7 @@ setup(
     python_requires=">=3.10",
     install_requires=REQUIREMENTS,
     extras_require={
+        "bfloat16": ["ml_dtypes>=0.5"],
         "cuda12": ["cupy-cuda12x>=13"],
         "cuda13": ["cupy-cuda13x>=13.6"],
         "dev": DEVELOPMENT,

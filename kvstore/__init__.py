@@ -9,25 +9,31 @@
     kv.push("w", [g_device0, g_device1])    # a list is one value for each device
     kv.pull("w", out=[w_device0, w_device1])
 
-Importing starts nothing and is cheap: distributed stores, ``kvstore.model`` and CuPy are
-imported when they are first used. Read next: ``kvstore/base.py``.
+Importing starts nothing and is cheap: distributed stores, training tools and array libraries
+are imported when they are first used. Read next: ``kvstore/base.py``.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from kvstore import errors, kvstore, optimizer
-from kvstore.base import KVStore
+from kvstore.base import KVStore, KVStoreBase
+from kvstore.commands import register_command
 from kvstore.context import Context, cpu, gpu
 from kvstore.kvstore import create
 from pslite.version import __version__
 
 kv = kvstore
 
+#: Modules that are imported when they are first used.
+_LAZY = frozenset({"callback", "gluon", "io", "lr_scheduler", "metric", "model", "nd"})
+
 __all__ = [
     "Context",
     "KVStore",
+    "KVStoreBase",
     "__version__",
     "cpu",
     "create",
@@ -35,14 +41,13 @@ __all__ = [
     "gpu",
     "kv",
     "kvstore",
-    "model",
     "optimizer",
+    "register_command",
+    *sorted(_LAZY),
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "model":
-        import importlib
-
-        return importlib.import_module("kvstore.model")
+    if name in _LAZY:
+        return importlib.import_module(f"kvstore.{name}")
     raise AttributeError(f"module 'kvstore' has no attribute {name!r}")

@@ -13,9 +13,10 @@ of the blocks nor cutting a key into parts can change a bit.
 contributions is added, then updated, then the next. Whole-array NumPy calls would carry each
 operand through memory once per operation.
 
-**Dtypes.** float16 is added and updated in float32 and rounded once at the end; float32,
-float64, integers, bool (logical or) and complex stay what they are. Overflow and NaN follow
-IEEE 754 without warnings: a training run that diverges shows it in its loss.
+**Dtypes.** float16 and bfloat16 are added and updated in float32 and rounded once at the end;
+float32, float64, integers (which wrap), bool (logical or) and complex stay what they are.
+Overflow and NaN follow IEEE 754 without warnings: a training run that diverges shows it in its
+loss.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import ValueMismatchError
 
 if TYPE_CHECKING:
@@ -55,11 +57,6 @@ class Workspace:
             found = np.empty(length, dtype)
             self._blocks[slot, dtype] = found
         return found[:length]
-
-
-def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which values of ``dtype`` are added: float32 for float16, else its own."""
-    return np.dtype(np.float32) if dtype == np.float16 else dtype
 
 
 def sum_in_order(
@@ -103,8 +100,9 @@ def apply_round(
     """Apply one complete round to a key or to one part of it, in place.
 
     Without an optimizer ``weight`` is set to the sum; it never accumulates. With one, each
-    block of the sum goes to ``optimizer.update`` with the same block of ``weight`` and of each
-    array of ``state``, in one pass. ``count`` is the update's own number, from 1 on.
+    block of the sum goes to ``optimizer.update`` with the same block of ``weight`` (in the
+    accumulation dtype, rounded back once) and of each array of ``state``, in one pass.
+    ``count`` is the update's own number, from 1 on.
 
     ``weight``, ``contributions`` and the arrays of ``state`` are 1-D on the host and of one
     length; ``weight`` and contributions share one dtype. ``weight`` and ``state`` are the
@@ -124,7 +122,14 @@ def apply_round(
             scratch = workspace.block(1, working, stop - start)
             _sum_block(contributions, start, stop, gradient)
             part = tuple(array[start:stop] for array in state)
-            optimizer.update(weight[start:stop], gradient, part, count, scratch)
+            own = weight[start:stop]
+            wide = own
+            if weight.dtype != working:
+                wide = workspace.block(2, working, stop - start)
+                np.copyto(wide, own)
+            optimizer.update(wide, gradient, part, count, scratch)
+            if wide is not own:
+                np.copyto(own, wide, casting="unsafe")
 
 
 def _sum_block(contributions: Sequence[Flat], start: int, stop: int, total: Flat) -> None:

@@ -1,12 +1,11 @@
-"""The public interface of every store, and the checks of keys and values that all share.
+"""The public interface of every store: what each call promises.
 
-``KVStore`` says what each call promises; ``group_values`` and ``KeyTable`` turn what callers
-pass (one key or many, one array or one for each device) into pairs that are known to fit.
-Pure: no I/O, no threads, and no array is read or changed. A check that raises has changed
-nothing. Read next: ``local.py``, the shortest store.
+``KVStoreBase`` is what a plug-in implements, ``KVStore`` what the stores of this package
+offer. Nothing here does anything but delegate. Read next: ``keys.py`` for the checks that all
+share, then ``local.py``, the shortest store.
 
-The rules of keys and lists are those of MXNet (``python/mxnet/kvstore/base.py``), except that
-``bool`` is no key, NumPy integers are, and shapes and dtypes are checked at the call.
+Names and meaning are those of MXNet (``python/mxnet/kvstore/base.py`` and ``kvstore.py``);
+``docs/migration.md`` says where they differ.
 """
 
 from __future__ import annotations
@@ -14,31 +13,154 @@ from __future__ import annotations
 import abc
 import builtins
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+import warnings
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
-from kvstore.arrays import Array, adapter_for, check_dtype
-from kvstore.errors import (
-    ArgumentTypeError,
-    DuplicateKeyError,
-    KeyTypeError,
-    UnknownKeyError,
-    ValueMismatchError,
-)
-from kvstore.optimizer.base import Optimizer
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
+from kvstore.keys import Key, Keys, KeySpec, UpdateFunction, Values
+from kvstore.optimizer.base import Number, Optimizer
+from pslite.future import Future
 
-Key: TypeAlias = int | str
-Keys: TypeAlias = Key | Sequence[Key]
-Values: TypeAlias = Array | Sequence[Array] | Sequence[Sequence[Array]]
+__all__ = ["KVStore", "KVStoreBase", "Key", "KeyInfo", "KeySpec", "Keys", "Values", "Version"]
+
+Path = str | PathLike[str]
+
+_Class = TypeVar("_Class", bound=type)
 
 
-class KVStore(abc.ABC):
+class KVStoreBase:
+    """What training code needs of a store, and the base of stores that others plug in.
+
+    ::
+
+        @kvstore.KVStoreBase.register
+        class MyStore(kvstore.KVStoreBase):
+            ...
+
+        kv = kvstore.create("mystore")      # the class name in lower case
+
+    A plug-in for training without an optimizer on the store defines ``broadcast``,
+    ``pushpull``, ``is_capable``, ``rank``, ``num_workers`` and ``type``. What it leaves out
+    raises ``NotImplementedError``. Source: ``KVStoreBase`` of MXNet.
+    """
+
+    OPTIMIZER: ClassVar[str] = "optimizer"
+    """The capability to run an optimizer in the store."""
+
+    kv_registry: ClassVar[dict[str, builtins.type]] = {}
+    """Registered classes by the name that ``create`` takes."""
+
+    @staticmethod
+    def register(klass: _Class) -> _Class:
+        """Class decorator: let ``create`` make objects of this class by its name, lower-cased.
+
+        Registering a name again warns and replaces. Raises ``ArgumentTypeError`` for what is
+        no class.
+        """
+        if not isinstance(klass, builtins.type):
+            raise ArgumentTypeError(f"register takes a class, got {klass!r}")
+        name = klass.__name__.lower()
+        known = KVStoreBase.kv_registry.get(name)
+        if known is not None and known is not klass:
+            warnings.warn(
+                f"the new store {klass.__module__}.{klass.__qualname__} replaces "
+                f"{known.__module__}.{known.__qualname__}",
+                stacklevel=2,
+            )
+        KVStoreBase.kv_registry[name] = klass
+        return klass
+
+    @property
+    def type(self) -> str:
+        """The name under which the store was created, lower-cased."""
+        raise NotImplementedError
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0 on; 0 for stores in one process."""
+        raise NotImplementedError
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers share the store; 1 for stores in one process."""
+        raise NotImplementedError
+
+    def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
+        """``init`` and then ``pull``: every worker gets rank 0's value. Once for each key."""
+        raise NotImplementedError
+
+    def pushpull(
+        self, key: Keys, value: Values, out: Values | None = None, priority: int = 0
+    ) -> None:
+        """``push`` and then ``pull`` in one round; without an optimizer, an all-reduce.
+
+        ``out`` has one array or a list for each key. Without it the result is written into
+        the arrays of ``value``.
+        """
+        raise NotImplementedError
+
+    def is_capable(self, capability: str) -> bool:
+        """Whether the store can do it; the one that is known is ``KVStoreBase.OPTIMIZER``.
+
+        Raises ``ArgumentValueError`` for an unknown one.
+        """
+        raise NotImplementedError
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Let pushes update the stored values by ``optimizer`` from now on."""
+        raise NotImplementedError
+
+    def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
+        """Write what the optimizer keeps for each key to a file."""
+        raise NotImplementedError
+
+    def load_optimizer_states(self, fname: Path) -> None:
+        """Take over what ``save_optimizer_states`` wrote."""
+        raise NotImplementedError
+
+
+class KeyInfo(NamedTuple):
+    """What is known of a key."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    nbytes: int
+    num_parts: int
+    """In how many parts its value travels and is updated; 1 for stores in one process."""
+    generation: int
+    """1 after the first ``init``; ``delete`` and ``init`` again count it up."""
+
+
+class Version(int):
+    """How many pushes (in a synchronous store: rounds) a pulled value includes.
+
+    ``parts`` has the number of each part of the key. The parts are read one by one, so with
+    ``dist_async`` they can differ for a key of more than one part; the number itself is the
+    least of them.
+    """
+
+    parts: tuple[int, ...]
+
+    def __new__(cls, parts: Iterable[int]) -> Version:
+        parts = tuple(parts)
+        version = super().__new__(cls, min(parts, default=0))
+        version.parts = parts
+        return version
+
+    def __repr__(self) -> str:
+        return f"Version({list(self.parts)})"
+
+
+class KVStore(KVStoreBase, abc.ABC):
     """Maps keys to arrays; pushed values are added up and merged into the stored ones.
 
-    **Keys** are ``int`` or ``str``; a store's keys are all of one kind. **Values** are NumPy
-    or CuPy arrays; a push must have exactly the shape and dtype of the key.
+    **Keys** are ``int`` or ``str``; a store's keys are all of one kind. **Values** are arrays
+    of NumPy, CuPy, PyTorch or JAX, or ``mx.nd.NDArray``; a push must have exactly the shape
+    and dtype of the key.
 
     Every call takes one key or a list of keys. With one key, a list of arrays means one for
     each device. With a list of keys, the values are a parallel list whose items are again an
@@ -52,20 +174,7 @@ class KVStore(abc.ABC):
     ``pslite.errors.PSError``. ``with create(...) as kv:`` closes the store at the end.
     """
 
-    @property
-    @abc.abstractmethod
-    def type(self) -> str:
-        """The name under which the store was created, lower-cased."""
-
-    @property
-    @abc.abstractmethod
-    def rank(self) -> int:
-        """This worker's number, from 0 on; 0 for stores in one process."""
-
-    @property
-    @abc.abstractmethod
-    def num_workers(self) -> int:
-        """How many workers share the store; 1 for stores in one process."""
+    # -- the calls of every training loop ----------------------------------------------
 
     @abc.abstractmethod
     def init(self, key: Keys, value: Values) -> None:
@@ -91,49 +200,245 @@ class KVStore(abc.ABC):
         """
 
     @abc.abstractmethod
-    def pull(self, key: Keys, out: Values | None = None, priority: int = 0) -> Any:
+    def pull(
+        self,
+        key: Keys,
+        out: Values | None = None,
+        priority: int = 0,
+        ignore_sparse: bool = True,
+        with_version: bool = False,
+    ) -> Any:
         """Copy the stored value of each key into every one of its ``out`` arrays.
 
         The value includes this worker's own pushes before the call. ``out`` has the key's
         shape, any dtype (values are cast) and any strides, and stays the caller's. Returns
-        None, or without ``out`` a new array (a list of them for a list of keys).
+        None, or without ``out`` a new array (a list of them for a list of keys); with
+        ``with_version`` a pair of that and the ``Version`` (or list of them).
+
+        When all arrays of ``out`` are ``mx.nd.NDArray``, the call returns at once and reading
+        them waits. ``ignore_sparse`` is accepted for MXNet's sake: there is nothing sparse.
         Raises ``UnknownKeyError`` and ``ValueMismatchError``.
         """
-
-    @abc.abstractmethod
-    def pushpull(
-        self, key: Keys, value: Values, out: Values | None = None, priority: int = 0
-    ) -> None:
-        """``push`` and then ``pull`` in one round; without an optimizer, an all-reduce.
-
-        ``out`` has one array or a list for each key. Without it the result is written into
-        the arrays of ``value``.
-        """
-
-    @abc.abstractmethod
-    def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
-        """``init`` and then ``pull``: every worker gets rank 0's value. Once for each key."""
 
     @abc.abstractmethod
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Let pushes update the stored values by ``optimizer`` from now on.
 
         An equal optimizer changes nothing; one of the same class with other numbers keeps
-        each key's state and update count; one of another class starts them afresh.
+        each key's state and update count; one of another class starts them afresh. With
+        several workers, rank 0's call counts: the others may call it with an equal one.
         Raises ``ArgumentTypeError`` for anything but an ``Optimizer``.
         """
+
+    def set_optimizer_params(self, **numbers: Number) -> None:
+        """Change numbers of the present optimizer from the next push on: ``lr=0.01``.
+
+        Each key keeps its state and update count. ``lr`` stands for ``learning_rate``. With
+        several workers it is ordered as ``set_optimizer`` is: all servers use the new numbers
+        for every push of rank 0 after this call, and none before.
+        Raises ``OptimizerNotSet``, ``OptimizerParameterError``.
+        """
+        self.set_optimizer(self.current_optimizer().replace(**numbers))
+
+    def optimizer_params(self) -> dict[str, Any]:
+        """The numbers of the optimizer that the store (with servers: each of them) uses.
+
+        Raises ``OptimizerNotSet``.
+        """
+        return self.current_optimizer().params()
+
+    @abc.abstractmethod
+    def current_optimizer(self) -> Optimizer:
+        """The optimizer in use, read back from where it runs. Raises ``OptimizerNotSet``."""
+
+    @abc.abstractmethod
+    def set_updater(self, updater: UpdateFunction) -> None:
+        """Let pushes call ``updater(key, recv, local)``, which changes ``local`` in place.
+
+        ``recv`` is the sum, ``local`` the stored value, both NumPy (or CuPy) arrays in the
+        key's shape that are valid during the call. What it raises comes out of ``push``, and
+        the stored value stays as it was. For stores in one process only: servers never run
+        code that a worker sends; they have ``--server-import`` (``NotSupportedError``).
+        """
+
+    # -- the same as futures -----------------------------------------------------------
+
+    @abc.abstractmethod
+    def push_async(self, key: Keys, value: Values, priority: int = 0) -> Future[None]:
+        """``push``; done when the push has been applied. The arrays are the caller's at once."""
+
+    @abc.abstractmethod
+    def pull_async(self, key: Keys, out: Values | None = None, priority: int = 0) -> Future[Any]:
+        """``pull``; the arrays of ``out`` belong to the store until the future is done.
+
+        Without ``out`` the future's value is a new array (or a list of them).
+        """
+
+    @abc.abstractmethod
+    def pushpull_async(
+        self, key: Keys, value: Values, out: Values | None = None, priority: int = 0
+    ) -> Future[None]:
+        """``pushpull``; the arrays of both belong to the store until the future is done."""
+
+    @abc.abstractmethod
+    def wait(self, what: Any = None) -> Any:
+        """Wait for futures, for what is under way for some keys, or for everything.
+
+        ``what`` is a future or a list of them (returns their values), a key or a list of keys
+        (returns None), or None for all that this store has under way. Raises the first error.
+        """
+
+    # -- keys --------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def keys(self) -> list[Key]:
+        """All keys, in the order of this worker's ``init``."""
+
+    @abc.abstractmethod
+    def info(self, key: Key) -> KeyInfo:
+        """Shape, dtype and more of a key. Raises ``UnknownKeyError``."""
+
+    @abc.abstractmethod
+    def delete(self, key: Keys) -> None:
+        """Forget keys, with their values and optimizer states; they can be initialised anew.
+
+        With several workers, all call it; the keys are gone when it returns. What was pushed
+        before is applied first. Raises ``UnknownKeyError``.
+        """
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+    # -- files -------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def save_checkpoint(self, directory: Path) -> None:
+        """Write values, optimizer states, update counts and the optimizer into ``directory``.
+
+        Two files of named arrays and a manifest, which is written last: a directory without
+        one is not complete. With several workers the lowest rank writes, wherever it is
+        called; the others return at once.
+        """
+
+    @abc.abstractmethod
+    def load_checkpoint(self, directory: Path) -> None:
+        """Take values, states, counts and the optimizer from ``save_checkpoint``'s directory.
+
+        Keys that the store does not have are initialised. Any number of servers will do. With
+        several workers, all call it, and the lowest rank reads. Raises ``CheckpointError``.
+        """
+
+    @abc.abstractmethod
+    def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
+        """Write the optimizer's states and update counts, and with ``dump_optimizer`` itself.
+
+        With several workers the lowest rank writes; the others return at once. Raises
+        ``OptimizerNotSet``.
+        """
+
+    @abc.abstractmethod
+    def load_optimizer_states(self, fname: Path) -> None:
+        """Take over what ``save_optimizer_states`` wrote, for the keys of this store.
+
+        The optimizer in use must be of the class that wrote them, unless the file holds the
+        optimizer itself. With several workers, all call it, and the lowest rank reads.
+        Raises ``CheckpointError``, ``OptimizerNotSet``.
+        """
+
+    # -- the cluster -------------------------------------------------------------------
 
     @abc.abstractmethod
     def barrier(self) -> None:
         """Return when all workers have called it; at once for stores in one process."""
 
     @abc.abstractmethod
+    def placement(self) -> dict[int, dict[Key, int]]:
+        """The bytes of each key on each server: ``{server rank: {key: bytes}}``.
+
+        Empty for stores in one process.
+        """
+
+    @abc.abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Counters of this store, and of the servers where there are any."""
+
+    def num_dead_node(self, node_id: int = 7, timeout: float = 60) -> int:
+        """How many nodes are lost; 0 for stores in one process.
+
+        ``node_id`` is a node, or a sum of groups: 1 scheduler, 2 servers, 4 workers. Nodes
+        that have said goodbye do not count. ``timeout`` has no effect: losses are noticed
+        when they happen. Source: ``MXKVStoreGetNumDeadNode`` of MXNet's C API.
+        """
+        return 0
+
+    def send_command_to_servers(self, head: int, body: str = "") -> list[str]:
+        """Have each server run the command ``head``; returns their answers in rank order.
+
+        Commands are functions that the servers' own modules register
+        (``kvstore.register_command``). Stores in one process have no servers: an empty list.
+        """
+        return []
+
+    def set_barrier_before_exit(self, barrier_before_exit: bool = True) -> None:
+        """Accepted for MXNet's sake; servers serve until every worker has left or is lost."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Leave the store and free its memory; later calls raise ``ClosedError``. Idempotent."""
+
+    # -- data --------------------------------------------------------------------------
+
+    def shard(
+        self, num_samples: int, seed: int | None = None, epoch: int = 0, *, even: bool = True
+    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The samples that this worker visits in ``epoch``: int64 indices, shape (n,).
+
+        All workers shuffle alike, by ``seed`` and ``epoch`` (None: not at all), and deal the
+        samples out in turn. The shards cover everything. With ``even`` all are equally long,
+        as synchronous training needs it: the last ones are filled up from the start of the
+        order. Else they are disjoint, and differ by one sample at most.
+        """
+        from kvstore.training import deal_out
+
+        return deal_out(num_samples, self.rank, self.num_workers, seed, epoch, even=even)
+
+    # -- what this version does not have, and other names ------------------------------
+
+    def is_capable(self, capability: str) -> bool:
+        if not isinstance(capability, str) or capability.lower() != self.OPTIMIZER:
+            raise ArgumentValueError(
+                f"unknown capability: {capability!r}; known: {self.OPTIMIZER!r}"
+            )
+        return True
+
+    def row_sparse_pull(
+        self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
+    ) -> None:
+        """Raises ``NotSupportedError``: this version's keys are dense."""
+        raise NotSupportedError("this version has dense keys only: pull the whole array with pull")
+
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Raises ``NotSupportedError``: this version sends gradients as they are."""
+        raise NotSupportedError(
+            f"gradient compression is not supported by this version (asked for on a {self.type} "
+            "store); leave the call out, or push float16 values"
+        )
+
+    def get_num_dead_node(self, node_id: int = 7, timeout: float = 60) -> int:
+        """Another name of ``num_dead_node``."""
+        return self.num_dead_node(node_id, timeout)
 
     def _barrier(self) -> None:
         """MXNet's name of ``barrier``, which scripts use."""
         self.barrier()
+
+    def _set_updater(self, updater: UpdateFunction) -> None:
+        """MXNet's name of ``set_updater``."""
+        self.set_updater(updater)
+
+    def _send_command_to_servers(self, head: int, body: str) -> list[str]:
+        """MXNet's name of ``send_command_to_servers``."""
+        return self.send_command_to_servers(head, body)
 
     def __enter__(self) -> KVStore:
         return self
@@ -147,175 +452,6 @@ class KVStore(abc.ABC):
         self.close()
 
 
-class KeySpec(NamedTuple):
-    """What never changes about a key."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    """In native byte order."""
-
-    @property
-    def num_elements(self) -> int:
-        """1 for a scalar, 0 for an empty array."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the values."""
-        return self.num_elements * self.dtype.itemsize
-
-
-def spec_of(array: Array) -> KeySpec:
-    """Shape and dtype of an array that ``adapter_for`` accepts.
-
-    Raises ``ArgumentTypeError`` for a dtype that cannot be stored.
-    """
-    check_dtype(array.dtype)
-    return KeySpec(tuple(array.shape), array.dtype.newbyteorder("="))
-
-
-def normalise_keys(key: object) -> tuple[list[Key], bool]:
-    """The keys of a call in its order, and whether it named a single one.
-
-    NumPy integers become ``int``. Raises ``KeyTypeError``.
-    """
-    single = not isinstance(key, list | tuple)
-    keys = [_checked_key(item) for item in ([key] if single else key)]  # type: ignore[attr-defined]
-    if len({isinstance(item, str) for item in keys}) > 1:
-        raise KeyTypeError(f"the keys of a call must be all int or all str, got {keys}")
-    return keys, single
-
-
-def group_values(key: object, value: object) -> dict[Key, list[Array]]:
-    """The arrays of each key, keys in order of first appearance, arrays in the caller's order.
-
-    Raises ``KeyTypeError``, ``ArgumentTypeError`` (no array, or a dtype that cannot be stored)
-    and ``ValueMismatchError`` (as many keys as values are needed).
-    """
-    keys, single = normalise_keys(key)
-    values = [value] if single else value
-    if not isinstance(values, list | tuple):
-        raise ValueMismatchError(
-            f"a list of {len(keys)} keys needs a list of as many values, got {type(value).__name__}"
-        )
-    if len(keys) != len(values):
-        raise ValueMismatchError(f"{len(keys)} keys need as many values, got {len(values)}")
-    groups: dict[Key, list[Array]] = {}
-    for item, arrays in zip(keys, values, strict=True):
-        several = arrays if isinstance(arrays, list | tuple) else [arrays]
-        if not several:
-            raise ValueMismatchError(f"key {item!r} needs at least one array, got an empty list")
-        for array in several:
-            adapter_for(array)
-            check_dtype(array.dtype)
-        groups.setdefault(item, []).extend(several)
-    return groups
-
-
-class KeyTable:
-    """What a store knows of its keys; the checks of a call against it.
-
-    The ``check_`` methods change nothing; ``add`` does and expects what ``check_init``
-    returned. Not safe to share between threads.
-    """
-
-    def __init__(self) -> None:
-        self._specs: dict[Key, KeySpec] = {}
-
-    def keys(self) -> list[Key]:
-        """All keys in order of ``init``."""
-        return list(self._specs)
-
-    def spec(self, key: Key) -> KeySpec:
-        """Raises ``UnknownKeyError``, or ``KeyTypeError`` for a key of the other kind."""
-        found = self._specs.get(key)
-        if found is None:
-            self._check_kind(key)
-            raise UnknownKeyError(
-                f"key {key!r} is not in the store; call init({key!r}, value) first"
-            )
-        return found
-
-    def check_init(self, key: object, value: object) -> dict[Key, Array]:
-        """The one array of each new key."""
-        keys, _ = normalise_keys(key)
-        groups = group_values(key, value)
-        for item, arrays in groups.items():
-            self._check_kind(item)
-            if item in self._specs:
-                raise DuplicateKeyError(
-                    f"key {item!r} is initialised already; init and broadcast take a key once"
-                )
-            if len(arrays) > 1:
-                twice = "stands twice in the call" if keys.count(item) > 1 else "has several values"
-                raise DuplicateKeyError(f"key {item!r} {twice}; init takes one array for each key")
-        return {item: arrays[0] for item, arrays in groups.items()}
-
-    def check_push(self, key: object, value: object) -> dict[Key, list[Array]]:
-        """The arrays of each key; all have exactly its shape and dtype."""
-        groups = group_values(key, value)
-        for item, arrays in groups.items():
-            spec = self.spec(item)
-            for array in arrays:
-                if spec_of(array) != spec:
-                    raise ValueMismatchError(
-                        f"key {item!r} holds {_described(spec)}, "
-                        f"the pushed array is {_described(spec_of(array))}"
-                    )
-        return groups
-
-    def check_out(self, key: object, out: object) -> dict[Key, list[Array]]:
-        """The arrays to fill for each key; all have its shape and can be written."""
-        groups = group_values(key, out)
-        for item, arrays in groups.items():
-            check_outs(item, self.spec(item), arrays)
-        return groups
-
-    def check_pushpull(
-        self, key: object, value: object, out: object
-    ) -> tuple[dict[Key, list[Array]], dict[Key, list[Array]]]:
-        """What to push, and what to fill: the pushed arrays themselves when ``out`` is None."""
-        pushed = self.check_push(key, value)
-        return pushed, self.check_out(key, value if out is None else out)
-
-    def check_broadcast(
-        self, key: object, value: object, out: object
-    ) -> tuple[dict[Key, Array], dict[Key, list[Array]]]:
-        """The one array of each new key, and the arrays to fill."""
-        values = self.check_init(key, value)
-        filled = group_values(key, out)
-        for item, arrays in filled.items():
-            check_outs(item, spec_of(values[item]), arrays)
-        return values, filled
-
-    def add(self, specs: Mapping[Key, KeySpec]) -> None:
-        """Record new keys."""
-        self._specs.update(specs)
-
-    def _check_kind(self, key: Key) -> None:
-        first = next(iter(self._specs), key)
-        if isinstance(first, str) != isinstance(key, str):
-            raise KeyTypeError(
-                f"a store's keys are all int or all str: it has {first!r}, the call names {key!r}"
-            )
-
-
-def check_outs(key: Key, spec: KeySpec, outs: Sequence[Array]) -> None:
-    """Raise ``ValueMismatchError`` unless values of ``spec`` can be copied into all ``outs``."""
-    for out in outs:
-        if tuple(out.shape) != spec.shape:
-            raise ValueMismatchError(
-                f"key {key!r} has shape {spec.shape}, the array to fill has {tuple(out.shape)}"
-            )
-        if spec.dtype.kind == "c" and out.dtype.kind != "c":
-            raise ValueMismatchError(
-                f"key {key!r} is {spec.dtype}; an array of {out.dtype} would lose "
-                "the imaginary parts"
-            )
-        if not adapter_for(out).is_writeable(out):
-            raise ValueMismatchError(f"the array to fill for key {key!r} is read-only")
-
-
 def check_optimizer(optimizer: object) -> Optimizer:
     """``optimizer`` itself. Raises ``ArgumentTypeError`` unless it is an ``Optimizer``."""
     if not isinstance(optimizer, Optimizer):
@@ -324,18 +460,3 @@ def check_optimizer(optimizer: object) -> Optimizer:
             "kvstore.optimizer.create('sgd', learning_rate=0.1)"
         )
     return optimizer
-
-
-def _checked_key(key: object) -> Key:
-    if isinstance(key, str):
-        return key
-    if isinstance(key, int | np.integer) and not isinstance(key, bool):
-        number = int(key)
-        if -(2**63) <= number < 2**63:
-            return number
-        raise KeyTypeError(f"an int key must fit 64 bits, got {number}")
-    raise KeyTypeError(f"a key must be an int or a str, got {type(key).__name__}: {key!r}")
-
-
-def _described(spec: KeySpec) -> str:
-    return f"shape {spec.shape} of {spec.dtype}"

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore.aggregate import accumulation_dtype
 from kvstore.arrays import Array, adapter_for, adapter_on
 from kvstore.context import Context
+from kvstore.dtypes import accumulation_dtype
+from kvstore.keys import Key
 from kvstore.local import Entry, LocalKVStore
 
 
@@ -31,14 +32,16 @@ class DeviceKVStore(LocalKVStore):
     def __init__(self, name: str = "device") -> None:
         super().__init__(name)
 
-    def _apply(self, entry: Entry, arrays: Sequence[Array]) -> None:
+    def _settle(self, entry: Entry, arrays: Sequence[Array]) -> None:
         if entry.home.device_type == "cpu":
             devices = [adapter_for(array).context(array) for array in arrays]
             self._move(entry, [device for device in devices if device.device_type == "gpu"])
+
+    def _apply(self, key: Key, entry: Entry, arrays: Sequence[Array]) -> None:
         if entry.home.device_type == "cpu":
-            super()._apply(entry, arrays)
+            super()._apply(key, entry, arrays)
         else:
-            self._apply_on_gpu(entry, arrays)
+            self._apply_on_gpu(key, entry, arrays)
 
     def _move(self, entry: Entry, gpus: Sequence[Context]) -> None:
         """Take the key to the one of ``gpus`` with the fewest bytes; the first of equals."""
@@ -55,26 +58,19 @@ class DeviceKVStore(LocalKVStore):
             entry.state = tuple(adapter.to_context(array, home) for array in entry.state)
         entry.weight, entry.home = weight, home
 
-    def _apply_on_gpu(self, entry: Entry, arrays: Sequence[Array]) -> None:
+    def _apply_on_gpu(self, key: Key, entry: Entry, arrays: Sequence[Array]) -> None:
         adapter = adapter_on(entry.home)
         working = accumulation_dtype(entry.spec.dtype)
         total = adapter.sum_in_order(arrays, entry.home, working)
         with adapter.on(entry.home):
             weight = entry.weight.reshape(-1)
             gradient = total.reshape(-1)
-            if self._optimizer is None:
+            optimizer, state = self._begin_update(key, entry, weight)
+            if optimizer is None:
                 weight[...] = gradient
                 return
-            state = self._begin_update(entry, weight)
             scratch = np.empty_like(gradient)
-            self._optimizer.update(weight, gradient, state, entry.count, scratch)
-
-    def _read(self, weight: Array, out: Array) -> None:
-        adapter = adapter_for(out)
-        device = adapter.context(out)
-        if device.device_type == "cpu":
-            super()._read(weight, out)
-            return
-        here = adapter.to_context(weight, device)
-        with adapter.on(device):
-            out[...] = here
+            wide = weight.astype(working, copy=False)
+            optimizer.update(wide, gradient, state, entry.count, scratch)
+            if wide is not weight:
+                weight[...] = wide

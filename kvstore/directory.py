@@ -2,8 +2,10 @@
 
 The lowest live rank decides (rank 0 unless it is gone): its ``init`` gives a key its shape,
 dtype and placement, its ``set_optimizer`` the optimizer. The same calls of other ranks wait
-for it and are compared with it, in whatever order the ranks make them. Pure but for answering;
-runs on the scheduler's I/O thread. Next: ``dist.py``, which asks, and ``placement.py``.
+for it and are compared with it, in whatever order the ranks make them. What all ranks do
+together (``delete``, loading) the deciding rank carries out once all have asked for it.
+Pure but for answering; runs on the scheduler's I/O thread. Next: ``together.py`` and
+``dist.py``, which asks.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from kvstore.protocol import (
     unpack,
     unpack_specs,
 )
+from kvstore.together import Meetings
 from pslite.customer import Incoming
-from pslite.errors import ProtocolError, PSError, UsageError
+from pslite.errors import ProtocolError, PSError, UsageError, rebuild
 from pslite.ids import rank_of
 
 
@@ -36,6 +39,16 @@ class _Waiting:
     incoming: Incoming
     rank: int
     specs: list[tuple[Key, KeySpec]]
+    whole: bool
+    """Whether the rank's optimizer wants keys that are not cut."""
+
+
+@dataclass(slots=True)
+class _OptimizerCall:
+    """One ``set_optimizer`` of the deciding rank; an error where the servers refused it."""
+
+    optimizer: list[Any]
+    error: BaseException | None
 
 
 @dataclass(slots=True)
@@ -46,11 +59,18 @@ class _Store:
     entries: dict[Key, KeyEntry] = field(default_factory=dict)
     ready: set[Key] = field(default_factory=set)
     """Keys whose first values are on the servers."""
+    generations: dict[Key, int] = field(default_factory=dict)
+    """How often each key has been initialised, also those that are deleted."""
     waiting: list[_Waiting] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)
-    """What the deciding rank has set, call by call."""
-    comparing: list[tuple[Incoming, int, Any]] = field(default_factory=list)
+    optimizers: list[_OptimizerCall] = field(default_factory=list)
+    comparing: list[tuple[Incoming, int, list[Any]]] = field(default_factory=list)
     """(request, number of the call, optimizer) of other ranks' ``set_optimizer``."""
+    meetings: Meetings = field(default_factory=Meetings)
+
+    @property
+    def optimizer(self) -> list[list[Any]]:
+        """The present optimizer, as a list of none or one."""
+        return [call.optimizer for call in self.optimizers if call.error is None][-1:]
 
 
 class Directory:
@@ -71,6 +91,8 @@ class Directory:
             DirectoryCall.OPTIMIZER_IS_SET: self._optimizer_is_set,
             DirectoryCall.SAME_OPTIMIZER: self._same_optimizer,
             DirectoryCall.OPTIMIZER_OF: self._optimizer_of,
+            DirectoryCall.TOGETHER: self._together,
+            DirectoryCall.DONE_TOGETHER: self._done_together,
         }
 
     def handle(self, incoming: Incoming) -> None:
@@ -82,7 +104,10 @@ class Directory:
 
     def departed(self) -> None:
         """A worker is gone; the next rank may have to decide now."""
-        decider = min(self._live_ranks(), default=0)
+        live = list(self._live_ranks())
+        decider = min(live, default=0)
+        for store in self._stores.values():
+            store.meetings.departed(live)
         if decider == self._decider:
             return
         self._decider = decider
@@ -102,14 +127,14 @@ class Directory:
     # -- keys --------------------------------------------------------------------------
 
     def _declare(self, incoming: Incoming) -> None:
-        number, kind, table = unpack(incoming.body, int, str, list)
+        number, kind, whole, table = unpack(incoming.body, int, str, bool, list)
         store = self._stores.setdefault(number, _Store(kind))
         if store.kind != kind:
             raise UnknownTypeError(
                 f"store {number} of this job is {store.kind!r} on another worker and {kind!r} on "
                 f"worker {rank_of(incoming.sender)}; create the same stores in the same order"
             )
-        entry = _Waiting(incoming, rank_of(incoming.sender), unpack_specs(table))
+        entry = _Waiting(incoming, rank_of(incoming.sender), unpack_specs(table), whole)
         self._take_declaration(number, store, entry)
 
     def _take_declaration(self, number: int, store: _Store, waiting: _Waiting) -> None:
@@ -117,7 +142,7 @@ class Directory:
             _check_same(store, waiting.specs)
             decides = waiting.rank == min(self._live_ranks(), default=0)
             if decides and any(key not in store.ready for key, _ in waiting.specs):
-                entries = self._decide(store, waiting.specs)
+                entries = self._decide(store, waiting.specs, waiting.whole)
                 waiting.incoming.respond(pack(True, pack_entries(entries)))
                 return
         except PSError as error:
@@ -129,26 +154,32 @@ class Directory:
         else:
             store.waiting.append(waiting)
 
-    def _decide(self, store: _Store, specs: Sequence[tuple[Key, KeySpec]]) -> list[KeyEntry]:
+    def _decide(
+        self, store: _Store, specs: Sequence[tuple[Key, KeySpec]], whole: bool
+    ) -> list[KeyEntry]:
         """Place the new keys of a call of the deciding rank; known ones stay where they are."""
+        new = []
         sizes: list[int] = []
-        counts = []
         for key, spec in specs:
-            if num_chunks(spec.num_elements, spec.dtype.itemsize, self._chunk_bytes) > MAX_CHUNKS:
+            if key in store.entries:
+                continue
+            chunk_bytes = max(self._chunk_bytes, spec.nbytes) if whole else self._chunk_bytes
+            if num_chunks(spec.num_elements, spec.dtype.itemsize, chunk_bytes) > MAX_CHUNKS:
                 raise ValueMismatchError(f"key {key!r} has more than {MAX_CHUNKS} parts")
-            chunks = chunk_ranges(spec.num_elements, spec.dtype.itemsize, self._chunk_bytes)
-            counts.append(0 if key in store.entries else len(chunks))
-            if key not in store.entries:
-                sizes += [(stop - start) * spec.dtype.itemsize for start, stop in chunks]
+            chunks = chunk_ranges(spec.num_elements, spec.dtype.itemsize, chunk_bytes)
+            new.append((key, spec, chunk_bytes, len(chunks)))
+            sizes += [(stop - start) * spec.dtype.itemsize for start, stop in chunks]
         placed_on = place(sizes, self._loads) if sizes else []
         servers = iter(placed_on)
         for server, size in zip(placed_on, sizes, strict=True):
             self._loads[server] += size
-        for (key, spec), count in zip(specs, counts, strict=True):
-            if count:
-                placed = tuple(next(servers) for _ in range(count))
-                store.entries[key] = KeyEntry(key, spec, self._next_part, self._chunk_bytes, placed)
-                self._next_part += count
+        for key, spec, chunk_bytes, count in new:
+            placed = tuple(next(servers) for _ in range(count))
+            generation = store.generations[key] = store.generations.get(key, 0) + 1
+            store.entries[key] = KeyEntry(
+                key, spec, self._next_part, chunk_bytes, placed, generation
+            )
+            self._next_part += count
         return [store.entries[key] for key, _ in specs]
 
     def _initialised(self, incoming: Incoming) -> None:
@@ -160,19 +191,50 @@ class Directory:
         for entry in waiting:
             self._take_declaration(number, store, entry)
 
+    def _delete(self, store: _Store, keys: Sequence[Key]) -> None:
+        for key in keys:
+            entry = store.entries.pop(key, None)
+            store.ready.discard(key)
+            if entry is not None:
+                for (start, stop), server in zip(entry.chunks(), entry.servers, strict=True):
+                    self._loads[server] -= (stop - start) * entry.spec.dtype.itemsize
+
     def _store(self, number: int) -> _Store:
         store = self._stores.get(number)
         if store is None:
             raise UsageError(f"the directory knows no store {number}")
         return store
 
+    # -- what all ranks do together ----------------------------------------------------
+
+    def _together(self, incoming: Incoming) -> None:
+        number, kind, call, name = unpack(incoming.body, int, str, int, str)
+        store = self._stores.setdefault(number, _Store(kind))
+        store.meetings.arrive(call, name, incoming, list(self._live_ranks()))
+
+    def _done_together(self, incoming: Incoming) -> None:
+        """The deciding rank has done it; the keys that it has deleted are gone."""
+        number, call, deleted, kind, text = unpack(incoming.body, int, int, list, str, str)
+        store = self._store(number)
+        error = rebuild(kind, text) if kind else None
+        if error is None:
+            self._delete(store, deleted)
+        news = pack(pack_entries(self._ready_entries(store)), len(store.optimizers))
+        store.meetings.done(call, news, error)
+        incoming.respond(news)
+
+    @staticmethod
+    def _ready_entries(store: _Store) -> list[KeyEntry]:
+        return [entry for key, entry in store.entries.items() if key in store.ready]
+
     # -- optimizers --------------------------------------------------------------------
 
     def _optimizer_is_set(self, incoming: Incoming) -> None:
-        """The deciding rank's call has reached all servers."""
-        number, kind, optimizer = unpack(incoming.body, int, str, list)
+        """The deciding rank's call has reached all servers, or come to nothing."""
+        number, kind, optimizer, error_kind, text = unpack(incoming.body, int, str, list, str, str)
         store = self._stores.setdefault(number, _Store(kind))
-        store.optimizers.append(optimizer)
+        error = rebuild(error_kind, text) if error_kind else None
+        store.optimizers.append(_OptimizerCall(optimizer, error))
         incoming.respond()
         comparing, store.comparing = store.comparing, []
         for waiting, call, theirs in comparing:
@@ -183,33 +245,34 @@ class Directory:
         store = self._stores.setdefault(number, _Store(kind))
         self._compare(store, incoming, call, optimizer)
 
-    def _compare(self, store: _Store, incoming: Incoming, call: int, theirs: Any) -> None:
+    def _compare(self, store: _Store, incoming: Incoming, call: int, theirs: list[Any]) -> None:
         if call > len(store.optimizers):
             store.comparing.append((incoming, call, theirs))
             return
-        ours = store.optimizers[call - 1]
         # A rank that has left out a call (``if kv.rank == 0:``) may mean a later one.
-        if theirs in store.optimizers[call - 1 :]:
-            incoming.respond()
-            return
+        for ours in store.optimizers[max(call, 1) - 1 :]:
+            if ours.optimizer == theirs:
+                incoming.respond() if ours.error is None else incoming.fail(ours.error)
+                return
         incoming.fail(
             OptimizerMismatch(
                 f"worker {rank_of(incoming.sender)} sets {_optimizer_text(theirs)}, but worker "
                 f"{min(self._live_ranks(), default=0)}, whose call counts, has set "
-                f"{_optimizer_text(ours)}"
+                f"{_optimizer_text(store.optimizers[max(call, 1) - 1].optimizer)}"
             )
         )
 
     def _optimizer_of(self, incoming: Incoming) -> None:
         (number,) = unpack(incoming.body, int)
         store = self._stores.get(number)
-        found = store.optimizers[-1:] if store is not None else []
-        incoming.respond(pack(found))
+        incoming.respond(pack(store.optimizer if store is not None else []))
 
 
-def _optimizer_text(data: Any) -> str:
-    (rows,) = unpack(data[1], list)
-    return f"{data[0]}({', '.join(f'{key}={value!r}' for key, value in rows)})"
+def _optimizer_text(data: Sequence[Any]) -> str:
+    """An optimizer's plain form (``optimizer/plain.py``) for people; never raises."""
+    name = data[0] if data else "nothing"
+    numbers = data[1] if len(data) > 1 and type(data[1]) is dict else {}
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in numbers.items())})"
 
 
 def _check_same(store: _Store, specs: Sequence[tuple[Key, KeySpec]]) -> None:

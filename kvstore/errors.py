@@ -9,11 +9,14 @@
         ├── UnknownKeyError          the key was never initialised
         ├── DuplicateKeyError        the key is initialised already (or twice in one call)
         ├── ArgumentTypeError        a value is no supported array, an argument no such thing
+        ├── ArgumentValueError       an argument has a value that the call cannot take
         ├── ValueMismatchError       shape or dtype does not fit the key; the text holds both
         ├── OptimizerNotSet          the call needs an optimizer and there is none
         ├── OptimizerMismatch        two workers asked for different optimizers
         ├── UnknownOptimizerError    no optimizer is registered under this name
         ├── OptimizerParameterError  a number of an optimizer is unknown or of the wrong kind
+        ├── CheckpointError          a saved file is missing, damaged or cannot be written
+        ├── NotSupportedError        this store, or this version, cannot do it
         └── MissingDependencyError   an optional package is needed; the text says what to install
 
 Everything is a ``UsageError``: what peers and networks do wrong has its errors in
@@ -46,6 +49,10 @@ class ArgumentTypeError(UsageError, TypeError):
     """An argument is not of a kind that the call can take: no array, no optimizer, no name."""
 
 
+class ArgumentValueError(UsageError, ValueError):
+    """An argument has a value that the call cannot take; the text lists what it can."""
+
+
 class ValueMismatchError(UsageError, ValueError):
     """Shape, dtype or number of the values does not fit the keys; the text holds both sides."""
 
@@ -64,6 +71,14 @@ class UnknownOptimizerError(UsageError, ValueError):
 
 class OptimizerParameterError(UsageError, ValueError):
     """A parameter of an optimizer is unknown, of the wrong kind or out of its range."""
+
+
+class CheckpointError(UsageError):
+    """A file of saved arrays or states cannot be read or written; the text names it and why."""
+
+
+class NotSupportedError(UsageError, NotImplementedError):
+    """This store, or this version, cannot do this; the text says what to do instead."""
 
 
 class MissingDependencyError(UsageError, ImportError):

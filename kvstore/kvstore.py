@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore.base import KVStore
+from kvstore.base import KVStore, KVStoreBase
 from kvstore.errors import ArgumentTypeError, UnknownTypeError
+from kvstore.teststore import TestStore
+
+__all__ = ["STORE_TYPES", "KVStore", "KVStoreBase", "TestStore", "create"]
 
 STORE_TYPES: dict[str, str] = {
     "local": "local",
@@ -30,7 +33,7 @@ STORE_TYPES: dict[str, str] = {
 """Every accepted name, with the canonical one of its behaviour."""
 
 
-def create(name: str = "local", **options: Any) -> KVStore:
+def create(name: str = "local", **options: Any) -> Any:
     """A new store of the type ``name``; upper and lower case mean the same.
 
     ``local``
@@ -45,6 +48,9 @@ def create(name: str = "local", **options: Any) -> KVStore:
     ``dist_async``, ``dist_device_async``
         each push is applied at once and atomically; needs an optimizer.
 
+    ``teststore``, and the names of other classes that ``KVStoreBase.register`` knows
+        a new object of that class, made with ``options``.
+
     Other names of the original are accepted too (``STORE_TYPES``). ``options`` are for the
     distributed types only, see ``kvstore/dist.py``. The store's ``type`` is ``name`` in lower
     case. Raises ``UnknownTypeError``, which lists the names.
@@ -52,10 +58,14 @@ def create(name: str = "local", **options: Any) -> KVStore:
     if not isinstance(name, str):
         raise ArgumentTypeError(f"name must be a string, got {type(name).__name__}: {name!r}")
     given = name.lower()
+    plug_in = KVStoreBase.kv_registry.get(given)
+    if plug_in is not None:
+        return plug_in(**options)
     canonical = STORE_TYPES.get(given)
     if canonical is None:
         raise UnknownTypeError(
-            f"unknown store type {name!r}; known types: {', '.join(STORE_TYPES)}"
+            f"unknown store type {name!r}; known types: "
+            f"{', '.join([*STORE_TYPES, *KVStoreBase.kv_registry])}"
         )
     if canonical.startswith("dist"):
         from kvstore.dist import create_dist

@@ -3,65 +3,91 @@
 Each batch is cut over the devices, every device computes gradients with its own copy of the
 parameters, and one ``pushpull`` moves the whole model: the store adds the gradients of all
 devices and workers, updates, and the new weights land in every copy. The same loop serves one
-device and a cluster. Devices compute on a small thread pool that lives as long as a fit; the
-store is only ever called from the caller's thread. Read next: ``training.py`` for what a network
-must offer and how batches are cut and dealt out, then ``examples/image_classification``.
+device and a cluster. A fit that was saved at the end of an epoch goes on from there to the same
+bits. Stores and callbacks are only called from the caller's thread. Read next: ``fitting.py``
+for the loop, ``training.py`` for what a network must offer and how samples are dealt out, then
+``examples/image_classification``.
 
 Source of names and flow: python/mxnet/model.py of the original (``FeedForward``, 1.x).
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvstore.arrays import Array, adapter_on
-from kvstore.base import Keys, KVStore, Values
+from kvstore.base import KVStore, KVStoreBase
+from kvstore.callback import Checkpoint
 from kvstore.context import Context, cpu
-from kvstore.errors import ArgumentTypeError, DuplicateKeyError
-from kvstore.optimizer import Number, Optimizer
+from kvstore.fit_store import Here, OnStore, Updates, adds_all_workers, agree, opened
+from kvstore.fit_store import create_kvstore as _create_kvstore
+from kvstore.fitting import (
+    Callbacks,
+    Evaluation,
+    Labels,
+    Replica,
+    Training,
+    as_list,
+    takes_four,
+)
+from kvstore.io import NDArrayIter
+from kvstore.metric import MetricLike
+from kvstore.metric import create as create_metric
+from kvstore.modelfile import Prefix, load_checkpoint, load_model, save_checkpoint, states_path
+from kvstore.optimizer import Optimizer
 from kvstore.optimizer import create as create_optimizer
 from kvstore.training import (
+    START,
     EpochPlan,
     HostArray,
     Initializer,
     Network,
     Progress,
+    StatefulNetwork,
     checked_data,
     describe_data,
+    initial_aux,
     initial_params,
-    is_synchronous,
-    plan_epochs,
     rescale_grad,
     shard,
     split_input_slice,
 )
-from pslite.errors import UsageError
+from pslite.errors import ClosedError, UsageError
 
-__all__ = ["FeedForward", "Initializer", "Network", "Progress", "shard", "split_input_slice"]
+__all__ = [
+    "FeedForward",
+    "Initializer",
+    "Network",
+    "Progress",
+    "StatefulNetwork",
+    "_create_kvstore",
+    "load_checkpoint",
+    "save_checkpoint",
+    "shard",
+    "split_input_slice",
+]
 
-Callback = Callable[[Progress], None]
-Callbacks = Callback | Sequence[Callback] | None
+Data = tuple[HostArray, Labels]
+EpochCallbacks = Callable[..., Any] | Sequence[Callable[..., Any]] | None
 
-DATA_KEY = "__data_of_workers"
-"""Under this key the workers of a synchronous job compare their data before they start."""
+_logger = logging.getLogger(__name__)
 
 
 class FeedForward:
     """A network, its parameters, and how to train it.
 
     ``symbol`` is the network (see ``Network``), ``ctx`` one device or a list of them,
-    ``numpy_batch_size`` the samples per step of this worker over all its devices.
+    ``numpy_batch_size`` the samples per step of this worker over all its devices, and
+    ``epoch_size`` the batches of an epoch, where it is not one visit to all samples.
     ``arg_params`` holds the parameters as NumPy arrays, None until they are given or made; a
-    fit starts from them and replaces them. ``optimizer`` is a registered name, created with
+    fit starts from them and replaces them. ``aux_params`` is the same for what is not trained
+    (see ``StatefulNetwork``). ``optimizer`` is a registered name, created with
     ``optimizer_params``, or a ready ``Optimizer``, whose ``rescale_grad`` then is the caller's
     business. Equal seeds give equal first values and equal orders of samples.
 
@@ -70,45 +96,74 @@ class FeedForward:
 
     def __init__(
         self,
-        symbol: Network,
+        symbol: Network | StatefulNetwork,
         ctx: Context | Sequence[Context] | None = None,
         num_epoch: int | None = None,
+        epoch_size: int | None = None,
         optimizer: str | Optimizer = "sgd",
         initializer: Initializer | None = None,
         numpy_batch_size: int = 128,
         arg_params: dict[str, HostArray] | None = None,
+        aux_params: dict[str, HostArray] | None = None,
+        allow_extra_params: bool = False,
         begin_epoch: int = 0,
         seed: int = 0,
-        **optimizer_params: Number,
+        **optimizer_params: Any,
     ) -> None:
         if isinstance(optimizer, Optimizer) and optimizer_params:
             raise UsageError(
                 f"{', '.join(optimizer_params)} would have no effect on a ready optimizer; give "
                 f"its name instead, or the numbers when you create it"
             )
-        if numpy_batch_size < 1:
-            raise UsageError(f"numpy_batch_size must be at least 1, got {numpy_batch_size}")
+        for name, number in (("numpy_batch_size", numpy_batch_size), ("epoch_size", epoch_size)):
+            if number is not None and number < 1:
+                raise UsageError(f"{name} must be at least 1, got {number}")
         self.symbol = symbol
         self.ctx = [cpu()] if ctx is None else [ctx] if isinstance(ctx, Context) else list(ctx)
         self.num_epoch = num_epoch
+        self.epoch_size = epoch_size
         self.optimizer = optimizer
         self.initializer = initializer
         self.numpy_batch_size = numpy_batch_size
         self.arg_params = arg_params
+        self.aux_params = aux_params
+        self.allow_extra_params = allow_extra_params
         self.begin_epoch = begin_epoch
         self.seed = seed
         self.optimizer_params = optimizer_params
+        self._load_states_from: Prefix | None = None
+        self._states: KVStore | None = None
+        self._rank = 0
+
+    @staticmethod
+    def create(
+        symbol: Network | StatefulNetwork,
+        X: Any,  # noqa: N803 (the original's name)
+        y: Any = None,
+        ctx: Context | Sequence[Context] | None = None,
+        num_epoch: int | None = None,
+        **arguments: Any,
+    ) -> FeedForward:
+        """Make a model and fit it. ``arguments`` are those of ``fit`` and of ``FeedForward``."""
+        of_fit = inspect.signature(FeedForward.fit).parameters
+        fit_arguments = {name: arguments.pop(name) for name in of_fit if name in arguments}
+        model = FeedForward(symbol, ctx, num_epoch, **arguments)
+        model.fit(X, y, **fit_arguments)
+        return model
 
     def fit(
         self,
         X: Any,  # noqa: N803 (the original's name)
         y: Any = None,
-        eval_data: tuple[Any, Any] | None = None,
+        eval_data: Any = None,
+        eval_metric: MetricLike = "acc",
         *,
-        kvstore: KVStore | str | None = "local",
+        kvstore: KVStoreBase | str | None = "local",
         work_load_list: Sequence[float] | None = None,
         batch_end_callback: Callbacks = None,
-        epoch_end_callback: Callbacks = None,
+        epoch_end_callback: EpochCallbacks = None,
+        eval_end_callback: Callbacks = None,
+        eval_batch_end_callback: Callbacks = None,
         shuffle: bool = True,
         shard: bool = True,
         logger: logging.Logger | None = None,
@@ -116,90 +171,201 @@ class FeedForward:
         """Train from epoch ``begin_epoch`` to ``num_epoch`` and keep the result in ``arg_params``.
 
         ``X`` is (n, ...) of the dtype that the network takes, ``y`` (n,) of integers, NumPy
-        arrays that are only read. With a ``dist`` store every worker gives the full data and
-        fit deals them out (``kvstore.model.shard``); with ``shard=False`` each trains on what
-        it gives, and fit sees to an equal number of batches. A batch that runs out of samples
-        is filled from the start of the epoch's order.
+        arrays that are only read; or ``X`` is an ``NDArrayIter`` of both, whose ``batch_size`` and
+        ``shuffle`` then count. ``eval_data`` is a pair of such arrays or an ``NDArrayIter``.
+        With a ``dist`` store every worker gives the full data and fit deals them out
+        (``kvstore.model.shard``); with ``shard=False`` each trains on what it gives, and fit
+        sees to an equal number of batches. A batch that runs out of samples is filled from the
+        start of the epoch's order.
+
+        ``eval_metric`` is whatever ``kvstore.metric.create`` takes. Metrics other than accuracy
+        and loss need a second forward pass for the training batches. Callbacks get a
+        ``Progress``; an ``epoch_end_callback`` that takes four arguments gets MXNet's epoch,
+        symbol, arg_params and aux_params instead. Both see ``arg_params`` of that moment.
 
         A store given by name lives as long as the call; one that is passed in stays open and
-        serves one fit. ``work_load_list`` weighs the devices. ``epoch_end_callback`` sees
-        ``arg_params`` of that moment. In the end all workers wait for each other and hold the
-        store's final weights. Raises ``UsageError`` for what does not fit together, before
-        the first batch, and the store's errors.
+        serves one fit. ``work_load_list`` weighs the devices. In the end all workers wait for
+        each other and hold the store's final weights. Raises ``UsageError`` for what does not
+        fit together, before the first batch, and the store's errors.
         """
-        samples, labels = checked_data(X, y)
+        if isinstance(X, NDArrayIter):
+            self.numpy_batch_size, shuffle = X.batch_size, X.shuffle
+        data = _checked_pair(X, y)
         if self.num_epoch is None:
             raise UsageError("fit needs num_epoch, the number of the epoch to stop before")
-        loads = [1.0] * len(self.ctx) if work_load_list is None else list(work_load_list)
-        if len(loads) != len(self.ctx):
-            raise UsageError(
-                f"work_load_list has {len(loads)} numbers for {len(self.ctx)} devices; give one "
-                f"for each"
-            )
-        slices = split_input_slice(self.numpy_batch_size, loads)
-        evaluation = None if eval_data is None else checked_data(*eval_data)
-        self.arg_params = initial_params(
-            self.symbol, samples.shape[1:], self.seed, self.initializer, self.arg_params
-        )
-        with _opened(kvstore) as store, ThreadPoolExecutor(len(slices)) as pool:
-            plan = self._agree(store, samples, labels, shard, logger or logging.getLogger(__name__))
+        slices = self._slices(work_load_list)
+        evaluation = None if eval_data is None else _checked_eval_data(eval_data)
+        metric = create_metric(eval_metric)
+        # Another object: the training metric is still to be read when this one is reset.
+        eval_metric = create_metric(copy.deepcopy(eval_metric))
+        validation = Evaluation(eval_metric, self.numpy_batch_size, eval_batch_end_callback)
+        params, aux = self._first_values(data[0].shape[1:])
+        with opened(kvstore) as store, ThreadPoolExecutor(len(slices)) as pool:
+            updates = self._updates(store)
+            plan = self._agree(store, data, shard, logger or _logger)
             replicas = [
-                _Replica(context, self.symbol, part, self.arg_params)
+                Replica(context, self.symbol, part, params, aux)
                 for context, part in zip(self.ctx, slices, strict=True)
             ]
-            training = _Training(store, replicas, pool)
-            training.start(self.arg_params, self._make_optimizer(store))
+            training = Training(updates, replicas, pool)
+            training.start(params)
+            if self._load_states_from is not None:
+                updates.states.load_optimizer_states(self._load_states_from)
+                self._load_states_from = None
             for epoch in range(self.begin_epoch, self.num_epoch):
-                order = self._order(plan, len(labels), epoch, shuffle)
-                progress = training.run_epoch(epoch, order, samples, labels, batch_end_callback)
-                self._end_epoch(replicas[0], progress, evaluation, epoch_end_callback, logger)
+                order = self._order(plan, len(data[1]), epoch, shuffle)
+                progress = training.run_epoch(epoch, order, data, metric, batch_end_callback)
+                self.arg_params, self.aux_params = training.gather()
+                if evaluation is not None:
+                    progress = validation.end_epoch(
+                        replicas[0], evaluation, progress, eval_end_callback
+                    )
+                if logger is not None:
+                    logger.info("%s", progress)
+                self._end_epoch(updates, progress, epoch_end_callback)
             training.finish()
             self.arg_params = replicas[0].to_host()
+        self._states = updates.states if store is kvstore else None
 
-    def score(self, X: Any, y: Any) -> float:  # noqa: N803 (the original's name)
-        """The share of the samples whose most likely class is their label, in [0, 1]."""
-        samples, labels = checked_data(X, y)
-        return float(np.mean(self.predict(samples).argmax(axis=1) == labels))
+    def score(
+        self,
+        X: Any,  # noqa: N803 (the original's name)
+        y: Any = None,
+        eval_metric: MetricLike = "acc",
+        batch_end_callback: Callbacks = None,
+    ) -> Any:
+        """The value of a metric, accuracy by default: the share of the samples whose most likely
+        class is their label. A list of values for a list of metrics.
+
+        ``X`` and ``y`` as in ``fit``. Raises ``UsageError`` when there are no parameters yet.
+        """
+        data = _checked_pair(X, y)
+        metric = create_metric(eval_metric)
+        start = Progress(self.begin_epoch, 0, 0, 0.0, float("nan"), float("nan"))
+        evaluation = Evaluation(metric, self.numpy_batch_size, batch_end_callback)
+        evaluation.run(self._first_device(), data, start)
+        return metric.get_global()[1]
 
     def predict(self, X: Any) -> HostArray:  # noqa: N803 (the original's name)
         """Class probabilities, a new NumPy array (n, classes), computed on the first device.
 
         Raises ``UsageError`` when there are no parameters yet.
         """
-        if self.arg_params is None:
-            raise UsageError("there are no parameters yet: call fit first, or give arg_params")
-        samples = np.asarray(X)
-        replica = _Replica(self.ctx[0], self.symbol, slice(None), self.arg_params)
+        samples = np.asarray(X.data if isinstance(X, NDArrayIter) else X)
+        replica = self._first_device()
         batch = self.numpy_batch_size
         starts = range(0, max(len(samples), 1), batch)
         return np.concatenate([replica.predict(samples[at : at + batch]) for at in starts])
 
-    def _agree(
-        self,
-        store: KVStore,
-        samples: HostArray,
-        labels: NDArray[np.int64],
-        sharded_here: bool,
-        logger: logging.Logger,
-    ) -> EpochPlan:
-        """What this worker visits; a synchronous job first compares what its workers hold.
+    def save(self, prefix: Prefix, epoch: int | None = None) -> None:
+        """Write the parameters to ``PREFIX-0003.params``, for ``epoch`` 3 (``num_epoch``).
 
-        Asynchronous workers never wait for each other's batches, so they need not agree.
+        From an ``epoch_end_callback``, or after a fit while the store that was passed to it is
+        open, the optimizer's states go to ``PREFIX-0003.states`` too; a model that is loaded
+        goes on with them. With several workers all may call it, and the lowest rank writes. Raises
+        ``CheckpointError``, and ``UsageError`` when there is nothing to save yet.
         """
-        mine = describe_data(samples, labels, self.numpy_batch_size)
-        rank, num_workers = store.rank, store.num_workers
-        if num_workers > 1 and is_synchronous(store.type):
-            described = _exchange(store, mine)
-        else:
-            described = np.tile(mine, (num_workers if sharded_here else 1, 1))
-        plan, warning = plan_epochs(described, rank, sharded_here)
-        if warning is not None and rank == 0:
-            logger.warning(warning)
-        return plan
+        epoch = self.num_epoch if epoch is None else epoch
+        if epoch is None or epoch < 0 or self.arg_params is None:
+            raise UsageError(
+                f"there must be parameters (from fit or given) and an epoch of at least 0 to "
+                f"save, got epoch {epoch}"
+            )
+        if self._rank != 0:
+            return
+        # The states first, so that parameters that name them never lie there without them.
+        has_states = self._save_states(prefix, epoch)
+        save_checkpoint(
+            prefix, epoch, self.symbol, self.arg_params, self.aux_params, has_states=has_states
+        )
 
-    def _order(
-        self, plan: EpochPlan, num_samples: int, epoch: int, shuffle: bool
-    ) -> NDArray[np.int64]:
+    @staticmethod
+    def load(
+        prefix: Prefix,
+        epoch: int,
+        ctx: Context | Sequence[Context] | None = None,
+        *,
+        symbol: Network | StatefulNetwork,
+        **arguments: Any,
+    ) -> FeedForward:
+        """The model that ``save`` wrote, which goes on at ``epoch``.
+
+        The network is code and not in the file, so it is given again, as is everything else
+        that ``FeedForward`` takes (``arguments``). ``fit`` loads the optimizer's states where
+        they were saved. With several workers all load, and rank 0's values count. Raises
+        ``CheckpointError``.
+        """
+        saved = load_model(prefix, epoch)
+        model = FeedForward(
+            symbol,
+            ctx,
+            **{
+                "arg_params": saved.arg_params,
+                "aux_params": saved.aux_params,
+                "begin_epoch": epoch,
+                **arguments,
+            },
+        )
+        model._load_states_from = states_path(prefix, epoch) if saved.has_states else None
+        return model
+
+    def _slices(self, work_load_list: Sequence[float] | None) -> list[slice]:
+        loads = [1.0] * len(self.ctx) if work_load_list is None else list(work_load_list)
+        if len(loads) != len(self.ctx):
+            raise UsageError(
+                f"work_load_list has {len(loads)} numbers for {len(self.ctx)} devices; give one "
+                f"for each"
+            )
+        return split_input_slice(self.numpy_batch_size, loads)
+
+    def _first_values(
+        self, input_shape: tuple[int, ...]
+    ) -> tuple[dict[str, HostArray], dict[str, HostArray]]:
+        extra = self.allow_extra_params
+        params = initial_params(
+            self.symbol, input_shape, self.seed, self.initializer, self.arg_params, extra
+        )
+        aux = initial_aux(self.symbol, input_shape, self.aux_params, extra)
+        self.arg_params, self.aux_params = params, aux
+        return params, aux
+
+    def _first_device(self) -> Replica:
+        if self.arg_params is None:
+            raise UsageError("there are no parameters yet: call fit first, or give arg_params")
+        aux = self.aux_params or {}
+        return Replica(self.ctx[0], self.symbol, slice(None), self.arg_params, aux)
+
+    def _updates(self, store: KVStoreBase) -> Updates:
+        """Where updates happen: on the store when it is one of ours and can."""
+        self._rank = store.rank
+        if isinstance(store, KVStore) and store.is_capable(KVStore.OPTIMIZER):
+            return OnStore(store, self._make_optimizer(store))
+        return Here(store, self._make_optimizer(store))
+
+    def _make_optimizer(self, store: KVStoreBase) -> Optimizer:
+        if isinstance(self.optimizer, Optimizer):
+            return self.optimizer
+        kind = "dist_sync" if adds_all_workers(store) else store.type
+        factor = rescale_grad(kind, self.numpy_batch_size, store.num_workers)
+        return create_optimizer(self.optimizer, **{"rescale_grad": factor, **self.optimizer_params})
+
+    def _agree(
+        self, store: KVStoreBase, data: Data, sharded_here: bool, logger: logging.Logger
+    ) -> EpochPlan:
+        start = np.zeros(len(START), np.int64)
+        start[:4] = (
+            self.begin_epoch,
+            self.num_epoch or 0,
+            self.epoch_size or 0,
+            self._load_states_from is not None,
+        )
+        if sharded_here:  # other seeds would deal other shards out, which overlap
+            start[4] = self.seed % 2**62
+        described = describe_data(*data, self.numpy_batch_size)
+        plan = agree(store, described, start, sharded_here, logger)
+        return plan if self.epoch_size is None else plan._replace(num_batches=self.epoch_size)
+
+    def _order(self, plan: EpochPlan, num_samples: int, epoch: int, shuffle: bool) -> Labels:
         return shard(
             num_samples,
             plan.rank,
@@ -211,175 +377,41 @@ class FeedForward:
             shuffle=shuffle,
         )
 
-    def _make_optimizer(self, store: KVStore) -> Optimizer:
-        if isinstance(self.optimizer, Optimizer):
-            return self.optimizer
-        factor = rescale_grad(store.type, self.numpy_batch_size, store.num_workers)
-        return create_optimizer(self.optimizer, **{"rescale_grad": factor, **self.optimizer_params})
+    def _save_states(self, prefix: Prefix, epoch: int) -> bool:
+        """Whether there was a store to save the optimizer's states from."""
+        if self._states is None:
+            return False
+        try:
+            self._states.save_optimizer_states(states_path(prefix, epoch))
+        except ClosedError:
+            self._states = None
+            return False
+        return True
 
-    def _end_epoch(
-        self,
-        replica: _Replica,
-        progress: Progress,
-        evaluation: tuple[HostArray, NDArray[np.int64]] | None,
-        callbacks: Callbacks,
-        logger: logging.Logger | None,
-    ) -> None:
-        self.arg_params = replica.to_host()
-        if evaluation is not None:
-            progress = replace(progress, eval_accuracy=self.score(*evaluation))
-        if logger is not None:
-            logger.info("%s", progress)
-        _call(callbacks, progress)
-
-
-class _Replica:
-    """One device: its share of every batch and its own copy of the parameters.
-
-    ``compute`` and ``predict`` may run on any one thread at a time.
-    """
-
-    def __init__(
-        self, context: Context, network: Network, part: slice, params: dict[str, HostArray]
-    ) -> None:
-        self._context = context
-        self._network = network
-        self._part = part
-        self._adapter = adapter_on(context)
-        with self._adapter.on(context):
-            self.params = {
-                name: self._adapter.copy(self._adapter.to_context(value, context))
-                for name, value in params.items()
-            }
-
-    def compute(
-        self, batch: tuple[HostArray, NDArray[np.int64]]
-    ) -> tuple[float, int, dict[str, Array]]:
-        """Loss sum, right answers and gradients of this device's share of a batch."""
-        with self._adapter.on(self._context):
-            x, y = (self._adapter.to_context(part[self._part], self._context) for part in batch)
-            loss_sum, correct_count, gradients = self._network.loss_and_gradients(self.params, x, y)
-            return float(loss_sum), int(correct_count), dict(gradients)
-
-    def predict(self, samples: HostArray) -> HostArray:
-        """Class probabilities on the host."""
-        with self._adapter.on(self._context):
-            x = self._adapter.to_context(samples, self._context)
-            return self._adapter.to_host(self._network.predict(self.params, x))
-
-    def to_host(self) -> dict[str, HostArray]:
-        """New NumPy arrays with the parameters."""
-        return {name: np.array(self._adapter.to_host(own)) for name, own in self.params.items()}
+    def _end_epoch(self, updates: Updates, progress: Progress, callbacks: EpochCallbacks) -> None:
+        # Only now, since in the middle of an epoch states and arg_params are not of one moment.
+        self._states = updates.states
+        for callback in as_list(callbacks):
+            if isinstance(callback, Checkpoint):
+                callback.end_epoch(progress, self.save)
+            elif takes_four(callback):
+                callback(progress.epoch, self.symbol, self.arg_params, self.aux_params)
+            else:
+                callback(progress)
+        self._states = None
 
 
-class _Training:
-    """The loop of one fit: the store, the devices and what the store calls the parameters."""
-
-    def __init__(
-        self, store: KVStore, replicas: Sequence[_Replica], pool: ThreadPoolExecutor
-    ) -> None:
-        self._store = store
-        self._replicas = replicas
-        # One device computes on the caller's thread: a hand-over would only cost time.
-        self._map: Callable[..., Iterator[Any]] = pool.map if len(replicas) > 1 else map
-        self._names = list(replicas[0].params)
-        self._weights = [[replica.params[name] for replica in replicas] for name in self._names]
-
-    def start(self, params: dict[str, HostArray], optimizer: Optimizer) -> None:
-        """Hand optimizer and first values to the store; those of rank 0 reach every device."""
-        self._store.set_optimizer(optimizer)
-        _init_once(self._store, self._names, [params[name] for name in self._names])
-        self._store.pull(self._names, out=self._weights)
-
-    def run_epoch(
-        self,
-        epoch: int,
-        order: NDArray[np.int64],
-        samples: HostArray,
-        labels: NDArray[np.int64],
-        callbacks: Callbacks,
-    ) -> Progress:
-        """One batch for each row of ``order``; returns the progress at its end."""
-        began_s = time.perf_counter()
-        loss_sum, correct_count = 0.0, 0
-        num_batches, batch_size = order.shape
-        for nbatch, chosen in enumerate(order, start=1):
-            losses, corrects = self._step((samples[chosen], labels[chosen]))
-            loss_sum += losses
-            correct_count += corrects
-            seen = nbatch * batch_size
-            progress = Progress(
-                epoch=epoch,
-                nbatch=nbatch,
-                num_batches=num_batches,
-                samples_per_s=seen / max(time.perf_counter() - began_s, 1e-9),
-                loss=loss_sum / seen,
-                accuracy=correct_count / seen,
-            )
-            _call(callbacks, progress)
-        return progress
-
-    def finish(self) -> None:
-        """Wait until every worker's last update is in, then take the final weights."""
-        self._store.barrier()
-        self._store.pull(self._names, out=self._weights)
-
-    def _step(self, batch: tuple[HostArray, NDArray[np.int64]]) -> tuple[float, int]:
-        """Gradients on all devices, then one round through the store for the whole model."""
-        results = list(self._map(_Replica.compute, self._replicas, [batch] * len(self._replicas)))
-        for _, _, gradients in results:
-            if gradients.keys() != set(self._names):
-                raise UsageError(
-                    f"the network has the parameters {', '.join(sorted(self._names))} but gives "
-                    f"gradients for {', '.join(sorted(gradients))}"
-                )
-        gradients_by_name = [[grads[name] for _, _, grads in results] for name in self._names]
-        self._store.pushpull(self._names, gradients_by_name, out=self._weights)
-        return sum(loss for loss, _, _ in results), sum(count for _, count, _ in results)
+def _checked_pair(x: Any, y: Any) -> Data:
+    """Samples and labels as arrays; an iterator brings both."""
+    return checked_data(x.data, x.label) if isinstance(x, NDArrayIter) else checked_data(x, y)
 
 
-@contextmanager
-def _opened(kvstore: KVStore | str | None) -> Iterator[KVStore]:
-    """The store itself, or a new one of this type that is closed afterwards; None is local."""
-    if isinstance(kvstore, KVStore):
-        yield kvstore
-        return
-    if kvstore is not None and not isinstance(kvstore, str):
-        raise ArgumentTypeError(
-            f"kvstore must be a KVStore, the name of a type or None, got {type(kvstore).__name__}"
-        )
-    from kvstore.kvstore import create
-
-    with create(kvstore or "local") as store:
-        yield store
-
-
-def _exchange(store: KVStore, mine: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What every worker said, a row each in rank order; one round without an optimizer."""
-    table = np.zeros((store.num_workers, len(mine)), np.int64)
-    _init_once(store, DATA_KEY, table)
-    table[store.rank] = mine
-    result = np.zeros_like(table)
-    store.pushpull(DATA_KEY, table, out=result)
-    if not np.array_equal(result[store.rank], mine):
+def _checked_eval_data(data: Any) -> Data:
+    if isinstance(data, NDArrayIter):
+        return _checked_pair(data, None)
+    if not isinstance(data, tuple | list) or len(data) != 2:
         raise UsageError(
-            "the store already updates by an optimizer; fit sets its own and needs a new store"
+            f"eval_data must be a pair of samples and labels, or an NDArrayIter, got "
+            f"{type(data).__name__}"
         )
-    return result
-
-
-def _init_once(store: KVStore, key: Keys, value: Values) -> None:
-    try:
-        store.init(key, value)
-    except DuplicateKeyError as error:
-        raise UsageError(
-            "the store served a fit already, or holds keys of the same names; create a new one, "
-            "or give fit the name of a type"
-        ) from error
-
-
-def _call(callbacks: Callbacks, progress: Progress) -> None:
-    if callbacks is None:
-        return
-    for callback in [callbacks] if callable(callbacks) else callbacks:
-        callback(progress)
+    return _checked_pair(*data)

@@ -14,28 +14,28 @@ from typing import Any
 import numpy as np
 
 from kvstore.arrays import Array, adapter_for
-from kvstore.base import Key, KeySpec
+from kvstore.keys import Key, KeySpec
 from kvstore.plan import Bytes, StagingPool, flat_bytes
 from pslite.future import Future
 from pslite.plane import Transfer
 
 
-class Pushes:
-    """The pushes of a store that are not applied yet, by key."""
+class UnderWay:
+    """Calls of a store that are not over, by key: its pushes, or its pulls."""
 
     def __init__(self) -> None:
-        # Guards the table: pushes come from any thread.
+        # Guards the table: calls come from any thread.
         self._lock = threading.Lock()
         self._by_key: dict[Key, deque[Future[None]]] = {}
 
     def add(self, keys: Iterable[Key], future: Future[None]) -> None:
-        """A push of these keys has begun."""
+        """A call for these keys has begun."""
         with self._lock:
             for key in keys:
                 self._unfinished(key).append(future)
 
     def beyond(self, keys: Iterable[Key], window: int) -> list[Future[None]]:
-        """What to wait for until each of these keys has at most ``window`` unfinished pushes."""
+        """What to wait for until each of these keys has at most ``window`` unfinished calls."""
         with self._lock:
             waiting = {}
             for key in keys:
@@ -44,11 +44,18 @@ class Pushes:
                     waiting[id(unfinished[position])] = unfinished[position]
             return list(waiting.values())
 
-    def all(self) -> list[Future[None]]:
-        """Every unfinished push."""
+    def of(self, keys: Iterable[Key] | None = None) -> list[Future[None]]:
+        """Every unfinished call for these keys (None: for any)."""
         with self._lock:
-            futures = {id(f): f for key in self._by_key for f in self._unfinished(key)}
+            chosen = list(self._by_key) if keys is None else keys
+            futures = {id(f): f for key in chosen for f in self._unfinished(key)}
             return list(futures.values())
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """These keys are gone."""
+        with self._lock:
+            for key in keys:
+                self._by_key.pop(key, None)
 
     def _unfinished(self, key: Key) -> deque[Future[None]]:
         futures = self._by_key.setdefault(key, deque())
@@ -104,32 +111,45 @@ class Operation:
 class Landing:
     """Where the values of a call arrive: in the first array of a key when it is fit for it.
 
-    An array is fit when it is NumPy's, contiguous, and of the key's dtype. Else the values
-    land in memory of our own, and ``finish`` brings them to all the others, cast and strided.
+    An array is fit when its memory is the host's and contiguous, and its dtype the key's (an
+    array of NumPy, a tensor of PyTorch). Else the values land in memory of our own, and
+    ``finish`` brings them to all the others, cast and strided.
     """
 
     def __init__(self, outs: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> None:
         self.arrays: list[Bytes] = []
+        self._landed: list[Array] = []
         self._rest: list[tuple[np.ndarray[Any, Any], Sequence[Array]]] = []
         for arrays, spec in zip(outs, specs, strict=True):
             first = arrays[0]
-            fit = (
-                type(first) is np.ndarray
-                and first.dtype == spec.dtype
-                and first.dtype.isnative
-                and first.flags.c_contiguous
-            )
-            host = first if fit else np.empty(spec.shape, spec.dtype)
-            self.arrays.append(flat_bytes(host))
-            rest = arrays[1:] if fit else arrays
+            adapter = adapter_for(first)
+            memory = adapter.memory(first) if adapter.dtype(first) == spec.dtype else None
+            if memory is None:
+                host, rest = np.empty(spec.shape, spec.dtype), arrays
+                memory = flat_bytes(host)
+            else:
+                host, rest = memory.view(spec.dtype).reshape(spec.shape), arrays[1:]
+                self._landed.append(first)
+            self.arrays.append(memory)
             if rest:
                 self._rest.append((host, rest))
 
     def finish(self) -> None:
         """The values are there: bring them to the arrays that they did not land in."""
+        for array in self._landed:
+            adapter_for(array).written(array)
         for host, outs in self._rest:
             for out in outs:
                 adapter_for(out).from_host(host, out)
+
+
+def futures_in(what: Any) -> list[Future[Any]] | None:
+    """The futures that a call of ``wait`` names; None when it names keys, or nothing."""
+    if isinstance(what, Future):
+        return [what]
+    if isinstance(what, list | tuple) and what and all(isinstance(f, Future) for f in what):
+        return list(what)
+    return None
 
 
 def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterable[int]) -> bool:

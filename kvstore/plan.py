@@ -79,6 +79,8 @@ def part_entries(group: Group, entries: Sequence[KeyEntry]) -> list[PartEntry]:
     return [
         PartEntry(
             part,
+            entries[piece.position].key,
+            len(entries[piece.position].servers) == 1,
             size // entries[piece.position].spec.dtype.itemsize,
             entries[piece.position].spec.dtype,
         )

@@ -8,13 +8,13 @@ arrives. Pure. Next: ``directory.py``, ``server.py`` and ``dist.py``, which use 
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvstore.base import Key, KeySpec
+from kvstore.dtypes import dtype_of, dtype_text
 from kvstore.placement import chunk_ranges, num_chunks
 from pslite.errors import ProtocolError
 from pslite.wire.codec import pack_value, unpack_value
@@ -24,7 +24,6 @@ DIRECTORY_APP = 1_000_001
 STORE_APP = 1_000_002
 
 _MAX_DIMENSIONS = 64
-_DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
 MAX_CHUNKS = 1 << 20
 
 
@@ -36,6 +35,8 @@ class DirectoryCall(enum.IntEnum):
     OPTIMIZER_IS_SET = 3
     SAME_OPTIMIZER = 4
     OPTIMIZER_OF = 5
+    TOGETHER = 6
+    DONE_TOGETHER = 7
 
 
 class StoreCall(enum.IntEnum):
@@ -43,6 +44,12 @@ class StoreCall(enum.IntEnum):
 
     INIT = 1
     SET_OPTIMIZER = 2
+    OPTIMIZER = 3
+    DELETE = 4
+    READ = 5
+    WRITE = 6
+    STATS = 7
+    COMMAND = 8
 
 
 class KeyEntry(NamedTuple):
@@ -55,6 +62,13 @@ class KeyEntry(NamedTuple):
     chunk_bytes: int
     servers: tuple[int, ...]
     """The rank of the server of each part."""
+    generation: int = 1
+    """How often the key has been initialised; ``delete`` and ``init`` again count it up."""
+
+    @property
+    def parts(self) -> range:
+        """The numbers of its parts, in order of their elements."""
+        return range(self.first_part, self.first_part + len(self.servers))
 
     def chunks(self) -> list[tuple[int, int]]:
         """The element range of each part."""
@@ -65,6 +79,9 @@ class PartEntry(NamedTuple):
     """One part, as a server is told to create it."""
 
     part: int
+    key: Key
+    is_whole: bool
+    """Whether it is all of its key, as optimizers of scope "key" need it."""
     num_elements: int
     dtype: np.dtype[Any]
 
@@ -89,25 +106,6 @@ def unpack(body: bytes, *kinds: type) -> list[Any]:
     return fields
 
 
-def dtype_text(dtype: np.dtype[Any]) -> str:
-    """A dtype as text: byte order, kind and size (NumPy's array interface protocol)."""
-    return str(dtype.str)
-
-
-def dtype_of(text: object) -> np.dtype[Any]:
-    """The dtype that ``dtype_text`` wrote.
-
-    Raises:
-        ProtocolError: it is none that a store can hold.
-    """
-    if type(text) is str and _DTYPE.fullmatch(text):
-        try:
-            return np.dtype(text)
-        except TypeError:
-            pass  # no such size
-    raise ProtocolError(f"{text!r} is no dtype of a store")
-
-
 def pack_specs(specs: Sequence[tuple[Key, KeySpec]]) -> list[Any]:
     """Keys with shapes and dtypes, as plain data."""
     return [[key, list(spec.shape), dtype_text(spec.dtype)] for key, spec in specs]
@@ -130,7 +128,13 @@ def pack_entries(entries: Sequence[KeyEntry]) -> bytes:
     """Directory entries, as the directory answers them."""
     return pack(
         [
-            [*pack_specs([(entry.key, entry.spec)])[0], *entry[2:4], list(entry.servers)]
+            [
+                *pack_specs([(entry.key, entry.spec)])[0],
+                entry.first_part,
+                entry.chunk_bytes,
+                list(entry.servers),
+                entry.generation,
+            ]
             for entry in entries
         ]
     )
@@ -140,15 +144,15 @@ def unpack_entries(body: bytes) -> list[KeyEntry]:
     """What ``pack_entries`` wrote, checked."""
     (rows,) = unpack(body, list)
     entries = []
-    for row in _rows(rows, 6):
+    for row in _rows(rows, 7):
         ((key, spec),) = unpack_specs([row[:3]])
-        first_part, chunk_bytes, servers = row[3:]
+        first_part, chunk_bytes, servers, generation = row[3:]
         if type(servers) is not list or len(servers) > MAX_CHUNKS:
             raise ProtocolError("a key's placement is malformed")
-        numbers = [first_part, chunk_bytes, *servers]
+        numbers = [first_part, chunk_bytes, generation, *servers]
         if any(type(number) is not int or number < 0 for number in numbers):
             raise ProtocolError("a key's placement is malformed")
-        entry = KeyEntry(key, spec, first_part, chunk_bytes, tuple(servers))
+        entry = KeyEntry(key, spec, first_part, chunk_bytes, tuple(servers), generation)
         num_elements, itemsize = spec.num_elements, spec.dtype.itemsize
         if chunk_bytes < 1 or num_chunks(num_elements, itemsize, chunk_bytes) != len(servers):
             raise ProtocolError("a key's placement does not fit its size")
@@ -158,16 +162,21 @@ def unpack_entries(body: bytes) -> list[KeyEntry]:
 
 def pack_parts(parts: Sequence[PartEntry]) -> list[Any]:
     """Parts to create, as plain data."""
-    return [[part.part, part.num_elements, dtype_text(part.dtype)] for part in parts]
+    return [
+        [part.part, part.key, part.is_whole, part.num_elements, dtype_text(part.dtype)]
+        for part in parts
+    ]
 
 
 def unpack_parts(data: Any) -> list[PartEntry]:
     """What ``pack_parts`` wrote, checked."""
     parts = []
-    for part, num_elements, dtype in _rows(data, 3):
+    for part, key, is_whole, num_elements, dtype in _rows(data, 5):
         if type(part) is not int or type(num_elements) is not int or num_elements < 0:
             raise ProtocolError("a part's entry is malformed")
-        parts.append(PartEntry(part, num_elements, dtype_of(dtype)))
+        if type(key) not in (int, str) or type(is_whole) is not bool:
+            raise ProtocolError("a part's entry is malformed")
+        parts.append(PartEntry(part, key, is_whole, num_elements, dtype_of(dtype)))
     return parts
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kvstore.arrays import Array
 from kvstore.errors import ArgumentTypeError
+from kvstore.metric import EvalMetric
 from pslite.errors import UsageError
 
 HostArray = NDArray[Any]
@@ -53,6 +54,31 @@ class Network(Protocol):
         """Class probabilities, (n, classes)."""
 
 
+class StatefulNetwork(Protocol):
+    """A network that also has arrays which are not trained, such as running means.
+
+    As ``Network``, with one more argument: ``aux``, which belongs to the device and which
+    ``loss_and_gradients`` changes in place. At the end of each epoch the devices of a worker
+    go on from the mean of theirs; workers keep their own, and rank 0's are saved.
+    """
+
+    def init_params(
+        self, input_shape: tuple[int, ...], rng: np.random.Generator
+    ) -> dict[str, HostArray]:
+        """As in ``Network``."""
+
+    def init_aux_params(self, input_shape: tuple[int, ...]) -> dict[str, HostArray]:
+        """New NumPy arrays of floats, by name."""
+
+    def loss_and_gradients(
+        self, params: Mapping[str, Array], x: Array, y: Array, aux: Mapping[str, Array]
+    ) -> tuple[float, int, Mapping[str, Array]]:
+        """As in ``Network``; gradients for ``params`` only."""
+
+    def predict(self, params: Mapping[str, Array], x: Array, aux: Mapping[str, Array]) -> Array:
+        """As in ``Network``; changes nothing."""
+
+
 class Initializer(Protocol):
     """Makes the first value of a parameter, instead of ``Network.init_params``'s own."""
 
@@ -76,6 +102,21 @@ class Progress:
     accuracy: float
     eval_accuracy: float | None = None
     """On ``eval_data``; only at the end of an epoch."""
+    eval_metric: EvalMetric | None = None
+    """What was asked for as ``eval_metric``, over the epoch's batches so far; in the callbacks
+    of the evaluation, over ``eval_data``."""
+    validation: tuple[tuple[str, float], ...] = ()
+    """Names and values of the metrics on ``eval_data``; only at the end of an epoch."""
+
+    def __str__(self) -> str:
+        train = self.eval_metric.get_global_name_value() if self.eval_metric else []
+        values = [(f"Train-{name}", value) for name, value in train]
+        values += [(f"Validation-{name}", value) for name, value in self.validation]
+        return (
+            f"Epoch[{self.epoch}] Batch [{self.nbatch}/{self.num_batches}] "
+            f"{self.samples_per_s:.2f} samples/sec Train-loss={self.loss:f} "
+            + " ".join(f"{name}={value:f}" for name, value in values)
+        )
 
 
 class EpochPlan(NamedTuple):
@@ -133,6 +174,8 @@ def shard(
     start of the order. Step t of W workers with batch B visits the samples that step t of one
     worker with batch W * B visits.
     """
+    if seed < 0 or epoch < 0:
+        raise UsageError(f"seed and epoch must not be negative, got {seed} and {epoch}")
     if num_samples < 1 or batch_size < 1 or not 0 <= rank < num_workers:
         raise UsageError(
             f"cannot shard {num_samples} samples for rank {rank} of {num_workers} in batches of "
@@ -147,6 +190,30 @@ def shard(
     dealt = np.resize(order, (num_batches, num_workers, batch_size))
     mine: np.ndarray[Any, np.dtype[np.int64]] = dealt[:, rank].astype(np.int64, copy=False)
     return mine
+
+
+def deal_out(
+    num_samples: int,
+    rank: int,
+    num_workers: int,
+    seed: int | None = 0,
+    epoch: int = 0,
+    *,
+    even: bool = True,
+) -> NDArray[np.int64]:
+    """The samples of worker ``rank`` in ``epoch``: new int64 indices, (n,).
+
+    All workers shuffle alike, by ``seed`` and ``epoch`` (None: not at all), and the samples are
+    dealt out in turn, so that the shards cover everything. With ``even`` all are equally long:
+    the last ones are filled up from the start of the order. Else they are disjoint, and differ
+    by one sample at most; one may be empty.
+    """
+    if not 0 <= rank < num_workers:
+        raise UsageError(f"there is no rank {rank} among {num_workers} workers")
+    of, among = (rank, num_workers) if even else (0, 1)
+    rows = shard(num_samples, of, among, seed=seed or 0, epoch=epoch, shuffle=seed is not None)
+    dealt: NDArray[np.int64] = rows.reshape(-1)
+    return dealt if even else dealt[rank::num_workers].copy()
 
 
 def describe_data(x: HostArray, y: HostArray, batch_size: int) -> NDArray[np.int64]:
@@ -229,33 +296,86 @@ def checked_data(x: object, y: object) -> tuple[HostArray, NDArray[np.int64]]:
     return samples, labels.astype(np.int64, copy=False)
 
 
+START = (
+    "begin_epoch",
+    "num_epoch",
+    "epoch_size",
+    "resumed from saved states (1) or not (0)",
+    "seed",
+)
+"""What the workers of a job must have in common to visit the same batches, besides the data."""
+
+
+def check_same_start(starts: NDArray[np.int64]) -> None:
+    """Raise ``UsageError``, on every worker alike, unless all train the same epochs.
+
+    ``starts`` is (num_workers, len(START)).
+    """
+    for what, values in zip(START, starts.T.tolist(), strict=True):
+        if len(set(values)) > 1:
+            raise UsageError(
+                f"all workers of a job must train the same epochs; {what} of ranks 0 to "
+                f"{len(values) - 1} is {values}. Give the same on every rank, and load the same "
+                f"checkpoint"
+            )
+
+
 def initial_params(
-    network: Network,
+    network: Any,
     input_shape: tuple[int, ...],
     seed: int,
     initializer: Initializer | None,
     given: Mapping[str, HostArray] | None,
+    allow_extra: bool = False,
 ) -> dict[str, HostArray]:
     """New arrays: the network's own values, or the initializer's, or those that were given."""
     rng = np.random.default_rng(seed)
-    params = network.init_params(input_shape, rng)
-    given = given or {}
-    unknown = sorted(set(given) - set(params))
-    if unknown:
+    own: dict[str, HostArray] = network.init_params(input_shape, rng)
+    made = dict(own)
+    if initializer is not None:
+        for name, value in own.items():
+            if name not in (given or {}):
+                made[name] = fitting_value(name, initializer(name, value.shape, rng), value)
+    return taken_over("arg_params", made, given, allow_extra)
+
+
+def initial_aux(
+    network: Any,
+    input_shape: tuple[int, ...],
+    given: Mapping[str, HostArray] | None,
+    allow_extra: bool = False,
+) -> dict[str, HostArray]:
+    """New arrays of what the network keeps besides its parameters; none for most networks."""
+    made = network.init_aux_params(input_shape) if has_aux(network) else {}
+    return taken_over("aux_params", made, given, allow_extra)
+
+
+def has_aux(network: Any) -> bool:
+    """Whether it is a ``StatefulNetwork``."""
+    return hasattr(network, "init_aux_params")
+
+
+def taken_over(
+    what: str, made: dict[str, HostArray], given: Mapping[str, HostArray] | None, allow_extra: bool
+) -> dict[str, HostArray]:
+    """``made`` with the given values in their places, cast to the same dtypes."""
+    unknown = sorted(set(given or {}) - set(made))
+    if unknown and not allow_extra:
         raise UsageError(
-            f"arg_params holds {', '.join(unknown)}, which the network does not have; its "
-            f"parameters are {', '.join(params)}"
+            f"{what} holds {', '.join(unknown)}, which the network does not have; its own are "
+            f"{', '.join(made) or 'none'}"
         )
-    for name, own in params.items():
-        value = given.get(name)
-        if value is None and initializer is not None:
-            value = initializer(name, own.shape, rng)
-        if value is None:
-            continue
-        if np.shape(value) != own.shape:
-            raise UsageError(
-                f"the value given for {name} has the shape {np.shape(value)}, the network's "
-                f"has {own.shape}"
-            )
-        params[name] = np.array(value, dtype=own.dtype)
-    return params
+    return {
+        name: fitting_value(name, given[name], own) if given and name in given else own
+        for name, own in made.items()
+    }
+
+
+def fitting_value(name: str, value: HostArray, own: HostArray) -> HostArray:
+    """A copy of ``value`` in the dtype of ``own``, whose shape it must have."""
+    if np.shape(value) != own.shape:
+        raise UsageError(
+            f"the value given for {name} has the shape {np.shape(value)}, the network's "
+            f"has {own.shape}"
+        )
+    return np.array(value, dtype=own.dtype)

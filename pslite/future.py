@@ -61,6 +61,11 @@ class Future(Generic[T]):
                 # The completing thread belongs to the node, which goes on.
                 traceback.print_exc()
 
+    @property
+    def what(self) -> str:
+        """What is being waited for, and on whom."""
+        return self.describe if isinstance(self.describe, str) else self.describe()
+
     def error(self) -> BaseException | None:
         """The error it completed with, if any. Does not wait."""
         return self._error
@@ -76,8 +81,7 @@ class Future(Generic[T]):
             with self._condition:
                 self._condition.wait_for(lambda: self._done, timeout_s)
         if not self._done:
-            what = self.describe if isinstance(self.describe, str) else self.describe()
-            raise DeadlineError(f"no answer within {timeout_s:g} s: {what}")
+            raise DeadlineError(f"no answer within {timeout_s:g} s: {self.what}")
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[return-value]
@@ -109,6 +113,22 @@ class Future(Generic[T]):
         self.on_done(take)
         return result
 
+    def or_else(self, step: Callable[[BaseException], Future[Any]]) -> Future[T]:
+        """This one's value; after an error, ``step`` is taken first and the error stays."""
+        result: Future[T] = Future(self.describe)
+
+        def take(done: Future[T]) -> None:
+            if done._error is None:
+                result._adopt(done)
+                return
+            try:
+                step(done._error).on_done(lambda _: result._adopt(done))
+            except Exception:
+                result._adopt(done)
+
+        self.on_done(take)
+        return result
+
     def map(self, function: Callable[[T], U]) -> Future[U]:
         """The future of ``function`` of this one's value."""
         return self.then(lambda value: completed(function(value)))
@@ -135,7 +155,7 @@ def settled(futures: Iterable[Future[Any]]) -> Future[None]:
     """Done once all of them are done, whatever they ended in."""
     waited = list(futures)
     result: Future[None] = Future(
-        lambda: next((_text(future) for future in waited if not future.done()), "several requests")
+        lambda: next((future.what for future in waited if not future.done()), "several requests")
     )
     left = len(waited)
     lock = threading.Lock()
@@ -168,7 +188,3 @@ def gather(futures: Iterable[Future[Any]]) -> Future[list[Any]]:
         return failed(errors[0]) if errors else completed([future.result(0) for future in waited])
 
     return settled(waited).then(collect)
-
-
-def _text(future: Future[Any]) -> str:
-    return future.describe if isinstance(future.describe, str) else future.describe()

@@ -7,7 +7,7 @@ go, and lets the pool run a server's work. A worker has a ``WorkerPlane``; a ser
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pslite.errors import UsageError
@@ -57,7 +57,7 @@ class Traffic:
                 raise UsageError("only workers exchange data, and only with servers")
             rank = rank_of(node)
             effects = self._server.exchange(rank, delivery.epoch, message, delivery.frames)
-            self._carry_out(effects)
+            self.carry_out(effects)
         elif self._worker is None:
             raise UsageError("only workers get answers")
         elif isinstance(message, Answer):
@@ -85,6 +85,11 @@ class Traffic:
                 epoch = office.membership.epoch
                 office.links.send(peer, send.message, send.frames, epoch, now)
 
+    def forget(self, parts: Iterable[int]) -> None:
+        """A worker will never ask for these parts again."""
+        if self._worker is not None:
+            self._worker.forget(parts)
+
     @property
     def everything_sent(self) -> bool:
         """Whether nothing is held back any more."""
@@ -94,14 +99,14 @@ class Traffic:
         """Do what time asks for."""
         if self._server is not None and now >= self._tick_at:
             self._tick_at = now + _TICK_INTERVAL_S
-            self._carry_out(self._server.tick(now))
+            self.carry_out(self._server.tick(now))
 
     def departed(self, node: int, error: BaseException) -> None:
         """A node is gone."""
         if self._worker is not None:
             self._worker.depart(node, error)
         if self._server is not None and role_of(node) is Role.WORKER:
-            self._carry_out(self._server.depart(rank_of(node), error))
+            self.carry_out(self._server.depart(rank_of(node), error))
         if node == SCHEDULER_ID:
             self._adopt_epoch()
 
@@ -110,7 +115,7 @@ class Traffic:
         if self._worker is not None:
             self._worker.begin_epoch(epoch)
         if self._server is not None:
-            self._carry_out(self._server.begin_epoch(epoch))
+            self.carry_out(self._server.begin_epoch(epoch))
 
     def fail(self, error: BaseException) -> None:
         """Nothing can be done any more."""
@@ -119,7 +124,8 @@ class Traffic:
 
     # -- inside ------------------------------------------------------------------------
 
-    def _carry_out(self, effects: Sequence[Effect]) -> None:
+    def carry_out(self, effects: Sequence[Effect]) -> None:
+        """Do what a server's plane asks for. On the I/O thread."""
         for effect in effects:
             if isinstance(effect, Send):
                 worker = node_id(Role.WORKER, effect.peer)
@@ -138,7 +144,7 @@ class Traffic:
                 errors = plane.app.apply(run.jobs)
             except BaseException as error:  # an app must not raise; its callers must not hang
                 errors = [error] * len(run.jobs)
-            office.call(lambda: self._carry_out(plane.finished(run.jobs, errors)))
+            office.call(lambda: self.carry_out(plane.finished(run.jobs, errors)))
 
         office.pool.submit(run.lane, work)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterable
 from typing import TextIO
 
 from kvstore.model import Progress
@@ -81,6 +82,13 @@ def numbers_of(progress: Progress) -> str:
         f"{progress.samples_per_s:,.0f} samples/s, loss {progress.loss:.4f}, "
         f"accuracy {progress.accuracy:.4f}"
     )
+    if progress.eval_metric is not None:
+        text += more_of(progress.eval_metric.get_global_name_value())
     if progress.eval_accuracy is not None:
-        text += f", on test digits {progress.eval_accuracy:.4f}"
+        text += f", on test digits {progress.eval_accuracy:.4f}{more_of(progress.validation)}"
     return text
+
+
+def more_of(metrics: Iterable[tuple[str, float]]) -> str:
+    """The metrics besides accuracy, which is shown anyway."""
+    return "".join(f", {name} {value:.4f}" for name, value in metrics if name != "accuracy")

@@ -31,25 +31,24 @@ if __name__ == "__main__":
 
 import argparse
 
+import common
 import mnist
 from lenet import LeNet
 from mlp import MLP
+from plotting import History
 from progress import ProgressPrinter
 
 import kvstore as mx
-from pslite.errors import PSError, UsageError
+from pslite.errors import PSError
 
 NETWORKS = {"lenet": LeNet, "mlp": MLP}
-
-WITH_MOMENTUM = ("sgd", "nag")
-"""Optimizers that take ``--mom``; the others have no such number."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the script and returns its exit code."""
-    options = parse(argv)
+    args = parse(argv)
     try:
-        train(options)
+        train(args)
     except PSError as error:
         print(f"train_mnist: {error}", file=sys.stderr)
         return 1
@@ -59,33 +58,55 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def train(options: argparse.Namespace) -> None:
+def train(args: argparse.Namespace) -> None:
     """Trains, then prints the share of the test digits that the final weights get right."""
-    contexts = devices(options.gpus, options.cpus)
-    training_digits, test_digits = mnist.load(options.data_dir)
-    with mx.kvstore.create(options.kv_store) as store:
-        printer = ProgressPrinter(sys.stdout, store.rank, options.num_epochs, options.disp_batches)
-        model = mx.model.FeedForward(
-            symbol=NETWORKS[options.network](),
-            ctx=contexts,
-            num_epoch=options.num_epochs,
-            optimizer=options.optimizer,
-            numpy_batch_size=options.batch_size,
-            seed=options.seed,
-            **optimizer_numbers(options),
-        )
+    contexts = common.devices(args.gpus, args.cpus)
+    training_digits, test_digits = mnist.load(args.data_dir)
+    history = History(args.plot)
+    with mx.kvstore.create(args.kv_store) as store:
+        common.compress(args, store)
+        printer = ProgressPrinter(sys.stdout, store.rank, args.num_epochs, args.disp_batches)
+        at_epoch_end: list[Any] = [printer.on_epoch, history.add]
+        if args.model_prefix:
+            at_epoch_end.append(mx.callback.do_checkpoint(args.model_prefix, args.save_period))
+        model = make_model(args, store, contexts, len(training_digits.labels))
         try:
             model.fit(
-                training_digits.images,
+                training_digits.images.astype(args.dtype, copy=False),
                 training_digits.labels,
-                eval_data=(test_digits.images, test_digits.labels),
+                (test_digits.images.astype(args.dtype, copy=False), test_digits.labels),
+                common.make_metrics(args),
                 kvstore=store,
                 batch_end_callback=printer.on_batch,
-                epoch_end_callback=printer.on_epoch,
+                epoch_end_callback=at_epoch_end,
             )
         finally:
             printer.leave_line()
-        report(store, model.score(test_digits.images, test_digits.labels))
+        if store.rank == 0:
+            history.draw()
+        accuracy = model.score(test_digits.images.astype(args.dtype), test_digits.labels)
+        report(store, accuracy)
+
+
+def make_model(
+    args: argparse.Namespace, store: mx.KVStore, contexts: list[mx.Context], num_samples: int
+) -> mx.model.FeedForward:
+    """A new model, or the saved one with which training goes on."""
+    num_batches = common.count_batches(args, store, num_samples)
+    network = common.Cast(NETWORKS[args.network](), args.dtype)
+    arguments: dict[str, Any] = {
+        "ctx": contexts,
+        "num_epoch": args.num_epochs,
+        "optimizer": common.make_optimizer(args, store, num_batches),
+        "initializer": common.make_initializer(args),
+        "numpy_batch_size": args.batch_size,
+        "seed": args.seed,
+    }
+    if args.load_epoch:
+        return mx.model.FeedForward.load(
+            args.model_prefix, args.load_epoch, symbol=network, **arguments
+        )
+    return mx.model.FeedForward(network, **arguments)
 
 
 def report(store: mx.KVStore, accuracy: float) -> None:
@@ -98,27 +119,6 @@ def report(store: mx.KVStore, accuracy: float) -> None:
         print(line, flush=True)
 
 
-def devices(gpus: str, num_cpus: int) -> list[mx.Context]:
-    """The GPUs named in a list such as ``0,2``, or that many CPU contexts when it is empty."""
-    if not gpus:
-        if num_cpus < 1:
-            raise UsageError(f"--cpus must be at least 1, got {num_cpus}")
-        return [mx.cpu(index) for index in range(num_cpus)]
-    try:
-        numbers = [int(number) for number in gpus.split(",")]
-    except ValueError as error:
-        raise UsageError(f"--gpus takes numbers such as 0,2; got {gpus!r}") from error
-    return [mx.gpu(number) for number in numbers]
-
-
-def optimizer_numbers(options: argparse.Namespace) -> dict[str, Any]:
-    """What the optimizer is created with."""
-    numbers = {"learning_rate": options.lr, "wd": options.wd}
-    if options.optimizer in WITH_MOMENTUM:
-        numbers["momentum"] = options.mom
-    return numbers
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line. The defaults also suit ``dist_async`` with two or three workers, where
     stale gradients make a momentum of 0.9 or twice the learning rate diverge."""
@@ -127,30 +127,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--network", choices=sorted(NETWORKS), default="lenet", help="the network")
-    parser.add_argument("--gpus", default="", help="GPUs to use, such as 0,2; empty for the CPU")
-    parser.add_argument("--cpus", type=int, default=1, help="CPU devices, when no GPU is named")
-    parser.add_argument("--kv-store", default="local", help="type of the key-value store")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples per worker and step")
-    parser.add_argument("--num-epochs", type=int, default=8, help="passes over the digits")
-    parser.add_argument("--optimizer", default="sgd", help="name of the optimizer")
-    parser.add_argument(
-        "--lr", type=float, default=0.05, help="learning rate; less for many asynchronous workers"
-    )
-    parser.add_argument("--mom", type=float, default=0.5, help="momentum, where there is one")
-    parser.add_argument("--wd", type=float, default=1e-4, help="weight decay")
     parser.add_argument(
         "--data-dir", type=Path, default=mnist.EMBEDDED, help="folder with the four MNIST files"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of first weights and order of digits")
     parser.add_argument(
-        "--disp-batches", type=int, default=50, help="batches from one line to the next"
+        "--plot", type=Path, help="draw loss and accuracy by epoch into this file (PNG, SVG, PDF)"
     )
-    options = parser.parse_args(argv)
-    if options.disp_batches < 1:
-        parser.error("--disp-batches must be at least 1")
-    if options.num_epochs < 1:
-        parser.error("--num-epochs must be at least 1")
-    return options
+    common.add_fit_args(parser)
+    parser.set_defaults(batch_size=32, lr=0.05, mom=0.5, disp_batches=50)
+    return common.parse(parser, argv)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 One file per library implements :class:`Adapter`; ``adapter_for`` picks by the name of the
 value's class, so a library is imported only when somebody passes one of its arrays. Nothing
 here keeps an array or changes one that it was not told to write. Any thread may call; an
-adapter has no state. Read next: ``numpy.py``, then ``cupy.py`` (the same on GPUs).
+adapter has no state. Read next: ``numpy.py``, then ``cupy.py`` (the same on GPUs); all other
+arrays are looked at as one of these two (``view.py``).
 """
 
 from __future__ import annotations
@@ -16,20 +17,56 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvstore.context import Context
+from kvstore.dtypes import check_dtype as check_dtype
 from kvstore.errors import ArgumentTypeError
 
 Array = Any
-"""A ``numpy.ndarray`` or a ``cupy.ndarray``; the two share no base class."""
+"""An array of any library that ``adapter_for`` knows; they share no base class."""
 
-_DTYPE_KINDS = "biufc"
+NativeArray = Any
+"""A ``numpy.ndarray`` or a ``cupy.ndarray``."""
+
+_LIBRARIES = {
+    ("numpy", "ndarray"): "numpy",
+    ("cupy", "ndarray"): "cupy",
+    ("torch", "Tensor"): "torch",
+    ("kvstore", "NDArray"): "nd",
+}
+_JAX_PACKAGES = ("jax", "jaxlib")
+_OFFERS = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
+_NO_DTYPE = (bool, int, float, complex, str, bytes, bytearray, list, tuple, np.generic)
+"""They have no dtype or are no arrays, though some offer their memory as one."""
 
 
 class Adapter(Protocol):
     """What a store needs of an array library. Shapes are any; dtypes are those of the array.
 
+    A caller's array is looked at through its adapter only: ``array.dtype`` of a tensor is no
+    dtype of NumPy's. ``dtype`` is the first call for a caller's array and refuses what has no
+    values to give; the other methods count on that.
+
     ``host`` arrays are NumPy's. A result that is called new is owned by the caller; any other
     may share the argument's memory and is only to be read, before the caller's next change.
     """
+
+    def shape(self, array: Array) -> tuple[int, ...]:
+        """The array's shape."""
+
+    def dtype(self, array: Array) -> np.dtype[Any]:
+        """The array's dtype as NumPy's, in whatever byte order; it may be none for a store.
+
+        Raises ``ArgumentTypeError`` for an array of the library whose values cannot be had.
+        """
+
+    def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
+        """The array's own memory as flat, writable bytes, in the order of its elements.
+
+        None unless values in native byte order may be written right there. Whoever wrote
+        calls ``written`` afterwards.
+        """
+
+    def written(self, array: Array) -> None:
+        """What ``memory`` gave has been written to: tells the library, if it keeps count."""
 
     def context(self, array: Array) -> Context:
         """The device on which the array lives."""
@@ -37,8 +74,11 @@ class Adapter(Protocol):
     def on(self, context: Context) -> AbstractContextManager[None]:
         """Inside the block the library works on ``context``; at the end that work is done."""
 
-    def is_writeable(self, array: Array) -> bool:
-        """Whether elements of the array may be set."""
+    def why_read_only(self, array: Array) -> str | None:
+        """None if elements of the array may be set; else why not and what to do, in words."""
+
+    def view(self, array: Array) -> NativeArray:
+        """The values as NumPy's or CuPy's array, in the array's own memory where it can be."""
 
     def to_host(self, array: Array) -> np.ndarray[Any, Any]:
         """The values as a C-contiguous array in native byte order; no copy if it is one."""
@@ -46,60 +86,72 @@ class Adapter(Protocol):
     def from_host(self, host: np.ndarray[Any, Any], out: Array) -> None:
         """Set all of ``out`` to ``host`` (same shape), cast to ``out``'s dtype; any strides."""
 
-    def to_context(self, array: Array, context: Context) -> Array:
-        """The values as this library's array on ``context``; no copy if it is there.
+    def assign(self, value: Array, out: Array) -> None:
+        """``from_host`` of a value of any library on any device."""
+
+    def to_context(self, array: Array, context: Context) -> NativeArray:
+        """The values on ``context``, which is of this library; no copy if they are there.
 
         ``array`` may belong to another library.
         """
 
-    def copy(self, array: Array) -> Array:
+    def copy(self, array: Array) -> NativeArray:
         """A new C-contiguous array of the same dtype on the same device."""
 
     def sum_in_order(
         self, arrays: Sequence[Array], context: Context, dtype: np.dtype[Any]
-    ) -> Array:
+    ) -> NativeArray:
         """A new array on ``context``: ((a0 + a1) + a2) + ..., cast to ``dtype`` at the end.
 
-        The arrays share shape and dtype and may live on different devices. float16 is added
-        in float32, everything else in its own dtype; the order never changes, so neither do
-        the bits.
+        The arrays share shape and dtype and may be of several libraries on several devices.
+        float16 and bfloat16 are added in float32, everything else in its own dtype; the order
+        never changes, so neither do the bits.
         """
 
 
 def adapter_for(value: object) -> Adapter:
     """The adapter of the library that ``value`` belongs to.
 
-    Raises ``ArgumentTypeError`` for anything that is no supported array, among them Python
-    scalars and lists: these have no dtype of their own, so the caller must choose one.
+    Arrays of NumPy, CuPy, PyTorch and JAX are known by their classes; any other object must
+    offer the buffer protocol, ``__array_interface__``, ``__cuda_array_interface__`` or DLPack.
+    Raises ``ArgumentTypeError`` for all else, among them Python scalars and lists: these have
+    no dtype of their own, so the caller must choose one.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise ArgumentTypeError(
             "a masked array would lose its mask; pass value.filled(...) instead"
         )
     for base in type(value).__mro__:
-        if base.__name__ == "ndarray":
-            library = base.__module__.partition(".")[0]
-            if library in ("numpy", "cupy"):
-                return _adapter_of(library)
+        package = base.__module__.partition(".")[0]
+        library = _LIBRARIES.get((package, base.__name__))
+        if library is not None:
+            return _adapter_of(library)
+        if package in _JAX_PACKAGES:
+            return _adapter_of("jax")
+    if _offers_memory(value):
+        return _adapter_of("buffer")
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise ArgumentTypeError(
-        f"a value must be a NumPy or CuPy array, got {kind}; "
+        f"a value must be an array of NumPy, CuPy, PyTorch or JAX, got {kind}; "
         "pass a NumPy array, such as numpy.asarray(value, dtype='float32')"
     )
 
 
 def adapter_on(context: Context) -> Adapter:
-    """The adapter of the library whose arrays live on ``context``."""
+    """The adapter of the library that stores use on ``context``: NumPy's, or CuPy's on a GPU."""
     return _adapter_of("numpy" if context.device_type == "cpu" else "cupy")
 
 
-def check_dtype(dtype: np.dtype[Any]) -> None:
-    """Raise ``ArgumentTypeError`` unless ``dtype`` is bool or an integer, float or complex."""
-    if dtype.kind not in _DTYPE_KINDS:
-        raise ArgumentTypeError(
-            f"arrays of dtype {dtype} cannot be stored; "
-            "use bool or an integer, float or complex dtype"
-        )
+def _offers_memory(value: object) -> bool:
+    if isinstance(value, _NO_DTYPE):
+        return False
+    if any(hasattr(type(value), name) for name in _OFFERS):
+        return True
+    try:
+        memoryview(value).release()  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
 
 
 @functools.cache
@@ -108,6 +160,22 @@ def _adapter_of(library: str) -> Adapter:
         from kvstore.arrays.numpy import NumpyAdapter
 
         return NumpyAdapter()
-    from kvstore.arrays.cupy import CupyAdapter
+    if library == "cupy":
+        from kvstore.arrays.cupy import CupyAdapter
 
-    return CupyAdapter()
+        return CupyAdapter()
+    if library == "torch":
+        from kvstore.arrays.torch import TorchAdapter
+
+        return TorchAdapter()
+    if library == "nd":
+        from kvstore.arrays.nd import NDArrayAdapter
+
+        return NDArrayAdapter()
+    if library == "jax":
+        from kvstore.arrays.jax import JaxAdapter
+
+        return JaxAdapter()
+    from kvstore.arrays.buffer import BufferAdapter
+
+    return BufferAdapter()

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.aggregate import accumulation_dtype
-from kvstore.arrays import Array, adapter_for
+from kvstore.arrays import Array, NativeArray, adapter_for
 from kvstore.context import Context
+from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import MissingDependencyError
 
 
@@ -42,6 +42,19 @@ def load() -> ModuleType:
 class CupyAdapter:
     """Implements :class:`kvstore.arrays.Adapter`; see there for each promise."""
 
+    def shape(self, array: Array) -> tuple[int, ...]:
+        return tuple(array.shape)
+
+    def dtype(self, array: Array) -> np.dtype[Any]:
+        dtype: np.dtype[Any] = array.dtype  # CuPy's dtypes are NumPy's
+        return dtype
+
+    def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
+        return None
+
+    def written(self, array: Array) -> None:
+        pass
+
     def context(self, array: Array) -> Context:
         return Context("gpu", int(array.device.id))
 
@@ -52,8 +65,11 @@ class CupyAdapter:
             yield
             cupy.cuda.get_current_stream().synchronize()
 
-    def is_writeable(self, array: Array) -> bool:
-        return True
+    def why_read_only(self, array: Array) -> str | None:
+        return None
+
+    def view(self, array: Array) -> NativeArray:
+        return array
 
     def to_host(self, array: Array) -> np.ndarray[Any, Any]:
         cupy = load()
@@ -65,8 +81,15 @@ class CupyAdapter:
         with self.on(self.context(out)):
             out[...] = load().asarray(host)
 
-    def to_context(self, array: Array, context: Context) -> Array:
+    def assign(self, value: Array, out: Array) -> None:
+        device = self.context(out)
+        here = self.to_context(value, device)
+        with self.on(device):
+            out[...] = here
+
+    def to_context(self, array: Array, context: Context) -> NativeArray:
         cupy = load()
+        array = adapter_for(array).view(array)
         if not isinstance(array, cupy.ndarray):
             host = adapter_for(array).to_host(array)
             with self.on(context):
@@ -81,14 +104,14 @@ class CupyAdapter:
         with self.on(context):
             return cupy.asarray(contiguous)
 
-    def copy(self, array: Array) -> Array:
+    def copy(self, array: Array) -> NativeArray:
         with self.on(self.context(array)):
             return array.copy(order="C")
 
     def sum_in_order(
         self, arrays: Sequence[Array], context: Context, dtype: np.dtype[Any]
-    ) -> Array:
-        working = accumulation_dtype(arrays[0].dtype)
+    ) -> NativeArray:
+        working = accumulation_dtype(adapter_for(arrays[0]).dtype(arrays[0]))
         here = [self.to_context(array, context) for array in arrays]
         with self.on(context):
             if len(here) == 1:

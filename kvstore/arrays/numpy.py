@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvstore import aggregate
-from kvstore.arrays import Array, adapter_for
+from kvstore.arrays import Array, NativeArray, adapter_for
 from kvstore.context import Context
 
 _HOST = Context("cpu", 0)
@@ -22,14 +22,36 @@ _HOST = Context("cpu", 0)
 class NumpyAdapter:
     """Implements :class:`kvstore.arrays.Adapter`; see there for each promise."""
 
+    def shape(self, array: Array) -> tuple[int, ...]:
+        return tuple(array.shape)
+
+    def dtype(self, array: Array) -> np.dtype[Any]:
+        dtype: np.dtype[Any] = array.dtype
+        return dtype
+
+    def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
+        # A subclass may have a shape of its own mind (numpy.matrix); a memmap has none.
+        plain = type(array) in (np.ndarray, np.memmap) and array.dtype.isnative
+        if not plain or not (array.flags.c_contiguous and array.flags.writeable):
+            return None
+        return np.asarray(array).reshape(-1).view(np.uint8)
+
+    def written(self, array: Array) -> None:
+        pass
+
     def context(self, array: Array) -> Context:
         return _HOST
 
     def on(self, context: Context) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def is_writeable(self, array: Array) -> bool:
-        return bool(array.flags.writeable)
+    def why_read_only(self, array: Array) -> str | None:
+        if array.flags.writeable:
+            return None
+        return "NumPy may not write to its memory; pass a copy, numpy.array(value)"
+
+    def view(self, array: Array) -> NativeArray:
+        return array
 
     def to_host(self, array: Array) -> np.ndarray[Any, Any]:
         # A subclass such as numpy.matrix reshapes in its own way, so it becomes a plain view.
@@ -42,16 +64,19 @@ class NumpyAdapter:
         with np.errstate(all="ignore"):
             np.copyto(out, host, casting="unsafe")
 
-    def to_context(self, array: Array, context: Context) -> Array:
+    def assign(self, value: Array, out: Array) -> None:
+        self.from_host(adapter_for(value).to_host(value), out)
+
+    def to_context(self, array: Array, context: Context) -> NativeArray:
         return adapter_for(array).to_host(array)
 
-    def copy(self, array: Array) -> Array:
+    def copy(self, array: Array) -> NativeArray:
         return np.array(self.to_host(array), order="C", copy=True)
 
     def sum_in_order(
         self, arrays: Sequence[Array], context: Context, dtype: np.dtype[Any]
-    ) -> Array:
-        total = np.empty(arrays[0].shape, dtype)
+    ) -> NativeArray:
+        total = np.empty(adapter_for(arrays[0]).shape(arrays[0]), dtype)
         contributions = [self.to_context(array, context).reshape(-1) for array in arrays]
         aggregate.sum_in_order(contributions, total.reshape(-1))
         return total

@@ -2,10 +2,11 @@
 
 Standard library only, and no import of this project: it runs as ``python -I -S guardian.py``
 beside the launcher, in a session of its own, and reads a pipe whose other end only the
-launcher holds. The launcher writes the process groups that it starts, one number a line, and
-``done`` when it has ended them itself. A pipe that ends without ``done`` means that the
+launcher holds. The launcher writes the process groups that it starts, one number a line; the
+directory of the job's key, as ``remove`` and its name in hexadecimal digits; and ``done`` when
+it has ended and removed everything itself. A pipe that ends without ``done`` means that the
 launcher was killed (``kill -9``, out of memory); then everything that belongs to the job is
-killed at once.
+killed at once, and the key removed.
 
 A process belongs to the job when it is in one of those groups (sessions), or when the
 environment that it was started with holds the job's id; so a grandchild that made its own
@@ -16,6 +17,7 @@ environment, escapes; and without ``/proc`` (macOS) only the groups are known.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -99,11 +101,17 @@ def main(job_id: str) -> None:
     """Read the launcher's pipe on standard input to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     groups: set[int] = set()
+    directories: list[str] = []
     for line in sys.stdin:
         if line == "done\n":
             return
-        groups.add(int(line))
+        if line.startswith("remove "):
+            directories.append(os.fsdecode(bytes.fromhex(line[len("remove ") :])))
+        else:
+            groups.add(int(line))
     end_job(job_id, groups, grace_s=0)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

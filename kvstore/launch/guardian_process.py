@@ -8,6 +8,7 @@ thread; used by ``supervisor.py``.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -37,6 +38,10 @@ class GuardianProcess:
     def watch(self, group: int) -> None:
         """Tell it of a process group that was just started."""
         self._tell(f"{group}\n")
+
+    def remove_at_the_end(self, directory: Path) -> None:
+        """Have ``directory``, which may not be there yet, removed should the launcher be killed."""
+        self._tell(f"remove {os.fsencode(directory).hex()}\n")
 
     def dismiss(self) -> None:
         """Everything has ended: nothing is left for it to do."""

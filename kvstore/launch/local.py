@@ -19,9 +19,16 @@ from pathlib import Path
 
 from kvstore.launch.address import listen
 from kvstore.launch.failure import exit_code, failures_first_cause_first
+from kvstore.launch.key import new_key_file, write_key
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
-from kvstore.launch.plan import JobFacts, base_environment, plan_local, requested_address
+from kvstore.launch.plan import (
+    JobFacts,
+    base_environment,
+    brings_a_key,
+    plan_local,
+    requested_address,
+)
 from kvstore.launch.report import Ended, failure_block
 from kvstore.launch.supervisor import Outcome, StartFailure, Supervisor
 
@@ -44,6 +51,7 @@ def run_local(
     job_id = secrets.token_hex(8)
     with listen(host, port) as listener:
         log_dir, is_temporary = _make_log_dir(options.log_dir)
+        key_file = None if brings_a_key(options, environ) else new_key_file()
         facts = JobFacts(
             job_id=job_id,
             host=host,
@@ -51,11 +59,15 @@ def run_local(
             listen_fd=listener.fileno(),
             cpu_count=available_cpu_count(),
             checkout_root=checkout_root(),
+            key_file=None if key_file is None else str(key_file),
         )
         specs = plan_local(options, facts, environ, service_command)
         with Supervisor(job_id, environ, log_dir, timing) as supervisor:
             for note in options.notes:
                 supervisor.say(note)
+            if key_file is not None:
+                supervisor.remove_at_the_end(key_file.parent)
+                write_key(key_file)
             supervisor.start(specs, base_environment(environ))
             # Only the scheduler holds the socket now: when it dies, connections are refused.
             listener.close()

@@ -28,10 +28,12 @@ RESERVED_NAMES = frozenset(
         "DMLC_PS_ROOT_PORT",
         "DMLC_JOB_CLUSTER",
         "PS_JOB_ID",
+        "PS_JOB_KEY_FD",
         "PS_LISTEN_FD",
     }
 )
 
+_MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\Z")
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 Assignment = tuple[str, str]
@@ -59,6 +61,7 @@ class LaunchOptions:
     environment: tuple[Assignment, ...] = ()
     server_environment: tuple[Assignment, ...] = ()
     worker_environment: tuple[Assignment, ...] = ()
+    server_imports: tuple[str, ...] = ()
     log_dir: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -102,6 +105,7 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
         environment=_forwarded_assignments(found.env),
         server_environment=_assignments("--env-server", found.env_server),
         worker_environment=_assignments("--env-worker", found.env_worker),
+        server_imports=_modules(found.server_import),
         log_dir=found.log_dir,
         notes=tuple(notes),
     )
@@ -153,6 +157,14 @@ def _build_parser() -> _Parser:
     )
     add("--env-server", action="append", default=[], metavar="K:V", help="variable for servers")
     add("--env-worker", action="append", default=[], metavar="K:V", help="variable for workers")
+    add(
+        "--server-import",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="module (or .py file) that servers and the scheduler import when they start, such as "
+        "the one that registers your own optimizers; may be repeated",
+    )
     add("--p3", action="store_true", help="accepted for old scripts: priorities are always on")
     add(
         "--log-dir",
@@ -218,6 +230,17 @@ def _assignments(option: str, texts: Sequence[str]) -> tuple[Assignment, ...]:
         _check_name(option, name, text)
         found.append((name, value))
     return tuple(found)
+
+
+def _modules(names: Sequence[str]) -> tuple[str, ...]:
+    for name in names:
+        is_file = name.endswith(".py") and "," not in name
+        if not (is_file or _MODULE_NAME.match(name)):
+            raise LaunchError(
+                f"--server-import needs a module's name or .py file, without commas; not '{name}'",
+                exit_code=2,
+            )
+    return tuple(dict.fromkeys(names))
 
 
 def _check_name(option: str, name: str, text: str) -> None:

@@ -1,8 +1,9 @@
 """Who is started, with which command and which environment.
 
 Pure: options and facts in, a list of :class:`ProcessSpec` out; nothing is started or read
-here. The variables are those of ps-lite's contract (``DMLC_*``) plus ``PS_JOB_ID`` and
-``PS_LISTEN_FD``. Read ``supervisor.py`` next, which starts what is planned here.
+here. The variables are those of ps-lite's contract (``DMLC_*``) plus ``PS_JOB_ID``,
+``PS_JOB_KEY_FILE``, ``PS_SECURITY`` and ``PS_LISTEN_FD``. Read ``supervisor.py`` next, which
+starts what is planned here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ THREAD_COUNT_NAMES = (
 )
 
 # What a job around this one left in the environment, and no process of this job may see.
-_FOREIGN_NAMES = ("PS_LISTEN_FD", "DMLC_RANK")
+_FOREIGN_NAMES = ("PS_LISTEN_FD", "PS_JOB_KEY_FD", "DMLC_RANK")
+SERVER_IMPORT_NAME = "KVSTORE_SERVER_IMPORT"
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class JobFacts:
 
     ``checkout_root`` is the directory that makes ``kvstore`` importable, or None where the
     package is installed: adding a ``site-packages`` to PYTHONPATH would give a worker that
-    runs under another interpreter the wrong libraries.
+    runs under another interpreter the wrong libraries. ``key_file`` is the file with the job's
+    key, or None where the user has given one.
     """
 
     job_id: str
@@ -55,6 +58,7 @@ class JobFacts:
     listen_fd: int
     cpu_count: int
     checkout_root: str | None
+    key_file: str | None = None
 
 
 def plan_local(
@@ -76,8 +80,16 @@ def plan_local(
         "DMLC_JOB_CLUSTER": "local",
         "PS_JOB_ID": facts.job_id,
     }
-    everyone = {"PYTHONUNBUFFERED": "1", **dict(options.environment)}
+    if facts.key_file is not None:
+        job["PS_JOB_KEY_FILE"] = facts.key_file
+    everyone = {
+        "PYTHONUNBUFFERED": "1",
+        **security(environ),
+        **dict(options.environment),
+    }
     service = {**everyone, **dict.fromkeys(THREAD_COUNT_NAMES, "1")}
+    if options.server_imports:
+        service[SERVER_IMPORT_NAME] = ",".join(options.server_imports)
     server = {**service, **dict(options.server_environment)}
     worker = {
         **everyone,
@@ -119,12 +131,29 @@ def requested_address(environ: Mapping[str, str]) -> tuple[str, int]:
     Inside a worker of another job the exported address is that job's, not a wish.
     Raises ValueError when the exported port is not a port number.
     """
-    if "PS_JOB_ID" in environ and "DMLC_TASK_ID" in environ:
+    if _is_within_a_job(environ):
         return "127.0.0.1", 0
     port = int(environ.get("DMLC_PS_ROOT_PORT") or 0)
     if not 0 <= port <= 65535:
         raise ValueError(f"{port} is not a port number")
     return environ.get("DMLC_PS_ROOT_URI") or "127.0.0.1", port
+
+
+def brings_a_key(options: LaunchOptions, environ: Mapping[str, str]) -> bool:
+    """Whether the user has a key of their own for this job. That of a job around it is none."""
+    if any(name == "PS_JOB_KEY_FILE" for name, _ in options.environment):
+        return True
+    return bool(environ.get("PS_JOB_KEY_FILE")) and not _is_within_a_job(environ)
+
+
+def security(environ: Mapping[str, str]) -> dict[str, str]:
+    """The mechanism, unless the user chose: on one host there is nobody to hide data from."""
+    chosen = bool(environ.get("PS_SECURITY")) and not _is_within_a_job(environ)
+    return {} if chosen else {"PS_SECURITY": "plain"}
+
+
+def _is_within_a_job(environ: Mapping[str, str]) -> bool:
+    return "PS_JOB_ID" in environ and "DMLC_TASK_ID" in environ
 
 
 def worker_threads(

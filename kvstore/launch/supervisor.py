@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,7 @@ class Supervisor:
         self._output = Console(1)
         self._errors = Console(2)
         self._guardian: GuardianProcess | None = None
+        self._to_remove: list[Path] = []
 
     def __enter__(self) -> Supervisor:
         self._guardian = GuardianProcess(self._job_id, self._environ)
@@ -86,10 +88,21 @@ class Supervisor:
         end_job(self._job_id, self._groups(), grace_s=0)
         for child in self._children:
             child.reap()
+        for directory in self._to_remove:
+            shutil.rmtree(directory, ignore_errors=True)
         if self._guardian is not None:
             self._guardian.dismiss()
         self._selector.close()
         self._signals.close()
+
+    def remove_at_the_end(self, directory: Path) -> None:
+        """Remove ``directory`` after all processes have ended, in whatever way that comes about.
+
+        To be called before it is made, so that nothing can stay.
+        """
+        assert self._guardian is not None
+        self._guardian.remove_at_the_end(directory)
+        self._to_remove.append(directory)
 
     def say(self, text: str) -> None:
         """A line of the launcher's own, on standard error."""

@@ -2,7 +2,7 @@
 
 Pure: formulas over arrays that the caller owns; no I/O, no threads, no clock. An optimizer is
 an immutable value, so that a store, its servers and the caller can share one; the arrays that
-change (weight and state) belong to the store. Read next: ``sgd.py``.
+change (weight and state) belong to the store. Read next: ``arithmetic.py``, then ``sgd.py``.
 
 Arithmetic is written as NumPy ufuncs with ``out=`` and ``dtype=``: CuPy arrays carry the same
 calls out on their device. Only elementwise operations may be used by an optimizer of scope
@@ -15,22 +15,32 @@ imported; a custom optimizer must be imported by the servers too.
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
-import types
-import typing
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from kvstore.aggregate import Flat, accumulation_dtype
+from kvstore.aggregate import Flat
+from kvstore.dtypes import accumulation_dtype, is_float
 from kvstore.errors import ArgumentTypeError, OptimizerParameterError, UnknownOptimizerError
+from kvstore.optimizer.fields import (
+    Key,
+    Multipliers,
+    Number,
+    build,
+    check_known,
+    convert_fields,
+    parameter_names,
+    register_in,
+)
+from kvstore.optimizer.schedule import ScaledScheduler, Schedule
 
-Number: typing.TypeAlias = float | int | bool | str | None
-"""What a parameter may be, and so what travels over the wire."""
+__all__ = ["Number", "Optimizer", "create", "register"]
+
+_Self = TypeVar("_Self", bound="Optimizer")
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class Optimizer:
     """Base of all optimizers. Subclasses are frozen dataclasses whose fields are the parameters.
 
@@ -39,15 +49,20 @@ class Optimizer:
         @register
         @dataclasses.dataclass(frozen=True)
         class Descent(Optimizer):
-            step: float = 0.1
+            learning_rate: float = 0.1
 
             def update(self, weight, grad, state, count, scratch):
-                np.multiply(grad, self.step, out=grad)
+                np.multiply(grad, self.rate(count), out=grad)
                 np.subtract(weight, grad, out=weight, dtype=grad.dtype)
 
     Two optimizers are equal when class and parameters are. Fields are annotated ``float``,
     ``int``, ``bool`` or ``str``, each possibly ``| None``; values are checked and converted,
     and one that does not fit raises ``OptimizerParameterError``.
+
+    Every optimizer also takes, by keyword: ``lr_scheduler``, a schedule of the learning rate;
+    ``lr_mult`` and ``wd_mult``, mappings of keys to factors for their learning rate and decay
+    (kept as sorted pairs). A ``base_lr`` of the schedule becomes the ``learning_rate`` where
+    that was left at its default, and else gives way to it, as in MXNet.
     """
 
     scope: ClassVar[str] = "element"
@@ -56,33 +71,183 @@ class Optimizer:
     name: ClassVar[str] = ""
     """The registered name: the class's, lower-cased."""
 
-    def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = _converted(self, field.name, getattr(self, field.name), hints[field.name])
-            object.__setattr__(self, field.name, value)
+    lr_scheduler: Schedule | None = dataclasses.field(default=None, kw_only=True)
+    lr_mult: Multipliers = dataclasses.field(default=(), kw_only=True)
+    wd_mult: Multipliers = dataclasses.field(default=(), kw_only=True)
 
-    def params(self) -> dict[str, Number]:
-        """The parameters by name; ``create(optimizer.name, **params)`` makes an equal one."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        return {field.name: getattr(self, field.name) for field in fields}
+    _factors: dict[Key, tuple[float, float]] = dataclasses.field(
+        default_factory=dict, init=False, compare=False, kw_only=True
+    )
+    """For each key with multipliers: that of the rate and that of the decay."""
+
+    _variants: dict[Any, Any] = dataclasses.field(
+        default_factory=dict, init=False, compare=False, kw_only=True
+    )
+    """What ``for_key`` has made; keys of equal multipliers share one."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Optimizer.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.params().items())
+        return f"{type(self).__name__}({shown})"
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        for needed, given in (
+            ("learning_rate", self.lr_scheduler is not None or self.lr_mult),
+            ("wd", self.wd_mult),
+        ):
+            if given and needed not in parameter_names(type(self)):
+                raise OptimizerParameterError(
+                    f"{type(self).__name__} has no {needed}, so it takes no schedule of it "
+                    "and no multipliers"
+                )
+        self._settle_base()
+        rates: dict[Key, float] = dict(self.lr_mult)
+        decays: dict[Key, float] = dict(self.wd_mult)
+        for key in [*rates, *decays]:
+            self._factors[key] = rates.get(key, 1.0), decays.get(key, 1.0)
+
+    def _settle_base(self) -> None:
+        schedule = self.lr_scheduler
+        if schedule is None:
+            return
+        if schedule.base_lr is not None:
+            fields = {field.name: field for field in dataclasses.fields(self)}
+            if self._base_rate() == fields["learning_rate"].default:
+                object.__setattr__(self, "learning_rate", schedule.base_lr)
+            schedule = dataclasses.replace(schedule, base_lr=None)
+            object.__setattr__(self, "lr_scheduler", schedule)
+        schedule.check_base(self._base_rate())
+
+    # -- parameters --------------------------------------------------------------------
+
+    def params(self) -> dict[str, Any]:
+        """The parameters by name; ``create(optimizer.name, **params)`` makes an equal one.
+
+        Schedule and multipliers are there when they are set. What travels is ``to_plain``.
+        """
+        values = {name: getattr(self, name) for name in parameter_names(type(self))}
+        for name in ("lr_scheduler", "lr_mult", "wd_mult"):
+            if not values[name]:
+                del values[name]
+        return values
+
+    def replace(self: _Self, **numbers: Any) -> _Self:
+        """The same optimizer with other numbers; ``lr`` is short for ``learning_rate``.
+
+        A new schedule that has a ``base_lr`` brings its learning rate along. Raises
+        ``OptimizerParameterError``, which lists what is known.
+        """
+        if "lr" in numbers:
+            if "learning_rate" in numbers:
+                raise OptimizerParameterError("lr and learning_rate are the same; give one")
+            numbers["learning_rate"] = numbers.pop("lr")
+        check_known(type(self), numbers)
+        schedule = numbers.get("lr_scheduler")
+        if isinstance(schedule, Schedule) and schedule.base_lr is not None:
+            numbers.setdefault("learning_rate", schedule.base_lr)
+        return dataclasses.replace(self, **numbers)
+
+    def rate(self, count: int) -> float:
+        """The learning rate of update number ``count``, from 1 on."""
+        base = self._base_rate()
+        if self.lr_scheduler is None:
+            return base
+        return float(self.lr_scheduler.rate(count, base))
+
+    def multipliers(self, key: Key) -> tuple[float, float]:
+        """What ``key`` multiplies learning rate and decay with: 1.0 where nothing is given."""
+        return self._factors.get(key, (1.0, 1.0))
+
+    def for_key(self, key: Key) -> Optimizer:
+        """The optimizer of one key: itself, unless the key has multipliers.
+
+        With multipliers, one of the same class with both numbers multiplied (the rates of a
+        schedule too) and no multipliers left: the same object for every call and for all keys
+        of equal multipliers. State belongs to both alike.
+        """
+        factors = self._factors.get(key)
+        if factors is None:
+            return self
+        variant = self._variants.get(factors)
+        if variant is None:
+            # Two threads may get here at once; both leave with the one that was first.
+            variant = self._variants.setdefault(factors, self._scaled(*factors))
+        found: Optimizer = variant
+        return found
+
+    def _scaled(self: _Self, lr_mult: float, wd_mult: float) -> _Self:
+        changes: dict[str, Any] = {"lr_mult": (), "wd_mult": ()}
+        if self.lr_mult:
+            base = self._base_rate()
+            changes["learning_rate"] = base * lr_mult
+            if self.lr_scheduler is not None:
+                changes["lr_scheduler"] = ScaledScheduler(self.lr_scheduler, lr_mult, base)
+        if self.wd_mult:
+            changes["wd"] = self._values()["wd"] * wd_mult
+        return self.replace(**changes)
+
+    def _values(self) -> dict[str, Any]:
+        return vars(self)
+
+    def _base_rate(self) -> float:
+        base = self._values().get("learning_rate")
+        if base is None:
+            raise OptimizerParameterError(f"{type(self).__name__} has no learning_rate")
+        return float(base)
+
+    def _check_unit(self, *names: str) -> None:
+        """Raise ``OptimizerParameterError`` unless these lie in [0, 1)."""
+        for name in names:
+            if not 0.0 <= self._values()[name] < 1.0:
+                raise OptimizerParameterError(
+                    f"{name} of {type(self).__name__} must lie in [0, 1), "
+                    f"got {self._values()[name]!r}"
+                )
+
+    def _check_not_negative(self, *names: str) -> None:
+        """Raise ``OptimizerParameterError`` if one of these is less than 0."""
+        for name in names:
+            if self._values()[name] < 0.0:
+                raise OptimizerParameterError(
+                    f"{name} of {type(self).__name__} must not be negative, "
+                    f"got {self._values()[name]!r}"
+                )
+
+    # -- arrays ------------------------------------------------------------------------
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Raise ``ArgumentTypeError`` unless weights of ``dtype`` can be updated: real floats."""
-        if dtype.kind != "f":
+        if not is_float(dtype):
             raise ArgumentTypeError(
                 f"the optimizer {self.name or type(self).__name__} updates float weights, not "
                 f"{dtype}; keep such keys in a store without an optimizer"
             )
 
-    def create_state(self, weight: Flat) -> tuple[Flat, ...]:
-        """The arrays that the optimizer keeps for ``weight`` between updates: none by default.
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the arrays that ``create_state`` makes, in order: none by default.
 
-        New 1-D arrays, zero, as long as ``weight``, on its device, owned by the caller, in the
-        accumulation dtype: a float16 weight has float32 state, since squares of gradients
-        leave float16's range.
+        A subclass says what it keeps either here or by a ``create_state`` of its own; then
+        the names are ``state0``, ``state1`` and so on.
         """
-        return ()
+        if type(self).create_state is Optimizer.create_state:
+            return ()
+        made = self.create_state(np.zeros(1, np.float32))
+        return tuple(f"state{index}" for index in range(len(made)))
+
+    def create_state(self, weight: Flat) -> tuple[Flat, ...]:
+        """The arrays that the optimizer keeps for ``weight`` between updates.
+
+        New 1-D arrays, one for each of ``state_names``, zero, as long as ``weight``, on its
+        device, owned by the caller, in the accumulation dtype: a float16 weight has float32
+        state, since squares of gradients leave float16's range.
+        """
+        dtype = accumulation_dtype(weight.dtype)
+        return tuple(np.zeros_like(weight, dtype=dtype) for _ in self.state_names())
 
     def update(
         self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
@@ -106,13 +271,11 @@ class Optimizer:
         state and count start afresh.
         """
         fresh = self.create_state(weight)
-        if type(previous) is not type(self):
+        if previous is None or type(previous) is not type(self):
             return fresh, 0
-        return tuple(state[: len(fresh)]) + fresh[len(state) :], count
-
-    def _zeros(self, weight: Flat, number: int) -> tuple[Flat, ...]:
-        dtype = accumulation_dtype(weight.dtype)
-        return tuple(np.zeros_like(weight, dtype=dtype) for _ in range(number))
+        kept = dict(zip(previous.state_names(), state, strict=False))
+        names = self.state_names()
+        return tuple(kept.get(name, new) for name, new in zip(names, fresh, strict=True)), count
 
 
 _Class = TypeVar("_Class", bound=type[Optimizer])
@@ -126,25 +289,10 @@ def register(cls: _Class) -> _Class:
     The same class may be registered again (a module that is loaded anew); another class of the
     same name raises ``ArgumentTypeError``, as does a class that is no frozen dataclass itself.
     """
-    options = vars(cls).get("__dataclass_params__")
-    if options is None or not options.frozen:
-        raise ArgumentTypeError(
-            f"{cls.__name__} must be a frozen dataclass: put @dataclasses.dataclass(frozen=True) "
-            "between @register and the class"
-        )
-    name = cls.__name__.lower()
-    known = _registry.get(name, cls)
-    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ArgumentTypeError(
-            f"the optimizer name {name!r} is taken by {known.__module__}.{known.__qualname__}; "
-            "choose another class name"
-        )
-    cls.name = name
-    _registry[name] = cls
-    return cls
+    return register_in(_registry, cls, cls.__name__.lower(), "optimizer")
 
 
-def create(name: str, **params: Number) -> Optimizer:
+def create(name: str, **params: Any) -> Optimizer:
     """The optimizer registered under ``name`` (case does not matter), with these numbers.
 
     Raises ``UnknownOptimizerError`` or ``OptimizerParameterError``, which list what is known.
@@ -157,52 +305,5 @@ def create(name: str, **params: Number) -> Optimizer:
         raise UnknownOptimizerError(
             f"no optimizer is named {name!r}; known: {', '.join(sorted(_registry))}"
         )
-    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    unknown = sorted(set(params) - set(known))
-    if unknown:
-        raise OptimizerParameterError(
-            f"{cls.name} has no parameter {', '.join(unknown)}; known: {', '.join(known)}"
-        )
-    return cls(**params)
-
-
-def rescale(grad: Flat, factor: float) -> None:
-    """grad *= factor, in place."""
-    if factor != 1.0:
-        np.multiply(grad, factor, out=grad)
-
-
-def clip(grad: Flat, limit: float | None) -> None:
-    """Bring each element into [-limit, limit], in place. None, 0 and less turn it off (MXNet)."""
-    if limit is not None and limit > 0:
-        np.minimum(grad, limit, out=grad)
-        np.maximum(grad, -limit, out=grad)
-
-
-def add_decay(grad: Flat, weight: Flat, wd: float, scratch: Flat) -> None:
-    """grad += wd * weight, in place; overwrites ``scratch``."""
-    if wd != 0.0:
-        np.multiply(weight, wd, out=scratch, dtype=grad.dtype)
-        np.add(grad, scratch, out=grad)
-
-
-def _converted(optimizer: Optimizer, field: str, value: object, hint: Any) -> Number:
-    # Plain Python numbers keep the weight's dtype in NumPy's arithmetic; a numpy.float64
-    # would turn float32 blocks into float64 ones.
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    kinds = typing.get_args(hint) if is_union else (hint,)
-    if value is None and type(None) in kinds:
-        return None
-    if str in kinds and isinstance(value, str):
-        return value
-    if isinstance(value, bool | np.bool_):
-        if bool in kinds:
-            return bool(value)
-    elif int in kinds and isinstance(value, numbers.Integral):
-        return int(value)
-    elif float in kinds and isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
-    wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-    raise OptimizerParameterError(
-        f"{field} of {type(optimizer).__name__} must be {wanted} (and finite), got {value!r}"
-    )
+    made: Optimizer = build(cls, params)
+    return made

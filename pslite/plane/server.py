@@ -111,6 +111,11 @@ class ServerPlane:
                 replies.fail(rank, pushed, True, error, (part, round_))
         return self._effects(replies, [])
 
+    @property
+    def num_waiting(self) -> int:
+        """Contributions that are here and not applied yet."""
+        return sum(len(state.rounds.waiting()) for state in self._parts.values())
+
     # -- events ------------------------------------------------------------------------
 
     def exchange(

@@ -260,6 +260,13 @@ class WorkerPlane:
         for transfer in list(self._active):
             self._drop(transfer, error)
 
+    def forget(self, parts: Iterable[int]) -> None:
+        """These parts are gone for good; requests of them that are under way are still answered."""
+        for part in parts:
+            state = self._parts.get(part)
+            if state is not None and not (state.inflight or state.held or state.pulling):
+                del self._parts[part]
+
     # -- what may be sent --------------------------------------------------------------
 
     def servers_with_mail(self) -> list[int]:

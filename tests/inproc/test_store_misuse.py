@@ -65,7 +65,7 @@ def test_a_state_that_cannot_be_made_is_an_error_and_the_next_push_is_right(
     for store in stores:
         store.push("w", gradient)
     for store in stores:
-        settled(store._pushes.all()).result(LIMIT_S)
+        settled(store._exchange.unfinished()).result(LIMIT_S)
         with pytest.raises(RemoteError, match="no room for the state"):
             store.pull("w")
     sgd = optimizer.create("sgd", learning_rate=0.5)
@@ -125,7 +125,7 @@ def test_pushes_of_keys_in_changing_orders_are_bounded_as_well(cluster: InprocCl
         future = threads.submit(push)
         with pytest.raises(concurrent.futures.TimeoutError):
             future.result(0.3)  # it waits, since the other worker pushes nothing
-        assert len(stores[0]._pushes.all()) == 1 + cluster.workers[0].config.round_window
+        assert len(stores[0]._exchange.unfinished()) == 1 + cluster.workers[0].config.round_window
         for order in itertools.permutations(keys):
             stores[1].push(list(order), [np.ones(3)] * 4)
         assert future.result(LIMIT_S) == -1

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvstore import optimizer
-from kvstore.aggregate import Workspace, accumulation_dtype, apply_round, sum_in_order
+from kvstore.aggregate import Workspace, apply_round, sum_in_order
+from kvstore.dtypes import accumulation_dtype, bfloat16
 from kvstore.errors import ValueMismatchError
 from kvstore.optimizer import Optimizer
 
@@ -46,7 +47,7 @@ def test_contributions_are_added_left_to_right_in_any_block_size(dtype: str, blo
     assert out.dtype == expected.dtype
 
 
-@pytest.mark.parametrize("dtype", ["i1", "u1", "i4", "u8", "?"])
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "?"])
 def test_integers_wrap_and_booleans_are_or_ed(dtype: str) -> None:
     random = np.random.default_rng(2)
     values = [random.integers(0, 2 if dtype == "?" else 120, 500).astype(dtype) for _ in range(4)]
@@ -65,6 +66,53 @@ def test_float16_is_added_in_float32_and_rounded_once() -> None:
     np.testing.assert_array_equal(out, np.array([2052.0, 4.0], np.float16))
 
 
+def as_dtype(values: list[Array], name: str) -> list[Array]:
+    if name == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    with np.errstate(all="ignore"):
+        return [value.astype(bfloat16() if name == "bfloat16" else name) for value in values]
+
+
+def halves(count: int, name: str) -> list[Array]:
+    """Gradients in one of the two 16-bit floats."""
+    return gradients(count, name) if name == "f2" else as_dtype(gradients(count), name)
+
+
+@pytest.mark.parametrize("name", ["f2", "bfloat16"])
+@pytest.mark.parametrize("block", [7, 1000, 65536])
+def test_halves_are_summed_in_float32_and_rounded_once(name: str, block: int) -> None:
+    values = halves(4, name)
+    wide = [value.astype(np.float32) for value in values]
+    expected = (((wide[0] + wide[1]) + wide[2]) + wide[3]).astype(values[0].dtype)
+    rounded_each_time = ((values[0] + values[1]) + values[2]) + values[3]
+    assert expected.tobytes() != rounded_each_time.tobytes()
+    out = np.empty(LENGTH, values[0].dtype)
+    sum_in_order(values, out, block_elements=block)
+    assert out.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", ["f2", "bfloat16"])
+def test_halves_are_updated_in_float32_and_rounded_once(name: str) -> None:
+    class TwoSteps(Optimizer):
+        def update(
+            self, weight: Array, grad: Array, state: object, count: int, scratch: Array
+        ) -> None:
+            # The first change alone is too small for a weight of 16 bits.
+            np.multiply(weight, 1 + 2.0**-12, out=weight)
+            np.multiply(weight, 1 + 2.0**-9, out=weight)
+            np.subtract(weight, grad, out=weight)
+
+    values = halves(3, name)
+    weight = np.linspace(1, 2, LENGTH).astype(values[0].dtype)
+    wide = [value.astype(np.float32) for value in values]
+    expected = weight.astype(np.float32)
+    expected *= np.float32(1 + 2.0**-12)
+    expected *= np.float32(1 + 2.0**-9)
+    expected -= (wide[0] + wide[1]) + wide[2]
+    apply_round(weight, values, TwoSteps(), (), 1, Workspace(), block_elements=64)
+    assert weight.tobytes() == expected.astype(weight.dtype).tobytes()
+
+
 def test_one_contribution_is_copied_exactly() -> None:
     value = np.array([-0.0, np.inf, np.nan, 1e-45], np.float32)
     out = np.empty(4, np.float32)
@@ -79,14 +127,28 @@ def test_the_result_may_overwrite_the_first_contribution() -> None:
     assert values[0].tobytes() == expected.tobytes()
 
 
-def test_views_of_received_frames_are_added_where_they_lie() -> None:
-    values = gradients(2)
+FLOATS = ["f2", "bfloat16", "f4", "f8", "g"]
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [(name, None) for name in ["?", "i1", "i2", "u4", "i8", "c8", "c16", *FLOATS]]
+    + [(name, optimizer.create("sgd", learning_rate=0.5)) for name in FLOATS],
+)
+def test_views_of_received_frames_are_added_where_they_lie(
+    name: str, chosen: Optimizer | None
+) -> None:
+    values = as_dtype(gradients(3, "f2" if name == "f2" else "f4"), name)
+    dtype = values[0].dtype
     frames = [b"#" + value.tobytes() for value in values]
-    views = [np.frombuffer(frame, np.float32, offset=1) for frame in frames]
-    assert not any(view.flags.writeable or view.flags.aligned for view in views)
-    out = np.empty(LENGTH, np.float32)
-    sum_in_order(views, out)
-    assert out.tobytes() == (values[0] + values[1]).tobytes()
+    views = [np.frombuffer(frame, np.uint8, offset=1).view(dtype) for frame in frames]
+    assert not any(view.flags.writeable for view in views)
+    assert dtype.itemsize == 1 or not any(view.flags.aligned for view in views)
+    out, expected = np.zeros(LENGTH, dtype), np.zeros(LENGTH, dtype)
+    apply_round(out, views, chosen, (), 1, Workspace())
+    apply_round(expected, values, chosen, (), 1, Workspace())
+    np.testing.assert_array_equal(out, expected)  # a long double has bytes without meaning
+    assert out.any()
 
 
 def test_an_empty_key_has_an_empty_sum() -> None:
@@ -134,11 +196,12 @@ def run_rounds(
     chosen: Optimizer, dtype: str, block: int, borders: tuple[int, ...] = (0, LENGTH)
 ) -> tuple[bytes, ...]:
     """Three rounds of three contributions on the pieces between ``borders``."""
-    weight = np.linspace(-2, 2, LENGTH).astype(dtype)
+    drawn = halves(3, dtype) if dtype == "bfloat16" else gradients(3, dtype)
+    weight = np.linspace(-2, 2, LENGTH).astype(drawn[0].dtype)
     state = chosen.create_state(weight)
     workspace = Workspace()
     for count in (1, 2, 3):
-        values = [value * np.array(count, dtype) for value in gradients(3, dtype)]
+        values = [value * np.array(count, weight.dtype) for value in drawn]
         for start, stop in itertools.pairwise(borders):
             apply_round(
                 weight[start:stop],
@@ -160,14 +223,14 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("chosen", OPTIMIZERS, ids=repr)
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+@pytest.mark.parametrize("dtype", ["f2", "bfloat16", "f4", "f8"])
 def test_updates_have_the_same_bits_in_every_block_size(chosen: Optimizer, dtype: str) -> None:
     expected = run_rounds(chosen, dtype, LENGTH)
     assert {block for block in BLOCKS if run_rounds(chosen, dtype, block) != expected} == set()
 
 
 @pytest.mark.parametrize("chosen", OPTIMIZERS, ids=repr)
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+@pytest.mark.parametrize("dtype", ["f2", "bfloat16", "f4", "f8"])
 def test_updates_of_the_pieces_are_the_update_of_the_whole(chosen: Optimizer, dtype: str) -> None:
     whole = run_rounds(chosen, dtype, 65536)
     assert run_rounds(chosen, dtype, 65536, (0, 1, 900, 901, 2222, LENGTH)) == whole

@@ -11,6 +11,7 @@ import pytest
 from kvstore import optimizer as optimizers
 from kvstore.base import Key, KeySpec
 from kvstore.directory import Directory
+from kvstore.optimizer.plain import from_plain, to_plain
 from kvstore.placement import chunk_ranges
 from kvstore.protocol import (
     DIRECTORY_APP,
@@ -21,7 +22,6 @@ from kvstore.protocol import (
     unpack,
     unpack_entries,
 )
-from kvstore.server import pack_optimizer, unpack_optimizer
 from pslite.customer import Customers, Reply
 from pslite.future import Future
 from pslite.wire.messages import Request, Response
@@ -29,8 +29,8 @@ from pslite.wire.messages import Request, Response
 STORE = 1
 FLOAT = np.dtype(np.float32)
 SMALL = KeySpec((4,), FLOAT)
-SGD = pack_optimizer(optimizers.create("sgd", learning_rate=0.1))
-FASTER = pack_optimizer(optimizers.create("sgd", learning_rate=0.5))
+SGD = to_plain(optimizers.create("sgd", learning_rate=0.1))
+FASTER = to_plain(optimizers.create("sgd", learning_rate=0.5))
 
 
 class Job:
@@ -62,10 +62,15 @@ class Job:
         return future.map(lambda replies: replies[1].body)
 
     def declare(
-        self, rank: int, *specs: tuple[Key, KeySpec], store: int = STORE, kind: str = "sync"
+        self,
+        rank: int,
+        *specs: tuple[Key, KeySpec],
+        store: int = STORE,
+        kind: str = "sync",
+        whole: bool = False,
     ) -> Future[tuple[bool, list[KeyEntry]]]:
         """(this rank has to create the parts, where everything lives)"""
-        asked = self.ask(rank, DirectoryCall.DECLARE, store, kind, pack_specs(specs))
+        asked = self.ask(rank, DirectoryCall.DECLARE, store, kind, whole, pack_specs(specs))
         return asked.map(_declared)
 
     def initialised(self, rank: int, *keys: Key) -> None:
@@ -76,7 +81,7 @@ class Job:
         self.directory.departed()
 
     def set_optimizer(self, optimizer: Any) -> Future[bytes]:
-        return self.ask(0, DirectoryCall.OPTIMIZER_IS_SET, STORE, "sync", optimizer)
+        return self.ask(0, DirectoryCall.OPTIMIZER_IS_SET, STORE, "sync", optimizer, "", "")
 
     def same_optimizer(self, rank: int, call: int, optimizer: Any) -> Future[bytes]:
         return self.ask(rank, DirectoryCall.SAME_OPTIMIZER, STORE, "sync", call, optimizer)
@@ -272,7 +277,7 @@ def test_the_latest_optimizer_can_be_asked_for() -> None:
     job.set_optimizer(FASTER)
     (found,) = unpack(job.ask(1, DirectoryCall.OPTIMIZER_OF, STORE).result(0), list)
     assert unpack(none, list) == [[]]
-    assert unpack_optimizer(found[0]) == optimizers.create("sgd", learning_rate=0.5)
+    assert from_plain(found[0]) == optimizers.create("sgd", learning_rate=0.5)
 
 
 # -- what makes no sense ------------------------------------------------------------------
@@ -283,7 +288,7 @@ def test_a_call_that_the_directory_does_not_know_is_a_protocol_error() -> None:
 
 
 def test_a_malformed_body_is_a_protocol_error() -> None:
-    assert kind_of(Job(1).ask(0, DirectoryCall.DECLARE, STORE, 7, [])) == "ProtocolError"
+    assert kind_of(Job(1).ask(0, DirectoryCall.DECLARE, STORE, 7, False, [])) == "ProtocolError"
 
 
 def test_an_unknown_store_cannot_be_initialised() -> None:

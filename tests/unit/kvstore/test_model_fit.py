@@ -4,150 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
+from clouds import Cluster, LinearSoftmax, equal, linear, three_clouds
 
 from kvstore.base import KVStore
 from kvstore.context import cpu
 from kvstore.errors import ArgumentTypeError
 from kvstore.kvstore import create
-from kvstore.local import LocalKVStore
 from kvstore.model import FeedForward, Progress
 from kvstore.optimizer import create as create_optimizer
 from pslite.errors import ClosedError, UsageError
-
-
-class LinearSoftmax:
-    """Softmax regression on flat samples: the smallest network that can learn something."""
-
-    def init_params(
-        self, input_shape: tuple[int, ...], rng: np.random.Generator
-    ) -> dict[str, np.ndarray]:
-        return {"weight": rng.normal(0, 0.1, (3, input_shape[0])), "bias": np.zeros(3)}
-
-    def predict(self, params: Any, x: np.ndarray) -> np.ndarray:
-        scores = x @ params["weight"].T + params["bias"]
-        exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
-        return exponentials / exponentials.sum(axis=1, keepdims=True)
-
-    def loss_and_gradients(
-        self, params: Any, x: np.ndarray, y: np.ndarray
-    ) -> tuple[float, int, dict[str, np.ndarray]]:
-        probabilities = self.predict(params, x)
-        rows = np.arange(len(y))
-        loss = -np.log(probabilities[rows, y]).sum()
-        correct = (probabilities.argmax(axis=1) == y).sum()
-        probabilities[rows, y] -= 1
-        return loss, correct, {"weight": probabilities.T @ x, "bias": probabilities.sum(axis=0)}
-
-
-def three_clouds(samples: int = 120, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    labels = rng.integers(0, 3, samples)
-    return rng.normal(0, 0.5, (samples, 4)) + 2 * np.eye(4)[labels], labels
-
-
-def linear(**arguments: Any) -> FeedForward:
-    settings: dict[str, Any] = {
-        "num_epoch": 2,
-        "numpy_batch_size": 16,
-        "learning_rate": 0.5,
-        "momentum": 0.5,
-    }
-    return FeedForward(LinearSoftmax(), **{**settings, **arguments})
-
-
-def equal(left: FeedForward, right: FeedForward) -> bool:
-    assert left.arg_params is not None
-    assert right.arg_params is not None
-    return all(
-        np.array_equal(left.arg_params[name], right.arg_params[name]) for name in ("weight", "bias")
-    )
-
-
-class Cluster:
-    """Workers on threads that share one local store, as a synchronous job shares its servers.
-
-    Each round waits for all workers, and gives up after a second: workers with different
-    numbers of batches fail instead of waiting for ever.
-    """
-
-    def __init__(self, num_workers: int, store_type: str) -> None:
-        self.num_workers = num_workers
-        self.store_type = store_type
-        self.store = LocalKVStore()
-        self.gate = threading.Barrier(num_workers, timeout=1)
-        self.offered: list[Any] = [None] * num_workers
-        self.optimizers: list[Any] = [None] * num_workers
-
-    def run(self, work: Callable[[KVStore], Any]) -> list[Any]:
-        with ThreadPoolExecutor(self.num_workers) as pool:
-            stores = [ClusterStore(self, rank) for rank in range(self.num_workers)]
-            return list(pool.map(work, stores))
-
-
-class ClusterStore(KVStore):
-    def __init__(self, cluster: Cluster, rank: int) -> None:
-        self._cluster = cluster
-        self._rank = rank
-
-    @property
-    def type(self) -> str:
-        return self._cluster.store_type
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def num_workers(self) -> int:
-        return self._cluster.num_workers
-
-    def _once(self, act: Callable[[], None]) -> None:
-        """Rank 0 does it after all have come, and before any goes on."""
-        self._cluster.gate.wait()
-        if self._rank == 0:
-            act()
-        self._cluster.gate.wait()
-
-    def init(self, key: Any, value: Any) -> None:
-        self._once(lambda: self._cluster.store.init(key, value))
-
-    def set_optimizer(self, optimizer: Any) -> None:
-        self._cluster.optimizers[self._rank] = optimizer
-        self._once(lambda: self._cluster.store.set_optimizer(optimizer))
-
-    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        many = isinstance(key, list)
-        self._cluster.offered[self._rank] = value if many else [[value]]
-        keys = key if many else [key]
-
-        def push_all() -> None:
-            by_key = zip(*self._cluster.offered, strict=True)
-            self._cluster.store.push(keys, [list(chain(*parts)) for parts in by_key])
-
-        self._once(push_all)
-        self._cluster.store.pull(key, out=out)
-
-    def pull(self, key: Any, out: Any = None, priority: int = 0) -> Any:
-        return self._cluster.store.pull(key, out=out)
-
-    def push(self, key: Any, value: Any, priority: int = 0) -> None:
-        raise NotImplementedError
-
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        raise NotImplementedError
-
-    def barrier(self) -> None:
-        self._cluster.gate.wait()
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("kvstore", [None, "local", "device"])
@@ -412,6 +281,8 @@ def test_a_network_that_forgets_a_gradient_is_told_which() -> None:
         ({}, {"y": np.zeros(120)}, "must be integers"),
         ({}, {"work_load_list": [1, 1]}, "2 numbers for 1 devices"),
         ({}, {"kvstore": 3}, "kvstore must be"),
+        ({}, {"eval_data": np.zeros((3, 4))}, "eval_data must be a pair"),
+        ({}, {"eval_data": (np.zeros((3, 4)), None)}, "labels are missing"),
         ({"learning_rat": 1.0}, {}, "learning_rat"),
     ],
 )

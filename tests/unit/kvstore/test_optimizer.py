@@ -164,6 +164,7 @@ def test_defaults_are_those_of_mxnet() -> None:
         "wd": 0.0,
         "rescale_grad": 1.0,
         "clip_gradient": None,
+        "epsilon_corrected": False,
     }
 
 

@@ -139,10 +139,10 @@ def test_a_server_is_told_elements_and_dtype_of_each_part() -> None:
     ]
     (first, second) = plan(table, group_bytes=24)
     assert part_entries(first, table) == [
-        PartEntry(1, 2, FLOAT),
-        PartEntry(2, 2, np.dtype(np.float64)),
+        PartEntry(1, "a", True, 2, FLOAT),
+        PartEntry(2, "b", False, 2, np.dtype(np.float64)),
     ]
-    assert part_entries(second, table) == [PartEntry(3, 1, np.dtype(np.float64))]
+    assert part_entries(second, table) == [PartEntry(3, "b", False, 1, np.dtype(np.float64))]
 
 
 # -- memory -------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ def entries(draw: st.DrawFn) -> KeyEntry:
     spec, chunk_bytes = draw(SPECS), draw(st.integers(1, 64))
     count = len(chunk_ranges(spec.num_elements, spec.dtype.itemsize, chunk_bytes))
     servers = tuple(draw(st.lists(st.integers(0, 9), min_size=count, max_size=count)))
-    return KeyEntry(draw(KEYS), spec, draw(st.integers(1, 2**40)), chunk_bytes, servers)
+    first_part, generation = draw(st.integers(1, 2**40)), draw(st.integers(1, 2**20))
+    return KeyEntry(draw(KEYS), spec, first_part, chunk_bytes, servers, generation)
 
 
 # -- there and back -----------------------------------------------------------------------
@@ -62,7 +63,13 @@ def test_keys_with_shapes_survive_the_journey(specs: list[tuple[Key, KeySpec]]) 
     assert unpack_specs(unpack_value(pack_value(pack_specs(specs)))) == specs
 
 
-@given(st.lists(st.builds(PartEntry, st.integers(0, 2**40), st.integers(0, 2**40), DTYPES)))
+@given(
+    st.lists(
+        st.builds(
+            PartEntry, st.integers(0, 2**40), KEYS, st.booleans(), st.integers(0, 2**40), DTYPES
+        )
+    )
+)
 def test_parts_survive_the_journey(parts: list[PartEntry]) -> None:
     assert unpack_parts(unpack_value(pack_value(pack_parts(parts)))) == parts
 
@@ -121,16 +128,18 @@ def test_a_malformed_table_of_keys_is_refused(table: Any) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        ["w", [4], "<f4", 1, 16],
-        ["w", [4], "<f4", 1, 16, 0],
-        ["w", [4], "<f4", 1, 16, [-1]],
-        ["w", [4], "<f4", 1, 16, ["0"]],
-        ["w", [4], "<f4", -1, 16, [0]],
-        ["w", [4], "<f4", 1, 0, [0]],
-        ["w", [4], "<f4", 1, True, [0]],
-        ["w", [4], "<f4", 1, 16, []],
-        ["w", [4], "<f4", 1, 16, [0, 1]],
-        ["w", [5], "<f4", 1, 16, [0]],
+        ["w", [4], "<f4", 1, 16, 1],
+        ["w", [4], "<f4", 1, 16, 0, 1],
+        ["w", [4], "<f4", 1, 16, [-1], 1],
+        ["w", [4], "<f4", 1, 16, ["0"], 1],
+        ["w", [4], "<f4", -1, 16, [0], 1],
+        ["w", [4], "<f4", 1, 0, [0], 1],
+        ["w", [4], "<f4", 1, True, [0], 1],
+        ["w", [4], "<f4", 1, 16, [], 1],
+        ["w", [4], "<f4", 1, 16, [0, 1], 1],
+        ["w", [5], "<f4", 1, 16, [0], 1],
+        ["w", [4], "<f4", 1, 16, [0], -1],
+        ["w", [4], "<f4", 1, 16, [0], "1"],
     ],
 )
 def test_a_directory_entry_that_makes_no_sense_is_refused(row: list[Any]) -> None:
@@ -139,7 +148,17 @@ def test_a_directory_entry_that_makes_no_sense_is_refused(row: list[Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    "table", [{}, [[1, 2]], [["1", 2, "<f4"]], [[1, -1, "<f4"]], [[1, 2.0, "<f4"]], [[1, 2, "O"]]]
+    "table",
+    [
+        {},
+        [[1, 2]],
+        [["1", "w", True, 2, "<f4"]],
+        [[1, "w", True, -1, "<f4"]],
+        [[1, "w", True, 2.0, "<f4"]],
+        [[1, "w", True, 2, "O"]],
+        [[1, "w", 1, 2, "<f4"]],
+        [[1, 1.5, True, 2, "<f4"]],
+    ],
 )
 def test_a_malformed_table_of_parts_is_refused(table: Any) -> None:
     with pytest.raises(ProtocolError):

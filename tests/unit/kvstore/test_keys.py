@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.base import KeyTable, group_values, normalise_keys, spec_of
 from kvstore.errors import (
     ArgumentTypeError,
     DuplicateKeyError,
@@ -15,6 +14,7 @@ from kvstore.errors import (
     UnknownKeyError,
     ValueMismatchError,
 )
+from kvstore.keys import KeyTable, group_values, normalise_keys, spec_of
 
 A, B, C = (np.full(2, value) for value in (1.0, 2.0, 3.0))
 

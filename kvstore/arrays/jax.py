@@ -1,0 +1,93 @@
+"""JAX arrays as the stores see them, and the one place of the project that imports JAX.
+
+They can be pushed, not filled: a JAX array never changes. One on the CPU is looked at by NumPy
+in its own memory, one on a single CUDA device by CuPy (DLPack, which orders the work of both);
+any other, and bfloat16 on a GPU, is copied to the host by JAX. Reading waits until the value
+has been computed. Any thread may call. ``tests/gpu`` holds the tests of arrays on GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays import Array, NativeArray, adapter_on
+from kvstore.arrays.cupy import load as load_cupy
+from kvstore.arrays.view import ViewAdapter
+from kvstore.context import Context, gpu
+from kvstore.dtypes import is_bfloat16
+from kvstore.errors import ArgumentTypeError
+
+_HOST = Context("cpu", 0)
+_CUDA = 2
+"""The device type in ``__dlpack_device__`` (dlpack.h, kDLCUDA)."""
+
+
+class JaxAdapter(ViewAdapter):
+    """Implements :class:`kvstore.arrays.Adapter`; see there for each promise."""
+
+    def shape(self, array: Array) -> tuple[int, ...]:
+        return tuple(array.shape)
+
+    def dtype(self, array: Array) -> np.dtype[Any]:
+        _check(array)
+        dtype: np.dtype[Any] = array.dtype
+        return dtype
+
+    def view(self, array: Array) -> NativeArray:
+        if _gpu_of(array) is not None:
+            return load_cupy().from_dlpack(array)
+        return np.asarray(array)
+
+    def context(self, array: Array) -> Context:
+        device_id = _gpu_of(array)
+        return _HOST if device_id is None else gpu(device_id)
+
+    def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
+        return None
+
+    def why_read_only(self, array: Array) -> str | None:
+        return "a JAX array never changes; pull without out, or pass a NumPy array as out"
+
+    def to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        return adapter_on(_HOST).to_host(np.asarray(array))
+
+
+def _check(array: Any) -> None:
+    """Raise ``ArgumentTypeError`` for what is JAX's but has no values to give."""
+    import jax
+
+    if isinstance(array, jax.core.Tracer):
+        raise ArgumentTypeError(
+            "a traced JAX value is not known yet, within jax.jit, jax.grad or jax.vmap; call the "
+            "store outside of the function, or from one given to jax.experimental.io_callback"
+        )
+    if not isinstance(array, jax.Array):
+        raise ArgumentTypeError(
+            f"a value must be an array, got {type(array).__qualname__} of JAX; pass a jax.Array"
+        )
+    if not isinstance(array.dtype, np.dtype):
+        raise ArgumentTypeError(
+            f"a JAX array of {array.dtype} cannot be stored; for random keys, pass "
+            "jax.random.key_data(keys)"
+        )
+    if array.is_deleted():
+        raise ArgumentTypeError(
+            "this JAX array is gone: it was deleted or donated (donate_argnums); pass another"
+        )
+    if not array.is_fully_addressable:
+        raise ArgumentTypeError(
+            "this JAX array is spread over several processes; pass this process's part, one of "
+            "array.addressable_shards"
+        )
+
+
+def _gpu_of(array: Any) -> int | None:
+    """The number of the CUDA device whose memory CuPy can look at, or None."""
+    if len(array.devices()) != 1 or is_bfloat16(array.dtype):
+        return None
+    if next(iter(array.devices())).platform == "cpu":
+        return None
+    kind, number = array.__dlpack_device__()
+    return int(number) if kind == _CUDA else None

@@ -1,0 +1,179 @@
+"""PyTorch tensors as the stores see them, and the one place of the project that imports it.
+
+A tensor on the CPU is looked at as a NumPy array in its own memory, one on a CUDA device as a
+CuPy array (DLPack); bfloat16, which DLPack gives to neither, as 16-bit integers on the CPU and
+through a copy on the host from a GPU. Any thread may call. ``tests/gpu`` holds the tests of
+CUDA tensors.
+
+**Autograd.** Values are read and written without being recorded, as under ``torch.no_grad()``,
+so a parameter that requires gradients can be filled. Each write counts up the tensor's
+version, as PyTorch's own in-place operations do: a backward pass that needs the old values
+raises its usual error instead of using the new ones.
+
+**Order of work on a GPU.** Reading waits, on the device, for what is queued on PyTorch's
+current stream (DLPack's ``stream`` argument; copies run on that stream). When a call that
+writes returns, the values are there for every stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays import Array, NativeArray, adapter_for, adapter_on
+from kvstore.arrays.cupy import load as load_cupy
+from kvstore.arrays.view import ViewAdapter
+from kvstore.context import Context, gpu
+from kvstore.dtypes import bfloat16
+from kvstore.errors import ArgumentTypeError
+
+_NAMES = (
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 "
+    "float16 float32 float64 complex64 complex128"
+)
+_DTYPES = {f"torch.{name}": np.dtype(name) for name in _NAMES.split()}
+_BFLOAT16 = "torch.bfloat16"
+_HOST = Context("cpu", 0)
+
+
+class TorchAdapter(ViewAdapter):
+    """Implements :class:`kvstore.arrays.Adapter`; see there for each promise."""
+
+    def shape(self, array: Array) -> tuple[int, ...]:
+        return tuple(_plain(array).shape)
+
+    def dtype(self, array: Array) -> np.dtype[Any]:
+        plain = _plain(array)
+        _check(plain)
+        name = str(plain.dtype)
+        return bfloat16() if name == _BFLOAT16 else _DTYPES[name]
+
+    def view(self, array: Array) -> NativeArray:
+        import torch
+
+        plain = _plain(array)
+        if not _is_on_gpu(plain):
+            return _as_numpy(plain.cpu())
+        # PyTorch orders the reader after the current stream of the current device.
+        with torch.cuda.device(plain.device):
+            return load_cupy().from_dlpack(plain.resolve_conj().resolve_neg())
+
+    def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
+        plain = _plain(array)
+        return super().memory(plain) if _is_on_host(plain) else None
+
+    def written(self, array: Array) -> None:
+        import torch
+
+        plain = _plain(array)
+        if not plain.is_inference():  # such tensors have no version
+            torch.autograd.graph.increment_version(plain)
+
+    def context(self, array: Array) -> Context:
+        plain = _plain(array)
+        return gpu(plain.device.index) if _is_on_gpu(plain) else _HOST
+
+    def why_read_only(self, array: Array) -> str | None:
+        plain = _plain(array)
+        sizes = zip(plain.shape, plain.stride(), strict=True)
+        if plain.numel() > 0 and any(size > 1 and stride == 0 for size, stride in sizes):
+            return "several of its elements share memory (expand); pass tensor.clone()"
+        return None
+
+    def to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        host = _as_numpy(_plain(array).cpu())
+        return adapter_on(_HOST).to_host(host)
+
+    def from_host(self, host: np.ndarray[Any, Any], out: Array) -> None:
+        import torch
+
+        plain = _plain(out)
+        if _is_on_host(plain):
+            super().from_host(host, out)
+            return
+        # NumPy casts, so that the bits do not depend on where the tensor lives.
+        staging = torch.empty(plain.shape, dtype=plain.dtype)
+        adapter_on(_HOST).from_host(host, _as_numpy(staging))
+        with torch.inference_mode(plain.is_inference()):
+            plain.copy_(staging)
+
+    def assign(self, value: Array, out: Array) -> None:
+        plain = _plain(out)
+        is_shared = _is_on_gpu(plain) and not (plain.is_conj() or plain.is_neg())
+        if is_shared and adapter_for(value).context(value).device_type == "gpu":
+            super().assign(value, out)
+        else:
+            self.from_host(adapter_for(value).to_host(value), out)
+
+
+def _plain(tensor: Any) -> Any:
+    """The tensor without its history and its subclass; shares memory and version."""
+    import torch
+
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return tensor.detach()
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise _refused(
+            f"a {kind.__qualname__} keeps its values in a way of its own; "
+            "pass the torch.Tensor that holds them"
+        )
+    if torch.nn.parameter.is_lazy(tensor):
+        raise _refused("a lazy parameter has no values yet; run the module once first")
+    # Reading an attribute of a subclass may run code of its own (__torch_function__).
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor).detach()
+
+
+def _check(plain: Any) -> None:
+    """Raise ``ArgumentTypeError`` for a tensor whose values are not simply there."""
+    import torch
+
+    if plain.layout != torch.strided:
+        raise _refused(f"one of layout {plain.layout} is not dense; pass tensor.to_dense()")
+    if plain.is_nested:
+        raise _refused("a nested one has no single shape; pass its parts, tensor.unbind()")
+    if plain.is_quantized:
+        raise _refused("a quantised one has no plain numbers; pass tensor.dequantize()")
+    device = plain.device.type
+    if device == "meta":
+        raise _refused("one on the device meta has no values; make it on the CPU or a GPU")
+    if device not in ("cpu", "cuda"):
+        raise _refused(f"one on the device {device} is out of reach; pass tensor.cpu()")
+    name = str(plain.dtype)
+    if name not in _DTYPES and name != _BFLOAT16:
+        raise _refused(f"{name} cannot be stored; convert it, such as tensor.to(torch.float32)")
+    try:
+        plain.data_ptr()
+    except RuntimeError as error:
+        raise _refused(
+            "its values are not known here, such as within torch.vmap or torch.func.grad; "
+            "call the store outside"
+        ) from error
+
+
+def _refused(reason: str) -> ArgumentTypeError:
+    return ArgumentTypeError(f"this tensor cannot be a value: {reason}")
+
+
+def _is_on_gpu(plain: Any) -> bool:
+    """Whether CuPy can look at it there; it knows no bfloat16."""
+    return plain.device.type == "cuda" and str(plain.dtype) != _BFLOAT16
+
+
+def _is_on_host(plain: Any) -> bool:
+    """Whether NumPy sees the tensor's own memory, its elements as they are."""
+    return plain.device.type == "cpu" and not (plain.is_conj() or plain.is_neg())
+
+
+def _as_numpy(plain: Any) -> np.ndarray[Any, Any]:
+    """A tensor on the CPU as an array; a copy only where its elements are not as they lie."""
+    import torch
+
+    resolved = plain.resolve_conj().resolve_neg()
+    if resolved.dtype == torch.bfloat16:
+        bits: np.ndarray[Any, Any] = resolved.view(torch.int16).numpy()
+        return bits.view(bfloat16())
+    array: np.ndarray[Any, Any] = resolved.numpy()
+    return array

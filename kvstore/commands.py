@@ -1,0 +1,65 @@
+"""Commands that workers send to servers: ``kv.send_command_to_servers(head, body)``.
+
+A command is a number and a text; what it does is a function that a module registers, which
+the servers import at their start (``--server-import``)::
+
+    @kvstore.register_command(17)
+    def tidy_up(body: str) -> str:
+        ...
+
+Nothing is sent but the number and the text: a server runs only code that it was started with.
+No effect at import. Any thread may register; functions run on a server's pool threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore.errors import ArgumentTypeError
+from pslite.errors import UsageError
+
+Command = Callable[[str], str | None]
+
+_commands: dict[int, Command] = {}
+
+
+def register_command(head: int) -> Callable[[Command], Command]:
+    """Decorator: let servers answer the command ``head`` with this function.
+
+    The function gets the command's text and may return a text, which the worker gets. What it
+    raises is raised at the worker. A module that is loaded anew may register its own again;
+    another function for the same number raises ``ArgumentTypeError``.
+    """
+    if isinstance(head, bool) or not isinstance(head, int) or head < 0:
+        raise ArgumentTypeError(f"a command's head must be a number from 0 on, got {head!r}")
+
+    def register(function: Command) -> Command:
+        known = _commands.get(head, function)
+        if (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
+            raise ArgumentTypeError(
+                f"the command {head} is taken by {known.__module__}.{known.__qualname__}; "
+                "choose another number"
+            )
+        _commands[head] = function
+        return function
+
+    return register
+
+
+def run_command(head: int, body: str) -> str:
+    """What the registered function answers; an empty text for None.
+
+    Raises:
+        UsageError: no function is registered for ``head``, or it did not return a text.
+    """
+    function = _commands.get(head)
+    if function is None:
+        known = ", ".join(str(number) for number in sorted(_commands)) or "none"
+        raise UsageError(
+            f"no command {head} is registered on this server (registered: {known}); register it "
+            "with kvstore.register_command in a module that the servers import (--server-import)"
+        )
+    answer = function(body)
+    if answer is not None and not isinstance(answer, str):
+        raise UsageError(f"the command {head} returned {type(answer).__name__}, not a str or None")
+    return answer or ""

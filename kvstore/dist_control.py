@@ -1,0 +1,324 @@
+"""The control side of the distributed stores: keys, optimizers, files, the cluster.
+
+``DistControl`` is what ``DistKVStore`` (``dist.py``) builds on, which moves the values. What
+is asked of servers and directory stands in ``servers.py``. Public calls may come from any
+thread but the node's I/O thread, on which only calls that return futures work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from kvstore.base import KeyInfo, KVStore, Path, check_optimizer
+from kvstore.errors import NotSupportedError, OptimizerMismatch, OptimizerNotSet
+from kvstore.exchange import Exchange
+from kvstore.keys import Key, Keys, KeySpec, KeyTable, UpdateFunction, normalise_keys
+from kvstore.optimizer.base import Number, Optimizer
+from kvstore.protocol import KeyEntry
+from kvstore.saving import (
+    Checkpoint,
+    Content,
+    Piece,
+    SavedStates,
+    write_checkpoint,
+    write_states,
+)
+from kvstore.servers import Servers
+from kvstore.waiting import Waiter
+from pslite import WORKER_GROUP, Future, Postoffice
+from pslite.errors import ClosedError, PSError
+from pslite.future import completed, settled
+from pslite.ids import group_members
+
+_store_numbers: weakref.WeakKeyDictionary[Postoffice, Iterator[int]] = weakref.WeakKeyDictionary()
+"""Stores of a node are numbered in the order of creation, which is the same on all workers."""
+
+#: Another worker's ``set_optimizer`` may be on its way to the servers while this one asks.
+_READ_BACK_TRIES = 20
+
+
+class DistControl(KVStore):
+    """All of a distributed store but the calls that move values."""
+
+    def __init__(self, name: str, node: Postoffice, *, synchronous: bool, on_device: bool) -> None:
+        self._name = name
+        self._node = node
+        self._synchronous = synchronous
+        number = next(_store_numbers.setdefault(node, itertools.count(1)))
+        self._servers = Servers(node, number, synchronous=synchronous)
+        self._exchange = Exchange(node, on_device=on_device)
+        self._waiter = Waiter(node)
+        self._table = KeyTable()
+        self._optimizer: Optimizer | None = None
+        self._optimizer_calls = 0
+        self._meetings = 0
+        self._late_error: BaseException | None = None
+        self._is_closed = False
+
+    # -- what it is --------------------------------------------------------------------
+
+    @property
+    def type(self) -> str:
+        return self._name
+
+    @property
+    def rank(self) -> int:
+        return self._node.rank
+
+    @property
+    def num_workers(self) -> int:
+        return self._node.config.num_workers
+
+    # -- optimizers --------------------------------------------------------------------
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        optimizer = check_optimizer(optimizer)
+        self._check()
+        self._wait(self.set_optimizer_async(optimizer))
+
+    def set_optimizer_async(self, optimizer: Optimizer) -> Future[None]:
+        """``set_optimizer``; what was pushed before belongs to the optimizer before."""
+        self._check()
+        self._optimizer_calls += 1
+        call = self._optimizer_calls
+
+        def remember(_: None) -> None:
+            self._optimizer = optimizer
+
+        pushed = settled(self._exchange.pushes.of())
+        return pushed.then(lambda _: self._servers.set_optimizer(optimizer, call)).map(remember)
+
+    def set_optimizer_params(self, **numbers: Number) -> None:
+        # Not what the servers use now: another rank may be some calls ahead of this one.
+        optimizer = self._optimizer or self.current_optimizer()
+        self.set_optimizer(optimizer.replace(**numbers))
+
+    def current_optimizer(self) -> Optimizer:
+        optimizer = self._optimizer_of_servers()
+        if optimizer is None:
+            raise OptimizerNotSet("no optimizer is set: call set_optimizer first")
+        return optimizer
+
+    def _optimizer_of_servers(self) -> Optimizer | None:
+        self._check()
+        for _ in range(_READ_BACK_TRIES):
+            found = self._wait(self._servers.optimizers())
+            if all(optimizer == found[0] for optimizer in found):
+                return found[0] if found else None
+        raise OptimizerMismatch(f"the servers use different optimizers: {found}")
+
+    def set_updater(self, updater: UpdateFunction) -> None:
+        raise NotSupportedError(
+            "servers never run code that a worker sends: set_updater is for stores in one "
+            "process. Register an optimizer in a module that the servers import "
+            "(--server-import), or let the store only add up and update on the workers"
+        )
+
+    # -- keys --------------------------------------------------------------------------
+
+    def keys(self) -> list[Key]:
+        self._check()
+        return self._table.keys()
+
+    def info(self, key: Key) -> KeyInfo:
+        self._check()
+        spec = self._table.spec(key)
+        entry = self._exchange.entries[key]
+        return KeyInfo(*spec, spec.nbytes, len(entry.servers), entry.generation)
+
+    def delete(self, key: Keys) -> None:
+        self._check()
+        keys, _ = normalise_keys(key)
+        for item in keys:
+            self._table.spec(item)
+        self._settle()
+
+        def delete() -> Sequence[Key]:
+            self._wait(self._servers.delete([self._exchange.entries[item] for item in keys]))
+            return keys
+
+        self._together(f"delete({keys[:5]!r})", delete)
+        self._table.remove(keys)
+        self._exchange.remove(keys)
+
+    # -- files -------------------------------------------------------------------------
+
+    def save_checkpoint(self, directory: Path) -> None:
+        self._save(
+            lambda contents, optimizer, pieces: write_checkpoint(
+                directory, contents, optimizer, pieces
+            )
+        )
+
+    def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
+        self._save(
+            lambda contents, optimizer, pieces: write_states(
+                fname, contents, optimizer, pieces, dump_optimizer=dump_optimizer
+            )
+        )
+
+    def _save(self, write: Callable[[Any, Optimizer | None, Any], None]) -> None:
+        self._check()
+        if not self._servers.decides:
+            return
+        self._settle()
+        optimizer = self._optimizer_of_servers()
+        entries = list(self._exchange.entries.values())
+        write(self._contents(), optimizer, self._servers.read(entries, optimizer, self._wait))
+
+    def load_checkpoint(self, directory: Path) -> None:
+        def load() -> Sequence[Key]:
+            with Checkpoint(directory) as saved:
+                optimizer = saved.states.optimizer or self._optimizer_of_servers()
+                saved.check(self._contents())
+                saved.states.check(self._contents(), optimizer)
+                if optimizer is not None:
+                    self.set_optimizer(optimizer)
+                missing = {k: spec for k, spec in saved.specs.items() if k not in self._table}
+                self._wait(self._init(missing, [np.zeros(*spec) for spec in missing.values()]))
+                entries = list(self._exchange.entries.values())
+                self._servers.write(
+                    entries,
+                    lambda key, start, stop: saved.read(key, start, stop, optimizer),
+                    self._wait,
+                )
+            return ()
+
+        self._check()
+        self._settle()
+        entries = self._together("load_checkpoint", load)
+        self._add([entry for entry in entries if entry.key not in self._table])
+
+    def load_optimizer_states(self, fname: Path) -> None:
+        def load() -> Sequence[Key]:
+            with SavedStates(fname) as saved:
+                optimizer = saved.optimizer or self._optimizer_of_servers()
+                saved.check(self._contents(), optimizer)
+                if optimizer is not None:
+                    self.set_optimizer(optimizer)
+                entries = list(self._exchange.entries.values())
+
+                def read(key: Key, start: int, stop: int) -> Piece:
+                    return Piece(key, start, None, *saved.read(key, start, stop, optimizer))
+
+                self._servers.write(entries, read, self._wait)
+            return ()
+
+        self._check()
+        self._settle()
+        self._together("load_optimizer_states", load)
+
+    def _contents(self) -> dict[Key, Content]:
+        return {
+            key: Content(entry.spec, len(entry.servers))
+            for key, entry in self._exchange.entries.items()
+        }
+
+    # -- the cluster -------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        self._check()
+        self._wait(self._node.barrier(WORKER_GROUP))
+
+    def placement(self) -> dict[int, dict[Key, int]]:
+        self._check()
+        placed: dict[int, dict[Key, int]] = {r: {} for r in range(self._node.config.num_servers)}
+        for key, entry in self._exchange.entries.items():
+            for (start, stop), server in zip(entry.chunks(), entry.servers, strict=True):
+                nbytes = (stop - start) * entry.spec.dtype.itemsize
+                placed[server][key] = placed[server].get(key, 0) + nbytes
+        return placed
+
+    def stats(self) -> dict[str, Any]:
+        self._check()
+        store = {"keys": len(self._table.keys()), **self._exchange.counters}
+        store["unfinished"] = len(self._exchange.unfinished())
+        return {"store": store, "servers": self._wait(self._servers.stats())}
+
+    def num_dead_node(self, node_id: int = 7, timeout: float = 60) -> int:
+        self._check()
+        config = self._node.config
+        asked = group_members(node_id, config.num_workers, config.num_servers)
+        gone = list(self._node.membership.gone.items())
+        return sum(1 for node, loss in gone if node in asked and not loss.left)
+
+    def send_command_to_servers(self, head: int, body: str = "") -> list[str]:
+        self._check()
+        answers: list[str] = self._wait(self._servers.command(int(head), str(body)))
+        return answers
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        if self._late_error is not None:
+            self._node.log.warn(f"a push had failed: {self._late_error}")
+        self._is_closed = True
+        self._meetings += 1
+        call = self._meetings
+        entries = dict(self._exchange.entries)
+
+        def free(news: bytes | None) -> Future[Any]:
+            self._exchange.remove(list(entries))
+            if news is not None:
+                return completed(None)
+            deleted = self._servers.delete(entries.values())
+            return deleted.then(lambda _: self._servers.report(call, list(entries)))
+
+        # Once all workers have closed it, its memory on the servers is freed. Nobody waits.
+        with suppress(PSError):
+            unfinished = settled(self._exchange.unfinished())
+            unfinished.then(lambda _: self._servers.meet(call, "close")).then(free)
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _specs(self, keys: Sequence[Key]) -> list[KeySpec]:
+        return [self._table.spec(key) for key in keys]
+
+    def _init(
+        self, specs: Mapping[Key, KeySpec], hosts: Sequence[np.ndarray[Any, Any]]
+    ) -> Future[None]:
+        whole = self._optimizer is not None and self._optimizer.scope == "key"
+        made = self._servers.init(specs, hosts, self._exchange.entries, whole=whole)
+        return made.map(self._add)
+
+    def _add(self, entries: Sequence[KeyEntry]) -> None:
+        self._exchange.add(entries)
+        self._table.add({entry.key: entry.spec for entry in entries})
+
+    def _settle(self) -> None:
+        """Wait until nothing of this store is under way; errors are left to who waits for them."""
+        self._wait(settled(self._exchange.unfinished()))
+
+    def _together(self, name: str, act: Callable[[], Sequence[Key]]) -> list[KeyEntry]:
+        """Once all workers have come here, have the lowest rank ``act``; all see its error.
+
+        ``act`` returns the keys that are gone. Returns all keys of the store.
+        """
+        self._meetings += 1
+        call = self._meetings
+        news: bytes | None = self._wait(self._servers.meet(call, name))
+        if news is None:
+            try:
+                deleted = act()
+            except BaseException as error:
+                self._servers.report(call, error=error)
+                raise
+            news = self._wait(self._servers.report(call, deleted))
+        entries, self._optimizer_calls = self._servers.news_of(news)
+        return entries
+
+    def _wait(self, future: Future[Any]) -> Any:
+        return self._waiter.wait(future)
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"this {self._name} store is closed; create a new one")
+        if self._late_error is not None:
+            error, self._late_error = self._late_error, None
+            raise error

@@ -1,0 +1,226 @@
+"""Keys and values of calls: what callers pass, turned into pairs that are known to fit.
+
+``group_values`` and ``KeyTable`` take one key or many, one array or one for each device.
+Pure: no I/O, no threads, and no array is read or changed. A check that raises has changed
+nothing. The rules of keys and lists are those of MXNet (``python/mxnet/kvstore/base.py``),
+except that ``bool`` is no key, NumPy integers are, and shapes and dtypes are checked at the
+call. Read next: ``base.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.dtypes import check_dtype
+from kvstore.errors import (
+    DuplicateKeyError,
+    KeyTypeError,
+    UnknownKeyError,
+    ValueMismatchError,
+)
+
+Key: TypeAlias = int | str
+Keys: TypeAlias = Key | Sequence[Key]
+Values: TypeAlias = Array | Sequence[Array] | Sequence[Sequence[Array]]
+UpdateFunction: TypeAlias = Callable[[Any, Array, Array], None]
+"""``updater(key, recv, local)`` of ``set_updater``."""
+
+
+class KeySpec(NamedTuple):
+    """What never changes about a key."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    """In native byte order."""
+
+    @property
+    def num_elements(self) -> int:
+        """1 for a scalar, 0 for an empty array."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the values."""
+        return self.num_elements * self.dtype.itemsize
+
+
+def spec_of(array: Array) -> KeySpec:
+    """Shape and dtype of an array that ``adapter_for`` accepts.
+
+    Raises ``ArgumentTypeError`` for a dtype that cannot be stored.
+    """
+    adapter = adapter_for(array)
+    dtype = adapter.dtype(array)
+    check_dtype(dtype)
+    return KeySpec(adapter.shape(array), dtype.newbyteorder("="))
+
+
+def normalise_keys(key: object) -> tuple[list[Key], bool]:
+    """The keys of a call in its order, and whether it named a single one.
+
+    NumPy integers become ``int``. Raises ``KeyTypeError``.
+    """
+    single = not isinstance(key, list | tuple)
+    keys = [_checked_key(item) for item in ([key] if single else key)]  # type: ignore[attr-defined]
+    if len({isinstance(item, str) for item in keys}) > 1:
+        raise KeyTypeError(f"the keys of a call must be all int or all str, got {keys}")
+    return keys, single
+
+
+def group_values(key: object, value: object) -> dict[Key, list[Array]]:
+    """The arrays of each key, keys in order of first appearance, arrays in the caller's order.
+
+    Raises ``KeyTypeError``, ``ArgumentTypeError`` (no array, or a dtype that cannot be stored)
+    and ``ValueMismatchError`` (as many keys as values are needed).
+    """
+    keys, single = normalise_keys(key)
+    values = [value] if single else value
+    if not isinstance(values, list | tuple):
+        raise ValueMismatchError(
+            f"a list of {len(keys)} keys needs a list of as many values, got {type(value).__name__}"
+        )
+    if len(keys) != len(values):
+        raise ValueMismatchError(f"{len(keys)} keys need as many values, got {len(values)}")
+    groups: dict[Key, list[Array]] = {}
+    for item, arrays in zip(keys, values, strict=True):
+        several = arrays if isinstance(arrays, list | tuple) else [arrays]
+        if not several:
+            raise ValueMismatchError(f"key {item!r} needs at least one array, got an empty list")
+        for array in several:
+            check_dtype(adapter_for(array).dtype(array))
+        groups.setdefault(item, []).extend(several)
+    return groups
+
+
+class KeyTable:
+    """What a store knows of its keys; the checks of a call against it.
+
+    The ``check_`` methods change nothing; ``add`` does and expects what ``check_init``
+    returned. Not safe to share between threads.
+    """
+
+    def __init__(self) -> None:
+        self._specs: dict[Key, KeySpec] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._specs
+
+    def keys(self) -> list[Key]:
+        """All keys in order of ``init``."""
+        return list(self._specs)
+
+    def spec(self, key: Key) -> KeySpec:
+        """Raises ``UnknownKeyError``, or ``KeyTypeError`` for a key of the other kind."""
+        found = self._specs.get(key)
+        if found is None:
+            self._check_kind(key)
+            raise UnknownKeyError(
+                f"key {key!r} is not in the store; call init({key!r}, value) first"
+            )
+        return found
+
+    def check_init(self, key: object, value: object) -> dict[Key, Array]:
+        """The one array of each new key."""
+        keys, _ = normalise_keys(key)
+        groups = group_values(key, value)
+        for item, arrays in groups.items():
+            self._check_kind(item)
+            if item in self._specs:
+                raise DuplicateKeyError(
+                    f"key {item!r} is initialised already; init and broadcast take a key once"
+                )
+            if len(arrays) > 1:
+                twice = "stands twice in the call" if keys.count(item) > 1 else "has several values"
+                raise DuplicateKeyError(f"key {item!r} {twice}; init takes one array for each key")
+        return {item: arrays[0] for item, arrays in groups.items()}
+
+    def check_push(self, key: object, value: object) -> dict[Key, list[Array]]:
+        """The arrays of each key; all have exactly its shape and dtype."""
+        groups = group_values(key, value)
+        for item, arrays in groups.items():
+            spec = self.spec(item)
+            for array in arrays:
+                if spec_of(array) != spec:
+                    raise ValueMismatchError(
+                        f"key {item!r} holds {_described(spec)}, "
+                        f"the pushed array is {_described(spec_of(array))}"
+                    )
+        return groups
+
+    def check_out(self, key: object, out: object) -> dict[Key, list[Array]]:
+        """The arrays to fill for each key; all have its shape and can be written."""
+        groups = group_values(key, out)
+        for item, arrays in groups.items():
+            check_outs(item, self.spec(item), arrays)
+        return groups
+
+    def check_pushpull(
+        self, key: object, value: object, out: object
+    ) -> tuple[dict[Key, list[Array]], dict[Key, list[Array]]]:
+        """What to push, and what to fill: the pushed arrays themselves when ``out`` is None."""
+        pushed = self.check_push(key, value)
+        return pushed, self.check_out(key, value if out is None else out)
+
+    def check_broadcast(
+        self, key: object, value: object, out: object
+    ) -> tuple[dict[Key, Array], dict[Key, list[Array]]]:
+        """The one array of each new key, and the arrays to fill."""
+        values = self.check_init(key, value)
+        filled = group_values(key, out)
+        for item, arrays in filled.items():
+            check_outs(item, spec_of(values[item]), arrays)
+        return values, filled
+
+    def add(self, specs: Mapping[Key, KeySpec]) -> None:
+        """Record new keys."""
+        self._specs.update(specs)
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """Forget keys; those that are not there are no error."""
+        for key in keys:
+            self._specs.pop(key, None)
+
+    def _check_kind(self, key: Key) -> None:
+        first = next(iter(self._specs), key)
+        if isinstance(first, str) != isinstance(key, str):
+            raise KeyTypeError(
+                f"a store's keys are all int or all str: it has {first!r}, the call names {key!r}"
+            )
+
+
+def check_outs(key: Key, spec: KeySpec, outs: Sequence[Array]) -> None:
+    """Raise ``ValueMismatchError`` unless values of ``spec`` can be copied into all ``outs``."""
+    for out in outs:
+        adapter = adapter_for(out)
+        shape, dtype = adapter.shape(out), adapter.dtype(out)
+        if shape != spec.shape:
+            raise ValueMismatchError(
+                f"key {key!r} has shape {spec.shape}, the array to fill has {shape}"
+            )
+        if spec.dtype.kind == "c" and dtype.kind != "c":
+            raise ValueMismatchError(
+                f"key {key!r} is {spec.dtype}; an array of {dtype} would lose the imaginary parts"
+            )
+        reason = adapter.why_read_only(out)
+        if reason is not None:
+            raise ValueMismatchError(f"the array to fill for key {key!r} is read-only: {reason}")
+
+
+def _checked_key(key: object) -> Key:
+    if isinstance(key, str):
+        return key
+    if isinstance(key, int | np.integer) and not isinstance(key, bool):
+        number = int(key)
+        if -(2**63) <= number < 2**63:
+            return number
+        raise KeyTypeError(f"an int key must fit 64 bits, got {number}")
+    raise KeyTypeError(f"a key must be an int or a str, got {type(key).__name__}: {key!r}")
+
+
+def _described(spec: KeySpec) -> str:
+    return f"shape {spec.shape} of {spec.dtype}"

@@ -1,0 +1,50 @@
+"""What stores do with ``mx.nd.NDArray``, without importing it before somebody uses it.
+
+``lazy.py`` and ``ndarray.py`` say how such arrays wait for values that come later.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from kvstore.arrays import Array
+from pslite import Future
+
+
+def _module() -> Any:
+    """``kvstore.ndarray`` if it was imported: else there is no such array."""
+    return sys.modules.get("kvstore.ndarray")
+
+
+def lazy_arrays(groups: Mapping[Any, Sequence[Array]]) -> list[Array] | None:
+    """All arrays to fill, if each of them is lazy; else None. None as well for no array."""
+    module = _module()
+    if module is None:
+        return None
+    arrays = [array for group in groups.values() for array in group]
+    if not arrays or not all(isinstance(array, module.NDArray) for array in arrays):
+        return None
+    return arrays
+
+
+def unwrapped(arrays: Iterable[Array]) -> list[Array]:
+    """The arrays that lazy ones wrap, once these may be written; others as they are.
+
+    Work that goes on when a call has returned must use these: the I/O thread, which would
+    bring what a lazy array waits for, must not wait for it.
+    """
+    module = _module()
+    if module is None:
+        return list(arrays)
+    return [
+        array._memory_to_write() if isinstance(array, module.NDArray) else array for array in arrays
+    ]
+
+
+def begin_writing(
+    future: Future[Any], arrays: Sequence[Array], wait: Callable[[Future[Any]], Any]
+) -> None:
+    """From now on accesses to these lazy arrays wait for ``future``."""
+    _module().begin(future, writes=arrays, wait=wait)

@@ -1,0 +1,229 @@
+"""Learning-rate schedules: immutable values that give the rate of an update from its number.
+
+Pure. A schedule keeps no count of its own, unlike MXNet's: the rate depends on the number of
+the update only, so a server that restarts, a key that joins late and a test all see the same.
+Names, parameters and formulas are those of MXNet 1.9.1 (``python/mxnet/lr_scheduler.py``).
+Read next: ``base.py``, whose ``Optimizer.rate`` asks them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+from kvstore.errors import ArgumentTypeError, OptimizerParameterError
+from kvstore.optimizer.fields import build, convert_fields, register_in
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Base of all schedules. Subclasses are frozen dataclasses and define ``decayed``.
+
+    ::
+
+        @register
+        @dataclasses.dataclass(frozen=True)
+        class HalvingScheduler(Schedule):
+            every: int = 1000
+
+            def decayed(self, count, base_lr):
+                return base_lr / 2 ** (count // self.every)
+
+    Before update number ``warmup_steps`` the rate climbs in equal steps from
+    ``warmup_begin_lr`` towards the base rate (mode ``"linear"``) or stays at
+    ``warmup_begin_lr`` (``"constant"``). ``base_lr`` None means the learning rate of the
+    optimizer; in MXNet it is 0.01 and gives way to a learning rate that the optimizer is given.
+    """
+
+    name: ClassVar[str] = ""
+    """The registered name: the class's, lower-cased, without ``scheduler`` at its end."""
+
+    base_lr: float | None = dataclasses.field(default=None, kw_only=True)
+    warmup_steps: int = dataclasses.field(default=0, kw_only=True)
+    warmup_begin_lr: float = dataclasses.field(default=0.0, kw_only=True)
+    warmup_mode: str = dataclasses.field(default="linear", kw_only=True)
+
+    def __post_init__(self) -> None:
+        convert_fields(self)
+        self._require(self.warmup_steps >= 0, "warmup_steps must not be negative")
+        self._require(
+            self.warmup_mode in ("linear", "constant"),
+            f"warmup_mode must be 'linear' or 'constant', got {self.warmup_mode!r}",
+        )
+        if self.base_lr is not None:
+            self.check_base(self.base_lr)
+
+    def rate(self, count: int, base_lr: float) -> float:
+        """The learning rate of update number ``count``, from 1 on."""
+        if count >= self.warmup_steps:
+            return self.decayed(count, base_lr)
+        if self.warmup_mode == "constant":
+            return self.warmup_begin_lr
+        return self.warmup_begin_lr + (base_lr - self.warmup_begin_lr) * count / self.warmup_steps
+
+    def __call__(self, num_update: int) -> float:
+        """``rate`` from its own ``base_lr``, or MXNet's 0.01 without one."""
+        return self.rate(num_update, 0.01 if self.base_lr is None else self.base_lr)
+
+    def decayed(self, count: int, base_lr: float) -> float:
+        """The rate after the warm-up. A function of its arguments and the parameters only."""
+        raise NotImplementedError(f"{type(self).__name__} does not define decayed()")
+
+    def check_base(self, base_lr: float) -> None:
+        """Raise ``OptimizerParameterError`` if a warm-up would begin above ``base_lr``."""
+        self._require(
+            self.warmup_steps == 0 or self.warmup_begin_lr <= base_lr,
+            f"warmup_begin_lr {self.warmup_begin_lr} lies above the learning rate {base_lr}",
+        )
+
+    def _require(self, holds: bool, text: str) -> None:
+        if not holds:
+            raise OptimizerParameterError(f"{type(self).__name__}: {text}")
+
+
+_Class = TypeVar("_Class", bound=type[Schedule])
+
+_registry: dict[str, type[Schedule]] = {}
+
+
+def register(cls: _Class) -> _Class:
+    """Class decorator: make a schedule known by its name. See ``kvstore.optimizer.register``."""
+    return register_in(_registry, cls, cls.__name__.lower().removesuffix("scheduler"), "schedule")
+
+
+def create(name: str, **params: Any) -> Schedule:
+    """The schedule registered under ``name`` (``"factor"``, ``"cosine"``, ...).
+
+    Raises ``OptimizerParameterError``, which lists what is known.
+    """
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"a schedule's name must be a string, got {name!r}")
+    cls = _registry.get(name.lower())
+    if cls is None:
+        raise OptimizerParameterError(
+            f"no learning-rate schedule is named {name!r}; known: {', '.join(sorted(_registry))}"
+        )
+    made: Schedule = build(cls, params)
+    return made
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class FactorScheduler(Schedule):
+    """``base * factor ** k`` with k the number of whole ``step`` updates that came before.
+
+    Update number 1 to ``step`` have the base rate, the next ``step`` that times ``factor``,
+    and so on, never less than ``stop_factor_lr``. The warm-up's updates count too.
+    """
+
+    step: int
+    factor: float = 1.0
+    stop_factor_lr: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.step >= 1, f"step must be at least 1, got {self.step}")
+        self._require(0.0 <= self.factor <= 1.0, f"factor must lie in [0, 1], got {self.factor}")
+
+    def decayed(self, count: int, base_lr: float) -> float:
+        times = max(count - 1, 0) // self.step
+        return max(base_lr * self.factor**times, self.stop_factor_lr) if times else base_lr
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class MultiFactorScheduler(Schedule):
+    """``base * factor ** k`` with k the number of entries of ``step`` below the update's number.
+
+    ``step`` is a list of update numbers, each larger than the one before; kept as a tuple.
+    """
+
+    step: Sequence[int]
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rising = all(a < b for a, b in zip(self.step, self.step[1:], strict=False))
+        self._require(
+            len(self.step) > 0 and self.step[0] >= 1 and rising,
+            "step must be a list of update numbers from 1 on, each larger than the one before",
+        )
+        self._require(0.0 <= self.factor <= 1.0, f"factor must lie in [0, 1], got {self.factor}")
+
+    def decayed(self, count: int, base_lr: float) -> float:
+        return base_lr * self.factor ** sum(step < count for step in self.step)
+
+
+@dataclasses.dataclass(frozen=True)
+class _UntilMaximum(Schedule):
+    """From the base rate after the warm-up to ``final_lr`` at update number ``max_update``."""
+
+    max_update: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(
+            self.max_update > self.warmup_steps and self.max_update >= 1,
+            f"max_update must be larger than warmup_steps ({self.warmup_steps}) and at least 1, "
+            f"got {self.max_update}",
+        )
+
+    def _progress(self, count: int) -> float:
+        """0.0 where the warm-up ends, 1.0 at ``max_update`` and after it."""
+        done = min(max(count, self.warmup_steps), self.max_update) - self.warmup_steps
+        return done / (self.max_update - self.warmup_steps)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class PolyScheduler(_UntilMaximum):
+    """``final_lr + (base - final_lr) * (1 - progress) ** pwr``, then ``final_lr``.
+
+    progress rises from 0 at the end of the warm-up to 1 at ``max_update``.
+    """
+
+    pwr: float = 2.0
+    final_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(self.pwr >= 0.0, f"pwr must not be negative, got {self.pwr}")
+
+    def decayed(self, count: int, base_lr: float) -> float:
+        remaining = math.pow(1.0 - self._progress(count), self.pwr)
+        return self.final_lr + (base_lr - self.final_lr) * remaining
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class CosineScheduler(_UntilMaximum):
+    """``final_lr + (base - final_lr) * (1 + cos(pi * progress)) / 2``, then ``final_lr``.
+
+    progress rises from 0 at the end of the warm-up to 1 at ``max_update``. Without restarts,
+    the annealing of Loshchilov and Hutter (arXiv 1608.03983).
+    """
+
+    final_lr: float = 0.0
+
+    def decayed(self, count: int, base_lr: float) -> float:
+        remaining = (1.0 + math.cos(math.pi * self._progress(count))) / 2.0
+        return self.final_lr + (base_lr - self.final_lr) * remaining
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class ScaledScheduler(Schedule):
+    """``factor`` times another schedule that starts from ``start_lr``, warm-up included.
+
+    What the learning-rate multiplier of a key makes of a schedule: the rates of the schedule
+    are multiplied, not its base, so that final and smallest rates scale too (as in MXNet).
+    """
+
+    schedule: Schedule
+    factor: float
+    start_lr: float
+
+    def rate(self, count: int, base_lr: float) -> float:
+        return self.factor * self.schedule.rate(count, self.start_lr)

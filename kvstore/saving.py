@@ -1,0 +1,311 @@
+"""Values and optimizer states of a store in files, and back.
+
+What a store holds passes through here in pieces (a key, or a part of one), so a store that is
+larger than the memory can be saved. Two kinds of files of named arrays (``tensorfile.py``):
+
+* states: an array ``STATE/KEY`` for each state of each key, and ``count/KEY`` with a row
+  (first element, updates) for each piece; what ``save_optimizer_states`` writes.
+* values: an array ``KEY`` for each key.
+
+A checkpoint is a directory with one of each and ``manifest.json``, which names them and is
+written last, by rename. Each save writes files of new names and removes the old ones after
+the manifest, so a save that is interrupted leaves the checkpoint before it as it was.
+Blocking file I/O, on the caller's thread. Never pickle. Read next: ``tensorfile.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvstore.aggregate import Flat
+from kvstore.errors import CheckpointError, OptimizerNotSet
+from kvstore.keys import Key, KeySpec
+from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.plain import from_plain, to_plain
+from kvstore.tensorfile import TensorReader, TensorWriter, read_json, write_json
+from pslite.errors import PSError
+
+FilePath: TypeAlias = str | os.PathLike[str]
+
+MANIFEST = "manifest.json"
+_FORMAT = "kvstore checkpoint"
+_VERSION = 1
+_MAX_MANIFEST_BYTES = 1 << 20
+_INT64 = np.dtype(np.int64)
+
+
+class Content(NamedTuple):
+    """What a store will hand over of one key."""
+
+    spec: KeySpec
+    num_pieces: int
+
+
+class Piece(NamedTuple):
+    """Elements [start, start + len(values)) of a key, and what the optimizer keeps for them."""
+
+    key: Key
+    start: int
+    values: Flat | None
+    """None where only the states are meant."""
+    states: list[Flat]
+    """Flat, as long as ``values``, in the order of the optimizer's ``state_names``."""
+    num_updates: int
+    """So many so far."""
+
+
+def state_dtypes(optimizer: Optimizer | None, dtype: np.dtype[Any]) -> list[np.dtype[Any]]:
+    """The dtypes of the states that an optimizer keeps for values of ``dtype``."""
+    if optimizer is None:
+        return []
+    return [array.dtype for array in optimizer.create_state(np.zeros(1, dtype))]
+
+
+# -- writing ------------------------------------------------------------------------------
+
+
+class _StatesWriter:
+    """Puts pieces into one states file."""
+
+    def __init__(
+        self, path: Path, contents: Mapping[Key, Content], optimizer: Optimizer | None, dump: bool
+    ) -> None:
+        self._names = () if optimizer is None else optimizer.state_names()
+        self._num_written = dict.fromkeys(contents, 0)
+        metadata = {"key_type": _key_type(contents)}
+        if optimizer is not None:
+            metadata["optimizer_name"] = optimizer.name
+            if dump:
+                metadata["optimizer"] = json.dumps(to_plain(optimizer))
+        arrays: dict[str, KeySpec] = {}
+        for key, (spec, num_pieces) in contents.items():
+            arrays[f"count/{key}"] = KeySpec((num_pieces, 2), _INT64)
+            dtypes = state_dtypes(optimizer, spec.dtype)
+            for name, dtype in zip(self._names, dtypes, strict=True):
+                arrays[f"{name}/{key}"] = KeySpec(spec.shape, dtype)
+        self.file = TensorWriter(path, arrays, metadata)
+
+    def add(self, piece: Piece) -> None:
+        for name, state in zip(self._names, piece.states, strict=True):
+            self.file.write(f"{name}/{piece.key}", piece.start, state)
+        row = self._num_written[piece.key]
+        self._num_written[piece.key] = row + 1
+        counted = np.array([piece.start, piece.num_updates], _INT64)
+        self.file.write(f"count/{piece.key}", 2 * row, counted)
+
+
+def write_states(
+    path: FilePath,
+    contents: Mapping[Key, Content],
+    optimizer: Optimizer | None,
+    pieces: Iterable[Piece],
+    *,
+    dump_optimizer: bool,
+) -> None:
+    """Write a states file. Raises ``OptimizerNotSet``, ``CheckpointError``."""
+    if optimizer is None:
+        raise OptimizerNotSet("there are no optimizer states to save: no optimizer is set")
+    writer = _StatesWriter(Path(path), contents, optimizer, dump_optimizer)
+    with writer.file:
+        for piece in pieces:
+            writer.add(piece)
+
+
+def write_checkpoint(
+    directory: FilePath,
+    contents: Mapping[Key, Content],
+    optimizer: Optimizer | None,
+    pieces: Iterable[Piece],
+) -> None:
+    """Write a checkpoint into ``directory``, which is made if it is not there."""
+    directory = Path(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be made: {error}") from error
+    name = secrets.token_hex(4)
+    files = {"values": f"values-{name}.safetensors", "states": f"states-{name}.safetensors"}
+    specs = {str(key): content.spec for key, content in contents.items()}
+    metadata = {"key_type": _key_type(contents)}
+    with ExitStack() as stack:
+        values = stack.enter_context(TensorWriter(directory / files["values"], specs, metadata))
+        states = _StatesWriter(directory / files["states"], contents, optimizer, dump=True)
+        stack.enter_context(states.file)
+        for piece in pieces:
+            if piece.values is not None:
+                values.write(str(piece.key), piece.start, piece.values)
+            states.add(piece)
+    sizes = {kind: (directory / file).stat().st_size for kind, file in files.items()}
+    manifest = {"format": _FORMAT, "version": _VERSION, "files": files, "sizes": sizes}
+    write_json(directory / MANIFEST, manifest)
+    for pattern in ("values-*.safetensors", "states-*.safetensors"):
+        for path in directory.glob(pattern):
+            if path.name not in files.values():
+                path.unlink(missing_ok=True)
+
+
+def _key_type(keys: Iterable[Key]) -> str:
+    return "int" if all(isinstance(key, int) for key in keys) else "str"
+
+
+# -- reading ------------------------------------------------------------------------------
+
+
+class SavedStates:
+    """A states file that is open for reading. Raises ``CheckpointError``."""
+
+    def __init__(self, path: FilePath) -> None:
+        self.path = Path(path)
+        self._file = TensorReader(path)
+        try:
+            self.optimizer = self._read_optimizer()
+        except BaseException:
+            self._file.close()
+            raise
+        self.optimizer_name = self._file.metadata.get("optimizer_name", "")
+        """The registered name of the optimizer whose states these are; "" for none."""
+
+    def _read_optimizer(self) -> Optimizer | None:
+        """The optimizer itself, where the file holds it."""
+        text = self._file.metadata.get("optimizer")
+        if text is None:
+            return None
+        try:
+            return from_plain(json.loads(text))
+        except (PSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"the optimizer in {self.path} is of no use: {error}") from error
+
+    def check(self, contents: Mapping[Key, Content], optimizer: Optimizer | None) -> None:
+        """Whether these are the states that ``optimizer`` keeps for all of these keys."""
+        if optimizer is None:
+            if self.optimizer_name:
+                raise OptimizerNotSet(
+                    f"{self.path} has states of the optimizer {self.optimizer_name}: set it first"
+                )
+            return
+        if optimizer.name != self.optimizer_name:
+            raise CheckpointError(
+                f"{self.path} has states of the optimizer {self.optimizer_name or 'none'}, the "
+                f"store uses {optimizer.name}"
+            )
+        for key, (spec, _) in contents.items():
+            dtypes = state_dtypes(optimizer, spec.dtype)
+            for name, dtype in zip(optimizer.state_names(), dtypes, strict=True):
+                self._check_array(f"{name}/{key}", KeySpec(spec.shape, dtype))
+            if f"count/{key}" not in self._file.names:
+                raise CheckpointError(f"{self.path} has nothing of key {key!r}")
+
+    def _check_array(self, name: str, wanted: KeySpec) -> None:
+        if name not in self._file.names:
+            raise CheckpointError(
+                f"{self.path} has no {name}: the optimizer kept other states when it was written"
+            )
+        found = self._file.spec(name)
+        if (found.shape, found.dtype) != tuple(wanted):
+            raise CheckpointError(
+                f"{name} in {self.path} has shape {found.shape} of {found.dtype}, the store needs "
+                f"{wanted.shape} of {wanted.dtype}"
+            )
+
+    def read(
+        self, key: Key, start: int, stop: int, optimizer: Optimizer | None
+    ) -> tuple[list[Flat], int]:
+        """States and update count of some elements of a key that ``check`` has passed."""
+        names = () if optimizer is None else optimizer.state_names()
+        states = [self._file.read(f"{name}/{key}", start, stop) for name in names]
+        counts = self._file.read(f"count/{key}").reshape(-1, 2)
+        # Pieces cut as they were have their own count; else that of the first element.
+        counts = counts[np.argsort(counts[:, 0])]
+        reached = counts[counts[:, 0] <= start]
+        return states, int(reached[-1, 1]) if len(reached) else 0
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> SavedStates:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Checkpoint:
+    """A checkpoint that is open for reading. Raises ``CheckpointError``.
+
+    ``specs`` are shape and dtype of each key, ``states`` the states file.
+    """
+
+    def __init__(self, directory: FilePath) -> None:
+        directory = Path(directory)
+        manifest = read_json(directory / MANIFEST, _MAX_MANIFEST_BYTES)
+        paths = _files_of(directory, manifest)
+        with ExitStack() as stack:
+            self._values = stack.enter_context(TensorReader(paths["values"]))
+            self.states = stack.enter_context(SavedStates(paths["states"]))
+            is_int = self._values.metadata.get("key_type") == "int"
+            try:
+                self.specs: dict[Key, KeySpec] = {
+                    (int(name) if is_int else name): KeySpec(*self._values.spec(name))
+                    for name in self._values.names
+                }
+            except ValueError as error:
+                raise CheckpointError(f"{paths['values']} has a malformed key: {error}") from error
+            self._stack = stack.pop_all()
+
+    def check(self, contents: Mapping[Key, Content]) -> None:
+        """Whether these keys are in it, with these shapes and dtypes."""
+        for key, (spec, _) in contents.items():
+            found = self.specs.get(key)
+            if found != spec:
+                has = "not in it" if found is None else f"{found.shape} of {found.dtype} in it"
+                raise CheckpointError(
+                    f"key {key!r} of the store is {spec.shape} of {spec.dtype}, and {has}"
+                )
+
+    def read(self, key: Key, start: int, stop: int, optimizer: Optimizer | None) -> Piece:
+        """Some elements of a key."""
+        states, count = self.states.read(key, start, stop, optimizer)
+        return Piece(key, start, self._values.read(str(key), start, stop), states, count)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def _files_of(directory: Path, manifest: Any) -> dict[str, Path]:
+    """The two files that the manifest names, which must lie beside it."""
+    wrong = CheckpointError(f"{directory / MANIFEST} is not the manifest of a checkpoint")
+    if type(manifest) is not dict or manifest.get("format") != _FORMAT:
+        raise wrong
+    if manifest.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{directory / MANIFEST} has version {manifest.get('version')!r}; this program reads "
+            f"version {_VERSION}"
+        )
+    files, sizes = manifest.get("files"), manifest.get("sizes")
+    if type(files) is not dict or type(sizes) is not dict:
+        raise wrong
+    paths = {}
+    for kind in ("values", "states"):
+        name = files.get(kind)
+        if type(name) is not str or Path(name).name != name or not name.startswith(kind):
+            raise wrong
+        paths[kind] = directory / name
+        try:
+            size = paths[kind].stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{paths[kind]} is missing: {error}") from error
+        if size != sizes.get(kind):
+            raise CheckpointError(f"{paths[kind]} has {size} bytes, not {sizes.get(kind)}")
+    return paths

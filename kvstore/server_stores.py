@@ -1,0 +1,303 @@
+"""A server's stores: the app of the data plane, and the answers to ``StoreCall``.
+
+The plane (``pslite/plane``) says which contributions make a round; ``arena.py`` adds them up
+and updates. Requests arrive on the I/O thread; what touches an arena's memory is handed to
+the pool thread of its lane, so that no value is read or written while it is updated.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore.aggregate import Flat
+from kvstore.arena import Arena, Part, StoreState, apply_jobs
+from kvstore.commands import run_command
+from kvstore.errors import ValueMismatchError
+from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.plain import from_plain, to_plain
+from kvstore.protocol import PartEntry, StoreCall, pack, unpack, unpack_parts
+from pslite import Incoming, Postoffice
+from pslite.errors import ProtocolError, UsageError
+from pslite.plane import Job, Piece, ServerPlane, cut
+
+
+class ServerStores:
+    """The stores of one server. Implements ``pslite.plane.ServerApp``."""
+
+    def __init__(self, node: Postoffice, import_errors: Sequence[str] = ()) -> None:
+        config = node.config
+        self._node = node
+        self._import_errors = import_errors
+        self._ranks = tuple(range(config.num_workers))
+        self._stores: dict[int, StoreState] = {}
+        self._parts: dict[int, Part] = {}
+        self._next_lane = 0
+        self._num_rounds = 0
+        self._plane = ServerPlane(
+            self,
+            window=config.round_window,
+            message_bytes=config.chunk_bytes,
+            stall_report_s=config.stall_report_s,
+        )
+        node.traffic.serve(self._plane)
+        self._calls: dict[int, Callable[[Incoming], None]] = {
+            StoreCall.INIT: self._init,
+            StoreCall.SET_OPTIMIZER: self._set_optimizer,
+            StoreCall.OPTIMIZER: self._optimizer,
+            StoreCall.DELETE: self._delete,
+            StoreCall.READ: self._read_parts,
+            StoreCall.WRITE: self._write_parts,
+            StoreCall.STATS: self._stats,
+            StoreCall.COMMAND: self._command,
+        }
+
+    # -- rounds ------------------------------------------------------------------------
+
+    def apply(self, jobs: Sequence[Job]) -> list[BaseException | None]:
+        """Apply complete rounds. On the pool thread of the parts' lane; never raises."""
+        self._num_rounds += len(jobs)  # a statistic: a lost count between threads is no harm
+        return apply_jobs(jobs, self._parts.__getitem__)
+
+    def read(self, parts: Sequence[int]) -> list[Any]:
+        """The parts' values in order, neighbours as one frame."""
+        frames = []
+        index = 0
+        while index < len(parts):
+            first = last = self._parts[parts[index]]
+            index += 1
+            while index < len(parts):
+                following = self._parts[parts[index]]
+                if following.arena is not first.arena or following.start != last.stop:
+                    break
+                last = following
+                index += 1
+            values = first.arena.weight[first.start : last.stop]
+            # A synchronous value stays as it is until everybody who wants it has it; an
+            # asynchronous one may change as soon as this returns.
+            if first.arena.store.ranks is None:
+                values = values.copy()
+            frames.append(values.view(np.uint8).data)
+        return frames
+
+    # -- requests ----------------------------------------------------------------------
+
+    def handle(self, incoming: Incoming) -> None:
+        """A request of ``StoreCall``. On the I/O thread."""
+        call = self._calls.get(incoming.head)
+        if call is None:
+            raise ProtocolError(f"a server knows no call {incoming.head}")
+        call(incoming)
+
+    def _init(self, incoming: Incoming) -> None:
+        """Create parts with the values in the frames, one after the other."""
+        number, synchronous, table = unpack(incoming.body, int, bool, list)
+        entries = unpack_parts(table)
+        sizes = [entry.num_elements * entry.dtype.itemsize for entry in entries]
+        pieces = cut(sizes, incoming.frames)
+        store = self._store(number, synchronous)
+        # A rank that stands in for one that left half-way finds some parts there; they stay.
+        new = [index for index, entry in enumerate(entries) if entry.part not in self._parts]
+        for group in _same_dtype(entries, new):
+            values = [_bytes_of(pieces[index]) for index in group]
+            arena = Arena(store, self._next_lane, [entries[index] for index in group], values)
+            self._next_lane += 1
+            for index, part in zip(group, arena.parts, strict=True):
+                self._parts[part.entry.part] = part
+                self._plane.open_part(part.entry.part, sizes[index], store.ranks, arena.lane)
+                if not part.entry.is_whole:
+                    count = store.cut_keys.get(part.entry.key, 0)
+                    store.cut_keys[part.entry.key] = count + 1
+        incoming.respond()
+
+    def _store(self, number: int, synchronous: bool) -> StoreState:
+        found = self._stores.get(number)
+        if found is None:
+            ranks = self._ranks if synchronous else None
+            found = self._stores[number] = StoreState(ranks)
+        return found
+
+    def _delete(self, incoming: Incoming) -> None:
+        """Forget parts; those that are gone already are no error (another rank deleted half)."""
+        _, parts = unpack(incoming.body, int, list)
+        for number_of_part in parts:
+            part = self._parts.pop(number_of_part, None)
+            if part is None:
+                continue
+            cut_keys = part.arena.store.cut_keys
+            if not part.entry.is_whole:
+                cut_keys[part.entry.key] -= 1
+                if not cut_keys[part.entry.key]:
+                    del cut_keys[part.entry.key]
+            gone = UsageError(f"the key {part.entry.key!r} was deleted")
+            self._node.traffic.carry_out(self._plane.close_part(number_of_part, gone))
+        incoming.respond()
+
+    def _set_optimizer(self, incoming: Incoming) -> None:
+        number, synchronous, plain = unpack(incoming.body, int, bool, list)
+        wanted = self._optimizer_of(plain)
+        store = self._store(number, synchronous)
+        if wanted.scope == "key" and store.cut_keys:
+            names = ", ".join(repr(key) for key in list(store.cut_keys)[:5])
+            raise UsageError(
+                f"the optimizer {wanted.name} needs whole keys, but {names} were cut in parts by "
+                "init: call set_optimizer before init"
+            )
+        if store.optimizer != wanted:
+            store.optimizer = wanted
+        incoming.respond()
+
+    def _optimizer_of(self, plain: list[Any]) -> Optimizer:
+        try:
+            return from_plain(plain)
+        except UsageError as error:
+            if not self._import_errors:
+                raise
+            failed = "\n".join(self._import_errors)
+            raise type(error)(f"{error}\non {self._node.title(self._node_id)}: {failed}") from None
+
+    @property
+    def _node_id(self) -> int:
+        return self._node.info.node_id if self._node.info is not None else 0
+
+    def _optimizer(self, incoming: Incoming) -> None:
+        (number,) = unpack(incoming.body, int)
+        store = self._stores.get(number)
+        optimizer = None if store is None else store.optimizer
+        incoming.respond(pack([] if optimizer is None else [to_plain(optimizer)]))
+
+    # -- values and states, for files --------------------------------------------------
+
+    def _read_parts(self, incoming: Incoming) -> None:
+        """Copies of values and states: of each part a frame of values, then one of each state."""
+        (numbers,) = unpack(incoming.body, list)
+        parts = self._found(numbers)
+        copies: dict[int, tuple[int, list[bytes]]] = {}
+
+        def copy(part: Part) -> None:
+            arrays = [part.weight, *part.state(part.arena.store.optimizer)]
+            copies[part.entry.part] = (part.count, [array.tobytes() for array in arrays])
+
+        def answer() -> None:
+            found = [copies[part.entry.part] for part in parts]
+            frames = [frame for _, row in found for frame in row]
+            incoming.respond(pack([count for count, _ in found]), frames)
+
+        self._on_lanes(incoming, parts, copy, answer)
+
+    def _write_parts(self, incoming: Incoming) -> None:
+        """Set states and counts (and values) from what ``_read_parts`` gave."""
+        numbers, counts, has_values = unpack(incoming.body, list, list, bool)
+        parts = self._found(numbers)
+        if len(counts) != len(parts) or not all(type(n) is int and n >= 0 for n in counts):
+            raise ProtocolError("a count is malformed, or there are too few")
+        frames = incoming.frames
+        width = len(frames) // max(len(parts), 1)
+        rows = {
+            part.entry.part: (counts[index], frames[index * width : (index + 1) * width])
+            for index, part in enumerate(parts)
+        }
+
+        def write(part: Part) -> None:
+            count, row = rows[part.entry.part]
+            arrays = part.state(part.arena.store.optimizer)
+            if has_values:
+                arrays.insert(0, part.weight)
+            if [len(frame) for frame in row] != [array.nbytes for array in arrays]:
+                raise ValueMismatchError(
+                    f"the values and states for key {part.entry.key!r} do not fit: "
+                    f"{len(row)} arrays came, {len(arrays)} are there"
+                )
+            for array, frame in zip(arrays, row, strict=True):
+                array.view(np.uint8)[:] = np.frombuffer(frame, np.uint8)
+            part.count = count
+
+        self._on_lanes(incoming, parts, write, incoming.respond)
+
+    def _found(self, numbers: Sequence[Any]) -> list[Part]:
+        parts = []
+        for number in numbers:
+            part = self._parts.get(number) if type(number) is int else None
+            if part is None:
+                raise UsageError(f"part {number!r} is not known to this server")
+            parts.append(part)
+        return parts
+
+    def _on_lanes(
+        self,
+        incoming: Incoming,
+        parts: Sequence[Part],
+        work: Callable[[Part], None],
+        answer: Callable[[], None],
+    ) -> None:
+        """Do ``work`` for each part on its lane's thread, then ``answer`` on the last of them."""
+        lanes: dict[int, list[Part]] = {}
+        for part in parts:
+            lanes.setdefault(part.arena.lane, []).append(part)
+        lock = threading.Lock()  # guards `left`: lanes end on different threads
+        left = len(lanes)
+
+        def run(mine: list[Part]) -> None:
+            nonlocal left
+            try:
+                for part in mine:
+                    work(part)
+                with lock:
+                    left -= 1
+                    is_last = left == 0
+                if is_last:
+                    answer()
+            except Exception as error:
+                incoming.fail(error)
+
+        if not lanes:
+            answer()
+        for lane, mine in lanes.items():
+            self._node.pool.submit(lane, functools.partial(run, mine))
+
+    # -- statistics and commands -------------------------------------------------------
+
+    def _stats(self, incoming: Incoming) -> None:
+        arenas = {part.arena for part in self._parts.values()}
+        incoming.respond(
+            pack(
+                {
+                    "parts": len(self._parts),
+                    "value_bytes": sum(arena.weight.nbytes for arena in arenas),
+                    "state_bytes": sum(arena.state_bytes for arena in arenas),
+                    "rounds": self._num_rounds,
+                    "waiting_contributions": self._plane.num_waiting,
+                }
+            )
+        )
+
+    def _command(self, incoming: Incoming) -> None:
+        head, body = unpack(incoming.body, int, str)
+
+        def run() -> None:
+            try:
+                incoming.respond(pack(run_command(head, body)))
+            except Exception as error:
+                incoming.fail(error)
+
+        self._node.pool.submit(0, run)
+
+
+def _bytes_of(piece: Piece) -> Flat:
+    return np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]
+
+
+def _same_dtype(entries: Sequence[PartEntry], indices: Sequence[int]) -> Iterator[list[int]]:
+    """The indices, in groups of neighbours of one dtype."""
+    group: list[int] = []
+    for index in indices:
+        if group and entries[group[-1]].dtype != entries[index].dtype:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group

@@ -1,0 +1,289 @@
+"""What a distributed store asks of the servers and of the directory, as futures.
+
+The control side of ``dist.py``: keys, optimizers, states, statistics. Values that are pushed
+and pulled do not pass here (``exchange.py``). Calls may come from any thread; steps that
+follow an answer run on the node's I/O thread and never wait. The bodies of all requests are
+in ``protocol.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore.keys import Key, KeySpec
+from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.plain import from_plain, to_plain
+from kvstore.plan import Group, flat_bytes, part_entries, plan, views
+from kvstore.protocol import (
+    DIRECTORY_APP,
+    STORE_APP,
+    DirectoryCall,
+    KeyEntry,
+    StoreCall,
+    pack,
+    pack_parts,
+    pack_specs,
+    unpack,
+    unpack_entries,
+)
+from kvstore.saving import Piece, state_dtypes
+from pslite import Future, Postoffice, Role
+from pslite.customer import Reply
+from pslite.errors import ProtocolError, describe
+from pslite.future import completed
+from pslite.future import gather as gather_futures
+from pslite.ids import SCHEDULER_ID, node_id
+
+#: So many requests for values and states are under way at once: they bound the memory.
+_READ_AHEAD = 8
+
+Reader = Callable[[Key, int, int], Piece]
+
+
+class Servers:
+    """The servers and the directory, as one store of one worker sees them."""
+
+    def __init__(self, node: Postoffice, number: int, *, synchronous: bool) -> None:
+        self._node = node
+        self._number = number
+        self._synchronous = synchronous
+        self._servers = [node_id(Role.SERVER, rank) for rank in range(node.config.num_servers)]
+
+    @property
+    def mode(self) -> str:
+        return "sync" if self._synchronous else "async"
+
+    @property
+    def decides(self) -> bool:
+        """Whether this worker is the lowest rank that is there."""
+        return self._node.rank == min(self._node.membership.live(Role.WORKER), default=0)
+
+    def _ask_directory(self, call: DirectoryCall, body: bytes, waiting_for: str) -> Future[bytes]:
+        asked = self._node.request([SCHEDULER_ID], DIRECTORY_APP, call, body)
+        answer = asked.map(lambda replies: replies[SCHEDULER_ID].body)
+        answer.describe = waiting_for
+        return answer
+
+    def _ask_all(self, call: StoreCall, body: bytes) -> Future[list[Reply]]:
+        """Ask every server; the replies in rank order."""
+        asked = self._node.request(self._servers, STORE_APP, call, body)
+        return asked.map(lambda replies: [replies[server] for server in self._servers])
+
+    # -- keys --------------------------------------------------------------------------
+
+    def init(
+        self,
+        specs: Mapping[Key, KeySpec],
+        values: Sequence[np.ndarray[Any, Any]],
+        known: Mapping[Key, KeyEntry],
+        *,
+        whole: bool,
+    ) -> Future[list[KeyEntry]]:
+        """Have the keys made; completes when all workers can use them.
+
+        ``values`` are on the host and stay unchanged until then. ``whole`` asks for keys that
+        are not cut.
+        """
+        body = pack(self._number, self.mode, whole, pack_specs(list(specs.items())))
+
+        def declared(body: bytes) -> Future[list[KeyEntry]]:
+            decides, rows = unpack(body, bool, bytes)
+            entries = unpack_entries(rows)
+            made = self._create_parts(entries, values, known) if decides else completed(None)
+            return made.map(lambda _: entries)
+
+        names = ", ".join(repr(key) for key in list(specs)[:5])
+        waiting_for = f"worker 0 (or the lowest rank that is left) to call init for {names}"
+        return self._ask_directory(DirectoryCall.DECLARE, body, waiting_for).then(declared)
+
+    def _create_parts(
+        self,
+        entries: Sequence[KeyEntry],
+        values: Sequence[np.ndarray[Any, Any]],
+        known: Mapping[Key, KeyEntry],
+    ) -> Future[None]:
+        """Put the first values on the servers, then let the other ranks know."""
+        new = [index for index, entry in enumerate(entries) if entry.key not in known]
+        entries = [entries[index] for index in new]
+        arrays = [flat_bytes(values[index]) for index in new]
+        asked = []
+        for group in plan(entries, self._node.config.chunk_bytes):
+            body = pack(self._number, self._synchronous, pack_parts(part_entries(group, entries)))
+            frames = [view.data for view in views(group, arrays)]
+            asked.append(self._ask_group(group, StoreCall.INIT, body, frames))
+        body = pack(self._number, [entry.key for entry in entries])
+        return (
+            gather_futures(asked)
+            .then(lambda _: self._ask_directory(DirectoryCall.INITIALISED, body, "the directory"))
+            .map(lambda _: None)
+        )
+
+    def delete(self, entries: Iterable[KeyEntry]) -> Future[None]:
+        """Free the parts of these keys on the servers."""
+        parts = [part for entry in entries for part in entry.parts]
+        body = pack(self._number, parts)
+        return self._ask_all(StoreCall.DELETE, body).map(lambda _: None)
+
+    # -- what all ranks do together ----------------------------------------------------
+
+    def meet(self, call: int, name: str) -> Future[bytes | None]:
+        """Completes when all ranks have come: None if this one is to carry it out.
+
+        Else when that is done, with the news for ``news_of``.
+        """
+        body = pack(self._number, self.mode, call, name)
+        what = f"all workers to call {name}, and the lowest rank to do it"
+
+        def arrived(body: bytes) -> bytes | None:
+            decides, news = unpack(body, bool, bytes)
+            return None if decides else news
+
+        return self._ask_directory(DirectoryCall.TOGETHER, body, what).map(arrived)
+
+    def report(
+        self, call: int, deleted: Sequence[Key] = (), error: BaseException | None = None
+    ) -> Future[bytes]:
+        """This rank has carried it out, or failed; completes with the news."""
+        kind, text = ("", "") if error is None else describe(error)
+        body = pack(self._number, call, list(deleted), kind, text)
+        return self._ask_directory(DirectoryCall.DONE_TOGETHER, body, "the directory")
+
+    @staticmethod
+    def news_of(body: bytes) -> tuple[list[KeyEntry], int]:
+        """All keys of the store, and how many times its optimizer was set."""
+        rows, num_optimizer_calls = unpack(body, bytes, int)
+        return unpack_entries(rows), num_optimizer_calls
+
+    # -- optimizers --------------------------------------------------------------------
+
+    def set_optimizer(self, optimizer: Optimizer, call: int) -> Future[None]:
+        """Carry it out if this rank decides; else have it compared with what that rank set."""
+        plain = to_plain(optimizer)
+        if not self.decides:
+            body = pack(self._number, self.mode, call, plain)
+            waiting_for = "worker 0 to call set_optimizer"
+            asked = self._ask_directory(DirectoryCall.SAME_OPTIMIZER, body, waiting_for)
+            return asked.map(lambda _: None)
+
+        def tell(kind: str, text: str) -> Future[bytes]:
+            body = pack(self._number, self.mode, plain, kind, text)
+            return self._ask_directory(DirectoryCall.OPTIMIZER_IS_SET, body, "the directory")
+
+        body = pack(self._number, self._synchronous, plain)
+        asked_all = self._ask_all(StoreCall.SET_OPTIMIZER, body)
+        # The other ranks wait for this call: they hear of its failure, too.
+        asked_all = asked_all.or_else(lambda error: tell(*describe(error)))
+        return asked_all.then(lambda _: tell("", "")).map(lambda _: None)
+
+    def declared_optimizer(self) -> Future[Optimizer | None]:
+        """What the deciding rank has set, according to the directory."""
+        body = pack(self._number)
+        asked = self._ask_directory(DirectoryCall.OPTIMIZER_OF, body, "the directory")
+        return asked.map(_one_optimizer)
+
+    def optimizers(self) -> Future[list[Optimizer | None]]:
+        """What each server uses, in rank order."""
+        asked = self._ask_all(StoreCall.OPTIMIZER, pack(self._number))
+        return asked.map(lambda replies: [_one_optimizer(reply.body) for reply in replies])
+
+    # -- values and states, for files --------------------------------------------------
+
+    def read(
+        self,
+        entries: Sequence[KeyEntry],
+        optimizer: Optimizer | None,
+        wait: Callable[[Future[Any]], Any],
+    ) -> Iterator[Piece]:
+        """Everything that the servers keep for these keys, piece by piece."""
+        for group, reply in self._asked_in_turn(
+            plan(entries, self._node.config.chunk_bytes),
+            lambda group: self._ask_group(group, StoreCall.READ, pack(list(group.parts)), ()),
+            wait,
+        ):
+            (counts,) = unpack(reply.body, list)
+            width = len(reply.frames) // max(len(group.parts), 1)
+            if len(counts) != len(group.parts) or width * len(counts) != len(reply.frames):
+                raise ProtocolError("a server's copy of values and states is malformed")
+            for index, (position, start, _) in enumerate(group.slices):
+                key, spec = entries[position][:2]
+                dtypes = [spec.dtype, *state_dtypes(optimizer, spec.dtype)]
+                row = reply.frames[index * width : (index + 1) * width]
+                values, *states = [
+                    np.frombuffer(frame, dtype) for frame, dtype in zip(row, dtypes, strict=True)
+                ]
+                yield Piece(key, start // spec.dtype.itemsize, values, states, counts[index])
+
+    def write(
+        self,
+        entries: Sequence[KeyEntry],
+        read: Reader,
+        wait: Callable[[Future[Any]], Any],
+    ) -> None:
+        """Set states and counts of these keys, and values if there are any, to what it reads."""
+
+        def write_group(group: Group) -> Future[Reply]:
+            counts: list[int] = []
+            frames: list[Any] = []
+            has_values = True
+            for position, start, stop in group.slices:
+                key, spec = entries[position][:2]
+                itemsize = spec.dtype.itemsize
+                piece = read(key, start // itemsize, stop // itemsize)
+                counts.append(piece.num_updates)
+                has_values = piece.values is not None
+                arrays = piece.states if piece.values is None else [piece.values, *piece.states]
+                frames += [flat_bytes(array).data for array in arrays]
+            body = pack(list(group.parts), counts, has_values)
+            return self._ask_group(group, StoreCall.WRITE, body, frames)
+
+        groups = plan(entries, self._node.config.chunk_bytes)
+        for _ in self._asked_in_turn(groups, write_group, wait):
+            pass
+
+    @staticmethod
+    def _asked_in_turn(
+        groups: Iterable[Group],
+        ask: Callable[[Group], Future[Reply]],
+        wait: Callable[[Future[Any]], Any],
+    ) -> Iterator[tuple[Group, Reply]]:
+        asked: deque[tuple[Group, Future[Reply]]] = deque()
+        for group in groups:
+            asked.append((group, ask(group)))
+            if len(asked) >= _READ_AHEAD:
+                first, future = asked.popleft()
+                yield first, wait(future)
+        for first, future in asked:
+            yield first, wait(future)
+
+    def _ask_group(
+        self, group: Group, call: StoreCall, body: bytes, frames: Sequence[Any]
+    ) -> Future[Reply]:
+        asked = self._node.request(
+            [group.server], STORE_APP, call, body, {group.server: list(frames)}
+        )
+        return asked.map(lambda replies: replies[group.server])
+
+    # -- statistics and commands -------------------------------------------------------
+
+    def stats(self) -> Future[dict[int, dict[str, int]]]:
+        """The counters of each server, by rank."""
+        asked = self._ask_all(StoreCall.STATS, pack())
+        return asked.map(
+            lambda replies: {
+                rank: unpack(reply.body, dict)[0] for rank, reply in enumerate(replies)
+            }
+        )
+
+    def command(self, head: int, body: str) -> Future[list[str]]:
+        """What each server answers to a command, in rank order."""
+        asked = self._ask_all(StoreCall.COMMAND, pack(head, body))
+        return asked.map(lambda replies: [unpack(reply.body, str)[0] for reply in replies])
+
+
+def _one_optimizer(body: bytes) -> Optimizer | None:
+    (found,) = unpack(body, list)
+    return from_plain(found[0]) if found else None
