@@ -6,6 +6,12 @@ VENV ?= .venv
 # Tests that start no processes are spread over so many.
 JOBS ?= 2
 PYTEST_ARGS ?=
+# PyTorch's build without CUDA, whose own index has it for every Python (the other is gigabytes).
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_NEEDS := filelock typing-extensions sympy networkx jinja2 fsspec 'setuptools>=77.0.3'
+# With 1, a missing PyTorch is an error instead of a note, as in continuous integration.
+REQUIRE_TORCH ?=
 
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 # The environment belongs to one Python: with another version of it, it is made anew.
@@ -25,7 +31,7 @@ CHECKS := lint format-check types test-unit test-process
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo install dev test $(CHECKS) format test-oldest bench docs clean
+.PHONY: help demo install dev test $(CHECKS) format coverage test-oldest bench docs settings clean
 
 help: ## this list
 	@echo "usage: make TARGET [PYTHON=python3.12] [VENV=.venv]"
@@ -80,11 +86,15 @@ test-oldest: ## the tests with the oldest libraries that setup.py allows (needs 
 bench: $(INSTALLED) ## how long an exchange of whole models takes (on a quiet machine)
 	$(RUN) benchmarks/exchange.py
 
-docs: $(INSTALLED) ## write docs/settings.md anew from pslite/config.py
+docs: $(INSTALLED_DEV) ## the documentation as HTML, docs/_build/html (warnings are errors)
+	$(RUN) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
+settings: $(INSTALLED) ## write docs/settings.md anew from pslite/config.py
 	$(RUN) docs/make_settings.py
 
 clean: ## remove environments, caches and what building has left
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # -- the environment -------------------------------------------------------------------------
@@ -112,7 +122,15 @@ $(INSTALLED): $(CREATED) $(REQUIREMENTS)
 $(INSTALLED_DEV): $(CREATED) $(REQUIREMENTS)
 	@echo "make: installing kvstore and pslite with the tools for development into $(VENV)"
 	@$(PIP) --editable '.[dev]' || { $(EXPLAIN); }
+	@$(PIP) --no-deps --retries 0 --index-url $(TORCH_INDEX) $(TORCH) 2>/dev/null \
+	    && $(PIP) $(TORCH_NEEDS) || { \
+	    echo "make: $(TORCH) could not be installed: the tests that need it are skipped"; \
+	    [ -z "$(REQUIRE_TORCH)" ] || exit 1; }
 	@touch $(INSTALLED) $@
+
+coverage: $(INSTALLED_DEV) ## how much of both packages the tests without processes run
+	$(RUN) -m pytest -n $(JOBS) tests --ignore=tests/process --ignore=tests/gpu \
+	    --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
 EXPLAIN = echo "make: pip could not install what is needed (see above); it needs the package" \
     "index once, later calls work without a network" >&2; exit 1

@@ -21,14 +21,29 @@ def version() -> str:
 # 3.10, `make test-oldest`). Without upper bounds: newer ones are what users have.
 REQUIREMENTS = ["numpy>=2.0", "pyzmq>=23.2.1", "msgpack>=1.0.3"]
 
+# The documentation (`make docs`). The theme is the one of NumPy, SciPy and pandas. Sphinx gets new
+# warnings with its versions, and warnings are errors there.
+DOCUMENTATION = [
+    "sphinx>=8.1,<10",
+    "myst-parser>=4,<6",
+    "pydata-sphinx-theme>=0.16.1,<1",
+]
+
 # Tools change what they complain about with every minor version, so that is held fixed.
 DEVELOPMENT = [
+    *DOCUMENTATION,
     "pytest>=9.0,<10",
     "pytest-timeout>=2.4,<3",
     "pytest-xdist>=3.8,<4",
     "hypothesis>=6.150,<7",
     "ruff>=0.17.5,<0.18",
     "mypy>=2.4.1,<2.5",
+    "pytest-cov>=6,<8",
+    # Array libraries that the tests try: PyTorch comes from its own index (see the Makefile).
+    "ml_dtypes>=0.5",
+    "jax>=0.4.30",
+    "matplotlib>=3.8",
+    "safetensors>=0.4.5",  # reads what our own writer has written, and the other way round
 ]
 
 setup(
@@ -48,6 +63,10 @@ setup(
         "bfloat16": ["ml_dtypes>=0.5"],
         "cuda12": ["cupy-cuda12x>=13"],
         "cuda13": ["cupy-cuda13x>=13.6"],
+        "torch": ["torch>=2.1"],
+        "jax": ["jax>=0.4.30"],
+        "plot": ["matplotlib>=3.8"],
+        "docs": DOCUMENTATION,
         "dev": DEVELOPMENT,
     },
     entry_points={"console_scripts": ["kvstore-launch = kvstore.launch.cli:main"]},

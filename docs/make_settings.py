@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvstore.launch.options import RESERVED_NAMES
-from pslite.config import ACCEPTED_NAMES, Config
+from pslite.config import WITHOUT_EFFECT, Config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "settings.md"
@@ -36,18 +36,28 @@ are inherited by every process of a job: `PS_VERBOSE=1 kvstore-launch -n 2 ...`.
 servers or workers only: `--env-server NAME:VALUE`, `--env-worker NAME:VALUE`.
 """
 
+WITHOUT = """\
+## Names of the original that change nothing
+
+They are accepted; `PS_VERBOSE=1` says so once for each that is set. `PS_RESEND` is accepted, too:
+what it asks for is always on.
+
+| variable | why |
+| --- | --- |
+"""
+
 
 def page() -> str:
     """The whole page."""
     fields = dataclasses.fields(Config)
     job = [field for field in fields if not field.metadata["name"].startswith("PS_")]
     runtime = [field for field in fields if field.metadata["name"].startswith("PS_")]
-    accepted = ", ".join(f"`{name}`" for name in sorted(ACCEPTED_NAMES))
+    rows = "\n".join(f"| `{name}` | {reason} |" for name, reason in WITHOUT_EFFECT.items())
     return (
         f"{INTRODUCTION}\n"
         f"## The job and its addresses\n\n{table(job)}\n"
         f"## The runtime\n\n{table(runtime)}\n"
-        f"Accepted and without effect, because what it asks for is always on: {accepted}.\n"
+        f"{WITHOUT}{rows}\n"
     )
 
 

@@ -27,8 +27,19 @@ from pslite.version import __version__
 
 kv = kvstore
 
-#: Modules that are imported when they are first used.
-_LAZY = frozenset({"callback", "gluon", "io", "lr_scheduler", "metric", "model", "nd"})
+#: Modules that are imported when they are first used, by the name that scripts use.
+_LAZY = {
+    "callback": "kvstore.callback",
+    "gluon": "kvstore.gluon",
+    "init": "kvstore.initializer",
+    "initializer": "kvstore.initializer",
+    "io": "kvstore.io",
+    "lr_scheduler": "kvstore.lr_scheduler",
+    "metric": "kvstore.metric",
+    "model": "kvstore.model",
+    "nd": "kvstore.nd",
+    "random": "kvstore.random",
+}
 
 __all__ = [
     "Context",
@@ -43,11 +54,11 @@ __all__ = [
     "kvstore",
     "optimizer",
     "register_command",
-    *sorted(_LAZY),
+    *_LAZY,
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return importlib.import_module(f"kvstore.{name}")
+        return importlib.import_module(_LAZY[name])
     raise AttributeError(f"module 'kvstore' has no attribute {name!r}")

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
+from kvstore.commands import check_command
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
 from kvstore.keys import Key, Keys, KeySpec, UpdateFunction, Values
 from kvstore.optimizer.base import Number, Optimizer
@@ -376,7 +377,9 @@ class KVStore(KVStoreBase, abc.ABC):
 
         Commands are functions that the servers' own modules register
         (``kvstore.register_command``). Stores in one process have no servers: an empty list.
+        Raises ``ArgumentTypeError`` unless ``head`` is an int from 0 on and ``body`` a str.
         """
+        check_command(head, body)
         return []
 
     def set_barrier_before_exit(self, barrier_before_exit: bool = True) -> None:

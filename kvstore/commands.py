@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from kvstore.errors import ArgumentTypeError
 from pslite.errors import UsageError
 
@@ -44,6 +46,14 @@ def register_command(head: int) -> Callable[[Command], Command]:
         return function
 
     return register
+
+
+def check_command(head: object, body: object) -> None:
+    """Raise ``ArgumentTypeError`` unless a worker can send this command."""
+    if isinstance(head, bool) or not isinstance(head, int | np.integer) or not 0 <= head < 2**63:
+        raise ArgumentTypeError(f"a command's head must be a number from 0 on, got {head!r}")
+    if not isinstance(body, str):
+        raise ArgumentTypeError(f"a command's body must be a str, got {type(body).__name__}")
 
 
 def run_command(head: int, body: str) -> str:

@@ -27,9 +27,13 @@ from kvstore.protocol import (
     unpack_specs,
 )
 from kvstore.together import Meetings
+from pslite import Config
 from pslite.customer import Incoming
 from pslite.errors import ProtocolError, PSError, UsageError, rebuild
 from pslite.ids import rank_of
+
+#: What a message has besides a key's values, at most.
+_HEADER_BYTES = 65_536
 
 
 @dataclass(slots=True)
@@ -62,10 +66,20 @@ class _Store:
     generations: dict[Key, int] = field(default_factory=dict)
     """How often each key has been initialised, also those that are deleted."""
     waiting: list[_Waiting] = field(default_factory=list)
+    whole: bool = False
+    """Whether the deciding rank's last ``init`` asked for keys that are not cut."""
     optimizers: list[_OptimizerCall] = field(default_factory=list)
     comparing: list[tuple[Incoming, int, list[Any]]] = field(default_factory=list)
     """(request, number of the call, optimizer) of other ranks' ``set_optimizer``."""
+    shifts: dict[int, int] = field(default_factory=dict)
+    """What makes the numbers of a rank's calls those of the deciding rank's."""
+    refused: set[int] = field(default_factory=set)
+    """Ranks whose last call was another one than the deciding rank's."""
     meetings: Meetings = field(default_factory=Meetings)
+
+    def shift(self, rank: int, by: int) -> None:
+        """A rank has left out calls, or made one that does not count."""
+        self.shifts[rank] = self.shifts.get(rank, 0) + by
 
     @property
     def optimizer(self) -> list[list[Any]]:
@@ -77,10 +91,15 @@ class Directory:
     """Answers the requests of ``DirectoryCall``."""
 
     def __init__(
-        self, num_servers: int, chunk_bytes: int, live_ranks: Callable[[], Sequence[int]]
+        self,
+        num_servers: int,
+        chunk_bytes: int,
+        live_ranks: Callable[[], Sequence[int]],
+        max_message_bytes: int = Config.max_message_bytes,
     ) -> None:
         self._loads = [0] * num_servers
         self._chunk_bytes = chunk_bytes
+        self._max_message_bytes = max_message_bytes
         self._live_ranks = live_ranks
         self._stores: dict[int, _Store] = {}
         self._decider = 0
@@ -138,9 +157,13 @@ class Directory:
         self._take_declaration(number, store, entry)
 
     def _take_declaration(self, number: int, store: _Store, waiting: _Waiting) -> None:
+        decides = waiting.rank == min(self._live_ranks(), default=0)
+        if decides:
+            store.whole = waiting.whole
         try:
             _check_same(store, waiting.specs)
-            decides = waiting.rank == min(self._live_ranks(), default=0)
+            # For every rank: one whose values are too large must not wait for rank 0's in vain.
+            self._check_sizes(store, waiting.specs, whole=store.whole or waiting.whole)
             if decides and any(key not in store.ready for key, _ in waiting.specs):
                 entries = self._decide(store, waiting.specs, waiting.whole)
                 waiting.incoming.respond(pack(True, pack_entries(entries)))
@@ -164,8 +187,6 @@ class Directory:
             if key in store.entries:
                 continue
             chunk_bytes = max(self._chunk_bytes, spec.nbytes) if whole else self._chunk_bytes
-            if num_chunks(spec.num_elements, spec.dtype.itemsize, chunk_bytes) > MAX_CHUNKS:
-                raise ValueMismatchError(f"key {key!r} has more than {MAX_CHUNKS} parts")
             chunks = chunk_ranges(spec.num_elements, spec.dtype.itemsize, chunk_bytes)
             new.append((key, spec, chunk_bytes, len(chunks)))
             sizes += [(stop - start) * spec.dtype.itemsize for start, stop in chunks]
@@ -182,14 +203,50 @@ class Directory:
             self._next_part += count
         return [store.entries[key] for key, _ in specs]
 
+    def _check_sizes(
+        self, store: _Store, specs: Sequence[tuple[Key, KeySpec]], *, whole: bool
+    ) -> None:
+        """Whether new keys of these sizes can travel at all."""
+        for key, spec in specs:
+            if key in store.entries:
+                continue
+            if whole and spec.nbytes + _HEADER_BYTES > self._max_message_bytes:
+                raise ValueMismatchError(
+                    f"key {key!r} has {spec.nbytes} bytes, and the optimizer needs it whole in "
+                    f"one message, of which PS_MAX_MESSAGE_BYTES allows {self._max_message_bytes}: "
+                    "raise that on all nodes, or use an optimizer that can do with parts"
+                )
+            chunk_bytes = max(self._chunk_bytes, spec.nbytes) if whole else self._chunk_bytes
+            if num_chunks(spec.num_elements, spec.dtype.itemsize, chunk_bytes) > MAX_CHUNKS:
+                raise ValueMismatchError(f"key {key!r} has more than {MAX_CHUNKS} parts")
+
     def _initialised(self, incoming: Incoming) -> None:
-        number, keys = unpack(incoming.body, int, list)
+        """The deciding rank's values are on the servers, or could not be put there."""
+        number, keys, kind, text = unpack(incoming.body, int, list, str, str)
         store = self._store(number)
-        store.ready.update(key for key in keys if key in store.entries)
-        incoming.respond()
         waiting, store.waiting = store.waiting, []
+        if kind:
+            waiting = self._take_back(store, keys, rebuild(kind, text), waiting)
+        else:
+            store.ready.update(key for key in keys if key in store.entries)
+        incoming.respond()
         for entry in waiting:
             self._take_declaration(number, store, entry)
+
+    def _take_back(
+        self, store: _Store, keys: Sequence[Key], error: PSError, waiting: Sequence[_Waiting]
+    ) -> list[_Waiting]:
+        """These keys came to nothing, also for those who wait for them; returns the others."""
+        self._delete(store, keys)
+        for key in keys:
+            store.generations[key] = store.generations.get(key, 1) - 1
+        others = []
+        for entry in waiting:
+            if any(key in keys for key, _ in entry.specs):
+                entry.incoming.fail(error)
+            else:
+                others.append(entry)
+        return others
 
     def _delete(self, store: _Store, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -220,6 +277,7 @@ class Directory:
         if error is None:
             self._delete(store, deleted)
         news = pack(pack_entries(self._ready_entries(store)), len(store.optimizers))
+        store.shifts.clear()  # all ranks go on with this number
         store.meetings.done(call, news, error)
         incoming.respond(news)
 
@@ -243,22 +301,36 @@ class Directory:
     def _same_optimizer(self, incoming: Incoming) -> None:
         number, kind, call, optimizer = unpack(incoming.body, int, str, int, list)
         store = self._stores.setdefault(number, _Store(kind))
+        call = max(call + store.shifts.get(rank_of(incoming.sender), 0), 1)
         self._compare(store, incoming, call, optimizer)
 
     def _compare(self, store: _Store, incoming: Incoming, call: int, theirs: list[Any]) -> None:
-        if call > len(store.optimizers):
-            store.comparing.append((incoming, call, theirs))
-            return
+        rank = rank_of(incoming.sender)
         # A rank that has left out a call (``if kv.rank == 0:``) may mean a later one.
-        for ours in store.optimizers[max(call, 1) - 1 :]:
+        candidates = store.optimizers[call - 1 :]
+        for meant, ours in enumerate(candidates, call):
             if ours.optimizer == theirs:
+                store.shift(rank, meant - call)
+                store.refused.discard(rank)
                 incoming.respond() if ours.error is None else incoming.fail(ours.error)
                 return
+        done = [ours for ours in candidates if ours.error is None]
+        if not done or rank in store.refused:
+            # Not there yet: what failed was a call of the deciding rank alone, and a rank that
+            # was refused means that call again, or the next.
+            if rank in store.refused:
+                store.refused.discard(rank)
+                store.shift(rank, len(store.optimizers) + 1 - call)
+                call = len(store.optimizers) + 1
+            store.comparing.append((incoming, call, theirs))
+            return
+        store.shift(rank, -1)
+        store.refused.add(rank)
         incoming.fail(
             OptimizerMismatch(
-                f"worker {rank_of(incoming.sender)} sets {_optimizer_text(theirs)}, but worker "
+                f"worker {rank} sets {_optimizer_text(theirs)}, but worker "
                 f"{min(self._live_ranks(), default=0)}, whose call counts, has set "
-                f"{_optimizer_text(store.optimizers[max(call, 1) - 1].optimizer)}"
+                f"{_optimizer_text(done[0].optimizer)}"
             )
         )
 

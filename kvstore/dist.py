@@ -17,7 +17,7 @@ import numpy as np
 from kvstore.arrays import Array, adapter_for
 from kvstore.dist_control import DistControl
 from kvstore.errors import OptimizerNotSet
-from kvstore.keys import Key, Keys, Values, normalise_keys, spec_of
+from kvstore.keys import Key, Keys, Values, check_priority, normalise_keys, spec_of
 from kvstore.laziness import begin_writing, lazy_arrays, unwrapped
 from kvstore.nodes import worker_node
 from kvstore.operation import Landing, Operation, futures_in
@@ -51,10 +51,12 @@ class DistKVStore(DistControl):
     # -- values ------------------------------------------------------------------------
 
     def init(self, key: Keys, value: Values) -> None:
+        self._check_may_wait()
         self._wait(self.init_async(key, value))
 
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         self._ready_to_push()
+        check_priority(priority)
         pushed = self._table.check_push(key, value)
         self._keep_to_window(pushed)
         self._push(pushed, priority).on_done(self._note_error)
@@ -68,11 +70,13 @@ class DistKVStore(DistControl):
         with_version: bool = False,
     ) -> Any:
         self._check()
+        check_priority(priority)
         wanted, values = self._wanted(key, out)
         lazy = lazy_arrays(wanted)
         if lazy is not None and not with_version:
             self._let_arrive(lazy, *self._begin_pull(wanted, priority))
             return None
+        self._check_may_wait()
         versions: dict[int, int] | None = {} if with_version else None
         self._pull(wanted, priority, versions)
         if versions is None:
@@ -85,18 +89,22 @@ class DistKVStore(DistControl):
         self, key: Keys, value: Values, out: Values | None = None, priority: int = 0
     ) -> None:
         self._ready_to_push()
+        check_priority(priority)
         pushed, filled = self._table.check_pushpull(key, value, out)
         lazy = lazy_arrays(filled)
         if lazy is not None:
             self._keep_to_window(pushed)
             self._let_arrive(lazy, *self._begin_lazy_pushpull(pushed, filled, priority))
             return
+        self._check_may_wait()
         operation, landing = self._begin_pushpull(pushed, filled, priority)
         self._wait_for_values(operation)
         landing.finish()
+        self._check()  # as in _pull
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
-        self._check()
+        self._check_may_wait()
+        check_priority(priority)
         self._table.check_broadcast(key, value, out)
         self.init(key, value)
         self._pull(self._table.check_out(key, out), priority)
@@ -113,10 +121,12 @@ class DistKVStore(DistControl):
 
     def push_async(self, key: Keys, value: Values, priority: int = 0) -> Future[None]:
         self._check()
+        check_priority(priority)
         return self._push(self._table.check_push(key, value), priority)
 
     def pull_async(self, key: Keys, out: Values | None = None, priority: int = 0) -> Future[Any]:
         self._check()
+        check_priority(priority)
         wanted, values = self._wanted(key, out)
         lazy = lazy_arrays(wanted)
         arrived = self._let_arrive(lazy or (), *self._begin_pull(wanted, priority))
@@ -126,6 +136,7 @@ class DistKVStore(DistControl):
         self, key: Keys, value: Values, out: Values | None = None, priority: int = 0
     ) -> Future[None]:
         self._check()
+        check_priority(priority)
         pushed, filled = self._table.check_pushpull(key, value, out)
         lazy = lazy_arrays(filled)
         if lazy is not None:
@@ -143,7 +154,12 @@ class DistKVStore(DistControl):
         for key in keys or ():
             self._table.spec(key)
         for future in self._exchange.unfinished(keys):
-            self._wait(future)
+            self._wait(settled([future]))  # by then its error has been noted, too
+            error = future.error()
+            if error is not None:
+                if self._late_error is error:
+                    self._late_error = None
+                raise error
         self._check()
         return None
 
@@ -179,6 +195,7 @@ class DistKVStore(DistControl):
         )
         self._wait_for_values(operation)
         landing.finish()
+        self._check()  # an own push before this call that came to nothing is not in the values
 
     def _begin_pull(
         self, wanted: dict[Key, list[Array]], priority: int

@@ -16,10 +16,25 @@ from typing import Any
 import numpy as np
 
 from kvstore.base import KeyInfo, KVStore, Path, check_optimizer
-from kvstore.errors import NotSupportedError, OptimizerMismatch, OptimizerNotSet
+from kvstore.commands import check_command
+from kvstore.errors import (
+    NotSupportedError,
+    OptimizerMismatch,
+    OptimizerNotSet,
+    ValueMismatchError,
+)
 from kvstore.exchange import Exchange
-from kvstore.keys import Key, Keys, KeySpec, KeyTable, UpdateFunction, normalise_keys
+from kvstore.keys import (
+    Key,
+    Keys,
+    KeySpec,
+    KeyTable,
+    UpdateFunction,
+    normalise_keys,
+    single_key,
+)
 from kvstore.optimizer.base import Number, Optimizer
+from kvstore.optimizer.plain import to_plain
 from kvstore.protocol import KeyEntry
 from kvstore.saving import (
     Checkpoint,
@@ -79,12 +94,13 @@ class DistControl(KVStore):
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         optimizer = check_optimizer(optimizer)
-        self._check()
+        self._check_may_wait()
         self._wait(self.set_optimizer_async(optimizer))
 
     def set_optimizer_async(self, optimizer: Optimizer) -> Future[None]:
         """``set_optimizer``; what was pushed before belongs to the optimizer before."""
         self._check()
+        plain = to_plain(optimizer)  # a call that raises here is none, so it has no number
         self._optimizer_calls += 1
         call = self._optimizer_calls
 
@@ -92,7 +108,7 @@ class DistControl(KVStore):
             self._optimizer = optimizer
 
         pushed = settled(self._exchange.pushes.of())
-        return pushed.then(lambda _: self._servers.set_optimizer(optimizer, call)).map(remember)
+        return pushed.then(lambda _: self._servers.set_optimizer(plain, call)).map(remember)
 
     def set_optimizer_params(self, **numbers: Number) -> None:
         # Not what the servers use now: another rank may be some calls ahead of this one.
@@ -128,12 +144,13 @@ class DistControl(KVStore):
 
     def info(self, key: Key) -> KeyInfo:
         self._check()
+        key = single_key(key)
         spec = self._table.spec(key)
         entry = self._exchange.entries[key]
         return KeyInfo(*spec, spec.nbytes, len(entry.servers), entry.generation)
 
     def delete(self, key: Keys) -> None:
-        self._check()
+        self._check_may_wait()
         keys, _ = normalise_keys(key)
         for item in keys:
             self._table.spec(item)
@@ -190,9 +207,10 @@ class DistControl(KVStore):
                 )
             return ()
 
-        self._check()
+        self._check_may_wait()
         self._settle()
         entries = self._together("load_checkpoint", load)
+        self._adopt_optimizer()
         self._add([entry for entry in entries if entry.key not in self._table])
 
     def load_optimizer_states(self, fname: Path) -> None:
@@ -210,9 +228,14 @@ class DistControl(KVStore):
                 self._servers.write(entries, read, self._wait)
             return ()
 
-        self._check()
+        self._check_may_wait()
         self._settle()
         self._together("load_optimizer_states", load)
+        self._adopt_optimizer()
+
+    def _adopt_optimizer(self) -> None:
+        """Note the optimizer that the deciding rank may have loaded."""
+        self._optimizer = self._wait(self._servers.declared_optimizer()) or self._optimizer
 
     def _contents(self) -> dict[Key, Content]:
         return {
@@ -223,7 +246,7 @@ class DistControl(KVStore):
     # -- the cluster -------------------------------------------------------------------
 
     def barrier(self) -> None:
-        self._check()
+        self._check_may_wait()
         self._wait(self._node.barrier(WORKER_GROUP))
 
     def placement(self) -> dict[int, dict[Key, int]]:
@@ -249,8 +272,9 @@ class DistControl(KVStore):
         return sum(1 for node, loss in gone if node in asked and not loss.left)
 
     def send_command_to_servers(self, head: int, body: str = "") -> list[str]:
-        self._check()
-        answers: list[str] = self._wait(self._servers.command(int(head), str(body)))
+        check_command(head, body)
+        self._check_may_wait()
+        answers: list[str] = self._wait(self._servers.command(int(head), body))
         return answers
 
     def close(self) -> None:
@@ -283,7 +307,16 @@ class DistControl(KVStore):
     def _init(
         self, specs: Mapping[Key, KeySpec], hosts: Sequence[np.ndarray[Any, Any]]
     ) -> Future[None]:
-        whole = self._optimizer is not None and self._optimizer.scope == "key"
+        optimizer = self._optimizer
+        whole = optimizer is not None and optimizer.scope == "key"
+        limit = self._node.config.max_message_bytes
+        for key, spec in specs.items() if whole else ():
+            if optimizer is not None and spec.nbytes > limit:
+                raise ValueMismatchError(
+                    f"key {key!r} has {spec.nbytes} bytes; the optimizer {optimizer.name} needs "
+                    f"whole keys, which travel in one message of at most {limit} bytes: raise "
+                    "PS_MAX_MESSAGE_BYTES on all nodes, or cut the key"
+                )
         made = self._servers.init(specs, hosts, self._exchange.entries, whole=whole)
         return made.map(self._add)
 
@@ -315,6 +348,10 @@ class DistControl(KVStore):
 
     def _wait(self, future: Future[Any]) -> Any:
         return self._waiter.wait(future)
+
+    def _check_may_wait(self) -> None:
+        self._check()
+        self._waiter.check()
 
     def _check(self) -> None:
         if self._is_closed:

@@ -18,6 +18,7 @@ import numpy as np
 from kvstore.arrays import Array, adapter_for
 from kvstore.dtypes import check_dtype
 from kvstore.errors import (
+    ArgumentTypeError,
     DuplicateKeyError,
     KeyTypeError,
     UnknownKeyError,
@@ -70,6 +71,19 @@ def normalise_keys(key: object) -> tuple[list[Key], bool]:
     if len({isinstance(item, str) for item in keys}) > 1:
         raise KeyTypeError(f"the keys of a call must be all int or all str, got {keys}")
     return keys, single
+
+
+def single_key(key: object) -> Key:
+    """The key of a call that takes exactly one. Raises ``KeyTypeError``."""
+    return _checked_key(key)
+
+
+def check_priority(priority: object) -> None:
+    """Raise ``ArgumentTypeError`` unless this is an integer."""
+    if not isinstance(priority, int | np.integer):
+        raise ArgumentTypeError(
+            f"priority must be an int (the higher the sooner), got {priority!r}"
+        )
 
 
 def group_values(key: object, value: object) -> dict[Key, list[Array]]:
@@ -213,6 +227,8 @@ def check_outs(key: Key, spec: KeySpec, outs: Sequence[Array]) -> None:
 
 def _checked_key(key: object) -> Key:
     if isinstance(key, str):
+        if not key.isascii() and any("\ud800" <= character <= "\udfff" for character in key):
+            raise KeyTypeError(f"a str key must be valid Unicode, got {key!r}")
         return key
     if isinstance(key, int | np.integer) and not isinstance(key, bool):
         number = int(key)

@@ -26,7 +26,9 @@ from kvstore.keys import (
     KeyTable,
     UpdateFunction,
     Values,
+    check_priority,
     normalise_keys,
+    single_key,
     spec_of,
 )
 from kvstore.operation import futures_in
@@ -99,6 +101,7 @@ class LocalKVStore(KVStore):
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         with self._lock:
             self._check_open()
+            check_priority(priority)
             self._merge(self._table.check_push(key, value))
 
     def pull(
@@ -111,6 +114,7 @@ class LocalKVStore(KVStore):
     ) -> Any:
         with self._lock:
             self._check_open()
+            check_priority(priority)
             values = self._pulled(key, out)
             if not with_version:
                 return values
@@ -134,6 +138,7 @@ class LocalKVStore(KVStore):
     ) -> None:
         with self._lock:
             self._check_open()
+            check_priority(priority)
             pushed, filled = self._table.check_pushpull(key, value, out)
             self._merge(pushed)
             self._fill(filled)
@@ -141,6 +146,7 @@ class LocalKVStore(KVStore):
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
         with self._lock:
             self._check_open()
+            check_priority(priority)
             values, filled = self._table.check_broadcast(key, value, out)
             self._add(values)
             self._fill(filled)
@@ -208,6 +214,7 @@ class LocalKVStore(KVStore):
     def info(self, key: Key) -> KeyInfo:
         with self._lock:
             self._check_open()
+            key = single_key(key)
             spec = self._table.spec(key)
             return KeyInfo(*spec, spec.nbytes, 1, self._entries[key].generation)
 

@@ -29,7 +29,10 @@ def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
         node.customers.add(STORE_APP, ServerStores(node, import_errors).handle)
     elif node.role is Role.SCHEDULER:
         live_ranks: Callable[[], Sequence[int]] = lambda: node.membership.live(Role.WORKER)  # noqa: E731
-        directory = Directory(node.config.num_servers, node.config.chunk_bytes, live_ranks)
+        config = node.config
+        directory = Directory(
+            config.num_servers, config.chunk_bytes, live_ranks, config.max_message_bytes
+        )
         node.customers.add(DIRECTORY_APP, directory.handle)
         node.on_departure.append(directory.departed)
 

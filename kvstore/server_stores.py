@@ -100,6 +100,12 @@ class ServerStores:
         sizes = [entry.num_elements * entry.dtype.itemsize for entry in entries]
         pieces = cut(sizes, incoming.frames)
         store = self._store(number, synchronous)
+        cut_keys = [entry.key for entry in entries if not entry.is_whole]
+        if cut_keys and store.optimizer is not None and store.optimizer.scope == "key":
+            raise UsageError(
+                f"the optimizer {store.optimizer.name} needs whole keys, but {cut_keys[0]!r} "
+                "is cut in parts: worker 0 has to return from set_optimizer before it calls init"
+            )
         # A rank that stands in for one that left half-way finds some parts there; they stay.
         new = [index for index, entry in enumerate(entries) if entry.part not in self._parts]
         for group in _same_dtype(entries, new):
@@ -138,7 +144,7 @@ class ServerStores:
         incoming.respond()
 
     def _set_optimizer(self, incoming: Incoming) -> None:
-        number, synchronous, plain = unpack(incoming.body, int, bool, list)
+        number, synchronous, only_check, plain = unpack(incoming.body, int, bool, bool, list)
         wanted = self._optimizer_of(plain)
         store = self._store(number, synchronous)
         if wanted.scope == "key" and store.cut_keys:
@@ -147,7 +153,7 @@ class ServerStores:
                 f"the optimizer {wanted.name} needs whole keys, but {names} were cut in parts by "
                 "init: call set_optimizer before init"
             )
-        if store.optimizer != wanted:
+        if not only_check and store.optimizer != wanted:
             store.optimizer = wanted
         incoming.respond()
 

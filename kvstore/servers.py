@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstore.keys import Key, KeySpec
 from kvstore.optimizer.base import Optimizer
-from kvstore.optimizer.plain import from_plain, to_plain
+from kvstore.optimizer.plain import from_plain
 from kvstore.plan import Group, flat_bytes, part_entries, plan, views
 from kvstore.protocol import (
     DIRECTORY_APP,
@@ -34,7 +34,7 @@ from kvstore.saving import Piece, state_dtypes
 from pslite import Future, Postoffice, Role
 from pslite.customer import Reply
 from pslite.errors import ProtocolError, describe
-from pslite.future import completed
+from pslite.future import completed, settled
 from pslite.future import gather as gather_futures
 from pslite.ids import SCHEDULER_ID, node_id
 
@@ -115,12 +115,18 @@ class Servers:
             body = pack(self._number, self._synchronous, pack_parts(part_entries(group, entries)))
             frames = [view.data for view in views(group, arrays)]
             asked.append(self._ask_group(group, StoreCall.INIT, body, frames))
-        body = pack(self._number, [entry.key for entry in entries])
-        return (
-            gather_futures(asked)
-            .then(lambda _: self._ask_directory(DirectoryCall.INITIALISED, body, "the directory"))
-            .map(lambda _: None)
-        )
+
+        def tell(kind: str, text: str) -> Future[bytes]:
+            body = pack(self._number, [entry.key for entry in entries], kind, text)
+            return self._ask_directory(DirectoryCall.INITIALISED, body, "the directory")
+
+        def take_back(error: BaseException) -> Future[bytes]:
+            freed = settled([self.delete(entries)])
+            return freed.then(lambda _: tell(*describe(error)))
+
+        # The other ranks wait for this call: they hear of its failure, too.
+        made = gather_futures(asked).or_else(take_back)
+        return made.then(lambda _: tell("", "")).map(lambda _: None)
 
     def delete(self, entries: Iterable[KeyEntry]) -> Future[None]:
         """Free the parts of these keys on the servers."""
@@ -160,9 +166,12 @@ class Servers:
 
     # -- optimizers --------------------------------------------------------------------
 
-    def set_optimizer(self, optimizer: Optimizer, call: int) -> Future[None]:
-        """Carry it out if this rank decides; else have it compared with what that rank set."""
-        plain = to_plain(optimizer)
+    def set_optimizer(self, plain: Sequence[Any], call: int) -> Future[None]:
+        """Carry it out if this rank decides; else have it compared with what that rank set.
+
+        ``plain`` is the optimizer as ``to_plain`` gives it. All servers are asked before one
+        of them changes anything: either all of them use it or none.
+        """
         if not self.decides:
             body = pack(self._number, self.mode, call, plain)
             waiting_for = "worker 0 to call set_optimizer"
@@ -173,8 +182,11 @@ class Servers:
             body = pack(self._number, self.mode, plain, kind, text)
             return self._ask_directory(DirectoryCall.OPTIMIZER_IS_SET, body, "the directory")
 
-        body = pack(self._number, self._synchronous, plain)
-        asked_all = self._ask_all(StoreCall.SET_OPTIMIZER, body)
+        def ask(*, only_check: bool) -> Future[list[Reply]]:
+            body = pack(self._number, self._synchronous, only_check, plain)
+            return self._ask_all(StoreCall.SET_OPTIMIZER, body)
+
+        asked_all = ask(only_check=True).then(lambda _: ask(only_check=False))
         # The other ranks wait for this call: they hear of its failure, too.
         asked_all = asked_all.or_else(lambda error: tell(*describe(error)))
         return asked_all.then(lambda _: tell("", "")).map(lambda _: None)

@@ -25,6 +25,8 @@ class _Meeting:
     """What it does, in words for the error of a rank that does something else."""
     arrived: dict[int, Incoming] = field(default_factory=dict)
     carried_out_by: int | None = None
+    error: UsageError | None = None
+    """The ranks do different things: those that are still to come hear of it too."""
 
 
 class Meetings:
@@ -37,24 +39,20 @@ class Meetings:
         """A rank has come to its ``call``-th call."""
         meeting = self._open.setdefault(call, _Meeting(name))
         rank = rank_of(incoming.sender)
-        meeting.arrived[rank] = incoming
-        if meeting.name != name:
-            del self._open[call]
-            error = UsageError(
+        if meeting.error is None and meeting.name != name:
+            meeting.error = UsageError(
                 f"worker {rank} calls {name} where worker {min(meeting.arrived)} calls "
                 f"{meeting.name}; all workers have to make these calls in the same order"
             )
-            for other in meeting.arrived.values():
-                other.fail(error)
-        else:
-            self._begin(meeting, live)
+        meeting.arrived[rank] = incoming
+        self._look_at(call, meeting, live)
 
     def departed(self, live: Sequence[int]) -> None:
         """A rank is gone: nobody waits for it any more, and another may have to decide."""
-        for meeting in list(self._open.values()):
+        for call, meeting in list(self._open.items()):
             if meeting.carried_out_by is not None and meeting.carried_out_by not in live:
                 meeting.carried_out_by = None
-            self._begin(meeting, live)
+            self._look_at(call, meeting, live)
 
     def done(self, call: int, news: bytes, error: BaseException | None) -> None:
         """The deciding rank has carried it out, or failed."""
@@ -69,9 +67,14 @@ class Meetings:
             else:
                 incoming.respond(pack(False, news))
 
-    @staticmethod
-    def _begin(meeting: _Meeting, live: Sequence[int]) -> None:
-        """Let the deciding rank go ahead once all are there."""
-        if meeting.carried_out_by is None and live and meeting.arrived.keys() >= set(live):
+    def _look_at(self, call: int, meeting: _Meeting, live: Sequence[int]) -> None:
+        """Let the deciding rank go ahead once all are there, or forget what came to nothing."""
+        all_there = bool(live) and meeting.arrived.keys() >= set(live)
+        if meeting.error is not None:
+            for incoming in meeting.arrived.values():  # without effect where it is not the first
+                incoming.fail(meeting.error)
+            if all_there:
+                del self._open[call]
+        elif meeting.carried_out_by is None and all_there:
             meeting.carried_out_by = min(live)
             meeting.arrived[min(live)].respond(pack(True, b""))

@@ -19,14 +19,18 @@ class Waiter:
     def __init__(self, node: Postoffice) -> None:
         self._node = node
 
-    def wait(self, future: Future[Any]) -> Any:
-        """The future's value, or its error. Says every PS_STALL_REPORT what it waits for."""
-        if future.done():
-            return future.result(0)
+    def check(self) -> None:
+        """Raise ``UsageError`` where nobody may wait: before a call has any effect."""
         if self._node.is_io_thread:
             raise UsageError(
                 "a callback on the I/O thread must not wait: use the calls that return futures"
             )
+
+    def wait(self, future: Future[Any]) -> Any:
+        """The future's value, or its error. Says every PS_STALL_REPORT what it waits for."""
+        if future.done():
+            return future.result(0)
+        self.check()
         began = time.monotonic()
         report_s = self._node.config.stall_report_s
         while True:

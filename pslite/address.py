@@ -12,6 +12,7 @@ import ipaddress
 import socket
 import struct
 import uuid
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from pslite.config import Config
 from pslite.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
+_IF_INET6 = Path("/proc/net/if_inet6")
 
 
 def advertised_host(config: Config) -> str:
@@ -37,16 +39,16 @@ def advertised_host(config: Config) -> str:
 def interface_address(interface: str) -> str:
     """The local address that ``interface`` (a name, an address or a network) stands for."""
     addresses = local_addresses()
-    listing = ", ".join(f"{name} ({address})" for name, address in addresses.items())
     if interface in addresses:
-        return addresses[interface]
+        return addresses[interface][0]
+    listing = ", ".join(f"{name} ({', '.join(found)})" for name, found in addresses.items())
     network = _network(interface)
     if network is None:
         raise ConfigError(
             f"DMLC_INTERFACE={interface}: no such interface with an address; this host has "
             f"{listing}"
         )
-    for address in addresses.values():
+    for address in (address for found in addresses.values() for address in found):
         if ipaddress.ip_address(address) in network:
             return address
     raise ConfigError(
@@ -61,11 +63,11 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
         return None
 
 
-def local_addresses() -> dict[str, str]:
-    """Interface name -> its first IPv4 address."""
+def local_addresses() -> dict[str, list[str]]:
+    """Interface name -> its first IPv4 address, if any, and then its IPv6 addresses."""
     import fcntl
 
-    addresses = {}
+    addresses: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
@@ -73,8 +75,26 @@ def local_addresses() -> dict[str, str]:
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError:
                 continue
-            addresses[name] = socket.inet_ntoa(reply[20:24])
+            addresses[name] = [socket.inet_ntoa(reply[20:24])]
+    for name, address in _ipv6_addresses(_IF_INET6):
+        addresses.setdefault(name, []).append(address)
     return addresses
+
+
+def _ipv6_addresses(table: Path) -> Iterator[tuple[str, str]]:
+    """(interface, address) from Linux's list; addresses of one link only are left out.
+
+    Those would need the interface's name beside them (``fe80::1%eth0``), which means nothing
+    on other hosts.
+    """
+    try:
+        rows = [line.split() for line in table.read_text().splitlines()]
+    except OSError:  # no IPv6 here
+        return
+    for row in rows:
+        address = ipaddress.IPv6Address(int(row[0], 16))
+        if not address.is_link_local:
+            yield row[5], str(address)
 
 
 def route_address(host: str, port: int) -> str:

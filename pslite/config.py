@@ -19,6 +19,7 @@ from pslite.errors import ConfigError
 from pslite.ids import Role
 
 MIB = 1 << 20
+SECURITY_NAMES = ("plain", "curve")
 
 
 def _milliseconds(text: str) -> float:
@@ -63,9 +64,29 @@ class Config:
     listen_fd: int | None = _setting(
         "PS_LISTEN_FD", None, int, "inherited listening socket that the scheduler adopts"
     )
+    job_key_file: str = _setting(
+        "PS_JOB_KEY_FILE",
+        "",
+        str,
+        "file with the job's key, readable by its owner only; without one a node serves loopback "
+        "addresses only (security.md)",
+    )
+    job_key_fd: int | None = _setting(
+        "PS_JOB_KEY_FD", None, int, "inherited descriptor to read the job's key from, to its end"
+    )
+    security: str = _setting(
+        "PS_SECURITY",
+        "",
+        str,
+        "what the key is used for: plain (authentication, for one host or a trusted network) or "
+        "curve (and encryption); where there is a key, the default is curve",
+    )
     verbose: int = _setting("PS_VERBOSE", 0, int, "1 prints connections, 2 every message as well")
     heartbeat_interval_s: float = _setting(
-        "PS_HEARTBEAT_INTERVAL", 2.0, float, "seconds between signs of life"
+        "PS_HEARTBEAT_INTERVAL",
+        2.0,
+        float,
+        "seconds between signs of life; 0: none, and stalls are not noticed",
     )
     heartbeat_timeout_s: float = _setting(
         "PS_HEARTBEAT_TIMEOUT",
@@ -104,6 +125,12 @@ class Config:
     round_window: int = _setting(
         "PS_ROUND_WINDOW", 2, int, "rounds that a worker may push ahead of the open one"
     )
+    server_import: str = _setting(
+        "KVSTORE_SERVER_IMPORT",
+        "",
+        str,
+        "modules (or .py files) that servers import at their start, separated by commas",
+    )
     pool_threads: int = _setting(
         "PS_POOL_THREADS", 2, int, "threads that add and update on servers"
     )
@@ -118,7 +145,8 @@ class Config:
         """Read settings; arguments win over ``mapping`` (``os.environ`` when None).
 
         Returns:
-            The settings, and sentences about ``PS_*`` names that nobody knows.
+            The settings, and sentences about ``PS_*`` names that nobody knows; from
+            PS_VERBOSE=1 on also about names of the original that change nothing here.
 
         Raises:
             ConfigError: a value is malformed, or the settings contradict each other.
@@ -130,7 +158,9 @@ class Config:
             if text != "":
                 values[setting.name] = _parse(setting, text)
         values.update(arguments)
-        return cls(**values).checked(), unknown_names(mapping)
+        config = cls(**values).checked()
+        remarks = unknown_names(mapping)
+        return config, remarks + names_without_effect(mapping) if config.verbose else remarks
 
     def checked(self) -> Config:
         """This value, after the checks that concern more than one field."""
@@ -150,9 +180,17 @@ class Config:
             # "not >" rather than "<=", so that NaN is refused as well.
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_names()[name]} must be greater than 0")
-        for name in ("heartbeat_timeout_s", "drop_percent"):
+        for name in ("heartbeat_interval_s", "heartbeat_timeout_s", "drop_percent"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{_names()[name]} must not be negative")
+        if self.heartbeat_timeout_s > 0 and self.heartbeat_interval_s == 0:
+            raise ConfigError(
+                "PS_HEARTBEAT_TIMEOUT needs signs of life: set PS_HEARTBEAT_INTERVAL above 0"
+            )
+        if self.security not in ("", *SECURITY_NAMES):
+            raise ConfigError(
+                f"PS_SECURITY is {self.security!r}; it must be {' or '.join(SECURITY_NAMES)}"
+            )
         if self.max_message_bytes < self.chunk_bytes:
             raise ConfigError("PS_MAX_MESSAGE_BYTES must be at least PS_CHUNK_BYTES")
         if self.chunk_bytes < 64 or self.credit_bytes < self.chunk_bytes:
@@ -175,11 +213,14 @@ class Config:
                 f"a distributed store needs {', '.join(missing)}; start the job with "
                 "tools/launch.py (kvstore-launch), which sets them, or export them yourself"
             )
+        if self.security and not self.job_key_file and self.job_key_fd is None:
+            raise ConfigError(
+                f"PS_SECURITY={self.security} needs a job key: set PS_JOB_KEY_FILE as well"
+            )
         return self
 
 
 _POSITIVE = (
-    "heartbeat_interval_s",
     "rendezvous_timeout_s",
     "roster_interval_s",
     "lost_after_s",
@@ -202,9 +243,33 @@ def _parse(setting: dataclasses.Field[Any], text: str) -> Any:
         raise ConfigError(f"{name} is {text!r}; expected: {setting.metadata['help']}") from None
 
 
-#: Names of the original, or of the launcher, that need no field: what they asked for is
-#: always on (PS_RESEND) or belongs to somebody else.
-ACCEPTED_NAMES = frozenset({"PS_RESEND"})
+_OWN_WAY = "stores share arrays out and add them up in a way of their own"
+#: Names of the original that need no field, because they change nothing here -> why.
+WITHOUT_EFFECT = {
+    "DMLC_LOCAL": "processes of one host find their own way to exchange data",
+    "DMLC_PS_WATER_MARK": "credits bound what is under way (PS_CREDIT_BYTES)",
+    "MXNET_KVSTORE_BIGARRAY_BOUND": "arrays are cut by bytes (PS_CHUNK_BYTES)",
+    "MXNET_KVSTORE_DIST_ROW_SPARSE_VERBOSE": "PS_VERBOSE=2 shows all messages",
+    "MXNET_KVSTORE_LOGTREE": _OWN_WAY,
+    "MXNET_KVSTORE_REDUCTION_NTHREADS": _OWN_WAY,
+    "MXNET_KVSTORE_SERIAL_PUSH": _OWN_WAY,
+    "MXNET_KVSTORE_SLICE_THRESHOLD": "arrays are cut by bytes (PS_CHUNK_BYTES)",
+    "MXNET_KVSTORE_TREE_ARRAY_BOUND": _OWN_WAY,
+    "MXNET_KVSTORE_TREE_BACKTRACK": _OWN_WAY,
+    "MXNET_KVSTORE_TREE_LINK_USAGE_PENALTY": _OWN_WAY,
+    "MXNET_KVSTORE_USETREE": _OWN_WAY,
+}
+#: All names of the original without a field; what PS_RESEND asks for is always on.
+ACCEPTED_NAMES = frozenset({"PS_RESEND", *WITHOUT_EFFECT})
+
+
+def names_without_effect(mapping: Mapping[str, str]) -> list[str]:
+    """One sentence for each name of the original in the environment that changes nothing."""
+    return [
+        f"the setting {name} has no effect here: {reason}"
+        for name, reason in WITHOUT_EFFECT.items()
+        if mapping.get(name, "") != ""
+    ]
 
 
 def unknown_names(mapping: Mapping[str, str]) -> list[str]:

@@ -16,6 +16,7 @@ from pslite.ids import SCHEDULER_ID, NodeInfo, Role
 from pslite.links import Delivery
 from pslite.log import label
 from pslite.protocol.membership import Gone
+from pslite.watch import beat_at
 from pslite.wire.messages import (
     BarrierEnter,
     BarrierLeave,
@@ -91,7 +92,7 @@ class MemberControl:
         self._began_at = now
         self._deadline = now + config.rendezvous_timeout_s
         self._roster_at = now + config.roster_interval_s
-        self._beat_at = now + config.heartbeat_interval_s
+        self._beat_at = beat_at(config, now)
         self._office.van.connect(SCHEDULER, tcp_address(config.root_uri, config.root_port))
         register = Register((self._node,), config.num_workers, config.num_servers, self._package)
         self._office.links.send(SCHEDULER, register, (), 0, now)
@@ -109,7 +110,10 @@ class MemberControl:
         elif isinstance(message, Waiting):
             self._still_waiting(message, now)
         elif isinstance(message, Refused):
-            self._office.fail(ConfigError(f"the scheduler refuses this node: {message.reason}"))
+            is_ours = message.kind == ConfigError.__name__
+            verdict = "refuses this node" if is_ours else "gave up"
+            text = f"the scheduler {verdict}: {message.error}"
+            self._office.fail(rebuild(message.kind, text, role=message.role, rank=message.rank))
         elif isinstance(message, BarrierLeave):
             self._barrier_over(message)
         elif isinstance(message, BarrierWaits):
@@ -302,7 +306,7 @@ class MemberControl:
             self._say_who_is_missing(now)
         if self._beat_at is not None and now >= self._beat_at:
             # The roster, by which nodes know whom to send signs of life, is not there yet.
-            self._beat_at = now + self._office.config.heartbeat_interval_s
+            self._beat_at = beat_at(self._office.config, now)
             self._office.links.send(SCHEDULER, Beat(), (), 0, now)
 
     def next_due(self) -> float | None:

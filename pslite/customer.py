@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from pslite.errors import RemoteError, UsageError, describe, rebuild
+from pslite.errors import RemoteError, UsageError, describe, lost_node, rebuild
 from pslite.future import Future
 from pslite.protocol.pending import Pending
 from pslite.wire.messages import Request, Response
@@ -54,18 +54,20 @@ class Incoming:
 
     def respond(self, body: bytes = b"", frames: Sequence[Any] = ()) -> None:
         """Answer. ``frames`` must stay unchanged until the peer has accepted them."""
-        self._finish("", "", body, frames)
+        self._finish(None, body, frames)
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error, which the asker's future raises."""
-        self._finish(*describe(error), b"", ())
+        self._finish(error, b"", ())
 
-    def _finish(self, kind: str, error: str, body: bytes, frames: Sequence[Any]) -> None:
+    def _finish(self, error: BaseException | None, body: bytes, frames: Sequence[Any]) -> None:
         if self._answered:
             return
         self._answered = True
         r = self.request
-        response = Response(r.app, r.customer, r.request_id, r.head, kind, error, body)
+        kind, text = ("", "") if error is None else describe(error)
+        role, rank = lost_node(error)
+        response = Response(r.app, r.customer, r.request_id, r.head, kind, text, role, rank, body)
         self._respond(self, response, frames)
 
 
@@ -134,7 +136,7 @@ class Customers:
         if not message.kind:
             self.pending.answer(message.request_id, sender, Reply(message.body, frames))
             return
-        error = rebuild(message.kind, message.error)
+        error = rebuild(message.kind, message.error, role=message.role, rank=message.rank)
         if isinstance(error, RemoteError):
             error.where = f"node {sender}"
         self.pending.refuse(message.request_id, sender, error)
@@ -160,7 +162,8 @@ class Customers:
                 self._send(incoming.sender, response, frames)
             except Exception as error:
                 kind, text = describe(error)
-                refusal = replace(response, kind=kind, error=text, body=b"")
+                role, rank = lost_node(error)
+                refusal = replace(response, kind=kind, error=text, role=role, rank=rank, body=b"")
                 self._send(incoming.sender, refusal, ())
 
         self._on_io_thread(deliver)

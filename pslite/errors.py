@@ -79,6 +79,11 @@ def describe(error: BaseException) -> tuple[str, str]:
     return type(error).__name__, text.encode("utf-8", "backslashreplace").decode()
 
 
+def lost_node(error: BaseException | None) -> tuple[str, int]:
+    """Role and rank of the node whose loss an error is about; ``("", -1)`` for others."""
+    return (error.role, error.rank) if isinstance(error, NodeLostError) else ("", -1)
+
+
 def rebuild(kind: str, message: str, *, role: str = "", rank: int = -1) -> PSError:
     """The error that a peer reported, as this process knows it.
 

@@ -3,7 +3,8 @@
 A ``Links`` owns one ``Channel`` per peer (``protocol/channel.py``) and turns messages into
 frames and back (``wire/codec.py``). It checks what every transmission must have - version,
 job, the incarnation it is meant for - and drops what does not fit: a stranger's bytes cost a
-counter, never an exception. Who may say what is decided above, in ``postoffice.py``.
+counter, never an exception, and no memory that grows. Who may say what is decided above, in
+``postoffice.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pslite.errors import ProtocolError, UsageError
+from pslite.errors import ConfigError, ProtocolError, UsageError
 from pslite.protocol.channel import Channel, Outgoing
 from pslite.van.base import Received, Van, size_of
 from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode
@@ -20,6 +21,18 @@ from pslite.wire.messages import Accepted, Message, Refused
 
 #: Frames shorter than this are always sent by copy, so they do not count as under way.
 _SMALL_BYTES = 4096
+#: Conversations with nodes that nobody has vouched for (``know``) are kept for so many.
+MAX_STRANGERS = 4096
+#: What is dropped is counted under these, so that no peer can invent further reasons.
+MALFORMED = "no message of this protocol"
+FROM_LOST = "from a node that was declared lost"
+OTHER_JOB = "another job"
+OTHER_RECEIVER = "meant for a process that was here before"
+OTHER_SENDER = "another process under a known name"
+_MAX_REMARK = 200
+
+Objection = Callable[[str, Message, Sequence[Any]], "str | None"]
+"""Why a message (peer, message, frames) is not taken in now; None where it is."""
 
 
 class Delivery(NamedTuple):
@@ -51,19 +64,26 @@ class Links:
         incarnation: int,
         resend_timeout_s: float,
         trace: Callable[[str, str, Message, Sequence[Any]], None] | None = None,
+        objection: Objection | None = None,
     ) -> None:
         self._van = van
         self._job = job
         self._incarnation = incarnation
         self._resend_timeout_s = resend_timeout_s
         self._trace = trace
+        self._objection = objection
         self._peers: dict[str, _Peer] = {}
+        #: Those of them that only spoke to us, in order of their first word.
+        self._strangers: dict[str, None] = {}
+        self._known: set[str] = set()
         #: In order of arrival; a set of names would be in an order of its own in every process.
         self._owing: dict[str, None] = {}
         self._closed: set[str] = set()
         self._released: set[str] = set()
         #: What arrived and was dropped, by reason.
         self.dropped: Counter[str] = Counter()
+        #: What was wrong with the malformed message that came last.
+        self.last_malformed = ""
         self.repeated = 0
 
     # -- sending -----------------------------------------------------------------------
@@ -80,6 +100,7 @@ class Links:
             return
         entry = self._entry(peer)
         if message.RELIABLE:
+            self._strangers.pop(peer, None)
             if len(frames) >= MAX_FRAMES:
                 raise UsageError(f"a message of {len(frames)} frames; {MAX_FRAMES} are too many")
             nbytes = sum(size_of(frame) for frame in frames)
@@ -122,7 +143,7 @@ class Links:
 
     def everything_accepted(self, peers: Sequence[str] | None = None) -> bool:
         """Whether these peers (all, when None) have accepted everything."""
-        entries = self._peers.values() if peers is None else self._known(peers)
+        entries = self._peers.values() if peers is None else self._entries(peers)
         return all(entry.channel.everything_accepted for entry in entries)
 
     def owed_by(self) -> list[str]:
@@ -131,7 +152,7 @@ class Links:
             peer for peer, entry in self._peers.items() if not entry.channel.everything_accepted
         ]
 
-    def _known(self, peers: Sequence[str]) -> Iterator[_Peer]:
+    def _entries(self, peers: Sequence[str]) -> Iterator[_Peer]:
         return (self._peers[peer] for peer in peers if peer in self._peers)
 
     # -- receiving ---------------------------------------------------------------------
@@ -139,36 +160,37 @@ class Links:
     def receive(self, event: Received) -> Delivery | None:
         """The message in a transmission, if it is one, new, and meant for this node."""
         if event.peer in self._closed:
-            self.dropped["from a node that was declared lost"] += 1
+            self.dropped[FROM_LOST] += 1
             return None
         try:
             envelope = decode(event.frames)
         except ProtocolError as error:
-            self.dropped[str(error)] += 1
+            self.last_malformed = str(error)[:_MAX_REMARK]
+            self.dropped[MALFORMED] += 1
             return None
         message = envelope.message
         if envelope.job != self._job and not isinstance(message, Refused):
-            self.dropped["another job"] += 1
-            self.send_unnumbered(
-                event.peer,
-                Refused(
-                    f"this node belongs to job {self._job!r}, the message to {envelope.job!r}; "
-                    "two jobs use the same address: start each with a port of its own"
-                ),
-            )
+            self.send_unnumbered(event.peer, self._refuse_job(envelope.job))
+            self.dropped[OTHER_JOB] += 1
             return None
         if envelope.receiver not in (0, self._incarnation):
-            self.dropped["meant for a process that was here before"] += 1
+            self.dropped[OTHER_RECEIVER] += 1
             return None
+        if envelope.job != self._job and envelope.sequence == 0:
+            return Delivery(event.peer, envelope.sender, 0, message, ())
+        if self._objection is not None:
+            # Before it is accepted: what is merely too early will come again.
+            reason = self._objection(event.peer, message, event.frames)
+            if reason is not None:
+                self.dropped[reason] += 1
+                return None
         if self._trace is not None:
             self._trace("<=", event.peer, message, event.frames[1:])
-        if envelope.sequence == 0 and envelope.job != self._job:
-            return Delivery(event.peer, envelope.sender, 0, message, ())
-        entry = self._entry(event.peer)
+        entry = self._peers.get(event.peer) or self._new_stranger(event.peer)
         if entry.incarnation == 0:
             entry.incarnation = envelope.sender
         elif entry.incarnation != envelope.sender:
-            self.dropped["another process under a known name"] += 1
+            self.dropped[OTHER_SENDER] += 1
             return None
         channel = entry.channel
         channel.accepted(envelope.accepted, envelope.accepted_also)
@@ -180,11 +202,34 @@ class Links:
                 return None
         return Delivery(event.peer, envelope.sender, envelope.epoch, message, event.frames[1:])
 
+    def _refuse_job(self, theirs: str) -> Refused:
+        return Refused(
+            ConfigError.__name__,
+            f"this node belongs to job {self._job!r}, the message to {theirs[:_MAX_REMARK]!r}; "
+            "two jobs use the same address: start each with a port of its own",
+        )
+
+    def know(self, peer: str) -> None:
+        """Somebody vouches for this peer: its conversation is kept as long as this node."""
+        self._known.add(peer)
+        self._strangers.pop(peer, None)
+
     def _entry(self, peer: str) -> _Peer:
         entry = self._peers.get(peer)
         if entry is None:
             entry = self._peers[peer] = _Peer(0, Channel(self._resend_timeout_s))
         return entry
+
+    def _new_stranger(self, peer: str) -> _Peer:
+        """A conversation that the peer begins; the oldest one of a stranger makes room."""
+        if peer not in self._known:
+            if len(self._strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                self._peers.pop(oldest, None)
+                self._owing.pop(oldest, None)
+            self._strangers[peer] = None
+        return self._entry(peer)
 
     # -- time --------------------------------------------------------------------------
 
@@ -224,4 +269,5 @@ class Links:
         """A peer is lost for good: drop what is under way to it, refuse what comes from it."""
         self._closed.add(peer)
         self._peers.pop(peer, None)
+        self._strangers.pop(peer, None)
         self._owing.pop(peer, None)

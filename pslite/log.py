@@ -16,6 +16,9 @@ from pslite.wire.messages import Message
 
 Write = Callable[[str], None]
 
+_QUIET_S = 10.0
+_MAX_TOPICS = 256
+
 
 def to_stderr(line: str) -> None:
     """Write one whole line at once, so that lines of several processes do not mix."""
@@ -36,6 +39,8 @@ class Log:
         self.level = level
         self._write = write
         self._labels: dict[str, str] = {}
+        #: Topic -> when a warning on it may appear again, and how many were left out.
+        self._quiet: dict[str, tuple[float, int]] = {}
 
     def learn(self, roster: Iterable[NodeInfo]) -> None:
         """From here on, messages show these nodes by their labels, not by their vans' names."""
@@ -49,6 +54,18 @@ class Log:
     def warn(self, text: str) -> None:
         """Something is wrong and the job goes on."""
         self._line(f"warning: {text}")
+
+    def warn_seldom(self, topic: str, text: str) -> None:
+        """The same, but for one topic once in a while: peers must not be able to fill a log."""
+        now = time.monotonic()
+        if topic not in self._quiet and len(self._quiet) >= _MAX_TOPICS:
+            topic = ""
+        until, left_out = self._quiet.get(topic, (now, 0))
+        if now < until:
+            self._quiet[topic] = until, left_out + 1
+            return
+        self._quiet[topic] = now + _QUIET_S, 0
+        self.warn(f"{text} (and {left_out} more like it)" if left_out else text)
 
     def error(self, text: str) -> None:
         """Something is wrong and this node cannot go on."""

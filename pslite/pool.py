@@ -8,6 +8,7 @@ the node lets run on its I/O thread.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
@@ -21,8 +22,11 @@ class Pool(Protocol):
     def submit(self, lane: int, work: Work) -> None:
         """Run ``work`` after all earlier work of ``lane``. Work must not raise."""
 
-    def close(self) -> None:
-        """Finish what was submitted, then stop. Idempotent."""
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Finish what was submitted, then stop; whether that was done in time. Idempotent.
+
+        What is still at work afterwards ends with the process.
+        """
 
 
 class InlinePool:
@@ -31,8 +35,8 @@ class InlinePool:
     def submit(self, lane: int, work: Work) -> None:
         work()
 
-    def close(self) -> None:
-        pass
+    def close(self, timeout_s: float = 10.0) -> bool:
+        return True
 
 
 class ThreadPool:
@@ -52,12 +56,14 @@ class ThreadPool:
     def submit(self, lane: int, work: Work) -> None:
         self._queues[lane % len(self._queues)].put(work)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 10.0) -> bool:
         for queue in self._queues:
             queue.put(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        give_up_at = time.monotonic() + timeout_s
+        for thread in others:
+            thread.join(max(0.0, give_up_at - time.monotonic()))
+        return not any(thread.is_alive() for thread in others)
 
 
 def _run(queue: SimpleQueue[Work | None]) -> None:

@@ -10,6 +10,7 @@ data moves in ``plane/``; apps use ``customer.py``. Nothing here waits, and noth
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -19,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 from pslite.config import Config
 from pslite.customer import Customers, Handler, Reply
-from pslite.errors import ClosedError, NodeLostError, PSError, UsageError
+from pslite.errors import ClosedError, ConfigError, NodeLostError, PSError, UsageError
 from pslite.farewell import take_leave, wait_until
 from pslite.future import Future
+from pslite.gate import FROM_MEMBERS, Gate
 from pslite.ids import NodeInfo, Role, role_of
 from pslite.links import Delivery, Links
 from pslite.log import Log
 from pslite.plane import Transfer
 from pslite.pool import InlinePool, Pool
 from pslite.protocol.membership import Gone, Membership
-from pslite.traffic import MESSAGES as DATA_MESSAGES
 from pslite.traffic import Traffic
-from pslite.van.base import Connected, Disconnected, Received, Van
+from pslite.van.base import Connected, Denied, Disconnected, Received, TurnedAway, Van
 from pslite.watch import Watch
 from pslite.wire.codec import MAX_HEADER_BYTES
 from pslite.wire.messages import Accepted, Beat, Message, Request, Response
@@ -44,12 +45,6 @@ _EXPIRE_INTERVAL_S = 1.0
 _ACCEPTANCE_S = 5.0
 #: The rest of a header frame is small (``wire/codec.py``).
 _MAX_BODY_BYTES = MAX_HEADER_BYTES - 65_536
-#: Messages from nodes that the roster will explain may wait for it.
-_MAX_EARLY = 65_536
-
-
-#: What only nodes of the roster may send, besides what ``control`` handles.
-_FROM_MEMBERS = frozenset({Request, Response, *DATA_MESSAGES})
 
 
 class Postoffice:
@@ -73,12 +68,14 @@ class Postoffice:
         self.pool: Pool = pool if pool is not None else InlinePool()
         self.van = van
         trace = log.trace if config.verbose >= 2 else None
+        self.gate = Gate(takes_registrations=self.role is Role.SCHEDULER)
         self.links = Links(
             van,
             job=config.job_id,
             incarnation=incarnation,
             resend_timeout_s=config.resend_timeout_s,
             trace=trace,
+            objection=self.gate.objection,
         )
         self.membership = Membership()
         self.customers = Customers(self._send_to_app, self.call)
@@ -96,7 +93,8 @@ class Postoffice:
         self._uids: dict[int, str] = {}
         self._node_ids: dict[str, int] = {}
         self._commands: deque[Callable[[], None]] = deque()
-        self._early: list[Delivery] = []
+        #: How many strangers the van has turned away, as far as it told.
+        self.turned_away = 0
         self._expire_at = 0.0
         self._pid = os.getpid()
         self._closing = False
@@ -137,10 +135,10 @@ class Postoffice:
         for node in roster:
             self._uids[node.node_id] = node.uid
             self._node_ids[node.uid] = node.node_id
+            self.links.know(node.uid)
         for node in self.neighbours():
             self.watch.add(node.uid, now, node)
-        early, self._early = self._early, []
-        for delivery in early:
+        for delivery in self.gate.complete(frozenset(self._node_ids)):
             self._dispatch(delivery, now)
         self.ready.set_result(info)
 
@@ -225,7 +223,9 @@ class Postoffice:
             if self.error is not None or self.control is None:
                 future.set_error(self.error or ClosedError("the node is closed"))
                 return
-            self.control.enter_barrier(group, timeout_s or 0.0, future)
+            # Whoever is willing to wait without end says so by 0.
+            limit_s = timeout_s if timeout_s is not None and 0 < timeout_s < math.inf else 0.0
+            self.control.enter_barrier(group, limit_s, future)
 
         self.call(enter)
         return future
@@ -302,11 +302,16 @@ class Postoffice:
                 if delivery is not None:
                     self._dispatch(delivery, now)
             elif type(event) is Disconnected:
-                self.log.info(1, f"connection to {self.peer_title(event.peer)} is gone")
+                if event.peer in self._node_ids:
+                    self.log.info(1, f"connection to {self.peer_title(event.peer)} is gone")
                 self.watch.disconnected(event.peer, now)
             elif type(event) is Connected:
                 self.watch.connected(event.peer)
                 self.links.reconnected(event.peer, now)
+            elif type(event) is Denied:
+                self.fail(ConfigError(event.reason))
+            elif type(event) is TurnedAway:
+                self._turned_away(event)
         worked |= self._run_commands()
         self._run_timers(now)
         self._run_commands()
@@ -370,16 +375,22 @@ class Postoffice:
         try:
             if kind is Accepted or kind is Beat:
                 return
-            if kind not in _FROM_MEMBERS:
+            if kind not in FROM_MEMBERS:
                 if self.control is not None:
                     self.control.handle(delivery, now)
             elif node is not None:
                 self._from_member(delivery, node, now)
-            elif self.info is None and len(self._early) < _MAX_EARLY:
-                # The sender has got its roster earlier than this node.
-                self._early.append(delivery)
+            else:
+                self.gate.keep(delivery)
         except PSError as error:
-            self.log.warn(f"a message of {self.peer_title(delivery.peer)} is wrong: {error}")
+            text = f"a message of {self.peer_title(delivery.peer)} is wrong: {error}"
+            self.log.warn_seldom(f"wrong message of {delivery.peer}", text)
+
+    def _turned_away(self, event: TurnedAway) -> None:
+        self.turned_away += event.count
+        whom = f"{event.count} connections" if event.count > 1 else "a connection"
+        origin = f" from {event.address}" if event.address else ""
+        self.log.warn(f"refused {whom}{origin}: {event.reason}")
 
     def _from_member(self, delivery: Delivery, node: int, now: float) -> None:
         message = delivery.message
@@ -458,7 +469,8 @@ class Postoffice:
             take_leave(self)
         self.call(self._stop)
         thread.join(self.config.close_timeout_s)
-        self.pool.close()
+        if not self.pool.close(self.config.close_timeout_s):
+            self.log.warn("closed though the pool still works on what was pushed")
 
     @property
     def is_io_thread(self) -> bool:
@@ -481,6 +493,9 @@ class Postoffice:
 
     def _drain(self) -> None:
         """After the last step: nobody may wait for this node for ever."""
+        if self.links.dropped:
+            counts = ", ".join(f"{count} {why}" for why, count in self.links.dropped.items())
+            self.log.info(1, f"dropped {sum(self.links.dropped.values())} messages: {counts}")
         self.fail(ClosedError("the node was closed"))
         self._ended = True
         self._run_commands()

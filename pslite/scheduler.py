@@ -10,12 +10,21 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pslite.errors import ConfigError, DeadlineError, NodeLostError, rebuild
+from pslite.errors import (
+    ConfigError,
+    DeadlineError,
+    NodeLostError,
+    describe,
+    lost_node,
+    rebuild,
+)
 from pslite.future import Future
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_members
 from pslite.links import Delivery
 from pslite.protocol.barrier import Barriers, Release
 from pslite.protocol.membership import Gone, Rendezvous
+from pslite.security import WHAT_TO_COMPARE
+from pslite.watch import beat_at
 from pslite.wire.messages import (
     BarrierEnter,
     BarrierLeave,
@@ -59,7 +68,7 @@ class SchedulerControl:
         self._rendezvous.begin(now)
         self._deadline = now + config.rendezvous_timeout_s
         self._roster_at = now + config.roster_interval_s
-        self._beat_at = now + config.heartbeat_interval_s
+        self._beat_at = beat_at(config, now)
 
     def handle(self, delivery: Delivery, now: float) -> None:
         message = delivery.message
@@ -85,17 +94,18 @@ class SchedulerControl:
             return
         if self._rendezvous.roster or office.error is not None:
             reason = "this job is complete; it takes no further nodes"
-            office.links.send_unnumbered(delivery.peer, Refused(reason))
+            office.links.send_unnumbered(delivery.peer, _refusal(ConfigError(reason)))
             return
         refusal = self._rendezvous.register(
             node, message.num_workers, message.num_servers, message.package
         )
         if refusal is not None:
-            office.links.send_unnumbered(delivery.peer, Refused(refusal.reason))
+            office.links.send_unnumbered(delivery.peer, _refusal(ConfigError(refusal.reason)))
             if refusal.fatal:
                 self._give_up(ConfigError(refusal.reason), now)
             return
         self._waiting[delivery.peer] = node
+        office.links.know(delivery.peer)
         office.watch.add(delivery.peer, now, node)
         if self._rendezvous.roster:
             self._complete(now)
@@ -139,7 +149,7 @@ class SchedulerControl:
 
     def _beat(self, now: float) -> None:
         """The roster, by which nodes know whom to send signs of life, is not there yet."""
-        self._beat_at = now + self._office.config.heartbeat_interval_s
+        self._beat_at = beat_at(self._office.config, now)
         for peer in self._waiting:
             self._office.links.send(peer, Beat(), (), 0, now)
 
@@ -147,7 +157,7 @@ class SchedulerControl:
         """The cluster cannot come about: everybody who came is told why."""
         office = self._office
         for peer in self._waiting:
-            office.links.send(peer, Refused(str(error)), (), 0, now)
+            office.links.send(peer, _refusal(error), (), 0, now)
         office.fail(error)
 
     # -- barriers ----------------------------------------------------------------------
@@ -240,12 +250,7 @@ class SchedulerControl:
 
     def tick(self, now: float) -> None:
         if self._deadline is not None and now >= self._deadline:
-            missing = ", ".join(self._rendezvous.missing())
-            limit = f"{self._office.config.rendezvous_timeout_s:g} s (PS_RENDEZVOUS_TIMEOUT)"
-            self._give_up(
-                DeadlineError(f"the cluster was not complete within {limit}: {missing} missing"),
-                now,
-            )
+            self._give_up(self._too_late(), now)
         elif self._roster_at is not None and now >= self._roster_at:
             self._tell_who_is_missing(now)
         if self._beat_at is not None and now >= self._beat_at:
@@ -256,6 +261,19 @@ class SchedulerControl:
             for node in overdue.nodes:
                 self._office.send(node, waits)
 
+    def _too_late(self) -> DeadlineError:
+        office = self._office
+        missing = ", ".join(self._rendezvous.missing())
+        limit = f"{office.config.rendezvous_timeout_s:g} s (PS_RENDEZVOUS_TIMEOUT)"
+        text = f"the cluster was not complete within {limit}: {missing} missing"
+        if office.turned_away:
+            text += f"; {office.turned_away} connections were refused: {WHAT_TO_COMPARE}"
+        return DeadlineError(text)
+
     def next_due(self) -> float | None:
         times = [self._deadline, self._roster_at, self._beat_at, self._barriers.next_due()]
         return min((time for time in times if time is not None and time < math.inf), default=None)
+
+
+def _refusal(error: BaseException) -> Refused:
+    return Refused(*describe(error), *lost_node(error))

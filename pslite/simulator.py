@@ -99,8 +99,8 @@ class _Pool:
         self._free_at[lane] = begin + simulation.random.random() * 0.01
         simulation.at(self._free_at[lane], work)
 
-    def close(self) -> None:
-        pass
+    def close(self, timeout_s: float = 0.0) -> bool:
+        return True
 
 
 class Simulation:

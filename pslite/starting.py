@@ -21,6 +21,8 @@ from pslite.log import Log, Write, to_stderr
 from pslite.pool import Pool, ThreadPool
 from pslite.postoffice import Postoffice
 from pslite.scheduler import SchedulerControl
+from pslite.security import mechanism_of
+from pslite.van.addresses import resolve, without_key
 from pslite.van.base import Van
 from pslite.version import __version__
 
@@ -43,7 +45,7 @@ def start(
         wait: False returns at once; ``node.ready`` completes later.
 
     Raises:
-        ConfigError: a setting is missing or wrong, or the port is busy.
+        ConfigError: a setting is missing or wrong, the port is busy, or the job's key is another.
         DeadlineError: the cluster was not complete in time; the text says who is missing.
     """
     unknown: list[str] = []
@@ -136,9 +138,23 @@ def _zmq_van(uid: str, config: Config) -> Van:
     from pslite.van.faulty import FaultPlan, FaultyVan
     from pslite.van.zmq_van import ZmqVan
 
-    van: Van = ZmqVan(uid, max_message_bytes=config.max_message_bytes)
+    mechanism = mechanism_of(config)
+    if mechanism is None:
+        _check_scheduler_is_here(config)
+    van: Van = ZmqVan(uid, mechanism=mechanism, max_message_bytes=config.max_message_bytes)
     if config.drop_percent > 0:
         seed = secrets.randbits(32)
         plan = FaultPlan()
         van = FaultyVan(van, plan, seed, time.monotonic, drop_received=config.drop_percent / 100.0)
     return van
+
+
+def _check_scheduler_is_here(config: Config) -> None:
+    """Without a key a job stays on one machine; said before anything else goes wrong."""
+    try:
+        endpoint = resolve(config.root_uri, config.root_port, 0)
+    except OSError:
+        return  # the name may get its address later; the van looks again then
+    if not endpoint.is_local:
+        where = f"{config.root_uri}:{config.root_port}"
+        raise ConfigError(f"the scheduler is at {where}: {without_key(config.root_uri)}")

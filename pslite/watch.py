@@ -7,9 +7,11 @@ beats sent here come from this node's code and so tell a stalled node from a bus
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pslite.address import machine_id, process_alive
+from pslite.config import Config
 from pslite.ids import NodeInfo
 from pslite.protocol.liveness import Liveness, Lost
 from pslite.wire.messages import Beat
@@ -25,15 +27,29 @@ _LATE_S = 1.0
 _JUDGE_INTERVAL_S = 1.0
 
 
+def beat_at(config: Config, now: float) -> float:
+    """When the next sign of life is due; never, where PS_HEARTBEAT_INTERVAL is 0."""
+    interval_s = config.heartbeat_interval_s
+    return now + interval_s if interval_s > 0 else math.inf
+
+
 class Watch:
     """The peers of one node, as far as they live."""
 
     def __init__(self, office: Postoffice) -> None:
         config = office.config
         self._office = office
+        # Where nobody gives signs of life, silence means nothing.
+        has_beats = config.heartbeat_interval_s > 0
+        stall_report_s = config.stall_report_s if has_beats else math.inf
         self._liveness = Liveness(
-            config.lost_after_s, config.stall_report_s, config.heartbeat_timeout_s
+            config.lost_after_s,
+            stall_report_s,
+            config.heartbeat_timeout_s,
+            config.rendezvous_timeout_s,
         )
+        #: Whom the van has a connection with, watched or not.
+        self._connected: set[str] = set()
         #: The peers that are known, by the van's name.
         self._nodes: dict[str, NodeInfo] = {}
         self._beat_at = 0.0
@@ -42,14 +58,17 @@ class Watch:
 
     def begin(self, now: float) -> None:
         """The node starts."""
-        self._beat_at = now + self._office.config.heartbeat_interval_s
+        self._beat_at = beat_at(self._office.config, now)
         self._judge_at = now + _JUDGE_INTERVAL_S
 
     def add(self, peer: str, now: float, node: NodeInfo | None = None) -> None:
         """A peer whose loss matters from now on; ``node`` as soon as it is known."""
         if node is not None:
             self._nodes[peer] = node
-        self._liveness.watch(peer, now)
+        connected = peer in self._connected
+        self._liveness.watch(peer, now, connected=connected)
+        if not connected and self._suspect_at is None:
+            self._suspect_at = now + _SUSPECT_INTERVAL_S
 
     def forget(self, peer: str) -> None:
         """Its loss does not matter any more."""
@@ -61,10 +80,12 @@ class Watch:
 
     def connected(self, peer: str) -> None:
         """The van has a connection with the peer."""
+        self._connected.add(peer)
         self._liveness.connected(peer)
 
     def disconnected(self, peer: str, now: float) -> None:
         """The van has no connection with the peer any more."""
+        self._connected.discard(peer)
         self._liveness.disconnected(peer, now)
         self._suspect_at = now
 
@@ -73,7 +94,7 @@ class Watch:
         if self._suspect_at is not None and now >= self._suspect_at:
             self._look_at_suspects(now)
         if now >= self._beat_at:
-            self._beat_at = now + self._office.config.heartbeat_interval_s
+            self._beat_at = beat_at(self._office.config, now)
             self._beat(now)
         if now >= self._judge_at:
             if now - self._judge_at > _LATE_S:

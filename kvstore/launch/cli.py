@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.local import run_local
@@ -24,10 +25,11 @@ def main(
     """Run one job and return the launcher's exit code; call it on the main thread.
 
     ``argv`` is the command line without the program's name (default: this process's);
-    ``service_command`` starts a scheduler or a server (default: ``python -m kvstore.server``).
+    ``service_command`` starts a scheduler or a server (default: ``service.py``, which does what
+    ``python -m kvstore.server`` does).
     """
     arguments = sys.argv[1:] if argv is None else argv
-    service = service_command or (sys.executable, "-m", "kvstore.server")
+    service = service_command or (sys.executable, str(Path(__file__).with_name("service.py")))
     try:
         options = parse_arguments(arguments)
         return run_local(options, os.environ, service, timing or Timing())

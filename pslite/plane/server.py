@@ -283,11 +283,12 @@ class ServerPlane:
 
     def _effects(self, replies: _Replies, ready: Iterable[int]) -> list[Effect]:
         effects: list[Effect] = []
-        for (rank, pushed, value), entries in replies.answers.items():
-            effects += self._answers(rank, pushed, value, entries)
+        # Failures first: who pulls after a push that failed hears of that before the value.
         for (rank, pushed, consumed, _), (error, failures) in replies.failures.items():
             parts, rounds = zip(*failures, strict=True)
             effects.append(Send(rank, _failure(pushed, consumed, parts, rounds, error)))
+        for (rank, pushed, value), entries in replies.answers.items():
+            effects += self._answers(rank, pushed, value, entries)
         lanes: dict[int, list[Job]] = {}
         for part in ready:
             state = self._parts[part]

@@ -36,6 +36,19 @@ class Overdue:
     waited_s: float
 
 
+#: Barriers that failed are remembered for those who come late, at most so many.
+MAX_GIVEN_UP = 4096
+
+
+@dataclass(slots=True)
+class _GivenUp:
+    """A barrier that failed, and the members that have not been told because they did not come."""
+
+    kind: str
+    error: str
+    missing: set[int]
+
+
 @dataclass(slots=True)
 class _Wait:
     """One barrier that somebody has reached and not everybody."""
@@ -56,7 +69,7 @@ class Barriers:
         self._titles = titles
         self._open: dict[tuple[int, int], _Wait] = {}
         self._ended: dict[int, dict[int, int]] = {}
-        self._given_up: dict[tuple[int, int], tuple[str, str]] = {}
+        self._given_up: dict[tuple[int, int], _GivenUp] = {}
         self._gone: dict[int, str] = {}
 
     def enter(
@@ -67,7 +80,8 @@ class Barriers:
             return []
         given_up = self._given_up.get((group, round_))
         if given_up is not None:
-            return [Release(node, group, round_, *given_up)]
+            self._told((group, round_), given_up, node)
+            return [Release(node, group, round_, given_up.kind, given_up.error)]
         member_set = frozenset(members)
         if node not in member_set:
             reason = f"{self._title(node)} is no member of barrier group {group}"
@@ -84,6 +98,8 @@ class Barriers:
     def depart(self, node: int, reason: str) -> list[Release]:
         """``node`` is gone; barriers that still need it end with an error."""
         self._gone[node] = reason
+        for barrier, given_up in list(self._given_up.items()):
+            self._told(barrier, given_up, node)
         releases = []
         for (group, round_), wait in list(self._open.items()):
             if node in wait.members and node not in wait.arrived:
@@ -133,12 +149,24 @@ class Barriers:
     ) -> list[Release]:
         del self._open[group, round_]
         kind = "" if error is None else error.__name__
-        if error is not None:
-            self._given_up[group, round_] = (kind, text)
+        missing = set(wait.members - wait.arrived.keys() - self._gone.keys())
+        if error is not None and missing:
+            if len(self._given_up) >= MAX_GIVEN_UP:
+                del self._given_up[next(iter(self._given_up))]
+            self._given_up[group, round_] = _GivenUp(kind, text, missing)
         ended = self._ended.setdefault(group, {})
         for node in wait.arrived:
             ended[node] = max(round_, ended.get(node, 0))
         return [Release(node, group, round_, kind, text) for node in sorted(wait.arrived)]
+
+    def _told(self, barrier: tuple[int, int], given_up: _GivenUp, node: int) -> None:
+        """``node`` knows that a barrier failed, or will never ask."""
+        group, round_ = barrier
+        given_up.missing.discard(node)
+        ended = self._ended.setdefault(group, {})
+        ended[node] = max(round_, ended.get(node, 0))
+        if not given_up.missing:
+            del self._given_up[barrier]
 
     def _title(self, node: int) -> str:
         return self._titles.get(node, f"node {node}")

@@ -1,7 +1,8 @@
 """Who is lost and who is stalled: two different things. Pure; time comes in as an argument.
 
 Lost: the transport says that the connection is gone and it does not come back within
-``lost_after_s``, or the process is known to be dead (same machine, process id gone).
+``lost_after_s``, or never came about within ``reach_s``, or the process is known to be dead
+(same machine, process id gone).
 libzmq answers its heartbeats from its own thread, so a busy interpreter keeps its connection.
 
 Stalled: connected, but no sign of life from the node's own code for ``stall_report_s``. That
@@ -11,6 +12,7 @@ is reported with the node's name, again each such period, and is fatal only afte
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -35,20 +37,30 @@ class _Peer:
     heard_at: float
     reported_at: float
     gone_since: float | None = None
+    #: Since when a first connection is waited for.
+    unreached_since: float | None = None
 
 
 class Liveness:
     """Watches a node's peers."""
 
-    def __init__(self, lost_after_s: float, stall_report_s: float, fatal_after_s: float) -> None:
+    def __init__(
+        self,
+        lost_after_s: float,
+        stall_report_s: float,
+        fatal_after_s: float,
+        reach_s: float = math.inf,
+    ) -> None:
         self._lost_after_s = lost_after_s
         self._stall_report_s = stall_report_s
         self._fatal_after_s = fatal_after_s
+        self._reach_s = reach_s
         self._peers: dict[str, _Peer] = {}
 
-    def watch(self, peer: str, now: float) -> None:
+    def watch(self, peer: str, now: float, *, connected: bool = True) -> None:
         """Start to watch a peer (no effect when it is watched already)."""
-        self._peers.setdefault(peer, _Peer(now, now))
+        unreached_since = None if connected else now
+        self._peers.setdefault(peer, _Peer(now, now, unreached_since=unreached_since))
 
     def forget(self, peer: str) -> None:
         """Stop watching: it said goodbye, or it has been declared lost."""
@@ -59,7 +71,7 @@ class Liveness:
         entry = self._peers.get(peer)
         if entry is not None:
             entry.heard_at = entry.reported_at = now
-            entry.gone_since = None
+            entry.gone_since = entry.unreached_since = None
 
     def excuse(self, now: float) -> None:
         """Nobody's silence counts so far: this node was not listening."""
@@ -70,7 +82,7 @@ class Liveness:
         """The transport has a connection again."""
         entry = self._peers.get(peer)
         if entry is not None:
-            entry.gone_since = None
+            entry.gone_since = entry.unreached_since = None
 
     def disconnected(self, peer: str, now: float) -> None:
         """The transport's connection is gone."""
@@ -84,7 +96,11 @@ class Liveness:
 
     def suspects(self) -> list[str]:
         """Watched peers without a connection, whose processes are worth a look."""
-        return [peer for peer, entry in self._peers.items() if entry.gone_since is not None]
+        return [
+            peer
+            for peer, entry in self._peers.items()
+            if entry.gone_since is not None or entry.unreached_since is not None
+        ]
 
     def tick(self, now: float) -> list[Lost | Stalled]:
         """What time alone has decided since the last call."""
@@ -103,6 +119,8 @@ class Liveness:
             if gone_s >= self._lost_after_s:
                 return Lost(peer, f"its connection has been gone for {gone_s:.1f} s")
             return None
+        if entry.unreached_since is not None and now - entry.unreached_since >= self._reach_s:
+            return Lost(peer, f"no connection with it came about within {self._reach_s:g} s")
         silent_s = now - entry.heard_at
         if 0 < self._fatal_after_s <= silent_s:
             return Lost(peer, f"connected, but no sign of life for {silent_s:.0f} s")

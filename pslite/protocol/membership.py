@@ -50,8 +50,10 @@ class Rendezvous:
         self, node: NodeInfo, num_workers: int, num_servers: int, package: str
     ) -> Refusal | None:
         """Take a registration. The same node again changes nothing."""
-        if any(known.incarnation == node.incarnation for known in self._nodes):
-            return None
+        for known in self._nodes:
+            if known.incarnation == node.incarnation or known.uid == node.uid:
+                is_same = (known.incarnation, known.uid) == (node.incarnation, node.uid)
+                return None if is_same else Refusal("another node goes by this one's name")
         refusal = self._mismatch(node, num_workers, num_servers, package)
         if refusal is not None:
             return refusal

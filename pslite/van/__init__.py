@@ -8,6 +8,24 @@ transport library; read ``base.py`` next.
 
 from __future__ import annotations
 
-from pslite.van.base import Buffer, Connected, Disconnected, Received, Van, VanEvent
+from pslite.van.base import (
+    Buffer,
+    Connected,
+    Denied,
+    Disconnected,
+    Received,
+    TurnedAway,
+    Van,
+    VanEvent,
+)
 
-__all__ = ["Buffer", "Connected", "Disconnected", "Received", "Van", "VanEvent"]
+__all__ = [
+    "Buffer",
+    "Connected",
+    "Denied",
+    "Disconnected",
+    "Received",
+    "TurnedAway",
+    "Van",
+    "VanEvent",
+]

@@ -16,7 +16,7 @@ less simple than it sounds, and are why this is a class of its own with its own 
 
 A routing id is made by the connecting van for one connection: its uid, a zero byte, and twelve
 bytes that grow with every connection of that uid. No I/O and no clock; runs on the owner's
-thread. Read next: ``zmq_van.py``, which feeds it.
+thread. Read next: ``zmq_listener.py``, which feeds it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from __future__ import annotations
 import struct
 from collections import deque
 
-from pslite.van.base import Connected, Disconnected, VanEvent
+from pslite.errors import UsageError
+from pslite.van.base import Connected, Disconnected, VanEvent, check_uid
 
 REMEMBERED_ENDS = 1024
 """So many routing ids of ended connections are remembered, so that no late message of one can
@@ -42,8 +43,8 @@ def split_routing_id(routing_id: bytes) -> tuple[str, bytes] | None:
     if not separator or not name or len(order) != 12:
         return None
     try:
-        return name.decode(), order
-    except UnicodeDecodeError:
+        return check_uid(name.decode()), order
+    except (UnicodeDecodeError, UsageError):
         return None
 
 

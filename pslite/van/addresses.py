@@ -8,10 +8,13 @@ and so may block. Runs on the owner's thread. Read next: ``zmq_van.py``.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
+from typing import NamedTuple
 
 from pslite.errors import ConfigError
+from pslite.security import HOW_TO_MAKE_A_KEY
 
 
 def check_bind_address(host: str, port: int) -> None:
@@ -45,8 +48,17 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def resolve(host: str, port: int, attempt: int) -> tuple[str, bool]:
-    """``(endpoint, is IPv6)`` of a name or an address; attempts go through all its addresses.
+class Endpoint(NamedTuple):
+    """What a host and a port are to libzmq."""
+
+    text: str
+    is_ipv6: bool
+    is_local: bool
+    """All addresses of the host are loopback ones: nobody else can reach it, or be it."""
+
+
+def resolve(host: str, port: int, attempt: int) -> Endpoint:
+    """The endpoint of a name or an address; attempts go through all its addresses.
 
     IPv4 addresses come first. Raises :class:`OSError` while there is none.
     """
@@ -56,11 +68,30 @@ def resolve(host: str, port: int, attempt: int) -> tuple[str, bool]:
         raise OSError(f"{host!r} is not the form of a host name") from error
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     family, _, _, _, address = found[attempt % len(found)]
-    return format_address(str(address[0]), port), family == socket.AF_INET6
+    is_local = all(is_loopback(str(entry[4][0])) for entry in found)
+    return Endpoint(format_address(str(address[0]), port), family == socket.AF_INET6, is_local)
 
 
-def listening_endpoint(descriptor: int, host: str, port: int) -> tuple[str, bool]:
-    """``(endpoint, is IPv6)`` at which the inherited socket ``descriptor`` listens.
+def is_loopback(address: str) -> bool:
+    """Whether an address (not a name) can only be reached from this machine."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
+
+
+def without_key(where: str) -> str:
+    """Why a node without a job key may not listen at, or connect to, ``where``."""
+    return (
+        f"without a job key a node stays on this machine (127.0.0.0/8, ::1), and {where} is "
+        f"beyond it: {HOW_TO_MAKE_A_KEY}"
+    )
+
+
+def listening_endpoint(descriptor: int, host: str, port: int) -> Endpoint:
+    """The endpoint at which the inherited socket ``descriptor`` listens.
 
     ``port`` is what was asked for (0: any). Raises :class:`ConfigError`, which names ``host``
     and ``port``, if the descriptor is no listening TCP socket or has another port.
@@ -71,7 +102,8 @@ def listening_endpoint(descriptor: int, host: str, port: int) -> tuple[str, bool
         raise ConfigError(f"{where} is not a listening TCP socket")
     if port not in (0, address[1]):
         raise ConfigError(f"{where} listens on port {address[1]}")
-    return format_address(address[0], address[1]), family == socket.AF_INET6
+    text = format_address(address[0], address[1])
+    return Endpoint(text, family == socket.AF_INET6, is_loopback(address[0]))
 
 
 def _inspect(descriptor: int, where: str) -> tuple[int, tuple[str, int], bool]:

@@ -24,6 +24,9 @@ What every van promises
       buffers are released. Messages sent to a peer of ``connect`` before the connection is
       there wait for it; those to an unknown name, or to an accepted peer that is gone, are
       dropped.
+    * **Strangers.** A van with a key demands it from everybody who connects, and a van without
+      one stays on this machine (over TCP: loopback addresses only). ``Denied`` and ``TurnedAway``
+      tell the two ends of a connection that did not come about.
     * **Memory.** A van may read a frame's buffer long after ``send`` returned (a large frame is
       sent without a copy), so the caller leaves it alone until the receiver has acknowledged
       the message or the connection is reported as lost. Received frames belong to the
@@ -45,6 +48,10 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 """One frame to send: C-contiguous memory. NumPy arrays are passed as ``array.data``."""
 
 MAX_UID_BYTES = 200
+MAX_FRAMES = 65_536
+"""So many frames at most are one message."""
+TOTAL_PER_FRAME = 16
+"""All frames of a message together may have so many times the bytes of the largest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,33 @@ class Disconnected:
     reason: str
 
 
-VanEvent: TypeAlias = Received | Connected | Disconnected
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """Whoever listens at the address of ``peer`` does not let this van in.
+
+    Comes once a ``connect``, before any ``Connected``, and only when waiting longer would be no
+    use: another key, another mechanism, or an address that may not be connected to. ``reason``
+    is a sentence for the user. The van does not try again.
+    """
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedAway:
+    """Strangers who wanted to connect were turned away, ``count`` since this was last said.
+
+    No more than one such event for each address and reason in a while.
+    """
+
+    address: str
+    """Where they came from; empty where that is not known."""
+    reason: str
+    count: int
+
+
+VanEvent: TypeAlias = Received | Connected | Disconnected | Denied | TurnedAway
 
 
 class Van(abc.ABC):

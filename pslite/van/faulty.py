@@ -25,6 +25,7 @@ from pslite.van.base import (
     Connected,
     Disconnected,
     Received,
+    TurnedAway,
     Van,
     VanEvent,
     as_buffers,
@@ -97,7 +98,7 @@ class FaultyVan(Van):
         self._order = itertools.count()
         self._cuts: dict[str, float] = {}
         self._up: set[str] = set()
-        self._news: list[VanEvent] = []
+        self._news: list[Disconnected] = []
 
     def cut(self, peer: str, until: float) -> None:
         """Lose everything to and from ``peer`` until the clock shows ``until``.
@@ -199,7 +200,8 @@ class FaultyVan(Van):
         arrived = self._inner.poll(0 if self._news else wait_s)
         if not (arrived or self._news or self._cuts):
             return arrived
-        events, self._news = self._news, []
+        events: list[VanEvent] = [*self._news]
+        self._news.clear()
         for event in arrived:
             if type(event) is Received:
                 if self._arrives(event.peer):
@@ -222,6 +224,9 @@ class FaultyVan(Van):
 
     def _note(self, event: VanEvent, events: list[VanEvent]) -> None:
         """Keep the truth about the connection; tell it unless a cut has told otherwise."""
+        if isinstance(event, TurnedAway):
+            events.append(event)
+            return
         if type(event) is Connected:
             self._up.add(event.peer)
         else:

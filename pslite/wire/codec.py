@@ -1,15 +1,16 @@
 """Frames <-> messages. The only file that imports msgpack; pure, runs on any thread.
 
 A transmission is a header frame and any number of payload frames. The header is one msgpack
-array: the envelope's eight fields, then the message's fields in the order of its dataclass.
+array: the envelope's nine fields, then the message's fields in the order of its dataclass.
 Everything is checked before it is used: the version, the number of fields, each field's
-type, and that counts fit. What fails a check is a ``ProtocolError``, never a crash. The
-layout is numbered in ``docs/wire.md``.
+type, that counts fit, and that numbers are in their range. What fails a check is a
+``ProtocolError``, never a crash. The layout is numbered in ``docs/wire.md``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 import typing
@@ -28,6 +29,14 @@ from pslite.wire.messages import ALL_MESSAGES, Ints, Message, Nodes, Texts
 VERSION = 1
 MAX_HEADER_BYTES = 16 << 20
 MAX_FRAMES = 65_536
+MAX_INTEGERS = 1 << 18
+"""Elements in one list of integers."""
+MAX_LISTED = 65_536
+"""Elements in one list of texts or nodes."""
+MAX_NAME_BYTES = 512
+"""Bytes of each text in a node's entry."""
+MAX_JOB_BYTES = 4096
+_MAX_NUMBER = (1 << 63) - 1
 _MAX_LARGE = 8
 _ENVELOPE_FIELDS = 9
 
@@ -63,6 +72,8 @@ def _pack_ints(values: Sequence[int]) -> bytes:
 def _unpack_ints(field: Any) -> Ints:
     if type(field) is not bytes or len(field) % 8:
         raise ProtocolError("a list of integers is malformed")
+    if len(field) > 8 * MAX_INTEGERS:
+        raise ProtocolError(f"a list of {len(field) // 8} integers; {MAX_INTEGERS} are allowed")
     words = array("q")
     words.frombytes(field)
     if sys.byteorder == "big":
@@ -73,6 +84,8 @@ def _unpack_ints(field: Any) -> Ints:
 def _unpack_texts(field: Any) -> Texts:
     if type(field) is not list or not all(type(text) is str for text in field):
         raise ProtocolError("a list of texts is malformed")
+    if len(field) > MAX_LISTED:
+        raise ProtocolError(f"a list of {len(field)} texts; {MAX_LISTED} are allowed")
     return tuple(field)
 
 
@@ -80,19 +93,25 @@ _NODE_TYPES = tuple(typing.get_type_hints(NodeInfo)[name] for name in NodeInfo._
 
 
 def _unpack_nodes(field: Any) -> Nodes:
-    if type(field) is not list:
-        raise ProtocolError("a list of nodes is malformed")
-    nodes = []
-    for entry in field:
-        if type(entry) is not list or len(entry) != len(NodeInfo._fields):
-            raise ProtocolError("a node's entry is malformed")
-        for value, wanted in zip(entry, _NODE_TYPES, strict=True):
-            if type(value) is not wanted:
-                raise ProtocolError("a node's entry has a field of a wrong type")
-        if entry[0] not in ("scheduler", "server", "worker"):
-            raise ProtocolError(f"{entry[0]!r} is no role")
-        nodes.append(NodeInfo(*entry))
-    return tuple(nodes)
+    if type(field) is not list or len(field) > MAX_LISTED:
+        raise ProtocolError("a list of nodes is malformed, or too long")
+    return tuple(_unpack_node(entry) for entry in field)
+
+
+def _unpack_node(entry: Any) -> NodeInfo:
+    if type(entry) is not list or len(entry) != len(NodeInfo._fields):
+        raise ProtocolError("a node's entry is malformed")
+    for value, wanted in zip(entry, _NODE_TYPES, strict=True):
+        if type(value) is not wanted:
+            raise ProtocolError("a node's entry has a field of a wrong type")
+        if wanted is str and not (len(value) <= MAX_NAME_BYTES and value.isprintable()):
+            raise ProtocolError("a node's entry has a text that is too long or not printable")
+    node = NodeInfo(*entry)
+    if node.role not in ("scheduler", "server", "worker"):
+        raise ProtocolError(f"{node.role!r} is no role")
+    if node.rank < -1 or node.incarnation < 0 or node.pid < 0:
+        raise ProtocolError("a node's entry has a number that cannot be")
+    return node
 
 
 def _exactly(wanted: type) -> Callable[[Any], Any]:
@@ -100,6 +119,24 @@ def _exactly(wanted: type) -> Callable[[Any], Any]:
         if type(field) is not wanted:
             raise ProtocolError(f"expected {wanted.__name__}, got {type(field).__name__}")
         return field
+
+    return check
+
+
+def _unpack_time(field: Any) -> float:
+    if type(field) is not float or not 0.0 <= field < math.inf:
+        raise ProtocolError("a time is no number of seconds")
+    return field
+
+
+def _natural(unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``unpack``, and then refuse negative numbers."""
+
+    def check(field: Any) -> Any:
+        value = unpack(field)
+        if min(value, default=0) < 0 if type(value) is tuple else value < 0:
+            raise ProtocolError("a number is negative that must not be")
+        return value
 
     return check
 
@@ -112,6 +149,8 @@ def _is(kind: Any) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]:
         return list, _unpack_texts
     if kind == Nodes:
         return list, _unpack_nodes
+    if kind is float:
+        return None, _unpack_time
     return None, _exactly(kind)
 
 
@@ -129,11 +168,25 @@ class _Layout:
             for index, name in enumerate(names)
             if (pack := _is(hints[name])[0]) is not None
         ]
-        self._unpackers = [_is(hints[name])[1] for name in names]
+        self._unpackers = [
+            _natural(unpack) if name in kind.NATURAL else unpack
+            for name in names
+            for unpack in (_is(hints[name])[1],)
+        ]
+        #: Numbers and times that are checked on the way out, too: what no receiver accepts
+        #: would be sent again for ever.
+        self._bounded = [
+            (index, name)
+            for index, name in enumerate(names)
+            if hints[name] is float or (hints[name] is int and name in kind.NATURAL)
+        ]
         self._parallel = [names.index(name) for name in kind.PARALLEL]
 
     def fields(self, message: Message) -> list[Any]:
         values = self._values(message)
+        for index, name in self._bounded:
+            if not 0 <= values[index] < math.inf:
+                raise UsageError(f"{name} of {self.kind.__name__} cannot be {values[index]}")
         for index, pack in self._packers:
             values[index] = pack(values[index])
         return values
@@ -200,11 +253,11 @@ def decode(frames: Sequence[Buffer]) -> Envelope:
     if layout is None:
         raise ProtocolError(f"{header[1]!r} is no message type")
     _, _, job, epoch, sender, receiver, sequence, accepted, also = header[:_ENVELOPE_FIELDS]
-    if type(job) is not str or type(also) is not bytes:
+    if type(job) is not str or len(job) > MAX_JOB_BYTES or type(also) is not bytes:
         raise ProtocolError("the job id is no text, or the list of accepted numbers none")
     for number in (epoch, sender, receiver, sequence, accepted):
-        if type(number) is not int or number < 0:
-            raise ProtocolError("an envelope field is no number, or negative")
+        if type(number) is not int or not 0 <= number <= _MAX_NUMBER:
+            raise ProtocolError("an envelope field is no number, or out of range")
     message = layout.build(header[_ENVELOPE_FIELDS:])
     return Envelope(
         job,

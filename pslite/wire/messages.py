@@ -30,6 +30,8 @@ class Message:
     RELIABLE: ClassVar[bool] = True
     #: Fields that must have the same number of elements.
     PARALLEL: ClassVar[tuple[str, ...]] = ()
+    #: Fields whose numbers (or whose elements) are never negative.
+    NATURAL: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Register(Message):
     """A node asks the scheduler to take it in."""
 
     NUMBER: ClassVar[int] = 3
+    NATURAL: ClassVar[tuple[str, ...]] = ("num_workers", "num_servers")
     node: Nodes
     """One entry. Its rank is the wanted one, or -1 for any."""
     num_workers: int
@@ -69,6 +72,7 @@ class Roster(Message):
     """The scheduler's answer once everybody is there."""
 
     NUMBER: ClassVar[int] = 4
+    NATURAL: ClassVar[tuple[str, ...]] = ("node_id",)
     node_id: int
     """The receiver's own id."""
     members: Nodes
@@ -88,10 +92,15 @@ class Waiting(Message):
 
 @dataclass(frozen=True, slots=True)
 class Refused(Message):
-    """The receiver cannot take part; ``reason`` is a sentence for its user."""
+    """The receiver cannot take part; ``error`` is a sentence for its user."""
 
     NUMBER: ClassVar[int] = 6
-    reason: str
+    kind: str
+    """Name of the error: what the settings cause is a ``ConfigError``, and so on."""
+    error: str
+    role: str = ""
+    """The lost node, where the reason is a lost node; else empty and -1."""
+    rank: int = -1
 
 
 # -- members: scheduler -> everybody ------------------------------------------------------
@@ -110,6 +119,7 @@ class Members(Message):
 
     NUMBER: ClassVar[int] = 8
     PARALLEL: ClassVar[tuple[str, ...]] = ("gone", "left", "reasons")
+    NATURAL: ClassVar[tuple[str, ...]] = ("epoch", "gone", "left")
     epoch: int
     gone: Ints
     """Node ids."""
@@ -126,6 +136,7 @@ class BarrierEnter(Message):
     """The sender has reached its ``round``-th barrier of ``group``."""
 
     NUMBER: ClassVar[int] = 9
+    NATURAL: ClassVar[tuple[str, ...]] = ("group", "round")
     group: int
     round: int
     timeout_s: float
@@ -137,6 +148,7 @@ class BarrierLeave(Message):
     """Everybody has reached it (``error`` empty), or it cannot be reached any more."""
 
     NUMBER: ClassVar[int] = 10
+    NATURAL: ClassVar[tuple[str, ...]] = ("group", "round")
     group: int
     round: int
     kind: str
@@ -149,6 +161,7 @@ class BarrierWaits(Message):
 
     NUMBER: ClassVar[int] = 18
     RELIABLE: ClassVar[bool] = False
+    NATURAL: ClassVar[tuple[str, ...]] = ("group", "round", "missing")
     group: int
     round: int
     missing: Ints
@@ -170,6 +183,7 @@ class Exchange(Message):
 
     NUMBER: ClassVar[int] = 11
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
+    NATURAL: ClassVar[tuple[str, ...]] = ("parts", "rounds", "sizes")
     push: bool
     pull: bool
     parts: Ints
@@ -184,6 +198,7 @@ class Answer(Message):
 
     NUMBER: ClassVar[int] = 12
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds", "versions")
+    NATURAL: ClassVar[tuple[str, ...]] = ("parts", "rounds", "versions", "sizes")
     pushed: bool
     """Answers a push: ``rounds`` are the rounds applied."""
     parts: Ints
@@ -201,6 +216,7 @@ class PartsFailed(Message):
 
     NUMBER: ClassVar[int] = 13
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
+    NATURAL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
     pushed: bool
     consumed: bool
     """A push's round is over nevertheless (its update raised); else its number is free again."""
@@ -219,6 +235,7 @@ class StaleEpoch(Message):
 
     NUMBER: ClassVar[int] = 14
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
+    NATURAL: ClassVar[tuple[str, ...]] = ("epoch", "parts", "rounds")
     epoch: int
     pushed: bool
     parts: Ints
@@ -231,6 +248,7 @@ class RoundWaits(Message):
 
     NUMBER: ClassVar[int] = 15
     RELIABLE: ClassVar[bool] = False
+    NATURAL: ClassVar[tuple[str, ...]] = ("part", "round", "missing")
     part: int
     round: int
     missing: Ints
@@ -245,6 +263,7 @@ class Request(Message):
     """A request to an app of the receiver, with any payload frames."""
 
     NUMBER: ClassVar[int] = 16
+    NATURAL: ClassVar[tuple[str, ...]] = ("app", "customer", "request_id")
     app: int
     customer: int
     request_id: int
@@ -257,12 +276,16 @@ class Response(Message):
     """The one answer to a ``Request``; ``kind`` is empty or names the exception."""
 
     NUMBER: ClassVar[int] = 17
+    NATURAL: ClassVar[tuple[str, ...]] = ("app", "customer", "request_id")
     app: int
     customer: int
     request_id: int
     head: int
     kind: str
     error: str
+    role: str
+    """The lost node, where the reason is a lost node; else empty and -1."""
+    rank: int
     body: bytes
 
 

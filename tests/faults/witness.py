@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -137,11 +137,14 @@ def one_round(
         if chance.random() < 0.3:
             yield chance.random() * 0.2
         values = [witness.contribution(key, rank) for key in keys]
-        futures.append(store.push_async(keys, values))
-        for value in values:
-            value.fill(np.nan)  # a push has copied what it needs
-        if chance.random() < 0.7:
-            futures.append(pull(store, witness, keys, rank))
+        if chance.random() < 0.3:
+            futures.append(pushpull(store, witness, keys, rank, values))
+        else:
+            futures.append(store.push_async(keys, values))
+            for value in values:
+                value.fill(np.nan)  # a push has copied what it needs
+            if chance.random() < 0.7:
+                futures.append(pull(store, witness, keys, rank))
         # To wait for one key before the next is pushed would be a deadlock of the workers'
         # own making in synchronous mode, where each has another order.
         if witness.mode == "async" and chance.random() < 0.5:
@@ -152,6 +155,28 @@ def one_round(
 
 def pull(store: DistKVStore, witness: Witness, keys: list[str], rank: int) -> Future[None]:
     """A pull that is checked when it is done."""
+    outs, check = expected(witness, keys, rank)
+    return store.pull_async(keys, outs).map(check)
+
+
+def pushpull(
+    store: DistKVStore, witness: Witness, keys: list[str], rank: int, values: list[np.ndarray]
+) -> Future[None]:
+    """The same of one that pushes as well; the values are the store's until it is done."""
+    outs, check = expected(witness, keys, rank)
+
+    def check_and_overwrite(_: None) -> None:
+        check(None)
+        for value in values:
+            value.fill(np.nan)
+
+    return store.pushpull_async(keys, values, outs).map(check_and_overwrite)
+
+
+def expected(
+    witness: Witness, keys: list[str], rank: int
+) -> tuple[list[np.ndarray], Callable[[None], None]]:
+    """Where values are to arrive, and the check of what has come."""
     asked = [witness.ask(key, rank) for key in keys]
     outs = [np.full((KEYS[key], witness.num_workers), np.nan) for key in keys]
 
@@ -159,7 +184,7 @@ def pull(store: DistKVStore, witness: Witness, keys: list[str], rank: int) -> Fu
         for key, out, (number, own) in zip(keys, outs, asked, strict=True):
             witness.check(key, rank, out, number, own)
 
-    return store.pull_async(keys, outs).map(check)
+    return outs, check
 
 
 def run(

@@ -34,6 +34,7 @@ class Workers:
         self.cluster: InprocCluster | None = None
         self.stores: list[KVStore] = []
         self._num_workers = num_workers
+        self._failed = False
         if kind.startswith("dist"):
             self.cluster = InprocCluster(num_workers, num_servers, prepare=install, **config)
         else:
@@ -59,14 +60,20 @@ class Workers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._threads.shutdown(wait=error is None)
+        # A worker that failed may leave others waiting for it; the cluster's end frees them.
+        is_well = error is None and not self._failed
+        self._threads.shutdown(wait=is_well)
         if self.cluster is not None:
-            self.cluster.__exit__(kind, error, trace)
+            self.cluster.close(goodbye=is_well)
 
     def run(self, script: Callable[[KVStore], T], stores: list[KVStore] | None = None) -> list[T]:
         """What ``script`` returns on each worker, in rank order."""
         asked = [self._threads.submit(script, kv) for kv in stores or self.stores]
         done, _ = wait(asked, LIMIT_S, FIRST_EXCEPTION)
-        for future in done:  # the one that failed, not the ones that wait for it
-            future.result()
-        return [future.result(LIMIT_S) for future in asked]
+        try:
+            for future in done:  # the one that failed, not the ones that wait for it
+                future.result()
+            return [future.result(LIMIT_S) for future in asked]
+        except BaseException:
+            self._failed = True
+            raise

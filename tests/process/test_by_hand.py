@@ -175,7 +175,7 @@ def test_an_interface_that_is_not_there_ends_the_process_with_a_list_of_those_th
     for process in server, worker:
         line = process.lines[-1]
         assert f"ConfigError: DMLC_INTERFACE={interface}: " in line
-        assert re.search(r" has lo \(127\.0\.0\.1\)", line)
+        assert re.search(r" has lo \(127\.0\.0\.1[,)]", line)
     assert_no_traceback(server)
     # One error, not one after another.
     assert worker.text.count("Traceback") == 1

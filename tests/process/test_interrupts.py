@@ -6,9 +6,10 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
-from job import MakeJob, assert_no_traceback, needs_proc, wait_until
+from job import ROOT, MakeJob, assert_no_traceback, needs_proc, wait_until
 
 pytestmark = [pytest.mark.process, needs_proc]
 
@@ -127,3 +128,29 @@ def test_a_second_ctrl_c_hurries_the_launcher_on(make_job: MakeJob) -> None:
     assert launcher.wait(5) == 130
     assert time.monotonic() - began_at < 2
     wait_until(lambda: job.left() == [], "nothing of the job to be left")
+
+
+def test_an_interrupt_while_a_service_is_still_importing_ends_it_without_a_word(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    package = tmp_path / "kvstore"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "server.py").write_text(
+        "import sys, time\nprint('importing', flush=True)\ntime.sleep(30)\n"
+    )
+    job = make_job(1, 1)
+    service = ROOT / "kvstore" / "launch" / "service.py"
+    server = job.start("server", 0, [str(service)], {"PYTHONPATH": str(tmp_path)})
+    server.wait_for("importing")
+    server.send(signal.SIGINT)
+    assert server.wait() == 130
+    assert server.lines == ["importing"]
+
+
+def test_modules_beside_the_user_are_found_by_servers_of_the_launcher(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    (job.directory / "beside.py").write_text("print('beside was imported', flush=True)\n")
+    launcher = job.launch(READY, "--server-import", "beside")
+    assert launcher.wait() == 0, launcher.text
+    assert "[server 0] beside was imported" in launcher.lines

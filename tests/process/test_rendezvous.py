@@ -62,6 +62,7 @@ def test_who_is_missing_is_said_on_every_waiting_node_and_all_end_by_the_deadlin
             "the cluster was not complete within 3 s (PS_RENDEZVOUS_TIMEOUT): "
             "2 of 3 workers, 1 of 2 servers missing"
         )
+        assert "DeadlineError: " in process.lines[-1]  # on those who were told, too
     assert_no_traceback(scheduler, server)
 
 

@@ -15,7 +15,19 @@ from kvstore.protocol import DIRECTORY_APP, STORE_APP, DirectoryCall, StoreCall
 from pslite.config import Config
 from pslite.ids import NodeInfo
 from pslite.protocol.channel import RECEIVE_WINDOW
-from pslite.wire.codec import MAX_FRAMES, MAX_HEADER_BYTES, VERSION, Envelope, decode, encode
+from pslite.van import base as van
+from pslite.van.base import TOTAL_PER_FRAME
+from pslite.wire.codec import (
+    MAX_FRAMES,
+    MAX_HEADER_BYTES,
+    MAX_INTEGERS,
+    MAX_JOB_BYTES,
+    MAX_LISTED,
+    VERSION,
+    Envelope,
+    decode,
+    encode,
+)
 from pslite.wire.messages import ALL_MESSAGES, Accepted, Exchange, Ints, Message, Nodes, Texts
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text()
@@ -113,7 +125,17 @@ def test_a_nodes_entry_is_the_rosters() -> None:
 
 def test_the_limits_are_the_codes() -> None:
     values = [re.findall(r"\d+", row[1])[0] for row in rows(section("9 Limits"))]
-    limits = [MAX_HEADER_BYTES, MAX_FRAMES, RECEIVE_WINDOW, Config().max_message_bytes]
+    limits = [
+        MAX_HEADER_BYTES,
+        MAX_FRAMES,
+        TOTAL_PER_FRAME,
+        MAX_INTEGERS,
+        MAX_LISTED,
+        MAX_JOB_BYTES,
+        RECEIVE_WINDOW,
+        Config().max_message_bytes,
+    ]
+    assert MAX_FRAMES == van.MAX_FRAMES
     assert values == [str(limit) for limit in limits]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import train_mnist
 from progress import ProgressPrinter
 
-from kvstore.model import Progress
+from kvstore.model import Progress, load_checkpoint
 
 SCRIPT = Path(train_mnist.__file__).resolve()
 
@@ -82,6 +83,120 @@ def test_a_mistake_is_one_sentence_and_exit_code_1(
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert sentence in captured.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--monitor", "10"], "--monitor 10 is not possible here: networks show their loss"),
+        (["--test-io", "1"], "--test-io 1 is not possible here"),
+        (["--macrobatch-size", "64"], "a larger --batch-size"),
+        (["--profile-worker-suffix", "x.json"], "not possible here"),
+        (["--load-epoch", "3"], "--load-epoch needs the --model-prefix"),
+        (["--load-epoch", "0", "--model-prefix", "m"], "must be at least 1"),
+        (["--num-epochs", "0"], "must be at least 1"),
+        (["--disp-batches", "0"], "must be at least 1"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_refused_before_anything_is_read(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train_mnist.main(flags)
+    assert caught.value.code == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_flags_of_the_original_are_taken_at_their_defaults() -> None:
+    args = train_mnist.parse(["--monitor", "0", "--test-io", "0", "--profile-server-suffix", ""])
+    assert (args.monitor, args.network, args.batch_size) == (0, "lenet", 32)
+
+
+QUICK = ["--network", "mlp", "--num-epochs", "4", "--disp-batches", "100"]
+
+
+def test_training_that_goes_on_ends_with_the_bits_of_training_that_never_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*QUICK, "--mom", "0.9", "--lr-step-epochs", "1,3", "--warmup-epochs", "1"]
+    saved = ["--model-prefix", str(tmp_path / "m"), "--save-period", "2"]
+    assert train_mnist.main([*flags, *saved]) == 0
+    whole = capsys.readouterr().out.splitlines()
+    assert sorted(os.listdir(tmp_path)) == [
+        f"m-000{epoch}.{kind}" for epoch in (2, 4) for kind in ("params", "states")
+    ]
+    first = load_checkpoint(tmp_path / "m", 4)[1]
+    assert train_mnist.main([*flags, *saved, "--load-epoch", "2"]) == 0
+    resumed = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in resumed] == [
+        "epoch 3/4",
+        "epoch 4/4",
+        "test accuracy",
+    ]
+    assert resumed[-1] == whole[-1]
+    second = load_checkpoint(tmp_path / "m", 4)[1]
+    assert all(np.array_equal(first[name], value) for name, value in second.items())
+
+
+def test_a_checkpoint_that_is_missing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_mnist.main(["--model-prefix", str(tmp_path / "m"), "--load-epoch", "2"]) == 1
+    assert f"cannot read {tmp_path}/m-0002.params: No such file" in capsys.readouterr().err
+
+
+def test_more_metrics_are_shown_when_they_are_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train_mnist.main([*QUICK, "--top-k", "3", "--loss", "ce"]) == 0
+    line = capsys.readouterr().out.splitlines()[-2]
+    shown = re.fullmatch(
+        r"epoch 4/4: [\d,]+ samples/s, loss ([\d.]+), accuracy ([\d.]+), top_k_accuracy_3 "
+        r"([\d.]+), cross-entropy ([\d.]+), on test digits [\d.]+, top_k_accuracy_3 [\d.]+, "
+        r"cross-entropy [\d.]+",
+        line,
+    )
+    assert shown is not None, line
+    loss, accuracy, among_three, entropy = map(float, shown.groups())
+    assert loss == pytest.approx(entropy, abs=1e-3)
+    assert accuracy < among_three <= 1.0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--dtype", "float64"],
+        ["--dtype", "float16"],
+        ["--initializer", "xavier"],
+        ["--initializer", "orthogonal", "--lr", "0.02"],
+        ["--lr-step-epochs", "pow1", "--lr", "0.1"],
+        ["--lr-step-epochs", "cosine", "--warmup-epochs", "1", "--warmup-strategy", "constant"],
+        ["--optimizer", "adagrad", "--lr", "0.03"],
+    ],
+)
+def test_other_dtypes_initializers_and_schedules_learn_too(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_mnist.main([*QUICK, *flags]) == 0
+    assert float(capsys.readouterr().out.splitlines()[-1].split()[-1]) > 0.65
+
+
+def test_a_plot_of_the_epochs_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert train_mnist.main([*QUICK, "--plot", str(tmp_path / "run.png")]) == 0
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_that_cannot_be_drawn_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert train_mnist.main([*QUICK, "--plot", str(tmp_path / "no" / "run.png")]) == 1
+    assert f"cannot draw into {tmp_path}/no/run.png" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert train_mnist.main([*QUICK, "--plot", str(tmp_path / "run.png")]) == 1
+    assert "--plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err
 
 
 def test_ctrl_c_exits_with_130(

@@ -74,7 +74,7 @@ class Job:
         return asked.map(_declared)
 
     def initialised(self, rank: int, *keys: Key) -> None:
-        self.ask(rank, DirectoryCall.INITIALISED, STORE, list(keys)).result(0)
+        self.ask(rank, DirectoryCall.INITIALISED, STORE, list(keys), "", "").result(0)
 
     def leave(self, rank: int) -> None:
         self.live.remove(rank)
@@ -293,7 +293,7 @@ def test_a_malformed_body_is_a_protocol_error() -> None:
 
 def test_an_unknown_store_cannot_be_initialised() -> None:
     job = Job(1)
-    assert kind_of(job.ask(0, DirectoryCall.INITIALISED, 9, ["w"])) == "UsageError"
+    assert kind_of(job.ask(0, DirectoryCall.INITIALISED, 9, ["w"], "", "")) == "UsageError"
 
 
 def test_a_request_that_fails_leaves_the_directory_as_it_was() -> None:

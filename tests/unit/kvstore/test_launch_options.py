@@ -98,3 +98,21 @@ def test_nonsense_ends_with_exit_code_2_and_a_sentence(argv: list[str], sentence
         parse_arguments(argv)
     assert raised.value.exit_code == 2
     assert sentence in str(raised.value)
+
+
+def test_modules_for_servers_may_be_many_and_each_counts_once() -> None:
+    own = ["--server-import", "my.optimizers", "--server-import=x", "--server-import", "x"]
+    options = parse_arguments([*own, "--server-import", "dir/mine.py", "-n", "1", "true"])
+    assert options.server_imports == ("my.optimizers", "x", "dir/mine.py")
+    assert parse_arguments(["-n", "1", "true"]).server_imports == ()
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a,b", "a,b.py", "1x", ".a", "a.", "a;b", "a.b\n"])
+def test_what_is_no_module_for_servers_is_refused(name: str) -> None:
+    with pytest.raises(LaunchError, match="--server-import needs a module's name"):
+        parse_arguments(["--server-import", name, "-n", "1", "true"])
+
+
+def test_a_descriptor_for_the_key_is_not_handed_on_by_name() -> None:
+    with pytest.raises(LaunchError, match="cannot set PS_JOB_KEY_FD"):
+        parse_arguments(["--env", "PS_JOB_KEY_FD=3", "-n", "1", "true"])

@@ -12,6 +12,7 @@ from kvstore.launch.plan import (
     JobFacts,
     ProcessSpec,
     base_environment,
+    brings_a_key,
     plan_local,
     requested_address,
 )
@@ -134,3 +135,51 @@ def test_a_job_inside_a_job_takes_neither_its_address_nor_its_socket() -> None:
     assert requested_address(inside) == ("127.0.0.1", 0)
     assert base_environment(inside).keys().isdisjoint({"PS_LISTEN_FD", "DMLC_RANK"})
     assert base_environment(inside)["HOME"] == "/h"
+
+
+def test_everybody_is_told_where_the_key_is_and_that_authentication_is_enough() -> None:
+    facts = dataclasses.replace(FACTS, key_file="/tmp/x/job.key")
+    for spec in plan(facts=facts).values():
+        assert spec.environment["PS_JOB_KEY_FILE"] == "/tmp/x/job.key"
+        assert spec.environment["PS_SECURITY"] == "plain"
+    assert all("PS_JOB_KEY_FILE" not in spec.environment for spec in plan().values())
+
+
+def test_what_the_user_says_of_security_counts() -> None:
+    exported = plan(environ={"PS_SECURITY": "curve"})
+    assert all("PS_SECURITY" not in spec.environment for spec in exported.values())
+    options = dataclasses.replace(OPTIONS, environment=(("PS_SECURITY", "curve"),))
+    assert {spec.environment["PS_SECURITY"] for spec in plan(options).values()} == {"curve"}
+
+
+def test_a_key_of_the_users_own_takes_the_place_of_a_new_one() -> None:
+    given = dataclasses.replace(OPTIONS, environment=(("PS_JOB_KEY_FILE", "/mine"),))
+    assert brings_a_key(given, {})
+    assert brings_a_key(OPTIONS, {"PS_JOB_KEY_FILE": "/mine"})
+    assert not brings_a_key(OPTIONS, {})
+    assert not brings_a_key(OPTIONS, {"PS_JOB_KEY_FILE": ""})
+
+
+def test_a_job_inside_a_job_has_a_key_of_its_own() -> None:
+    inside = {
+        "PS_JOB_ID": "outer",
+        "DMLC_TASK_ID": "0",
+        "PS_JOB_KEY_FILE": "/outer/job.key",
+        "PS_JOB_KEY_FD": "5",
+        "PS_SECURITY": "curve",
+    }
+    assert not brings_a_key(OPTIONS, inside)
+    assert "PS_JOB_KEY_FD" not in base_environment(inside)
+    facts = dataclasses.replace(FACTS, key_file="/inner/job.key")
+    for spec in plan(environ=inside, facts=facts).values():
+        seen = {**base_environment(inside), **spec.environment}
+        assert (seen["PS_JOB_KEY_FILE"], seen["PS_SECURITY"]) == ("/inner/job.key", "plain")
+
+
+def test_modules_for_servers_reach_servers_and_the_scheduler_only() -> None:
+    options = dataclasses.replace(OPTIONS, server_imports=("my.optimizers", "other"))
+    specs = plan(options)
+    for name in ("scheduler", "server 0"):
+        assert specs[name].environment["KVSTORE_SERVER_IMPORT"] == "my.optimizers,other"
+    assert "KVSTORE_SERVER_IMPORT" not in specs["worker 0"].environment
+    assert "KVSTORE_SERVER_IMPORT" not in plan()["server 0"].environment

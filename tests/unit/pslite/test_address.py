@@ -15,7 +15,12 @@ from pslite import address
 from pslite.config import Config
 from pslite.errors import ConfigError
 
-HOST_HAS = {"lo": "127.0.0.1", "eth0": "192.168.20.7", "eth10": "10.1.2.3"}
+HOST_HAS = {
+    "lo": ["127.0.0.1", "::1"],
+    "eth0": ["192.168.20.7", "2001:db8::7"],
+    "eth10": ["10.1.2.3"],
+    "wg0": ["fd00::9"],
+}
 
 
 @pytest.fixture
@@ -33,6 +38,11 @@ def networks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("192.168.20.7", "192.168.20.7"),
         ("192.168.20.0/24", "192.168.20.7"),
         ("10.0.0.0/8", "10.1.2.3"),
+        ("eth0", "192.168.20.7"),
+        ("wg0", "fd00::9"),
+        ("::1", "::1"),
+        ("2001:db8::/32", "2001:db8::7"),
+        ("fd00::/8", "fd00::9"),
     ],
 )
 def test_an_interface_is_a_name_an_address_or_a_network(interface: str, found: str) -> None:
@@ -40,7 +50,7 @@ def test_an_interface_is_a_name_an_address_or_a_network(interface: str, found: s
 
 
 @pytest.mark.usefixtures("networks")
-@pytest.mark.parametrize("interface", ["eth1", "eth", "172.16.0.0/12", "192.168.20.8"])
+@pytest.mark.parametrize("interface", ["eth1", "eth", "172.16.0.0/12", "192.168.20.8", "fe80::/10"])
 def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are(
     interface: str,
 ) -> None:
@@ -49,7 +59,9 @@ def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are(
         address.interface_address(interface)
     text = str(caught.value)
     assert text.startswith(f"DMLC_INTERFACE={interface}: ")
-    assert text.endswith("lo (127.0.0.1), eth0 (192.168.20.7), eth10 (10.1.2.3)")
+    assert text.endswith(
+        "lo (127.0.0.1, ::1), eth0 (192.168.20.7, 2001:db8::7), eth10 (10.1.2.3), wg0 (fd00::9)"
+    )
 
 
 @pytest.mark.usefixtures("networks")
@@ -68,7 +80,20 @@ def test_the_host_name_wins_over_the_interface_and_that_over_the_route(
 
 
 def test_this_machine_has_a_loopback_address() -> None:
-    assert "127.0.0.1" in address.local_addresses().values()
+    assert any("127.0.0.1" in found for found in address.local_addresses().values())
+
+
+def test_ipv6_addresses_are_read_from_the_systems_list_without_those_of_one_link(
+    tmp_path: Path,
+) -> None:
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "00000000000000000000000000000001 01 80 10 80       lo\n"
+        "fe80000000000000021122fffe334455 02 40 20 80     eth0\n"
+        "20010db8000000000000000000000007 02 40 00 80     eth0\n"
+    )
+    assert list(address._ipv6_addresses(table)) == [("lo", "::1"), ("eth0", "2001:db8::7")]
+    assert list(address._ipv6_addresses(tmp_path / "none")) == []
 
 
 def test_a_scheduler_whose_name_means_nothing_is_an_error_that_names_the_setting(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pslite.protocol.barrier import Barriers, Overdue, Release
+from pslite.protocol.barrier import MAX_GIVEN_UP, Barriers, Overdue, Release
 
 GROUP = 4
 A, B, C = 9, 11, 13
@@ -159,3 +159,35 @@ def test_a_barrier_that_stays_open_names_who_is_missing_again_and_again() -> Non
     reports = [barriers.overdue(now, 60.0) for now in (1.0, 60.0, 61.0, 100.0, 121.0)]
     first, second = Overdue((9, 13), 4, 1, (11,), 60.0), Overdue((9, 13), 4, 1, (11,), 120.0)
     assert reports == [[], [], [first], [], [second]]
+
+
+# -- memory -------------------------------------------------------------------------------
+
+
+def test_a_failed_barrier_is_forgotten_once_all_who_may_ask_know() -> None:
+    barriers = make()
+    for round_ in range(1, 5001):
+        enter(barriers, (A, round_), until=1.0)
+        barriers.tick(2.0)
+        late = enter(barriers, (B, round_), (C, round_))
+        assert [release.kind for release in late] == ["DeadlineError"] * 2
+    assert barriers._given_up == {}
+    assert enter(barriers, (C, 5000)) == []  # it was told; its request only came again
+
+
+def test_a_failed_barrier_does_not_wait_for_those_who_are_gone() -> None:
+    barriers = make()
+    enter(barriers, (A, 1), (B, 1), until=1.0)
+    barriers.tick(2.0)
+    barriers.depart(C, "worker 2 is lost")
+    assert barriers._given_up == {}
+
+
+def test_failed_barriers_that_a_node_never_reaches_are_remembered_up_to_a_limit() -> None:
+    barriers = make()
+    for round_ in range(1, MAX_GIVEN_UP + 101):
+        enter(barriers, (A, round_), (B, round_), until=1.0)
+        barriers.tick(2.0)
+    assert len(barriers._given_up) == MAX_GIVEN_UP
+    (release,) = enter(barriers, (C, MAX_GIVEN_UP))
+    assert release.kind == "DeadlineError"

@@ -74,7 +74,7 @@ def test_a_number_far_ahead_is_not_remembered() -> None:
 
 def test_messages_are_numbered_from_one_and_kept_by_reference() -> None:
     channel = Channel(TIMEOUT_S)
-    message, frame = Refused("no"), bytearray(b"12345678")
+    message, frame = Refused("ConfigError", "no"), bytearray(b"12345678")
     outgoing = channel.number(message, (frame,), 8, 7, 3.0)
     assert outgoing == Outgoing(1, 7, message, (frame,), 8, 3.0)
     assert outgoing.frames[0] is frame
@@ -191,7 +191,7 @@ class Conversation:
         self.delivered: tuple[list[str], list[str]] = ([], [])
 
     def say(self, end: int, text: str) -> None:
-        self.transmit(end, self.ends[end].number(Refused(text), (), 1, 1, self.now))
+        self.transmit(end, self.ends[end].number(Refused("ConfigError", text), (), 1, 1, self.now))
 
     def transmit(self, end: int, outgoing: Outgoing | None) -> None:
         low, also = self.ends[end].acceptance()
@@ -205,7 +205,7 @@ class Conversation:
         outgoing = packet.outgoing
         if outgoing is not None and self.ends[receiver].admit(outgoing.sequence):
             assert isinstance(outgoing.message, Refused)
-            self.delivered[receiver].append(outgoing.message.reason)
+            self.delivered[receiver].append(outgoing.message.error)
 
     def settle(self) -> None:
         """Until both ends know that everything arrived."""

@@ -13,11 +13,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pslite.errors import ProtocolError, PSError
+from pslite.errors import ProtocolError, PSError, UsageError
 from pslite.ids import NodeInfo
 from pslite.wire.codec import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,
+    MAX_INTEGERS,
+    MAX_JOB_BYTES,
+    MAX_LISTED,
     VERSION,
     Envelope,
     decode,
@@ -28,6 +31,7 @@ from pslite.wire.codec import (
 from pslite.wire.messages import (
     ALL_MESSAGES,
     Accepted,
+    BarrierEnter,
     Beat,
     Ints,
     Leave,
@@ -35,27 +39,31 @@ from pslite.wire.messages import (
     Nodes,
     Register,
     Request,
+    Roster,
+    RoundWaits,
     Texts,
+    Waiting,
 )
 
 WORDS = st.integers(-(2**63), 2**63 - 1)
 COUNTS = st.integers(0, 2**63 - 1)
 TEXTS = st.text(max_size=8)
+NAMES = TEXTS.filter(str.isprintable)
 NODES = st.builds(
     NodeInfo,
     st.sampled_from(["scheduler", "server", "worker"]),
-    WORDS,
-    TEXTS,
-    WORDS,
-    TEXTS,
-    TEXTS,
-    TEXTS,
-    WORDS,
+    st.integers(-1, 2**31),
+    NAMES,
+    COUNTS,
+    NAMES,
+    NAMES,
+    NAMES,
+    COUNTS,
 )
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     int: WORDS,
-    float: st.floats(allow_nan=False),
+    float: st.floats(0, allow_nan=False, allow_infinity=False),
     str: TEXTS,
     bytes: st.binary(max_size=16),
     Ints: st.lists(WORDS, max_size=5).map(tuple),
@@ -64,10 +72,16 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
 }
 
 
+NATURALS = {int: COUNTS, Ints: st.lists(COUNTS, max_size=5).map(tuple)}
+
+
 def any_of(kind: type[Message]) -> st.SearchStrategy[Message]:
-    """Messages of this type with any values that its fields' types allow."""
+    """Messages of this type with any values that its fields may have."""
     hints = typing.get_type_hints(kind)
-    fields = {field.name: VALUES[hints[field.name]] for field in dataclasses.fields(kind)}
+    fields = {
+        field.name: (NATURALS if field.name in kind.NATURAL else VALUES)[hints[field.name]]
+        for field in dataclasses.fields(kind)
+    }
     return st.builds(kind, **fields).map(_even)
 
 
@@ -234,6 +248,12 @@ def test_lists_that_belong_together_must_be_of_one_length(kind: type[Message], n
         ["worker", 0, "u", True, "", "h", "m", 1],
         ["worker", 0, "u", 1, "", "h", "m"],
         ["worker", 0, "u", 1, "", "h", "m", 1, 1],
+        ["worker", -2, "u", 1, "", "h", "m", 1],
+        ["worker", 0, "u", -1, "", "h", "m", 1],
+        ["worker", 0, "u", 1, "", "h", "m", -1],
+        ["worker", 0, "u" * 513, 1, "", "h", "m", 1],
+        ["worker", 0, "u", 1, "", "line\nline", "m", 1],
+        ["worker", 0, "u", 1, "", "\x1b[31mred", "m", 1],
         {"role": "worker"},
     ],
 )
@@ -384,3 +404,71 @@ def test_whether_data_is_too_deep_does_not_depend_on_the_letters_in_it() -> None
 def test_plain_data_holds_no_objects(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         unpack_value(data)
+
+
+# -- numbers in their range ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in ALL_MESSAGES for name in kind.NATURAL],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_negative_number_that_counts_or_names_something_is_refused(
+    kind: type[Message], name: str
+) -> None:
+    names = [field.name for field in dataclasses.fields(kind)]
+    hints = typing.get_type_hints(kind)
+    good: dict[Any, Any] = {
+        Ints: struct.pack("<q", 1),
+        Texts: ["x"],
+        bool: False,
+        int: 0,
+        str: "",
+        float: 0.0,
+        bytes: b"",
+        Nodes: [],
+    }
+    fields = [good[hints[n]] for n in names]
+    whole = [*header()[:9], *fields]
+    whole[1] = kind.NUMBER
+    decode([msgpack.packb(whole)])
+    whole[9 + names.index(name)] = struct.pack("<q", -1) if hints[name] == Ints else -1
+    with pytest.raises(ProtocolError, match="negative"):
+        decode([msgpack.packb(whole)])
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), -float("inf")])
+def test_a_time_that_is_none_is_refused_on_both_sides(value: float) -> None:
+    with pytest.raises(UsageError, match="timeout_s of BarrierEnter cannot be"):
+        encode(surround(BarrierEnter(4, 1, value)))
+    spoilt = header(BarrierEnter(4, 1, 0.0))
+    spoilt[-1] = value
+    with pytest.raises(ProtocolError, match="a time is no number of seconds"):
+        decode([msgpack.packb(spoilt)])
+
+
+def test_what_no_receiver_would_accept_is_not_sent() -> None:
+    with pytest.raises(UsageError, match="group of BarrierEnter cannot be -1"):
+        encode(surround(BarrierEnter(-1, 1, 0.0)))
+
+
+def test_lists_have_limits_of_their_own() -> None:
+    spoilt = header(RoundWaits(1, 1, (), 0.0))
+    spoilt[11] = bytes(8 * MAX_INTEGERS)
+    assert decode([msgpack.packb(spoilt)]).message == RoundWaits(1, 1, (0,) * MAX_INTEGERS, 0.0)
+    spoilt[11] = bytes(8 * MAX_INTEGERS + 8)
+    with pytest.raises(ProtocolError, match="integers"):
+        decode([msgpack.packb(spoilt)])
+    many = header(Waiting((), (), 0.0))
+    many[9] = [""] * (MAX_LISTED + 1)
+    with pytest.raises(ProtocolError, match="texts"):
+        decode([msgpack.packb(many)])
+    nodes = header(Roster(1, ()))
+    nodes[10] = [[]] * (MAX_LISTED + 1)
+    with pytest.raises(ProtocolError, match="too long"):
+        decode([msgpack.packb(nodes)])
+    job = header()
+    job[2] = "j" * (MAX_JOB_BYTES + 1)
+    with pytest.raises(ProtocolError, match="job id"):
+        decode([msgpack.packb(job)])

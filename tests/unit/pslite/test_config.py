@@ -26,6 +26,10 @@ SAMPLES: dict[str, tuple[str, Any, Any]] = {
     "van_type": ("p3", "p3", "zmq"),
     "job_id": ("job-7", "job-7", "job-8"),
     "listen_fd": ("5", 5, 6),
+    "job_key_file": ("/run/job.key", "/run/job.key", "other.key"),
+    "job_key_fd": ("7", 7, 8),
+    "security": ("plain", "plain", "curve"),
+    "server_import": ("module.a,b", "module.a,b", "c"),
     "verbose": ("2", 2, 1),
     "heartbeat_interval_s": ("0.5", 0.5, 1.5),
     "heartbeat_timeout_s": ("30", 30.0, 31.0),
@@ -112,6 +116,11 @@ def test_without_a_mapping_the_environment_is_read(monkeypatch: pytest.MonkeyPat
         ({"chunk_bytes": 63}, "PS_CHUNK_BYTES"),
         ({"chunk_bytes": 4096, "credit_bytes": 4095}, "PS_CREDIT_BYTES"),
         ({"van_type": "ibverbs"}, "DMLC_PS_VAN_TYPE is 'ibverbs'"),
+        ({"security": "none"}, "PS_SECURITY is 'none'; it must be plain or curve"),
+        (
+            {"heartbeat_interval_s": 0.0, "heartbeat_timeout_s": 10.0},
+            "PS_HEARTBEAT_TIMEOUT needs signs of life",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(settings: dict[str, Any], word: str) -> None:
@@ -158,6 +167,18 @@ def test_an_inherited_socket_stands_in_for_the_port() -> None:
     assert config.checked_for_cluster() is config
 
 
+def test_security_without_a_key_is_refused_when_a_cluster_is_joined() -> None:
+    wanted = {"num_workers": 1, "num_servers": 1, "root_uri": "head", "root_port": 9000}
+    for key in ({"job_key_file": "job.key"}, {"job_key_fd": 5}):
+        assert Config(**wanted, security="plain", **key).checked_for_cluster()
+    with pytest.raises(ConfigError, match=r"PS_SECURITY=plain needs a job key: .*PS_JOB_KEY_FILE"):
+        Config(**wanted, security="plain").checked_for_cluster()
+
+
+def test_signs_of_life_can_be_turned_off_as_in_the_original() -> None:
+    assert Config.from_env({"PS_HEARTBEAT_INTERVAL": "0"})[0].heartbeat_interval_s == 0
+
+
 # -- names that nobody knows --------------------------------------------------------------
 
 
@@ -171,6 +192,15 @@ def test_an_unknown_setting_is_reported_with_a_suggestion() -> None:
 
 def test_settings_of_the_original_that_need_no_field_are_known() -> None:
     assert unknown_names({"PS_RESEND": "1", "PS_RESEND_TIMEOUT": "500"}) == []
+
+
+def test_what_changes_nothing_here_is_said_to_those_who_ask_for_more_lines() -> None:
+    original = {"MXNET_KVSTORE_BIGARRAY_BOUND": "1000", "DMLC_LOCAL": "", "PS_RESEND": "1"}
+    assert Config.from_env(original)[1] == []
+    assert Config.from_env({**original, "PS_VERBOSE": "1"})[1] == [
+        "the setting MXNET_KVSTORE_BIGARRAY_BOUND has no effect here: arrays are cut by bytes "
+        "(PS_CHUNK_BYTES)"
+    ]
 
 
 def test_every_setting_has_a_name_and_a_help_of_its_own() -> None:

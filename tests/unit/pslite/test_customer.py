@@ -182,12 +182,12 @@ def test_an_app_number_is_given_once_until_the_app_is_removed() -> None:
 def test_a_response_that_comes_again_or_from_elsewhere_changes_nothing() -> None:
     net = Net(9, 8, 10)
     future = net.ask(9, 8)
-    response = Response(ECHO, 0, 1, 1, "", "", b"x")
+    response = Response(ECHO, 0, 1, 1, "", "", "", -1, b"x")
     asker = net.nodes[9]
     asker.response_arrived(10, response, ())
     elsewhere = future.done()
     asker.response_arrived(8, response, ())
-    asker.response_arrived(8, Response(ECHO, 0, 1, 1, "UsageError", "late", b""), ())
+    asker.response_arrived(8, Response(ECHO, 0, 1, 1, "UsageError", "late", "", -1, b""), ())
     assert (elsewhere, future.result(0)) == (False, {8: Reply(b"x", ())})
 
 
@@ -225,3 +225,17 @@ def test_the_end_of_the_asked_node_or_of_ones_own_ends_the_request() -> None:
     net.nodes[9].pending.depart(8, lost)
     net.nodes[9].pending.fail(closed)
     assert (first.error(), second.error()) == (lost, closed)
+
+
+def test_the_loss_of_a_node_keeps_its_role_and_rank_on_the_way_to_the_asker() -> None:
+    net = Net(9, 8)
+
+    def lost(incoming: Incoming) -> None:
+        incoming.fail(NodeLostError("worker 1 is lost", role="worker", rank=1))
+
+    net.nodes[8].add(ECHO, lost)
+    future = net.ask(9, 8)
+    net.settle()
+    error = future.error()
+    assert isinstance(error, NodeLostError)
+    assert (str(error), error.role, error.rank) == ("worker 1 is lost", "worker", 1)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pslite.errors import PSError
-from pslite.links import Delivery, Links
+from pslite.links import MAX_STRANGERS, Delivery, Links
 from pslite.van.base import Buffer, Received, Van, VanEvent
-from pslite.wire.codec import VERSION, Envelope, decode, encode
+from pslite.wire.codec import VERSION, Envelope, decode, encode, pack_value
 from pslite.wire.messages import Accepted, Beat, Leave, Message, Refused, Request
 
 
@@ -231,7 +231,8 @@ def test_another_version_is_dropped_by_name(pair: tuple[Node, Node]) -> None:
     header = bytearray(encode(Envelope("job", 0, 101, 0, 1, 0, (), Beat())))
     header[1] = VERSION + 1
     assert bob.hear(alice, [bytes(header)]) is None
-    assert dict(bob.links.dropped) == {"protocol version 2; this node speaks 1": 1}
+    assert dict(bob.links.dropped) == {"no message of this protocol": 1}
+    assert bob.links.last_malformed == "protocol version 2; this node speaks 1"
 
 
 def test_a_message_of_another_job_is_refused_and_its_sender_told_why() -> None:
@@ -241,8 +242,8 @@ def test_a_message_of_another_job_is_refused_and_its_sender_told_why() -> None:
     (refusal,) = pass_on(ours, theirs)
     assert (delivered, dict(ours.links.dropped)) == ([], {"another job": 1})
     assert isinstance(refusal, Refused)
-    assert "'ours'" in refusal.reason
-    assert "'theirs'" in refusal.reason
+    assert "'ours'" in refusal.error
+    assert "'theirs'" in refusal.error
 
 
 def test_two_jobs_that_meet_do_not_refuse_each_others_refusals() -> None:
@@ -326,3 +327,66 @@ def test_to_a_node_that_said_goodbye_nothing_is_sent_again_but_it_may_still_repe
     alice.links.flush(1, 0.0)
     pass_on(alice, bob)
     assert bob.links.everything_accepted()
+
+
+# -- strangers ----------------------------------------------------------------------------
+
+
+def test_conversations_with_strangers_are_kept_for_so_many_and_the_oldest_makes_room(
+    pair: tuple[Node, Node],
+) -> None:
+    alice, bob = pair
+    friend = Node("friend", 1)
+    bob.links.know("friend")
+    friend.say(bob, REQUEST)
+    pass_on(friend, bob)
+    bob.say(alice, REQUEST)  # whom we write to is no stranger
+    alice.say(bob, REQUEST)
+    pass_on(alice, bob)
+    for number in range(MAX_STRANGERS + 100):
+        stranger = Node(f"stranger{number}", 1000 + number)
+        stranger.say(bob, REQUEST)
+        assert pass_on(stranger, bob) == [REQUEST]
+    assert len(bob.links._peers) == MAX_STRANGERS + 2
+    assert {"friend", "alice"} < set(bob.links._peers)
+    assert "stranger99" not in bob.links._peers
+    assert "stranger100" in bob.links._peers
+    bob.links.flush(1, 0.0)
+    assert len(bob.transmissions()) <= MAX_STRANGERS + 3
+
+
+def test_reasons_are_few_whatever_is_sent(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    for number in range(1000):
+        alice.hear(bob, [msgpack_version(number)])
+    assert dict(alice.links.dropped) == {"no message of this protocol": 1000}
+    alice.hear(bob, [b"x" * 10_000_000])
+    assert len(alice.links.last_malformed) <= 200
+
+
+def msgpack_version(number: int) -> bytes:
+    """A header of a version that only this test has."""
+    return pack_value([VERSION + 1 + number, 1, "job", 1, 1, 0, 0, 0, b""])
+
+
+def test_what_is_objected_to_is_neither_delivered_nor_accepted_and_may_come_again(
+    pair: tuple[Node, Node],
+) -> None:
+    alice, _ = pair
+    objections = ["too early", None]
+    bob = Node("bob", 202)
+    bob.links = Links(
+        bob.wire,
+        job="job",
+        incarnation=202,
+        resend_timeout_s=1.0,
+        objection=lambda *_: objections.pop(0),
+    )
+    alice.say(bob, REQUEST)
+    (frames,) = alice.transmissions()
+    assert bob.hear(alice, frames) is None
+    assert (dict(bob.links.dropped), bob.links._peers) == ({"too early": 1}, {})
+    bob.links.flush(1, 0.0)
+    assert bob.transmissions() == []
+    alice.links.resend(10.0)
+    assert pass_on(alice, bob) == [REQUEST]

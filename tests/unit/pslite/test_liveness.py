@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pslite.config import Config
 from pslite.protocol.liveness import Liveness, Lost, Stalled
 
@@ -117,3 +119,22 @@ def test_a_node_that_did_not_listen_holds_nobodys_silence_against_them() -> None
     liveness.excuse(4.0)
     assert (liveness.tick(4.0), liveness.tick(5.9)) == ([], [])
     assert [verdict.peer for verdict in liveness.tick(6.0)] == ["S1"]
+
+
+def test_a_peer_that_was_never_reached_is_suspected_at_once_and_lost_in_the_end() -> None:
+    liveness = Liveness(5.0, math.inf, 0.0, 60.0)
+    liveness.watch("server", 10.0, connected=False)
+    liveness.watch("other", 10.0)
+    assert liveness.suspects() == ["server"]
+    assert liveness.tick(69.0) == []
+    assert liveness.tick(70.0) == [
+        Lost("server", "no connection with it came about within 60 s"),
+    ]
+
+
+def test_a_peer_that_was_reached_late_is_like_any_other() -> None:
+    liveness = Liveness(5.0, math.inf, 0.0, 60.0)
+    liveness.watch("server", 10.0, connected=False)
+    liveness.connected("server")
+    assert liveness.suspects() == []
+    assert liveness.tick(1000.0) == []

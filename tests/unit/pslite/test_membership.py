@@ -175,3 +175,14 @@ def test_a_departure_is_noted_once_and_for_members_only() -> None:
 )
 def test_a_departure_reads_as_a_sentence(left: bool, reason: str, sentence: str) -> None:
     assert Gone(ROSTER[1], left, reason).sentence == sentence
+
+
+@pytest.mark.parametrize("change", [{"uid": "other"}, {"incarnation": 1}])
+def test_two_nodes_cannot_go_by_one_name(change: dict[str, object]) -> None:
+    rendezvous = gathering(2, 1)
+    first = node("worker", 1)
+    again = first._replace(**change)  # type: ignore[arg-type]
+    taken, refused, same = register(rendezvous, first, again, first)
+    assert (taken, same) == (None, None)
+    assert refused == Refusal("another node goes by this one's name")
+    assert rendezvous.registered == (first,)

@@ -1,0 +1,60 @@
+"""What tests of misuse share: a store with a key, and the proof that it goes on as if nothing was.
+
+Every store uses the optimizer ``test`` (weight + sum of the gradients), since ``dist_async``
+needs one. ``w`` has several parts, so that a misuse that takes effect in half of them shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from workers import Workers
+
+from kvstore import KVStore, optimizer
+
+KINDS = ["local", "dist_sync", "dist_async"]
+LARGE = 300
+"""Elements of float64: ten parts of 256 bytes."""
+PARTS = {"chunk_bytes": 256, "credit_bytes": 512}
+
+Misuse = Callable[[KVStore], Any]
+
+
+def ready(workers: Workers, key: Any = "w") -> Workers:
+    """The store has ``test`` as its optimizer, and a key."""
+    workers.run(lambda kv: kv.set_optimizer(optimizer.create("test")))
+    workers.run(lambda kv: kv.init(key, np.zeros(LARGE)))
+    return workers
+
+
+def misused(
+    workers: Workers, misuse: Misuse, error: Any, text: str, *, by: str, key: Any = "w"
+) -> None:
+    """``misuse`` raises ``error`` at who does it, and all go on as if nothing had been.
+
+    ``by`` is "all" or "one": then the other worker is pushing already.
+    """
+    before = workers.stores[0].pull(key)
+
+    def script(kv: KVStore) -> Any:
+        if by == "all" or kv.rank == kv.num_workers - 1:
+            with pytest.raises(error, match=text):
+                misuse(kv)
+        return grown(kv, key)
+
+    expected = before + workers.stores[0].num_workers
+    for value in workers.run(script):
+        np.testing.assert_array_equal(value, expected)
+
+
+def grown(kv: KVStore, key: Any = "w") -> Any:
+    """The value after one push of ones by every worker."""
+    kv.push(key, np.ones(LARGE))
+    kv.wait(key)
+    kv.barrier()
+    value = kv.pull(key)
+    kv.barrier()
+    return value

@@ -1,0 +1,370 @@
+"""Misuse that the original is known for: a Python error at the caller, and the store goes on.
+
+Each test cites what MXNet 1.9.1 does: the table of misuse in its reference, by file and line of
+its sources. Nothing here aborts a server, hangs a job or changes a value in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from misuse import KINDS, LARGE, PARTS, Misuse, grown, misused, ready
+from workers import Workers
+
+import kvstore
+from kvstore import KVStore, optimizer
+from kvstore.aggregate import Flat
+from kvstore.errors import (
+    ArgumentTypeError,
+    DuplicateKeyError,
+    KeyTypeError,
+    NotSupportedError,
+    UnknownKeyError,
+    UnknownTypeError,
+    ValueMismatchError,
+)
+from pslite.errors import PSError, RemoteError
+
+ONES = np.ones(LARGE)
+BOTH = pytest.mark.parametrize("by", ["all", "one"])
+
+
+@pytest.fixture(params=KINDS)
+def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    with Workers(request.param, **PARTS) as workers:
+        yield workers
+
+
+# -- keys that are there, or not ----------------------------------------------------------
+
+TWICE: dict[str, tuple[Misuse, str]] = {
+    "the same key again": (lambda kv: kv.init("w", ONES), "'w' is initialised already"),
+    "several values of one key": (lambda kv: kv.init("v", [ONES, ONES]), "several values"),
+    "twice in one call": (lambda kv: kv.init(["v", "v"], [ONES, ONES]), "stands twice"),
+    "twice and not adjacent": (
+        lambda kv: kv.init(["v", "u", "v"], [ONES, ONES, ONES]),
+        "'v' stands twice",
+    ),
+    "a new key beside a known one": (lambda kv: kv.init(["v", "w"], [ONES, ONES]), "'w' is init"),
+    "a broadcast of a known key": (lambda kv: kv.broadcast("w", ONES, ONES.copy()), "'w' is init"),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("case", TWICE)
+def test_a_key_is_initialised_once(workers: Workers, case: str, by: str) -> None:
+    """'duplicate init of key k' locally, with earlier keys of the call staying registered.
+
+    On dist only adjacent duplicates are found (KD:620-625). Here the call has no effect at all.
+    """
+    misuse, text = TWICE[case]
+    misused(ready(workers), misuse, DuplicateKeyError, text, by=by)
+    assert {tuple(kv.keys()) for kv in workers.stores} == {("w",)}
+
+
+@BOTH
+def test_an_int_key_is_initialised_once(workers: Workers, by: str) -> None:
+    """On dist it is not detected: rank 0's second init is a push, and more workers hang (L13)."""
+    ready(workers, key=3)
+    again: Misuse = lambda kv: kv.init(3, ONES)  # noqa: E731
+    misused(workers, again, DuplicateKeyError, "key 3 is initialised already", by=by, key=3)
+
+
+UNKNOWN: dict[str, Misuse] = {
+    "push": lambda kv: kv.push("zz", ONES),
+    "push beside a known one": lambda kv: kv.push(["w", "zz"], [ONES, ONES]),
+    "pull": lambda kv: kv.pull("zz"),
+    "pull into": lambda kv: kv.pull(["w", "zz"], out=[np.empty(LARGE), np.empty(LARGE)]),
+    "pushpull": lambda kv: kv.pushpull("zz", ONES.copy()),
+    "wait": lambda kv: kv.wait("zz"),
+    "info": lambda kv: kv.info("zz"),
+    "delete": lambda kv: kv.delete(["w", "zz"]),
+    "push_async": lambda kv: kv.push_async("zz", ONES),
+    "pull_async": lambda kv: kv.pull_async("zz", ONES.copy()),
+    "pushpull_async": lambda kv: kv.pushpull_async("zz", ONES.copy()),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_an_unknown_key_is_named(workers: Workers, case: str, by: str) -> None:
+    """ "key zz doesn't exist. Did you init?"."""
+    misused(ready(workers), UNKNOWN[case], UnknownKeyError, "'zz' .* call init", by=by)
+
+
+@BOTH
+@pytest.mark.parametrize("verb", ["push", "pull"])
+def test_an_unknown_int_key_is_named_and_no_server_dies(
+    workers: Workers, verb: str, by: str
+) -> None:
+    """On dist a pull aborts the server and a push becomes an init (KS:758, L4, L13)."""
+    ready(workers, key=3)
+    misuse: Misuse = lambda kv: kv.push(78, ONES) if verb == "push" else kv.pull(78)  # noqa: E731
+    misused(workers, misuse, UnknownKeyError, "key 78", by=by, key=3)
+    assert workers.stores[0].keys() == [3]
+
+
+@BOTH
+@pytest.mark.parametrize("verb", ["init", "push", "pull"])
+def test_a_store_of_str_keys_takes_no_int_keys(workers: Workers, verb: str, by: str) -> None:
+    """'Mixed key types are not allowed' (KL:336-340)."""
+    call: Misuse = {
+        "init": lambda kv: kv.init(1, ONES),
+        "push": lambda kv: kv.push(1, ONES),
+        "pull": lambda kv: kv.pull(1),
+    }[verb]
+    misused(ready(workers), call, KeyTypeError, "all int or all str", by=by)
+
+
+# -- values that do not fit ---------------------------------------------------------------
+
+SIZES: dict[str, np.ndarray[Any, Any]] = {
+    "longer": np.ones(LARGE + 1),
+    "shorter": np.ones(12),
+    "of one element": np.ones(1),
+    "another shape": np.ones((LARGE, 1)),
+    "another dtype": np.ones(LARGE, np.float32),
+    "twice the elements of half the size": np.ones(2 * LARGE, np.float32),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("verb", ["push", "pushpull", "push_async", "with a good one"])
+def test_a_push_of_another_size_is_refused_at_once(
+    workers: Workers, case: str, verb: str, by: str
+) -> None:
+    """'The value size cannot be changed', raised at wait time; locally it replaces the value."""
+    wrong = SIZES[case]
+    misuse: Misuse = {
+        "push": lambda kv: kv.push("w", wrong),
+        "pushpull": lambda kv: kv.pushpull("w", wrong, out=ONES.copy()),
+        "push_async": lambda kv: kv.push_async("w", wrong),
+        "with a good one": lambda kv: kv.push("w", [ONES, wrong]),
+    }[verb]
+    misused(ready(workers), misuse, ValueMismatchError, r"\(300,\) of float64", by=by)
+
+
+PUSHPULLS: dict[str, tuple[Misuse, str]] = {
+    "more keys than outs": (
+        lambda kv: kv.pushpull(["w", "w"], [ONES, ONES], out=[ONES.copy()]),
+        "2 keys need as many values, got 1",
+    ),
+    "more outs than keys": (
+        lambda kv: kv.pushpull(["w"], [ONES], out=[ONES.copy(), ONES.copy()]),
+        "1 keys need as many values, got 2",
+    ),
+    "an out of another shape": (lambda kv: kv.pushpull("w", ONES, out=np.ones(4)), r"\(4,\)"),
+    "no out at all": (lambda kv: kv.pushpull("w", ONES, out=[]), "at least one array"),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("case", PUSHPULLS)
+def test_what_is_pushed_and_what_is_pulled_must_match(workers: Workers, case: str, by: str) -> None:
+    """'List of push and pull keys are different', 'Mismatch in push and pull key'."""
+    misuse, text = PUSHPULLS[case]
+    misused(ready(workers), misuse, ValueMismatchError, text, by=by)
+
+
+def test_an_output_of_another_dtype_is_cast(workers: Workers) -> None:
+    """'Output buffer dtype is different' on dist; here pushpull casts as pull does."""
+    out = np.empty(LARGE, np.float32)
+    ready(workers)
+    workers.run(lambda kv: kv.pushpull("w", ONES, out=np.empty(LARGE, np.int16)))
+    workers.stores[0].pull("w", out=out)
+    assert out[0] in (1.0, 2.0)
+
+
+# -- what this version does not have ------------------------------------------------------
+
+ABSENT: dict[str, Misuse] = {
+    "row_sparse_pull": lambda kv: kv.row_sparse_pull("w", out=ONES.copy(), row_ids=np.arange(3)),
+    "row_sparse_pull of several ids": lambda kv: kv.row_sparse_pull(
+        "w", out=[ONES, ONES], row_ids=[np.arange(3), np.arange(4)]
+    ),
+    "row_sparse_pull without ids": lambda kv: kv.row_sparse_pull("w"),
+    "compression": lambda kv: kv.set_gradient_compression({"type": "2bit", "threshold": 0.5}),
+    "compression of an unknown type": lambda kv: kv.set_gradient_compression({"type": "3bit"}),
+    "compression without a type": lambda kv: kv.set_gradient_compression({}),
+    "compression that is no dict": lambda kv: kv.set_gradient_compression("2bit"),  # type: ignore[arg-type]
+    "threshold 0": lambda kv: kv.set_gradient_compression({"type": "2bit", "threshold": 0}),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("case", ABSENT)
+def test_what_this_version_lacks_is_an_error_that_says_so(
+    workers: Workers, case: str, by: str
+) -> None:
+    """Rows on row_sparse and gradient compression, which fail in many ways in the original.
+
+    Some of them only on dist, or at the next push, or by corrupting memory (L17, L19, L22).
+    """
+    misused(ready(workers), ABSENT[case], NotSupportedError, "this version", by=by)
+
+
+@pytest.mark.parametrize("ignore_sparse", [True, False])
+def test_ignore_sparse_changes_nothing_for_dense_keys(
+    workers: Workers, ignore_sparse: bool
+) -> None:
+    """False is refused by dist ("doesn't support ignore_sparse=False"); L26: True can skip."""
+    ready(workers)
+    out = np.full(LARGE, 7.0)
+    workers.stores[0].pull("w", out=out, ignore_sparse=ignore_sparse)
+    np.testing.assert_array_equal(out, np.zeros(LARGE))
+
+
+@BOTH
+def test_a_compressed_matrix_is_no_value(workers: Workers, by: str) -> None:
+    """'Unexpected storage type detected during kvstore push', which is fatal, for csr arrays."""
+    torch = pytest.importorskip("torch")
+    csr = torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 3), check_invariants=True)
+    misuse: Misuse = lambda kv: kv.push("w", csr)  # noqa: E731
+    misused(ready(workers), misuse, ArgumentTypeError, "sparse|dense", by=by)
+
+
+@pytest.mark.parametrize("name", ["nccl", "FooBar", "dist_anything", "dist_nccl", "device1"])
+def test_a_type_that_is_none_is_an_error_that_lists_the_types(name: str) -> None:
+    """Any name gives a store there: 'FooBar' a local one, 'mydevice' a device one (KC:66-77)."""
+    with pytest.raises(UnknownTypeError, match="local, .*dist_sync") as caught:
+        kvstore.create(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_p3_is_accepted_and_an_optimizer_still_works() -> None:
+    """DMLC_PS_VAN_TYPE=p3 takes the optimizer away and lets slots of keys collide (L18)."""
+    with Workers("dist_sync", van_type="p3", **PARTS) as workers:
+        ready(workers)
+        assert workers.stores[0].is_capable("optimizer")
+        # Decreasing int keys are what collided.
+        others = workers.create()
+
+        def script(kv: KVStore) -> Any:
+            kv.init(5, np.full(LARGE, 5.0))
+            kv.init(4, np.full(LARGE, 4.0))
+            kv.push(4, ONES, priority=3)
+            return kv.pull(5)[0], kv.pull(4)[0]
+
+        assert workers.run(script, others) == [(5.0, 2.0)] * 2
+        assert workers.run(grown)[0][0] == 2.0
+
+
+def test_a_barrier_before_exit_can_be_asked_for_by_anybody(workers: Workers) -> None:
+    """'barrier_before_exit takes effect only on worker nodes', which is fatal elsewhere."""
+    ready(workers)
+    workers.run(lambda kv: kv.set_barrier_before_exit(False))
+    assert workers.run(grown)[0][0] == workers.stores[0].num_workers
+
+
+# -- integers, and code that raises -------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int64, np.bool_])
+@pytest.mark.parametrize("kind", ["local", "device", "dist_sync"])
+def test_integers_and_bools_are_added_up(kind: str, dtype: Any) -> None:
+    """'This operation only support floating point types': the server aborts (KS:754, L24)."""
+    with Workers(kind, **PARTS) as workers:
+
+        def script(kv: KVStore) -> Any:
+            kv.init("i", np.zeros(LARGE, dtype))
+            kv.push("i", np.ones(LARGE, dtype))
+            return kv.pull("i")
+
+        for value in workers.run(script):
+            assert value.dtype == dtype
+            np.testing.assert_array_equal(
+                value, np.full(LARGE, workers.stores[0].num_workers, dtype)
+            )
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.bool_])
+def test_an_optimizer_does_not_touch_integers_and_says_so(workers: Workers, dtype: Any) -> None:
+    """L24: the server aborts."""
+    ready(workers)
+    workers.run(lambda kv: kv.init("i", np.ones(LARGE, dtype)))
+
+    def script(kv: KVStore) -> Any:
+        with pytest.raises(ArgumentTypeError, match="float weights"):
+            kv.push("i", np.ones(LARGE, dtype))
+            kv.pull("i")
+        np.testing.assert_array_equal(kv.pull("i"), np.ones(LARGE, dtype))
+        return grown(kv)
+
+    for value in workers.run(script):
+        assert value[0] == workers.stores[0].num_workers
+
+
+@optimizer.register
+@dataclasses.dataclass(frozen=True)
+class Careless(optimizer.Optimizer):
+    """Fails on gradients that are negative."""
+
+    def update(
+        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
+    ) -> None:
+        if grad[0] < 0:
+            raise ZeroDivisionError("a bug in an optimizer")
+        weight += grad
+
+
+@pytest.mark.parametrize("then", ["pull", "wait", "wait for keys", "pushpull"])
+def test_what_an_optimizer_raises_comes_out_at_the_worker_once(workers: Workers, then: str) -> None:
+    """It is printed as 'Exception ignored', the update skipped, and the push reports success.
+
+    On servers the worker never learns of it (L8).
+    """
+    ready(workers)
+    workers.run(lambda kv: kv.set_optimizer(Careless()))
+    following: Misuse = {
+        "pull": lambda kv: kv.pull("w"),
+        "wait": lambda kv: kv.wait(),
+        "wait for keys": lambda kv: kv.wait("w"),
+        "pushpull": lambda kv: kv.pushpull("w", np.zeros(LARGE)),
+    }[then]
+    is_local = workers.stores[0].num_workers == 1
+    error = ZeroDivisionError if is_local else RemoteError
+
+    def script(kv: KVStore) -> Any:
+        with pytest.raises(error, match="a bug in an optimizer") as caught:
+            kv.push("w", -ONES)
+            following(kv)
+        if not is_local:
+            assert "in update" in str(caught.value)
+        kv.barrier()
+        return grown(kv)
+
+    for value in workers.run(script):
+        np.testing.assert_array_equal(value, np.full(LARGE, workers.stores[0].num_workers))
+
+
+@pytest.mark.parametrize("kind", ["local", "device"])
+def test_what_an_updater_raises_comes_out_of_the_push(kind: str) -> None:
+    """'Exception ignored on calling ctypes callback function', and the push succeeds (L8)."""
+    kv = kvstore.create(kind)
+    kv.init("w", np.zeros(LARGE))
+
+    def updater(key: Any, received: Any, local: Any) -> None:
+        local += received
+        if received[0] < 0:
+            raise KeyError("a bug in an updater")
+
+    kv.set_updater(updater)
+    with pytest.raises(KeyError, match="a bug in an updater"):
+        kv.push("w", -ONES)
+    kv.push("w", ONES)
+    np.testing.assert_array_equal(kv.pull("w"), ONES)
+
+
+def test_all_these_errors_are_one_kind_that_scripts_for_the_original_catch(
+    workers: Workers,
+) -> None:
+    """MXNetError derives from RuntimeError; so does PSError."""
+    ready(workers)
+    with pytest.raises(RuntimeError) as caught:
+        workers.stores[0].init("w", ONES)
+    assert isinstance(caught.value, PSError)

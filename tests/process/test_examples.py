@@ -1,0 +1,276 @@
+"""Each example as a user runs it: by the launcher, with two workers and one server."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from job import MARK, ROOT, MakeJob, clean_environment, needs_proc
+
+pytestmark = [pytest.mark.process, needs_proc]
+
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"
+)
+
+
+def launch(
+    make_job: MakeJob, script: str, *flags: str, options: tuple[str, ...] = ()
+) -> dict[int, list[str]]:
+    """Run a script to its good end; returns the lines of each worker by its rank."""
+    job = make_job(2, 1)
+    done = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "tools" / "launch.py"), "-n", "2", "-s", "1"),
+            *("--launcher", "local", *options, sys.executable, script, *flags),
+        ],
+        cwd=ROOT,
+        env={**clean_environment(), MARK: job.mark, "TMPDIR": str(job.directory)},
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines: dict[int, list[str]] = collections.defaultdict(list)
+    for line in done.stdout.splitlines():
+        begin, _, text = line.partition("] ")
+        lines[int(begin.removeprefix("[worker "))].append(text)
+    return lines
+
+
+def alone(script: str, *flags: str) -> list[str]:
+    """Run a script without the launcher; returns its lines."""
+    done = subprocess.run(
+        [sys.executable, script, *flags],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_page_of_examples_has_a_command_for_each() -> None:
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    runnable = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "examples").rglob("*.py")
+        if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
+    ]
+    assert len(runnable) == 6
+    assert [path for path in runnable if f"python {path}" not in page] == []
+    for path in re.findall(r"\]\(([^)]+)\)", page):
+        assert (ROOT / "examples" / path).exists()
+
+
+def everywhere(number: float) -> str:
+    return str([[float(number)] * 3] * 2)
+
+
+PUSH_PULL = "examples/kvstore/push_pull.py"
+
+
+@pytest.mark.parametrize("name", ["local", "device"])
+def test_push_pull_shows_sums_over_devices(name: str) -> None:
+    assert alone(PUSH_PULL, name) == [
+        f"init: {everywhere(2)}",
+        f"push and pull: {everywhere(3)} {everywhere(3)}",
+        f"a list of keys: {everywhere(2)} {everywhere(8)}",
+        f"pushpull: {everywhere(1)}",
+        f"updated: {everywhere(8 - 2 * 2)}",
+    ]
+
+
+def test_push_pull_of_two_workers_shows_sums_over_both(make_job: MakeJob) -> None:
+    assert launch(make_job, PUSH_PULL, "dist_sync") == {
+        0: [
+            f"init: {everywhere(2)}",
+            f"push and pull: {everywhere(6)} {everywhere(6)}",
+            f"a list of keys: {everywhere(4)} {everywhere(16)}",
+            f"pushpull: {everywhere(1 + 2)}",
+            f"updated: {everywhere(16 - 2 * 4)}",
+        ]
+    }
+
+
+def test_asynchronous_gradients_are_stale_and_still_find_the_line(make_job: MakeJob) -> None:
+    lines = launch(make_job, "examples/kvstore/async_sgd.py")
+    num_stale = 0
+    for rank in range(2):
+        counted, found = lines[rank]
+        found_counts = re.findall(r"(\d+) by (\d+)", counted)
+        counts = {int(updates): int(count) for count, updates in found_counts}
+        assert sum(counts.values()) == 300
+        num_stale += sum(count for updates, count in counts.items() if updates > 0)
+        before, _, weights = found.partition(" updates ")
+        assert before == f"worker {rank}: after 600"
+        assert np.allclose(np.array(weights[1:-1].split(", "), float), [2.0, -3.4, 0.7], atol=0.1)
+    assert num_stale > 0
+    assert lines[0][1].partition(": ")[2] == lines[1][1].partition(": ")[2]
+
+
+def test_servers_update_by_an_optimizer_that_they_import(make_job: MakeJob) -> None:
+    script, module = "examples/kvstore/custom_optimizer.py", "examples.kvstore.my_optimizer"
+    lines = launch(make_job, script, options=("--server-import", module))
+    assert lines[0][:2] == ["step 1: [0.02, -0.02, 0.02, 0.0]", "step 100: [1.0, -0.48, 0.24, 0.0]"]
+    assert [lines[rank][-1] for rank in range(2)] == [
+        f"worker {rank} of 2: 0.020 from the target" for rank in range(2)
+    ]
+    assert alone(script, "local")[:2] == lines[0][:2]
+
+
+def test_the_optimizer_of_ones_own_is_the_formula_that_it_cites(make_job: MakeJob) -> None:
+    """In a process of its own, since it registers a name."""
+    code = f"""
+sys.path.insert(0, {str(ROOT / "examples" / "kvstore")!r})
+import my_optimizer
+lion = mx.optimizer.create("lion", learning_rate=0.1, beta1=0.9, beta2=0.8, wd=0.5, rescale_grad=2)
+kv = mx.kvstore.create("local")
+kv.set_optimizer(lion)
+w, m = np.array([1.0, -2.0, 3.0]), np.zeros(3)
+kv.init("w", w)
+for grad in np.random.default_rng(0).normal(size=(20, 3)):
+    g = 2 * grad
+    w = w - 0.1 * (np.sign(0.9 * m + 0.1 * g) + 0.5 * w)
+    m = 0.8 * m + 0.2 * g
+    kv.push("w", grad)
+    assert np.allclose(kv.pull("w"), w, rtol=1e-12), (kv.pull("w"), w)
+"""
+    worker = make_job(1, 1).worker(None, code)
+    assert worker.wait() == 0, worker.text
+
+
+def test_an_mlp_learns_digits_with_two_workers(make_job: MakeJob) -> None:
+    flags = ["--network", "mlp", "--kv-store", "dist_sync", "--num-epochs", "2", "--lr", "0.1"]
+    lines = launch(make_job, "examples/image_classification/train_mnist.py", *flags)
+    accuracies = {lines[rank][-1] for rank in range(2)}
+    assert len(accuracies) == 1
+    assert float(accuracies.pop().partition("test accuracy: ")[2]) > 0.8
+
+
+@needs_torch
+def test_pytorch_with_the_store_as_an_all_reduce_reads_digits(make_job: MakeJob) -> None:
+    lines = launch(make_job, "examples/pytorch/sync_sgd_pytorch.py")
+    accuracies = [lines[rank][-1].partition(f"worker {rank} of 2: accuracy ")[2] for rank in (0, 1)]
+    assert accuracies[0] == accuracies[1]
+    assert float(accuracies[0]) >= 0.97
+
+
+TWENTY_STEPS = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "examples" / "pytorch")!r})
+import sync_sgd_pytorch as example
+training, _ = example.mnist.load()
+digits = example.mnist.Digits(training.images[:1280], training.labels[:1280])
+def twenty_steps(kv, batch):
+    example.BATCH = batch
+    example.torch.set_num_threads(1)
+    model = example.lenet(seed=3 + kv.rank)
+    example.train(kv, model, digits, epochs=1)
+    return {{name: value.numpy() for name, value in model.state_dict().items()}}
+"""
+
+
+@needs_torch
+def test_two_synchronous_workers_equal_one_process_with_the_joined_batches(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, 1)
+    launcher = job.launch(
+        TWENTY_STEPS
+        + """
+with mx.kvstore.create("dist_sync") as kv:
+    np.savez(f"two-{kv.rank}.npz", **twenty_steps(kv, batch=32))
+"""
+    )
+    assert launcher.wait(40) == 0, launcher.text
+    single = job.worker(
+        None,
+        TWENTY_STEPS
+        + """
+with mx.kvstore.create("local") as kv:
+    np.savez("one.npz", **twenty_steps(kv, batch=64))
+""",
+    )
+    assert single.wait(40) == 0, single.text
+    two, other, one = (
+        dict(np.load(job.directory / name)) for name in ("two-0.npz", "two-1.npz", "one.npz")
+    )
+    assert len(one) == 8
+    for name, expected in one.items():
+        assert np.array_equal(two[name], other[name])
+        assert np.abs(two[name] - expected).max() < 1e-5
+
+
+TRAIN_CIFAR10 = "examples/image_classification/train_cifar10.py"
+SMALL = [
+    *("--benchmark", "1", "--num-examples", "320", "--batch-size", "32", "--num-threads", "1"),
+    *("--num-epochs", "2", "--disp-batches", "2"),
+]
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("store", "network", "num_layers", "more"),
+    [
+        ("dist_sync", "resnet", "8", ()),
+        ("dist_device_sync", "resnext", "11", ("--cpus", "2")),
+        ("dist_async", "resnet", "8", ()),
+    ],
+)
+def test_a_residual_network_trains_with_two_workers(
+    make_job: MakeJob, store: str, network: str, num_layers: str, more: tuple[str, ...]
+) -> None:
+    flags = ["--kv-store", store, "--network", network, "--num-layers", num_layers, *more]
+    lines = launch(make_job, TRAIN_CIFAR10, *SMALL, *flags)
+    own = [f"epoch {epoch}/2{at}" for epoch in (1, 2) for at in (" batch 2/5", " batch 4/5", "")]
+    begins = {rank: [line.partition(": ")[0] for line in lines[rank]] for rank in range(2)}
+    assert begins[1] == own
+    assert begins[0] == [f"{network}-{num_layers}", *own[:3], "epoch 1/2", *own[3:], "epoch 2/2"]
+    assert re.fullmatch(r"epoch 2/2: test accuracy: [01]\.\d{4}", lines[0][-1])
+
+
+@needs_torch
+def test_synchronous_training_repeats_and_goes_on_to_the_last_bit(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    flags = ["--kv-store", "dist_sync", "--num-layers", "8", "--num-batches", "3"]
+    prefix = tmp_path / "net"
+    saved = []
+    for more in ([], ["--load-epoch", "1"]):
+        launch(make_job, TRAIN_CIFAR10, *SMALL, *flags, "--model-prefix", str(prefix), *more)
+        saved.append((tmp_path / "net-0002.params").read_bytes())
+    assert saved[0] == saved[1]
+
+
+@needs_torch
+def test_workers_that_would_have_different_batches_do_not_begin(make_job: MakeJob) -> None:
+    job = make_job(2, 1)
+    launcher = job.launch(
+        f"""
+sys.path.insert(0, {str(ROOT / "examples" / "image_classification")!r})
+import torch_training
+kv = mx.kvstore.create("dist_async")
+same = {{"images": 320}}
+hosts = [torch_training.compare_workers(kv, name, same) for name in ("a", f"host {{kv.rank}}")]
+assert hosts == [2, 1], hosts
+try:
+    torch_training.compare_workers(kv, "a", {{**same, "batches": 5 + kv.rank}})
+except PSError as error:
+    print(error)
+kv.barrier()
+"""
+    )
+    assert launcher.wait(40) == 0, launcher.text
+    sentence = "the workers differ in the number of batches: by rank, [5, 6]. Start all with the"
+    assert launcher.text.count(sentence) == 2

@@ -1,0 +1,30 @@
+"""A running job under fire: nobody dies, nothing grows, and no bit is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fuzz_sockets import fuzz
+from job import needs_proc
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, needs_proc]
+
+COUNT = 5000
+MOST_KIB = 8 * 1024
+"""More than 100,000 things may cost (``python -m tests.fuzz_sockets 100000``): in so short a run
+one allocation that happens to come late weighs as much as a leak would."""
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_job_at_which_anything_is_thrown_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, seed: int
+) -> None:
+    outcome = fuzz(tmp_path, COUNT, seed)
+    assert outcome.thrown == COUNT
+    assert outcome.died == []
+    assert outcome.ended_well, outcome.output
+    assert max(outcome.grown_kib.values()) < MOST_KIB, outcome.grown_kib
+    # It has arrived: what the nodes dropped is most of what was thrown with the key.
+    for reason in ("no message of this protocol", "that the roster does not list", "another job"):
+        assert reason in outcome.output

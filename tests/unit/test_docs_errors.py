@@ -1,0 +1,183 @@
+"""The page of errors names every class, and its sentences are those that users really see."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from docs_blocks import ROOT
+
+import kvstore
+import kvstore.errors
+import pslite
+import pslite.errors
+from kvstore.dist import create_dist
+from kvstore.dtypes import dtype_of
+from kvstore.server import install
+from pslite.errors import PSError
+from pslite.van.inproc import InprocNetwork, InprocVan
+
+PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+CLASSES = {
+    name: cls
+    for module in (pslite.errors, kvstore.errors)
+    for name, cls in inspect.getmembers(module, inspect.isclass)
+    if issubclass(cls, PSError)
+}
+BASES = {"PSError", "PeerError"}
+LIMIT_S = 20.0
+
+
+def sections() -> dict[str, str]:
+    """What the page says about each class."""
+    found = re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    return dict(found)
+
+
+def sentences(name: str) -> list[str]:
+    """The quotations in the section of a class, each in one line."""
+    quoted = re.findall(r"(?:^> .*\n)+", sections()[name], re.MULTILINE)
+    return [" ".join(re.sub(r"^> ", "", text, flags=re.MULTILINE).split()) for text in quoted]
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[tuple[list[kvstore.KVStore], list[pslite.Postoffice]]]:
+    """Two workers' sides of a ``dist_sync`` store, in this process, and the servers."""
+    network = InprocNetwork()
+
+    def start(role: str, rank: int) -> pslite.Postoffice:
+        config = pslite.Config(
+            role=role,
+            task_id=rank,
+            num_workers=2,
+            num_servers=1,
+            root_uri="127.0.0.1",
+            root_port=9091,
+            lost_after_s=0.2,
+        )
+        return pslite.start(
+            config,
+            make_van=lambda uid: InprocVan(network, uid),
+            prepare=None if role == "worker" else install,
+            write=lambda line: None,
+            wait=False,
+        )
+
+    nodes = [start("scheduler", 0), start("server", 0), start("worker", 0), start("worker", 1)]
+    try:
+        for node in nodes:
+            node.ready.result(LIMIT_S)
+        yield [create_dist("dist_sync", "dist_sync", node=node) for node in nodes[2:]], nodes[1:2]
+    finally:
+        for node in reversed(nodes):
+            node.close(goodbye=False)
+
+
+def two_optimizers() -> None:
+    with cluster() as (workers, _):
+        workers[0].set_optimizer(kvstore.optimizer.SGD(learning_rate=0.1))
+        workers[1].set_optimizer(kvstore.optimizer.SGD(learning_rate=0.2))
+
+
+def lost_server() -> None:
+    with cluster() as (workers, servers):
+        servers[0].close(goodbye=False)
+        workers[0].stats()
+
+
+def failing_server_code() -> None:
+    """As a server describes what its code raised, and a worker raises it."""
+    try:
+        _ = 1 / 0
+    except ZeroDivisionError as error:
+        kind, text = pslite.errors.describe(error)
+    raise pslite.errors.rebuild(kind, text)
+
+
+def closed() -> None:
+    kv = kvstore.create("local")
+    kv.close()
+    kv.keys()
+
+
+def with_w(act: Callable[[Any], object]) -> Callable[[], object]:
+    """``act`` on a store that has the key w."""
+
+    def run() -> None:
+        kv = kvstore.create("local")
+        kv.init("w", np.zeros(3, np.float32))
+        act(kv)
+
+    return run
+
+
+def without_cupy() -> None:
+    try:
+        import cupy
+    except ImportError:
+        kvstore.gpu(0)
+    else:
+        pytest.skip(f"CuPy {cupy.__version__} is installed")
+
+
+SGD = kvstore.optimizer.SGD
+
+#: What leads to the sentences of each section, in their order.
+MISTAKES: dict[str, list[Callable[[], object]]] = {
+    "UsageError": [lambda: kvstore.commands.run_command(17, "")],
+    "ConfigError": [
+        lambda: pslite.Config.from_env({"PS_ROUND_WINDOW": "two"}),
+        lambda: pslite.Config(role="worker", num_workers=2).checked_for_cluster(),
+    ],
+    "ProtocolError": [lambda: dtype_of("<q4")],
+    "RemoteError": [failing_server_code],
+    "NodeLostError": [lost_server],
+    "DeadlineError": [lambda: pslite.Future("the servers' answer for 'w'").result(0.01)],
+    "ClosedError": [closed],
+    "UnknownTypeError": [lambda: kvstore.create("dist_snyc")],
+    "KeyTypeError": [with_w(lambda kv: kv.pull(3)), with_w(lambda kv: kv.pull(1.5))],
+    "UnknownKeyError": [with_w(lambda kv: kv.pull("v"))],
+    "DuplicateKeyError": [with_w(lambda kv: kv.init("w", np.zeros(3)))],
+    "ArgumentTypeError": [with_w(lambda kv: kv.push("w", 3.0))],
+    "ArgumentValueError": [with_w(lambda kv: kv.is_capable("sparse"))],
+    "ValueMismatchError": [with_w(lambda kv: kv.push("w", np.zeros(3)))],
+    "OptimizerNotSet": [with_w(lambda kv: kv.optimizer_params())],
+    "OptimizerMismatch": [two_optimizers],
+    "UnknownOptimizerError": [lambda: kvstore.optimizer.create("sdg")],
+    "OptimizerParameterError": [lambda: SGD(learning_rate="fast")],  # type: ignore[arg-type]
+    "CheckpointError": [lambda: kvstore.create("local").load_checkpoint("checkpoint")],
+    "NotSupportedError": [with_w(lambda kv: kv.row_sparse_pull("w"))],
+    "MissingDependencyError": [without_cupy],
+}
+
+
+def test_every_error_has_a_section_and_every_section_an_error() -> None:
+    assert sorted(sections()) == sorted(CLASSES)
+    assert sorted(MISTAKES) == sorted(CLASSES.keys() - BASES)
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_a_section_says_what_to_do(name: str) -> None:
+    assert "**What to do.**" in sections()[name]
+
+
+@pytest.mark.parametrize("name", sorted(MISTAKES))
+def test_the_sentences_are_those_of_the_errors(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = sentences(name)
+    assert len(shown) == len(MISTAKES[name])
+    for sentence, mistake in zip(shown, MISTAKES[name], strict=True):
+        with pytest.raises(CLASSES[name]) as raised:
+            mistake()
+        assert type(raised.value) is CLASSES[name]
+        pattern = ".*".join(map(re.escape, sentence.split("...")))
+        text = " ".join(str(raised.value).split())
+        assert re.fullmatch(pattern, text), f"the page: {sentence}\nthe error: {text}"
