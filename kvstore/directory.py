@@ -164,14 +164,15 @@ class Directory:
             _check_same(store, waiting.specs)
             # For every rank: one whose values are too large must not wait for rank 0's in vain.
             self._check_sizes(store, waiting.specs, whole=store.whole or waiting.whole)
-            if decides and any(key not in store.ready for key, _ in waiting.specs):
-                entries = self._decide(store, waiting.specs, waiting.whole)
-                waiting.incoming.respond(pack(True, pack_entries(entries)))
-                return
         except PSError as error:
             waiting.incoming.fail(error)
+            if decides:
+                _refuse(store, [k for k, _ in waiting.specs if k not in store.entries], error)
             return
-        if all(key in store.ready for key, _ in waiting.specs):
+        if decides and any(key not in store.ready for key, _ in waiting.specs):
+            entries = self._decide(store, waiting.specs, waiting.whole)
+            waiting.incoming.respond(pack(True, pack_entries(entries)))
+        elif all(key in store.ready for key, _ in waiting.specs):
             entries = [store.entries[key] for key, _ in waiting.specs]
             waiting.incoming.respond(pack(False, pack_entries(entries)))
         else:
@@ -224,29 +225,17 @@ class Directory:
         """The deciding rank's values are on the servers, or could not be put there."""
         number, keys, kind, text = unpack(incoming.body, int, list, str, str)
         store = self._store(number)
-        waiting, store.waiting = store.waiting, []
         if kind:
-            waiting = self._take_back(store, keys, rebuild(kind, text), waiting)
+            self._delete(store, keys)
+            for key in keys:
+                store.generations[key] = store.generations.get(key, 1) - 1
+            _refuse(store, keys, rebuild(kind, text))
         else:
             store.ready.update(key for key in keys if key in store.entries)
         incoming.respond()
+        waiting, store.waiting = store.waiting, []
         for entry in waiting:
             self._take_declaration(number, store, entry)
-
-    def _take_back(
-        self, store: _Store, keys: Sequence[Key], error: PSError, waiting: Sequence[_Waiting]
-    ) -> list[_Waiting]:
-        """These keys came to nothing, also for those who wait for them; returns the others."""
-        self._delete(store, keys)
-        for key in keys:
-            store.generations[key] = store.generations.get(key, 1) - 1
-        others = []
-        for entry in waiting:
-            if any(key in keys for key, _ in entry.specs):
-                entry.incoming.fail(error)
-            else:
-                others.append(entry)
-        return others
 
     def _delete(self, store: _Store, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -345,6 +334,16 @@ def _optimizer_text(data: Sequence[Any]) -> str:
     name = data[0] if data else "nothing"
     numbers = data[1] if len(data) > 1 and type(data[1]) is dict else {}
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in numbers.items())})"
+
+
+def _refuse(store: _Store, keys: Sequence[Key], error: PSError) -> None:
+    """These keys came to nothing, also for those who wait for them."""
+    waiting, store.waiting = store.waiting, []
+    for entry in waiting:
+        if any(key in keys for key, _ in entry.specs):
+            entry.incoming.fail(error)
+        else:
+            store.waiting.append(entry)
 
 
 def _check_same(store: _Store, specs: Sequence[tuple[Key, KeySpec]]) -> None:

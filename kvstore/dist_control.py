@@ -21,7 +21,6 @@ from kvstore.errors import (
     NotSupportedError,
     OptimizerMismatch,
     OptimizerNotSet,
-    ValueMismatchError,
 )
 from kvstore.exchange import Exchange
 from kvstore.keys import (
@@ -307,16 +306,8 @@ class DistControl(KVStore):
     def _init(
         self, specs: Mapping[Key, KeySpec], hosts: Sequence[np.ndarray[Any, Any]]
     ) -> Future[None]:
-        optimizer = self._optimizer
-        whole = optimizer is not None and optimizer.scope == "key"
-        limit = self._node.config.max_message_bytes
-        for key, spec in specs.items() if whole else ():
-            if optimizer is not None and spec.nbytes > limit:
-                raise ValueMismatchError(
-                    f"key {key!r} has {spec.nbytes} bytes; the optimizer {optimizer.name} needs "
-                    f"whole keys, which travel in one message of at most {limit} bytes: raise "
-                    "PS_MAX_MESSAGE_BYTES on all nodes, or cut the key"
-                )
+        # Sizes are checked by the directory: a rank that raised here would leave others waiting.
+        whole = self._optimizer is not None and self._optimizer.scope == "key"
         made = self._servers.init(specs, hosts, self._exchange.entries, whole=whole)
         return made.map(self._add)
 

@@ -22,6 +22,7 @@ SendTo = Callable[[int, Request | Response, Sequence[Any]], None]
 
 #: Requests that may wait for apps that are not there yet.
 _MAX_EARLY = 4096
+_MAX_EARLY_BYTES = 256 << 20
 
 
 class Reply(NamedTuple):
@@ -127,10 +128,16 @@ class Customers:
         handler = self._handlers.get(message.app)
         if handler is not None:
             self._handle(handler, incoming)
-        elif len(self._early) < _MAX_EARLY:
+        elif self._has_room(incoming):
             self._early.append((now, incoming))
         else:
             incoming.fail(UsageError(f"there is no app {message.app} on this node"))
+
+    def _has_room(self, incoming: Incoming) -> bool:
+        """Whether a request may wait for its app."""
+        waiting = [incoming, *(early for _, early in self._early)]
+        nbytes = sum(len(frame) for early in waiting for frame in (early.body, *early.frames))
+        return len(waiting) <= _MAX_EARLY and nbytes <= _MAX_EARLY_BYTES
 
     def response_arrived(self, sender: int, message: Response, frames: Sequence[Any]) -> None:
         if not message.kind:

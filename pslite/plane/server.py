@@ -6,7 +6,8 @@ The rules stand in the package's docstring; ``worker.py`` is the other half, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from pslite.errors import NodeLostError, ProtocolError, UsageError, describe
 from pslite.plane.interface import Buffer, Effect, Job, Run, Send, ServerApp, cut
@@ -22,6 +23,11 @@ from pslite.wire.messages import (
 
 #: So many parts at most travel in one answer, each in a frame of its own at worst.
 _MAX_PARTS = 4096
+
+#: Requests of epochs that this node has not heard of: the scheduler's news is on its way.
+_MAX_EARLY = 65_536
+
+_Entry = TypeVar("_Entry")
 
 
 class _Part:
@@ -126,6 +132,8 @@ class ServerPlane:
             stale = StaleEpoch(self.epoch, message.push, message.parts, message.rounds)
             return [Send(rank, stale)]
         if epoch > self.epoch:
+            if len(self._early) >= _MAX_EARLY:
+                raise ProtocolError(f"too many requests of epoch {epoch}, which nobody announced")
             self._early.append((rank, epoch, message, frames))
             return []
         replies = _Replies()
@@ -285,8 +293,9 @@ class ServerPlane:
         effects: list[Effect] = []
         # Failures first: who pulls after a push that failed hears of that before the value.
         for (rank, pushed, consumed, _), (error, failures) in replies.failures.items():
-            parts, rounds = zip(*failures, strict=True)
-            effects.append(Send(rank, _failure(pushed, consumed, parts, rounds, error)))
+            for some in _in_bounds(failures):
+                parts, rounds = zip(*some, strict=True)
+                effects.append(Send(rank, _failure(pushed, consumed, parts, rounds, error)))
         for (rank, pushed, value), entries in replies.answers.items():
             effects += self._answers(rank, pushed, value, entries)
         lanes: dict[int, list[Job]] = {}
@@ -302,10 +311,12 @@ class ServerPlane:
         self, rank: int, pushed: bool, value: bool, entries: list[tuple[int, int, int]]
     ) -> list[Effect]:
         """Answers to one worker, cut where a message would grow beyond ``message_bytes``."""
-        if not value:
-            parts, rounds, versions = zip(*entries, strict=True)
-            return [Send(rank, Answer(pushed, parts, rounds, versions, ()))]
         effects: list[Effect] = []
+        if not value:
+            for some in _in_bounds(entries):
+                parts, rounds, versions = zip(*some, strict=True)
+                effects.append(Send(rank, Answer(pushed, parts, rounds, versions, ())))
+            return effects
         group: list[tuple[int, int, int]] = []
         nbytes = 0
         for entry in entries:
@@ -325,6 +336,12 @@ class ServerPlane:
         sizes = tuple(self._parts[part].size for part in parts)
         frames = self.app.read(parts)
         return Send(rank, Answer(pushed, parts, rounds, versions, sizes), frames)
+
+
+def _in_bounds(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
+    """The entries in runs that one message may carry."""
+    for start in range(0, len(entries), _MAX_PARTS):
+        yield entries[start : start + _MAX_PARTS]
 
 
 def _unknown(part: int) -> BaseException:

@@ -231,7 +231,7 @@ def test_a_compressed_matrix_is_no_value(workers: Workers, by: str) -> None:
 @pytest.mark.parametrize("name", ["nccl", "FooBar", "dist_anything", "dist_nccl", "device1"])
 def test_a_type_that_is_none_is_an_error_that_lists_the_types(name: str) -> None:
     """Any name gives a store there: 'FooBar' a local one, 'mydevice' a device one (KC:66-77)."""
-    with pytest.raises(UnknownTypeError, match="local, .*dist_sync") as caught:
+    with pytest.raises(UnknownTypeError, match=r"local, .*dist_sync") as caught:
         kvstore.create(name)
     assert repr(name) in str(caught.value)
 
@@ -282,6 +282,12 @@ def test_integers_and_bools_are_added_up(kind: str, dtype: Any) -> None:
             )
 
 
+def push_and_pull(kv: KVStore, value: np.ndarray[Any, Any]) -> None:
+    """With servers, it is the pull that raises."""
+    kv.push("i", value)
+    kv.pull("i")
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_])
 def test_an_optimizer_does_not_touch_integers_and_says_so(workers: Workers, dtype: Any) -> None:
     """L24: the server aborts."""
@@ -290,8 +296,7 @@ def test_an_optimizer_does_not_touch_integers_and_says_so(workers: Workers, dtyp
 
     def script(kv: KVStore) -> Any:
         with pytest.raises(ArgumentTypeError, match="float weights"):
-            kv.push("i", np.ones(LARGE, dtype))
-            kv.pull("i")
+            push_and_pull(kv, np.ones(LARGE, dtype))
         np.testing.assert_array_equal(kv.pull("i"), np.ones(LARGE, dtype))
         return grown(kv)
 
@@ -320,19 +325,18 @@ def test_what_an_optimizer_raises_comes_out_at_the_worker_once(workers: Workers,
     """
     ready(workers)
     workers.run(lambda kv: kv.set_optimizer(Careless()))
-    following: Misuse = {
-        "pull": lambda kv: kv.pull("w"),
-        "wait": lambda kv: kv.wait(),
-        "wait for keys": lambda kv: kv.wait("w"),
-        "pushpull": lambda kv: kv.pushpull("w", np.zeros(LARGE)),
+    failing: Misuse = {
+        "pull": lambda kv: (kv.push("w", -ONES), kv.pull("w")),
+        "wait": lambda kv: (kv.push("w", -ONES), kv.wait()),
+        "wait for keys": lambda kv: (kv.push("w", -ONES), kv.wait("w")),
+        "pushpull": lambda kv: (kv.push("w", -ONES), kv.pushpull("w", np.zeros(LARGE))),
     }[then]
     is_local = workers.stores[0].num_workers == 1
     error = ZeroDivisionError if is_local else RemoteError
 
     def script(kv: KVStore) -> Any:
         with pytest.raises(error, match="a bug in an optimizer") as caught:
-            kv.push("w", -ONES)
-            following(kv)
+            failing(kv)
         if not is_local:
             assert "in update" in str(caught.value)
         kv.barrier()

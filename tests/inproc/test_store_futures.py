@@ -9,7 +9,7 @@ import pytest
 from workers import Workers
 
 import kvstore
-from kvstore import KVStore, optimizer
+from kvstore import KVStore, commands, optimizer
 from kvstore.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -205,7 +205,11 @@ def test_a_lost_worker_is_counted_by_its_group() -> None:
         assert (first.num_dead_node(4), first.num_dead_node(2), first.num_dead_node(7)) == (1, 0, 1)
 
 
-def test_commands_reach_every_server_and_their_answers_come_back() -> None:
+def test_commands_reach_every_server_and_their_answers_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(commands, "_commands", {})
+
     @kvstore.register_command(4711)
     def shout(body: str) -> str:
         if not body:

@@ -39,7 +39,7 @@ LAUNCH = [sys.executable, str(ROOT / "tools" / "launch.py")]
 
 BLOCK = re.compile(
     r"^(?:<!-- (?P<what>runs|launched|exits|file|by hand)(?:: (?P<rest>[^>]+?))? -->\n)?"
-    r"```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    r"```(?P<language>[\w{}-]*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 PRINTED = re.compile(r"^\s*print\(.*\)  # (.*)$", re.MULTILINE)

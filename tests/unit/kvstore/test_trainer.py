@@ -542,7 +542,7 @@ def test_tied_weights_are_one_parameter() -> None:
         [("w", None)],
         [[]],
     ],
-    ids=repr,
+    ids=range(9),
 )
 def test_what_is_no_parameter_is_refused(params: Any) -> None:
     with pytest.raises(ArgumentTypeError):
