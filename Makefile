@@ -128,9 +128,11 @@ $(INSTALLED_DEV): $(CREATED) $(REQUIREMENTS)
 	    [ -z "$(REQUIRE_TORCH)" ] || exit 1; }
 	@touch $(INSTALLED) $@
 
-coverage: $(INSTALLED_DEV) ## how much of both packages the tests without processes run
-	$(RUN) -m pytest -n $(JOBS) tests --ignore=tests/process --ignore=tests/gpu \
-	    --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
+coverage: $(INSTALLED_DEV) ## how much of both packages the tests run, processes included (slow)
+	$(RUN) -m pytest -n $(JOBS) tests --ignore=tests/process --ignore=tests/gpu --timeout 600 --cov \
+	    --cov-report= $(PYTEST_ARGS)
+	$(RUN) -m pytest tests/process --timeout 600 --cov --cov-append \
+	    --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
 EXPLAIN = echo "make: pip could not install what is needed (see above); it needs the package" \
     "index once, later calls work without a network" >&2; exit 1

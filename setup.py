@@ -38,7 +38,8 @@ DEVELOPMENT = [
     "hypothesis>=6.150,<7",
     "ruff>=0.17.5,<0.18",
     "mypy>=2.4.1,<2.5",
-    "pytest-cov>=6,<8",
+    "pytest-cov>=7,<8",
+    "coverage>=7.10",
     # Array libraries that the tests try: PyTorch comes from its own index (see the Makefile).
     "ml_dtypes>=0.5",
     "jax>=0.4.30",

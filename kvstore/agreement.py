@@ -48,7 +48,7 @@ class Agreement:
 
         # On the same node, and so of the same workers. The store itself cannot carry numbers:
         # it may have an optimizer, and its keys are the user's.
-        self._store = create_dist("dist_sync", "dist_sync", node=store._node)
+        self._store = create_dist("dist_sync", "dist_sync", node=store.node)
         table = self._table()
         self._store.broadcast(_KEY, table, out=table)
 

@@ -18,6 +18,7 @@ from kvstore.base import Key
 from kvstore.errors import OptimizerNotSet
 from kvstore.optimizer.base import Optimizer
 from kvstore.protocol import PartEntry
+from pslite.errors import UsageError
 from pslite.plane import Job, Piece
 
 
@@ -145,10 +146,20 @@ class _Run:
         apply_round(weight, contributions, optimizer, state, self.count + 1, arena.workspace)
 
 
-def apply_jobs(jobs: Sequence[Job], part_of: Callable[[int], Part]) -> list[BaseException | None]:
+def apply_jobs(
+    jobs: Sequence[Job], part_of: Callable[[int], Part | None]
+) -> list[BaseException | None]:
     """Apply complete rounds, in order; one outcome for each. On the pool thread of the lane."""
+    found = [part_of(job.part) for job in jobs]
+    there = [(job, part) for job, part in zip(jobs, found, strict=True) if part is not None]
+    outcomes = iter(_apply_parts([job for job, _ in there], [part for _, part in there]))
+    # Those that are not there were deleted after their round was complete.
+    gone = UsageError("the key was deleted")
+    return [gone if part is None else next(outcomes) for part in found]
+
+
+def _apply_parts(jobs: Sequence[Job], parts: Sequence[Part]) -> list[BaseException | None]:
     errors: list[BaseException | None] = []
-    parts = [part_of(job.part) for job in jobs]
     # Read once: the I/O thread may set another optimizer while this runs.
     chosen = {part.arena.store: part.arena.store.optimizer for part in parts}
     try:

@@ -36,16 +36,23 @@ def register_command(head: int) -> Callable[[Command], Command]:
         raise ArgumentTypeError(f"a command's head must be a number from 0 on, got {head!r}")
 
     def register(function: Command) -> Command:
-        known = _commands.get(head, function)
-        if (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
+        if not callable(function):
+            raise ArgumentTypeError(f"a command is a function, got {function!r}")
+        taken_by = _name(_commands.get(head, function))
+        if taken_by != _name(function):
             raise ArgumentTypeError(
-                f"the command {head} is taken by {known.__module__}.{known.__qualname__}; "
-                "choose another number"
+                f"the command {head} is taken by {taken_by}; choose another number"
             )
         _commands[head] = function
         return function
 
     return register
+
+
+def _name(function: Command) -> str:
+    # Some callables have neither: a partial, a method of a built-in type.
+    name = getattr(function, "__qualname__", None)
+    return repr(function) if name is None else f"{getattr(function, '__module__', '')}.{name}"
 
 
 def check_command(head: object, body: object) -> None:

@@ -18,6 +18,7 @@ from kvstore.base import Key, KeySpec
 from kvstore.errors import KeyTypeError, OptimizerMismatch, UnknownTypeError, ValueMismatchError
 from kvstore.placement import chunk_ranges, num_chunks, place
 from kvstore.protocol import (
+    CLOSING,
     MAX_CHUNKS,
     DirectoryCall,
     KeyEntry,
@@ -76,6 +77,8 @@ class _Store:
     refused: set[int] = field(default_factory=set)
     """Ranks whose last call was another one than the deciding rank's."""
     meetings: Meetings = field(default_factory=Meetings)
+    num_calls_before: int = 0
+    """How many ``optimizers`` there were when the last rank came to a meeting."""
 
     def shift(self, rank: int, by: int) -> None:
         """A rank has left out calls, or made one that does not count."""
@@ -256,6 +259,7 @@ class Directory:
     def _together(self, incoming: Incoming) -> None:
         number, kind, call, name = unpack(incoming.body, int, str, int, str)
         store = self._stores.setdefault(number, _Store(kind))
+        store.num_calls_before = len(store.optimizers)
         store.meetings.arrive(call, name, incoming, list(self._live_ranks()))
 
     def _done_together(self, incoming: Incoming) -> None:
@@ -265,9 +269,18 @@ class Directory:
         error = rebuild(kind, text) if kind else None
         if error is None:
             self._delete(store, deleted)
+            store.shifts.clear()  # all ranks go on with the number in the news
+        else:  # calls that only the deciding rank has made
+            for rank in set(self._live_ranks()) - {rank_of(incoming.sender)}:
+                store.shift(rank, len(store.optimizers) - store.num_calls_before)
         news = pack(pack_entries(self._ready_entries(store)), len(store.optimizers))
-        store.shifts.clear()  # all ranks go on with this number
-        store.meetings.done(call, news, error)
+        what = store.meetings.done(call, news, error)
+        if what == CLOSING and error is None:
+            del self._stores[number]
+            for waiting in [entry.incoming for entry in store.waiting]:
+                waiting.fail(UsageError("the store was closed before its keys were made"))
+            for waiting, _, _ in store.comparing:
+                waiting.fail(UsageError("worker 0 has closed the store without this optimizer"))
         incoming.respond(news)
 
     @staticmethod

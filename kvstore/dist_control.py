@@ -21,6 +21,7 @@ from kvstore.errors import (
     NotSupportedError,
     OptimizerMismatch,
     OptimizerNotSet,
+    UnknownOptimizerError,
 )
 from kvstore.exchange import Exchange
 from kvstore.keys import (
@@ -32,9 +33,10 @@ from kvstore.keys import (
     normalise_keys,
     single_key,
 )
+from kvstore.operation import UnderWay
 from kvstore.optimizer.base import Number, Optimizer
 from kvstore.optimizer.plain import to_plain
-from kvstore.protocol import KeyEntry
+from kvstore.protocol import CLOSING, KeyEntry
 from kvstore.saving import (
     Checkpoint,
     Content,
@@ -68,6 +70,8 @@ class DistControl(KVStore):
         self._servers = Servers(node, number, synchronous=synchronous)
         self._exchange = Exchange(node, on_device=on_device)
         self._waiter = Waiter(node)
+        #: Calls of ``init`` that are not over, whatever their keys.
+        self._inits = UnderWay()
         self._table = KeyTable()
         self._optimizer: Optimizer | None = None
         self._optimizer_calls = 0
@@ -84,6 +88,11 @@ class DistControl(KVStore):
     @property
     def rank(self) -> int:
         return self._node.rank
+
+    @property
+    def node(self) -> Postoffice:
+        """This process's node, on which other stores may be made (``create_dist``)."""
+        return self._node
 
     @property
     def num_workers(self) -> int:
@@ -209,8 +218,8 @@ class DistControl(KVStore):
         self._check_may_wait()
         self._settle()
         entries = self._together("load_checkpoint", load)
-        self._adopt_optimizer()
         self._add([entry for entry in entries if entry.key not in self._table])
+        self._adopt_optimizer()
 
     def load_optimizer_states(self, fname: Path) -> None:
         def load() -> Sequence[Key]:
@@ -234,7 +243,9 @@ class DistControl(KVStore):
 
     def _adopt_optimizer(self) -> None:
         """Note the optimizer that the deciding rank may have loaded."""
-        self._optimizer = self._wait(self._servers.declared_optimizer()) or self._optimizer
+        self._optimizer = None  # where it cannot be made: asked for when it is needed
+        with suppress(UnknownOptimizerError):
+            self._optimizer = self._wait(self._servers.declared_optimizer())
 
     def _contents(self) -> dict[Key, Content]:
         return {
@@ -284,19 +295,19 @@ class DistControl(KVStore):
         self._is_closed = True
         self._meetings += 1
         call = self._meetings
-        entries = dict(self._exchange.entries)
 
         def free(news: bytes | None) -> Future[Any]:
+            entries = dict(self._exchange.entries)
             self._exchange.remove(list(entries))
             if news is not None:
                 return completed(None)
-            deleted = self._servers.delete(entries.values())
-            return deleted.then(lambda _: self._servers.report(call, list(entries)))
+            freed = self._servers.close(entries.values())
+            return freed.then(lambda _: self._servers.report(call, list(entries)))
 
         # Once all workers have closed it, its memory on the servers is freed. Nobody waits.
         with suppress(PSError):
-            unfinished = settled(self._exchange.unfinished())
-            unfinished.then(lambda _: self._servers.meet(call, "close")).then(free)
+            unfinished = settled([*self._exchange.unfinished(), *self._inits.of()])
+            unfinished.then(lambda _: self._servers.meet(call, CLOSING)).then(free)
 
     # -- inside ------------------------------------------------------------------------
 
@@ -309,7 +320,9 @@ class DistControl(KVStore):
         # Sizes are checked by the directory: a rank that raised here would leave others waiting.
         whole = self._optimizer is not None and self._optimizer.scope == "key"
         made = self._servers.init(specs, hosts, self._exchange.entries, whole=whole)
-        return made.map(self._add)
+        added = made.map(self._add)
+        self._inits.add([""], added)
+        return added
 
     def _add(self, entries: Sequence[KeyEntry]) -> None:
         self._exchange.add(entries)
@@ -326,7 +339,12 @@ class DistControl(KVStore):
         """
         self._meetings += 1
         call = self._meetings
-        news: bytes | None = self._wait(self._servers.meet(call, name))
+        meeting = self._servers.meet(call, name)
+        try:
+            news: bytes | None = self._wait(meeting)
+        except BaseException as error:
+            self._withdraw(call, meeting, error)
+            raise
         if news is None:
             try:
                 deleted = act()
@@ -336,6 +354,15 @@ class DistControl(KVStore):
             news = self._wait(self._servers.report(call, deleted))
         entries, self._optimizer_calls = self._servers.news_of(news)
         return entries
+
+    def _withdraw(self, call: int, meeting: Future[bytes | None], error: BaseException) -> None:
+        """This rank does not wait any more; if it turns out to decide, the others hear of that."""
+
+        def answered(done: Future[bytes | None]) -> None:
+            if done.error() is None and done.result(0) is None:
+                self._servers.report(call, error=error)
+
+        meeting.on_done(answered)
 
     def _wait(self, future: Future[Any]) -> Any:
         return self._waiter.wait(future)
@@ -347,6 +374,7 @@ class DistControl(KVStore):
     def _check(self) -> None:
         if self._is_closed:
             raise ClosedError(f"this {self._name} store is closed; create a new one")
-        if self._late_error is not None:
-            error, self._late_error = self._late_error, None
+        error = self._late_error  # read once: another thread may raise it meanwhile
+        if error is not None:
+            self._late_error = None
             raise error

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ import numpy as np
 from kvstore.arrays import Array, adapter_for, adapter_on
 from kvstore.base import Version
 from kvstore.context import Context
-from kvstore.fusing import Call, Step, kinds_of, steps_of
+from kvstore.errors import UnknownKeyError
+from kvstore.fusing import Call, Entry, Step, kinds_of, steps_of
 from kvstore.keys import Key, KeySpec
 from kvstore.operation import Operation, UnderWay, overlaps
 from kvstore.plan import Bytes, Group, StagingPool, flat_bytes, gather, plan, scatter_into, views
@@ -40,8 +41,9 @@ class Exchange:
         self._node = node
         self._on_device = on_device
         # Keeps the order of pushes and of what is submitted the same. Nobody waits for an
-        # answer with it: what one thread waits for may depend on another's next push.
-        self._lock = threading.Lock()
+        # answer with it: what one thread waits for may depend on another's next push. Once the
+        # node has ended, what it is handed runs at once, on the thread that holds this: re-entrant.
+        self._lock = threading.RLock()
         self._plans: dict[tuple[Key, ...], list[Group]] = {}
         self._staging = StagingPool()
         #: Calls that wait to be taken by the I/O thread; None when it was told of none.
@@ -58,7 +60,8 @@ class Exchange:
     def remove(self, keys: Sequence[Key]) -> None:
         """These keys are gone."""
         gone = [entry for key in keys if (entry := self.entries.pop(key, None)) is not None]
-        self._plans.clear()
+        # Another one: a thread that plans with these keys at this moment fills the one before.
+        self._plans = {}
         self.pushes.forget(keys)
         self.pulls.forget(keys)
         parts = [part for entry in gone for part in entry.parts]
@@ -131,10 +134,12 @@ class Exchange:
         memories: Sequence[Bytes] | None,
         targets: Sequence[Bytes] | None,
     ) -> None:
+        self._node.check_process()
         with self._lock:
-            self._note(keys, memories, targets, operation.future)
             self._batch = None  # what comes now comes after this
             self._node.submit(operation.transfers)
+            # Afterwards: what an interrupt kept from being sent would be waited for without end.
+            self._note(keys, memories, targets, operation.future)
 
     def _note(
         self,
@@ -167,17 +172,24 @@ class Exchange:
         """
         if not keys:
             return completed(None)
+        self._node.check_process()
         copies = None if sources is None else [self._copy(source) for source in sources]
         call = Call(keys, copies, targets, priority, lambda: _describe(keys))
         with self._lock:
-            self._note(keys, copies, targets, call.future)
             if self._batch is None:
-                batch = [call]
-                self._node.call(lambda: self._take(batch))
-                self._batch = batch
+                self._begin_batch(call)
             else:
                 self._batch.append(call)
+            self._note(keys, copies, targets, call.future)  # as in _submit
         return call.future
+
+    def _begin_batch(self, call: Call) -> None:
+        self._batch = batch = [call]
+        try:
+            self._node.call(lambda: self._take(batch))
+        except BaseException:
+            self._batch = None  # nobody may have been told of it
+            raise
 
     def _copy(self, source: np.ndarray[Any, Any]) -> Bytes:
         memory = flat_bytes(source)
@@ -192,14 +204,23 @@ class Exchange:
                 self._batch = None
         transfers: list[Transfer] = []
         try:
-            for step in steps_of(batch):
+            for step in steps_of(self._known(batch)):
                 for keys in kinds_of(step):
                     transfers += self._joined(keys, step)
         except Exception as error:  # a bug; whoever waits must not wait for ever
             for call in batch:
                 call.future.set_error(error)
-            raise
+            return
         self._node.traffic.submit(transfers)
+
+    def _known(self, batch: Sequence[Call]) -> Iterator[Call]:
+        """The calls whose keys no other thread has deleted meanwhile; the rest end in an error."""
+        for call in batch:
+            gone = [key for key in call.keys if key not in self.entries]
+            if gone:
+                call.future.set_error(UnknownKeyError(f"the key {gone[0]!r} was deleted"))
+            else:
+                yield call
 
     def _joined(self, keys: Sequence[Key], step: Step) -> list[Transfer]:
         """The transfers of keys of one kind."""
@@ -208,46 +229,56 @@ class Exchange:
         targets = [entry.target for entry in entries if entry.target is not None]
         transfers = []
         for group in self._plan(tuple(keys)):
-            carried = [entries[position] for position in {piece[0] for piece in group.slices}]
-            calls = {call: None for entry in carried for call in entry.calls}
-            for call in calls:
-                call.expect()
+            carried = [entries[position] for position, _, _ in group.slices]
             frames, staging = self._frames(group, sources or None, copy=False)
-            transfers.append(
-                Transfer(
-                    group.server,
-                    group.parts,
-                    group.sizes,
-                    frames,
-                    scatter_into(group, targets) if targets else None,
-                    self._carried(list(calls), staging),
-                    max(entry.priority for entry in carried),
-                )
+            transfer = Transfer(
+                group.server,
+                group.parts,
+                group.sizes,
+                frames,
+                scatter_into(group, targets) if targets else None,
+                lambda error: None,
+                max(entry.priority for entry in carried),
             )
+            transfer.done = self._carried(transfer, carried, staging)
+            transfers.append(transfer)
         return transfers
 
     def _carried(
-        self, calls: Sequence[Call], staging: Bytes | None
+        self, transfer: Transfer, carried: Sequence[Entry], staging: Bytes | None
     ) -> Callable[[BaseException | None], None]:
-        """What to call when a message is done."""
+        """What to call when a message is done; ``carried`` is parallel to its parts.
+
+        A part that came to nothing is an error of the calls for its key, and of no others.
+        """
+        calls = {call: None for entry in carried for call in entry.calls}
+        for call in calls:
+            call.expect()
 
         def done(error: BaseException | None) -> None:
             if staging is not None and error is None:
                 self._staging.give_back(staging)
-            for call in calls:
-                if call.arrived(error) and call.future.error() is None:
+            errors: dict[Call, BaseException | None] = dict.fromkeys(calls, error)
+            if transfer.failed is not None:
+                errors = dict.fromkeys(calls)
+                for index, reason in transfer.failed.items():
+                    for call in carried[index].calls:
+                        errors[call] = errors[call] or reason
+            for call, own in errors.items():
+                if call.arrived(own) and call.future.error() is None:
                     for source in call.sources or ():
                         self._staging.give_back(source)
 
         return done
 
     def _plan(self, keys: tuple[Key, ...]) -> list[Group]:
-        groups = self._plans.get(keys)
+        plans = self._plans  # before the entries, see ``remove``
+        groups = plans.get(keys)
         if groups is None:
-            if len(self._plans) >= _MAX_PLANS:  # a script that shuffles its keys
-                self._plans.clear()
+            if len(plans) >= _MAX_PLANS:  # a script that shuffles its keys
+                plans.clear()
             groups = plan([self.entries[key] for key in keys], self._node.config.chunk_bytes)
-            self._plans[keys] = groups
+            plans[keys] = groups
         return groups
 
     def version(self, key: Key, versions: dict[int, int]) -> Version:

@@ -129,6 +129,9 @@ def scatter_into(
 class StagingPool:
     """Buffers for gathered parts, kept for the next round: fresh memory costs page faults.
 
+    Calls that are joined make messages of ever new sizes. So memory is kept by powers of two:
+    there is never more of a size than was in use at the same time.
+
     ``take`` and ``give_back`` may run on different threads; list operations are atomic.
     """
 
@@ -137,12 +140,16 @@ class StagingPool:
 
     def take(self, nbytes: int) -> Bytes:
         """A buffer of exactly ``nbytes``; the caller's until ``give_back``."""
-        free = self._free.get(nbytes)
+        size = 1 << max(nbytes - 1, 0).bit_length()
+        free = self._free.get(size)
         try:
-            return free.pop() if free else np.empty(nbytes, np.uint8)
+            memory = free.pop() if free else np.empty(size, np.uint8)
         except IndexError:
-            return np.empty(nbytes, np.uint8)
+            memory = np.empty(size, np.uint8)
+        return memory[:nbytes]
 
     def give_back(self, buffer: Bytes) -> None:
-        """Nobody reads the buffer any more."""
-        self._free.setdefault(len(buffer), []).append(buffer)
+        """Nobody reads the buffer any more; it is what ``take`` returned."""
+        memory = buffer.base
+        if memory is not None:
+            self._free.setdefault(len(memory), []).append(memory)

@@ -23,6 +23,9 @@ from pslite.wire.codec import pack_value, unpack_value
 DIRECTORY_APP = 1_000_001
 STORE_APP = 1_000_002
 
+#: What all ranks do together last: the store is forgotten then.
+CLOSING = "close"
+
 _MAX_DIMENSIONS = 64
 MAX_CHUNKS = 1 << 20
 
@@ -50,6 +53,7 @@ class StoreCall(enum.IntEnum):
     WRITE = 6
     STATS = 7
     COMMAND = 8
+    CLOSE = 9
 
 
 class KeyEntry(NamedTuple):

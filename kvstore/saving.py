@@ -172,6 +172,7 @@ class SavedStates:
             raise
         self.optimizer_name = self._file.metadata.get("optimizer_name", "")
         """The registered name of the optimizer whose states these are; "" for none."""
+        self._counts: tuple[Key, np.ndarray[Any, np.dtype[np.int64]]] | None = None
 
     def _read_optimizer(self) -> Optimizer | None:
         """The optimizer itself, where the file holds it."""
@@ -221,11 +222,17 @@ class SavedStates:
         """States and update count of some elements of a key that ``check`` has passed."""
         names = () if optimizer is None else optimizer.state_names()
         states = [self._file.read(f"{name}/{key}", start, stop) for name in names]
-        counts = self._file.read(f"count/{key}").reshape(-1, 2)
+        counts = self._counts_of(key)
         # Pieces cut as they were have their own count; else that of the first element.
-        counts = counts[np.argsort(counts[:, 0])]
-        reached = counts[counts[:, 0] <= start]
-        return states, int(reached[-1, 1]) if len(reached) else 0
+        reached = int(np.searchsorted(counts[:, 0], start, side="right"))
+        return states, int(counts[reached - 1, 1]) if reached else 0
+
+    def _counts_of(self, key: Key) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """A key's rows (first element, updates), sorted; kept for its next piece."""
+        if self._counts is None or self._counts[0] != key:
+            counts = self._file.read(f"count/{key}").reshape(-1, 2)
+            self._counts = key, counts[np.argsort(counts[:, 0], kind="stable")]
+        return self._counts[1]
 
     def close(self) -> None:
         """Close the file; idempotent."""

@@ -54,6 +54,7 @@ class ServerStores:
             StoreCall.WRITE: self._write_parts,
             StoreCall.STATS: self._stats,
             StoreCall.COMMAND: self._command,
+            StoreCall.CLOSE: self._close,
         }
 
     # -- rounds ------------------------------------------------------------------------
@@ -61,7 +62,7 @@ class ServerStores:
     def apply(self, jobs: Sequence[Job]) -> list[BaseException | None]:
         """Apply complete rounds. On the pool thread of the parts' lane; never raises."""
         self._num_rounds += len(jobs)  # a statistic: a lost count between threads is no harm
-        return apply_jobs(jobs, self._parts.__getitem__)
+        return apply_jobs(jobs, self._parts.get)
 
     def read(self, parts: Sequence[int]) -> list[Any]:
         """The parts' values in order, neighbours as one frame."""
@@ -130,6 +131,17 @@ class ServerStores:
     def _delete(self, incoming: Incoming) -> None:
         """Forget parts; those that are gone already are no error (another rank deleted half)."""
         _, parts = unpack(incoming.body, int, list)
+        self._forget(parts)
+        incoming.respond()
+
+    def _close(self, incoming: Incoming) -> None:
+        """Forget a store and its parts: all workers have closed it."""
+        number, parts = unpack(incoming.body, int, list)
+        self._forget(parts)
+        self._stores.pop(number, None)
+        incoming.respond()
+
+    def _forget(self, parts: Sequence[Any]) -> None:
         for number_of_part in parts:
             part = self._parts.pop(number_of_part, None)
             if part is None:
@@ -141,7 +153,6 @@ class ServerStores:
                     del cut_keys[part.entry.key]
             gone = UsageError(f"the key {part.entry.key!r} was deleted")
             self._node.traffic.carry_out(self._plane.close_part(number_of_part, gone))
-        incoming.respond()
 
     def _set_optimizer(self, incoming: Incoming) -> None:
         number, synchronous, only_check, plain = unpack(incoming.body, int, bool, bool, list)
@@ -161,10 +172,8 @@ class ServerStores:
         try:
             return from_plain(plain)
         except UsageError as error:
-            if not self._import_errors:
-                raise
-            failed = "\n".join(self._import_errors)
-            raise type(error)(f"{error}\non {self._node.title(self._node_id)}: {failed}") from None
+            lines = [f"{self._node.title(self._node_id)}: {error}", *self._import_errors]
+            raise type(error)("\n".join(lines)) from None
 
     @property
     def _node_id(self) -> int:

@@ -130,9 +130,15 @@ class Servers:
 
     def delete(self, entries: Iterable[KeyEntry]) -> Future[None]:
         """Free the parts of these keys on the servers."""
+        return self._free(StoreCall.DELETE, entries)
+
+    def close(self, entries: Iterable[KeyEntry]) -> Future[None]:
+        """Have the servers forget the store, which has these keys."""
+        return self._free(StoreCall.CLOSE, entries)
+
+    def _free(self, call: StoreCall, entries: Iterable[KeyEntry]) -> Future[None]:
         parts = [part for entry in entries for part in entry.parts]
-        body = pack(self._number, parts)
-        return self._ask_all(StoreCall.DELETE, body).map(lambda _: None)
+        return self._ask_all(call, pack(self._number, parts)).map(lambda _: None)
 
     # -- what all ranks do together ----------------------------------------------------
 

@@ -54,11 +54,11 @@ class Meetings:
                 meeting.carried_out_by = None
             self._look_at(call, meeting, live)
 
-    def done(self, call: int, news: bytes, error: BaseException | None) -> None:
-        """The deciding rank has carried it out, or failed."""
+    def done(self, call: int, news: bytes, error: BaseException | None) -> str:
+        """The deciding rank has carried it out, or failed. Returns what it was."""
         meeting = self._open.pop(call, None)
         if meeting is None:
-            return
+            return ""
         for rank, incoming in meeting.arrived.items():
             if rank == meeting.carried_out_by:
                 continue
@@ -66,6 +66,7 @@ class Meetings:
                 incoming.fail(error)
             else:
                 incoming.respond(pack(False, news))
+        return meeting.name
 
     def _look_at(self, call: int, meeting: _Meeting, live: Sequence[int]) -> None:
         """Let the deciding rank go ahead once all are there, or forget what came to nothing."""

@@ -69,3 +69,4 @@ class ThreadPool:
 def _run(queue: SimpleQueue[Work | None]) -> None:
     while (work := queue.get()) is not None:
         work()
+        del work  # and what it worked on, which may be large

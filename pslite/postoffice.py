@@ -169,17 +169,21 @@ class Postoffice:
         Raises:
             UsageError: this is a forked child, which has no I/O thread: nothing would happen.
         """
-        if os.getpid() != self._pid:
-            raise UsageError(
-                f"this node belongs to process {self._pid}; a forked child cannot use it: "
-                "create stores in the child itself, or do not fork"
-            )
+        self.check_process()
         self._commands.append(command)
         if self._ended:
             # Nobody else will: the node's error is set, which is what commands look at.
             self._run_commands()
         elif threading.current_thread() is not self._thread:
             self.van.wake()
+
+    def check_process(self) -> None:
+        """Raise ``UsageError`` in a forked child, which has no I/O thread: nothing would happen."""
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this node belongs to process {self._pid}; a forked child cannot use it: "
+                "create stores in the child itself, or do not fork"
+            )
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         """Start pushes, pulls or both. From any thread of a worker."""

@@ -65,12 +65,12 @@ BUGS = [
     ),
     Bug(
         "a staging buffer is freed before its push is applied",
-        "kvstore/dist.py",
-        "        self._node.submit(transfers)\n",
-        "        self._node.submit(transfers)\n"
-        "        for transfer in transfers:\n"
-        "            if copy and transfer.frames:\n"
-        "                self._staging.give_back(np.frombuffer(transfer.frames[0], np.uint8))\n",
+        "kvstore/exchange.py",
+        "            self._node.submit(operation.transfers)\n",
+        "            self._node.submit(operation.transfers)\n"
+        "            for transfer in operation.transfers:\n"
+        "                if transfer.frames:\n"
+        "                    self._staging.give_back(transfer.frames[0].obj)\n",
         SEEDS,
     ),
     Bug(

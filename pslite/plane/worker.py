@@ -30,6 +30,7 @@ class Transfer:
         "_left",
         "abandoned",
         "done",
+        "failed",
         "frames",
         "parts",
         "priority",
@@ -61,6 +62,8 @@ class Transfer:
         self.priority = priority
         #: Nobody wants the values any more (a time-out); they are not copied out.
         self.abandoned = False
+        #: Index of a part that came to nothing -> why; None when it may be any of them.
+        self.failed: dict[int, BaseException] | None = {}
         self._left = len(parts)
         self._error: BaseException | None = None
 
@@ -72,18 +75,23 @@ class Transfer:
             try:
                 self.sink(indices, pieces, versions)
             except Exception as error:
+                self.failed = None
                 self._error = self._error or error
         self._settle(len(indices))
 
-    def fail(self, count: int, error: BaseException) -> None:
-        """``count`` parts came to nothing."""
+    def fail(self, index: int, error: BaseException) -> None:
+        """One part came to nothing."""
+        if self.failed is not None:
+            self.failed[index] = error
         self._error = self._error or error
-        self._settle(count)
+        self._settle(1)
 
     def give_up(self, error: BaseException) -> None:
         """All parts that are not answered yet came to nothing."""
         if self._left:
-            self.fail(self._left, error)
+            self.failed = None
+            self._error = self._error or error
+            self._settle(self._left)
 
     @property
     def complete(self) -> bool:
@@ -156,7 +164,10 @@ class WorkerPlane:
         """Take a request on; ``take`` hands out what may be sent."""
         error = self._error or self._departed.get(transfer.server)
         if error is not None:
-            transfer.fail(len(transfer.parts), error)
+            if transfer.parts:
+                transfer.give_up(error)
+            else:
+                transfer.done(error)
             return
         if not transfer.parts:
             transfer.done(None)
@@ -195,7 +206,7 @@ class WorkerPlane:
             indices, values, versions = found.setdefault(transfer, ([], [], []))
             freed.append(part)
             if transfer.pull and piece.stop - piece.start != transfer.sizes[index]:
-                transfer.fail(1, ProtocolError(f"a value of part {part} has a wrong size"))
+                transfer.fail(index, ProtocolError(f"a value of part {part} has a wrong size"))
                 continue
             indices.append(index)
             values.append(piece)
@@ -216,7 +227,7 @@ class WorkerPlane:
                 continue
             if message.pushed and not message.consumed:
                 self._parts[part].free(round_)
-            request[0].fail(1, error)
+            request[0].fail(request[1], error)
             touched.add(request[0])
             freed.append(part)
         self._advance(freed, touched)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from pathlib import Path
@@ -90,6 +91,13 @@ def test_a_head_is_a_number_from_0_on(head: Any) -> None:
         register_command(head)
     with pytest.raises(ArgumentTypeError, match="head must be a number from 0 on"):
         check_command(head, "")
+
+
+def test_any_callable_will_do_and_nothing_else() -> None:
+    register_command(1)(functools.partial(str.replace, "a-b", "-"))
+    assert run_command(1, "+") == "a+b"
+    with pytest.raises(ArgumentTypeError, match="a command is a function, got 3"):
+        register_command(2)(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("body", [None, b"bytes", 3])

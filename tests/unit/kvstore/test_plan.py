@@ -170,14 +170,25 @@ def test_values_of_several_frames_land_each_in_its_place() -> None:
     assert [bytes(target) for target in targets] == [b"CDAB", b"EF"]
 
 
-def test_a_returned_buffer_is_used_again_for_its_size_only() -> None:
+def test_a_returned_buffer_is_used_again_for_sizes_like_its_own() -> None:
     pool = StagingPool()
     first = pool.take(100)
     others = [pool.take(100), pool.take(50)]
     pool.give_back(first)
-    assert pool.take(50) is not first
-    assert pool.take(100) is first
-    assert all(pool.take(100) is not buffer for buffer in (first, *others))
+    assert not np.shares_memory(pool.take(50), first)
+    again = pool.take(120)
+    assert len(again) == 120 and np.shares_memory(again, first)
+    assert not any(np.shares_memory(pool.take(100), buffer) for buffer in (first, *others))
+
+
+def test_messages_of_ever_new_sizes_do_not_make_the_pool_grow() -> None:
+    pool = StagingPool()
+    memory = set()
+    for nbytes in range(513, 1025):
+        buffer = pool.take(nbytes)
+        memory.add(buffer.__array_interface__["data"][0])
+        pool.give_back(buffer)
+    assert len(memory) == 1
 
 
 def test_a_buffer_of_no_bytes_is_one_too() -> None:

@@ -18,12 +18,17 @@ LIMIT_S = 20.0
 class Node:
     """What a ``Waiter`` needs of a node; reports come after a hundredth of a second."""
 
-    def __init__(self, *, is_io_thread: bool = False) -> None:
+    def __init__(self, *, is_io_thread: bool = False, is_forked: bool = False) -> None:
         self.lines: list[str] = []
         self.reported = threading.Event()
         self.is_io_thread = is_io_thread
+        self._is_forked = is_forked
         self.config = SimpleNamespace(stall_report_s=0.01)
         self.log = SimpleNamespace(warn=self._warn)
+
+    def check_process(self) -> None:
+        if self._is_forked:
+            raise UsageError("a forked child cannot use it")
 
     def _warn(self, line: str) -> None:
         self.lines.append(line)
@@ -90,3 +95,11 @@ def test_the_io_thread_may_take_what_is_done_and_wait_for_nothing() -> None:
         with pytest.raises(UsageError, match="must not wait"):
             call()
     waiter(Node()).check()
+
+
+def test_a_forked_child_may_take_what_is_done_and_wait_for_nothing() -> None:
+    node = Node(is_forked=True)
+    assert waiter(node).wait(completed(7)) == 7
+    for call in (lambda: waiter(node).wait(Future()), waiter(node).check):
+        with pytest.raises(UsageError, match="forked"):
+            call()

@@ -1,0 +1,132 @@
+"""``--server-import``: optimizers of a user's own on servers, and what is said if that fails.
+
+Servers never run code that a worker sends. What they lack is told at the worker that asks for
+it, at once, with the server's name and what to do.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from job import Job, MakeJob, needs_proc
+
+pytestmark = [pytest.mark.process, needs_proc]
+
+MODULE = """
+import dataclasses
+import numpy as np
+import kvstore
+
+@kvstore.optimizer.register
+@dataclasses.dataclass(frozen=True)
+class Halving(kvstore.optimizer.Optimizer):
+    learning_rate: float = 0.5
+    def update(self, weight, grad, state, count, scratch):
+        np.multiply(grad, self.rate(count), out=grad)
+        np.subtract(weight, grad, out=weight, dtype=grad.dtype)
+
+@kvstore.register_command(9)
+def where(body):
+    return f"{body} of Halving"
+"""
+
+TRAIN = """
+sys.path.insert(0, os.getcwd())
+import {module}
+kv = mx.kvstore.create("dist_sync")
+kv.set_optimizer(mx.optimizer.create("halving"))
+kv.init("w", vector(*[16.0] * 2000))
+for _ in range(2):
+    kv.push("w", vector(*[2.0] * 2000))
+    values = kv.pull("w")
+print(set(values.tolist()), kv.current_optimizer(), kv.send_command_to_servers(9, "a server"))
+"""
+
+REFUSED = """
+import types
+sys.path.insert(0, os.getcwd())
+exec(open("halving_source.py").read(), sys.modules[__name__].__dict__)
+kv = mx.kvstore.create("dist_sync")
+began = time.monotonic()
+try:
+    kv.set_optimizer(mx.optimizer.create("halving"))
+except PSError as error:
+    print(f"{type(error).__name__} within 2 s: {time.monotonic() - began < 2.0}")
+    print(error)
+try:
+    kv.current_optimizer()
+except PSError as error:
+    print(f"then {type(error).__name__}")
+kv.barrier()
+kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=0.5))
+kv.init("w", vector(4))
+kv.push("w", vector(1))
+print("then", kv.pull("w").tolist())
+"""
+
+
+REFUSAL = r"server [01] \(pid [0-9]+ on .*\): no optimizer is named 'halving'"
+
+
+def with_source(job: Job, name: str, source: str = MODULE) -> Job:
+    (job.directory / name).write_text(source)
+    return job
+
+
+@pytest.mark.parametrize("named", ["halving_rule", "halving_rule.py"])
+def test_a_custom_optimizer_works_on_all_servers(make_job: MakeJob, named: str) -> None:
+    job = with_source(make_job(2, 2, PS_CHUNK_BYTES="4096"), "halving_rule.py")
+    launcher = job.launch(TRAIN.format(module="halving_rule"), "--server-import", named)
+    assert launcher.wait() == 0, launcher.text
+    lines = [line for line in launcher.lines if "of Halving" in line]
+    assert len(lines) == 2, launcher.text
+    for line in lines:
+        assert "{12.0} Halving(learning_rate=0.5) ['a server of Halving', 'a server of" in line
+
+
+def refusal(job: Job, *options: str) -> str:
+    """What both workers print of it, once they have gone on with another optimizer."""
+    launcher = with_source(job, "halving_source.py").launch(REFUSED, *options)
+    assert launcher.wait() == 0, launcher.text
+    text = launcher.text
+    assert text.count("UnknownOptimizerError within 2 s: True") == 2, text
+    assert text.count("then OptimizerNotSet") == 2, text
+    assert text.count("then [3.0]") == 2, text
+    return text
+
+
+def test_an_optimizer_that_servers_do_not_know_is_an_error_that_says_what_to_do(
+    make_job: MakeJob,
+) -> None:
+    text = refusal(make_job(2, 2))
+    assert len(re.findall(REFUSAL, text)) == 2
+    assert "--server-import MODULE" in text
+
+
+def test_a_module_that_does_not_exist_is_named_at_the_worker(make_job: MakeJob) -> None:
+    text = refusal(make_job(2, 2), "--server-import", "there.is_no_such_module")
+    assert len(re.findall(REFUSAL, text)) == 2
+    assert "importing there.is_no_such_module (--server-import) failed" in text
+    assert "ModuleNotFoundError: No module named 'there'" in text
+
+
+def test_what_a_module_raises_is_shown_at_the_worker(make_job: MakeJob) -> None:
+    job = with_source(make_job(2, 1), "broken.py", MODULE.replace("import kvstore", "1 / 0"))
+    text = refusal(job, "--server-import", "broken.py")
+    assert "importing broken.py (--server-import) failed" in text
+    assert "ZeroDivisionError: division by zero" in text
+
+
+def test_if_one_server_lacks_it_none_uses_it(make_job: MakeJob) -> None:
+    job = with_source(make_job(1, 2), "halving_rule.py")
+    with_source(job, "halving_source.py")
+    job.scheduler()
+    job.server(0, {"KVSTORE_SERVER_IMPORT": "halving_rule"})
+    job.server(1)
+    worker = job.worker(0, REFUSED)
+    assert set(job.wait_all()) == {0}, job.output()
+    assert re.search(REFUSAL, worker.text), worker.text
+    assert "server 0" not in worker.text
+    assert "then OptimizerNotSet" in worker.text
+    assert "then [3.5]" in worker.text

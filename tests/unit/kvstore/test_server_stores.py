@@ -1,0 +1,313 @@
+"""A server's stores as one worker after the other asks them, without a network.
+
+Requests arrive as they do on the I/O thread; the pool runs its work at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from store_requests import Asked
+
+from kvstore import commands, optimizer
+from kvstore.errors import UnknownOptimizerError, ValueMismatchError
+from kvstore.optimizer.plain import from_plain, to_plain
+from kvstore.protocol import PartEntry, StoreCall, pack, pack_parts, unpack
+from kvstore.server_stores import ServerStores
+from pslite.errors import ProtocolError, RemoteError, UsageError
+from pslite.wire.messages import Exchange
+
+STORE = 1
+FLOAT = np.dtype(np.float32)
+MOMENTUM = optimizer.create("sgd", learning_rate=0.5, momentum=0.5)
+LAMB = optimizer.create("lamb")
+
+
+class Server:
+    """One server of two workers."""
+
+    def __init__(self, import_errors: Sequence[str] = ()) -> None:
+        config = SimpleNamespace(
+            num_workers=2, round_window=2, chunk_bytes=1024, stall_report_s=60.0
+        )
+        self._traffic = SimpleNamespace(serve=lambda plane: None, carry_out=lambda effects: None)
+        node: Any = SimpleNamespace(
+            config=config,
+            traffic=self._traffic,
+            info=SimpleNamespace(node_id=8),
+            title=lambda node: "server 0",
+            pool=SimpleNamespace(submit=lambda lane, work: work()),
+        )
+        self.stores = ServerStores(node, import_errors)
+
+    def ask(self, call: int, *fields: Any, frames: Sequence[Any] = ()) -> Asked:
+        asked = Asked(0, call, pack(*fields), frames)
+        try:
+            self.stores.handle(asked.incoming)
+        except Exception as error:  # as ``customer.py`` does
+            asked.incoming.fail(error)
+        return asked
+
+    def init(self, *parts: PartEntry, value: float = 1.0, synchronous: bool = True) -> Asked:
+        frames = [np.full(part.num_elements, value).astype(part.dtype).tobytes() for part in parts]
+        return self.ask(StoreCall.INIT, STORE, synchronous, pack_parts(parts), frames=frames)
+
+    def set_optimizer(self, chosen: Any, *, only_check: bool = False) -> Asked:
+        plain = to_plain(chosen) if isinstance(chosen, optimizer.Optimizer) else chosen
+        return self.ask(StoreCall.SET_OPTIMIZER, STORE, True, only_check, plain)
+
+    def optimizer(self) -> list[Any]:
+        (found,) = unpack(self.ask(StoreCall.OPTIMIZER, STORE).body, list)
+        return [from_plain(plain) for plain in found]
+
+    def read(self, *numbers: int) -> tuple[list[int], list[list[float]]]:
+        """Counts, and all arrays as float32."""
+        asked = self.ask(StoreCall.READ, list(numbers))
+        (counts,) = unpack(asked.body, list)
+        return counts, [np.frombuffer(frame, np.float32).tolist() for frame in asked.frames]
+
+    def write(self, numbers: Any, counts: Any, has_values: bool, *arrays: Any) -> Asked:
+        frames = [np.asarray(array, np.float32).tobytes() for array in arrays]
+        return self.ask(StoreCall.WRITE, numbers, counts, has_values, frames=frames)
+
+    def push(self, part: int, round_: int, *values: np.ndarray[Any, Any]) -> None:
+        """One round of a part, from all workers."""
+        plane = self.stores._plane
+        for rank, value in enumerate(values):
+            message = Exchange(True, False, (part,), (round_,), (value.nbytes,))
+            for effect in plane.exchange(rank, plane.epoch, message, [value.tobytes()]):
+                jobs = getattr(effect, "jobs", None)
+                if jobs is not None:
+                    plane.finished(jobs, self.stores.apply(jobs))
+
+    def stats(self) -> dict[str, int]:
+        (found,) = unpack(self.ask(StoreCall.STATS).body, dict)
+        result: dict[str, int] = found
+        return result
+
+
+def part(number: int, size: int = 4, key: str = "w", dtype: Any = FLOAT, whole: bool = True) -> Any:
+    return PartEntry(number, key, whole, size, np.dtype(dtype))
+
+
+# -- parts --------------------------------------------------------------------------------
+
+
+def test_parts_have_the_values_that_they_were_created_with() -> None:
+    server = Server()
+    assert server.init(part(1), part(2, 3), value=5.0).body == b""
+    assert server.read(2, 1) == ([0, 0], [[5.0] * 3, [5.0] * 4])
+    assert server.stats()["value_bytes"] == 28
+
+
+def test_parts_that_are_there_already_keep_their_values() -> None:
+    """A rank that stands in for one that left half-way sends all of them again."""
+    server = Server()
+    server.init(part(1), value=5.0)
+    assert server.init(part(1), part(2), value=7.0).body == b""
+    assert server.read(1, 2)[1] == [[5.0] * 4, [7.0] * 4]
+
+
+def test_an_empty_part_is_one_too() -> None:
+    server = Server()
+    server.init(part(1, 0), part(2, 2))
+    assert server.read(1, 2) == ([0, 0], [[], [1.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    "frames", [[], [b"123"], [bytes(16), bytes(16)], [bytes(17)]], ids=["none", "3", "more", "17"]
+)
+def test_values_that_do_not_fit_their_parts_create_nothing(frames: list[bytes]) -> None:
+    server = Server()
+    asked = server.ask(StoreCall.INIT, STORE, True, pack_parts([part(1)]), frames=frames)
+    assert isinstance(asked.error, ProtocolError)
+    assert server.stats()["parts"] == 0
+    assert server.init(part(1)).error is None
+
+
+def test_parts_of_several_dtypes_may_come_together() -> None:
+    server = Server()
+    parts = [part(1), part(2, 3, dtype=np.int64), part(3, 2, dtype=np.int64), part(4)]
+    assert server.init(*parts).error is None
+    assert server.stats() == {
+        "parts": 4,
+        "value_bytes": 16 + 24 + 16 + 16,
+        "state_bytes": 0,
+        "rounds": 0,
+        "waiting_contributions": 0,
+    }
+
+
+def test_a_deleted_part_is_gone_and_deleting_it_twice_is_no_error() -> None:
+    """Another rank may have deleted half of them before it left."""
+    server = Server()
+    server.init(part(1), part(2))
+    for _ in range(2):
+        assert server.ask(StoreCall.DELETE, STORE, [1]).body == b""
+    assert server.ask(StoreCall.DELETE, STORE, [77]).body == b""
+    assert isinstance(server.ask(StoreCall.READ, [1]).error, UsageError)
+    assert server.read(2)[1] == [[1.0] * 4]
+    assert server.stats()["parts"] == 1
+    assert server.init(part(1), value=9.0).error is None
+    assert server.read(1)[1] == [[9.0] * 4]
+
+
+# -- values and states --------------------------------------------------------------------
+
+
+def test_states_are_read_and_written_behind_the_values() -> None:
+    server = Server()
+    server.init(part(1, 2), part(2, 2))
+    server.set_optimizer(MOMENTUM)
+    assert server.read(1) == ([0], [[1.0, 1.0], [0.0, 0.0]])
+    assert server.write([1], [3], True, [2.0, 4.0], [1.0, 2.0]).body == b""
+    assert server.read(1, 2) == ([3, 0], [[2.0, 4.0], [1.0, 2.0], [1.0, 1.0], [0.0, 0.0]])
+    assert server.write([1], [5], False, [8.0, 8.0]).body == b""
+    assert server.read(1) == ([5], [[2.0, 4.0], [8.0, 8.0]])
+
+
+def test_what_was_written_is_what_the_next_round_starts_from() -> None:
+    server = Server()
+    server.init(part(1, 2))
+    server.set_optimizer(MOMENTUM)
+    server.write([1], [3], True, [2.0, 4.0], [1.0, 2.0])
+    server.push(1, 1, np.ones(2, np.float32), np.ones(2, np.float32))
+    # mom = 0.5 * mom - 0.5 * 2, weight += mom
+    assert server.read(1) == ([4], [[1.5, 4.0], [-0.5, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "counts", "arrays"),
+    [
+        ([1], [0], [[1.0, 1.0]]),  # the state is missing
+        ([1], [0], [[1.0, 1.0], [1.0], []]),
+        ([1], [0], [[1.0], [1.0, 1.0]]),
+        ([1], [0], [[1.0] * 3, [1.0, 1.0]]),
+        ([1], [0], []),
+    ],
+)
+def test_values_of_a_wrong_size_are_refused_and_change_nothing(
+    numbers: Any, counts: Any, arrays: Any
+) -> None:
+    server = Server()
+    server.init(part(1, 2))
+    server.set_optimizer(MOMENTUM)
+    asked = server.write(numbers, counts, True, *arrays)
+    assert isinstance(asked.error, ValueMismatchError)
+    assert "key 'w' do not fit" in str(asked.error)
+    assert server.read(1) == ([0], [[1.0, 1.0], [0.0, 0.0]])
+
+
+@pytest.mark.parametrize("counts", [[], [-1], [1.0], ["1"], [True], [1, 1]])
+def test_counts_that_make_no_sense_are_refused(counts: Any) -> None:
+    server = Server()
+    server.init(part(1, 2))
+    assert isinstance(server.write([1], counts, True, [5.0, 5.0]).error, ProtocolError)
+    assert server.read(1) == ([0], [[1.0, 1.0]])
+
+
+@pytest.mark.parametrize("number", [2, -1, "1", 1.0, None, [1]])
+def test_parts_that_nobody_knows_are_named(number: Any) -> None:
+    server = Server()
+    server.init(part(1, 2))
+    for asked in (
+        server.ask(StoreCall.READ, [1, number]),
+        server.write([1, number], [0, 0], True, [5.0, 5.0], [5.0, 5.0]),
+    ):
+        assert isinstance(asked.error, UsageError)
+        assert f"part {number!r} is not known" in str(asked.error)
+    assert server.read(1) == ([0], [[1.0, 1.0]])
+
+
+def test_reading_and_writing_nothing_is_answered() -> None:
+    server = Server()
+    assert server.read() == ([], [])
+    assert server.write([], [], True).body == b""
+
+
+# -- optimizers ---------------------------------------------------------------------------
+
+
+def test_an_optimizer_is_set_and_read_back() -> None:
+    server = Server()
+    assert server.optimizer() == []
+    assert server.set_optimizer(MOMENTUM).body == b""
+    assert server.optimizer() == [MOMENTUM]
+
+
+def test_a_question_whether_it_could_be_set_changes_nothing() -> None:
+    server = Server()
+    server.set_optimizer(MOMENTUM)
+    assert server.set_optimizer(LAMB, only_check=True).error is None
+    assert server.optimizer() == [MOMENTUM]
+
+
+@pytest.mark.parametrize("only_check", [True, False])
+def test_an_optimizer_for_whole_keys_is_refused_while_there_are_cut_ones(only_check: bool) -> None:
+    server = Server()
+    server.init(part(1, whole=False), part(2, key="v"), part(3, whole=False))
+    for deleted in (1, 3):
+        asked = server.set_optimizer(LAMB, only_check=only_check)
+        assert isinstance(asked.error, UsageError)
+        assert "lamb needs whole keys, but 'w' were cut" in str(asked.error)
+        server.ask(StoreCall.DELETE, STORE, [deleted])
+    assert server.optimizer() == []
+    assert server.set_optimizer(LAMB).error is None
+
+
+def test_cut_keys_are_refused_while_the_optimizer_needs_whole_ones() -> None:
+    server = Server()
+    server.set_optimizer(LAMB)
+    asked = server.init(part(1, whole=False))
+    assert isinstance(asked.error, UsageError)
+    assert "lamb needs whole keys, but 'w' is cut" in str(asked.error)
+    assert server.stats()["parts"] == 0
+    assert server.init(part(1, whole=True)).error is None
+
+
+@pytest.mark.parametrize("plain", [[], ["sgd"], [1, {}], ["sgd", []], ["sgd", {"wd": {}}]])
+def test_what_is_no_optimizer_is_a_protocol_error(plain: Any) -> None:
+    server = Server()
+    assert isinstance(server.set_optimizer(plain).error, ProtocolError)
+    assert server.optimizer() == []
+
+
+def test_an_unknown_optimizer_is_told_with_what_could_not_be_imported() -> None:
+    asked = Server().set_optimizer(["mine", {}])
+    assert isinstance(asked.error, UnknownOptimizerError)
+    assert "--server-import" in str(asked.error)
+    asked = Server(["importing mine failed: no such file"]).set_optimizer(["mine", {}])
+    assert isinstance(asked.error, UnknownOptimizerError)
+    assert str(asked.error).startswith("server 0: no optimizer is named 'mine'")
+    assert str(asked.error).endswith("\nimporting mine failed: no such file")
+
+
+# -- the rest -----------------------------------------------------------------------------
+
+
+def test_a_command_is_run_and_its_error_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "_commands", {3: str.upper, 4: lambda body: 1 / 0})
+    server = Server()
+    assert unpack(server.ask(StoreCall.COMMAND, 3, "abc").body, str) == ["ABC"]
+    error = server.ask(StoreCall.COMMAND, 4, "").error
+    assert isinstance(error, RemoteError)
+    assert error.kind == "ZeroDivisionError"
+    assert isinstance(server.ask(StoreCall.COMMAND, 5, "").error, UsageError)
+
+
+@pytest.mark.parametrize("call", list(StoreCall))
+@pytest.mark.parametrize("fields", [("nonsense",), (1, 2, 3, 4, 5, 6), (None,) * 3])
+def test_bodies_that_make_no_sense_are_protocol_errors(call: StoreCall, fields: Any) -> None:
+    server = Server()
+    server.init(part(1))
+    asked = server.ask(call, *fields)
+    assert call is StoreCall.STATS or isinstance(asked.error, ProtocolError)
+    assert server.read(1)[1] == [[1.0] * 4]
+
+
+def test_a_call_that_no_server_knows_is_an_error() -> None:
+    assert isinstance(Server().ask(99).error, ProtocolError)
