@@ -214,7 +214,9 @@ class Directory:
         for key, spec in specs:
             if key in store.entries:
                 continue
-            if whole and spec.nbytes + _HEADER_BYTES > self._max_message_bytes:
+            # States of halves are float32 and travel whole, too, into checkpoints.
+            widest_bytes = spec.num_elements * max(spec.dtype.itemsize, 4)
+            if whole and widest_bytes + _HEADER_BYTES > self._max_message_bytes:
                 raise ValueMismatchError(
                     f"key {key!r} has {spec.nbytes} bytes, and the optimizer needs it whole in "
                     f"one message, of which PS_MAX_MESSAGE_BYTES allows {self._max_message_bytes}: "

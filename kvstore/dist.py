@@ -255,10 +255,10 @@ class DistKVStore(DistControl):
 
     def _ready_to_push(self) -> None:
         self._check()
-        if self._synchronous or self._optimizer is not None:
+        if self._synchronous or self._has_optimizer or self._optimizer is not None:
             return
-        self._optimizer = self._wait(self._servers.declared_optimizer())
-        if self._optimizer is None:
+        self._has_optimizer = self._wait(self._servers.has_optimizer())
+        if not self._has_optimizer:
             raise OptimizerNotSet(
                 f"{self._name} updates the stored values on every push and needs an optimizer: "
                 "call set_optimizer on worker 0 before the first push"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -74,6 +75,8 @@ class DistControl(KVStore):
         self._inits = UnderWay()
         self._table = KeyTable()
         self._optimizer: Optimizer | None = None
+        # Of an asynchronous store: another worker's may be of a class that is unknown here.
+        self._has_optimizer = False
         self._optimizer_calls = 0
         self._meetings = 0
         self._late_error: BaseException | None = None
@@ -168,7 +171,7 @@ class DistControl(KVStore):
             self._wait(self._servers.delete([self._exchange.entries[item] for item in keys]))
             return keys
 
-        self._together(f"delete({keys[:5]!r})", delete)
+        self._together(f"delete({_named(keys)})", delete)
         self._table.remove(keys)
         self._exchange.remove(keys)
 
@@ -378,3 +381,10 @@ class DistControl(KVStore):
         if error is not None:
             self._late_error = None
             raise error
+
+
+def _named(keys: Sequence[Key]) -> str:
+    """A list of keys for people, which differs when the keys do."""
+    if len(keys) <= 5:
+        return repr(list(keys))
+    return f"{keys[:5]!r} and {len(keys) - 5} more, checksum {zlib.crc32(repr(keys).encode()):08x}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -79,6 +79,7 @@ class _StatesWriter:
         self, path: Path, contents: Mapping[Key, Content], optimizer: Optimizer | None, dump: bool
     ) -> None:
         self._names = () if optimizer is None else optimizer.state_names()
+        _check_names(self._names, optimizer)
         self._num_written = dict.fromkeys(contents, 0)
         metadata = {"key_type": _key_type(contents)}
         if optimizer is not None:
@@ -100,6 +101,16 @@ class _StatesWriter:
         self._num_written[piece.key] = row + 1
         counted = np.array([piece.start, piece.num_updates], _INT64)
         self.file.write(f"count/{piece.key}", 2 * row, counted)
+
+
+def _check_names(names: Sequence[str], optimizer: Optimizer | None) -> None:
+    """Names of states become names in files; ``count`` is taken."""
+    wrong = [name for name in names if not name.isidentifier() or name == "count"]
+    if optimizer is not None and (wrong or len(set(names)) != len(names)):
+        raise CheckpointError(
+            f"the states of the optimizer {optimizer.name} cannot be saved: state_names() gives "
+            f"{names!r}; they must be different identifiers other than 'count'"
+        )
 
 
 def write_states(
@@ -134,6 +145,10 @@ def write_checkpoint(
     name = secrets.token_hex(4)
     files = {"values": f"values-{name}.safetensors", "states": f"states-{name}.safetensors"}
     specs = {str(key): content.spec for key, content in contents.items()}
+    if "__metadata__" in specs:
+        raise CheckpointError(
+            "the key '__metadata__' cannot be saved: the file format uses the name"
+        )
     metadata = {"key_type": _key_type(contents)}
     with ExitStack() as stack:
         values = stack.enter_context(TensorWriter(directory / files["values"], specs, metadata))

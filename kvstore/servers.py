@@ -199,9 +199,15 @@ class Servers:
 
     def declared_optimizer(self) -> Future[Optimizer | None]:
         """What the deciding rank has set, according to the directory."""
+        return self._ask_for_optimizer().map(_one_optimizer)
+
+    def has_optimizer(self) -> Future[bool]:
+        """Whether one is set; this process need not know its class."""
+        return self._ask_for_optimizer().map(lambda body: bool(unpack(body, list)[0]))
+
+    def _ask_for_optimizer(self) -> Future[bytes]:
         body = pack(self._number)
-        asked = self._ask_directory(DirectoryCall.OPTIMIZER_OF, body, "the directory")
-        return asked.map(_one_optimizer)
+        return self._ask_directory(DirectoryCall.OPTIMIZER_OF, body, "the directory")
 
     def optimizers(self) -> Future[list[Optimizer | None]]:
         """What each server uses, in rank order."""

@@ -302,3 +302,19 @@ def test_shards_cover_all_samples(num_samples: int, even: bool) -> None:
         other_epoch = workers.run(lambda kv: kv.shard(num_samples, seed=1, epoch=5, even=even))
         if num_samples == 10:
             assert any(not np.array_equal(a, b) for a, b in zip(shards, other_epoch, strict=True))
+
+
+def test_an_asynchronous_worker_need_not_know_the_class_of_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Workers("dist_async", 2, 1) as workers:
+        first, second = workers.stores
+        first.set_optimizer(optimizer.create("test"))
+        workers.run(lambda kv: kv.init("w", np.zeros(2)))
+
+        def unknown(_: Any) -> Any:
+            raise AssertionError("a worker that only pushes has no use for the optimizer")
+
+        monkeypatch.setattr("kvstore.servers.from_plain", unknown)
+        second.push("w", np.ones(2))
+        np.testing.assert_array_equal(second.pull("w"), np.ones(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvstore
 from kvstore import optimizer
 from kvstore.errors import CheckpointError, OptimizerNotSet
 from kvstore.keys import KeySpec
@@ -219,3 +221,31 @@ def test_a_manifest_that_was_tampered_with_is_refused(tmp_path: Path, change: An
     (tmp_path / MANIFEST).write_text(json.dumps({**manifest, **change}))
     with pytest.raises(CheckpointError):
         Checkpoint(tmp_path)
+
+
+@optimizer.register
+@dataclasses.dataclass(frozen=True)
+class BadlyNamed(optimizer.Optimizer):
+    """Its states would overwrite what else is in a file."""
+
+    names: str = "count"
+
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(self.names.split(","))
+
+
+@pytest.mark.parametrize("names", ["count", "a/b", "m,m", ""])
+def test_states_whose_names_would_clash_are_refused(tmp_path: Path, names: str) -> None:
+    kv = kvstore.create("local")
+    kv.set_optimizer(BadlyNamed(names=names))
+    kv.init("w", np.zeros(3))
+    with pytest.raises(CheckpointError, match="state_names"):
+        kv.save_optimizer_states(tmp_path / "states")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_whose_name_the_format_uses_is_refused_by_name(tmp_path: Path) -> None:
+    kv = kvstore.create("local")
+    kv.init("__metadata__", np.zeros(3))
+    with pytest.raises(CheckpointError, match="the file format uses the name"):
+        kv.save_checkpoint(tmp_path)
