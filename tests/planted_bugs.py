@@ -36,6 +36,27 @@ class Bug(NamedTuple):
 
 BUGS = [
     Bug(
+        "a call that is joined overtakes an earlier one of its key",
+        "kvstore/fusing.py",
+        "if entry is not None and (call.sources is not None or entry.target is not None):",
+        "if entry is not None and False:",
+        WITNESS,
+    ),
+    Bug(
+        "the directory forgets keys but not their weight",
+        "kvstore/directory.py",
+        "self._loads[server] -= ",
+        "self._loads[server] -= 0 * ",
+        "tests/inproc/test_store_keys.py",
+    ),
+    Bug(
+        "a key's update count is not loaded",
+        "kvstore/server_stores.py",
+        "            part.count = count\n",
+        "",
+        "tests/inproc/test_store_files.py",
+    ),
+    Bug(
         "repeated messages are taken again",
         "pslite/protocol/channel.py",
         "if sequence <= self._low or sequence in self._above:",

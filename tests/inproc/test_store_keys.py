@@ -92,6 +92,10 @@ def test_the_directory_frees_what_is_deleted_so_that_new_keys_are_spread_evenly(
                 assert placed == [1280, 1280]
                 kv.delete("w")
             assert kv.stats()["servers"][0]["parts"] == 0
+            for _ in range(3):  # a part that fits either server goes to the emptier one
+                kv.init(["first", "second"], [np.zeros(32), np.zeros(16)])
+                assert list(kv.placement()[0]) == ["first"]
+                kv.delete(["first", "second"])
 
         workers.run(script)
 
