@@ -48,10 +48,19 @@ class Exchange:
         self._staging = StagingPool()
         #: Calls that wait to be taken by the I/O thread; None when it was told of none.
         self._batch: list[Call] | None = None
+        node.traffic.namers.add(self)
         self.entries: dict[Key, KeyEntry] = {}
         self.pushes = UnderWay()
         self.pulls = UnderWay()
         self.counters = Counter(pushes=0, pulls=0, bytes_pushed=0, bytes_pulled=0)
+
+    def name_of(self, part: int) -> str | None:
+        """The key that a part belongs to, for reports (``pslite/traffic.py``)."""
+        for entry in list(self.entries.values()):
+            if part in entry.parts:
+                which = f" (part {part - entry.first_part + 1} of {len(entry.parts)})"
+                return f"key {entry.key!r}" + (which if len(entry.parts) > 1 else "")
+        return None
 
     def add(self, entries: Iterable[KeyEntry]) -> None:
         """These keys can be used from now on."""

@@ -7,8 +7,9 @@ go, and lets the pool run a server's work. A worker has a ``WorkerPlane``; a ser
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pslite.errors import UsageError
 from pslite.ids import SCHEDULER_ID, Role, node_id, rank_of, role_of
@@ -26,6 +27,13 @@ MESSAGES: tuple[type[Message], ...] = (Exchange, Answer, PartsFailed, StaleEpoch
 _TICK_INTERVAL_S = 1.0
 
 
+class PartNamer(Protocol):
+    """Knows what some parts are. On the I/O thread, for reports only."""
+
+    def name_of(self, part: int) -> str | None:
+        """The part in words, or None if it is somebody else's."""
+
+
 class Traffic:
     """The data that one node sends and receives."""
 
@@ -35,6 +43,8 @@ class Traffic:
         self._worker = WorkerPlane(window) if office.role is Role.WORKER else None
         self._server: ServerPlane | None = None
         self._tick_at = 0.0
+        #: Who can say what a part is, in words: the stores of a worker.
+        self.namers: weakref.WeakSet[PartNamer] = weakref.WeakSet()
 
     def serve(self, plane: ServerPlane) -> None:
         """Take a server's half of the plane; before the node is driven."""
@@ -158,7 +168,9 @@ class Traffic:
         missing = ", ".join(
             self._office.title(node_id(Role.WORKER, rank)) for rank in message.missing
         )
+        names = [name for namer in self.namers if (name := namer.name_of(message.part))]
+        what = names[0] if names else f"part {message.part}"
         self._office.log.warn(
-            f"round {message.round} of part {message.part} has waited "
+            f"round {message.round} of {what} has waited "
             f"{message.waited_s:.0f} s for {missing}"
         )

@@ -342,7 +342,7 @@ kv.barrier()
     )
     waits, dawdles = job.workers(code)
     who = rf"worker 1 \(pid {dawdles.pid} on \S+\)"
-    waits.wait_for(rf"warning: round 1 of part 1 has waited \d s for {who}")
+    waits.wait_for(rf"warning: round 1 of key 'w' has waited \d s for {who}")
     assert re.search(r"warning: still waiting after \d s: the servers' answer for 'w'", waits.text)
     job.allow("round")
     waits.wait_for(rf"warning: a barrier of group 4 has waited \d s for {who}")
