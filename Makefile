@@ -18,6 +18,7 @@ PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_
 CREATED := $(VENV)/.created-with-$(PYTHON_VERSION)
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
+INSTALLED_DOCS := $(VENV)/.installed-docs
 REQUIREMENTS := setup.py pyproject.toml
 # The stubs of the NumPy for Python 3.12 and later cannot be read as Python 3.10, for which
 # pyproject.toml lets mypy check elsewhere.
@@ -31,7 +32,7 @@ CHECKS := lint format-check types test-unit test-process
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo install dev test $(CHECKS) format coverage test-oldest bench docs settings clean
+.PHONY: help demo install dev test $(CHECKS) format coverage test-oldest bench docs docs-html settings clean
 
 help: ## this list
 	@echo "usage: make TARGET [PYTHON=python3.12] [VENV=.venv]"
@@ -86,7 +87,10 @@ test-oldest: ## the tests with the oldest libraries that setup.py allows (needs 
 bench: $(INSTALLED) ## how long an exchange of whole models takes (on a quiet machine)
 	$(RUN) benchmarks/exchange.py
 
-docs: $(INSTALLED_DEV) ## the documentation as HTML, docs/_build/html (warnings are errors)
+docs: ## the documentation as HTML, with Sphinx in .venv-docs (200 MB)
+	@$(MAKE) --no-print-directory VENV=$(VENV)-docs docs-html
+
+docs-html: $(INSTALLED_DOCS)
 	$(RUN) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
@@ -127,6 +131,11 @@ $(INSTALLED_DEV): $(CREATED) $(REQUIREMENTS)
 	    echo "make: $(TORCH) could not be installed: the tests that need it are skipped"; \
 	    [ -z "$(REQUIRE_TORCH)" ] || exit 1; }
 	@touch $(INSTALLED) $@
+
+$(INSTALLED_DOCS): $(CREATED) $(REQUIREMENTS)
+	@echo "make: installing Sphinx, its theme and both packages into $(VENV)"
+	@$(PIP) --editable '.[docs]' || { $(EXPLAIN); }
+	@touch $@
 
 coverage: $(INSTALLED_DEV) ## how much of both packages the tests run, processes included (slow)
 	$(RUN) -m pytest -n $(JOBS) tests --ignore=tests/process --ignore=tests/gpu --timeout 600 --cov \

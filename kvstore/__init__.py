@@ -18,10 +18,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from kvstore import errors, kvstore, optimizer
+from kvstore import context, errors, kvstore, optimizer
 from kvstore.base import KVStore, KVStoreBase
 from kvstore.commands import register_command
-from kvstore.context import Context, cpu, gpu
+from kvstore.context import Context, cpu, gpu, num_gpus
 from kvstore.kvstore import create
 from pslite.version import __version__
 
@@ -46,12 +46,14 @@ __all__ = [
     "KVStore",
     "KVStoreBase",
     "__version__",
+    "context",
     "cpu",
     "create",
     "errors",
     "gpu",
     "kv",
     "kvstore",
+    "num_gpus",
     "optimizer",
     "register_command",
     *_LAZY,
@@ -61,4 +63,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(_LAZY[name])
-    raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
+    from kvstore.absent import missing
+
+    raise missing("kvstore", name, __all__)

@@ -14,7 +14,7 @@ import abc
 import builtins
 import types
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from kvstore.commands import check_command
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
-from kvstore.keys import Key, Keys, KeySpec, UpdateFunction, Values
+from kvstore.keys import Key, Keys, KeySpec, KeyTable, UpdateFunction, Values
 from kvstore.optimizer.base import Number, Optimizer
 from pslite.future import Future
 
@@ -174,6 +174,12 @@ class KVStore(KVStoreBase, abc.ABC):
     Errors are raised at the call, before any of it takes effect, and derive from
     ``pslite.errors.PSError``. ``with create(...) as kv:`` closes the store at the end.
     """
+
+    _table: KeyTable
+    """The keys, and below it whether ``close`` was called: for ``repr``, which takes no lock, so
+    that it can be printed from anywhere, and looks for no error of an earlier call."""
+
+    _is_closed: bool
 
     # -- the calls of every training loop ----------------------------------------------
 
@@ -443,6 +449,14 @@ class KVStore(KVStoreBase, abc.ABC):
         """MXNet's name of ``send_command_to_servers``."""
         return self.send_command_to_servers(head, body)
 
+    def __repr__(self) -> str:
+        """``<dist_sync store: rank 0 of 2, 12 keys>``; never raises."""
+        name = _shown(lambda: self.type)
+        place = f"rank {_shown(lambda: self.rank)} of {_shown(lambda: self.num_workers)}"
+        keys = _shown(lambda: len(self._table))
+        closed = ", closed" if getattr(self, "_is_closed", False) else ""
+        return f"<{name} store: {place}, {keys} key{'' if keys == '1' else 's'}{closed}>"
+
     def __enter__(self) -> KVStore:
         return self
 
@@ -453,6 +467,15 @@ class KVStore(KVStoreBase, abc.ABC):
         traceback: types.TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _shown(read: Callable[[], object]) -> str:
+    """What ``read`` gives; a question mark when it is not there (yet), since a ``repr`` that
+    raises hides the error in whose text it stands."""
+    try:
+        return str(read())
+    except Exception:
+        return "?"
 
 
 def check_optimizer(optimizer: object) -> Optimizer:

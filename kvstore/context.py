@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from kvstore.errors import ArgumentTypeError
+from kvstore.errors import ArgumentTypeError, MissingDependencyError
 
 _DEVICE_TYPES = ("cpu", "gpu")
 
@@ -90,3 +90,23 @@ def gpu(device_id: int = 0) -> Context:
     context = Context("gpu", device_id)
     _ = context.module
     return context
+
+
+def num_gpus() -> int:
+    """How many CUDA devices CuPy can use: 0 without CuPy, a driver or a device."""
+    from kvstore.arrays.cupy import load
+
+    try:
+        runtime = load().cuda.runtime
+    except MissingDependencyError:
+        return 0
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError:  # no driver, or no device
+        return 0
+
+
+def __getattr__(name: str) -> Any:
+    from kvstore.absent import missing
+
+    raise missing("kvstore.context", name, ("Context", "cpu", "gpu", "num_gpus"))

@@ -70,7 +70,7 @@ class UnknownOptimizerError(UsageError, ValueError):
 
 
 class OptimizerParameterError(UsageError, ValueError):
-    """A parameter of an optimizer is unknown, of the wrong kind or out of its range."""
+    """A parameter of an optimizer is unknown, or its value is not of a kind that it takes."""
 
 
 class CheckpointError(UsageError):

@@ -9,12 +9,13 @@ Source of names and meaning: ``python/mxnet/io/io.py`` of the original.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.absent import missing
 from kvstore.errors import ArgumentValueError
 
 __all__ = ["DataBatch", "NDArrayIter"]
@@ -37,7 +38,8 @@ class NDArrayIter:
     With ``shuffle`` each pass has its own order, by ``seed``. What is left at the end of a pass
     is filled with samples from its start (``pad``), left out (``discard``), or kept for the
     start of the next pass (``roll_over``), as ``last_batch_handle`` says. Arrays are NumPy's
-    and are not copied; batches are new. Raises ``ArgumentValueError`` for what does not fit.
+    and are not copied; batches are new. Each may come in a dict with a name, as in
+    ``{"data": x}``, which is not kept. Raises ``ArgumentValueError`` for what does not fit.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class NDArrayIter:
         last_batch_handle: str = "pad",
         seed: int = 0,
     ) -> None:
-        self.data: NDArray[Any] = np.asarray(data)
-        self.label: NDArray[Any] | None = None if label is None else np.asarray(label)
+        self.data: NDArray[Any] = np.asarray(_only("data", data))
+        self.label: NDArray[Any] | None = None
+        if label is not None:
+            self.label = np.asarray(_only("label", label))
         if self.data.ndim < 1 or not 1 <= batch_size <= len(self.data):
             raise ArgumentValueError(
                 f"data must be (n, ...) with n of at least the batch size, got the shape "
@@ -104,3 +108,19 @@ class NDArrayIter:
     def _batch(self, chosen: NDArray[np.int64], pad: int) -> DataBatch:
         label = None if self.label is None else [self.label[chosen]]
         return DataBatch([self.data[chosen]], label, pad)
+
+
+def _only(what: str, given: Any) -> Any:
+    """The one array of a dict, or what is no dict itself."""
+    if not isinstance(given, Mapping):
+        return given
+    if len(given) != 1:
+        raise ArgumentValueError(
+            f"{what} is one array (n, ...), or a dict with one of them such as "
+            f"{{{what!r}: array}}; got a dict of {len(given)}: {', '.join(map(repr, given))}"
+        )
+    return next(iter(given.values()))
+
+
+def __getattr__(name: str) -> Any:
+    raise missing("kvstore.io", name, __all__)

@@ -24,6 +24,7 @@ from kvstore.errors import (
     UnknownKeyError,
     ValueMismatchError,
 )
+from kvstore.suggest import nearest
 
 Key: TypeAlias = int | str
 Keys: TypeAlias = Key | Sequence[Key]
@@ -124,6 +125,9 @@ class KeyTable:
     def __contains__(self, key: object) -> bool:
         return key in self._specs
 
+    def __len__(self) -> int:
+        return len(self._specs)
+
     def keys(self) -> list[Key]:
         """All keys in order of ``init``."""
         return list(self._specs)
@@ -133,9 +137,7 @@ class KeyTable:
         found = self._specs.get(key)
         if found is None:
             self._check_kind(key)
-            raise UnknownKeyError(
-                f"key {key!r} is not in the store; call init({key!r}, value) first"
-            )
+            raise UnknownKeyError(self._unknown(key))
         return found
 
     def check_init(self, key: object, value: object) -> dict[Key, Array]:
@@ -198,6 +200,16 @@ class KeyTable:
         """Forget keys; those that are not there are no error."""
         for key in keys:
             self._specs.pop(key, None)
+
+    def _unknown(self, key: Key) -> str:
+        # Another thread may add keys meanwhile.
+        near = nearest(key, list(self._specs))
+        if near is None:
+            return f"key {key!r} is not in the store; call init({key!r}, value) first"
+        return (
+            f"key {key!r} is not in the store; did you mean {near!r}? If not, call "
+            f"init({key!r}, value) first"
+        )
 
     def _check_kind(self, key: Key) -> None:
         first = next(iter(self._specs), key)

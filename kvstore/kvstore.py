@@ -11,6 +11,7 @@ from typing import Any
 
 from kvstore.base import KVStore, KVStoreBase
 from kvstore.errors import ArgumentTypeError, UnknownTypeError
+from kvstore.suggest import did_you_mean
 from kvstore.teststore import TestStore
 
 __all__ = ["STORE_TYPES", "KVStore", "KVStoreBase", "TestStore", "create"]
@@ -63,9 +64,10 @@ def create(name: str = "local", **options: Any) -> Any:
         return plug_in(**options)
     canonical = STORE_TYPES.get(given)
     if canonical is None:
+        known = [*STORE_TYPES, *KVStoreBase.kv_registry]  # plug-ins last
         raise UnknownTypeError(
-            f"unknown store type {name!r}; known types: "
-            f"{', '.join([*STORE_TYPES, *KVStoreBase.kv_registry])}"
+            f"unknown store type {name!r}; known types: {', '.join(known)}"
+            f"{did_you_mean(given, known)}"
         )
     if canonical.startswith("dist"):
         from kvstore.dist import create_dist

@@ -50,6 +50,7 @@ from kvstore.training import (
     Network,
     Progress,
     StatefulNetwork,
+    check_network,
     checked_data,
     describe_data,
     initial_aux,
@@ -118,6 +119,7 @@ class FeedForward:
         for name, number in (("numpy_batch_size", numpy_batch_size), ("epoch_size", epoch_size)):
             if number is not None and number < 1:
                 raise UsageError(f"{name} must be at least 1, got {number}")
+        check_network(symbol)
         self.symbol = symbol
         self.ctx = [cpu()] if ctx is None else [ctx] if isinstance(ctx, Context) else list(ctx)
         self.num_epoch = num_epoch
@@ -168,15 +170,16 @@ class FeedForward:
         shard: bool = True,
         logger: logging.Logger | None = None,
     ) -> None:
-        """Train from epoch ``begin_epoch`` to ``num_epoch`` and keep the result in ``arg_params``.
+        """Train until ``num_epoch`` epochs are done, counted from 0 and not from ``begin_epoch``,
+        and keep the result in ``arg_params``.
 
-        ``X`` is (n, ...) of the dtype that the network takes, ``y`` (n,) of integers, NumPy
-        arrays that are only read; or ``X`` is an ``NDArrayIter`` of both, whose ``batch_size`` and
-        ``shuffle`` then count. ``eval_data`` is a pair of such arrays or an ``NDArrayIter``.
-        With a ``dist`` store every worker gives the full data and fit deals them out
-        (``kvstore.model.shard``); with ``shard=False`` each trains on what it gives, and fit
-        sees to an equal number of batches. A batch that runs out of samples is filled from the
-        start of the epoch's order.
+        ``X`` is (n, ...) of the dtype that the network takes, ``y`` (n,) of integers (or of floats
+        that are whole numbers), NumPy arrays that are only read; or ``X`` is an ``NDArrayIter`` of
+        both, whose ``batch_size`` and ``shuffle`` then count. ``eval_data`` is a pair of such
+        arrays or an ``NDArrayIter``. With a ``dist`` store every worker gives the full data and fit
+        deals them out (``kvstore.model.shard``); with ``shard=False`` each trains on what it gives,
+        and fit sees to an equal number of batches. A batch that runs out of samples is filled from
+        the start of the epoch's order.
 
         ``eval_metric`` is whatever ``kvstore.metric.create`` takes. Metrics other than accuracy
         and loss need a second forward pass for the training batches. Callbacks get a
@@ -192,7 +195,7 @@ class FeedForward:
             self.numpy_batch_size, shuffle = X.batch_size, X.shuffle
         data = _checked_pair(X, y)
         if self.num_epoch is None:
-            raise UsageError("fit needs num_epoch, the number of the epoch to stop before")
+            raise UsageError("fit needs num_epoch, the number of epochs after which training stops")
         slices = self._slices(work_load_list)
         evaluation = None if eval_data is None else _checked_eval_data(eval_data)
         metric = create_metric(eval_metric)

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from kvstore import random
+from kvstore.absent import missing
 from kvstore.context import Context
 from kvstore.errors import ArgumentTypeError
 from kvstore.lazy import waitall
@@ -281,3 +282,7 @@ def _of_two(ufunc: np.ufunc, lhs: Any, rhs: Any) -> NDArray:
         checked_array(lhs)
     made: NDArray = ufunc(lhs, rhs)
     return made
+
+
+def __getattr__(name: str) -> Any:
+    raise missing("kvstore.nd", name, __all__)

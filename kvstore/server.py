@@ -6,8 +6,10 @@ stores themselves on a server. Importing has no effect. Read next: ``server_stor
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ from kvstore.protocol import DIRECTORY_APP, STORE_APP
 from kvstore.server_stores import ServerStores
 from pslite import Config, Postoffice, Role, start
 from pslite.errors import PSError
+from pslite.version import __version__
 
 
 def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
@@ -46,9 +49,15 @@ def import_modules(names: str) -> list[str]:
     for name in filter(None, (part.strip() for part in names.split(","))):
         try:
             _import(name)
-        except Exception:
+        except (Exception, SystemExit):  # a script that ends itself must not end the server
             errors.append(f"importing {name} (--server-import) failed:\n{traceback.format_exc()}")
     return errors
+
+
+def import_failures(names: str) -> list[str]:
+    """The same in one line for each failure, without its traceback: for the launcher."""
+    texts = [error.strip().splitlines() for error in import_modules(names)]
+    return [f"{lines[0]} {lines[-1]}" for lines in texts]
 
 
 def _import(name: str) -> None:
@@ -63,8 +72,11 @@ def _import(name: str) -> None:
     spec.loader.exec_module(module)
 
 
-def serve(config: Config) -> int:
-    """Run a scheduler or a server until its job is over; returns the exit code."""
+def serve(config: Config, *, joined_fd: int = -1) -> int:
+    """Run a scheduler or a server until its job is over; returns the exit code.
+
+    A byte goes to ``joined_fd``, where one is given, once the cluster is complete.
+    """
     # A pool thread that holds the interpreter keeps the I/O thread waiting this long.
     sys.setswitchinterval(0.001)
     node = None
@@ -74,6 +86,8 @@ def serve(config: Config) -> int:
         for error in errors:
             print(error, file=sys.stderr)
         node = start(config, prepare=lambda node: install(node, errors), wait=False)
+        if joined_fd >= 0:
+            node.ready.on_done(lambda ready: _tell(joined_fd, ready.error()))
         node.finished.result()
     except KeyboardInterrupt:
         # Whoever still needs this node has lost it: that it left would blame the next to end.
@@ -88,8 +102,33 @@ def serve(config: Config) -> int:
     return 0
 
 
-def main() -> int:
-    """``python -m kvstore.server``: a scheduler or a server, by DMLC_ROLE."""
+def _tell(joined_fd: int, error: BaseException | None) -> None:
+    try:
+        if error is None:
+            os.write(joined_fd, b"1")
+    except OSError:  # nobody wants to know any more
+        pass
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvstore.server",
+        description="Run the scheduler or a server of a job until the job is over. Which of them, "
+        "and where, is said by environment variables; kvstore-launch sets them.",
+        epilog="DMLC_ROLE is scheduler or server; DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT are the "
+        "scheduler's address; DMLC_NUM_WORKER and DMLC_NUM_SERVER count the job's processes. "
+        "KVSTORE_SERVER_IMPORT names modules to import, separated by commas.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, *, joined_fd: int = -1) -> int:
+    """``python -m kvstore.server``: a scheduler or a server, by DMLC_ROLE.
+
+    ``arguments`` are the command line without the program's name (default: this process's).
+    """
+    _parser().parse_args(arguments)
     try:
         config, unknown = Config.from_env()
     except PSError as error:
@@ -100,7 +139,7 @@ def main() -> int:
     if config.role == Role.WORKER.value:
         print("DMLC_ROLE must be server or scheduler for kvstore.server", file=sys.stderr)
         return 2
-    return serve(config)
+    return serve(config, joined_fd=joined_fd)
 
 
 if __name__ == "__main__":

@@ -281,7 +281,7 @@ def checked_data(x: object, y: object) -> tuple[HostArray, NDArray[np.int64]]:
     """Samples and labels as NumPy arrays, or an error that says what is wrong with them.
 
     No copy is made of what already fits: ``x`` any array of at least one sample, ``y`` one
-    integer for each.
+    integer for each; whole numbers of a float dtype, MXNet's convention, become integers.
     """
     if y is None:
         raise UsageError("labels are missing: give y, one integer for each sample")
@@ -291,9 +291,45 @@ def checked_data(x: object, y: object) -> tuple[HostArray, NDArray[np.int64]]:
             f"X must be (n, ...) with n of at least 1 and y (n,); they have the shapes "
             f"{samples.shape} and {labels.shape}"
         )
-    if labels.dtype.kind not in "iu":
-        raise ArgumentTypeError(f"labels must be integers (classes from 0 on), not {labels.dtype}")
+    if labels.dtype.kind == "f":
+        _check_whole(labels)
+    elif labels.dtype.kind not in "iu":
+        raise ArgumentTypeError(
+            f"labels must be integers (classes from 0 on), not {labels.dtype}; use y.astype(int) "
+            f"if they are meant as such"
+        )
     return samples, labels.astype(np.int64, copy=False)
+
+
+def _check_whole(labels: HostArray) -> None:
+    """Raise ``ArgumentTypeError`` unless these floats are integers, to the last bit."""
+    # NaN is unequal to itself, and beyond 2**53 a float no longer tells neighbours apart.
+    with np.errstate(over="ignore"):  # of a long double that is no float64
+        magnitudes = np.abs(labels.astype(np.float64))
+    wrong = (labels != np.trunc(labels)) | ~(magnitudes <= 2.0**53)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise ArgumentTypeError(
+            f"labels must be integers (classes from 0 on) or floats that are whole numbers; "
+            f"label {at} is {labels[at]}. Use y.astype(int) if the rest may be cut off"
+        )
+
+
+def check_network(network: object) -> None:
+    """Raise ``ArgumentTypeError`` unless this offers what ``Network`` asks for."""
+    needed = ("init_params", "loss_and_gradients", "predict")
+    absent = [name for name in needed if not callable(getattr(network, name, None))]
+    if isinstance(network, type):
+        problem = f"the class {network.__name__}, not an object of it"
+    elif absent:
+        problem = f"{type(network).__name__} {network!r:.60}, without {', '.join(absent)}"
+    else:
+        return
+    raise ArgumentTypeError(
+        f"symbol must be a network: an object with init_params(input_shape, rng), "
+        f"loss_and_gradients(params, x, y) and predict(params, x), as kvstore.model.Network says; "
+        f"got {problem}"
+    )
 
 
 START = (

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 #: How much longer than the scheduler a node waits for the cluster to be complete.
 _GRACE_S = 1.0
 
+#: A node that still runs this long after the scheduler was lost goes on without it. Longer than
+#: the launcher waits between an interrupt, which ends the scheduler first, and SIGTERM.
+_WARN_AFTER_S = 3.5
+
 SCHEDULER = "scheduler"
 """The name under which every node connects to the scheduler."""
 
@@ -83,6 +87,7 @@ class MemberControl:
         self._barriers: dict[tuple[int, int], Future[None]] = {}
         self._barrier_rounds: Counter[int] = Counter()
         self._scheduler_error: NodeLostError | None = None
+        self._warn_at: float | None = None
         self._leaving = False
 
     # -- joining -----------------------------------------------------------------------
@@ -277,9 +282,8 @@ class MemberControl:
     def _scheduler_gone(self, error: NodeLostError, *, is_news: bool) -> None:
         self._scheduler_error = error
         if is_news:
-            self._office.log.warn(
-                "push and pull go on; barriers, init and joins no longer work without the scheduler"
-            )
+            # Whoever ends a whole job ends the scheduler, too: this node may be the next.
+            self._warn_at = self._office.clock() + _WARN_AFTER_S
         self._end_barriers(error)
 
     # -- the end -----------------------------------------------------------------------
@@ -287,11 +291,13 @@ class MemberControl:
     def say_goodbye(self, now: float) -> None:
         office = self._office
         self._leaving = True
+        self._warn_at = None
         for node in office.neighbours():
             office.send(node.node_id, Leave())
 
     def fail(self, error: BaseException) -> None:
         self._stop_waiting()
+        self._warn_at = None
         self._end_barriers(error)
 
     def _end_barriers(self, error: BaseException) -> None:
@@ -308,7 +314,12 @@ class MemberControl:
             # The roster, by which nodes know whom to send signs of life, is not there yet.
             self._beat_at = beat_at(self._office.config, now)
             self._office.links.send(SCHEDULER, Beat(), (), 0, now)
+        if self._warn_at is not None and now >= self._warn_at:
+            self._warn_at = None
+            self._office.log.warn(
+                "push and pull go on; barriers, init and joins no longer work without the scheduler"
+            )
 
     def next_due(self) -> float | None:
-        times = (self._deadline, self._roster_at, self._beat_at)
+        times = (self._deadline, self._roster_at, self._beat_at, self._warn_at)
         return min((time for time in times if time is not None), default=None)

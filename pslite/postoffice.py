@@ -409,7 +409,7 @@ class Postoffice:
 
     def departed(self, gone: Gone) -> None:
         """A node is gone (``membership`` knows); called by ``control``."""
-        error = NodeLostError(gone.sentence, role=gone.node.role, rank=gone.node.rank)
+        error = NodeLostError(gone.error_text, role=gone.node.role, rank=gone.node.rank)
         node = gone.node.node_id
         self.watch.forget(gone.node.uid)
         self.customers.pending.depart(node, error)

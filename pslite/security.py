@@ -23,8 +23,8 @@ MIN_KEY_BYTES = 16
 MAX_KEY_BYTES = 4096
 
 HOW_TO_MAKE_A_KEY = (
-    "make a key (umask 077; head -c 32 /dev/urandom | base64 > job.key), copy it to every host "
-    "of the job and set PS_JOB_KEY_FILE to its path in every process"
+    "make a key by `(umask 077; head -c 32 /dev/urandom | base64 > job.key)`, copy it to every "
+    "host of the job and set PS_JOB_KEY_FILE to its path in every process"
 )
 WHAT_TO_COMPARE = (
     "compare the job key (PS_JOB_KEY_FILE) and PS_SECURITY: both must be the same on all nodes"

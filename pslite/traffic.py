@@ -171,6 +171,5 @@ class Traffic:
         names = [name for namer in self.namers if (name := namer.name_of(message.part))]
         what = names[0] if names else f"part {message.part}"
         self._office.log.warn(
-            f"round {message.round} of {what} has waited "
-            f"{message.waited_s:.0f} s for {missing}"
+            f"round {message.round} of {what} has waited {message.waited_s:.0f} s for {missing}"
         )

@@ -6,12 +6,26 @@ checkout importable here; the launcher does it for the processes that it starts.
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
 
-from kvstore.launch.cli import main
+
+def main() -> int:
+    """Run one job and return the launcher's exit code."""
+    # By its path: importing anything of the package needs NumPy.
+    requirements = runpy.run_path(str(ROOT / "kvstore" / "launch" / "requirements.py"))
+    sentence = requirements["missing_packages"]()
+    if sentence is not None:
+        print(f"[launcher] {sentence}", file=sys.stderr)
+        return 2
+    sys.path.insert(0, str(ROOT))
+    from kvstore.launch.cli import main as launch
+
+    return launch()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,12 @@ def add_fit_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--cpus", type=int, default=1, help="CPU devices, when no GPU is named")
     add("--kv-store", default="local", help="type of the key-value store")
     add("--batch-size", type=positive, default=128, help="samples per worker and step")
-    add("--num-epochs", type=positive, default=8, help="the epoch to stop after")
+    add(
+        "--num-epochs",
+        type=positive,
+        default=8,
+        help="the number of epochs after which training stops",
+    )
     add("--optimizer", default="sgd", help="name of the optimizer")
     add("--lr", type=float, default=0.1, help="learning rate")
     add("--lr-factor", type=float, default=0.1, help="what it is multiplied by at each step")
@@ -91,6 +97,15 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     if args.load_epoch and not args.model_prefix:
         parser.error("--load-epoch needs the --model-prefix under which the epoch was saved")
     return args
+
+
+def check_prefix(args: argparse.Namespace, rank: int) -> None:
+    """Rather say now than after an epoch that the model cannot be saved. Rank 0 saves."""
+    folder = Path(args.model_prefix).parent
+    if args.model_prefix and rank == 0 and not folder.is_dir():
+        raise UsageError(
+            f"--model-prefix {args.model_prefix}: there is no folder {folder}; create it first"
+        )
 
 
 def positive(text: str) -> int:

@@ -21,7 +21,7 @@ class History:
         self.epochs: list[Progress] = []
         self._path = path
         if path is not None:
-            import_pyplot()  # rather say now than after the training that it is missing
+            check_path(path)  # rather say now than after the training that it cannot be
 
     def add(self, progress: Progress) -> None:
         self.epochs.append(progress)
@@ -49,6 +49,16 @@ class History:
             raise UsageError(f"cannot draw into {self._path}: {error}") from error
         finally:
             pyplot.close(figure)
+
+
+def check_path(path: Path) -> None:
+    """Raises ``UsageError`` unless matplotlib can draw into a file of this name."""
+    canvas = import_pyplot().matplotlib.backend_bases.FigureCanvasBase
+    formats = sorted(canvas.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise UsageError(f"cannot draw into {path}: its end must be one of .{', .'.join(formats)}")
+    if not path.parent.is_dir():
+        raise UsageError(f"cannot draw into {path}: there is no folder {path.parent}")
 
 
 def import_pyplot() -> Any:

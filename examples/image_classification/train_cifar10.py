@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Trains from ``--load-epoch`` to ``--num-epochs``; rank 0 evaluates and saves."""
+    """Trains until ``--num-epochs`` epochs are done; rank 0 evaluates and saves."""
     training, test = images_of(args)
     network = torch_resnet.create(args.network, args.num_layers, args.num_group, args.seed)
     if args.load_epoch:
@@ -71,6 +71,7 @@ def train(args: argparse.Namespace) -> None:
     parts = split_input_slice(args.batch_size, [1.0] * len(devices))
     replicas = [Replica(network, device, part) for device, part in zip(devices, parts, strict=True)]
     with mx.kvstore.create(args.kv_store) as store, Trainer(store, replicas) as trainer:
+        common.check_prefix(args, store.rank)
         common.compress(args, store)
         num_batches = common.count_batches(args, store, len(training.labels))
         num_batches = min(num_batches, args.num_batches or num_batches)
@@ -153,9 +154,7 @@ class Loop:
         print(f"epoch {done}/{args.num_epochs}: test accuracy: {accuracy:.4f}", flush=True)
         if args.model_prefix and done % args.save_period == 0:
             # The states first, so that there is never a network without them.
-            states = states_path(args.model_prefix, done)
-            states.parent.mkdir(parents=True, exist_ok=True)
-            self.store.save_optimizer_states(states)
+            self.store.save_optimizer_states(states_path(args.model_prefix, done))
             path = torch_training.save_network(first.network, args.model_prefix, done)
             print(f"saved {path}", flush=True)
 

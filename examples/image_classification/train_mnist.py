@@ -64,6 +64,7 @@ def train(args: argparse.Namespace) -> None:
     training_digits, test_digits = mnist.load(args.data_dir)
     history = History(args.plot)
     with mx.kvstore.create(args.kv_store) as store:
+        common.check_prefix(args, store.rank)
         common.compress(args, store)
         printer = ProgressPrinter(sys.stdout, store.rank, args.num_epochs, args.disp_batches)
         at_epoch_end: list[Any] = [printer.on_epoch, history.add]

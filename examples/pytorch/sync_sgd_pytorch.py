@@ -9,12 +9,16 @@ The store holds no optimizer. ``sync_sgd_pytorch.py local`` trains alone, withou
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "image_classification"))
+if __name__ == "__main__" and importlib.util.find_spec("torch") is None:
+    sys.exit("sync_sgd_pytorch: PyTorch is missing; install it: pip install torch")
 
 import mnist
 import torch
@@ -23,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 import kvstore as mx
 
-EPOCHS, BATCH, LEARNING_RATE, MOMENTUM = 4, 32, 0.1, 0.5
+BATCH, LEARNING_RATE, MOMENTUM = 32, 0.1, 0.5
 
 
 def lenet(seed: int) -> nn.Sequential:
@@ -60,9 +64,15 @@ def accuracy(model: nn.Module, digits: mnist.Digits) -> float:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Synchronous SGD in PyTorch over a store.")
+    parser.add_argument("kv_store", nargs="?", default="dist_sync", help="local, or dist_sync")
+    parser.add_argument("--epochs", type=int, default=4, help="how many to train (4)")
+    args = parser.parse_args()
+    if args.epochs < 1:
+        parser.error("--epochs must be at least 1")
     training, test = mnist.load()
-    with mx.kvstore.create(sys.argv[1] if sys.argv[1:] else "dist_sync") as kv:
+    with mx.kvstore.create(args.kv_store) as kv:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // kv.num_workers))
         model = lenet(seed=kv.rank)  # broadcast makes them equal
-        train(kv, model, training, EPOCHS)
+        train(kv, model, training, args.epochs)
         print(f"worker {kv.rank} of {kv.num_workers}: accuracy {accuracy(model, test):.4f}")

@@ -1,10 +1,11 @@
 """The launcher: starts one scheduler, the servers and the workers of a job, and ends them all.
 
-It knows nothing of arrays or messages and imports neither ``pslite`` nor NumPy itself, so
-that it starts fast. Everything runs on the main thread. Read ``cli.py`` next, then
-``options.py`` (the command line), ``plan.py`` (who is started with which environment),
-``lifecycle.py`` (the rules by which a job ends) and ``supervisor.py`` (the processes);
-``guardian.py`` is what remains when the launcher itself is killed.
+It knows nothing of arrays or messages and imports neither NumPy nor, but for its version,
+``pslite`` itself, so that it starts fast. Everything runs on the main thread. Read ``cli.py``
+next, then ``options.py`` (the command line), ``plan.py`` (who is started with which
+environment), ``preflight.py`` (what is checked before), ``lifecycle.py`` (the rules by which a
+job ends) and ``supervisor.py`` (the processes); ``guardian.py`` is what remains when the
+launcher itself is killed.
 """
 
 from __future__ import annotations

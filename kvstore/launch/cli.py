@@ -14,6 +14,7 @@ from pathlib import Path
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.local import run_local
 from kvstore.launch.options import LaunchError, parse_arguments
+from kvstore.launch.requirements import missing_packages
 
 
 def main(
@@ -32,6 +33,9 @@ def main(
     service = service_command or (sys.executable, str(Path(__file__).with_name("service.py")))
     try:
         options = parse_arguments(arguments)
+        missing = missing_packages() if service_command is None else None
+        if missing is not None:
+            raise LaunchError(missing, exit_code=2)
         return run_local(options, os.environ, service, timing or Timing())
     except LaunchError as error:
         print(f"[launcher] {error}", file=sys.stderr)

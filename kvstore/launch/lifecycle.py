@@ -7,8 +7,10 @@ prints nothing. ``supervisor.py`` feeds it from the main thread and carries the 
 ::
 
     RUNNING ──all workers ended with 0──> DRAINING ──everybody ended──> ENDED
-       │                                     │ drain_s over: warn, stop
-       ├──a process failed──> FAILING ───────┤ failure_s over: stop
+       │                                     │ drain_s over: warn, stop; alone_s over and
+       │                                     │ nobody had ever joined: a failure, stop
+       ├──a process failed──> FAILING ───────┤ failure_s over: stop; or alone_s, once no
+       │                                     │ worker is left: it is nobody's to wait for
        └──SIGINT, SIGTERM, SIGHUP──> STOPPING: one signal after the other until all have ended
 
 Service processes (scheduler, servers) end with 0 once every worker has said goodbye to them,
@@ -33,6 +35,7 @@ class Timing:
     drain_s: float = 10.0  # scheduler and servers, after the last worker
     service_s: float = 10.0  # the rest of the service, after one of it ended with 0 too early
     failure_s: float = 5.0  # the others, after the first failure
+    alone_s: float = 0.5  # the service, after a failure when no worker is left, or if none joined
     step_s: float = 3.0  # between one signal and the next, stronger one
     killed_s: float = 10.0  # for the kernel to end a process after SIGKILL
     leftover_s: float = 1.0  # grandchildren, between SIGTERM and SIGKILL
@@ -91,6 +94,8 @@ class Lifecycle:
         self.interrupted_by: signal.Signals | None = None
         self.failed = False
         self.drain_expired = False
+        self.unjoined = False
+        self._joined = False
         self._specs = specs
         self._timing = timing
         self._sweep = 0
@@ -112,9 +117,15 @@ class Lifecycle:
         if len(self.exits) == len(self._specs):
             self.failed = self.failed or (failed and not stopped)
             self._enter(Phase.ENDED, None)
-        elif self.phase in (Phase.RUNNING, Phase.DRAINING):
+        elif self.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FAILING):
             self._settle(failed, now_s)
         return []
+
+    def joined(self, now_s: float) -> None:
+        """The scheduler says that all nodes have joined the cluster."""
+        self._joined = True
+        if self.phase is Phase.DRAINING:
+            self._enter(Phase.DRAINING, now_s + self._timing.drain_s)
 
     def signalled(self, signal_number: signal.Signals, now_s: float) -> list[Effect]:
         """The launcher itself got a signal. One while it is stopping hurries it on."""
@@ -139,6 +150,9 @@ class Lifecycle:
             return []
         if self.phase is Phase.STOPPING:
             return self._next_step(now_s)
+        if self.phase is Phase.DRAINING and not self._joined:
+            self.unjoined = self.failed = True
+            return self._stop(signal.SIGTERM, now_s)
         if self.phase is Phase.DRAINING:
             self.drain_expired = True
             warning = Say(
@@ -150,13 +164,22 @@ class Lifecycle:
         return self._stop(signal.SIGTERM, now_s)
 
     def _settle(self, failed: bool, now_s: float) -> None:
-        """Decide, in RUNNING or DRAINING, what the exits so far mean."""
-        if failed:
+        """Decide, in RUNNING, DRAINING or FAILING, what the exits so far mean."""
+        if failed and self.phase is not Phase.FAILING:
             self.failed = True
             self._enter(Phase.FAILING, now_s + self._timing.failure_s)
+        if self.phase is Phase.FAILING:
+            if self._all_ended(worker=True) and self._deadline_s is not None:
+                # A moment all the same: one of the service may be about to say the cause.
+                self._deadline_s = min(self._deadline_s, now_s + self._timing.alone_s)
         elif self._all_ended(worker=True):
             if self.phase is Phase.RUNNING:
-                self._enter(Phase.DRAINING, now_s + self._timing.drain_s)
+                # What the scheduler says may be under way; so may its end, which says as much.
+                self._joined = self._joined or self._has_ended_with_0("scheduler")
+                patience_s = self._timing.drain_s if self._joined else self._timing.alone_s
+                self._enter(Phase.DRAINING, now_s + patience_s)
+            elif not self._joined and self._has_ended_with_0("scheduler"):
+                self.joined(now_s)
         elif self._all_ended(worker=False):
             self._deadline_s = None
         elif self._deadline_s is None and self._any_service_ended():
@@ -187,6 +210,12 @@ class Lifecycle:
             index in self.exits
             for index, spec in enumerate(self._specs)
             if (spec.role == "worker") == worker
+        )
+
+    def _has_ended_with_0(self, role: str) -> bool:
+        return any(
+            self._specs[index].role == role and found.status == 0
+            for index, found in self.exits.items()
         )
 
     def _any_service_ended(self) -> bool:

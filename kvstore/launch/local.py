@@ -10,7 +10,10 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shlex
 import shutil
+import signal
+import socket
 import sys
 import sysconfig
 import tempfile
@@ -29,11 +32,17 @@ from kvstore.launch.plan import (
     plan_local,
     requested_address,
 )
+from kvstore.launch.preflight import check_server_imports
 from kvstore.launch.report import Ended, failure_block
 from kvstore.launch.supervisor import Outcome, StartFailure, Supervisor
 
 EXIT_CANNOT_EXECUTE = 126
 EXIT_NOT_FOUND = 127
+
+_UNJOINED = (
+    "the workers ended without joining the job: does the script create a dist_... store? "
+    "(each of them ran by itself)"
+)
 
 
 def run_local(
@@ -49,8 +58,9 @@ def run_local(
     """
     host, port = _address(environ)
     job_id = secrets.token_hex(8)
-    with listen(host, port) as listener:
-        log_dir, is_temporary = _make_log_dir(options.log_dir)
+    # One end goes to the scheduler, which says on it that all have joined.
+    heard, joined = socket.socketpair()
+    with heard, joined, listen(host, port) as listener:
         key_file = None if brings_a_key(options, environ) else new_key_file()
         facts = JobFacts(
             job_id=job_id,
@@ -60,17 +70,23 @@ def run_local(
             cpu_count=available_cpu_count(),
             checkout_root=checkout_root(),
             key_file=None if key_file is None else str(key_file),
+            joined_fd=joined.fileno(),
         )
         specs = plan_local(options, facts, environ, service_command)
+        variables = base_environment(environ)
+        check_server_imports(specs, variables, options.server_imports)
+        log_dir, is_temporary = _make_log_dir(options.log_dir)
         with Supervisor(job_id, environ, log_dir, timing) as supervisor:
             for note in options.notes:
                 supervisor.say(note)
             if key_file is not None:
                 supervisor.remove_at_the_end(key_file.parent)
                 write_key(key_file)
-            supervisor.start(specs, base_environment(environ))
-            # Only the scheduler holds the socket now: when it dies, connections are refused.
+            supervisor.start(specs, variables)
+            # Only the scheduler holds the sockets now: when it dies, connections are refused.
             listener.close()
+            joined.close()
+            supervisor.listen_for_joined(heard)
             outcome = supervisor.wait()
     return _conclude(outcome, log_dir, is_temporary)
 
@@ -119,29 +135,51 @@ def _conclude(outcome: Outcome, log_dir: Path, is_temporary: bool) -> int:
     """Say how it ended and return the exit code."""
     if outcome.start_failure is not None:
         return _conclude_start_failure(outcome.start_failure, log_dir, is_temporary)
+    if outcome.unjoined:
+        _remove(log_dir, is_temporary)  # nothing but what has been on the terminal
+        _say(f"[launcher] {_UNJOINED}\n")
+        return 1
     if outcome.failed:
         failures, stopped = _failures(outcome)
         _say(failure_block(failures, stopped, str(log_dir), start_s=outcome.start_s))
         if outcome.interrupted_by is None:
             return exit_code(failures[0].exit)
     if outcome.interrupted_by is not None:
-        name = outcome.interrupted_by.name
         if not outcome.failed:
-            _say(f"[launcher] ended by {name}; logs of all processes: {log_dir}\n")
+            _conclude_interrupted(outcome.interrupted_by, log_dir, is_temporary)
         return 128 + outcome.interrupted_by
     if outcome.drain_expired:
         _say(f"[launcher] the workers succeeded; logs of all processes: {log_dir}\n")
-    elif is_temporary:
-        shutil.rmtree(log_dir, ignore_errors=True)
+    else:
+        _remove(log_dir, is_temporary)
     return 0
 
 
-def _conclude_start_failure(failure: StartFailure, log_dir: Path, is_temporary: bool) -> int:
+def _conclude_interrupted(number: signal.Signals, log_dir: Path, is_temporary: bool) -> None:
+    """Whoever pressed Ctrl-C has seen the output; a batch system, or a closed terminal, has not."""
+    is_over = number is signal.SIGINT and is_temporary
+    where = "" if is_over else f"; logs of all processes: {log_dir}"
+    _remove(log_dir, is_over)
+    _say(f"[launcher] ended by {number.name}{where}\n")
+
+
+def _remove(log_dir: Path, is_temporary: bool) -> None:
     if is_temporary:
         shutil.rmtree(log_dir, ignore_errors=True)
-    program, error = failure.spec.argv[0], failure.error
+
+
+def _conclude_start_failure(failure: StartFailure, log_dir: Path, is_temporary: bool) -> int:
+    _remove(log_dir, is_temporary)
+    argv, error = failure.spec.argv, failure.error
+    program = argv[0]
     missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
-    if missing and "/" not in program:
+    if missing and len(program.split()) > 1 and not os.path.exists(program):
+        reason = "there is no program of this name; write the command without the quotes around "
+        reason += f"it: {shlex.join([*program.split(), *argv[1:]])}"
+    elif missing and program.endswith(".py"):
+        reason = "this is a script and no program; give it to its interpreter, as in: "
+        reason += shlex.join(["python", *argv])
+    elif missing and "/" not in program:
         reason = "there is no such program on the PATH"
     elif missing and os.path.exists(program):
         reason = "the interpreter that its first line names does not exist"
@@ -149,7 +187,8 @@ def _conclude_start_failure(failure: StartFailure, log_dir: Path, is_temporary: 
         reason = "there is no such program"
     elif error.errno in (errno.EACCES, errno.ENOEXEC):
         reason = f"{error.strerror}; a script must be executable and begin with '#!', or be given "
-        reason += "to its interpreter, as in: python train.py"
+        example = ("python", *argv) if program.endswith(".py") else ("python", "train.py")
+        reason += f"to its interpreter, as in: {shlex.join(example)}"
     else:
         reason = str(error.strerror)
     _say(f"[launcher] cannot start {failure.spec.name}: '{program}': {reason}\n")

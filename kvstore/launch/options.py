@@ -1,9 +1,9 @@
 """The launcher's command line, as data.
 
 Pure: text in, :class:`LaunchOptions` or :class:`LaunchError` out; no process, file or
-environment is touched. The names of the flags are those of MXNet's ``tools/launch.py``.
-Unlike there, everything from the first argument that is not an option of ours belongs to the
-user's command and is never looked at again. Read ``plan.py`` next.
+environment is touched (``--help`` and ``--version`` print). The names of the flags are those of
+MXNet's ``tools/launch.py``. Unlike there, everything from the first argument that is not an
+option of ours belongs to the user's command and is never looked at again. Read ``plan.py`` next.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
+
+from pslite.version import __version__
 
 LAUNCHERS = ("local", "ssh", "mpi", "sge", "yarn")
 AVAILABLE_LAUNCHERS = ("local",)
@@ -30,6 +32,7 @@ RESERVED_NAMES = frozenset(
         "PS_JOB_ID",
         "PS_JOB_KEY_FD",
         "PS_LISTEN_FD",
+        "PS_JOINED_FD",
     }
 )
 
@@ -76,8 +79,8 @@ class _Parser(argparse.ArgumentParser):
 def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
     """Read a command line without the program's own name.
 
-    Raises :class:`LaunchError` with exit code 2 when it makes no sense. ``--help`` prints and
-    raises ``SystemExit(0)``, as argparse does.
+    Raises :class:`LaunchError` with exit code 2 when it makes no sense. ``--help`` and
+    ``--version`` print and raise ``SystemExit(0)``, as argparse does.
     """
     parser = _build_parser()
     own_arguments, command = split_command(argv, _options_with_value(parser))
@@ -91,7 +94,8 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
     num_servers = found.num_workers if found.num_servers is None else found.num_servers
     _check_count("--num-workers", found.num_workers)
     _check_count("--num-servers", num_servers)
-    notes = _check_launcher(found.launcher, found.hostfile)
+    _check_launcher(found.launcher, found.hostfile)
+    notes = []
     if found.sync_dst_dir is not None:
         notes.append("--sync-dst-dir has no effect: everything runs on this machine")
     if found.p3:
@@ -139,6 +143,7 @@ def _build_parser() -> _Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("--version", action="version", version=f"kvstore-launch {__version__}")
     add("-n", "--num-workers", type=int, required=True, metavar="N", help="how many workers")
     add("-s", "--num-servers", type=int, metavar="N", help="how many servers (default: as workers)")
     add("-H", "--hostfile", metavar="FILE", help="hosts, for launchers that reach other machines")
@@ -146,7 +151,8 @@ def _build_parser() -> _Parser:
     add(
         "--launcher",
         choices=LAUNCHERS,
-        help=f"how processes are started; available: {', '.join(AVAILABLE_LAUNCHERS)}",
+        help=f"how processes are started; available: {', '.join(AVAILABLE_LAUNCHERS)} "
+        "(the default without --hostfile: everything on this machine)",
     )
     add(
         "--env",
@@ -188,14 +194,10 @@ def _check_count(option: str, count: int) -> None:
         raise LaunchError(f"{option} must be at least 1, not {count}", exit_code=2)
 
 
-def _check_launcher(launcher: str | None, hostfile: str | None) -> list[str]:
-    """Return the lines to say; MXNet's default is ssh, which means nothing without hosts."""
-    notes: list[str] = []
-    if launcher is None and hostfile is None:
-        launcher = "local"
-        notes.append("neither --launcher nor --hostfile given: starting everything on this machine")
-    elif launcher is None:
-        launcher = "ssh"
+def _check_launcher(launcher: str | None, hostfile: str | None) -> None:
+    """MXNet's default is ssh, which means nothing without hosts; so it is local then."""
+    if launcher is None:
+        launcher = "local" if hostfile is None else "ssh"
     if launcher not in AVAILABLE_LAUNCHERS:
         raise LaunchError(
             f"launcher '{launcher}' is not available in this version; "
@@ -208,7 +210,6 @@ def _check_launcher(launcher: str | None, hostfile: str | None) -> list[str]:
             "leave one of the two out",
             exit_code=2,
         )
-    return notes
 
 
 def _forwarded_assignments(texts: Sequence[str]) -> tuple[Assignment, ...]:

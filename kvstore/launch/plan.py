@@ -2,8 +2,8 @@
 
 Pure: options and facts in, a list of :class:`ProcessSpec` out; nothing is started or read
 here. The variables are those of ps-lite's contract (``DMLC_*``) plus ``PS_JOB_ID``,
-``PS_JOB_KEY_FILE``, ``PS_SECURITY`` and ``PS_LISTEN_FD``. Read ``supervisor.py`` next, which
-starts what is planned here.
+``PS_JOB_KEY_FILE``, ``PS_SECURITY``, ``PS_LISTEN_FD`` and ``PS_JOINED_FD``. Read
+``supervisor.py`` next, which starts what is planned here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ THREAD_COUNT_NAMES = (
 )
 
 # What a job around this one left in the environment, and no process of this job may see.
-_FOREIGN_NAMES = ("PS_LISTEN_FD", "PS_JOB_KEY_FD", "DMLC_RANK")
+_FOREIGN_NAMES = ("PS_LISTEN_FD", "PS_JOINED_FD", "PS_JOB_KEY_FD", "DMLC_RANK")
 SERVER_IMPORT_NAME = "KVSTORE_SERVER_IMPORT"
 
 
@@ -49,7 +49,8 @@ class JobFacts:
     ``checkout_root`` is the directory that makes ``kvstore`` importable, or None where the
     package is installed: adding a ``site-packages`` to PYTHONPATH would give a worker that
     runs under another interpreter the wrong libraries. ``key_file`` is the file with the job's
-    key, or None where the user has given one.
+    key, or None where the user has given one. The scheduler writes a byte to ``joined_fd``
+    once all have joined.
     """
 
     job_id: str
@@ -59,6 +60,7 @@ class JobFacts:
     cpu_count: int
     checkout_root: str | None
     key_file: str | None = None
+    joined_fd: int = -1
 
 
 def plan_local(
@@ -101,7 +103,11 @@ def plan_local(
         service["PYTHONPATH"] = _joined_path(root, service, environ, root_first=True)
         server["PYTHONPATH"] = _joined_path(root, server, environ, root_first=True)
         worker["PYTHONPATH"] = _joined_path(root, worker, environ, root_first=False)
-    listener = {"PS_LISTEN_FD": str(facts.listen_fd)}
+    descriptors = {"PS_LISTEN_FD": str(facts.listen_fd)}
+    inherited: tuple[int, ...] = (facts.listen_fd,)
+    if facts.joined_fd >= 0:
+        descriptors["PS_JOINED_FD"] = str(facts.joined_fd)
+        inherited += (facts.joined_fd,)
 
     def spec(
         role: str,
@@ -114,7 +120,7 @@ def plan_local(
         return ProcessSpec(role, rank, tuple(argv), {**environment, **job, **identity}, fds)
 
     return [
-        spec("scheduler", 0, service_command, {**service, **listener}, (facts.listen_fd,)),
+        spec("scheduler", 0, service_command, {**service, **descriptors}, inherited),
         *(spec("server", rank, service_command, server) for rank in range(options.num_servers)),
         *(spec("worker", rank, options.command, worker) for rank in range(options.num_workers)),
     ]

@@ -47,14 +47,30 @@ def failure_block(
         f"command:  {_command(first.spec.argv)}",
         *_log_lines(shown),
     ]
-    if len(failures) > 1:
-        others = ", ".join(f"{one.spec.name} ({_how(one)})" for one in failures[1:])
-        lines.append(f"other failures, as consequences: {others}")
+    lines += _other_failures(first, failures[1:])
     if stopped:
         names = ", ".join(one.spec.name for one in stopped)
         lines.append(f"ended by the launcher: {names}")
     lines.append(f"logs of all processes: {log_dir}")
     return "\n".join(lines) + "\n"
+
+
+def _other_failures(first: Ended, others: Sequence[Ended]) -> list[str]:
+    """Two lines at most: whoever ended in the words of the first failure, and all the others."""
+    same = [one for one in others if _last_words(one) == _last_words(first)]
+    different = [one for one in others if one not in same]
+    lines = []
+    if same:
+        lines.append(f"the same on {', '.join(one.spec.name for one in same)}")
+    if different:
+        names = ", ".join(f"{one.spec.name} ({_how(one)})" for one in different)
+        lines.append(f"other failures: {names}")
+    return lines
+
+
+def _last_words(ended: Ended) -> tuple[str, int, Sequence[str]]:
+    """The last line says the error; those before may hold numbers of processes and times."""
+    return ended.spec.role, ended.exit.status, list(ended.last_lines)[-1:]
 
 
 def _how(ended: Ended) -> str:

@@ -2,7 +2,8 @@
 
 Run by its path, because ``-m kvstore.server`` imports the package and NumPy before any code of
 ours runs, and an interrupt in that fifth of a second would end in a traceback. The launcher
-passes interrupts on to all processes, so users would see many. Nothing imports this file.
+passes interrupts on to all processes, so users would see many. With ``--check-imports`` it only
+imports what ``--server-import`` names (``preflight.py``). Nothing imports this file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,16 @@ def _end_quietly(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+def _check_imports() -> None:
+    """End with 0, or with 3 and one line. At once: modules may have started threads."""
+    from kvstore.server import import_failures
+
+    failures = import_failures(os.environ.get("KVSTORE_SERVER_IMPORT", ""))
+    for failure in failures[:1]:
+        print(failure, file=sys.stderr, flush=True)
+    os._exit(3 if failures else 0)
+
+
 if __name__ == "__main__":
     # An interrupt that whoever started the job has switched off stays switched off.
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -25,9 +36,15 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, _end_quietly)
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         sys.path[0] = os.getcwd()  # as for -m, so that --server-import finds what is there
+    if sys.argv[1:] == ["--check-imports"]:
+        _check_imports()
 
     from kvstore.server import main
 
+    # Only this process shall hold the pipe, and none that a module of the user starts.
+    joined_fd = int(os.environ.pop("PS_JOINED_FD", "-1"))
+    if joined_fd >= 0:
+        os.set_inheritable(joined_fd, False)
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    sys.exit(main((), joined_fd=joined_fd))

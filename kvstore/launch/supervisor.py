@@ -12,6 +12,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Outcome:
     failed: bool
     interrupted_by: signal.Signals | None
     drain_expired: bool
+    unjoined: bool
     start_failure: StartFailure | None
 
 
@@ -72,6 +74,7 @@ class Supervisor:
         self._errors = Console(2)
         self._guardian: GuardianProcess | None = None
         self._to_remove: list[Path] = []
+        self._joined: socket.socket | None = None
 
     def __enter__(self) -> Supervisor:
         self._guardian = GuardianProcess(self._job_id, self._environ)
@@ -94,6 +97,11 @@ class Supervisor:
             self._guardian.dismiss()
         self._selector.close()
         self._signals.close()
+
+    def listen_for_joined(self, pipe: socket.socket) -> None:
+        """``pipe`` becomes readable when all nodes have joined; the caller owns it."""
+        self._joined = pipe
+        self._selector.register(pipe, selectors.EVENT_READ)
 
     def remove_at_the_end(self, directory: Path) -> None:
         """Remove ``directory`` after all processes have ended, in whatever way that comes about.
@@ -135,6 +143,7 @@ class Supervisor:
             timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             self._serve(lifecycle, timeout_s)
             self._carry_out(lifecycle.tick(time.monotonic()))
+        self._ignore_joined()
         self._end_leftovers()
         self._read_last_output()
         self._write_last_output(is_interrupted=lifecycle.interrupted_by is not None)
@@ -151,7 +160,21 @@ class Supervisor:
                 self._carry_out(lifecycle.signalled(signal_number, time.monotonic()))
         if signal.SIGCHLD in arrived:
             self._sweep(lifecycle)
+        if any(key.fileobj is self._joined for key, _ in ready):
+            self._hear_joined(lifecycle)
         self._pass_on(ready)
+
+    def _hear_joined(self, lifecycle: Lifecycle) -> None:
+        assert self._joined is not None
+        if self._joined.recv(1):  # nothing is read when the scheduler ended without a word
+            lifecycle.joined(time.monotonic())
+        self._ignore_joined()
+
+    def _ignore_joined(self) -> None:
+        """There is nothing more to hear; a closed pipe would be ready for ever."""
+        if self._joined is not None:
+            self._selector.unregister(self._joined)
+            self._joined = None
 
     def _sweep(self, lifecycle: Lifecycle) -> None:
         statuses = {
@@ -258,6 +281,7 @@ class Supervisor:
             lifecycle.failed,
             lifecycle.interrupted_by,
             lifecycle.drain_expired,
+            lifecycle.unjoined,
             self._start_failure,
         )
 

@@ -16,13 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
 from kvstore.aggregate import Flat
 from kvstore.dtypes import accumulation_dtype, is_float
-from kvstore.errors import ArgumentTypeError, OptimizerParameterError, UnknownOptimizerError
+from kvstore.errors import (
+    ArgumentTypeError,
+    NotSupportedError,
+    OptimizerParameterError,
+    UnknownOptimizerError,
+)
 from kvstore.optimizer.fields import (
     Key,
     Multipliers,
@@ -34,10 +39,15 @@ from kvstore.optimizer.fields import (
     register_in,
 )
 from kvstore.optimizer.schedule import ScaledScheduler, Schedule
+from kvstore.suggest import did_you_mean
 
 __all__ = ["Number", "Optimizer", "create", "register"]
 
 _Self = TypeVar("_Self", bound="Optimizer")
+
+
+class ImmutableOptimizerError(NotSupportedError, dataclasses.FrozenInstanceError):
+    """An attribute of an optimizer was set; the text says what changes one that is in use."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -84,6 +94,11 @@ class Optimizer:
         default_factory=dict, init=False, compare=False, kw_only=True
     )
     """What ``for_key`` has made; keys of equal multipliers share one."""
+
+    def __new__(cls: type[_Self], *args: Any, **params: Any) -> _Self:
+        # Before __init__, whose own error for an unknown name would say nothing of what is known.
+        check_known(cls, params)
+        return super().__new__(cls)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -151,6 +166,18 @@ class Optimizer:
         if isinstance(schedule, Schedule) and schedule.base_lr is not None:
             numbers.setdefault("learning_rate", schedule.base_lr)
         return dataclasses.replace(self, **numbers)
+
+    def set_learning_rate(self, lr: float) -> NoReturn:
+        """MXNet's call. Raises ``NotSupportedError``: another value is made with ``replace``."""
+        raise NotSupportedError(_immutable("set_learning_rate", "lr=..."))
+
+    def set_lr_mult(self, args_lr_mult: Multipliers) -> NoReturn:
+        """MXNet's call. Raises ``NotSupportedError``: another value is made with ``replace``."""
+        raise NotSupportedError(_immutable("set_lr_mult", "lr_mult={key: factor}"))
+
+    def set_wd_mult(self, args_wd_mult: Multipliers) -> NoReturn:
+        """MXNet's call. Raises ``NotSupportedError``: another value is made with ``replace``."""
+        raise NotSupportedError(_immutable("set_wd_mult", "wd_mult={key: factor}"))
 
     def rate(self, count: int) -> float:
         """The learning rate of update number ``count``, from 1 on."""
@@ -278,6 +305,25 @@ class Optimizer:
         return tuple(kept.get(name, new) for name, new in zip(names, fresh, strict=True)), count
 
 
+def _immutable(what: str, change: str) -> str:
+    change_it = f"kv.set_optimizer_params({change}) changes the one that a store uses"
+    if "mult" in change:
+        change_it = f"kv.set_optimizer(optimizer.replace({change})) changes the one of a store"
+    return (
+        f"{what} is not possible, since optimizers are values, which stores and servers share; "
+        f"{change_it}, optimizer.replace({change}) makes another"
+    )
+
+
+def _refuse_to_set(self: Optimizer, name: str, value: object) -> NoReturn:
+    shown = "lr=..." if name in ("lr", "learning_rate") else f"{name}=..."
+    raise ImmutableOptimizerError(_immutable(f"setting {name}", shown))
+
+
+def _refuse_to_delete(self: Optimizer, name: str) -> NoReturn:
+    raise ImmutableOptimizerError(f"optimizers are values; {name} cannot be deleted")
+
+
 _Class = TypeVar("_Class", bound=type[Optimizer])
 
 _registry: dict[str, type[Optimizer]] = {}
@@ -289,7 +335,11 @@ def register(cls: _Class) -> _Class:
     The same class may be registered again (a module that is loaded anew); another class of the
     same name raises ``ArgumentTypeError``, as does a class that is no frozen dataclass itself.
     """
-    return register_in(_registry, cls, cls.__name__.lower(), "optimizer")
+    register_in(_registry, cls, cls.__name__.lower(), "optimizer")
+    # In the place of a frozen dataclass's own, whose error says only that it is frozen.
+    cls.__setattr__ = _refuse_to_set  # type: ignore[assignment, method-assign]
+    cls.__delattr__ = _refuse_to_delete  # type: ignore[assignment, method-assign]
+    return cls
 
 
 def create(name: str, **params: Any) -> Optimizer:
@@ -304,6 +354,7 @@ def create(name: str, **params: Any) -> Optimizer:
     if cls is None:
         raise UnknownOptimizerError(
             f"no optimizer is named {name!r}; known: {', '.join(sorted(_registry))}"
+            f"{did_you_mean(name.lower(), _registry)}"
         )
     made: Optimizer = build(cls, params)
     return made

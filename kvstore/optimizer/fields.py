@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvstore.errors import ArgumentTypeError, OptimizerParameterError
+from kvstore.suggest import nearest
 
 Key: typing.TypeAlias = int | str
 """The key of a store."""
@@ -26,6 +27,24 @@ Number: typing.TypeAlias = float | int | bool | str | None
 
 Multipliers: typing.TypeAlias = Mapping[Key, float] | Sequence[tuple[Key, float]]
 """A factor for each of some keys. Given as a mapping; kept as pairs, sorted by key."""
+
+ALIASES = {"lr": "learning_rate", "weight_decay": "wd", "mom": "momentum", "eps": "epsilon"}
+"""What parameters are called elsewhere; only ``replace`` takes one of them, ``lr``."""
+
+NOT_TAKEN = {
+    "multi_precision": "leave it out; float16 and bfloat16 weights are updated in float32 and "
+    "rounded once an update. For a float32 master copy, keep the key in float32 and pull it into "
+    "a float16 array",
+    "begin_num_update": "leave it out; each key counts its own updates from 1 on, and "
+    "load_optimizer_states or load_checkpoint brings saved counts back",
+    "param_idx2name": "leave it out; lr_mult and wd_mult name the keys of the store",
+    "param_dict": "leave it out; lr_mult and wd_mult name the keys of the store",
+    "sym": "leave it out; lr_mult and wd_mult name the keys of the store",
+    "lazy_update": "leave it out; all gradients are dense, so every element is updated",
+    "use_fused_step": "leave it out; there is one way to compute an update",
+    "aggregate_num": "leave it out; give many keys in one call, and they are updated together",
+}
+"""Parameters of MXNet's optimizers that none has here, and what to do instead."""
 
 _INTEGERS = range(-(2**63), 2**63)
 """What msgpack can carry, but for its unsigned half."""
@@ -165,7 +184,14 @@ def check_known(cls: type[Any], params: Mapping[str, Any]) -> None:
     """Raise ``OptimizerParameterError`` unless ``cls`` has all these parameters."""
     known = parameter_names(cls)
     unknown = sorted(set(params) - set(known))
-    if unknown:
-        raise OptimizerParameterError(
-            f"{cls.name} has no parameter {', '.join(unknown)}; known: {', '.join(known)}"
-        )
+    if not unknown:
+        return
+    owner = cls.name or cls.__name__
+    text = f"{owner} has no parameter {', '.join(unknown)}; known: {', '.join(known)}"
+    for name in unknown:
+        near = ALIASES.get(name) if ALIASES.get(name) in known else nearest(name, known)
+        if name in NOT_TAKEN:
+            text += f"; {name}: {NOT_TAKEN[name]}"
+        elif near is not None:
+            text += f"; did you mean {near} for {name}?"
+    raise OptimizerParameterError(text)

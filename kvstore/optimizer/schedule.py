@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from kvstore.errors import ArgumentTypeError, OptimizerParameterError
 from kvstore.optimizer.fields import build, convert_fields, register_in
+from kvstore.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,7 @@ def create(name: str, **params: Any) -> Schedule:
     if cls is None:
         raise OptimizerParameterError(
             f"no learning-rate schedule is named {name!r}; known: {', '.join(sorted(_registry))}"
+            f"{did_you_mean(name.lower(), _registry)}"
         )
     made: Schedule = build(cls, params)
     return made

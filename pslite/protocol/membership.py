@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 
 from pslite.ids import NodeInfo, Role
 
+_SAME_ROUNDS = (
+    "all workers of a synchronous store must push the same number of rounds "
+    "(kv.shard, FeedForward.fit see to it)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -95,8 +100,13 @@ class Rendezvous:
                 f"DMLC_TASK_ID={node.rank} of the {role.value} on {node.host} is too high: "
                 f"the job has {self._wanted[role]} {role.value}s, counted from 0"
             )
-        if node.rank >= 0 and any(known.rank == node.rank for known in same):
-            return Refusal(f"two {role.value}s have DMLC_TASK_ID={node.rank}")
+        twin = next((known for known in same if known.rank == node.rank >= 0), None)
+        if twin is not None:
+            return Refusal(
+                f"two {role.value}s have DMLC_TASK_ID={node.rank} (pid {twin.pid} on {twin.host}, "
+                f"pid {node.pid} on {node.host}); start each with a number of its own",
+                fatal=True,
+            )
         return None
 
     def _ranked(self) -> tuple[NodeInfo, ...]:
@@ -144,6 +154,13 @@ class Gone:
             if self.reason
             else (f"{self.node.title} {how}")
         )
+
+    @property
+    def error_text(self) -> str:
+        """The sentence for those who still wait for the node, with what to do about it."""
+        if self.left and self.node.role == Role.WORKER.value:
+            return f"{self.sentence}; {_SAME_ROUNDS}"
+        return self.sentence
 
 
 @dataclass(slots=True)

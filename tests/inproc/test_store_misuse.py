@@ -169,3 +169,12 @@ def test_a_stranger_can_declare_nobody_lost(cluster: InprocCluster) -> None:
 def test_a_barrier_that_times_out_names_who_is_missing(cluster: InprocCluster) -> None:
     with pytest.raises(DeadlineError, match="worker 1"):
         cluster.workers[0].barrier(WORKER_GROUP, 0.2).result(LIMIT_S)
+
+
+def test_a_store_shows_its_rank_and_keys_also_after_its_end(cluster: InprocCluster) -> None:
+    first, second = stores_of(cluster)
+    assert repr(second) == "<dist_sync store: rank 1 of 2, 0 keys>"
+    both(*(lambda kv=kv: kv.init(["w", "v"], [np.ones(2)] * 2) for kv in (first, second)))
+    assert repr(first) == "<dist_sync store: rank 0 of 2, 2 keys>"
+    first.close()
+    assert repr(first) == "<dist_sync store: rank 0 of 2, 2 keys, closed>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +165,26 @@ def test_pytorch_with_the_store_as_an_all_reduce_reads_digits(make_job: MakeJob)
     accuracies = [lines[rank][-1].partition(f"worker {rank} of 2: accuracy ")[2] for rank in (0, 1)]
     assert accuracies[0] == accuracies[1]
     assert float(accuracies[0]) >= 0.97
+
+
+@needs_torch
+def test_the_all_reduce_script_says_how_to_call_it_and_refuses_no_epochs() -> None:
+    script = "examples/pytorch/sync_sgd_pytorch.py"
+    assert "--epochs EPOCHS" in "\n".join(alone(script, "--help"))
+    refused = subprocess.run(
+        [sys.executable, ROOT / script, "local", "--epochs", "0"], capture_output=True, text=True
+    )
+    assert refused.returncode == 2
+    assert "--epochs must be at least 1" in refused.stderr
+
+
+def test_without_pytorch_the_script_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ROOT / "examples" / "pytorch" / "sync_sgd_pytorch.py"
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit, match="PyTorch is missing; install it: pip install torch"):
+        runpy.run_path(str(script), run_name="__main__")
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 80
 
 
 TWENTY_STEPS = f"""

@@ -38,7 +38,9 @@ def test_ctrl_c_ends_a_launched_job_whatever_its_workers_wait_for(make_job: Make
     assert launcher.wait(10) == 130
     assert time.monotonic() - began_at < 4
     assert job.left() == []
-    assert "[launcher] ended by SIGINT" in launcher.text
+    assert "[launcher] ended by SIGINT" in launcher.lines
+    assert "push and pull go on" not in launcher.text
+    assert list(job.directory.glob("kvstore-launch-*")) == []
     for line in launcher.lines:
         if line.startswith(("[scheduler]", "[server")):
             assert "Traceback" not in line, launcher.text

@@ -34,10 +34,12 @@ address = (os.environ["DMLC_PS_ROOT_URI"], int(os.environ["DMLC_PS_ROOT_PORT"]))
 for rule in os.environ.get("STAND_IN", "").split():     # role:rank:status, at once
     if rule.rpartition(":")[0] == f"{role}:{rank}":
         sys.exit(int(rule.rpartition(":")[2]))
+if role == "scheduler" and os.environ.get("STAND_IN") != "alone":
+    os.write(int(os.environ["PS_JOINED_FD"]), b"1")
 if os.environ.get("STAND_IN") == "stay":
     time.sleep(60)
 if role == "server":
-    assert "PS_LISTEN_FD" not in os.environ
+    assert "PS_LISTEN_FD" not in os.environ and "PS_JOINED_FD" not in os.environ
     try:
         socket.create_connection(address).recv(1)
     except ConnectionError:     # the scheduler ended before it had accepted us
@@ -55,11 +57,15 @@ while byes < int(os.environ["DMLC_NUM_WORKER"]):
 """
 
 LAUNCH = """
+import os
 import sys
 sys.path.insert(0, sys.argv[1])
 from kvstore.launch.cli import main
 from kvstore.launch.lifecycle import Timing
-timing = Timing(drain_s=0.5, service_s=0.3, failure_s=0.5, step_s=0.5, leftover_s=0.2)
+timing = Timing(
+    drain_s=0.5, service_s=0.3, failure_s=float(os.environ.get("PATIENCE_S", 0.5)), alone_s=0.3,
+    step_s=0.5, leftover_s=0.2,
+)
 service = [sys.executable, "-S", sys.argv[2]]
 sys.exit(main(sys.argv[3:], service_command=service, timing=timing))
 """
@@ -162,7 +168,6 @@ def test_success_leaves_neither_processes_nor_logs_and_prefixes_every_line(job: 
     line = 'a b|it\'s "q"|$HOME|*|--num-workers|7|'
     assert sorted(done.stdout.splitlines()) == [f"[worker 0] {line}", f"[worker 1] {line}"]
     assert sorted(done.stderr.splitlines()) == [
-        "[launcher] neither --launcher nor --hostfile given: starting everything on this machine",
         "[worker 0] note",
         "[worker 1] note",
     ]
@@ -205,7 +210,7 @@ sys.exit("worker 0 noticed")
     assert block[-5:-1] == [
         "the last line of its log:",
         "    about to fail",
-        "other failures, as consequences: worker 0 (exit code 1)",
+        "other failures: worker 0 (exit code 1)",
         "ended by the launcher: scheduler, server 0, server 1",
     ]
     (logs,) = job.logs()
@@ -242,6 +247,30 @@ def test_servers_that_stay_are_ended_with_a_warning_and_the_job_succeeds(job: Jo
     assert "scheduler, server 0 did not end within 0.5 s of the last worker" in done.stderr
 
 
+def test_workers_that_never_joined_end_the_job_at_once_with_a_question(job: Job) -> None:
+    done = job.run("-n", "2", *python("print('by myself')"), environment={"STAND_IN": "alone"})
+    assert done.returncode == 1
+    assert done.stdout.count("by myself") == 2
+    assert done.stderr == (
+        "[launcher] the workers ended without joining the job: does the script create a dist_... "
+        "store? (each of them ran by itself)\n"
+    )
+    assert job.logs() == []
+
+
+def test_workers_that_all_fail_alike_end_the_job_soon_and_are_told_once(job: Job) -> None:
+    code = "print(rank, file=sys.stderr); sys.exit('unknown store type')"
+    began_at_s = time.monotonic()
+    done = job.run("-n", "3", "-s", "1", *python(code), environment={"PATIENCE_S": "20"})
+    assert time.monotonic() - began_at_s < 8  # of 20 for those who may have something to say
+    assert done.returncode == 1
+    block = done.stderr.partition("======== the job failed")[2].splitlines()
+    first = block[1].removeprefix("process:  ").partition(" (")[0]
+    others = [name for name in ("worker 0", "worker 1", "worker 2") if name != first]
+    assert sorted(block[-3].removeprefix("the same on ").split(", ")) == others
+    assert block[-4] == "    unknown store type"
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
@@ -263,6 +292,8 @@ time.sleep(60)
     _, err = process.communicate(timeout=20)
     assert process.returncode == code
     assert f"ended by {number.name}" in err
+    # Whoever pressed Ctrl-C has seen all; of a closed terminal or a batch system, logs remain.
+    assert len(job.logs()) == (0 if number is signal.SIGINT else 1)
     assert job.left() == []
 
 
@@ -358,7 +389,26 @@ def test_a_missing_program_gives_127_and_one_that_cannot_be_executed_126(
     done = job.run("-n", "2", "-s", "1", str(script))
     assert done.returncode == 126
     assert "Permission denied" in done.stderr
+    assert f"as in: python {script}\n" in done.stderr
     assert job.logs() == []
+
+
+@pytest.mark.parametrize(
+    ("command", "advice"),
+    [
+        (
+            ["python  train.py --lr 0.1"],
+            "write the command without the quotes around it: python train.py --lr 0.1",
+        ),
+        (["train.py", "a b"], "give it to its interpreter, as in: python train.py 'a b'"),
+    ],
+)
+def test_a_command_that_is_no_program_is_answered_with_what_to_type(
+    job: Job, command: list[str], advice: str
+) -> None:
+    done = job.run("-n", "1", *command)
+    assert done.returncode == 127
+    assert done.stderr.splitlines()[-1].endswith(advice)
 
 
 def test_a_busy_port_that_the_user_exported_ends_at_once(job: Job) -> None:
@@ -403,3 +453,25 @@ def test_the_script_of_a_checkout_finds_the_package_and_explains_itself(tmp_path
     )
     assert done.returncode == 0
     assert "kvstore-launch -n WORKERS" in done.stdout
+
+
+@pytest.mark.parametrize("missing", [("msgpack",), ("numpy", "msgpack")])
+def test_a_python_without_the_packages_is_told_once_before_anything_starts(
+    tmp_path: Path, missing: tuple[str, ...]
+) -> None:
+    for package in {"numpy", "zmq", "msgpack"} - set(missing):
+        (tmp_path / f"{package}.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-S", str(ROOT / "tools" / "launch.py"), "-n", "1", "true"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    verb = "is" if len(missing) == 1 else "are"
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"[launcher] {', '.join(missing)} {verb} not installed in {sys.executable}: pip install . "
+        "in the checkout, or use .venv/bin/python, which make creates\n",
+    )

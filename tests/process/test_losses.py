@@ -272,7 +272,8 @@ def test_a_worker_that_leaves_early_is_an_error_on_those_who_still_push_in_round
     assert leaves.wait(5) == 0
     assert stays.wait(5) == 1
     assert re.search(
-        rf"NodeLostError: worker 1 \(pid {leaves.pid} on \S+\) has left the job",
+        rf"NodeLostError: worker 1 \(pid {leaves.pid} on \S+\) has left the job; all workers of a "
+        r"synchronous store must push the same number of rounds \(kv\.shard, ",
         stays.lines[-1],
     ), stays.text
     job.wait_all(5)

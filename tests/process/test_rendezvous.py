@@ -10,6 +10,8 @@ import time
 import pytest
 from job import HOST, SHORT, MakeJob, Process, assert_no_traceback, needs_proc
 
+from pslite.version import __version__
+
 pytestmark = [pytest.mark.process, needs_proc]
 
 JOIN = 'kv = mx.kvstore.create("dist_sync")\nprint("rank", kv.rank, flush=True)\n'
@@ -106,6 +108,32 @@ def test_a_wrong_store_type_is_an_error_that_lists_the_known_ones(make_job: Make
         assert f" {name}," in worker.lines[-1]
 
 
+def test_launched_workers_without_a_store_are_told_that_each_ran_by_itself(
+    make_job: MakeJob,
+) -> None:
+    launcher = make_job(2, 2).launch('mx.kvstore.create("local")\n')
+    begun_at = time.monotonic()
+    assert launcher.wait() == 1, launcher.text
+    assert time.monotonic() - begun_at < 8
+    assert launcher.lines == [
+        "[launcher] the workers ended without joining the job: does the script create a dist_... "
+        "store? (each of them ran by itself)"
+    ]
+
+
+def test_servers_explain_themselves_and_take_no_arguments(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    module = ("-m", "kvstore.server")
+    explained = job.start("server", None, (*module, "--help"))
+    version = job.start("server", None, (*module, "--version"))
+    wrong = job.start("server", None, (*module, "scheduler"))
+    assert job.wait_all() == [0, 0, 2]
+    assert explained.lines[0] == "usage: python -m kvstore.server [-h] [--version]"
+    assert "DMLC_ROLE" in explained.text
+    assert version.lines == [__version__]
+    assert wrong.lines[-1].endswith("unrecognized arguments: scheduler")
+
+
 def test_each_missing_variable_is_named_with_the_way_to_set_it(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     names = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
@@ -141,14 +169,31 @@ def test_malformed_settings_are_refused_by_name(make_job: MakeJob) -> None:
     assert worker_as_server.lines == ["DMLC_ROLE must be server or scheduler for kvstore.server"]
 
 
-def test_the_second_with_one_task_id_is_refused_and_the_job_goes_on(make_job: MakeJob) -> None:
+def test_two_workers_with_one_task_id_end_the_job_at_once_with_the_reason_on_all_nodes(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, 1, PS_ROSTER_INTERVAL=OFTEN)
+    scheduler, (server,) = job.service()
+    first = job.worker(0, JOIN)
+    wait_until_registered(scheduler, server, first)
+    second = job.worker(0, JOIN)
+    assert job.wait_all(5) == [1, 1, 1, 1]
+    for process in job.processes:
+        assert re.search(
+            rf"two workers have DMLC_TASK_ID=0 \(pid {first.pid} on \S+, pid {second.pid} on "
+            r"\S+\); start each with a number of its own$",
+            process.lines[-1],
+        ), process.text
+    assert_no_traceback(scheduler, server)
+
+
+def test_a_task_id_that_is_too_high_is_refused_and_the_job_goes_on(make_job: MakeJob) -> None:
     job = make_job(2, 1, PS_ROSTER_INTERVAL=OFTEN)
     scheduler, _ = job.service()
     first = job.worker(0, JOIN)
     wait_until_registered(scheduler, first)
-    second, too_high = job.worker(0, JOIN), job.worker(2, JOIN)
-    assert (second.wait(5), too_high.wait(5)) == (1, 1)
-    assert second.lines[-1].endswith("two workers have DMLC_TASK_ID=0")
+    too_high = job.worker(2, JOIN)
+    assert too_high.wait(5) == 1
     assert re.search(
         r"DMLC_TASK_ID=2 of the worker on \S+ is too high: the job has 2 workers, counted from 0$",
         too_high.lines[-1],

@@ -85,11 +85,19 @@ def test_a_custom_optimizer_works_on_all_servers(make_job: MakeJob, named: str) 
         assert "{12.0} Halving(learning_rate=0.5) ['a server of Halving', 'a server of" in line
 
 
-def refusal(job: Job, *options: str) -> str:
-    """What both workers print of it, once they have gone on with another optimizer."""
-    launcher = with_source(job, "halving_source.py").launch(REFUSED, *options)
-    assert launcher.wait() == 0, launcher.text
-    text = launcher.text
+def refusal(job: Job, server_import: str = "") -> str:
+    """What both workers print of it, once they have gone on with another optimizer.
+
+    Started by hand: the launcher does not start servers that cannot import what they should.
+    """
+    with_source(job, "halving_source.py")
+    settings = {"KVSTORE_SERVER_IMPORT": server_import}
+    for rank in range(job.num_servers):
+        job.server(rank, settings)
+    job.scheduler(settings)
+    workers = job.workers(REFUSED)
+    assert set(job.wait_all()) == {0}, job.output()
+    text = "\n".join(worker.text for worker in workers)
     assert text.count("UnknownOptimizerError within 2 s: True") == 2, text
     assert text.count("then OptimizerNotSet") == 2, text
     assert text.count("then [3.0]") == 2, text
@@ -105,7 +113,7 @@ def test_an_optimizer_that_servers_do_not_know_is_an_error_that_says_what_to_do(
 
 
 def test_a_module_that_does_not_exist_is_named_at_the_worker(make_job: MakeJob) -> None:
-    text = refusal(make_job(2, 2), "--server-import", "there.is_no_such_module")
+    text = refusal(make_job(2, 2), "there.is_no_such_module")
     assert len(re.findall(REFUSAL, text)) == 2
     assert "importing there.is_no_such_module (--server-import) failed" in text
     assert "ModuleNotFoundError: No module named 'there'" in text
@@ -113,9 +121,52 @@ def test_a_module_that_does_not_exist_is_named_at_the_worker(make_job: MakeJob) 
 
 def test_what_a_module_raises_is_shown_at_the_worker(make_job: MakeJob) -> None:
     job = with_source(make_job(2, 1), "broken.py", MODULE.replace("import kvstore", "1 / 0"))
-    text = refusal(job, "--server-import", "broken.py")
+    text = refusal(job, "broken.py")
     assert "importing broken.py (--server-import) failed" in text
     assert "ZeroDivisionError: division by zero" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "sentence"),
+    [
+        ("rules", "", "ModuleNotFoundError: No module named 'rules'"),
+        ("rule.py", "print('noise')\n1 / 0", "ZeroDivisionError: division by zero"),
+        ("rule", "import sys; sys.exit()", "SystemExit"),
+        ("there.py", "", "FileNotFoundError: [Errno 2] No such file or directory: "),
+    ],
+)
+def test_the_launcher_starts_nothing_when_a_module_for_servers_cannot_be_imported(
+    make_job: MakeJob, name: str, source: str, sentence: str
+) -> None:
+    job = with_source(make_job(2, 2), "rule.py", source)
+    launcher = job.launch("print('started')\n", "--server-import", name)
+    assert launcher.wait() == 2, launcher.text
+    (line,) = launcher.lines
+    assert line.startswith(f"[launcher] importing {name} (--server-import) failed: {sentence}")
+    assert line.endswith("; nothing was started")
+    assert list(job.directory.glob("kvstore-launch-*")) == []
+
+
+def test_a_module_for_servers_that_kills_its_process_is_a_sentence_too(make_job: MakeJob) -> None:
+    job = with_source(make_job(1, 1), "rule.py", "import os; os.kill(os.getpid(), 9)")
+    launcher = job.launch("", "--server-import", "rule")
+    assert launcher.wait() == 2
+    assert launcher.lines == [
+        "[launcher] importing rule (--server-import) failed: signal SIGKILL; nothing was started"
+    ]
+
+
+def test_modules_are_looked_for_where_the_servers_will_look(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    (job.directory / "only servers").mkdir()
+    with_source(job, "only servers/rule.py", "print('imported')")
+    path = f"PYTHONPATH:{job.directory}/only servers"
+    launcher = job.launch(
+        'mx.kvstore.create("dist_sync")\n',
+        *("--env-server", path, "--server-import", "rule"),
+    )
+    assert launcher.wait() == 0, launcher.text
+    assert "[server 0] imported" in launcher.lines
 
 
 def test_if_one_server_lacks_it_none_uses_it(make_job: MakeJob) -> None:

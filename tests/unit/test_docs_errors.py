@@ -117,6 +117,12 @@ def with_w(act: Callable[[Any], object]) -> Callable[[], object]:
     return run
 
 
+def nearly_a_key() -> None:
+    kv = kvstore.create("local")
+    kv.init("weight", np.zeros(3, np.float32))
+    kv.pull("wieght")
+
+
 def without_cupy() -> None:
     try:
         import cupy
@@ -142,7 +148,7 @@ MISTAKES: dict[str, list[Callable[[], object]]] = {
     "ClosedError": [closed],
     "UnknownTypeError": [lambda: kvstore.create("dist_snyc")],
     "KeyTypeError": [with_w(lambda kv: kv.pull(3)), with_w(lambda kv: kv.pull(1.5))],
-    "UnknownKeyError": [with_w(lambda kv: kv.pull("v"))],
+    "UnknownKeyError": [with_w(lambda kv: kv.pull("v")), nearly_a_key],
     "DuplicateKeyError": [with_w(lambda kv: kv.init("w", np.zeros(3)))],
     "ArgumentTypeError": [with_w(lambda kv: kv.push("w", 3.0))],
     "ArgumentValueError": [with_w(lambda kv: kv.is_capable("sparse"))],
@@ -150,11 +156,22 @@ MISTAKES: dict[str, list[Callable[[], object]]] = {
     "OptimizerNotSet": [with_w(lambda kv: kv.optimizer_params())],
     "OptimizerMismatch": [two_optimizers],
     "UnknownOptimizerError": [lambda: kvstore.optimizer.create("sdg")],
-    "OptimizerParameterError": [lambda: SGD(learning_rate="fast")],  # type: ignore[arg-type]
+    "OptimizerParameterError": [
+        lambda: SGD(learning_rate="fast"),  # type: ignore[arg-type]
+        lambda: kvstore.optimizer.create("sgd", lr=0.1),
+        lambda: kvstore.optimizer.create("adam", beta1=1),
+    ],
     "CheckpointError": [lambda: kvstore.create("local").load_checkpoint("checkpoint")],
-    "NotSupportedError": [with_w(lambda kv: kv.row_sparse_pull("w"))],
+    "NotSupportedError": [
+        with_w(lambda kv: kv.row_sparse_pull("w")),
+        lambda: SGD().set_learning_rate(0.1),
+    ],
     "MissingDependencyError": [without_cupy],
 }
+
+
+def test_a_range_is_promised_for_no_number_that_is_taken_without_one() -> None:
+    assert SGD(learning_rate=-5.0, momentum=7.0, wd=-1.0).learning_rate == -5.0
 
 
 def test_every_error_has_a_section_and_every_section_an_error() -> None:

@@ -279,15 +279,15 @@ def test_a_resnet_learns_what_is_easy(flags: list[str], capsys: pytest.CaptureFi
 def test_a_run_goes_on_from_what_it_has_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prefix = str(tmp_path / "run" / "net")
+    prefix = str(tmp_path / "net")
     flags = ["--num-batches", "2", "--model-prefix", prefix, "--lr-step-epochs", "1"]
     assert run("--num-epochs", "4", "--save-period", "2", *flags) == 0
-    names = {path.name for path in (tmp_path / "run").iterdir()}
+    names = {path.name for path in tmp_path.iterdir()}
     assert names == {f"net-000{epoch}.{kind}" for epoch in (2, 4) for kind in ("params", "states")}
-    saved = (tmp_path / "run" / "net-0004.params").read_bytes()
+    saved = (tmp_path / "net-0004.params").read_bytes()
     assert run("--num-epochs", "4", "--load-epoch", "2", *flags) == 0
     assert capsys.readouterr().out.count(f"saved {prefix}-0004.params") == 2
-    assert (tmp_path / "run" / "net-0004.params").read_bytes() == saved
+    assert (tmp_path / "net-0004.params").read_bytes() == saved
 
 
 def test_num_batches_ends_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:

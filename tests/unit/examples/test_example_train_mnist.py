@@ -182,6 +182,15 @@ def test_other_dtypes_initializers_and_schedules_learn_too(
     assert float(capsys.readouterr().out.splitlines()[-1].split()[-1]) > 0.65
 
 
+def test_a_folder_for_models_that_is_not_there_is_said_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_mnist.main([*QUICK, "--model-prefix", str(tmp_path / "no" / "m")]) == 1
+    captured = capsys.readouterr()
+    assert f"there is no folder {tmp_path}/no; create it first" in captured.err
+    assert captured.out == ""
+
+
 def test_a_plot_of_the_epochs_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert train_mnist.main([*QUICK, "--plot", str(tmp_path / "run.png")]) == 0
@@ -192,8 +201,14 @@ def test_a_plot_that_cannot_be_drawn_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    assert train_mnist.main([*QUICK, "--plot", str(tmp_path / "no" / "run.png")]) == 1
-    assert f"cannot draw into {tmp_path}/no/run.png" in capsys.readouterr().err
+    for path, reason in (
+        ("no/run.png", f"there is no folder {tmp_path}/no"),
+        ("run.jpgg", "its end must be one of ."),
+    ):
+        assert train_mnist.main([*QUICK, "--plot", str(tmp_path / path)]) == 1
+        captured = capsys.readouterr()
+        assert f"cannot draw into {tmp_path}/{path}: {reason}" in captured.err
+        assert captured.out == ""  # before training
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert train_mnist.main([*QUICK, "--plot", str(tmp_path / "run.png")]) == 1
     assert "--plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err

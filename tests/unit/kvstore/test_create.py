@@ -12,6 +12,7 @@ import pytest
 import kvstore as mx
 from kvstore.device import DeviceKVStore
 from kvstore.errors import ArgumentTypeError, UnknownTypeError
+from kvstore.kvstore import STORE_TYPES
 from kvstore.local import LocalKVStore
 
 
@@ -95,3 +96,27 @@ def test_the_model_module_is_imported_when_it_is_first_used(
 
 def test_the_package_has_a_version() -> None:
     assert mx.__version__ == "0.1.0"
+
+
+def test_a_name_that_is_nearly_one_is_suggested() -> None:
+    with pytest.raises(UnknownTypeError, match=r"; did you mean 'dist_sync'\?$"):
+        mx.create("Dist_Snyc")
+
+
+def test_plug_ins_stand_last_among_the_known_types() -> None:
+    with pytest.raises(UnknownTypeError) as raised:
+        mx.create("nccl")
+    listed = str(raised.value).partition("known types: ")[2].split(", ")
+    assert listed == [*STORE_TYPES, *mx.KVStoreBase.kv_registry]
+    assert "teststore" in listed[len(STORE_TYPES) :]
+
+
+def test_a_store_shows_what_it_is_and_never_raises() -> None:
+    store = mx.create("Device")
+    assert repr(store) == "<device store: rank 0 of 1, 0 keys>"
+    store.init("w", np.ones(2))
+    assert repr(store) == "<device store: rank 0 of 1, 1 key>"
+    store.close()
+    assert repr(store) == "<device store: rank 0 of 1, 1 key, closed>"
+    half_made = object.__new__(type(store))
+    assert repr(half_made) == "<? store: rank 0 of 1, ? keys>"

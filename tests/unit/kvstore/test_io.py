@@ -65,3 +65,20 @@ def test_each_pass_is_shuffled_anew_and_equal_seeds_repeat() -> None:
 def test_what_does_not_fit_is_said(arguments: dict[str, object], sentence: str) -> None:
     with pytest.raises(ArgumentValueError, match=sentence):
         NDArrayIter(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_dict_of_one_array_is_that_array() -> None:
+    x, y = np.arange(6).reshape(3, 2), np.array([5.0, 6.0, 7.0])
+    iterator = NDArrayIter({"data": x}, {"softmax_label": y}, 3)
+    assert iterator.data is x
+    assert iterator.label is y
+
+
+@pytest.mark.parametrize("given", [{}, {"a": np.zeros(3), "b": np.zeros(3)}])
+def test_other_dicts_are_refused_and_it_is_said_what_is_taken(given: dict[str, object]) -> None:
+    with pytest.raises(
+        ArgumentValueError, match=r"a dict with one .* got a dict of (0|2: 'a', 'b')"
+    ):
+        NDArrayIter(given)
+    with pytest.raises(ArgumentValueError, match=r"label is one array .*\{'label': array\}"):
+        NDArrayIter(np.zeros(3), given)

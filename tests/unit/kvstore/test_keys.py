@@ -159,3 +159,18 @@ def test_pushpull_and_broadcast_need_an_array_to_fill_for_each_key() -> None:
         KeyTable().check_broadcast(["w", "v"], [A, A], B)
     with pytest.raises(ValueMismatchError, match=r"\(2,\).*\(3,\)"):
         KeyTable().check_broadcast("w", A, [B, np.zeros(3)])
+
+
+def test_a_key_that_is_nearly_one_is_suggested() -> None:
+    known = table(weight=A, bias=B)
+    with pytest.raises(UnknownKeyError, match=r"key 'wieght' is .* did you mean 'weight'\? If not"):
+        known.check_push("wieght", A)
+    with pytest.raises(UnknownKeyError, match=r"^key 'x' is not in the store; call init"):
+        known.check_push("x", A)
+
+
+def test_numbers_are_not_guessed() -> None:
+    known = KeyTable()
+    known.add({3: spec_of(A)})
+    with pytest.raises(UnknownKeyError, match=r"^key 4 is not in the store; call init\(4, value\)"):
+        known.check_push(4, A)

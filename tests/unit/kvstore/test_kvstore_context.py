@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 import sys
+import types
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore import Context, cpu, gpu
+from kvstore import Context, cpu, gpu, num_gpus
 from kvstore.errors import ArgumentTypeError, MissingDependencyError
 from pslite.errors import PSError
 
@@ -53,3 +55,27 @@ def test_a_gpu_without_cupy_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ImportError):
         _ = Context("gpu", 0).module
     assert issubclass(MissingDependencyError, PSError)
+
+
+def test_without_cupy_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert num_gpus() == 0
+
+
+@pytest.mark.parametrize(("count", "expected"), [(3, 3), (None, 0)])
+def test_gpus_are_counted_by_cupy_and_none_is_there_without_a_driver(
+    monkeypatch: pytest.MonkeyPatch, count: int | None, expected: int
+) -> None:
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def count_devices() -> int:
+        if count is None:
+            raise CUDARuntimeError("cudaErrorNoDevice")
+        return count
+
+    runtime = types.SimpleNamespace(getDeviceCount=count_devices, CUDARuntimeError=CUDARuntimeError)
+    stand_in: Any = types.ModuleType("cupy")
+    stand_in.cuda = types.SimpleNamespace(runtime=runtime)
+    monkeypatch.setitem(sys.modules, "cupy", stand_in)
+    assert num_gpus() == expected

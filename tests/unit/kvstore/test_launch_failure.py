@@ -96,7 +96,7 @@ def test_the_block_tells_the_first_failure_in_full_and_the_rest_in_a_line() -> N
         "command:  python 'a b.py'",
         "the last 20 lines of its log:",
         *(f"    line {n}" for n in range(10, 30)),
-        "other failures, as consequences: worker 0 (exit code 1)",
+        "other failures: worker 0 (exit code 1)",
         "ended by the launcher: server 0",
         "logs of all processes: /logs",
     ]
@@ -107,4 +107,21 @@ def test_the_block_says_so_when_a_log_is_empty_and_a_service_ended_too_early() -
     text = failure_block([early], [], "/logs", start_s=0.0)
     assert "ended:    exit code 0, while workers still ran, 1.0 s after the start" in text
     assert "its log is empty" in text
-    assert "consequences" not in text
+    assert "other failures" not in text
+
+
+def test_whoever_failed_in_the_same_words_is_only_named() -> None:
+    error = "UnknownTypeError: unknown store type 'dist_sink'"
+    specs = [ProcessSpec("worker", rank, ("x",), {}) for rank in range(4)]
+    logs = [[f"pid {rank}", error] for rank in range(3)] + [["pid 3", "MemoryError"]]
+    failures = [
+        Ended(spec, 1, ended(spec.rank, 1, 1), log) for spec, log in zip(specs, logs, strict=True)
+    ]
+    lines = failure_block(failures, [], "/logs", start_s=0.0).splitlines()
+    assert lines[-3:-1] == [
+        "the same on worker 1, worker 2",
+        "other failures: worker 3 (exit code 1)",
+    ]
+    killed = Ended(specs[1], 1, ended(1, -9, 1), logs[1])
+    lines = failure_block([failures[0], killed], [], "/logs", start_s=0.0).splitlines()
+    assert lines[-2] == "other failures: worker 1 (signal SIGKILL)"

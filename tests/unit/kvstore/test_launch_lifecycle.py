@@ -15,12 +15,18 @@ INT, TERM, KILL = (
 )
 
 
-def job() -> Lifecycle:
+def job(*, joined: bool = True) -> Lifecycle:
     names = [("scheduler", 0), ("server", 0), ("worker", 0), ("worker", 1)]
     specs = [ProcessSpec(role, rank, ("x",), {}) for role, rank in names]
-    return Lifecycle(
-        specs, Timing(drain_s=10, service_s=8, failure_s=5, step_s=3, killed_s=10, leftover_s=1)
+    life = Lifecycle(
+        specs,
+        Timing(
+            drain_s=10, service_s=8, failure_s=5, alone_s=2, step_s=3, killed_s=10, leftover_s=1
+        ),
     )
+    if joined:
+        life.joined(0.0)
+    return life
 
 
 def state(life: Lifecycle) -> tuple[Phase, float | None]:
@@ -53,14 +59,57 @@ def test_after_the_first_failure_the_others_get_time_and_are_then_ended() -> Non
     life = job()
     life.exited({WORKER_1: 7}, 1.0)
     assert (life.phase, life.failed) == (Phase.FAILING, True)
-    life.exited({WORKER_0: 1}, 2.0)
+    life.exited({SERVER: 1}, 2.0)
     assert life.tick(5.9) == []
     assert life.tick(6.0) == [TERM]
     assert life.tick(8.9) == []
     assert life.tick(9.0) == [KILL]
-    life.exited({SCHEDULER: -9, SERVER: -9}, 9.1)
+    life.exited({SCHEDULER: -9, WORKER_0: -9}, 9.1)
     assert life.phase is Phase.ENDED
-    assert [life.exits[index].stopped for index in range(4)] == [True, True, False, False]
+    assert [life.exits[index].stopped for index in range(4)] == [True, False, True, False]
+
+
+def test_after_a_failure_the_service_is_ended_soon_when_no_worker_is_left() -> None:
+    life = job()
+    life.exited({WORKER_1: 1}, 1.0)
+    assert life.deadline_s == 6.0
+    life.exited({WORKER_0: 1}, 1.5)
+    assert state(life) == (Phase.FAILING, 3.5)
+    assert life.tick(3.5) == [TERM]
+    life = job()
+    life.exited({SCHEDULER: -9}, 1.0)
+    assert life.deadline_s == 6.0  # the workers may finish without it
+    life.exited({WORKER_0: 0, WORKER_1: 0}, 5.5)
+    assert life.deadline_s == 6.0  # no later than before
+
+
+def test_workers_that_ended_with_0_and_never_joined_are_a_failure() -> None:
+    life = job(joined=False)
+    life.exited({WORKER_0: 0, WORKER_1: 0}, 1.0)
+    assert state(life) == (Phase.DRAINING, 3.0)
+    assert life.tick(3.0) == [TERM]
+    assert (life.failed, life.unjoined, life.drain_expired) == (True, True, False)
+    life.exited({SCHEDULER: -15, SERVER: -15}, 3.1)
+    assert life.phase is Phase.ENDED
+
+
+def test_that_all_have_joined_may_be_heard_after_the_last_worker_has_ended() -> None:
+    life = job(joined=False)
+    life.exited({WORKER_0: 0, WORKER_1: 0}, 1.0)
+    life.joined(1.5)
+    assert state(life) == (Phase.DRAINING, 11.5)
+
+
+def test_a_scheduler_that_ended_with_0_has_seen_all_join() -> None:
+    for first, then in (
+        ({SCHEDULER: 0, WORKER_0: 0, WORKER_1: 0}, {}),
+        ({WORKER_0: 0, WORKER_1: 0}, {SCHEDULER: 0}),
+    ):
+        life = job(joined=False)
+        life.exited(first, 1.0)
+        if then:
+            life.exited(then, 1.0)
+        assert state(life) == (Phase.DRAINING, 11.0)
 
 
 def test_a_server_that_fails_after_the_workers_succeeded_is_a_failure() -> None:

@@ -67,6 +67,15 @@ def test_only_the_scheduler_inherits_the_listening_socket() -> None:
         assert specs[name].inherited_fds == ()
 
 
+def test_only_the_scheduler_can_say_that_all_have_joined() -> None:
+    facts = dataclasses.replace(FACTS, joined_fd=7)
+    for spec in plan_local(OPTIONS, facts, {"PS_JOINED_FD": "5"}, ["service"]):
+        is_scheduler = spec.role == "scheduler"
+        assert (spec.environment.get("PS_JOINED_FD") == "7") == is_scheduler
+        assert (7 in spec.inherited_fds) == is_scheduler
+    assert "PS_JOINED_FD" not in base_environment({"PS_JOINED_FD": "5"})
+
+
 def test_workers_share_the_processors_and_services_get_one_thread() -> None:
     specs = plan()
     for name in THREAD_COUNT_NAMES:

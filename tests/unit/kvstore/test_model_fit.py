@@ -13,6 +13,7 @@ from clouds import Cluster, LinearSoftmax, equal, linear, three_clouds
 from kvstore.base import KVStore
 from kvstore.context import cpu
 from kvstore.errors import ArgumentTypeError
+from kvstore.io import NDArrayIter
 from kvstore.kvstore import create
 from kvstore.model import FeedForward, Progress
 from kvstore.optimizer import create as create_optimizer
@@ -278,7 +279,7 @@ def test_a_network_that_forgets_a_gradient_is_told_which() -> None:
         ({}, {"y": None}, "labels are missing"),
         ({}, {"y": np.zeros(3, np.int64)}, "the shapes"),
         ({}, {"X": np.zeros((0, 4)), "y": np.zeros(0, np.int64)}, "at least 1"),
-        ({}, {"y": np.zeros(120)}, "must be integers"),
+        ({}, {"y": np.full(120, 0.5)}, "must be integers"),
         ({}, {"work_load_list": [1, 1]}, "2 numbers for 1 devices"),
         ({}, {"kvstore": 3}, "kvstore must be"),
         ({}, {"eval_data": np.zeros((3, 4))}, "eval_data must be a pair"),
@@ -313,5 +314,42 @@ def test_prediction_needs_parameters() -> None:
 def test_data_that_is_no_integer_label_is_an_argument_type_error() -> None:
     with pytest.raises(ArgumentTypeError):
         linear(arg_params={"weight": np.zeros((3, 4)), "bias": np.zeros(3)}).score(
-            np.zeros((2, 4)), np.zeros(2)
+            np.zeros((2, 4)), np.array([False, True])
         )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_labels_that_are_whole_numbers_train_to_the_bits_of_integers(dtype: str) -> None:
+    x, y = three_clouds()
+    integers, floats, iterated = linear(), linear(), linear()
+    integers.fit(x, y)
+    floats.fit(x, y.astype(dtype))
+    iterated.fit(
+        NDArrayIter({"data": x}, {"softmax_label": y.astype(dtype)}, batch_size=16, shuffle=True)
+    )
+    assert equal(integers, floats)
+    assert equal(integers, iterated)
+    assert floats.score(x, y.astype(dtype)) == integers.score(x, y)
+
+
+@pytest.mark.parametrize("label", [0.5, float("nan"), float("inf"), 1e300, 1.0000000000000002])
+def test_a_label_that_is_no_whole_number_is_named(label: float) -> None:
+    x, y = three_clouds()
+    labels = y.astype(float)
+    labels[7] = label
+    with pytest.raises(ArgumentTypeError, match=r"label 7 is .*\. Use y\.astype\(int\)"):
+        linear().fit(x, labels)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "sentence"),
+    [
+        ("softmax", "got str 'softmax', without init_params, loss_and_gradients, predict"),
+        (None, "got NoneType None, without"),
+        (LinearSoftmax, "got the class LinearSoftmax, not an object of it"),
+    ],
+)
+def test_what_is_no_network_is_refused_at_once(symbol: Any, sentence: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=sentence) as raised:
+        FeedForward(symbol)
+    assert "loss_and_gradients(params, x, y) and predict(params, x)" in str(raised.value)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstore import optimizer
-from kvstore.errors import ArgumentTypeError, OptimizerParameterError, UnknownOptimizerError
+from kvstore.errors import (
+    ArgumentTypeError,
+    NotSupportedError,
+    OptimizerParameterError,
+    UnknownOptimizerError,
+)
 from kvstore.optimizer import SGD, Adam, Optimizer
 from kvstore.optimizer.base import _registry
+from kvstore.optimizer.schedule import create as create_schedule
 
 Array = np.ndarray[Any, Any]
 
@@ -218,6 +227,70 @@ def test_only_real_floats_can_be_updated(dtype: str) -> None:
 def test_an_optimizer_cannot_change_behind_the_store() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         SGD().learning_rate = 0.5  # type: ignore[misc]
+    with pytest.raises(NotSupportedError, match="momentum cannot be deleted"):
+        del SGD().momentum
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda chosen: setattr(chosen, "lr", 0.5), "setting lr is not possible"),
+        (lambda chosen: setattr(chosen, "learning_rate", 0.5), "setting learning_rate is not"),
+        (lambda chosen: chosen.set_learning_rate(0.5), "set_learning_rate is not possible"),
+    ],
+)
+def test_a_new_rate_goes_through_the_store_or_makes_another_optimizer(
+    change: Callable[[Any], object], sentence: str
+) -> None:
+    chosen = SGD(learning_rate=0.1)
+    with pytest.raises(NotSupportedError, match=sentence) as raised:
+        change(chosen)
+    assert "optimizers are values" in str(raised.value)
+    assert "kv.set_optimizer_params(lr=...)" in str(raised.value)
+    assert "optimizer.replace(lr=...) makes another" in str(raised.value)
+    assert chosen.learning_rate == 0.1
+
+
+def test_new_multipliers_make_another_optimizer() -> None:
+    with pytest.raises(NotSupportedError, match=r"kv\.set_optimizer\(optimizer\.replace\(lr_mult="):
+        SGD().set_lr_mult({"w": 0.1})
+    with pytest.raises(NotSupportedError, match=r"optimizer\.replace\(wd_mult="):
+        SGD().set_wd_mult({"w": 0.1})
+
+
+def test_an_optimizer_is_copied_and_pickled_like_any_value() -> None:
+    chosen = SGD(learning_rate=0.5, lr_mult={"w": 2.0})
+    for copied in (copy.deepcopy(chosen), pickle.loads(pickle.dumps(chosen))):
+        assert copied == chosen
+        assert copied.for_key("w") == SGD(learning_rate=1.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "sentence"),
+    [
+        ({"multi_precision": True}, "are updated in float32 .* keep the key in float32"),
+        ({"begin_num_update": 3}, "each key counts its own updates"),
+        ({"param_idx2name": {0: "w"}}, "lr_mult and wd_mult name the keys"),
+        ({"lazy_update": True}, "all gradients are dense"),
+        ({"use_fused_step": False}, "one way to compute an update"),
+        ({"aggregate_num": 4}, "give many keys in one call"),
+        ({"lr": 0.1}, r"did you mean learning_rate for lr\?"),
+        ({"momentun": 0.1}, r"did you mean momentum for momentun\?"),
+    ],
+)
+@pytest.mark.parametrize("make", [SGD, lambda **params: optimizer.create("sgd", **params)])
+def test_a_parameter_of_mxnet_that_is_not_taken_says_what_to_do(
+    make: Callable[..., object], params: Any, sentence: str
+) -> None:
+    with pytest.raises(OptimizerParameterError, match=sentence):
+        make(**params)
+
+
+def test_a_name_that_is_nearly_one_is_suggested() -> None:
+    with pytest.raises(UnknownOptimizerError, match=r"; did you mean 'adam'\?$"):
+        optimizer.create("Adamm")
+    with pytest.raises(OptimizerParameterError, match=r"; did you mean 'cosine'\?$"):
+        create_schedule("cosin")
 
 
 def test_a_custom_optimizer_is_created_by_its_class_name() -> None:

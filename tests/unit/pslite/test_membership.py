@@ -132,7 +132,11 @@ def test_a_node_that_has_no_place_is_refused_and_the_others_go_on(
 def test_two_nodes_that_want_one_rank_cannot_both_have_it(rank: int) -> None:
     rendezvous = gathering(2, 1)
     verdicts = register(rendezvous, node("worker", 1, rank), node("worker", 2, rank))
-    assert verdicts == [None, Refusal(f"two workers have DMLC_TASK_ID={rank}")]
+    reason = (
+        f"two workers have DMLC_TASK_ID={rank} (pid 4001 on alpha, pid 4002 on alpha); "
+        "start each with a number of its own"
+    )
+    assert verdicts == [None, Refusal(reason, fatal=True)]
 
 
 # -- afterwards ---------------------------------------------------------------------------
@@ -175,6 +179,17 @@ def test_a_departure_is_noted_once_and_for_members_only() -> None:
 )
 def test_a_departure_reads_as_a_sentence(left: bool, reason: str, sentence: str) -> None:
     assert Gone(ROSTER[1], left, reason).sentence == sentence
+
+
+def test_an_error_about_a_worker_that_has_left_says_what_all_workers_must_do() -> None:
+    left, lost = Gone(ROSTER[1], True, ""), Gone(ROSTER[1], False, "killed")
+    assert left.error_text == (
+        "worker 0 (pid 4001 on alpha) has left the job; all workers of a synchronous store must "
+        "push the same number of rounds (kv.shard, FeedForward.fit see to it)"
+    )
+    assert lost.error_text == lost.sentence
+    server = Gone(ROSTER[3], True, "")
+    assert server.error_text == server.sentence
 
 
 @pytest.mark.parametrize("change", [{"uid": "other"}, {"incarnation": 1}])

@@ -71,7 +71,7 @@ def test_a_key_of_another_length_is_refused_with_the_way_to_make_one(
 ) -> None:
     text = refusal(make_key(content))
     assert problem in text
-    assert "umask 077; head -c 32 /dev/urandom | base64 > job.key" in text
+    assert "`(umask 077; head -c 32 /dev/urandom | base64 > job.key)`, copy it" in text
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o644, 0o777])

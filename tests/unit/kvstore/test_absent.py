@@ -1,0 +1,75 @@
+"""Names of MXNet that are not here: an AttributeError that says what to use instead."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import kvstore as mx
+from kvstore.absent import INSTEAD, shown
+from kvstore.optimizer.fields import NOT_TAKEN
+from kvstore.suggest import MOST_NAMES, did_you_mean
+
+PAGE = (Path(__file__).parents[3] / "docs" / "migration.md").read_text(encoding="utf-8")
+NAMES = [(module, name) for module, names in INSTEAD.items() for name in names]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_a_name_of_mxnet_that_is_not_here_says_what_to_use(module: str, name: str) -> None:
+    loaded = importlib.import_module(module)
+    assert not hasattr(loaded, name)
+    with pytest.raises(AttributeError) as raised:
+        getattr(loaded, name)
+    assert str(raised.value) == f"there is no {shown(module, name)} here: {INSTEAD[module][name]}"
+    assert raised.value.name == name
+
+
+def test_a_script_reaches_them_as_in_mxnet() -> None:
+    for missing in (
+        *(lambda: mx.mod.Module, lambda: mx.sym.Variable, lambda: mx.autograd.record),
+        *(lambda: mx.gluon.nn.Dense, lambda: mx.gluon.data.DataLoader, lambda: mx.nd.save),
+    ):
+        with pytest.raises(AttributeError, match=r"^there is no mx\.\w+.* here: "):
+            missing()
+
+
+@pytest.mark.parametrize("module", INSTEAD)
+def test_a_mistyped_name_is_no_name_of_mxnet_and_one_that_is_near_is_suggested(module: str) -> None:
+    loaded = importlib.import_module(module)
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'qqq'$"):
+        _ = loaded.qqq
+    with pytest.raises(AttributeError, match=r"no attribute 'zeroes'; did you mean 'zeros'\?$"):
+        _ = mx.nd.zeroes
+
+
+def test_the_page_of_migration_lists_these_names_with_these_sentences() -> None:
+    begin = PAGE.index("## Names that are not there")
+    table = PAGE[begin : PAGE.index("## Environment")]
+    assert listed(table) == {
+        shown(module, name): sentence(INSTEAD[module][name]) for module, name in NAMES
+    }
+
+
+def test_the_page_of_migration_lists_the_parameters_that_are_not_taken() -> None:
+    table = PAGE[PAGE.index("| parameter | instead |") : PAGE.index("`mx.nd` is the part")]
+    assert listed(table) == {name: sentence(text) for name, text in NOT_TAKEN.items()}
+
+
+def test_nothing_is_suggested_that_is_not_alike_and_long_lists_are_cut() -> None:
+    assert did_you_mean("wieght", ["bias", "weight"]) == "; did you mean 'weight'?"
+    assert did_you_mean("x", ["bias", "weight"]) == ""
+    assert did_you_mean(3, [3, 4]) == ""
+    assert did_you_mean("wieght", [*map(str, range(MOST_NAMES)), "weight"]) == ""
+
+
+def listed(table: str) -> dict[str, str]:
+    """Each name in the first column, with its second column."""
+    rows = re.findall(r"^\| (`.*?) \| (.+) \|$", table, re.MULTILINE)
+    return {name: text for names, text in rows for name in re.findall(r"`([^`]+)`", names)}
+
+
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
