@@ -46,9 +46,10 @@ def test_futures_of_pushes_and_pulls_carry_what_the_calls_return(workers: Worker
         return outs, kv.wait(kv.pull_async("a")), kv.wait(kv.pull_async(["a", "b"]))
 
     for (a, b), alone, both in workers.run(script):
-        for value in (a, alone, both[0]):
-            assert value[0] in (1.0, 2.0)
-            np.testing.assert_array_equal(value, np.full(LARGE, value[0]))
+        # The parts of an asynchronous key are read one by one.
+        assert set(a) <= {1.0, 2.0}
+        for value in (alone, both[0]):
+            np.testing.assert_array_equal(value, np.full(LARGE, workers.stores[0].num_workers))
         assert b.shape == both[1].shape == (2,)
 
 
@@ -60,9 +61,10 @@ def test_pushpull_async_writes_into_its_arrays(workers: Workers) -> None:
         kv.wait(kv.pushpull_async("b", value))
         return out[0], value[0]
 
-    workers_seen = workers.run(script)
+    seen = workers.run(script)
     most = float(workers.stores[0].num_workers)
-    assert max(workers_seen) == (most, most)
+    # Of two asynchronous workers, another one may be the last for each key.
+    assert [max(values) for values in zip(*seen, strict=True)] == [most, most]
 
 
 def test_wait_covers_all_that_is_under_way(workers: Workers) -> None:
@@ -84,6 +86,7 @@ def test_a_pull_tells_how_many_pushes_it_includes(workers: Workers) -> None:
     def script(kv: KVStore) -> Any:
         value, version = kv.pull("a", with_version=True)
         assert (version, value[0]) == (0, 0.0)
+        kv.barrier()  # the other worker's pushes may come before this pull else
         for _ in range(3):
             kv.push(["a", "b"], [np.ones(LARGE), np.ones(2)])
         kv.wait()
