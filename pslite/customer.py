@@ -53,6 +53,11 @@ class Incoming:
         self._respond = respond
         self._answered = False
 
+    @property
+    def nbytes(self) -> int:
+        """The memory that it keeps while it waits."""
+        return len(self.body) + sum(len(frame) for frame in self.frames)
+
     def respond(self, body: bytes = b"", frames: Sequence[Any] = ()) -> None:
         """Answer. ``frames`` must stay unchanged until the peer has accepted them."""
         self._finish(None, body, frames)
@@ -83,6 +88,7 @@ class Customers:
         self._on_io_thread = on_io_thread
         self._handlers: dict[int, Handler] = {}
         self._early: list[tuple[float, Incoming]] = []
+        self._early_bytes = 0
         self.pending = Pending()
 
     def add(self, app: int, handler: Handler) -> None:
@@ -93,6 +99,7 @@ class Customers:
         early, self._early = self._early, []
         for arrived_at, incoming in early:
             if incoming.request.app == app:
+                self._early_bytes -= incoming.nbytes
                 self._handle(handler, incoming)
             else:
                 self._early.append((arrived_at, incoming))
@@ -130,14 +137,14 @@ class Customers:
             self._handle(handler, incoming)
         elif self._has_room(incoming):
             self._early.append((now, incoming))
+            self._early_bytes += incoming.nbytes
         else:
             incoming.fail(UsageError(f"there is no app {message.app} on this node"))
 
     def _has_room(self, incoming: Incoming) -> bool:
         """Whether a request may wait for its app."""
-        waiting = [incoming, *(early for _, early in self._early)]
-        nbytes = sum(len(frame) for early in waiting for frame in (early.body, *early.frames))
-        return len(waiting) <= _MAX_EARLY and nbytes <= _MAX_EARLY_BYTES
+        nbytes = self._early_bytes + incoming.nbytes
+        return len(self._early) < _MAX_EARLY and nbytes <= _MAX_EARLY_BYTES
 
     def response_arrived(self, sender: int, message: Response, frames: Sequence[Any]) -> None:
         if not message.kind:
@@ -154,6 +161,7 @@ class Customers:
             if arrived_at < before:
                 app = incoming.request.app
                 incoming.fail(UsageError(f"there is no app {app} on the node that was asked"))
+                self._early_bytes -= incoming.nbytes
         self._early = [entry for entry in self._early if entry[0] >= before]
 
     @staticmethod

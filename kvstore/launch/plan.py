@@ -74,16 +74,7 @@ def plan_local(
     ``environ`` is the launcher's own environment; ``service_command`` starts a scheduler or
     a server, whichever DMLC_ROLE says.
     """
-    job = {
-        "DMLC_PS_ROOT_URI": facts.host,
-        "DMLC_PS_ROOT_PORT": str(facts.port),
-        "DMLC_NUM_WORKER": str(options.num_workers),
-        "DMLC_NUM_SERVER": str(options.num_servers),
-        "DMLC_JOB_CLUSTER": "local",
-        "PS_JOB_ID": facts.job_id,
-    }
-    if facts.key_file is not None:
-        job["PS_JOB_KEY_FILE"] = facts.key_file
+    job = _job_variables(options, facts)
     everyone = {
         "PYTHONUNBUFFERED": "1",
         **security(environ),
@@ -124,6 +115,21 @@ def plan_local(
         *(spec("server", rank, service_command, server) for rank in range(options.num_servers)),
         *(spec("worker", rank, options.command, worker) for rank in range(options.num_workers)),
     ]
+
+
+def _job_variables(options: LaunchOptions, facts: JobFacts) -> dict[str, str]:
+    """What every process of the job is told, whatever the user has set."""
+    job = {
+        "DMLC_PS_ROOT_URI": facts.host,
+        "DMLC_PS_ROOT_PORT": str(facts.port),
+        "DMLC_NUM_WORKER": str(options.num_workers),
+        "DMLC_NUM_SERVER": str(options.num_servers),
+        "DMLC_JOB_CLUSTER": "local",
+        "PS_JOB_ID": facts.job_id,
+    }
+    if facts.key_file is not None:
+        job["PS_JOB_KEY_FILE"] = facts.key_file
+    return job
 
 
 def base_environment(environ: Mapping[str, str]) -> dict[str, str]:

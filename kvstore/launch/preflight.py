@@ -15,7 +15,7 @@ from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec
 
 CHECK_IMPORTS = "--check-imports"
-"""What a service command is called with to import what servers import, and nothing more."""
+"""What a service command is called with, before names, to import these and nothing more."""
 
 
 def check_server_imports(
@@ -30,7 +30,7 @@ def check_server_imports(
         return
     server = next(spec for spec in specs if spec.role == "server")
     done = subprocess.run(
-        [*server.argv, CHECK_IMPORTS],
+        [*server.argv, CHECK_IMPORTS, ",".join(names)],
         env={**base_environment, **server.environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -19,11 +19,11 @@ def _end_quietly(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def _check_imports() -> None:
+def _check_imports(names: str) -> None:
     """End with 0, or with 3 and one line. At once: modules may have started threads."""
     from kvstore.server import import_failures
 
-    failures = import_failures(os.environ.get("KVSTORE_SERVER_IMPORT", ""))
+    failures = import_failures(names)
     for failure in failures[:1]:
         print(failure, file=sys.stderr, flush=True)
     os._exit(3 if failures else 0)
@@ -36,8 +36,8 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, _end_quietly)
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         sys.path[0] = os.getcwd()  # as for -m, so that --server-import finds what is there
-    if sys.argv[1:] == ["--check-imports"]:
-        _check_imports()
+    if sys.argv[1:2] == ["--check-imports"]:
+        _check_imports(sys.argv[2])
 
     from kvstore.server import main
 

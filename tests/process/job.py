@@ -44,6 +44,23 @@ def wait_for_file(path):
 """
 """What a worker's code begins with."""
 
+TRAIN = """
+kv = mx.kvstore.create("dist_sync")
+kv.init("w", vector(0, 0))
+print("rank", kv.rank, flush=True)
+step = 0
+while not os.path.exists(f"stop{kv.rank}"):
+    step += 1
+    kv.push("w", vector(step, 1))
+    assert kv.pull("w").tolist() == [2 * step, 2]
+    kv.barrier()
+    if kv.rank == 0 and os.path.exists("stop"):
+        open("stop1", "w"), open("stop0", "w")
+    kv.barrier()
+print("rounds are right", flush=True)
+"""
+"""Two workers that train, round by round checked, until there is a file named ``stop``."""
+
 SHORT = {"PS_RENDEZVOUS_TIMEOUT": "3", "PS_ROSTER_INTERVAL": "0.5"}
 """Settings for jobs that never become complete."""
 

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import zmq
 from doors import accepts_tcp, curve, knock, other_doors, plain, settings_of, tcp_doors
-from job import HOST, SHORT, Job, MakeJob, Process, assert_no_traceback, needs_proc, wait_until
+from job import (
+    HOST,
+    SHORT,
+    TRAIN,
+    Job,
+    MakeJob,
+    Process,
+    assert_no_traceback,
+    needs_proc,
+    wait_until,
+)
 
 from pslite.security import derive
 from pslite.van.accepted import make_routing_id
@@ -20,21 +30,6 @@ from pslite.wire.messages import Leave
 
 pytestmark = [pytest.mark.process, needs_proc]
 
-TRAIN = """
-kv = mx.kvstore.create("dist_sync")
-kv.init("w", vector(0, 0))
-print("rank", kv.rank, flush=True)
-step = 0
-while not os.path.exists(f"stop{kv.rank}"):
-    step += 1
-    kv.push("w", vector(step, 1))
-    assert kv.pull("w").tolist() == [2 * step, 2]
-    kv.barrier()
-    if kv.rank == 0 and os.path.exists("stop"):
-        open("stop1", "w"), open("stop0", "w")
-    kv.barrier()
-print("rounds are right", flush=True)
-"""
 JOIN = 'kv = mx.kvstore.create("dist_sync")\nprint("rank", kv.rank, flush=True)\n'
 OTHER = b"a key that some other job has"
 

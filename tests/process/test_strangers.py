@@ -10,25 +10,18 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from job import HOST, Job, MakeJob, assert_no_traceback, listening_addresses, needs_proc
+from job import (
+    HOST,
+    TRAIN,
+    Job,
+    MakeJob,
+    assert_no_traceback,
+    listening_addresses,
+    needs_proc,
+)
 
 pytestmark = [pytest.mark.process, needs_proc]
 
-TRAIN = """
-kv = mx.kvstore.create("dist_sync")
-kv.init("w", vector(0, 0))
-print("rank", kv.rank, flush=True)
-step = 0
-while not os.path.exists(f"stop{kv.rank}"):
-    step += 1
-    kv.push("w", vector(step, 1))
-    assert kv.pull("w").tolist() == [2 * step, 2]
-    kv.barrier()
-    if kv.rank == 0 and os.path.exists("stop"):
-        open("stop1", "w"), open("stop0", "w")
-    kv.barrier()
-print("rounds are right")
-"""
 
 # Speaks ZMTP, as nodes do, and then says what no node would say. In a process of its own, so
 # that the test needs no context.

@@ -239,3 +239,26 @@ def test_the_loss_of_a_node_keeps_its_role_and_rank_on_the_way_to_the_asker() ->
     error = future.error()
     assert isinstance(error, NodeLostError)
     assert (str(error), error.role, error.rank) == ("worker 1 is lost", "worker", 1)
+
+
+def test_what_waits_for_an_app_is_bounded_in_bytes_and_the_room_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pslite.customer._MAX_EARLY_BYTES", 100)
+    sent: list[Response] = []
+    customers = Customers(lambda _, message, __: sent.append(message), lambda work: work())  # type: ignore[arg-type]
+
+    def arrive(request_id: int, app: int) -> None:
+        request = Request(app, 0, request_id, 0, b"x" * 40)
+        customers.request_arrived(9, request, [b"y" * 20], 0.0)
+
+    arrive(1, app=5)
+    arrive(2, app=5)
+    assert [(response.request_id, response.kind) for response in sent] == [(2, "UsageError")]
+    customers.expire(1.0)
+    arrive(3, app=5)
+    assert [response.request_id for response in sent] == [2, 1]
+    customers.add(5, lambda incoming: incoming.respond())
+    customers.remove(5)
+    arrive(4, app=5)
+    assert [response.request_id for response in sent] == [2, 1, 3]
