@@ -58,8 +58,12 @@ while byes < int(os.environ["DMLC_NUM_WORKER"]):
 
 LAUNCH = """
 import os
+import signal
 import sys
 sys.path.insert(0, sys.argv[1])
+# Whoever runs the tests may have been started by nohup, which is inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if "NOHUP" in os.environ else signal.SIG_DFL)
 from kvstore.launch.cli import main
 from kvstore.launch.lifecycle import Timing
 timing = Timing(
@@ -295,6 +299,20 @@ time.sleep(60)
     # Whoever pressed Ctrl-C has seen all; of a closed terminal or a batch system, logs remain.
     assert len(job.logs()) == (0 if number is signal.SIGINT else 1)
     assert job.left() == []
+
+
+def test_a_job_under_nohup_outlives_its_terminal(job: Job) -> None:
+    worker = """
+print("ready", flush=True)
+time.sleep(1)
+bye()
+"""
+    process = job.start("-n", "1", *python(worker), environment={"NOHUP": "1"})
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[worker 0] ready\n"
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
 
 
 def test_workers_that_ignore_ctrl_c_are_killed_in_the_end(job: Job) -> None:
