@@ -6,6 +6,8 @@ VENV ?= .venv
 # Tests that start no processes are spread over so many.
 JOBS ?= 2
 PYTEST_ARGS ?=
+# For bench-peers, such as '--rows lenet --repeats 3'.
+BENCH_ARGS ?=
 # PyTorch's build without CUDA, whose own index has it for every Python (the other is gigabytes).
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -32,7 +34,7 @@ CHECKS := lint format-check types test-unit test-process
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo install dev test $(CHECKS) format coverage test-oldest bench docs docs-html settings clean
+.PHONY: help demo install dev test $(CHECKS) format coverage test-oldest bench bench-peers docs docs-html settings clean
 
 help: ## this list
 	@echo "usage: make TARGET [PYTHON=python3.12] [VENV=.venv]"
@@ -86,6 +88,9 @@ test-oldest: ## the tests with the oldest libraries that setup.py allows (needs 
 
 bench: $(INSTALLED) ## how long an exchange of whole models takes (on a quiet machine)
 	$(RUN) benchmarks/exchange.py
+
+bench-peers: $(INSTALLED) ## our stores beside MXNet, gloo and OpenMPI (an hour, quiet machine)
+	$(RUN) benchmarks/peers.py $(BENCH_ARGS)
 
 docs: ## the documentation as HTML, with Sphinx in .venv-docs (200 MB)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-docs docs-html

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
 
@@ -47,6 +47,24 @@ DEVELOPMENT = [
     "safetensors>=0.4.5",  # reads what our own writer has written, and the other way round
 ]
 
+# An extra in C (docs/decisions/0011-optional-kernels.md): without a compiler, or where this fails,
+# setuptools says so, and everything works without it. NumPy's bits depend on the flags: no fused
+# multiply-add, no shortcuts, but arithmetic that need not set errno or raise a trap.
+KERNELS = Extension(
+    "kvstore._kernels",
+    sources=["kvstore/native/kernels.c"],
+    depends=[f"kvstore/native/{name}.h" for name in ("kernels", "loops", "rules")],
+    extra_compile_args=[
+        "-O3",
+        "-fno-fast-math",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+    ],
+    libraries=["m"],
+    optional=True,
+)
+
 setup(
     # The name of the distribution; what is imported is `kvstore` (and `pslite`). The name
     # `kvstore` belongs to another project on the public package index.
@@ -57,7 +75,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["kvstore", "kvstore.*", "pslite", "pslite.*"]),
-    package_data={"kvstore": ["py.typed"], "pslite": ["py.typed"]},
+    ext_modules=[KERNELS],
+    package_data={"kvstore": ["py.typed", "*.pyi"], "pslite": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=REQUIREMENTS,
     extras_require={

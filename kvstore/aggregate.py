@@ -1,8 +1,9 @@
 """Adding contributions up and applying them: the arithmetic of every store, on flat arrays.
 
-Pure NumPy: no I/O, no threads, no clock. The local stores and the servers of the distributed
-ones call the same functions, which is why both give the same bits. A function may run on any
-thread as long as no other thread touches the same arrays or the same :class:`Workspace`.
+No I/O, no threads, no clock. Computed by NumPy, or with the same bits by the compiled kernels of
+``kernels.py``, where they are built and cover the case. The local stores and the servers of the
+distributed ones use the same functions, which is why both give the same bits. A function may run
+on any thread as long as no other thread touches the same arrays or the same :class:`Workspace`.
 Read next: ``optimizer/base.py``.
 
 **Order.** Contributions are added left to right, ((c0 + c1) + c2) + ..., in rank order for a
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore import kernels
 from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import ValueMismatchError
 
@@ -74,6 +76,8 @@ def sum_in_order(
     need scratch space. Raises ``ValueMismatchError`` for none, or for unequal lengths.
     """
     _check(contributions, out)
+    if kernels.add_up(contributions, out):
+        return
     working = accumulation_dtype(contributions[0].dtype)
     workspace = workspace or Workspace()
     with np.errstate(all="ignore"):
@@ -82,7 +86,7 @@ def sum_in_order(
             total = into
             if out.dtype != working and len(contributions) > 1:
                 total = workspace.block(0, working, stop - start)
-            _sum_block(contributions, start, stop, total)
+            add_up([contribution[start:stop] for contribution in contributions], total)
             if total is not into:
                 np.copyto(into, total, casting="unsafe")
 
@@ -114,32 +118,60 @@ def apply_round(
         sum_in_order(contributions, weight, workspace, block_elements=block_elements)
         return
     _check(contributions, weight)
+    if kernels.apply(weight, (contributions,), optimizer, state, count):
+        return
     working = accumulation_dtype(weight.dtype)
     block = len(weight) if optimizer.scope == "key" else block_elements
     with np.errstate(all="ignore"):
         for start, stop in _blocks(len(weight), block):
             gradient = workspace.block(0, working, stop - start)
-            scratch = workspace.block(1, working, stop - start)
-            _sum_block(contributions, start, stop, gradient)
-            part = tuple(array[start:stop] for array in state)
-            own = weight[start:stop]
-            wide = own
-            if weight.dtype != working:
-                wide = workspace.block(2, working, stop - start)
-                np.copyto(wide, own)
-            optimizer.update(wide, gradient, part, count, scratch)
-            if wide is not own:
-                np.copyto(own, wide, casting="unsafe")
+            add_up([contribution[start:stop] for contribution in contributions], gradient)
+            part = [array[start:stop] for array in state]
+            update_block(weight[start:stop], gradient, optimizer, part, count, workspace)
 
 
-def _sum_block(contributions: Sequence[Flat], start: int, stop: int, total: Flat) -> None:
-    first = contributions[0][start:stop]
+def add_up(contributions: Sequence[np.ndarray[Any, Any]], total: np.ndarray[Any, Any]) -> None:
+    """Set ``total``, one block, to ((c0 + c1) + c2) + ..., added in the dtype of ``total``.
+
+    All are NumPy arrays of one shape, any number of dimensions, and are the caller's; nothing
+    is checked. ``total`` may be ``contributions[0]`` itself and must not overlap any other.
+    Within ``np.errstate(all="ignore")``: the steps of ``apply_round``, for those who choose
+    their own blocks.
+    """
+    first = contributions[0]
     if len(contributions) == 1:
         np.copyto(total, first, casting="unsafe")
+    elif first.dtype == total.dtype:
+        np.add(first, contributions[1], total)
+        for contribution in contributions[2:]:
+            np.add(total, contribution, total)
+    elif not kernels.add_up(contributions, total):
+        np.add(first, contributions[1], out=total, dtype=total.dtype)
+        for contribution in contributions[2:]:
+            np.add(total, contribution, out=total, dtype=total.dtype)
+
+
+def update_block(
+    weight: Flat,
+    gradient: Flat,
+    optimizer: Optimizer,
+    state: Sequence[Flat],
+    count: int,
+    workspace: Workspace,
+) -> None:
+    """Update one block of ``weight`` and ``state`` from its summed gradient, in place.
+
+    As ``apply_round``; ``gradient`` is slot 0 of ``workspace``, in the accumulation dtype, and
+    is overwritten. Nothing is checked.
+    """
+    scratch = workspace.block(1, gradient.dtype, len(gradient))
+    if weight.dtype == gradient.dtype:
+        optimizer.update(weight, gradient, state, count, scratch)
         return
-    np.add(first, contributions[1][start:stop], out=total, dtype=total.dtype)
-    for contribution in contributions[2:]:
-        np.add(total, contribution[start:stop], out=total, dtype=total.dtype)
+    wide = workspace.block(2, gradient.dtype, len(gradient))
+    np.copyto(wide, weight)
+    optimizer.update(wide, gradient, state, count, scratch)
+    np.copyto(weight, wide, casting="unsafe")
 
 
 def _blocks(length: int, block_elements: int) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,10 @@ from kvstore.errors import OptimizerNotSet
 from kvstore.optimizer.base import Optimizer
 from kvstore.protocol import PartEntry
 from pslite.errors import UsageError
-from pslite.plane import Job, Piece
+from pslite.plane import Ints, Job, Outcome, Piece
+
+#: Lists of parts about which something is remembered.
+_MAX_COMPILED = 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -37,13 +41,22 @@ class Arena:
     """Memory of neighbouring parts of one dtype, and what the optimizer keeps for them."""
 
     def __init__(
-        self, store: StoreState, lane: int, entries: Sequence[PartEntry], values: Sequence[Flat]
+        self,
+        store: StoreState,
+        lane: int,
+        entries: Sequence[PartEntry],
+        values: Sequence[Flat],
+        allocate: Callable[[int], Flat],
     ) -> None:
-        """``values`` are the parts' first values as bytes; they are copied."""
+        """``values`` are the parts' first values as bytes; they are copied.
+
+        ``allocate(nbytes)`` gives the memory of the weights, which workers may read in place.
+        """
         dtype = entries[0].dtype
+        nbytes = dtype.itemsize * sum(entry.num_elements for entry in entries)
         self.store = store
         self.lane = lane
-        self.weight: Flat = np.empty(sum(entry.num_elements for entry in entries), dtype)
+        self.weight: Flat = allocate(nbytes).view(dtype)
         self.workspace = Workspace()
         self.parts: list[Part] = []
         self._optimizer: Optimizer | None = None
@@ -96,6 +109,34 @@ class Part:
         return [array[self.start : self.stop] for array in self.arena.state(optimizer)]
 
 
+class _Stretch(NamedTuple):
+    """Neighbouring parts of one arena that one optimizer updates."""
+
+    arena: Arena
+    optimizer: Optimizer | None
+    parts: tuple[Part, ...]
+    first: int
+    """Index of the first of them in the list of parts that this was compiled from."""
+    offset: int
+    """Where their bytes begin in a contribution to all parts of the list."""
+
+    @property
+    def nbytes(self) -> int:
+        return (self.parts[-1].stop - self.parts[0].start) * self.arena.weight.itemsize
+
+    def of_one_count(self) -> Iterable[_Stretch]:
+        """This stretch; part by part where some have seen more updates than others."""
+        count = self.parts[0].count
+        if all(part.count == count for part in self.parts):
+            return (self,)
+        offset = self.offset
+        pieces = []
+        for index, part in enumerate(self.parts):
+            pieces.append(_Stretch(self.arena, self.optimizer, (part,), self.first + index, offset))
+            offset += pieces[-1].nbytes
+        return pieces
+
+
 @dataclass(slots=True)
 class _Run:
     """Neighbouring parts whose contributions are neighbours too: worked on as one array."""
@@ -106,24 +147,24 @@ class _Run:
     stop: int
     count: int
     pieces: list[Piece]
-    jobs: int = 1
+    members: list[tuple[int, range]]
+    """(index of a job, some of its parts): whom an error concerns."""
 
-    def extend(self, part: Part, optimizer: Optimizer | None, pieces: Sequence[Piece]) -> bool:
-        """Add the next part if it continues this run."""
+    def extend(self, stretch: _Stretch, count: int, pieces: Sequence[Piece]) -> bool:
+        """Add parts if they continue this run."""
         if (
-            part.arena is not self.arena
-            or optimizer is not self.optimizer
-            or part.start != self.stop
-            or part.count != self.count
+            stretch.arena is not self.arena
+            or stretch.optimizer is not self.optimizer
+            or stretch.parts[0].start != self.stop
+            or count != self.count
             or len(pieces) != len(self.pieces)
-            or (optimizer is not None and optimizer.scope == "key")
+            or (stretch.optimizer is not None and stretch.optimizer.scope == "key")
         ):
             return False
         for mine, theirs in zip(self.pieces, pieces, strict=True):
             if theirs.frame is not mine.frame or theirs.start != mine.stop:
                 return False
-        self.stop = part.stop
-        self.jobs += 1
+        self.stop = stretch.parts[-1].stop
         self.pieces = [
             Piece(mine.frame, mine.start, theirs.stop)
             for mine, theirs in zip(self.pieces, pieces, strict=True)
@@ -146,50 +187,157 @@ class _Run:
         apply_round(weight, contributions, optimizer, state, self.count + 1, arena.workspace)
 
 
-def apply_jobs(
-    jobs: Sequence[Job], part_of: Callable[[int], Part | None]
-) -> list[BaseException | None]:
-    """Apply complete rounds, in order; one outcome for each. On the pool thread of the lane."""
-    found = [part_of(job.part) for job in jobs]
-    there = [(job, part) for job, part in zip(jobs, found, strict=True) if part is not None]
-    outcomes = iter(_apply_parts([job for job, _ in there], [part for _, part in there]))
-    # Those that are not there were deleted after their round was complete.
-    gone = UsageError("the key was deleted")
-    return [gone if part is None else next(outcomes) for part in found]
+class PartTable:
+    """The parts of a server, and what was found out once about lists of them.
+
+    The I/O thread adds and removes parts, pool threads apply rounds to them.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[int, Part] = {}
+        #: Parts that are updated together -> by which optimizer, and as what.
+        self._compiled: dict[Ints, tuple[Optimizer | None, list[_Stretch]]] = {}
+        #: Parts that are read together -> (arena, elements from, to) of each frame.
+        self._frames: dict[Ints, list[tuple[Arena, int, int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._parts
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(list(self._parts.values()))
+
+    def get(self, number: int) -> Part | None:
+        """A part, if it is there."""
+        return self._parts.get(number)
+
+    def add(self, part: Part) -> None:
+        """A part is there from now on. Numbers are never used again."""
+        self._parts[part.entry.part] = part
+
+    def remove(self, number: int) -> Part | None:
+        """A part is gone; returns it, if it was there."""
+        # What a pool thread has just compiled may stay, and is never asked for again.
+        self._compiled.clear()
+        self._frames.clear()
+        return self._parts.pop(number, None)
+
+    def frames(self, numbers: Ints) -> list[tuple[Arena, int, int]]:
+        """Where these parts' values lie, neighbours as one. On the I/O thread."""
+        found = self._frames.get(numbers)
+        if found is None:
+            found = []
+            for part in map(self._parts.__getitem__, numbers):
+                if found and found[-1][0] is part.arena and found[-1][2] == part.start:
+                    found[-1] = (part.arena, found[-1][1], part.stop)
+                else:
+                    found.append((part.arena, part.start, part.stop))
+            if len(self._frames) >= _MAX_COMPILED:
+                self._frames.clear()
+            self._frames[numbers] = found
+        return found
+
+    def apply(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Apply complete rounds, in order; one outcome for each. On the lane's pool thread."""
+        outcomes: list[Outcome] = [None] * len(jobs)
+
+        def failed(index: int, parts: range, error: Exception) -> None:
+            errors = list(outcomes[index] or [None] * len(jobs[index].parts))
+            errors[parts.start : parts.stop] = [error] * len(parts)
+            outcomes[index] = errors
+
+        for run in self._runs(jobs, failed):
+            try:
+                run.apply()
+            except Exception as error:
+                for index, parts in run.members:
+                    failed(index, parts, error)
+        return outcomes
+
+    def _runs(
+        self, jobs: Sequence[Job], failed: Callable[[int, range, Exception], None]
+    ) -> list[_Run]:
+        """The jobs, neighbours joined; their parts count as updated from here on."""
+        runs: list[_Run] = []
+        # Read once: the I/O thread may set another optimizer while this runs.
+        chosen: dict[StoreState, Optimizer | None] = {}
+        for index, job in enumerate(jobs):
+            for whole in self._stretches(index, job, chosen, failed):
+                arena = whole.arena
+                try:
+                    arena.state(chosen[arena.store])
+                except Exception as error:
+                    failed(index, range(whole.first, whole.first + len(whole.parts)), error)
+                    continue
+                for stretch in whole.of_one_count():
+                    _add_run(runs, index, stretch, job.batch.payloads)
+        return runs
+
+    def _stretches(
+        self,
+        job_index: int,
+        job: Job,
+        chosen: dict[StoreState, Optimizer | None],
+        failed: Callable[[int, range, Exception], None],
+    ) -> list[_Stretch]:
+        """The parts of a job, neighbours as one; ``chosen`` is filled for their stores."""
+        compiled = self._compiled.get(job.parts)
+        if compiled is not None:
+            base, stretches = compiled
+            store = stretches[0].arena.store
+            if chosen.setdefault(store, store.optimizer) is base:
+                return stretches
+        stretches = []
+        offset = 0
+        for index, (number, size) in enumerate(zip(job.parts, job.sizes, strict=True)):
+            part = self._parts.get(number)
+            if part is None:  # deleted after its round was complete
+                failed(job_index, range(index, index + 1), UsageError("the key was deleted"))
+            else:
+                store = part.arena.store
+                base = chosen.setdefault(store, store.optimizer)
+                optimizer = None if base is None else base.for_key(part.entry.key)
+                last = stretches[-1] if stretches else None
+                if last is not None and _follows(part, optimizer, last, index):
+                    stretches[-1] = last._replace(parts=(*last.parts, part))
+                else:
+                    stretches.append(_Stretch(part.arena, optimizer, (part,), index, offset))
+            offset += size
+        stores = {stretch.arena.store for stretch in stretches}
+        if len(stores) == 1 and sum(len(each.parts) for each in stretches) == len(job.parts):
+            if len(self._compiled) >= _MAX_COMPILED:
+                self._compiled.clear()
+            self._compiled[job.parts] = (chosen[stores.pop()], stretches)
+        return stretches
 
 
-def _apply_parts(jobs: Sequence[Job], parts: Sequence[Part]) -> list[BaseException | None]:
-    errors: list[BaseException | None] = []
-    # Read once: the I/O thread may set another optimizer while this runs.
-    chosen = {part.arena.store: part.arena.store.optimizer for part in parts}
-    try:
-        for arena in {part.arena for part in parts}:
-            arena.state(chosen[arena.store])
-    except Exception as error:
-        return [error] * len(jobs)
-    for run in _runs(zip(jobs, parts, strict=True), chosen):
-        try:
-            run.apply()
-        except Exception as error:
-            errors += [error] * run.jobs
-        else:
-            errors += [None] * run.jobs
-    return errors
+def _follows(part: Part, optimizer: Optimizer | None, last: _Stretch, index: int) -> bool:
+    """Whether a part continues a stretch."""
+    return (
+        part.arena is last.arena
+        and optimizer is last.optimizer
+        and part.start == last.parts[-1].stop
+        and index == last.first + len(last.parts)
+        and (optimizer is None or optimizer.scope != "key")
+    )
 
 
-def _runs(
-    jobs: Iterable[tuple[Job, Part]], chosen: dict[StoreState, Optimizer | None]
-) -> Iterator[_Run]:
-    """The jobs, neighbours joined. Counts rise as the runs are handed out."""
-    run: _Run | None = None
-    for job, part in jobs:
-        base = chosen[part.arena.store]
-        optimizer = None if base is None else base.for_key(part.entry.key)
-        pieces = job.batch.payloads
-        if run is None or not run.extend(part, optimizer, pieces):
-            if run is not None:
-                yield run
-            run = _Run(part.arena, optimizer, part.start, part.stop, part.count, list(pieces))
-        part.count += 1
-    if run is not None:
-        yield run
+def _add_run(runs: list[_Run], index: int, stretch: _Stretch, payloads: Sequence[Piece]) -> None:
+    """One more stretch of a job to be updated."""
+    start, nbytes = stretch.offset, stretch.nbytes
+    pieces = [
+        Piece(piece.frame, piece.start + start, piece.start + start + nbytes) for piece in payloads
+    ]
+    count = stretch.parts[0].count
+    for part in stretch.parts:
+        part.count = count + 1
+    member = (index, range(stretch.first, stretch.first + len(stretch.parts)))
+    if runs and runs[-1].extend(stretch, count, pieces):
+        runs[-1].members.append(member)
+    else:
+        first, last = stretch.parts[0], stretch.parts[-1]
+        runs.append(
+            _Run(stretch.arena, stretch.optimizer, first.start, last.stop, count, pieces, [member])
+        )

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import abc
 import builtins
+import math
 import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import index
 from os import PathLike
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from kvstore.commands import check_command
+from kvstore.dtypes import check_dtype
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
 from kvstore.keys import Key, Keys, KeySpec, KeyTable, UpdateFunction, Values
 from kvstore.optimizer.base import Number, Optimizer
@@ -396,6 +400,37 @@ class KVStore(KVStoreBase, abc.ABC):
         """Leave the store and free its memory; later calls raise ``ClosedError``. Idempotent."""
 
     # -- data --------------------------------------------------------------------------
+
+    def empty(
+        self, shape: int | Sequence[int], dtype: DTypeLike = np.float32
+    ) -> np.ndarray[Any, Any]:
+        """A new array, uninitialised: the fastest memory for gradients that this store knows.
+
+        A distributed store returns memory that the servers of this machine read where it lies:
+        ``pushpull``, ``push_async`` and ``pushpull_async`` send such arrays without a copy.
+        They are ordinary NumPy arrays, C-contiguous, of ``shape`` and ``dtype``; the memory is
+        free when nothing refers to it. Make them once and fill them in place. Raises
+        ``ArgumentValueError`` for a negative size and ``ArgumentTypeError`` for a dtype that
+        stores cannot hold.
+        """
+        sizes = [index(size) for size in (shape if isinstance(shape, Iterable) else [shape])]
+        if any(size < 0 for size in sizes):
+            raise ArgumentValueError(f"an array cannot have the shape {sizes}")
+        kind = np.dtype(dtype)
+        check_dtype(kind)
+        return self._memory(math.prod(sizes) * kind.itemsize).view(kind).reshape(sizes)
+
+    def _memory(self, nbytes: int) -> np.ndarray[Any, Any]:
+        """Flat memory for ``empty``."""
+        return np.empty(nbytes, np.uint8)
+
+    def zeros(
+        self, shape: int | Sequence[int], dtype: DTypeLike = np.float32
+    ) -> np.ndarray[Any, Any]:
+        """``empty``, filled with zeros."""
+        array = self.empty(shape, dtype)
+        array.fill(0)
+        return array
 
     def shard(
         self, num_samples: int, seed: int | None = None, epoch: int = 0, *, even: bool = True

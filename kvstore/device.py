@@ -3,24 +3,37 @@
 A ``local`` store whose keys move, at their first push with GPU arrays, to the one of those
 GPUs that holds the fewest bytes of this store; from then on the key's value, optimizer state,
 sums and updates stay there. With arrays on the host only, it is a ``local`` store and gives
-the same bits. Not a collective library: one GPU adds what the others send it. Uses no threads
-of its own. Read next: ``kvstore/arrays/cupy.py`` for the device work.
+the same bits. Not a collective library: one GPU adds what the others send it. Work on a GPU is
+queued by the caller's thread, and is over when the call returns.
 
-**What has been run.** The GPU branch has its tests in ``tests/gpu/test_device_gpu.py``, which
-need real GPUs; ``docs/gpu.md`` says what has run on one.
+The keys of a call that live on one GPU are added, updated and copied together, in a launch for
+some dozens of them (``fused.py`` says which); what cannot be fused goes key by key through the
+formulas of ``optimizer/``. Read next: ``arrays/cuda.py`` for the device work.
+
+**What has been run.** The GPU branch has its tests in ``tests/gpu``, which need real GPUs;
+``docs/gpu.md`` says what has run on one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 
-from kvstore.arrays import Array, adapter_for, adapter_on
+from kvstore.arrays import Array, NativeArray, adapter_for, adapter_on
+from kvstore.arrays.cuda import update
+from kvstore.arrays.cuda_copies import copy_all
+from kvstore.arrays.cuda_streams import near
+from kvstore.arrays.cupy import CupyAdapter
 from kvstore.context import Context
 from kvstore.dtypes import accumulation_dtype
-from kvstore.keys import Key
-from kvstore.local import Entry, LocalKVStore
+from kvstore.fused import Job, are_apart, jobs_of
+from kvstore.local import LocalKVStore
+from kvstore.shelf import Entry
+
+Work = Sequence[tuple[Entry, Sequence[Array]]]
+"""Keys with the arrays of a call."""
 
 
 class DeviceKVStore(LocalKVStore):
@@ -32,45 +45,124 @@ class DeviceKVStore(LocalKVStore):
     def __init__(self, name: str = "device") -> None:
         super().__init__(name)
 
-    def _settle(self, entry: Entry, arrays: Sequence[Array]) -> None:
-        if entry.home.device_type == "cpu":
-            devices = [adapter_for(array).context(array) for array in arrays]
-            self._move(entry, [device for device in devices if device.device_type == "gpu"])
+    # -- where keys live ---------------------------------------------------------------
 
-    def _apply(self, key: Key, entry: Entry, arrays: Sequence[Array]) -> None:
-        if entry.home.device_type == "cpu":
-            super()._apply(key, entry, arrays)
-        else:
-            self._apply_on_gpu(key, entry, arrays)
+    def _settle(self, entries: Sequence[Entry], rows: Sequence[Sequence[Array]]) -> None:
+        held: dict[Context, int] | None = None
+        for entry, row in zip(entries, rows, strict=True):
+            if entry.home.device_type == "gpu":
+                continue
+            devices = [adapter_for(array).context(array) for array in row]
+            gpus = [device for device in devices if device.device_type == "gpu"]
+            if gpus:
+                held = self._bytes_held() if held is None else held
+                self._move(entry, min(gpus, key=lambda gpu: held.get(gpu, 0)))
+                held[entry.home] = held.get(entry.home, 0) + entry.spec.nbytes
 
-    def _move(self, entry: Entry, gpus: Sequence[Context]) -> None:
-        """Take the key to the one of ``gpus`` with the fewest bytes; the first of equals."""
-        if not gpus:
-            return
-        held = dict.fromkeys(gpus, 0)
-        for other in self._entries.values():
-            if other.home in held:
-                held[other.home] += other.spec.nbytes
-        home = min(held, key=lambda gpu: held[gpu])
+    def _bytes_held(self) -> dict[Context, int]:
+        held: dict[Context, int] = {}
+        for entry in self._entries.values():
+            held[entry.home] = held.get(entry.home, 0) + entry.spec.nbytes
+        return held
+
+    def _move(self, entry: Entry, home: Context) -> None:
         adapter = adapter_on(home)
         weight = adapter.to_context(entry.weight, home)
-        if entry.state is not None:
-            entry.state = tuple(adapter.to_context(array, home) for array in entry.state)
-        entry.weight, entry.home = weight, home
+        state = entry.state
+        if state is not None:
+            state = tuple(adapter.to_context(array, home) for array in state)
+        entry.move(home, weight, state)
+        self._rows.forget()
 
-    def _apply_on_gpu(self, key: Key, entry: Entry, arrays: Sequence[Array]) -> None:
+    # -- updates -----------------------------------------------------------------------
+
+    def _apply_elsewhere(self, work: Work) -> None:
+        for home, group in _by_home(work):
+            singly = list(range(len(group)))
+            if isinstance(adapter_on(home), CupyAdapter):
+                sizes = [len(row) for _, row in group]
+                jobs, singly = jobs_of([entry for entry, _ in group], sizes, self._optimizer)
+                for job in jobs:
+                    self._apply_job(home, job, [group[index] for index in job.indices])
+            for index in singly:
+                self._apply_singly(*group[index])
+
+    def _apply_job(self, home: Context, job: Job, work: Work) -> None:
+        """Add and update keys together."""
+        copies = [[near(array, home) for array in row] for _, row in work]
+        own = []
+        for entry, _ in work:
+            if entry.state is None and self._optimizer is not None:
+                with adapter_on(home).on(home):
+                    entry.keep_state(self._optimizer.create_state(entry.flat), entry.count)
+            own.append([entry.weight, *(entry.state or ())])
+        update(home.device_id, job.kernel, job.numbers, copies, own)
+        for entry, _ in work:
+            entry.count += self._optimizer is not None
+            entry.version += 1
+
+    def _apply_singly(self, entry: Entry, arrays: Sequence[Array]) -> None:
         adapter = adapter_on(entry.home)
         working = accumulation_dtype(entry.spec.dtype)
         total = adapter.sum_in_order(arrays, entry.home, working)
         with adapter.on(entry.home):
-            weight = entry.weight.reshape(-1)
+            weight = entry.flat
             gradient = total.reshape(-1)
-            optimizer, state = self._begin_update(key, entry, weight)
-            if optimizer is None:
+            if self._optimizer is None:
                 weight[...] = gradient
-                return
-            scratch = np.empty_like(gradient)
-            wide = weight.astype(working, copy=False)
-            optimizer.update(wide, gradient, state, entry.count, scratch)
-            if wide is not weight:
-                weight[...] = wide
+            else:
+                if entry.state is None:
+                    entry.keep_state(self._optimizer.create_state(weight), entry.count)
+                entry.count += 1
+                scratch = np.empty_like(gradient)
+                wide = weight.astype(working, copy=False)
+                optimizer = self._optimizer.for_key(entry.key)
+                optimizer.update(wide, gradient, entry.state or (), entry.count, scratch)
+                if wide is not weight:
+                    weight[...] = wide
+        entry.version += 1
+
+    # -- copies out --------------------------------------------------------------------
+
+    def _fill_elsewhere(self, work: Work) -> None:
+        for home, group in _by_home(work):
+            if isinstance(adapter_on(home), CupyAdapter):
+                group = _fill_together(home, group)
+            super()._fill_elsewhere(group)
+
+
+def _by_home(work: Work) -> Iterable[tuple[Context, Work]]:
+    found: dict[Context, list[tuple[Entry, Sequence[Array]]]] = {}
+    for entry, row in work:
+        found.setdefault(entry.home, []).append((entry, row))
+    return found.items()
+
+
+def _fill_together(home: Context, work: Work) -> list[tuple[Entry, Sequence[Array]]]:
+    """Copy the values of these keys to all arrays at a time that are fit for it; the rest.
+
+    Fit are contiguous arrays on GPUs of the key's dtype. If some of them overlap, or may, all
+    are the rest: of two keys for one array the later one must win.
+    """
+    fit: list[Array] = []
+    targets: list[list[NativeArray]] = []
+    rest: list[tuple[Entry, Sequence[Array]]] = []
+    for entry, row in work:
+        targets.append([])
+        for out in row:
+            adapter = adapter_for(out)
+            target = adapter.device_memory(out)
+            if target is None and adapter.context(out).device_type == "cpu":
+                rest.append((entry, [out]))
+            elif target is None or target.dtype != entry.spec.dtype:
+                return list(work)
+            else:
+                fit.append(out)
+                targets[-1].append(target)
+    flat = list(chain.from_iterable(targets))
+    if not are_apart([array.data.ptr for array in flat], [array.nbytes for array in flat]):
+        return list(work)
+    copy_all(home.device_id, [entry.weight for entry, _ in work], targets)
+    for out in fit:
+        adapter_for(out).written(out)
+    return rest

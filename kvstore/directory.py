@@ -99,11 +99,15 @@ class Directory:
         chunk_bytes: int,
         live_ranks: Callable[[], Sequence[int]],
         max_message_bytes: int = Config.max_message_bytes,
+        find_shares: Callable[[], Sequence[float] | None] = lambda: None,
     ) -> None:
+        """``find_shares`` is asked once, for the first keys; None: equal shares."""
         self._loads = [0] * num_servers
         self._chunk_bytes = chunk_bytes
         self._max_message_bytes = max_message_bytes
         self._live_ranks = live_ranks
+        self._find_shares = find_shares
+        self._shares: Sequence[float] | None = None
         self._stores: dict[int, _Store] = {}
         self._decider = 0
         self._next_part = 1
@@ -194,7 +198,7 @@ class Directory:
             chunks = chunk_ranges(spec.num_elements, spec.dtype.itemsize, chunk_bytes)
             new.append((key, spec, chunk_bytes, len(chunks)))
             sizes += [(stop - start) * spec.dtype.itemsize for start, stop in chunks]
-        placed_on = place(sizes, self._loads) if sizes else []
+        placed_on = place(sizes, self._loads, self._wanted_shares()) if sizes else []
         servers = iter(placed_on)
         for server, size in zip(placed_on, sizes, strict=True):
             self._loads[server] += size
@@ -206,6 +210,12 @@ class Directory:
             )
             self._next_part += count
         return [store.entries[key] for key, _ in specs]
+
+    def _wanted_shares(self) -> Sequence[float]:
+        """What each server should hold of all bytes: the same for all keys of the job."""
+        if self._shares is None:
+            self._shares = self._find_shares() or [1.0] * len(self._loads)
+        return self._shares
 
     def _check_sizes(
         self, store: _Store, specs: Sequence[tuple[Key, KeySpec]], *, whole: bool

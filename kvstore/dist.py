@@ -1,24 +1,25 @@
 """The distributed stores: ``dist_sync``, ``dist_device_sync``, ``dist_async``.
 
-What callers see of values: checks, waits and errors. Values move through ``exchange.py``;
-keys, optimizers and files are in ``dist_control.py``. Sums and updates are the servers'
-business (``server_stores.py``), who lives where the directory's (``directory.py``). Public
-calls may come from any thread but the node's I/O thread, on which only calls that return
-futures work.
+What callers see of values: waits and errors. Arguments are checked in ``calls.py``, values move
+through ``exchange.py``; keys, optimizers and files are in ``dist_control.py``. Sums and updates
+are the servers' business (``server_stores.py``), who lives where the directory's
+(``directory.py``). Public calls may come from any thread but the node's I/O thread, on which
+only calls that return futures work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kvstore.arrays import Array, adapter_for
+from kvstore.calls import Checked, values_to_fill, values_to_push
 from kvstore.dist_control import DistControl
 from kvstore.errors import OptimizerNotSet
-from kvstore.keys import Key, Keys, Values, check_priority, normalise_keys, spec_of
-from kvstore.laziness import begin_writing, lazy_arrays, unwrapped
+from kvstore.keys import KeyList, Keys, Values, check_priority, normalise_keys, spec_of
+from kvstore.laziness import begin_writing
 from kvstore.nodes import worker_node
 from kvstore.operation import Landing, Operation, futures_in
 from pslite import Future, Postoffice
@@ -57,8 +58,8 @@ class DistKVStore(DistControl):
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         self._ready_to_push()
         check_priority(priority)
-        pushed = self._table.check_push(key, value)
-        self._keep_to_window(pushed)
+        pushed = values_to_push(self._table, key, value)
+        self._keep_to_window(pushed.keys)
         self._push(pushed, priority).on_done(self._note_error)
 
     def pull(
@@ -72,9 +73,8 @@ class DistKVStore(DistControl):
         self._check()
         check_priority(priority)
         wanted, values = self._wanted(key, out)
-        lazy = lazy_arrays(wanted)
-        if lazy is not None and not with_version:
-            self._let_arrive(lazy, *self._begin_pull(wanted, priority))
+        if wanted.lazy is not None and not with_version:
+            self._let_arrive(wanted.lazy, *self._begin_pull(wanted, priority))
             return None
         self._check_may_wait()
         versions: dict[int, int] | None = {} if with_version else None
@@ -90,11 +90,11 @@ class DistKVStore(DistControl):
     ) -> None:
         self._ready_to_push()
         check_priority(priority)
-        pushed, filled = self._table.check_pushpull(key, value, out)
-        lazy = lazy_arrays(filled)
-        if lazy is not None:
-            self._keep_to_window(pushed)
-            self._let_arrive(lazy, *self._begin_lazy_pushpull(pushed, filled, priority))
+        pushed = values_to_push(self._table, key, value)
+        filled = values_to_fill(self._table, key, value if out is None else out)
+        if filled.lazy is not None:
+            self._keep_to_window(pushed.keys)
+            self._let_arrive(filled.lazy, *self._begin_lazy_pushpull(pushed, filled, priority))
             return
         self._check_may_wait()
         operation, landing = self._begin_pushpull(pushed, filled, priority)
@@ -107,7 +107,10 @@ class DistKVStore(DistControl):
         check_priority(priority)
         self._table.check_broadcast(key, value, out)
         self.init(key, value)
-        self._pull(self._table.check_out(key, out), priority)
+        self._pull(values_to_fill(self._table, key, out), priority)
+
+    def _memory(self, nbytes: int) -> np.ndarray[Any, Any]:
+        return self._node.buffer(nbytes)
 
     # -- the same as futures -----------------------------------------------------------
 
@@ -122,14 +125,13 @@ class DistKVStore(DistControl):
     def push_async(self, key: Keys, value: Values, priority: int = 0) -> Future[None]:
         self._check()
         check_priority(priority)
-        return self._push(self._table.check_push(key, value), priority)
+        return self._push(values_to_push(self._table, key, value), priority)
 
     def pull_async(self, key: Keys, out: Values | None = None, priority: int = 0) -> Future[Any]:
         self._check()
         check_priority(priority)
         wanted, values = self._wanted(key, out)
-        lazy = lazy_arrays(wanted)
-        arrived = self._let_arrive(lazy or (), *self._begin_pull(wanted, priority))
+        arrived = self._let_arrive(wanted.lazy or (), *self._begin_pull(wanted, priority))
         return arrived.map(lambda _: values)
 
     def pushpull_async(
@@ -137,10 +139,11 @@ class DistKVStore(DistControl):
     ) -> Future[None]:
         self._check()
         check_priority(priority)
-        pushed, filled = self._table.check_pushpull(key, value, out)
-        lazy = lazy_arrays(filled)
-        if lazy is not None:
-            return self._let_arrive(lazy, *self._begin_lazy_pushpull(pushed, filled, priority))
+        pushed = values_to_push(self._table, key, value)
+        filled = values_to_fill(self._table, key, value if out is None else out)
+        if filled.lazy is not None:
+            begun = self._begin_lazy_pushpull(pushed, filled, priority)
+            return self._let_arrive(filled.lazy, *begun)
         operation, landing = self._begin_pushpull(pushed, filled, priority)
         return operation.future.map(lambda _: landing.finish())
 
@@ -165,90 +168,72 @@ class DistKVStore(DistControl):
 
     # -- inside ------------------------------------------------------------------------
 
-    def _wanted(self, key: Keys, out: Values | None) -> tuple[dict[Key, list[Array]], Any]:
-        """The arrays to fill for each key, and what the call returns: new ones without ``out``."""
+    def _wanted(self, key: Keys, out: Values | None) -> tuple[Checked, Any]:
+        """The arrays to fill, and what the call returns: new ones without ``out``."""
         if out is not None:
-            return self._table.check_out(key, out), None
+            return values_to_fill(self._table, key, out), None
         keys, single = normalise_keys(key)
         values = [np.empty(spec.shape, spec.dtype) for spec in self._specs(keys)]
-        wanted: dict[Key, list[Array]] = {}
-        for item, array in zip(keys, values, strict=True):
-            wanted.setdefault(item, []).append(array)
+        wanted = values_to_fill(self._table, keys, values)
         return wanted, values[0] if single else values
 
-    def _push(self, pushed: dict[Key, list[Array]], priority: int) -> Future[None]:
-        keys = tuple(pushed)
-        sources = self._sums(pushed)
-        if self._is_small(keys):
-            return self._exchange.join(keys, sources, None, priority)
-        return self._exchange.begin(keys, sources, None, priority, copy=True).future
+    def _push(self, pushed: Checked, priority: int) -> Future[None]:
+        sources = pushed.memory_to_send(self._exchange.sum)
+        if self._is_small(pushed.keys):
+            return self._exchange.join(pushed.keys, sources, None, priority)
+        return self._exchange.begin(pushed.keys, sources, None, priority, copy=True).future
 
-    def _pull(
-        self,
-        wanted: dict[Key, list[Array]],
-        priority: int,
-        versions: dict[int, int] | None = None,
-    ) -> None:
-        landing = self._landing(wanted)
+    def _pull(self, wanted: Checked, priority: int, versions: dict[int, int] | None = None) -> None:
+        landing = wanted.landing()
         operation = self._exchange.begin(
-            tuple(wanted), None, landing.arrays, priority, copy=False, versions=versions
+            wanted.keys, None, landing.memories, priority, copy=False, versions=versions
         )
         self._wait_for_values(operation)
         landing.finish()
         self._check()  # an own push before this call that came to nothing is not in the values
 
-    def _begin_pull(
-        self, wanted: dict[Key, list[Array]], priority: int
-    ) -> tuple[Future[None], Landing]:
-        landing = self._landing(wanted)
-        return self._exchange.join(tuple(wanted), None, landing.arrays, priority), landing
+    def _begin_pull(self, wanted: Checked, priority: int) -> tuple[Future[None], Landing]:
+        landing = wanted.landing()
+        return self._exchange.join(wanted.keys, None, landing.memories, priority), landing
 
     def _begin_pushpull(
-        self, pushed: dict[Key, list[Array]], filled: dict[Key, list[Array]], priority: int
+        self, pushed: Checked, filled: Checked, priority: int
     ) -> tuple[Operation, Landing]:
-        keys = tuple(pushed)
-        sources = self._sums(pushed)
-        landing = self._landing({key: filled[key] for key in keys})
-        operation = self._exchange.begin(keys, sources, landing.arrays, priority, copy=False)
+        sources = pushed.memory_to_send(self._exchange.sum)
+        landing = filled.landing()
+        operation = self._exchange.begin(
+            pushed.keys, sources, landing.memories, priority, copy=False
+        )
         return operation, landing
 
     def _begin_lazy_pushpull(
-        self, pushed: dict[Key, list[Array]], filled: dict[Key, list[Array]], priority: int
+        self, pushed: Checked, filled: Checked, priority: int
     ) -> tuple[Future[None], Landing]:
         """The pushed arrays are the caller's again at once."""
-        keys = tuple(pushed)
-        sources = self._sums(pushed)
-        landing = self._landing({key: filled[key] for key in keys})
+        keys = pushed.keys
+        sources = pushed.memory_to_send(self._exchange.sum)
+        landing = filled.landing()
         if self._is_small(keys):
-            return self._exchange.join(keys, sources, landing.arrays, priority), landing
-        operation = self._exchange.begin(keys, sources, landing.arrays, priority, copy=True)
+            return self._exchange.join(keys, sources, landing.memories, priority), landing
+        operation = self._exchange.begin(keys, sources, landing.memories, priority, copy=True)
         return operation.future, landing
 
     def _let_arrive(
         self, arrays: Sequence[Array], future: Future[None], landing: Landing
     ) -> Future[None]:
         """Values come later; these lazy arrays wait for them when they are accessed."""
-        arrived = future.map(lambda _: landing.finish())
+        arrived = future if landing.is_final else future.map(lambda _: landing.finish())
         if arrays:
             begin_writing(arrived, arrays, self._wait)
         return arrived
 
-    def _sums(self, pushed: dict[Key, list[Array]]) -> list[np.ndarray[Any, Any]]:
-        return [self._exchange.sum(arrays, self._table.spec(k)) for k, arrays in pushed.items()]
-
-    def _landing(self, wanted: Mapping[Key, Sequence[Array]]) -> Landing:
-        """Where the values arrive. May wait for earlier calls that work in lazy arrays."""
-        arrays = [unwrapped(outs) for outs in wanted.values()]
-        return Landing(arrays, self._specs(tuple(wanted)))
-
-    def _is_small(self, keys: Sequence[Key]) -> bool:
+    def _is_small(self, keys: KeyList) -> bool:
         """Whether a copy costs less than messages of its own would."""
-        nbytes = sum(self._table.spec(key).nbytes for key in keys)
-        return nbytes <= self._node.config.chunk_bytes
+        return keys.nbytes <= self._node.config.chunk_bytes
 
-    def _keep_to_window(self, keys: Mapping[Key, Any]) -> None:
+    def _keep_to_window(self, keys: KeyList) -> None:
         """Wait while this worker's pushes of a key are too far ahead of the others'."""
-        earlier = self._exchange.pushes.beyond(keys, self._node.config.round_window)
+        earlier = self._exchange.pushes.beyond(keys.keys, self._node.config.round_window)
         if earlier:
             self._wait(settled(earlier))
             self._check()

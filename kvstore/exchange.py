@@ -8,6 +8,7 @@ values are copied out by the node's I/O thread. Nothing here waits. Next: ``dist
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,9 +21,18 @@ from kvstore.base import Version
 from kvstore.context import Context
 from kvstore.errors import UnknownKeyError
 from kvstore.fusing import Call, Entry, Step, kinds_of, steps_of
-from kvstore.keys import Key, KeySpec
+from kvstore.keys import ByKeys, Key, KeyList, KeySpec
 from kvstore.operation import Operation, UnderWay, overlaps
-from kvstore.plan import Bytes, Group, StagingPool, flat_bytes, gather, plan, scatter_into, views
+from kvstore.plan import (
+    Bytes,
+    Group,
+    Places,
+    gather,
+    group_parts,
+    message_bytes,
+    places_of,
+    scatter_into,
+)
 from kvstore.protocol import KeyEntry
 from pslite import Future, Postoffice
 from pslite.future import completed
@@ -30,8 +40,10 @@ from pslite.plane import Piece, Sink, Transfer
 
 _HOST = Context("cpu", 0)
 
-#: Plans are kept for so many lists of keys.
-_MAX_PLANS = 1024
+#: A copy of up to so many bytes lies in ordinary memory: it is gathered into a message later.
+_SMALL_COPY_BYTES = 65_536
+#: Smaller frames travel as bytes anyway (``pslite/memory/sharing.py``).
+_LEAST_SHARED_BYTES = 1024
 
 
 class Exchange:
@@ -44,8 +56,8 @@ class Exchange:
         # answer with it: what one thread waits for may depend on another's next push. Once the
         # node has ended, what it is handed runs at once, on the thread that holds this: re-entrant.
         self._lock = threading.RLock()
-        self._plans: dict[tuple[Key, ...], list[Group]] = {}
-        self._staging = StagingPool()
+        self._places: dict[Key, Places] = {}
+        self._plans = ByKeys(self._plan)
         #: Calls that wait to be taken by the I/O thread; None when it was told of none.
         self._batch: list[Call] | None = None
         node.traffic.namers.add(self)
@@ -64,13 +76,16 @@ class Exchange:
 
     def add(self, entries: Iterable[KeyEntry]) -> None:
         """These keys can be used from now on."""
-        self.entries.update((entry.key, entry) for entry in entries)
+        for entry in entries:
+            self._places[entry.key] = places_of(entry)
+            self.entries[entry.key] = entry
 
     def remove(self, keys: Sequence[Key]) -> None:
         """These keys are gone."""
         gone = [entry for key in keys if (entry := self.entries.pop(key, None)) is not None]
-        # Another one: a thread that plans with these keys at this moment fills the one before.
-        self._plans = {}
+        for key in keys:
+            self._places.pop(key, None)
+        self._plans.forget()
         self.pushes.forget(keys)
         self.pulls.forget(keys)
         parts = [part for entry in gone for part in entry.parts]
@@ -87,8 +102,8 @@ class Exchange:
 
     def begin(
         self,
-        keys: tuple[Key, ...],
-        sources: Sequence[np.ndarray[Any, Any]] | None,
+        keys: KeyList,
+        sources: Sequence[Bytes] | None,
         targets: Sequence[Bytes] | None,
         priority: int,
         *,
@@ -97,81 +112,92 @@ class Exchange:
     ) -> Operation:
         """Push ``sources``, pull into ``targets``, or both; ``copy`` frees the sources at once.
 
-        ``versions`` is filled with the version of each part that is pulled.
+        Both have the flat memory of each key's value. ``versions`` is filled with the version
+        of each part that is pulled.
         """
-        groups = self._plan(keys)
-        memories = None if sources is None else [flat_bytes(source) for source in sources]
-        if memories is not None and targets is not None and not copy:
-            uncopied = {group.slices[0].position for group in groups if len(group.parts) == 1}
-            copy = overlaps(memories, targets, uncopied)
-        operation = Operation(len(groups), lambda: _describe(keys), self._staging)
-        for group in groups:
-            frames, staging = self._frames(group, memories, copy=copy)
+        groups = self._plans.of(keys.keys)
+        uncopied = {}
+        if sources is not None and not copy:
+            uncopied = self._all_uncopied(groups, sources, targets)
+        operation = Operation(len(groups), lambda: _describe(keys.keys))
+        for index, group in enumerate(groups):
             sink = None if targets is None else scatter_into(group, targets)
             if sink is not None and versions is not None:
                 sink = _noting_versions(sink, group, versions)
-            operation.transfers.append(
-                Transfer(
-                    group.server,
-                    group.parts,
-                    group.sizes,
-                    frames,
-                    sink,
-                    operation.part_done(staging),
-                    priority,
-                )
+            own = uncopied.get(index)
+            frames = own if sources is None or own is not None else self._copied(group, sources)
+            transfer = Transfer(
+                group.server, group.parts, group.sizes, frames, sink, operation.part_done, priority
             )
-        self._submit(keys, operation, memories, targets)
+            operation.transfers.append(transfer)
+            if own is not None:
+                operation.borrowing.append(transfer)
+        self._submit(keys, operation, pushes=sources is not None, pulls=targets is not None)
         return operation
 
-    def _frames(
-        self, group: Group, memories: Sequence[Bytes] | None, *, copy: bool
-    ) -> tuple[list[memoryview] | None, Bytes | None]:
-        """What a group sends, and the buffer that holds it if it is a copy."""
-        if memories is None:
-            return None, None
-        if not copy and len(group.parts) == 1:
-            return [view.data for view in views(group, memories)], None
-        staging = self._staging.take(group.nbytes)
-        gather(group, memories, staging)
-        return [staging.data], staging
+    def _all_uncopied(
+        self, groups: Sequence[Group], sources: Sequence[Bytes], targets: Sequence[Bytes] | None
+    ) -> dict[int, list[memoryview]]:
+        """The groups that travel as they lie in these arrays, which may be filled meanwhile."""
+        found = {
+            index: frames
+            for index, group in enumerate(groups)
+            if (frames := self._uncopied(group, sources)) is not None
+        }
+        if found and targets is not None:
+            positions = {groups[index].slices[0].position for index in found}
+            if overlaps(sources, targets, positions):
+                return {}
+        return found
 
-    def _submit(
-        self,
-        keys: tuple[Key, ...],
-        operation: Operation,
-        memories: Sequence[Bytes] | None,
-        targets: Sequence[Bytes] | None,
-    ) -> None:
+    def _uncopied(self, group: Group, memories: Sequence[Bytes]) -> list[memoryview] | None:
+        """A group as it lies in these arrays; None where a copy of it travels faster.
+
+        Small parts travel together, so they are gathered. To a server of this machine a copy
+        in shared memory is quicker than what TCP does.
+        """
+        first, last = group.slices[0], group.slices[-1]
+        if first.position != last.position or last.stop - first.start != group.nbytes:
+            return None
+        frame = memories[first.position][first.start : last.stop].data
+        if (
+            len(frame) >= _LEAST_SHARED_BYTES
+            and self._node.shares_with(group.server)
+            and not self._node.is_shared(frame)
+        ):
+            return None
+        return [frame]
+
+    def _copied(self, group: Group, memories: Sequence[Bytes]) -> list[memoryview]:
+        staging = self._node.buffer(group.nbytes)
+        gather(group, memories, staging)
+        return [staging.data]
+
+    def _submit(self, keys: KeyList, operation: Operation, *, pushes: bool, pulls: bool) -> None:
         self._node.check_process()
         with self._lock:
             self._batch = None  # what comes now comes after this
             self._node.submit(operation.transfers)
             # Afterwards: what an interrupt kept from being sent would be waited for without end.
-            self._note(keys, memories, targets, operation.future)
+            self._note(keys, operation.future, pushes=pushes, pulls=pulls)
 
-    def _note(
-        self,
-        keys: tuple[Key, ...],
-        memories: Sequence[Bytes] | None,
-        targets: Sequence[Bytes] | None,
-        future: Future[None],
-    ) -> None:
-        if memories is not None:
-            self.pushes.add(keys, future)
-            self.counters["pushes"] += 1
-            self.counters["bytes_pushed"] += sum(map(len, memories))
-        if targets is not None:
-            self.pulls.add(keys, future)
-            self.counters["pulls"] += 1
-            self.counters["bytes_pulled"] += sum(map(len, targets))
+    def _note(self, keys: KeyList, future: Future[None], *, pushes: bool, pulls: bool) -> None:
+        counters = self.counters
+        if pushes:
+            self.pushes.add(keys.keys, future)
+            counters["pushes"] += 1
+            counters["bytes_pushed"] += keys.nbytes
+        if pulls:
+            self.pulls.add(keys.keys, future)
+            counters["pulls"] += 1
+            counters["bytes_pulled"] += keys.nbytes
 
     # -- calls that may be joined ------------------------------------------------------
 
     def join(
         self,
-        keys: tuple[Key, ...],
-        sources: Sequence[np.ndarray[Any, Any]] | None,
+        keys: KeyList,
+        sources: Sequence[Bytes] | None,
         targets: Sequence[Bytes] | None,
         priority: int,
     ) -> Future[None]:
@@ -179,17 +205,18 @@ class Exchange:
 
         The sources are copied. The future completes on the I/O thread.
         """
-        if not keys:
+        if not keys.keys:
             return completed(None)
         self._node.check_process()
-        copies = None if sources is None else [self._copy(source) for source in sources]
-        call = Call(keys, copies, targets, priority, lambda: _describe(keys))
+        copies = None if sources is None else list(map(self._copy, sources))
+        call = Call(keys.keys, copies, targets, priority, lambda: _describe(keys.keys))
         with self._lock:
             if self._batch is None:
                 self._begin_batch(call)
             else:
                 self._batch.append(call)
-            self._note(keys, copies, targets, call.future)  # as in _submit
+            # As in _submit.
+            self._note(keys, call.future, pushes=copies is not None, pulls=targets is not None)
         return call.future
 
     def _begin_batch(self, call: Call) -> None:
@@ -200,10 +227,12 @@ class Exchange:
             self._batch = None  # nobody may have been told of it
             raise
 
-    def _copy(self, source: np.ndarray[Any, Any]) -> Bytes:
-        memory = flat_bytes(source)
-        copy = self._staging.take(len(memory))
-        copy[:] = memory
+    def _copy(self, source: Bytes) -> Bytes:
+        if len(source) <= _SMALL_COPY_BYTES:
+            copied: Bytes = source.copy()
+            return copied
+        copy = self._node.buffer(len(source))
+        copy[:] = source
         return copy
 
     def _take(self, batch: list[Call]) -> None:
@@ -225,8 +254,8 @@ class Exchange:
     def _known(self, batch: Sequence[Call]) -> Iterator[Call]:
         """The calls whose keys no other thread has deleted meanwhile; the rest end in an error."""
         for call in batch:
-            gone = [key for key in call.keys if key not in self.entries]
-            if gone:
+            if not all(map(self.entries.__contains__, call.keys)):
+                gone = [key for key in call.keys if key not in self.entries]
                 call.future.set_error(UnknownKeyError(f"the key {gone[0]!r} was deleted"))
             else:
                 yield call
@@ -237,9 +266,12 @@ class Exchange:
         sources = [entry.source for entry in entries if entry.source is not None]
         targets = [entry.target for entry in entries if entry.target is not None]
         transfers = []
-        for group in self._plan(tuple(keys)):
+        # Several keys hardly ever come together again in the same way.
+        for group in self._plans.of((keys[0],)) if len(keys) == 1 else self._plan(keys):
             carried = [entries[position] for position, _, _ in group.slices]
-            frames, staging = self._frames(group, sources or None, copy=False)
+            frames = None
+            if sources:
+                frames = self._uncopied(group, sources) or self._copied(group, sources)
             transfer = Transfer(
                 group.server,
                 group.parts,
@@ -249,46 +281,16 @@ class Exchange:
                 lambda error: None,
                 max(entry.priority for entry in carried),
             )
-            transfer.done = self._carried(transfer, carried, staging)
+            transfer.done = _carried(transfer, carried)
             transfers.append(transfer)
         return transfers
 
-    def _carried(
-        self, transfer: Transfer, carried: Sequence[Entry], staging: Bytes | None
-    ) -> Callable[[BaseException | None], None]:
-        """What to call when a message is done; ``carried`` is parallel to its parts.
-
-        A part that came to nothing is an error of the calls for its key, and of no others.
-        """
-        calls = {call: None for entry in carried for call in entry.calls}
-        for call in calls:
-            call.expect()
-
-        def done(error: BaseException | None) -> None:
-            if staging is not None and error is None:
-                self._staging.give_back(staging)
-            errors: dict[Call, BaseException | None] = dict.fromkeys(calls, error)
-            if transfer.failed is not None:
-                errors = dict.fromkeys(calls)
-                for index, reason in transfer.failed.items():
-                    for call in carried[index].calls:
-                        errors[call] = errors[call] or reason
-            for call, own in errors.items():
-                if call.arrived(own) and call.future.error() is None:
-                    for source in call.sources or ():
-                        self._staging.give_back(source)
-
-        return done
-
-    def _plan(self, keys: tuple[Key, ...]) -> list[Group]:
-        plans = self._plans  # before the entries, see ``remove``
-        groups = plans.get(keys)
-        if groups is None:
-            if len(plans) >= _MAX_PLANS:  # a script that shuffles its keys
-                plans.clear()
-            groups = plan([self.entries[key] for key in keys], self._node.config.chunk_bytes)
-            plans[keys] = groups
-        return groups
+    def _plan(self, keys: Sequence[Key]) -> list[Group]:
+        config = self._node.config
+        by_tcp = not self._node.is_on_one_machine
+        group_bytes = message_bytes(config, by_tcp=by_tcp)
+        apart_bytes = math.inf if by_tcp else config.chunk_bytes / 4
+        return group_parts([self._places[key] for key in keys], group_bytes, apart_bytes)
 
     def version(self, key: Key, versions: dict[int, int]) -> Version:
         """The version of a key whose parts' versions were noted."""
@@ -312,3 +314,27 @@ def _noting_versions(sink: Sink, group: Group, versions: dict[int, int]) -> Sink
 def _describe(keys: Sequence[Key]) -> str:
     shown = ", ".join(repr(key) for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
     return f"the servers' answer for {shown}"
+
+
+def _carried(
+    transfer: Transfer, carried: Sequence[Entry]
+) -> Callable[[BaseException | None], None]:
+    """What to call when a message is done; ``carried`` is parallel to its parts.
+
+    A part that came to nothing is an error of the calls for its key, and of no others.
+    """
+    calls = {call: None for entry in carried for call in entry.calls}
+    for call in calls:
+        call.expect()
+
+    def done(error: BaseException | None) -> None:
+        errors: dict[Call, BaseException | None] = dict.fromkeys(calls, error)
+        if transfer.failed is not None:
+            errors = dict.fromkeys(calls)
+            for index, reason in transfer.failed.items():
+                for call in carried[index].calls:
+                    errors[call] = errors[call] or reason
+        for call, own in errors.items():
+            call.arrived(own)
+
+    return done

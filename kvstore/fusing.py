@@ -84,7 +84,8 @@ def steps_of(calls: Iterable[Call]) -> list[Step]:
             if entry is None:
                 entry = step[key] = Entry([], call.priority)
             entry.calls.append(call)
-            entry.priority = max(entry.priority, call.priority)
+            if call.priority > entry.priority:
+                entry.priority = call.priority
             if call.sources is not None:
                 entry.source = call.sources[index]
             if call.targets is not None:

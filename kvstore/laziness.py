@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from kvstore.arrays import Array
 from pslite import Future
+
+_wrapped = attrgetter("_array")
 
 
 def _module() -> Any:
@@ -27,6 +30,28 @@ def lazy_arrays(groups: Mapping[Any, Sequence[Array]]) -> list[Array] | None:
     if not arrays or not all(isinstance(array, module.NDArray) for array in arrays):
         return None
     return arrays
+
+
+def wrapped(values: Sequence[object]) -> list[Array] | None:
+    """What lazy arrays wrap, if all of these are lazy; values may still be on their way there."""
+    module = _module()
+    if module is None or not values or type(values[0]) is not module.NDArray:
+        return None
+    if set(map(type, values)) != {module.NDArray}:
+        return None
+    return list(map(_wrapped, values))
+
+
+def wait_to_read(arrays: Iterable[Array]) -> None:
+    """Return when nothing is being written to these lazy arrays any more."""
+    for array in arrays:
+        array._memory()
+
+
+def wait_to_write(arrays: Iterable[Array]) -> None:
+    """Return when no call of a store works in these lazy arrays any more."""
+    for array in arrays:
+        array._memory_to_write()
 
 
 def unwrapped(arrays: Iterable[Array]) -> list[Array]:

@@ -1,9 +1,10 @@
 """The store of one process on the host's memory: ``create("local")``.
 
 Values of any device are brought to the host, added left to right and merged there by
-``kvstore/aggregate.py``. No sockets and no threads of its own; calls may come from any thread
+``kvstore/blocks.py``, on all cores for large models. No sockets; calls may come from any thread
 and run one at a time. The stored arrays are never handed out and never refer to a caller's
-memory. Read next: ``device.py``, which moves the work to the GPU that holds the key.
+memory. Read next: ``blocks.py``, then ``device.py``, which moves the work to the GPU that holds
+the key.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvstore.aggregate import Flat, Workspace, apply_round
+from kvstore.aggregate import Flat
 from kvstore.arrays import Array, adapter_for, adapter_on
 from kvstore.base import KeyInfo, KVStore, Path, Version, check_optimizer
-from kvstore.context import Context
+from kvstore.blocks import Blocks, HostArray, Row, Workspaces
 from kvstore.errors import ArgumentTypeError, OptimizerNotSet
 from kvstore.keys import (
     Key,
     Keys,
-    KeySpec,
     KeyTable,
     UpdateFunction,
     Values,
@@ -33,31 +33,13 @@ from kvstore.keys import (
 )
 from kvstore.operation import futures_in
 from kvstore.optimizer.base import Optimizer
+from kvstore.rows import RowReader, Rows
 from kvstore.saving import Checkpoint, Content, Piece, SavedStates, write_checkpoint, write_states
+from kvstore.shelf import HOST, Entry, Shelves
 from pslite.errors import ClosedError, PSError
 from pslite.future import Future, completed, failed
 
-HOST = Context("cpu", 0)
-
 T = TypeVar("T")
-
-
-class Entry:
-    """One key of a store in one process: its value and what its optimizer keeps for it."""
-
-    def __init__(self, spec: KeySpec, weight: Array, generation: int) -> None:
-        self.spec = spec
-        self.generation = generation
-        self.home = HOST
-        """Where ``weight`` and ``state`` live."""
-        self.weight = weight
-        """C-contiguous, of the key's shape and dtype; owned by the store."""
-        self.state: tuple[Flat, ...] | None = None
-        """Flat arrays, made by the optimizer at the first update."""
-        self.count = 0
-        """Updates so far; the optimizer's own number of this key."""
-        self.version = 0
-        """Pushes so far."""
 
 
 class LocalKVStore(KVStore):
@@ -73,7 +55,9 @@ class LocalKVStore(KVStore):
         self._generations: dict[Key, int] = {}
         self._optimizer: Optimizer | None = None
         self._updater: UpdateFunction | None = None
-        self._workspace = Workspace()
+        self._shelves = Shelves()
+        self._workspaces = Workspaces()
+        self._rows = RowReader(self._table, self._entries)
         self._counters = dict.fromkeys(("pushes", "pulls", "bytes_pushed", "bytes_pulled"), 0)
         self._is_closed = False
 
@@ -102,7 +86,7 @@ class LocalKVStore(KVStore):
         with self._lock:
             self._check_open()
             check_priority(priority)
-            self._merge(self._table.check_push(key, value))
+            self._merge(self._rows.pushed(key, value))
 
     def pull(
         self,
@@ -124,13 +108,13 @@ class LocalKVStore(KVStore):
 
     def _pulled(self, key: Keys, out: Values | None) -> Any:
         if out is not None:
-            self._fill(self._table.check_out(key, out))
+            self._fill(self._rows.filled(key, out))
             return None
         keys, single = normalise_keys(key)
         for item in keys:
             self._table.spec(item)
         copies = [_copy(self._entries[item].weight) for item in keys]
-        self._count("pulls", sum(self._entries[item].spec.nbytes for item in keys))
+        self._count("pulls", keys)
         return copies[0] if single else copies
 
     def pushpull(
@@ -139,9 +123,15 @@ class LocalKVStore(KVStore):
         with self._lock:
             self._check_open()
             check_priority(priority)
-            pushed, filled = self._table.check_pushpull(key, value, out)
-            self._merge(pushed)
-            self._fill(filled)
+            pushed = self._rows.pushed(key, value)
+            filled = self._rows.filled(key, value if out is None else out)
+            if pushed.blocks and filled.blocks and self._updater is None:
+                self._merge(pushed, filled.rows)
+                self._count("pulls", filled.keys, filled.blocks)
+            else:
+                self._merge(pushed)
+                # Blocks are of keys on the host, and an array on a GPU may have moved some.
+                self._fill(filled if pushed.blocks else filled._replace(blocks=None))
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
         with self._lock:
@@ -149,7 +139,7 @@ class LocalKVStore(KVStore):
             check_priority(priority)
             values, filled = self._table.check_broadcast(key, value, out)
             self._add(values)
-            self._fill(filled)
+            self._fill(Rows(tuple(filled), list(filled.values())))
 
     # -- the same as futures: all is done when the call returns ------------------------
 
@@ -183,7 +173,7 @@ class LocalKVStore(KVStore):
             updated = [entry for entry in self._entries.values() if entry.state is not None]
             taken = [self._taken_over(entry, optimizer) for entry in updated]
             for entry, (state, count) in zip(updated, taken, strict=True):
-                entry.state, entry.count = state, count
+                entry.keep_state(state, count)
             self._optimizer = optimizer
             self._updater = None
 
@@ -202,7 +192,7 @@ class LocalKVStore(KVStore):
             self._updater = updater
             self._optimizer = None
             for entry in self._entries.values():
-                entry.state, entry.count = None, 0
+                entry.keep_state(None, 0)
 
     # -- keys --------------------------------------------------------------------------
 
@@ -227,6 +217,7 @@ class LocalKVStore(KVStore):
             self._table.remove(keys)
             for item in keys:
                 self._entries.pop(item, None)
+            self._rows.forget()
 
     # -- files -------------------------------------------------------------------------
 
@@ -287,8 +278,7 @@ class LocalKVStore(KVStore):
 
     def _take_states(self, entry: Entry, states: Sequence[Flat], count: int) -> None:
         adapter = adapter_on(entry.home)
-        entry.state = tuple(adapter.to_context(array, entry.home) for array in states)
-        entry.count = count
+        entry.keep_state((adapter.to_context(array, entry.home) for array in states), count)
 
     # -- the rest ----------------------------------------------------------------------
 
@@ -308,62 +298,69 @@ class LocalKVStore(KVStore):
         with self._lock:
             self._is_closed = True
             self._entries.clear()
+            self._rows.forget()
+            self._shelves = Shelves()
 
     # -- inside ------------------------------------------------------------------------
 
     def _add(self, values: dict[Key, Array]) -> None:
         specs = {key: spec_of(array) for key, array in values.items()}
-        copies = {key: np.array(adapter_for(array).to_host(array)) for key, array in values.items()}
+        hosts = {key: adapter_for(array).to_host(array) for key, array in values.items()}
         self._table.add(specs)
-        for key, weight in copies.items():
+        for key, host in hosts.items():
             generation = self._generations[key] = self._generations.get(key, 0) + 1
-            self._entries[key] = Entry(specs[key], weight, generation)
+            self._entries[key] = self._shelves.place(key, host, generation)
 
-    def _merge(self, pushed: dict[Key, list[Array]]) -> None:
+    def _merge(self, pushed: Rows, outs: Sequence[Row] | None = None) -> None:
+        """Add up and update; ``outs``, of the same keys and plain as well, get the new values."""
+        entries = [self._entries[key] for key in pushed.keys]
         if self._optimizer is not None:
-            for key in pushed:
-                self._optimizer.check_dtype(self._entries[key].spec.dtype)
-        for key, arrays in pushed.items():
-            entry = self._entries[key]
-            self._settle(entry, arrays)
-            if self._updater is not None:
-                self._apply_updater(self._updater, key, entry, arrays)
+            for dtype in dict.fromkeys(entry.spec.dtype for entry in entries):
+                self._optimizer.check_dtype(dtype)
+        if pushed.blocks is None:
+            self._settle(entries, pushed.rows)
+        if self._updater is not None:
+            for entry, row in zip(entries, pushed.rows, strict=True):
+                self._apply_updater(self._updater, entry, row)
+                entry.version += 1
+        elif pushed.blocks is None:
+            self._apply(entries, pushed.rows)
+        else:
+            pushed.blocks.apply(pushed.rows, self._optimizer, self._workspaces, outs)
+        self._count("pushes", pushed.keys, pushed.blocks)
+
+    def _settle(self, entries: Sequence[Entry], rows: Sequence[Sequence[Array]]) -> None:
+        """Choose where keys live, given the arrays of a push."""
+
+    def _apply(self, entries: Sequence[Entry], rows: Sequence[Sequence[Array]]) -> None:
+        """Merge each key's arrays, of any library, into it, where it lives."""
+        here, hosts = [], []
+        elsewhere: list[tuple[Entry, Sequence[Array]]] = []
+        for entry, row in zip(entries, rows, strict=True):
+            if entry.home is HOST:
+                here.append(entry.key)
+                hosts.append([adapter_for(array).to_host(array) for array in row])
             else:
-                self._apply(key, entry, arrays)
-            entry.version += 1
-        self._count("pushes", sum(self._entries[key].spec.nbytes for key in pushed))
+                elsewhere.append((entry, row))
+        if elsewhere:
+            self._apply_elsewhere(elsewhere)
+        if here:
+            self._rows.blocks_of(tuple(here)).apply(hosts, self._optimizer, self._workspaces)
 
-    def _settle(self, entry: Entry, arrays: Sequence[Array]) -> None:
-        """Choose where a key lives, given the arrays of a push."""
-
-    def _apply(self, key: Key, entry: Entry, arrays: Sequence[Array]) -> None:
-        """Merge one key's arrays into it, where it lives."""
-        weight = entry.weight.reshape(-1)
-        contributions = [adapter_for(array).to_host(array).reshape(-1) for array in arrays]
-        optimizer, state = self._begin_update(key, entry, weight)
-        apply_round(weight, contributions, optimizer, state, entry.count, self._workspace)
+    def _apply_elsewhere(self, work: Sequence[tuple[Entry, Sequence[Array]]]) -> None:
+        """Merge arrays into keys that are not on the host, and count."""
+        raise NotImplementedError
 
     def _apply_updater(
-        self, updater: UpdateFunction, key: Key, entry: Entry, arrays: Sequence[Array]
+        self, updater: UpdateFunction, entry: Entry, arrays: Sequence[Array]
     ) -> None:
         """Let the caller's function change a copy, so that one that raises changes nothing."""
         adapter = adapter_on(entry.home)
         received = adapter.sum_in_order(arrays, entry.home, entry.spec.dtype)
         local = adapter.copy(entry.weight)
         with adapter.on(entry.home):
-            updater(key, received, local)
-        entry.weight = local
-
-    def _begin_update(
-        self, key: Key, entry: Entry, weight: Flat
-    ) -> tuple[Optimizer | None, Sequence[Flat]]:
-        """The key's optimizer and its state, made when there is none yet; counts the update."""
-        if self._optimizer is None:
-            return None, ()
-        if entry.state is None:
-            entry.state = self._optimizer.create_state(weight)
-        entry.count += 1
-        return self._optimizer.for_key(key), entry.state
+            updater(entry.key, received, local)
+        entry.set_weight(local)
 
     def _taken_over(self, entry: Entry, optimizer: Optimizer) -> tuple[tuple[Flat, ...], int]:
         with adapter_on(entry.home).on(entry.home):
@@ -371,24 +368,64 @@ class LocalKVStore(KVStore):
                 self._optimizer, entry.weight.reshape(-1), entry.state or (), entry.count
             )
 
-    def _fill(self, filled: dict[Key, list[Array]]) -> None:
-        for key, outs in filled.items():
-            weight = self._entries[key].weight
-            for out in outs:
-                self._read(weight, out)
-        self._count("pulls", sum(self._entries[key].spec.nbytes for key in filled))
+    def _fill(self, filled: Rows) -> None:
+        """Write the values into the arrays of a call."""
+        if filled.blocks is None:
+            self._fill_any([self._entries[key] for key in filled.keys], filled.rows)
+        else:
+            filled.blocks.fill(filled.rows)
+        self._count("pulls", filled.keys, filled.blocks)
 
-    def _read(self, weight: Array, out: Array) -> None:
-        """Copy a stored value into a caller's array, wherever both live."""
-        adapter_for(out).assign(weight, out)
+    def _fill_any(self, entries: Sequence[Entry], rows: Sequence[Sequence[Array]]) -> None:
+        here: list[Key] = []
+        targets: list[list[HostArray]] = []
+        written: list[Array] = []
+        elsewhere: list[tuple[Entry, Sequence[Array]]] = []
+        for entry, row in zip(entries, rows, strict=True):
+            if entry.home is not HOST:
+                elsewhere.append((entry, row))
+                continue
+            here.append(entry.key)
+            targets.append([])
+            for out in row:
+                target = _memory(out)
+                if target is None:
+                    adapter_for(out).assign(entry.weight, out)
+                else:
+                    targets[-1].append(target.reshape(entry.spec.shape))
+                    written.append(out)
+        if elsewhere:
+            self._fill_elsewhere(elsewhere)
+        try:
+            self._rows.blocks_of(tuple(here)).fill(targets)
+        finally:
+            for out in written:
+                adapter_for(out).written(out)
 
-    def _count(self, what: str, nbytes: int) -> None:
+    def _fill_elsewhere(self, work: Sequence[tuple[Entry, Sequence[Array]]]) -> None:
+        """Write the values of keys that are not on the host into arrays of any library."""
+        for entry, row in work:
+            for out in row:
+                adapter_for(out).assign(entry.weight, out)
+
+    def _count(self, what: str, keys: Sequence[Key], blocks: Blocks | None = None) -> None:
+        if blocks is None:
+            nbytes = sum(self._entries[key].spec.nbytes for key in keys)
+        else:
+            nbytes = blocks.nbytes
         self._counters[what] += 1
         self._counters["bytes_pushed" if what == "pushes" else "bytes_pulled"] += nbytes
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError(f"this {self._name} store is closed; create a new one")
+
+
+def _memory(out: Array) -> HostArray | None:
+    """The memory of an array of any library to write values to, flat; None if there is none."""
+    adapter = adapter_for(out)
+    memory = adapter.memory(out)
+    return None if memory is None else memory.view(adapter.dtype(out))
 
 
 def _copy(array: Array) -> Array:

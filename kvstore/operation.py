@@ -6,74 +6,157 @@ A call becomes several transfers (``plan.py``); ``Operation`` is done when all o
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from ctypes import addressof, c_char
 from typing import Any
 
 import numpy as np
 
 from kvstore.arrays import Array, adapter_for
 from kvstore.keys import Key, KeySpec
-from kvstore.plan import Bytes, StagingPool, flat_bytes
+from kvstore.plan import Bytes, flat_bytes
 from pslite.future import Future
 from pslite.plane import Transfer
 
+#: From so many lists with the same key on, those are forgotten of which nothing is under way:
+#: a script may shuffle its keys.
+_MANY_LINES = 4
+
+
+class _Line:
+    """The calls for one tuple of keys that are not over, oldest first."""
+
+    __slots__ = ("calls", "crossing", "keys")
+
+    def __init__(self, keys: tuple[Key, ...]) -> None:
+        self.keys = keys
+        #: With their numbers in the order of all calls.
+        self.calls: deque[tuple[int, Future[None]]] = deque()
+        #: The other lines that have a key in common with this one.
+        self.crossing: set[_Line] = set()
+
+    def unfinished(self) -> Sequence[tuple[int, Future[None]]]:
+        calls = self.calls
+        if not calls:
+            return ()
+        while calls and calls[0][1].done():
+            calls.popleft()
+        return [call for call in calls if not call[1].done()]
+
+    def is_crossed(self) -> bool:
+        """Whether anything is under way of lists that have a key in common with this one."""
+        return bool(self.crossing) and any(
+            other.calls and other.unfinished() for other in self.crossing
+        )
+
 
 class UnderWay:
-    """Calls of a store that are not over, by key: its pushes, or its pulls."""
+    """Calls of a store that are not over, by key: its pushes, or its pulls.
+
+    A script names the same keys together again and again, so calls are kept by the tuple of
+    their keys, and each costs the same for one key as for a thousand. Only while calls for
+    different tuples with common keys are under way are keys looked at one by one: a call may
+    wait for earlier ones of its own keys and for no others, else workers that push their keys
+    in different orders could wait for each other for ever.
+    """
 
     def __init__(self) -> None:
-        # Guards the table: calls come from any thread.
+        # Guards everything: calls come from any thread.
         self._lock = threading.Lock()
-        self._by_key: dict[Key, deque[Future[None]]] = {}
+        self._numbers = itertools.count()
+        self._lines: dict[tuple[Key, ...], _Line] = {}
+        self._by_key: dict[Key, list[_Line]] = {}
 
     def add(self, keys: Iterable[Key], future: Future[None]) -> None:
-        """A call for these keys has begun."""
+        """A call for these keys, each once, has begun."""
         with self._lock:
-            for key in keys:
-                self._unfinished(key).append(future)
+            self._line(tuple(keys)).calls.append((next(self._numbers), future))
 
     def beyond(self, keys: Iterable[Key], window: int) -> list[Future[None]]:
         """What to wait for until each of these keys has at most ``window`` unfinished calls."""
         with self._lock:
-            waiting = {}
-            for key in keys:
-                unfinished = self._unfinished(key)
-                for position in range(len(unfinished) - window):
-                    waiting[id(unfinished[position])] = unfinished[position]
-            return list(waiting.values())
+            line = self._line(tuple(keys))
+            if not line.is_crossed():
+                return _oldest(line.unfinished(), window)
+            waiting: dict[Future[None], None] = {}
+            for key in line.keys:
+                calls = [call for each in self._by_key[key] for call in each.unfinished()]
+                waiting.update(dict.fromkeys(_oldest(sorted(calls), window)))
+            return list(waiting)
 
     def of(self, keys: Iterable[Key] | None = None) -> list[Future[None]]:
-        """Every unfinished call for these keys (None: for any)."""
+        """Every unfinished call for these keys (None: for any), oldest first."""
         with self._lock:
-            chosen = list(self._by_key) if keys is None else keys
-            futures = {id(f): f for key in chosen for f in self._unfinished(key)}
-            return list(futures.values())
+            lines = self._lines.values() if keys is None else self._lines_of(keys)
+            return _oldest(sorted(call for line in lines for call in line.unfinished()), 0)
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """These keys are gone."""
+        """These keys are gone; a call for others, too, stays theirs."""
+        gone = set(keys)
         with self._lock:
-            for key in keys:
-                self._by_key.pop(key, None)
+            lines = self._lines_of(gone)
+            for line in lines:
+                self._drop(line)
+            for line in lines:
+                others = tuple(key for key in line.keys if key not in gone)
+                calls = line.unfinished()
+                if others and calls:
+                    merged = self._line(others)
+                    merged.calls = deque(sorted([*merged.calls, *calls]))
 
-    def _unfinished(self, key: Key) -> deque[Future[None]]:
-        futures = self._by_key.setdefault(key, deque())
-        while futures and futures[0].done():
-            futures.popleft()
-        return futures
+    def _lines_of(self, keys: Iterable[Key]) -> set[_Line]:
+        return {line for key in keys for line in self._by_key.get(key, ())}
+
+    def _line(self, keys: tuple[Key, ...]) -> _Line:
+        found = self._lines.get(keys)
+        if found is not None:
+            return found
+        crossing = self._lines_of(keys)
+        if any(len(self._by_key.get(key, ())) >= _MANY_LINES for key in keys):
+            for other in [each for each in crossing if not each.unfinished()]:
+                self._drop(other)
+                crossing.remove(other)
+        line = self._lines[keys] = _Line(keys)
+        line.crossing = crossing
+        for other in crossing:
+            other.crossing.add(line)
+        for key in keys:
+            self._by_key.setdefault(key, []).append(line)
+        return line
+
+    def _drop(self, line: _Line) -> None:
+        """Nothing is under way there, or it is noted elsewhere."""
+        del self._lines[line.keys]
+        for key in line.keys:
+            lines = self._by_key[key]
+            lines.remove(line)
+            if not lines:
+                del self._by_key[key]
+        for other in line.crossing:
+            other.crossing.discard(line)
+
+
+def _oldest(calls: Sequence[tuple[int, Future[None]]], window: int) -> list[Future[None]]:
+    """All of these calls but the ``window`` latest."""
+    return [future for _, future in calls[: max(len(calls) - window, 0)]]
 
 
 class Operation:
     """Completes a future when all transfers of a call are done."""
 
-    def __init__(self, count: int, describe: Callable[[], str], staging: StagingPool) -> None:
+    def __init__(self, count: int, describe: Callable[[], str]) -> None:
         self.future: Future[None] = Future(describe)
         #: Set by the caller, for ``let_go``.
         self.transfers: list[Transfer] = []
+        #: Those of them that send from the caller's own arrays.
+        self.borrowing: list[Transfer] = []
+        #: What a server may still read, though nobody else refers to it any more.
+        self._lent: list[memoryview] = []
         self._left = count
         self._error: BaseException | None = None
-        self._staging = staging
         if count == 0:
             self.future.set_result(None)
 
@@ -81,31 +164,25 @@ class Operation:
         """The caller takes its arrays back before the end (it was interrupted).
 
         On the I/O thread. Values are not copied out any more, and what was not sent yet is
-        sent from copies. What the transport has is the caller's only once it is accepted.
+        sent from copies. What the transport has is the caller's only once it is accepted, and
+        shared memory (``KVStore.empty``) that a server reads once it is answered.
         """
         for transfer in self.transfers:
             transfer.abandoned = True
+        for transfer in self.borrowing:
             if isinstance(transfer.frames, list):
+                self._lent += transfer.frames
                 transfer.frames[:] = [memoryview(bytes(frame)) for frame in transfer.frames]
 
-    def part_done(self, staging: Bytes | None) -> Callable[[BaseException | None], None]:
-        """What to call when one transfer is done; ``staging`` is its buffer, if it has one.
-
-        Runs on the I/O thread only, so it needs no lock.
-        """
-
-        def done(error: BaseException | None) -> None:
-            if staging is not None and error is None:
-                self._staging.give_back(staging)
-            self._error = self._error or error
-            self._left -= 1
-            if self._left == 0:
-                if self._error is not None:
-                    self.future.set_error(self._error)
-                else:
-                    self.future.set_result(None)
-
-        return done
+    def part_done(self, error: BaseException | None) -> None:
+        """One transfer is done. On the I/O thread only, so it needs no lock."""
+        self._error = self._error or error
+        self._left -= 1
+        if self._left == 0:
+            if self._error is not None:
+                self.future.set_error(self._error)
+            else:
+                self.future.set_result(None)
 
 
 class Landing:
@@ -116,10 +193,21 @@ class Landing:
     ``finish`` brings them to all the others, cast and strided.
     """
 
-    def __init__(self, outs: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> None:
-        self.arrays: list[Bytes] = []
-        self._landed: list[Array] = []
-        self._rest: list[tuple[np.ndarray[Any, Any], Sequence[Array]]] = []
+    def __init__(
+        self,
+        memories: Sequence[Bytes],
+        landed: Sequence[Array] = (),
+        rest: Sequence[tuple[np.ndarray[Any, Any], Sequence[Array]]] = (),
+    ) -> None:
+        self.memories = memories
+        """Where the transport puts each key's value."""
+        self._landed = landed
+        self._rest = rest
+
+    @classmethod
+    def of(cls, outs: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> Landing:
+        """For the arrays of each key; of any library, on any device, with any strides."""
+        memories, landed, others = [], [], []
         for arrays, spec in zip(outs, specs, strict=True):
             first = arrays[0]
             adapter = adapter_for(first)
@@ -129,10 +217,16 @@ class Landing:
                 memory = flat_bytes(host)
             else:
                 host, rest = memory.view(spec.dtype).reshape(spec.shape), arrays[1:]
-                self._landed.append(first)
-            self.arrays.append(memory)
+                landed.append(first)
+            memories.append(memory)
             if rest:
-                self._rest.append((host, rest))
+                others.append((host, rest))
+        return cls(memories, landed, others)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether ``finish`` has nothing to do."""
+        return not (self._landed or self._rest)
 
     def finish(self) -> None:
         """The values are there: bring them to the arrays that they did not land in."""
@@ -158,17 +252,20 @@ def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterab
     A source and its own target may be the very same memory: a part's value comes only after
     that part has been applied.
     """
-    starts = np.array([_address(target) for target in targets])
-    stops = starts + np.array([len(target) for target in targets])
-    for index in indices:
-        start = _address(sources[index])
-        hit = (starts < start + len(sources[index])) & (stops > start)
-        hit[index] &= starts[index] != start
-        if hit.any():
-            return True
-    return False
+    chosen = list(indices)
+    starts = np.array([_address(target) for target in targets], np.intp)
+    stops = starts + np.array([len(target) for target in targets], np.intp)
+    first = np.array([_address(sources[index]) for index in chosen], np.intp)
+    behind = first + np.array([len(sources[index]) for index in chosen], np.intp)
+    # Targets that begin before a source's end, less those that end before its beginning.
+    inside = np.searchsorted(np.sort(starts), behind) - np.searchsorted(
+        np.sort(stops), first, side="right"
+    )
+    return bool((inside > (starts[chosen] == first)).any())
 
 
 def _address(memory: Bytes) -> int:
-    address: int = memory.__array_interface__["data"][0]
-    return address
+    if not len(memory) or not memory.flags.writeable:
+        address: int = memory.__array_interface__["data"][0]
+        return address
+    return addressof(c_char.from_buffer(memory))  # type: ignore[arg-type]  # a tenth of the cost

@@ -7,18 +7,22 @@ Pure. Fusing changes nothing but speed: rounds and versions stay with the parts
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvstore.protocol import KeyEntry, PartEntry
+from pslite import Config
 from pslite.ids import Role, node_id
 from pslite.plane import Piece
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """The memory of an array, flat."""
 
+_BYTE: np.dtype[np.uint8] = np.dtype(np.uint8)
 
 MAX_PARTS = 4096
 """So many parts at most travel in one message."""
@@ -43,35 +47,85 @@ class Group(NamedTuple):
     nbytes: int
 
 
-def plan(entries: Sequence[KeyEntry], group_bytes: int) -> list[Group]:
-    """The messages for these keys, each at most ``group_bytes`` or one part."""
+Places = Sequence[tuple[int, int, int, int]]
+"""Where the parts of one key live: (node id of the server, part, first byte, behind the last)."""
+
+
+def places_of(entry: KeyEntry) -> Places:
+    """What plans need of a key, worked out once."""
+    itemsize = entry.spec.dtype.itemsize
+    return [
+        (node_id(Role.SERVER, server), part, start * itemsize, stop * itemsize)
+        for part, server, (start, stop) in zip(
+            entry.parts, entry.servers, entry.chunks(), strict=True
+        )
+    ]
+
+
+def message_bytes(config: Config, *, by_tcp: bool) -> int:
+    """How large messages should be: over TCP larger ones are slower, else more are."""
+    return config.chunk_bytes if by_tcp else min(4 * config.chunk_bytes, config.max_message_bytes)
+
+
+def plan(
+    entries: Sequence[KeyEntry], group_bytes: int, apart_bytes: float = math.inf
+) -> list[Group]:
+    """The messages for these keys, each at most ``group_bytes`` or one part.
+
+    A key of ``apart_bytes`` or more shares none with other keys, so that it can be sent from
+    where it lies.
+    """
+    return group_parts(list(map(places_of, entries)), group_bytes, apart_bytes)
+
+
+def group_parts(
+    keys: Sequence[Places], group_bytes: int, apart_bytes: float = math.inf
+) -> list[Group]:
+    """``plan``, of keys whose places are known."""
     done: list[Group] = []
-    filling: dict[int, list[tuple[int, Slice]]] = {}
-    nbytes: dict[int, int] = {}
-    for index, entry in enumerate(entries):
-        itemsize = entry.spec.dtype.itemsize
-        for offset, ((start, stop), server) in enumerate(
-            zip(entry.chunks(), entry.servers, strict=True)
-        ):
-            piece = Slice(index, start * itemsize, stop * itemsize)
-            size = piece.stop - piece.start
-            full = server in filling and (
-                nbytes[server] + size > group_bytes or len(filling[server]) == MAX_PARTS
-            )
-            if full:
-                done.append(_group(server, filling.pop(server)))
-                nbytes[server] = 0
-            filling.setdefault(server, []).append((entry.first_part + offset, piece))
-            nbytes[server] = nbytes.get(server, 0) + size
-    done += [_group(server, members) for server, members in filling.items()]
+    filling: dict[int, _Filling] = {}
+    for position, places in enumerate(keys):
+        is_apart = bool(places) and places[-1][3] >= apart_bytes
+        if is_apart:
+            done += [group.done() for group in filling.values()]
+            filling = {}
+        for server, part, start, stop in places:
+            size = stop - start
+            group = filling.get(server)
+            if group is not None and not group.has_room(size, group_bytes):
+                done.append(group.done())
+                group = None
+            if group is None:
+                group = filling[server] = _Filling(server)
+            group.parts.append(part)
+            group.sizes.append(size)
+            group.slices.append(Slice(position, start, stop))
+            group.nbytes += size
+        if is_apart:
+            done += [group.done() for group in filling.values()]
+            filling = {}
+    done += [group.done() for group in filling.values()]
     return sorted(done, key=lambda group: group.slices[0])
 
 
-def _group(server: int, members: Sequence[tuple[int, Slice]]) -> Group:
-    parts = tuple(part for part, _ in members)
-    slices = tuple(piece for _, piece in members)
-    sizes = tuple(piece.stop - piece.start for piece in slices)
-    return Group(node_id(Role.SERVER, server), parts, sizes, slices, sum(sizes))
+class _Filling:
+    """A group that grows."""
+
+    __slots__ = ("nbytes", "parts", "server", "sizes", "slices")
+
+    def __init__(self, server: int) -> None:
+        self.server = server
+        self.parts: list[int] = []
+        self.sizes: list[int] = []
+        self.slices: list[Slice] = []
+        self.nbytes = 0
+
+    def has_room(self, size: int, group_bytes: int) -> bool:
+        return self.nbytes + size <= group_bytes and len(self.parts) < MAX_PARTS
+
+    def done(self) -> Group:
+        parts, sizes, slices = tuple(self.parts), tuple(self.sizes), tuple(self.slices)
+        return Group(self.server, parts, sizes, slices, self.nbytes)
 
 
 def part_entries(group: Group, entries: Sequence[KeyEntry]) -> list[PartEntry]:
@@ -91,6 +145,11 @@ def part_entries(group: Group, entries: Sequence[KeyEntry]) -> list[PartEntry]:
 def flat_bytes(array: np.ndarray[Any, Any]) -> Bytes:
     """The memory of a C-contiguous array, shared."""
     return array.reshape(-1).view(np.uint8)
+
+
+def flat_bytes_of(arrays: Sequence[np.ndarray[Any, Any]]) -> list[Bytes]:
+    """``flat_bytes`` of many NumPy arrays (no subclasses), at a third of the cost."""
+    return list(map(np.frombuffer, arrays, repeat(_BYTE)))
 
 
 def views(group: Group, arrays: Sequence[Bytes]) -> list[Bytes]:
@@ -124,32 +183,3 @@ def scatter_into(
             arrays[key][start:stop] = memory[piece.start : piece.stop]
 
     return sink
-
-
-class StagingPool:
-    """Buffers for gathered parts, kept for the next round: fresh memory costs page faults.
-
-    Calls that are joined make messages of ever new sizes. So memory is kept by powers of two:
-    there is never more of a size than was in use at the same time.
-
-    ``take`` and ``give_back`` may run on different threads; list operations are atomic.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Bytes]] = {}
-
-    def take(self, nbytes: int) -> Bytes:
-        """A buffer of exactly ``nbytes``; the caller's until ``give_back``."""
-        size = 1 << max(nbytes - 1, 0).bit_length()
-        free = self._free.get(size)
-        try:
-            memory = free.pop() if free else np.empty(size, np.uint8)
-        except IndexError:
-            memory = np.empty(size, np.uint8)
-        return memory[:nbytes]
-
-    def give_back(self, buffer: Bytes) -> None:
-        """Nobody reads the buffer any more; it is what ``take`` returned."""
-        memory = buffer.base
-        if memory is not None:
-            self._free.setdefault(len(memory), []).append(memory)

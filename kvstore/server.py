@@ -18,6 +18,7 @@ from pathlib import Path
 from kvstore.directory import Directory
 from kvstore.protocol import DIRECTORY_APP, STORE_APP
 from kvstore.server_stores import ServerStores
+from kvstore.shares import describe, server_shares
 from pslite import Config, Postoffice, Role, start
 from pslite.errors import PSError
 from pslite.version import __version__
@@ -34,10 +35,26 @@ def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
         live_ranks: Callable[[], Sequence[int]] = lambda: node.membership.live(Role.WORKER)  # noqa: E731
         config = node.config
         directory = Directory(
-            config.num_servers, config.chunk_bytes, live_ranks, config.max_message_bytes
+            config.num_servers,
+            config.chunk_bytes,
+            live_ranks,
+            config.max_message_bytes,
+            lambda: _shares(node),
         )
         node.customers.add(DIRECTORY_APP, directory.handle)
         node.on_departure.append(directory.departed)
+
+
+def _shares(node: Postoffice) -> Sequence[float] | None:
+    """What each server is to hold of all bytes, once the roster is there; None: the same."""
+    if node.config.placement == "equal":
+        return None
+    machines: dict[str, list[str]] = {role.value: [] for role in Role}
+    for member in node.membership.roster:  # each role's nodes by rank
+        machines[member.role].append(member.machine)
+    shares = server_shares(machines[Role.WORKER.value], machines[Role.SERVER.value])
+    node.log.info(1, f"placement: {describe(shares)}")
+    return shares
 
 
 def import_modules(names: str) -> list[str]:

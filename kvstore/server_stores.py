@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 
 from kvstore.aggregate import Flat
-from kvstore.arena import Arena, Part, StoreState, apply_jobs
+from kvstore.arena import Arena, Part, PartTable, StoreState
 from kvstore.commands import run_command
 from kvstore.errors import ValueMismatchError
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain, to_plain
+from kvstore.plan import message_bytes
 from kvstore.protocol import PartEntry, StoreCall, pack, unpack, unpack_parts
 from pslite import Incoming, Postoffice
 from pslite.errors import ProtocolError, UsageError
-from pslite.plane import Job, Piece, ServerPlane, cut
+from pslite.plane import Job, Outcome, Piece, ServerPlane, cut
 
 
 class ServerStores:
@@ -35,8 +36,8 @@ class ServerStores:
         self._import_errors = import_errors
         self._ranks = tuple(range(config.num_workers))
         self._stores: dict[int, StoreState] = {}
-        self._parts: dict[int, Part] = {}
-        self._next_lane = 0
+        self._parts = PartTable()
+        self._lane = self._lane_bytes = 0
         self._num_rounds = 0
         self._plane = ServerPlane(
             self,
@@ -59,30 +60,24 @@ class ServerStores:
 
     # -- rounds ------------------------------------------------------------------------
 
-    def apply(self, jobs: Sequence[Job]) -> list[BaseException | None]:
+    def apply(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Apply complete rounds. On the pool thread of the parts' lane; never raises."""
-        self._num_rounds += len(jobs)  # a statistic: a lost count between threads is no harm
-        return apply_jobs(jobs, self._parts.get)
+        # A statistic: a lost count between threads is no harm.
+        self._num_rounds += sum(len(job.parts) for job in jobs)
+        return self._parts.apply(jobs)
 
     def read(self, parts: Sequence[int]) -> list[Any]:
         """The parts' values in order, neighbours as one frame."""
         frames = []
-        index = 0
-        while index < len(parts):
-            first = last = self._parts[parts[index]]
-            index += 1
-            while index < len(parts):
-                following = self._parts[parts[index]]
-                if following.arena is not first.arena or following.start != last.stop:
-                    break
-                last = following
-                index += 1
-            values = first.arena.weight[first.start : last.stop]
+        for arena, start, stop in self._parts.frames(tuple(parts)):
+            values = arena.weight[start:stop].view(np.uint8)
             # A synchronous value stays as it is until everybody who wants it has it; an
             # asynchronous one may change as soon as this returns.
-            if first.arena.store.ranks is None:
-                values = values.copy()
-            frames.append(values.view(np.uint8).data)
+            if arena.store.ranks is None:
+                copy = self._node.buffer(len(values))
+                copy[:] = values
+                values = copy
+            frames.append(values.data)
         return frames
 
     # -- requests ----------------------------------------------------------------------
@@ -111,15 +106,28 @@ class ServerStores:
         new = [index for index, entry in enumerate(entries) if entry.part not in self._parts]
         for group in _same_dtype(entries, new):
             values = [_bytes_of(pieces[index]) for index in group]
-            arena = Arena(store, self._next_lane, [entries[index] for index in group], values)
-            self._next_lane += 1
+            mine = [entries[index] for index in group]
+            arena = Arena(store, self._lane_of(values), mine, values, self._node.buffer)
             for index, part in zip(group, arena.parts, strict=True):
-                self._parts[part.entry.part] = part
+                self._parts.add(part)
                 self._plane.open_part(part.entry.part, sizes[index], store.ranks, arena.lane)
                 if not part.entry.is_whole:
                     count = store.cut_keys.get(part.entry.key, 0)
                     store.cut_keys[part.entry.key] = count + 1
         incoming.respond()
+
+    def _lane_of(self, values: Sequence[Flat]) -> int:
+        """The lane of a new arena; small ones share one, so that they can be updated together."""
+        # As workers put keys into messages (``plan.py``), also of keys that came one by one.
+        config, nbytes = self._node.config, sum(map(len, values))
+        apart = nbytes >= config.chunk_bytes / 4
+        if apart or self._lane_bytes + nbytes > message_bytes(config, by_tcp=False):
+            self._lane += 1
+            self._lane_bytes = 0
+        self._lane_bytes += nbytes
+        if apart:
+            self._lane_bytes = message_bytes(config, by_tcp=False)
+        return self._lane
 
     def _store(self, number: int, synchronous: bool) -> StoreState:
         found = self._stores.get(number)
@@ -143,7 +151,7 @@ class ServerStores:
 
     def _forget(self, parts: Sequence[Any]) -> None:
         for number_of_part in parts:
-            part = self._parts.pop(number_of_part, None)
+            part = self._parts.remove(number_of_part)
             if part is None:
                 continue
             cut_keys = part.arena.store.cut_keys
@@ -277,7 +285,7 @@ class ServerStores:
     # -- statistics and commands -------------------------------------------------------
 
     def _stats(self, incoming: Incoming) -> None:
-        arenas = {part.arena for part in self._parts.values()}
+        arenas = {part.arena for part in self._parts}
         incoming.respond(
             pack(
                 {

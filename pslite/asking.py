@@ -4,18 +4,25 @@ An ``Asker`` sends one request to each of some nodes and completes one future wh
 answered. It checks at the caller what could not be sent, so that nothing fails later on the
 I/O thread. It does not repeat or de-duplicate anything: that is the channel's work below.
 ``ask`` and ``wait`` may be called from any thread; ``finish`` and callbacks run on the I/O
-thread. Read next: ``simple_app.py``, then ``kv_app.py``.
+thread. Frames that arrive may lie in the memory of the node that sent them (``memory/``):
+a request's until it is answered, an answer's until ``finish`` has returned. So the asker keeps
+the frames of a request until then, and whoever gets frames copies what outlives that. Read
+next: ``simple_app.py``, then ``kv_app.py``.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import operator
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from pslite.customer import Reply
 from pslite.errors import ClosedError, UsageError
@@ -28,6 +35,12 @@ T = TypeVar("T")
 
 #: The body travels in the header frame; what is left is for the message's other fields.
 MAX_BODY_BYTES = MAX_HEADER_BYTES - (64 << 10)
+
+#: Smaller arrays are copied by the socket: to share their memory would not pay.
+_SMALL_BYTES = 1 << 16
+
+Ask = Callable[[int], "Future[dict[int, Reply]]"]
+"""Asks one node; on the I/O thread."""
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -54,14 +67,17 @@ class Asker:
         finish: Callable[[dict[int, Reply]], T],
         *,
         priority: int = 0,
+        ask_one: Ask | None = None,
     ) -> Future[T]:
         """Ask each node that ``frames`` names; completes with ``finish`` of their replies.
 
         Args:
             frames: node id -> payload, unchanged until the future is done.
-            finish: runs on the I/O thread; what it raises ends the future.
+            finish: runs on the I/O thread; what it raises ends the future. The frames of
+                replies are valid until it returns.
             priority: of the requests that the I/O thread has not taken up yet, the one with
                 the highest goes first; equal ones go in the order of their calls.
+            ask_one: asks one of the nodes otherwise than by one ``request``.
 
         Raises:
             UsageError: the cluster is not complete yet, or the request is too large.
@@ -72,16 +88,15 @@ class Asker:
         priority = operator.index(priority)
         for payload in frames.values():
             check_sizes(self.node, body, payload, "ask for less at a time")
-        asked: dict[int, Future[dict[int, Reply]]] = {}
-        future: Future[T] = Future(lambda: self._unanswered(frames, asked))
+        send = ask_one or (lambda node: self.request(node, head, body, frames[node]))
+        open_: dict[int, Future[dict[int, Reply]]] = {}
+        # The future refers to the frames until it is done, and the open requests to the future.
+        future: Future[T] = Future(lambda: self._unanswered(frames, open_))
 
         def start() -> None:
-            for node, payload in frames.items():
-                request = self.node.request(
-                    [node], self.app, head, body, {node: payload}, self.customer
-                )
-                asked[node] = request
-            _settle(future, gather(asked.values()).map(lambda found: finish(_merged(found))))
+            for node in frames:
+                open_[node] = send(node)
+            _join(list(open_.values()), finish).on_done(lambda done: _settle(future, done))
 
         with self._lock:
             heapq.heappush(self._heap, (-priority, next(self._sequence), start))
@@ -90,6 +105,12 @@ class Asker:
         if self.node.error is not None:
             future.set_error(self.node.error)
         return future
+
+    def request(
+        self, node: int, head: int, body: bytes, frames: Sequence[Any]
+    ) -> Future[dict[int, Reply]]:
+        """Ask one node, now."""
+        return self.node.request([node], self.app, head, body, {node: frames}, self.customer)
 
     def wait(self, future: Future[T], timeout_s: float | None = None) -> T:
         """The future's value, when it is there.
@@ -191,15 +212,43 @@ def log_failure(node: Postoffice, registered: Future[None]) -> None:
     registered.on_done(say)
 
 
-def _settle(future: Future[T], done: Future[T]) -> None:
-    def take(ended: Future[T]) -> None:
-        error = ended.error()
-        if error is not None:
-            future.set_error(error)
-        else:
-            future.set_result(ended.result(0))
+def new_array(node: Postoffice, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """An uninitialised array to send from, in memory that peers can read if it is large."""
+    dtype = np.dtype(dtype)
+    size = shape if isinstance(shape, int) else math.prod(shape)
+    if size * dtype.itemsize < _SMALL_BYTES:
+        return np.empty(shape, dtype)
+    return node.buffer(size * dtype.itemsize).view(dtype).reshape(shape)
 
-    done.on_done(take)
+
+def _join(
+    asked: Sequence[Future[dict[int, Reply]]], finish: Callable[[dict[int, Reply]], T]
+) -> Future[T]:
+    """``finish`` of all replies, once all are there."""
+    if len(asked) == 1:
+        return asked[0].map(finish)
+    left = len(asked)
+
+    def keep(replies: dict[int, Reply]) -> dict[int, Reply]:
+        # Its frames may be gone when the last one comes. That one is used at once.
+        nonlocal left
+        left -= 1
+        return replies if left == 0 else {node: _copied(one) for node, one in replies.items()}
+
+    return gather([one.map(keep) for one in asked]).map(lambda found: finish(_merged(found)))
+
+
+def _copied(reply: Reply) -> Reply:
+    return Reply(reply.body, [bytes(frame) for frame in reply.frames])
+
+
+def _settle(future: Future[T], done: Future[T]) -> None:
+    error = done.error()
+    if error is not None:
+        future.set_error(error)
+    else:
+        future.set_result(done.result(0))
+    future.describe = "a request"  # which refers to no frames
 
 
 def _merged(answers: Sequence[dict[int, Reply]]) -> dict[int, Reply]:

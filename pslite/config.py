@@ -20,6 +20,9 @@ from pslite.ids import Role
 
 MIB = 1 << 20
 SECURITY_NAMES = ("plain", "curve")
+PLACEMENT_NAMES = ("network", "equal")
+_MAX_NAME = 512
+"""Characters in a name that peers are told (``wire.md``, section 5)."""
 
 
 def _milliseconds(text: str) -> float:
@@ -52,6 +55,14 @@ class Config:
         "",
         str,
         "interface name, address or network (192.168.20.0/24) to bind and advertise",
+    )
+    machine: str = _setting(
+        "PS_MACHINE",
+        "",
+        str,
+        "name of the machine whose network connection this node uses, where that cannot be found "
+        "out (containers of one host): nodes with equal names share one; losses are then noticed "
+        "by connections only. By default the identity of the running kernel",
     )
     port: int = _setting("PORT", 0, int, "port that this node binds; 0 takes a free one")
     bind_all: bool = _setting(
@@ -118,6 +129,15 @@ class Config:
     drop_percent: float = _setting(
         "PS_DROP_MSG", 0.0, float, "percent of received messages to drop, to test with"
     )
+    shm: bool = _setting(
+        "PS_SHM", True, _flag, "0: processes of one machine exchange values by TCP, as others do"
+    )
+    shm_bytes: int = _setting(
+        "PS_SHM_BYTES",
+        0,
+        int,
+        "bytes of memory that a node shares at most; what is beyond travels by TCP. 0: no limit",
+    )
     chunk_bytes: int = _setting("PS_CHUNK_BYTES", MIB, int, "largest part of a dense key, in bytes")
     credit_bytes: int = _setting(
         "PS_CREDIT_BYTES", 64 * MIB, int, "bytes per server that may be under way, not yet accepted"
@@ -131,8 +151,28 @@ class Config:
         str,
         "modules (or .py files) that servers import at their start, separated by commas",
     )
+    placement: str = _setting(
+        "KVSTORE_PLACEMENT",
+        "network",
+        str,
+        "network: servers get shares that keep the busiest machine's network traffic least; equal: "
+        "all servers get the same share (set it for the scheduler, which decides)",
+    )
     pool_threads: int = _setting(
         "PS_POOL_THREADS", 2, int, "threads that add and update on servers"
+    )
+    reduction_threads: int = _setting(
+        "MXNET_KVSTORE_REDUCTION_NTHREADS",
+        0,
+        int,
+        "threads that add and update in `local` and `device` stores, the caller's among them; 0: "
+        "as many as there are cores for this process, at most 8",
+    )
+    native: bool = _setting(
+        "KVSTORE_NATIVE",
+        True,
+        _flag,
+        "0: add and update with NumPy also where the compiled kernels are; the bits are the same",
     )
     max_message_bytes: int = _setting(
         "PS_MAX_MESSAGE_BYTES", 256 * MIB, int, "largest message that a node receives"
@@ -162,11 +202,25 @@ class Config:
         remarks = unknown_names(mapping)
         return config, remarks + names_without_effect(mapping) if config.verbose else remarks
 
+    @classmethod
+    def read(cls, name: str, mapping: Mapping[str, str] | None = None) -> Any:
+        """One setting alone, for code that is no node: ``mapping`` or ``os.environ``, or default.
+
+        ``name`` is the field's. Raises ``ConfigError`` when this one is malformed; others may be.
+        """
+        mapping = os.environ if mapping is None else mapping
+        (setting,) = (field for field in dataclasses.fields(cls) if field.name == name)
+        text = mapping.get(setting.metadata["name"], "")
+        value: Any = setting.default if text == "" else _parse(setting, text)
+        if name in _NOT_NEGATIVE and value < 0:
+            raise ConfigError(f"{setting.metadata['name']} must not be negative")
+        return value
+
     def checked(self) -> Config:
         """This value, after the checks that concern more than one field."""
         if self.role not in {role.value for role in Role}:
             raise ConfigError(f"DMLC_ROLE is {self.role!r}; it must be worker, server or scheduler")
-        for name in ("num_workers", "num_servers", "root_port", "port", "round_window"):
+        for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{_names()[name]} must not be negative")
         for name in ("root_port", "port"):
@@ -190,6 +244,13 @@ class Config:
         if self.security not in ("", *SECURITY_NAMES):
             raise ConfigError(
                 f"PS_SECURITY is {self.security!r}; it must be {' or '.join(SECURITY_NAMES)}"
+            )
+        if self.placement not in PLACEMENT_NAMES:
+            names = " or ".join(PLACEMENT_NAMES)
+            raise ConfigError(f"KVSTORE_PLACEMENT is {self.placement!r}; it must be {names}")
+        if len(self.machine) > _MAX_NAME or not self.machine.isprintable():
+            raise ConfigError(
+                f"PS_MACHINE must be printable and have at most {_MAX_NAME} characters"
             )
         if self.max_message_bytes < self.chunk_bytes:
             raise ConfigError("PS_MAX_MESSAGE_BYTES must be at least PS_CHUNK_BYTES")
@@ -220,6 +281,15 @@ class Config:
         return self
 
 
+_NOT_NEGATIVE = (
+    "num_workers",
+    "num_servers",
+    "root_port",
+    "port",
+    "round_window",
+    "shm_bytes",
+    "reduction_threads",
+)
 _POSITIVE = (
     "rendezvous_timeout_s",
     "roster_interval_s",
@@ -251,7 +321,6 @@ WITHOUT_EFFECT = {
     "MXNET_KVSTORE_BIGARRAY_BOUND": "arrays are cut by bytes (PS_CHUNK_BYTES)",
     "MXNET_KVSTORE_DIST_ROW_SPARSE_VERBOSE": "PS_VERBOSE=2 shows all messages",
     "MXNET_KVSTORE_LOGTREE": _OWN_WAY,
-    "MXNET_KVSTORE_REDUCTION_NTHREADS": _OWN_WAY,
     "MXNET_KVSTORE_SERIAL_PUSH": _OWN_WAY,
     "MXNET_KVSTORE_SLICE_THRESHOLD": "arrays are cut by bytes (PS_CHUNK_BYTES)",
     "MXNET_KVSTORE_TREE_ARRAY_BOUND": _OWN_WAY,

@@ -56,6 +56,9 @@ class Control(Protocol):
     def lost(self, peer: str, reason: str, now: float) -> None:
         """A watched peer is gone without a goodbye."""
 
+    def disconnected(self, peer: str) -> None:
+        """The connection with a peer has ended."""
+
     def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
         """This node has reached a barrier."""
 
@@ -89,6 +92,8 @@ class MemberControl:
         self._scheduler_error: NodeLostError | None = None
         self._warn_at: float | None = None
         self._leaving = False
+        #: Workers that have left, as the scheduler says, and whose own goodbye is on its way.
+        self._goodbyes: set[str] = set()
 
     # -- joining -----------------------------------------------------------------------
 
@@ -241,12 +246,15 @@ class MemberControl:
         for node, left, reason in entries:
             gone = office.membership.depart(node, left=bool(left), reason=reason)
             if gone is not None:
+                if gone.left and office.watch.is_connected(gone.node.uid):
+                    self._goodbyes.add(gone.node.uid)
                 self._gone(gone)
         is_new = peer == SCHEDULER and message.epoch > office.membership.epoch
         if office.error is None and is_new:
             office.begin_epoch(message.epoch)
 
     def _member_left(self, peer: str) -> None:
+        self._expect_no_goodbye(peer)
         node = self._office.node_of(peer)
         if node is not None:
             gone = self._office.membership.depart(node, left=True, reason="")
@@ -269,7 +277,26 @@ class MemberControl:
             office.links.shut(gone.node.uid)
             return
         office.departed(gone)
-        if office.role is Role.SERVER and not office.membership.live(Role.WORKER):
+        self._finish_if_done()
+
+    def disconnected(self, peer: str) -> None:
+        self._expect_no_goodbye(peer)
+
+    def _expect_no_goodbye(self, peer: str) -> None:
+        """A peer has said goodbye to this node, or cannot any more."""
+        if peer in self._goodbyes:
+            self._goodbyes.discard(peer)
+            self._finish_if_done()
+
+    def _finish_if_done(self) -> None:
+        """A server ends after the last worker, once it has taken that worker's own goodbye.
+
+        The scheduler's news of it may come first. A worker whose goodbye nobody takes would
+        wait for this node until it counts as lost.
+        """
+        office = self._office
+        is_last = office.role is Role.SERVER and not office.membership.live(Role.WORKER)
+        if is_last and not self._goodbyes:
             office.finished.set_result(None)
 
     def _pass_on(self, gone: Gone) -> None:

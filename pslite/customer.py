@@ -48,7 +48,8 @@ class Incoming:
         self.request = request
         self.head = request.head
         self.body = request.body
-        #: Read-only payload frames; they stay valid as long as they are referred to.
+        #: Read-only payload frames; valid until this is answered, and empty from then on: they
+        #: may lie in the asker's memory.
         self.frames = frames
         self._respond = respond
         self._answered = False
@@ -70,6 +71,7 @@ class Incoming:
         if self._answered:
             return
         self._answered = True
+        self.frames = ()
         r = self.request
         kind, text = ("", "") if error is None else describe(error)
         role, rank = lost_node(error)
@@ -107,6 +109,11 @@ class Customers:
     def remove(self, app: int) -> None:
         """The app is gone; its requests wait for another one of that number."""
         self._handlers.pop(app, None)
+
+    def close(self) -> None:
+        """The node has ended: let go of the apps, and of the memory that they hold."""
+        self._handlers.clear()
+        self._early.clear()
 
     def ask(
         self,
@@ -160,8 +167,8 @@ class Customers:
         for arrived_at, incoming in self._early:
             if arrived_at < before:
                 app = incoming.request.app
-                incoming.fail(UsageError(f"there is no app {app} on the node that was asked"))
                 self._early_bytes -= incoming.nbytes
+                incoming.fail(UsageError(f"there is no app {app} on the node that was asked"))
         self._early = [entry for entry in self._early if entry[0] >= before]
 
     @staticmethod

@@ -83,7 +83,11 @@ class NodeInfo(NamedTuple):
     host: str
     """Host name, for people."""
     machine: str
-    """Identity of the running kernel, so that "same host" is not guessed from a name."""
+    """Identity of the running kernel, so that "same host" is not guessed from a name.
+
+    Or what PS_MACHINE says. Then it tells whose network connection is shared, and is no promise
+    that process ids are.
+    """
     pid: int
 
     @property

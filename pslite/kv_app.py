@@ -1,4 +1,4 @@
-"""``KVWorker`` and ``KVServer``: push and pull values under 64-bit keys.
+"""``KVWorker`` (and ``KVServer``): push and pull values under 64-bit keys.
 
 ::
 
@@ -13,23 +13,26 @@ means is the handle's business. Every request arrives once and is answered once 
 below sees to it). Callers may be on any thread; callbacks run on the I/O thread, handles on a
 pool thread of the server, one request of an app at a time. Nouns and arguments are those of
 ps-lite's ``include/ps/kv_app.h``. Read next: ``kv_pairs.py`` for the rules of keys and
-values, ``kv_sum.py`` for a handle.
+values, ``kv_lists.py`` for why long lists of keys travel once, ``kv_server.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pslite.asking import Asker, as_int64, check_sizes, log_failure
-from pslite.customer import Incoming, Reply
+from pslite.asking import Ask, Asker, new_array
+from pslite.customer import Reply
 from pslite.errors import ProtocolError, UsageError
-from pslite.future import Future
+from pslite.future import Future, completed
 from pslite.ids import Role, node_id
+from pslite.kv_lists import MAX_BYTES, MIN_KEYS, NO_LIST, SentList, SentLists
 from pslite.kv_pairs import (
+    Empty,
     KVPairs,
     Lens,
     Slicer,
@@ -44,46 +47,27 @@ from pslite.kv_pairs import (
     cut_pairs,
     fault_in,
     fault_in_values,
+    owned,
     server_ranges,
     slice_by_range,
 )
-from pslite.kv_wire import (
-    pack_answer,
-    pack_request,
-    request_frames,
-    unpack_answer,
-    unpack_request,
-)
+from pslite.kv_server import KVHandle, KVMeta, KVServer
+from pslite.kv_wire import pack_request, request_frames, says_missing, unpack_answer
 from pslite.postoffice import Postoffice
+
+__all__ = ["Callback", "KVHandle", "KVMeta", "KVServer", "KVWorker"]
 
 T = TypeVar("T")
 
+#: What a pull sends.
+_NO_VALUES: Values = np.empty(0, np.float32)
 
-class KVMeta(NamedTuple):
-    """What the handle learns of a request besides the pairs."""
-
-    cmd: int
-    push: bool
-    pull: bool
-    sender: int
-    """Node id of the worker."""
-    app: int
-    customer: int
-    request_id: int
-    """The worker's number of the request (ps-lite's timestamp)."""
-
-
-KVHandle: TypeAlias = Callable[[KVMeta, KVPairs], "KVPairs | Future[KVPairs | None] | None"]
-"""Takes a request and returns the values of a pull, or None; or a future of it, to answer later.
-
-The arrays of the request are read-only and live as long as they are referred to.
-"""
 
 Callback: TypeAlias = Callable[[Future[T]], None]
 
 
 class KVWorker:
-    """A worker's side.
+    """A worker's side. Any thread may call it.
 
     Keys are sorted, strictly increasing and unique: a 1-D ``uint64`` array or what converts to
     one. Values are NumPy arrays on the CPU, bool to complex, 1-D with the same number of
@@ -96,22 +80,35 @@ class KVWorker:
         node: a node with the role of a worker.
         app: the number of the ``KVServer`` on the servers.
         customer: tells several workers' sides of one node apart; the handle sees it.
+        cache_keys: remember the last long lists of keys (``kv_lists.py``: up to 16, 256 MiB
+            together), here and on the servers. A call with the same keys, in whatever array,
+            then sends a number instead. They are compared each time, so the caller may change
+            his array.
     """
 
-    def __init__(self, node: Postoffice, app: int, customer: int = 0) -> None:
+    def __init__(
+        self, node: Postoffice, app: int, customer: int = 0, *, cache_keys: bool = True
+    ) -> None:
         if node.role is not Role.WORKER:
             raise UsageError(f"a KVWorker needs a worker's node, this is a {node.role.value}'s")
         self.node = node
         self._asker = Asker(node, app, customer)
         self._slicer: Slicer = slice_by_range
+        self._ranges = server_ranges(node.config.num_servers)
+        self._servers = [int(node_id(Role.SERVER, rank)) for rank in range(len(self._ranges))]
+        self._lists = SentLists() if cache_keys else None
+        self._empty: Empty = partial(new_array, node)
 
     def set_slicer(self, slicer: Slicer) -> None:
         """Share the keys otherwise than by ranges; all workers must do it alike.
 
         ``slicer(keys, ranges)`` gets the keys of a call and the servers' ranges and returns one
-        slice per server, in the order of ranks. Each key must be in exactly one of them.
+        slice per server, in the order of ranks. Each key must be in exactly one of them. The
+        same keys must always be cut alike; it need not be asked again for them.
         """
         self._slicer = slicer
+        if self._lists is not None:
+            self._lists.forget()
 
     def push(
         self,
@@ -128,13 +125,15 @@ class KVWorker:
 
         Args:
             copy: False sends without a copy: keys, values and lens then belong to the worker
-                until the future is done. (Arrays that are not C-contiguous are copied.)
+                until the future is done. (Arrays that are not C-contiguous are copied, and so
+                are keys that are remembered.)
 
         Raises:
             UsageError: the arguments break a rule above; nothing was sent.
         """
-        pairs = _checked_pairs(keys, values, lens, copy)
-        return self._exchange(pairs, cmd, True, False, lambda answers: None, callback, priority)
+        listed = self._list_of(keys, copy)
+        pairs = self._checked_pairs(listed, values, lens, copy)
+        return self._exchange(listed, pairs, cmd, True, False, _nothing, callback, priority)
 
     def pull(
         self,
@@ -163,10 +162,10 @@ class KVWorker:
         Raises:
             UsageError: the arguments break a rule; nothing was sent.
         """
-        checked = _checked_keys(keys, copy)
-        pairs = KVPairs(checked, np.empty(0, np.float32))
-        finish = _finish_pull(len(checked), values, lens)
-        return self._exchange(pairs, cmd, False, True, finish, callback, priority)
+        listed = self._list_of(keys, copy)
+        pairs = KVPairs(listed.keys, _NO_VALUES)
+        finish = _finish_pull(len(listed.keys), values, lens)
+        return self._exchange(listed, pairs, cmd, False, True, finish, callback, priority)
 
     def pushpull(
         self,
@@ -186,9 +185,10 @@ class KVWorker:
         ``values``, ``lens`` and ``copy`` are those of ``push``; ``out`` and ``out_lens`` are
         what ``values`` and ``lens`` are to ``pull``. ``out`` may be ``values``.
         """
-        pairs = _checked_pairs(keys, values, lens, copy)
-        finish = _finish_pull(len(pairs.keys), out, out_lens)
-        return self._exchange(pairs, cmd, True, True, finish, callback, priority)
+        listed = self._list_of(keys, copy)
+        pairs = self._checked_pairs(listed, values, lens, copy)
+        finish = _finish_pull(len(listed.keys), out, out_lens)
+        return self._exchange(listed, pairs, cmd, True, True, finish, callback, priority)
 
     def wait(self, future: Future[T], timeout_s: float | None = None) -> T:
         """What the call brought.
@@ -203,8 +203,41 @@ class KVWorker:
         """
         return self._asker.wait(future, timeout_s)
 
+    def _list_of(self, keys: ArrayLike, copy: bool) -> SentList:
+        """The checked keys of a call, and how the servers share them."""
+        array = as_keys(keys)
+        lists = self._lists if array.nbytes <= MAX_BYTES and len(array) >= MIN_KEYS else None
+        known = None if lists is None else lists.find(array)
+        if known is not None:
+            return known
+        own = owned(array, np.uint64, self._empty if copy or lists is not None else None)
+        fault = fault_in(own)
+        if fault is not None:
+            raise UsageError(fault)
+        if lists is not None:
+            own.flags.writeable = False  # a slicer of the user gets it
+        parts = self._slicer(own, self._ranges)
+        if self._slicer is not slice_by_range:
+            parts = checked_slices(parts, len(own), len(self._ranges))
+        return SentList(own, parts) if lists is None else lists.add(own, parts)
+
+    def _checked_pairs(
+        self, listed: SentList, values: ArrayLike, lens: ArrayLike | None, copy: bool
+    ) -> KVPairs:
+        empty = self._empty if copy else None
+        pairs = KVPairs(
+            listed.keys,
+            as_values(values, empty),
+            None if lens is None else as_lens(lens, empty),
+        )
+        fault = fault_in_values(len(pairs.keys), pairs.values, pairs.lens)
+        if fault is not None:
+            raise UsageError(fault)
+        return pairs
+
     def _exchange(
         self,
+        listed: SentList,
         pairs: KVPairs,
         cmd: int,
         push: bool,
@@ -214,23 +247,61 @@ class KVWorker:
         priority: int,
     ) -> Future[T]:
         """Cut a call into requests, one per server that owns some of its keys."""
-        ranges = server_ranges(self.node.config.num_servers)
-        slices = checked_slices(self._slicer(pairs.keys, ranges), len(pairs.keys), len(ranges))
-        shares = {
-            int(node_id(Role.SERVER, rank)): share
-            for rank, share in enumerate(cut_pairs(pairs, slices))
-            if len(share.keys)
-        }
-        body = pack_request(push, pull, pairs.values if push else None, pairs.lens)
+        cut = zip(self._servers, cut_pairs(pairs, listed.parts), strict=True)
+        shares = {node: share for node, share in cut if len(share.keys)}
+        body = pack_request(push, pull, pairs.values if push else None, pairs.lens, listed.name)
         frames = {node: request_frames(share, push) for node, share in shares.items()}
 
         def answered(replies: dict[int, Reply]) -> T:
             return finish(self._answers(shares, replies) if pull else ())
 
-        future = self._asker.ask(cmd, body, frames, answered, priority=priority)
+        ask_one = None if listed.name == NO_LIST else self._by_list(listed, cmd, body, frames)
+        future = self._asker.ask(cmd, body, frames, answered, priority=priority, ask_one=ask_one)
         if callback is not None:
             self._asker.call_back(future, callback)
         return future
+
+    def _by_list(
+        self,
+        listed: SentList,
+        cmd: int,
+        body: bytes,
+        frames: Mapping[int, Sequence[memoryview]],
+    ) -> Ask:
+        """Asks without the keys who has them as a list; again with them who says he has not."""
+
+        def ask(node: int) -> Future[dict[int, Reply]]:
+            full = frames[node]
+            if node not in listed.told:
+                listed.told.add(node)
+                asked = self._asker.request(node, cmd, body, full)
+                return asked.then(partial(self._unless_missing, node, listed, None))
+
+            def again() -> Future[dict[int, Reply]]:
+                return self._asker.request(node, cmd, body, full)
+
+            asked = self._asker.request(node, cmd, body, full[1:])
+            return asked.then(partial(self._unless_missing, node, listed, again))
+
+        return ask
+
+    def _unless_missing(
+        self,
+        node: int,
+        listed: SentList,
+        again: Callable[[], Future[dict[int, Reply]]] | None,
+        replies: dict[int, Reply],
+    ) -> Future[dict[int, Reply]]:
+        """The replies; or what it brings to ask ``again`` if the server lacks the list."""
+        try:
+            missing = says_missing(replies[node].body, listed.name.number)
+        except ProtocolError as error:
+            raise self._bad_answer(node, error) from error
+        if not missing:
+            return completed(replies)
+        if again is None:
+            raise ProtocolError(f"{self.node.title(node)} refuses keys that it was sent")
+        return again().then(partial(self._unless_missing, node, listed, None))
 
     def _answers(
         self, shares: Mapping[int, KVPairs], replies: Mapping[int, Reply]
@@ -242,125 +313,15 @@ class KVWorker:
                 reply = replies[node]
                 answers.append(unpack_answer(reply.body, reply.frames, share.keys))
             except ProtocolError as error:
-                raise ProtocolError(f"{self.node.title(node)} answered badly: {error}") from error
+                raise self._bad_answer(node, error) from error
         return sorted(answers, key=lambda answer: int(answer.keys[0]))
 
-
-class KVServer:
-    """A server's side: hands requests to ``handle``, one at a time, and sends what it returns.
-
-    What the handle raises arrives at the worker as ``RemoteError`` with the traceback (errors
-    of ``pslite.errors`` arrive as they are), and the server goes on.
-
-    Args:
-        node: a node with the role of a server, running or being prepared.
-        app: the number of the app; one app of a number per node takes requests.
-        handle: see ``KVHandle``. To a pull it must return the values of exactly the keys that
-            were asked, in their order; what it returns to a pure push is not looked at.
-        copy: False sends the returned arrays without a copy. They must then never change
-            again, since they may be sent a second time.
-    """
-
-    def __init__(self, node: Postoffice, app: int, handle: KVHandle, *, copy: bool = True) -> None:
-        if node.role is not Role.SERVER:
-            raise UsageError(f"a KVServer needs a server's node, this is a {node.role.value}'s")
-        self.node = node
-        self.app = as_int64(app, "the app's number")
-        self._handle = handle
-        self._copy = copy
-        #: Completes once this app takes requests; an error when its number is taken.
-        self.registered: Future[None] = node.add_app(self.app, self._arrived)
-        log_failure(node, self.registered)
-
-    def close(self) -> None:
-        """Take no more requests. Those that come wait for another app of this number."""
-        if self.registered.error() is None:
-            self.node.remove_app(self.app)
-
-    def _arrived(self, incoming: Incoming) -> None:
-        self.node.pool.submit(self.app, lambda: self._serve(incoming))
-
-    def _serve(self, incoming: Incoming) -> None:
-        request = incoming.request
-        try:
-            asked = unpack_request(incoming.body, incoming.frames)
-            meta = KVMeta(
-                request.head,
-                asked.push,
-                asked.pull,
-                incoming.sender,
-                request.app,
-                request.customer,
-                request.request_id,
-            )
-            result = self._handle(meta, asked.pairs)
-            if isinstance(result, Future):
-                result.on_done(lambda done: self._respond_later(incoming, meta, asked.pairs, done))
-            else:
-                self._respond(incoming, meta, asked.pairs, result)
-        except BaseException as error:  # SystemExit of a handle must not end the pool's thread
-            incoming.fail(error)
-
-    def _respond_later(
-        self, incoming: Incoming, meta: KVMeta, asked: KVPairs, done: Future[KVPairs | None]
-    ) -> None:
-        try:
-            self._respond(incoming, meta, asked, done.result(0))
-        except BaseException as error:
-            incoming.fail(error)
-
-    def _respond(
-        self, incoming: Incoming, meta: KVMeta, asked: KVPairs, result: KVPairs | None
-    ) -> None:
-        if not meta.pull:
-            incoming.respond()
-            return
-        body, frames = pack_answer(*self._checked_answer(asked, result))
-        check_sizes(self.node, body, frames, "pull fewer keys at a time")
-        incoming.respond(body, frames)
-
-    def _checked_answer(self, asked: KVPairs, result: Any) -> tuple[Values, Lens | None]:
-        """The values and lens that the handle returned.
-
-        Raises:
-            ProtocolError: they are not those of the keys that were asked.
-        """
-        whose = f"the handle of app {self.app} on server {self.node.rank} answered a pull with"
-        if not isinstance(result, KVPairs):
-            raise ProtocolError(f"{whose} {type(result).__name__} instead of KVPairs")
-        if result.keys is not asked.keys and not np.array_equal(result.keys, asked.keys):
-            raise ProtocolError(f"{whose} other keys than those that were asked")
-        try:
-            values = as_values(result.values, copy=self._copy)
-            lens = None if result.lens is None else as_lens(result.lens, copy=self._copy)
-        except UsageError as error:
-            raise ProtocolError(f"{whose} what cannot be sent: {error}") from error
-        fault = fault_in_values(len(asked.keys), values, lens)
-        if fault is not None:
-            raise ProtocolError(f"{whose} values that fit no pull: {fault}")
-        return values, lens
+    def _bad_answer(self, node: int, error: ProtocolError) -> ProtocolError:
+        return ProtocolError(f"{self.node.title(node)} answered badly: {error}")
 
 
-def _checked_keys(keys: ArrayLike, copy: bool) -> Any:
-    checked = as_keys(keys, copy=copy)
-    fault = fault_in(checked)
-    if fault is not None:
-        raise UsageError(fault)
-    return checked
-
-
-def _checked_pairs(
-    keys: ArrayLike, values: ArrayLike, lens: ArrayLike | None, copy: bool
-) -> KVPairs:
-    pairs = KVPairs(
-        _checked_keys(keys, copy),
-        as_values(values, copy=copy),
-        None if lens is None else as_lens(lens, copy=copy),
-    )
-    fault = fault_in_values(len(pairs.keys), pairs.values, pairs.lens)
-    if fault is not None:
-        raise UsageError(fault)
-    return pairs
+def _nothing(_: Sequence[KVPairs]) -> None:
+    """What a push brings."""
 
 
 def _finish_pull(

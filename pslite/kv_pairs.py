@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from pslite.errors import ProtocolError, UsageError
 
@@ -25,8 +25,16 @@ Lens: TypeAlias = "NDArray[np.int64] | NDArray[np.int32]"
 
 MAX_KEY = (1 << 64) - 1
 
+Empty: TypeAlias = Callable[["int | tuple[int, ...]", DTypeLike], NDArray[Any]]
+"""Makes an uninitialised C-contiguous array of a shape and dtype, as ``numpy.empty`` does."""
+
 #: Kinds of dtypes that values can have: bool, integers, floats, complex numbers.
 VALUE_KINDS = "biufc"
+
+#: Keys are compared in blocks of so many, which stay in the cache.
+_BLOCK_KEYS = 65_536
+#: So many keys are compared first to see whether two lists may be the same.
+_SAMPLE_KEYS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +47,9 @@ class KVPairs:
     """Shape (n * width,), (n, width), or with ``lens`` (sum of lens,); bool to complex."""
     lens: Lens | None = None
     """Shape (n,): the number of elements of each key; None: all have the same."""
+    fresh: bool = False
+    """Of a handle's answer: values and lens were made for it and will never change, so that
+    they need not be copied."""
 
     @property
     def width(self) -> int:
@@ -85,6 +96,8 @@ Slicer: TypeAlias = Callable[[Keys, Sequence[KeyRange]], Sequence[slice]]
 
 def slice_by_range(keys: Keys, ranges: Sequence[KeyRange]) -> list[slice]:
     """The default slicer: each server gets the keys of its range."""
+    if len(ranges) == 1:
+        return [slice(0, len(keys))]
     begins = np.array([key_range.begin for key_range in ranges], dtype=np.uint64)
     cuts = [*np.searchsorted(keys, begins).tolist(), len(keys)]
     return [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
@@ -112,6 +125,8 @@ def checked_slices(slices: Sequence[slice], num_keys: int, num_servers: int) -> 
 def cut_pairs(pairs: KVPairs, parts: Sequence[slice]) -> list[KVPairs]:
     """The pairs of each slice of the keys, as views."""
     n, values, lens = len(pairs.keys), pairs.values, pairs.lens
+    if len(parts) == 1:
+        return [pairs]
     if lens is not None:
         offsets = [0, *np.cumsum(lens).tolist()]
         return [
@@ -125,8 +140,8 @@ def cut_pairs(pairs: KVPairs, parts: Sequence[slice]) -> list[KVPairs]:
 # -- what callers pass ------------------------------------------------------------------
 
 
-def as_keys(keys: ArrayLike, *, copy: bool) -> Keys:
-    """Keys as a C-contiguous uint64 array, with ``copy`` always a new one.
+def as_keys(keys: ArrayLike) -> Keys:
+    """Keys as a uint64 array; the same memory where that is possible.
 
     Raises:
         UsageError: not 1-D, not integers, or below zero.
@@ -137,9 +152,12 @@ def as_keys(keys: ArrayLike, *, copy: bool) -> Keys:
             "keys must be a 1-D array of unsigned 64-bit integers (numpy.uint64), "
             f"not {array.ndim}-D {array.dtype}"
         )
-    if array.dtype.kind == "i" and (array < 0).any():
-        raise UsageError(f"keys must not be negative, {array.min()} is")
-    return array.astype(np.uint64, order="C", copy=copy)
+    if array.dtype.kind == "i":
+        if array.size and (smallest := array.min()) < 0:
+            raise UsageError(f"keys must not be negative, {smallest} is")
+        if array.dtype == np.int64:
+            return array.view(np.uint64)  # the same bits
+    return array.astype(np.uint64, copy=False)
 
 
 def _key_list(keys: Sequence[Any]) -> Keys:
@@ -153,8 +171,8 @@ def _key_list(keys: Sequence[Any]) -> Keys:
         raise UsageError(f"keys must be integers from 0 to 2^64-1: {error}") from error
 
 
-def as_values(values: ArrayLike, *, copy: bool) -> Values:
-    """Values as a C-contiguous array of native byte order, with ``copy`` always a new one.
+def as_values(values: ArrayLike, empty: Empty | None) -> Values:
+    """Values as a C-contiguous array of native byte order: ``owned`` by ``empty``.
 
     Raises:
         UsageError: they are no bool, integers, floats or complex numbers.
@@ -162,11 +180,11 @@ def as_values(values: ArrayLike, *, copy: bool) -> Values:
     array = _as_array(values, "values")
     if array.dtype.kind not in VALUE_KINDS:
         raise UsageError(f"values must be bool, integers, floats or complex, not {array.dtype}")
-    return array.astype(array.dtype.newbyteorder("="), order="C", copy=copy)
+    return owned(array, array.dtype.newbyteorder("="), empty)
 
 
-def as_lens(lens: ArrayLike, *, copy: bool) -> Lens:
-    """Lengths as a C-contiguous array of int32 or int64.
+def as_lens(lens: ArrayLike, empty: Empty | None) -> Lens:
+    """Lengths as a C-contiguous array of int32 or int64: ``owned`` by ``empty``.
 
     Raises:
         UsageError: they are of another dtype.
@@ -176,7 +194,16 @@ def as_lens(lens: ArrayLike, *, copy: bool) -> Lens:
         array = array.astype(np.int64)
     if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
         raise UsageError(f"lens must be int32 or int64, not {array.dtype}")
-    return array.astype(array.dtype, order="C", copy=copy)
+    return owned(array, array.dtype, empty)
+
+
+def owned(array: NDArray[Any], dtype: DTypeLike, empty: Empty | None) -> NDArray[Any]:
+    """A C-contiguous copy in memory that ``empty`` makes; with None, no copy if possible."""
+    if empty is None:
+        return array.astype(dtype, order="C", copy=False)
+    copy = empty(array.shape, dtype)
+    copy[...] = array
+    return copy
 
 
 def _as_array(data: ArrayLike, what: str) -> NDArray[Any]:
@@ -224,16 +251,41 @@ def _check_writable(array: Any, what: str) -> None:
 
 def fault_in(keys: Keys) -> str | None:
     """What is wrong with the order of keys, as a sentence; None if nothing."""
-    bad = keys[1:] <= keys[:-1]
-    if not bad.any():
+    at = _first_breach(np.less, keys[:-1], keys[1:])
+    if at is None:
         return None
-    at = int(bad.argmax())
     if keys[at] == keys[at + 1]:
         return f"key {keys[at]} appears twice (at positions {at} and {at + 1})"
     return (
         f"keys must be sorted: {keys[at + 1]} at position {at + 1} comes after {keys[at]}; "
         "sort keys and values with numpy.argsort(keys)"
     )
+
+
+def is_rising(numbers: NDArray[Any]) -> bool:
+    """Whether each number is larger than the one before."""
+    return _first_breach(np.less, numbers[:-1], numbers[1:]) is None
+
+
+def same_keys(one: Keys, other: Keys) -> bool:
+    """Whether two lists are equal; lists that differ mostly show it by a sample."""
+    if one is other:
+        return True
+    if len(one) != len(other):
+        return False
+    step = max(len(one) // _SAMPLE_KEYS, 1)
+    sampled = np.array_equal(one[::step], other[::step])
+    return sampled and _first_breach(np.equal, one, other) is None
+
+
+def _first_breach(rule: np.ufunc, one: NDArray[Any], other: NDArray[Any]) -> int | None:
+    """The first position where ``rule(one, other)`` does not hold."""
+    for start in range(0, len(one), _BLOCK_KEYS):
+        stop = start + _BLOCK_KEYS
+        holds = rule(one[start:stop], other[start:stop])
+        if np.count_nonzero(holds) != len(holds):  # faster than all() where there are few
+            return start + int(holds.argmin())
+    return None
 
 
 def fault_in_values(num_keys: int, values: Values, lens: Lens | None) -> str | None:

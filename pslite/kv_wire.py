@@ -1,25 +1,30 @@
 """Pushes and pulls as bodies and frames, and back. Pure, runs on any thread.
 
-A request's body is ``[push, pull, dtype, columns, has lens]`` and its frames are the keys,
-then, of a push, values and lens; the answer to a pull has the body ``[dtype, columns, has
-lens]`` and the frames values and lens; the answer to a push is empty. Keys are little-endian
-uint64, lens little-endian int64, a dtype is its text in NumPy's array interface, columns are
--1 for 1-D values. Everything is checked before it is used. Next: ``kv_app.py``.
+The layout is section 14 of ``docs/wire.md``. A request's body is ``[push, pull, dtype, columns,
+has lens, series, number]`` and its frames are the keys, then, of a push, values and lens; the
+keys may be left out if the server has them as a list of that name (``kv_lists.py``). The answer
+to a pull has the body ``[dtype, columns, has lens]`` and the frames values and lens; the answer
+to a push is empty; to a request for a list that the server has not, it is ``[number]``.
+Everything is checked before it is used. Next: ``kv_app.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pslite.errors import ProtocolError
-from pslite.kv_pairs import VALUE_KINDS, Keys, KVPairs, Lens, Values, fault_in, fault_in_values
+from pslite.kv_lists import NO_LIST, ListName
+from pslite.kv_pairs import VALUE_KINDS, Keys, KVPairs, Lens, Values, fault_in_values
 from pslite.wire.codec import pack_value, unpack_value
 
 _FLAT = -1
+
+Resolve = Callable[[ListName, "Keys | None"], "Keys | None"]
+"""Takes a list's name and the keys that came with it, if any; returns checked keys, or None."""
 
 
 class Asked(NamedTuple):
@@ -31,36 +36,46 @@ class Asked(NamedTuple):
     """Of a pure pull: the keys, and no values (shape (0,))."""
 
 
-def pack_request(push: bool, pull: bool, values: Values | None, lens: Lens | None) -> bytes:
+class Missing(NamedTuple):
+    """A request that cannot be read without its keys."""
+
+    number: int
+    """Of the list that is not here."""
+
+
+def pack_request(
+    push: bool, pull: bool, values: Values | None, lens: Lens | None, name: ListName = NO_LIST
+) -> bytes:
     """The body that goes to every server of one push or pull."""
     layout = ["", _FLAT, False] if values is None else _layout(values, lens)
-    return pack_value([push, pull, *layout])
+    return pack_value([push, pull, *layout, *name])
 
 
 def request_frames(pairs: KVPairs, push: bool) -> list[memoryview]:
-    """The frames for one server: views of the arrays."""
+    """The frames for one server: views of the arrays, the keys first."""
     frames = [_bytes_of(pairs.keys.astype("<u8", copy=False))]
     return frames + _value_frames(pairs.values, pairs.lens) if push else frames
 
 
-def unpack_request(body: bytes, frames: Sequence[Any]) -> Asked:
-    """A request, checked; its arrays are read-only views of the frames.
+def unpack_request(body: bytes, frames: Sequence[Any], resolve: Resolve) -> Asked | Missing:
+    """A request, checked; its values and lens are read-only views of the frames.
 
     Raises:
         ProtocolError: it is not what ``pack_request`` and ``request_frames`` write.
     """
-    push, pull, *layout = _fields(body, bool, bool, str, int, bool)
-    if not (push or pull) or not frames:
-        raise ProtocolError("a request must push or pull, and needs a frame of keys")
-    keys = _array(frames[0], np.dtype("<u8"))
-    if not push and len(frames) != 1:
-        raise ProtocolError("a pull has one frame, the keys")
-    fault = fault_in(keys)
-    if fault is not None:
-        raise ProtocolError(fault)
+    push, pull, *layout, series, number = _fields(body, bool, bool, str, int, bool, int, int)
+    if not (push or pull) or series < 0 or number < 0 or (number == 0 and series):
+        raise ProtocolError("a request must push or pull, and name a list of keys or none")
+    has_keys = len(frames) - (1 + layout[-1] if push else 0)
+    if has_keys not in (0, 1) or not (has_keys or number):
+        raise ProtocolError(f"a request of {len(frames)} frames does not fit its body")
+    sent = _array(frames[0], np.dtype("<u8")) if has_keys else None
+    keys = resolve(ListName(series, number), sent)
+    if keys is None:
+        return Missing(number)
     if not push:
         return Asked(push, pull, KVPairs(keys, np.empty(0, np.float32)))
-    values, lens = _unpack_values(layout, frames[1:], len(keys))
+    values, lens = _unpack_values(layout, frames[has_keys:], len(keys))
     return Asked(push, pull, KVPairs(keys, values, lens))
 
 
@@ -77,6 +92,25 @@ def unpack_answer(body: bytes, frames: Sequence[Any], keys: Keys) -> KVPairs:
     """
     values, lens = _unpack_values(_fields(body, str, int, bool), frames, len(keys))
     return KVPairs(keys, values, lens)
+
+
+def pack_missing(missing: Missing) -> bytes:
+    """The body of the answer to a request whose keys are not here."""
+    return pack_value([missing.number])
+
+
+def says_missing(body: bytes, number: int) -> bool:
+    """Whether an answer to a request with list ``number`` says that the list is not there.
+
+    Raises:
+        ProtocolError: it speaks of another list.
+    """
+    fields = unpack_value(body) if body else None
+    if type(fields) is not list or len(fields) != 1:
+        return False
+    if fields != [number]:
+        raise ProtocolError(f"it speaks of list {fields[0]!r} of keys, asked was {number}")
+    return True
 
 
 def _layout(values: Values, lens: Lens | None) -> list[Any]:

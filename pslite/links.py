@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pslite.errors import ConfigError, ProtocolError, UsageError
+from pslite.memory import Sharing
 from pslite.protocol.channel import Channel, Outgoing
 from pslite.van.base import Received, Van, size_of
 from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode
-from pslite.wire.messages import Accepted, Message, Refused
+from pslite.wire.messages import Accepted, Ints, Message, Refused
 
 #: Frames shorter than this are always sent by copy, so they do not count as under way.
 _SMALL_BYTES = 4096
+#: Acceptances wait so long for a message that tells them, and only while it is so few bytes.
+TELL_AFTER_S = 0.005
+TELL_BYTES = 1 << 20
 #: Conversations with nodes that nobody has vouched for (``know``) are kept for so many.
 MAX_STRANGERS = 4096
 #: What is dropped is counted under these, so that no peer can invent further reasons.
@@ -46,11 +50,16 @@ class Delivery(NamedTuple):
 
 
 class _Peer:
-    __slots__ = ("channel", "incarnation")
+    __slots__ = ("channel", "incarnation", "received_bytes", "sent_bytes", "untold_bytes")
 
     def __init__(self, incarnation: int, channel: Channel) -> None:
         self.incarnation = incarnation
         self.channel = channel
+        #: What went through the van: headers and repetitions too, shared memory not.
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        #: Payload that is accepted here, and the peer does not know it.
+        self.untold_bytes = 0
 
 
 class Links:
@@ -65,6 +74,7 @@ class Links:
         resend_timeout_s: float,
         trace: Callable[[str, str, Message, Sequence[Any]], None] | None = None,
         objection: Objection | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self._van = van
         self._job = job
@@ -72,12 +82,14 @@ class Links:
         self._resend_timeout_s = resend_timeout_s
         self._trace = trace
         self._objection = objection
+        self._sharing = sharing
         self._peers: dict[str, _Peer] = {}
         #: Those of them that only spoke to us, in order of their first word.
         self._strangers: dict[str, None] = {}
         self._known: set[str] = set()
-        #: In order of arrival; a set of names would be in an order of its own in every process.
-        self._owing: dict[str, None] = {}
+        #: Peer -> when it is to be told what has been accepted, 0.0 until that is known. In order
+        #: of arrival; a set of names would be in an order of its own in every process.
+        self._owing: dict[str, float] = {}
         self._closed: set[str] = set()
         self._released: set[str] = set()
         #: What arrived and was dropped, by reason.
@@ -116,11 +128,15 @@ class Links:
 
     def send_unnumbered(self, peer: str, message: Message) -> None:
         """Send to a stranger, with whom no conversation is to begin."""
-        envelope = Envelope(self._job, 0, self._incarnation, 0, 0, 0, (), message)
+        envelope = Envelope(self._job, 0, self._incarnation, 0, 0, 0, (), (), message)
         self._van.send(peer, [encode(envelope)])
 
     def _transmit(self, peer: str, entry: _Peer, outgoing: Outgoing) -> None:
         low, also = entry.channel.acceptance()
+        frames = outgoing.frames
+        shared: Ints = ()
+        if frames and self._sharing is not None:
+            frames, shared = self._sharing.describe(peer, frames)
         envelope = Envelope(
             self._job,
             outgoing.epoch,
@@ -129,10 +145,14 @@ class Links:
             outgoing.sequence,
             low,
             also,
+            shared,
             outgoing.message,
         )
-        self._van.send(peer, [encode(envelope), *outgoing.frames])
-        self._owing.pop(peer, None)
+        transmission = [encode(envelope), *frames]
+        self._van.send(peer, transmission)
+        entry.sent_bytes += sum(map(size_of, transmission))
+        if self._owing.pop(peer, None) is not None:
+            entry.untold_bytes = 0
         if self._trace is not None:
             self._trace("=>", peer, outgoing.message, outgoing.frames)
 
@@ -140,6 +160,15 @@ class Links:
         """Payload bytes on the way to a peer that it has not accepted."""
         entry = self._peers.get(peer)
         return 0 if entry is None else entry.channel.unaccepted_bytes
+
+    def byte_counts(self) -> dict[str, tuple[int, int]]:
+        """Bytes (sent to, received from) each peer through the van. From any thread.
+
+        Headers and repetitions count, what travels through shared memory does not. Peers that
+        were lost are not in it any more.
+        """
+        entries = list(self._peers.items())
+        return {peer: (entry.sent_bytes, entry.received_bytes) for peer, entry in entries}
 
     def everything_accepted(self, peers: Sequence[str] | None = None) -> bool:
         """Whether these peers (all, when None) have accepted everything."""
@@ -165,8 +194,7 @@ class Links:
         try:
             envelope = decode(event.frames)
         except ProtocolError as error:
-            self.last_malformed = str(error)[:_MAX_REMARK]
-            self.dropped[MALFORMED] += 1
+            self._note_malformed(error)
             return None
         message = envelope.message
         if envelope.job != self._job and not isinstance(message, Refused):
@@ -184,23 +212,42 @@ class Links:
             if reason is not None:
                 self.dropped[reason] += 1
                 return None
-        if self._trace is not None:
-            self._trace("<=", event.peer, message, event.frames[1:])
         entry = self._peers.get(event.peer) or self._new_stranger(event.peer)
         if entry.incarnation == 0:
             entry.incarnation = envelope.sender
         elif entry.incarnation != envelope.sender:
             self.dropped[OTHER_SENDER] += 1
             return None
+        entry.received_bytes += sum(map(size_of, event.frames))
+        try:
+            frames = self._payload(event.peer, envelope, event.frames)
+        except ProtocolError as error:
+            self._note_malformed(error)
+            return None
+        if self._trace is not None:
+            self._trace("<=", event.peer, message, frames)
         channel = entry.channel
         channel.accepted(envelope.accepted, envelope.accepted_also)
         if envelope.sequence:
             fresh = channel.admit(envelope.sequence)
-            self._owing[event.peer] = None
+            self._owing.setdefault(event.peer, 0.0)
+            entry.untold_bytes += sum(map(size_of, frames))
             if not fresh:
                 self.repeated += 1
                 return None
-        return Delivery(event.peer, envelope.sender, envelope.epoch, message, event.frames[1:])
+        return Delivery(event.peer, envelope.sender, envelope.epoch, message, frames)
+
+    def _payload(self, peer: str, envelope: Envelope, frames: Sequence[Any]) -> Sequence[Any]:
+        """The frames behind the header, also those that lie in the peer's memory."""
+        if not envelope.shared:
+            return frames[1:]
+        if self._sharing is None:
+            raise ProtocolError("this node maps nobody's memory")
+        return self._sharing.resolve(peer, envelope.shared, frames[1:])
+
+    def _note_malformed(self, error: ProtocolError) -> None:
+        self.last_malformed = str(error)[:_MAX_REMARK]
+        self.dropped[MALFORMED] += 1
 
     def _refuse_job(self, theirs: str) -> Refused:
         return Refused(
@@ -233,10 +280,17 @@ class Links:
 
     # -- time --------------------------------------------------------------------------
 
-    def flush(self, epoch: int, now: float) -> None:
-        """Tell the peers what has been accepted since the last call."""
-        while self._owing:
-            self.send(next(iter(self._owing)), Accepted(), (), epoch, now)
+    def flush(self, epoch: int, now: float, *, at_once: bool = False) -> None:
+        """Tell the peers what has been accepted, if it is time; any message to them tells it.
+
+        An answer is often on its way, so it pays to wait a moment. Not for long, and not when
+        much has come: the sender's credits depend on it.
+        """
+        for peer, due_at in list(self._owing.items()):
+            if at_once or now >= due_at > 0.0 or self._peers[peer].untold_bytes >= TELL_BYTES:
+                self.send(peer, Accepted(), (), epoch, now)
+            elif due_at == 0.0:
+                self._owing[peer] = now + TELL_AFTER_S
 
     def resend(self, now: float) -> None:
         """Send again what should have been accepted by now."""
@@ -252,10 +306,11 @@ class Links:
                 self._transmit(peer, entry, outgoing)
 
     def next_due(self) -> float | None:
-        """When ``resend`` has something to look at."""
+        """When ``resend`` or ``flush`` has something to look at."""
         times = [
             due for entry in self._peers.values() if (due := entry.channel.next_due) is not None
         ]
+        times += self._owing.values()
         return min(times, default=None)
 
     def release(self, peer: str) -> None:
@@ -271,3 +326,5 @@ class Links:
         self._peers.pop(peer, None)
         self._strangers.pop(peer, None)
         self._owing.pop(peer, None)
+        if self._sharing is not None:
+            self._sharing.forget(peer)

@@ -2,7 +2,7 @@
 
 Work of one lane runs in order and never at the same time as other work of that lane, so what
 belongs to a lane (a part's memory) needs no lock. Results are handed over by ``done``, which
-the node lets run on its I/O thread.
+the node lets run on its I/O thread. Only that thread submits.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ class Pool(Protocol):
     def submit(self, lane: int, work: Work) -> None:
         """Run ``work`` after all earlier work of ``lane``. Work must not raise."""
 
+    def is_idle(self, lane: int) -> bool:
+        """Whether all work of ``lane`` is done, so that its thread need not be asked.
+
+        On the thread that submits. What is quick may then be done right there: until the next
+        ``submit`` nobody else works on that lane.
+        """
+
     def close(self, timeout_s: float = 10.0) -> bool:
         """Finish what was submitted, then stop; whether that was done in time. Idempotent.
 
@@ -35,6 +42,9 @@ class InlinePool:
     def submit(self, lane: int, work: Work) -> None:
         work()
 
+    def is_idle(self, lane: int) -> bool:
+        return True
+
     def close(self, timeout_s: float = 10.0) -> bool:
         return True
 
@@ -44,17 +54,26 @@ class ThreadPool:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._queues: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in range(num_threads)]
+        #: Works of each thread: submitted (counted by who submits), and done (by the thread).
+        self._submitted = [0] * num_threads
+        self._done = [0] * num_threads
         self._threads = [
             threading.Thread(
-                target=_run, args=(queue,), name=f"pslite-pool-{name}-{i}", daemon=True
+                target=self._run, args=(index,), name=f"pslite-pool-{name}-{index}", daemon=True
             )
-            for i, queue in enumerate(self._queues)
+            for index in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
 
     def submit(self, lane: int, work: Work) -> None:
-        self._queues[lane % len(self._queues)].put(work)
+        index = lane % len(self._queues)
+        self._submitted[index] += 1
+        self._queues[index].put(work)
+
+    def is_idle(self, lane: int) -> bool:
+        index = lane % len(self._queues)
+        return self._submitted[index] == self._done[index]
 
     def close(self, timeout_s: float = 10.0) -> bool:
         for queue in self._queues:
@@ -65,8 +84,9 @@ class ThreadPool:
             thread.join(max(0.0, give_up_at - time.monotonic()))
         return not any(thread.is_alive() for thread in others)
 
-
-def _run(queue: SimpleQueue[Work | None]) -> None:
-    while (work := queue.get()) is not None:
-        work()
-        del work  # and what it worked on, which may be large
+    def _run(self, index: int) -> None:
+        queue = self._queues[index]
+        while (work := queue.get()) is not None:
+            work()
+            del work  # and what it worked on, which may be large
+            self._done[index] += 1

@@ -27,6 +27,7 @@ from pslite.gate import FROM_MEMBERS, Gate
 from pslite.ids import NodeInfo, Role, role_of
 from pslite.links import Delivery, Links
 from pslite.log import Log
+from pslite.memory import Bytes, Heap, Sharing
 from pslite.plane import Transfer
 from pslite.pool import InlinePool, Pool
 from pslite.protocol.membership import Gone, Membership
@@ -34,7 +35,15 @@ from pslite.traffic import Traffic
 from pslite.van.base import Connected, Denied, Disconnected, Received, TurnedAway, Van
 from pslite.watch import Watch
 from pslite.wire.codec import MAX_HEADER_BYTES
-from pslite.wire.messages import Accepted, Beat, Message, Request, Response
+from pslite.wire.messages import (
+    Accepted,
+    Beat,
+    Message,
+    Request,
+    Response,
+    SegmentOffer,
+    SegmentTaken,
+)
 
 if TYPE_CHECKING:
     from pslite.control import Control
@@ -69,6 +78,13 @@ class Postoffice:
         self.van = van
         trace = log.trace if config.verbose >= 2 else None
         self.gate = Gate(takes_registrations=self.role is Role.SCHEDULER)
+        self.heap = Heap(
+            shared=config.shm,
+            limit_bytes=config.shm_bytes,
+            announce=lambda: self.call(self._offer_segments),
+            warn=log.warn,
+        )
+        self.sharing = Sharing(self.heap)
         self.links = Links(
             van,
             job=config.job_id,
@@ -76,6 +92,7 @@ class Postoffice:
             resend_timeout_s=config.resend_timeout_s,
             trace=trace,
             objection=self.gate.objection,
+            sharing=self.sharing,
         )
         self.membership = Membership()
         self.customers = Customers(self._send_to_app, self.call)
@@ -140,6 +157,7 @@ class Postoffice:
             self.watch.add(node.uid, now, node)
         for delivery in self.gate.complete(frozenset(self._node_ids)):
             self._dispatch(delivery, now)
+        self._offer_segments()
         self.ready.set_result(info)
 
     def neighbours(self) -> list[NodeInfo]:
@@ -160,6 +178,59 @@ class Postoffice:
         """The name for people behind a van's name."""
         info = self.info_of(peer)
         return peer if info is None else info.title
+
+    # -- memory ------------------------------------------------------------------------
+
+    def buffer(self, nbytes: int) -> Bytes:
+        """Memory to send from: flat, uninitialised, free again when nothing refers to it.
+
+        Peers on this machine read it where it lies, so it must stay as it is until they are
+        done with it: see ``pslite/memory``. From any thread.
+        """
+        self.check_process()  # a child's memory would be its parent's
+        return self.heap.buffer(nbytes)
+
+    def shares_with(self, node: int) -> bool:
+        """Whether a node reads this one's buffers where they lie. From any thread."""
+        return self.sharing.reaches(self._uids.get(node, ""))
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all nodes that this one exchanges values with can share its memory."""
+        if self.info is None or not self.config.shm:
+            return False
+        peers = [node for node in self.membership.roster if node.role != Role.SCHEDULER.value]
+        return all(node.machine == self.info.machine for node in peers)
+
+    def is_shared(self, frame: memoryview) -> bool:
+        """Whether a frame lies in memory that peers of this machine can read."""
+        return self.sharing.place_of(frame) is not None
+
+    def _offer_segments(self) -> None:
+        if self.info is None or not self.config.shm:
+            return
+        now = self.clock()
+        for node in self.neighbours():
+            if node.machine == self.info.machine and node.role != Role.SCHEDULER.value:
+                for offer in self.sharing.offers(node.uid, now):
+                    self.send(node.node_id, offer)
+
+    def _segment_offered(self, peer: str, node: int, offer: SegmentOffer) -> None:
+        info = self.membership.node(node)
+        if not self.config.shm:
+            answer = SegmentTaken(offer.segment, False, "")
+        elif self.info is None or info is None or info.machine != self.info.machine:
+            answer = SegmentTaken(offer.segment, False, "it is on another machine")
+        else:
+            answer = self.sharing.map(peer, info.pid, offer)
+        self.send(node, answer)
+
+    def _segment_taken(self, peer: str, answer: SegmentTaken) -> None:
+        self.sharing.taken(peer, answer)
+        if not answer.taken and answer.reason:
+            whom = self.peer_title(peer)
+            text = f"{whom} cannot share memory with this node: values travel by TCP"
+            self.log.warn_seldom(f"no shared memory with {peer}", f"{text} ({answer.reason})")
 
     # -- what other threads may call ---------------------------------------------------
 
@@ -276,6 +347,7 @@ class Postoffice:
             self.log.error(f"the I/O thread ends: {type(error).__name__}: {error}")
             self.fail(error)
         finally:
+            self.links.flush(self.membership.epoch, self.clock(), at_once=True)
             self.van.close()
             self._drain()
 
@@ -342,6 +414,7 @@ class Postoffice:
         for due in (
             self.links.next_due(),
             self.van.next_due(),
+            self.sharing.next_due(self.clock()),
             self.control.next_due() if self.control is not None else None,
         ):
             if due is not None:
@@ -402,6 +475,10 @@ class Postoffice:
             self.customers.request_arrived(node, message, delivery.frames, now)
         elif isinstance(message, Response):
             self.customers.response_arrived(node, message, delivery.frames)
+        elif isinstance(message, SegmentOffer):
+            self._segment_offered(delivery.peer, node, message)
+        elif isinstance(message, SegmentTaken):
+            self._segment_taken(delivery.peer, message)
         else:
             self.traffic.arrived(delivery, node)
 
@@ -503,3 +580,6 @@ class Postoffice:
         self.fail(ClosedError("the node was closed"))
         self._ended = True
         self._run_commands()
+        self.customers.close()
+        self.traffic.close()
+        self.sharing.close()

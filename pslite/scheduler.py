@@ -162,6 +162,9 @@ class SchedulerControl:
 
     # -- barriers ----------------------------------------------------------------------
 
+    def disconnected(self, peer: str) -> None:
+        pass
+
     def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
         self._barrier_rounds[group] += 1
         round_ = self._barrier_rounds[group]

@@ -99,6 +99,9 @@ class _Pool:
         self._free_at[lane] = begin + simulation.random.random() * 0.01
         simulation.at(self._free_at[lane], work)
 
+    def is_idle(self, lane: int) -> bool:
+        return False  # else nothing would happen while a round is being applied
+
     def close(self, timeout_s: float = 0.0) -> bool:
         return True
 

@@ -104,7 +104,7 @@ def make_node(
         incarnation,
         address,
         socket.gethostname(),
-        machine_id(),
+        config.machine or machine_id(),
         os.getpid(),
     )
     node = Postoffice(config, van, incarnation=incarnation, log=log, clock=clock, pool=pool)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from pslite.errors import UsageError
 from pslite.ids import SCHEDULER_ID, Role, node_id, rank_of, role_of
 from pslite.links import Delivery
-from pslite.plane import Effect, Run, Send, ServerPlane, Transfer, WorkerPlane
+from pslite.plane import Effect, Job, Outcome, Run, Send, ServerPlane, Transfer, WorkerPlane
 from pslite.wire.messages import Answer, Exchange, Message, PartsFailed, RoundWaits, StaleEpoch
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: What belongs to the data plane.
 MESSAGES: tuple[type[Message], ...] = (Exchange, Answer, PartsFailed, StaleEpoch, RoundWaits)
 
+#: Jobs of so few bytes are done sooner than handed to another thread.
+_QUICK_BYTES = 1 << 18
 #: How often a server looks for rounds that have been open for long.
 _TICK_INTERVAL_S = 1.0
 
@@ -88,6 +90,8 @@ class Traffic:
         credit_bytes = office.config.credit_bytes
         for server in plane.servers_with_mail():
             peer = office.uid_of(server)
+            if peer is not None and office.sharing.awaits(peer, now):
+                continue
             while peer is not None and office.links.unaccepted_bytes(peer) < credit_bytes:
                 send = plane.take(server)
                 if send is None:
@@ -132,6 +136,10 @@ class Traffic:
         if self._worker is not None:
             self._worker.fail(error)
 
+    def close(self) -> None:
+        """The node has ended: let go of the app, and of the memory that it holds."""
+        self._server = None
+
     # -- inside ------------------------------------------------------------------------
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
@@ -148,13 +156,13 @@ class Traffic:
         if plane is None:
             return
 
+        if office.pool.is_idle(run.lane) and _payload_bytes(run.jobs) <= _QUICK_BYTES:
+            self.carry_out(plane.finished(run.jobs, _outcomes(plane, run.jobs)))
+            return
+
         def work() -> None:
-            errors: Sequence[BaseException | None]
-            try:
-                errors = plane.app.apply(run.jobs)
-            except BaseException as error:  # an app must not raise; its callers must not hang
-                errors = [error] * len(run.jobs)
-            office.call(lambda: self.carry_out(plane.finished(run.jobs, errors)))
+            outcomes = _outcomes(plane, run.jobs)
+            office.call(lambda: self.carry_out(plane.finished(run.jobs, outcomes)))
 
         office.pool.submit(run.lane, work)
 
@@ -173,3 +181,15 @@ class Traffic:
         self._office.log.warn(
             f"round {message.round} of {what} has waited {message.waited_s:.0f} s for {missing}"
         )
+
+
+def _payload_bytes(jobs: Sequence[Job]) -> int:
+    return sum(sum(job.sizes) * len(job.batch.payloads) for job in jobs)
+
+
+def _outcomes(plane: ServerPlane, jobs: Sequence[Job]) -> Sequence[Outcome]:
+    """Have the app apply jobs, on any thread."""
+    try:
+        return plane.app.apply(jobs)
+    except BaseException as error:  # an app must not raise; its callers must not hang
+        return [[error] * len(job.parts) for job in jobs]

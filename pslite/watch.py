@@ -83,9 +83,15 @@ class Watch:
         self._connected.add(peer)
         self._liveness.connected(peer)
 
+    def is_connected(self, peer: str) -> bool:
+        """Whether the van has a connection with the peer."""
+        return peer in self._connected
+
     def disconnected(self, peer: str, now: float) -> None:
         """The van has no connection with the peer any more."""
         self._connected.discard(peer)
+        if self._office.control is not None:
+            self._office.control.disconnected(peer)
         self._liveness.disconnected(peer, now)
         self._suspect_at = now
 

@@ -126,7 +126,7 @@ def recorded(job_id: str, receiver: int) -> list[Frames]:
         (Response(1000002, 0, 1, 1, "", "", "", -1, b"body"), []),
     ]
     return [
-        [encode(Envelope(job_id, 1, 77, receiver, number, 0, (), message)), *payload]
+        [encode(Envelope(job_id, 1, 77, receiver, number, 0, (), (), message)), *payload]
         for number, (message, payload) in enumerate(messages, 1)
     ]
 

@@ -85,14 +85,27 @@ BUGS = [
         "tests/unit/pslite/test_plane_server.py",
     ),
     Bug(
-        "a staging buffer is freed before its push is applied",
-        "kvstore/exchange.py",
-        "            self._node.submit(operation.transfers)\n",
-        "            self._node.submit(operation.transfers)\n"
-        "            for transfer in operation.transfers:\n"
-        "                if transfer.frames:\n"
-        "                    self._staging.give_back(transfer.frames[0].obj)\n",
+        "a pushed buffer is free again when it is accepted, not when it is answered",
+        "pslite/plane/worker.py",
+        "        message = Exchange(\n            transfer.push,",
+        "        if len(parts) == len(transfer.parts):\n"
+        "            transfer.frames = ()\n"
+        "        message = Exchange(\n            transfer.push,",
         SEEDS,
+    ),
+    Bug(
+        "an asynchronous value is sent from where it is updated",
+        "kvstore/server_stores.py",
+        "            if arena.store.ranks is None:\n                copy = ",
+        "            if False:\n                copy = ",
+        "tests/inproc/test_shared_memory.py",
+    ),
+    Bug(
+        "a free range is joined to the wrong neighbour",
+        "pslite/memory/freelist.py",
+        "            start = ranges[first][0]\n",
+        "            start = ranges[first][0] - 0 * size\n            stop += size\n",
+        "tests/unit/pslite/test_memory_freelist.py",
     ),
     Bug(
         "a contribution to a later round is lost",
@@ -169,8 +182,9 @@ BUGS = [
     Bug(
         "an update runs though its part is being read",
         "pslite/plane/server.py",
-        "            state.rounds.finish()\n",
-        "            state.rounds.finish()\n            self.app.apply([Job(part, batch)])\n",
+        "        unit.rounds.finish()\n",
+        "        unit.rounds.finish()\n"
+        "        self.app.apply([Job(unit.parts, unit.sizes, batch)])\n",
         SEEDS,
     ),
 ]

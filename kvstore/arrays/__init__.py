@@ -33,9 +33,14 @@ _LIBRARIES = {
     ("kvstore", "NDArray"): "nd",
 }
 _JAX_PACKAGES = ("jax", "jaxlib")
+_PACKAGES = frozenset({*(package for package, _ in _LIBRARIES), *_JAX_PACKAGES})
 _OFFERS = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
 _NO_DTYPE = (bool, int, float, complex, str, bytes, bytearray, list, tuple, np.generic)
 """They have no dtype or are no arrays, though some offer their memory as one."""
+
+
+_adapters: dict[type, Adapter] = {}
+"""By class, for classes of the libraries themselves: these never go away, and are met often."""
 
 
 class Adapter(Protocol):
@@ -65,8 +70,14 @@ class Adapter(Protocol):
         calls ``written`` afterwards.
         """
 
+    def device_memory(self, array: Array) -> NativeArray | None:
+        """The array's own memory on a GPU as a C-contiguous CuPy array that may be written to.
+
+        None unless elements lie there as they are. Whoever wrote calls ``written`` afterwards.
+        """
+
     def written(self, array: Array) -> None:
-        """What ``memory`` gave has been written to: tells the library, if it keeps count."""
+        """What one of the two gave has been written to: tells the library, if it keeps count."""
 
     def context(self, array: Array) -> Context:
         """The device on which the array lives."""
@@ -117,17 +128,19 @@ def adapter_for(value: object) -> Adapter:
     Raises ``ArgumentTypeError`` for all else, among them Python scalars and lists: these have
     no dtype of their own, so the caller must choose one.
     """
+    known = _adapters.get(type(value))
+    if known is not None:
+        return known
     if isinstance(value, np.ma.MaskedArray):
         raise ArgumentTypeError(
             "a masked array would lose its mask; pass value.filled(...) instead"
         )
-    for base in type(value).__mro__:
-        package = base.__module__.partition(".")[0]
-        library = _LIBRARIES.get((package, base.__name__))
-        if library is not None:
-            return _adapter_of(library)
-        if package in _JAX_PACKAGES:
-            return _adapter_of("jax")
+    library = _library_of(type(value))
+    if library is not None:
+        adapter = _adapter_of(library)
+        if _package_of(type(value)) in _PACKAGES:
+            _adapters[type(value)] = adapter
+        return adapter
     if _offers_memory(value):
         return _adapter_of("buffer")
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
@@ -140,6 +153,22 @@ def adapter_for(value: object) -> Adapter:
 def adapter_on(context: Context) -> Adapter:
     """The adapter of the library that stores use on ``context``: NumPy's, or CuPy's on a GPU."""
     return _adapter_of("numpy" if context.device_type == "cpu" else "cupy")
+
+
+def _library_of(kind: type) -> str | None:
+    """The library that arrays of this class belong to, by the names of its bases."""
+    for base in kind.__mro__:
+        package = _package_of(base)
+        library = _LIBRARIES.get((package, base.__name__))
+        if library is not None:
+            return library
+        if package in _JAX_PACKAGES:
+            return "jax"
+    return None
+
+
+def _package_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _offers_memory(value: object) -> bool:

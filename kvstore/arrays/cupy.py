@@ -39,6 +39,17 @@ def load() -> ModuleType:
     return module
 
 
+def contiguous(array: NativeArray) -> NativeArray:
+    """A CuPy array in C order, on its device: itself, or a new one that is there."""
+    if array.flags.c_contiguous:
+        return array
+    cupy = load()
+    with cupy.cuda.Device(array.device.id):
+        made = cupy.ascontiguousarray(array)
+        cupy.cuda.get_current_stream().synchronize()
+    return made
+
+
 class CupyAdapter:
     """Implements :class:`kvstore.arrays.Adapter`; see there for each promise."""
 
@@ -51,6 +62,9 @@ class CupyAdapter:
 
     def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
         return None
+
+    def device_memory(self, array: Array) -> NativeArray | None:
+        return array if array.flags.c_contiguous else None
 
     def written(self, array: Array) -> None:
         pass
@@ -97,12 +111,11 @@ class CupyAdapter:
         source = self.context(array)
         if source == context:
             return array
-        # CuPy copies only contiguous arrays between devices, and does not order that copy
-        # after the kernel that makes one contiguous; ``on`` waits for it.
-        with self.on(source):
-            contiguous = cupy.ascontiguousarray(array)
+        with self.on(source):  # waits for what is queued there, which may still write to it
+            made = contiguous(array)
+        # CuPy copies only contiguous arrays between devices.
         with self.on(context):
-            return cupy.asarray(contiguous)
+            return cupy.asarray(made)
 
     def copy(self, array: Array) -> NativeArray:
         with self.on(self.context(array)):

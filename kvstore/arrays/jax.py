@@ -47,6 +47,9 @@ class JaxAdapter(ViewAdapter):
     def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
         return None
 
+    def device_memory(self, array: Array) -> NativeArray | None:
+        return None
+
     def why_read_only(self, array: Array) -> str | None:
         return "a JAX array never changes; pull without out, or pass a NumPy array as out"
 

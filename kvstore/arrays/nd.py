@@ -42,6 +42,9 @@ class NDArrayAdapter(ViewAdapter):
     def memory(self, array: NDArray) -> np.ndarray[Any, Any] | None:
         return adapter_on(array.context).memory(array._memory_to_write())
 
+    def device_memory(self, array: NDArray) -> NativeArray | None:
+        return adapter_on(array.context).device_memory(array._memory_to_write())
+
     def from_host(self, host: np.ndarray[Any, Any], out: NDArray) -> None:
         adapter_on(out.context).from_host(host, out._memory_to_write())
 

@@ -36,6 +36,9 @@ class NumpyAdapter:
             return None
         return np.asarray(array).reshape(-1).view(np.uint8)
 
+    def device_memory(self, array: Array) -> NativeArray | None:
+        return None
+
     def written(self, array: Array) -> None:
         pass
 

@@ -63,6 +63,12 @@ class TorchAdapter(ViewAdapter):
         plain = _plain(array)
         return super().memory(plain) if _is_on_host(plain) else None
 
+    def device_memory(self, array: Array) -> NativeArray | None:
+        plain = _plain(array)
+        if not _is_on_gpu(plain) or plain.is_conj() or plain.is_neg():
+            return None
+        return super().device_memory(plain)
+
     def written(self, array: Array) -> None:
         import torch
 

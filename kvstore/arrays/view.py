@@ -37,6 +37,10 @@ class ViewAdapter(abc.ABC):
         view = self.view(array)
         return adapter_for(view).memory(view)
 
+    def device_memory(self, array: Array) -> NativeArray | None:
+        view = self.view(array)
+        return adapter_for(view).device_memory(view)
+
     def written(self, array: Array) -> None:  # noqa: B027  (most libraries keep no count)
         pass
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvstore import kernels
 from kvstore.aggregate import Flat
 from kvstore.optimizer.arithmetic import (
     add_decay,
@@ -69,11 +70,29 @@ class Adam(Optimizer):
         clip(grad, self.clip_gradient)
         average(mean, grad, self.beta1, scratch)
         average_square(var, grad, self.beta2, scratch)
-        correction = math.sqrt(1.0 - self.beta2**count)
-        rate = self.rate(count) * correction / (1.0 - self.beta1**count)
-        epsilon = self.epsilon * correction if self.epsilon_corrected else self.epsilon
+        rate, epsilon = self._rate_and_epsilon(count)
         step_into(grad, mean, var, rate, epsilon, scratch)
         descend(weight, grad)
+
+    def _rate_and_epsilon(self, count: int) -> tuple[float, float]:
+        correction = math.sqrt(1.0 - self.beta2**count)
+        rate = self.rate(count) * correction / (1.0 - self.beta1**count)
+        return rate, self.epsilon * correction if self.epsilon_corrected else self.epsilon
+
+
+@kernels.formula_of(Adam)
+def _compiled(adam: Adam, count: int) -> kernels.Formula:
+    rate, epsilon = adam._rate_and_epsilon(count)
+    return kernels.Formula(
+        kernels.ADAM,
+        rescale=adam.rescale_grad,
+        limit=max(adam.clip_gradient or 0.0, 0.0),
+        decay=adam.wd,
+        rate=rate,
+        beta1=adam.beta1,
+        beta2=adam.beta2,
+        epsilon=epsilon,
+    )
 
 
 @register
@@ -122,15 +141,34 @@ class AdamW(Optimizer):
         clip(grad, self.clip_gradient)
         average(mean, grad, self.beta1, scratch)
         average_square(var, grad, self.beta2, scratch)
+        rate, epsilon, decay = self._rate_epsilon_and_decay(count)
+        step_into(grad, mean, var, rate, epsilon, scratch)
+        add_decay(grad, weight, decay, scratch)
+        descend(weight, grad)
+
+    def _rate_epsilon_and_decay(self, count: int) -> tuple[float, float, float]:
         base = rate = self.rate(count)
         epsilon = self.epsilon
         if self.correct_bias:
             correction = math.sqrt(1.0 - self.beta2**count)
             rate = base * correction / (1.0 - self.beta1**count)
             epsilon = epsilon * correction if self.epsilon_corrected else epsilon
-        step_into(grad, mean, var, rate, epsilon, scratch)
-        add_decay(grad, weight, self.wd * (rate if self.decay_corrected else base), scratch)
-        descend(weight, grad)
+        return rate, epsilon, self.wd * (rate if self.decay_corrected else base)
+
+
+@kernels.formula_of(AdamW)
+def _compiled_with_late_decay(adam: AdamW, count: int) -> kernels.Formula:
+    rate, epsilon, decay = adam._rate_epsilon_and_decay(count)
+    return kernels.Formula(
+        kernels.ADAM,
+        rescale=adam.rescale_grad,
+        limit=max(adam.clip_gradient or 0.0, 0.0),
+        rate=rate,
+        beta1=adam.beta1,
+        beta2=adam.beta2,
+        epsilon=epsilon,
+        late_decay=decay,
+    )
 
 
 def step_into(out: Flat, mean: Flat, var: Flat, rate: float, epsilon: float, scratch: Flat) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvstore import kernels
 from kvstore.aggregate import Flat
 from kvstore.optimizer.arithmetic import add_decay, clip, descend, rescale
 from kvstore.optimizer.base import Optimizer, register
@@ -55,6 +56,18 @@ class SGD(Optimizer):
         np.multiply(velocity, self.momentum, out=velocity)
         np.subtract(velocity, grad, out=velocity)
         np.add(weight, velocity, out=weight, dtype=grad.dtype)
+
+
+@kernels.formula_of(SGD)
+def _compiled(sgd: SGD, count: int) -> kernels.Formula:
+    return kernels.Formula(
+        kernels.SGD if sgd.momentum == 0.0 else kernels.MOMENTUM,
+        rescale=sgd.rescale_grad,
+        limit=max(sgd.clip_gradient or 0.0, 0.0),
+        decay=sgd.wd,
+        rate=sgd.rate(count),
+        momentum=sgd.momentum,
+    )
 
 
 @register

@@ -22,17 +22,23 @@ between them:
   applied is the server's memory, bounded by the window: bytes x workers x (1 + window).
 * Of requests that wait for credits, the one with the highest priority goes first.
 
+Parts that are always asked for together are kept as one (``unit.py``), which changes nothing
+above but speed.
+
 A server's app supplies what rounds mean (``ServerApp``). ``protocol/rounds.py`` decides which
 contributions belong together; ``postoffice.py`` connects all this with a van.
 """
 
-from pslite.plane.interface import Effect, Job, Piece, Run, Send, ServerApp, cut
+from pslite.plane.interface import Effect, Job, Outcome, Piece, Run, Send, ServerApp, cut
 from pslite.plane.server import ServerPlane
 from pslite.plane.worker import Sink, Transfer, WorkerPlane
+from pslite.wire.messages import Ints
 
 __all__ = [
     "Effect",
+    "Ints",
     "Job",
+    "Outcome",
     "Piece",
     "Run",
     "Send",

@@ -6,11 +6,12 @@ Pure. The contract as a whole stands in the package's docstring (``pslite/plane`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple, Protocol
 
 from pslite.errors import ProtocolError
 from pslite.protocol.rounds import Batch
-from pslite.wire.messages import Message
+from pslite.wire.messages import Ints, Message
 
 Buffer = Any
 """Anything with the buffer protocol, C-contiguous."""
@@ -25,18 +26,25 @@ class Piece(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A part and the contributions to apply to it, in rank order."""
+    """Parts and the contributions to apply to them, in rank order."""
 
-    part: int
+    parts: Ints
+    sizes: Ints
+    """Bytes of each part."""
     batch: Batch
-    """Its payloads are ``Piece`` values: read-only, valid until the job is done."""
+    """Its payloads are ``Piece`` values, which hold the parts' bytes one after the other:
+    read-only, valid until the job is done."""
+
+
+Outcome = Sequence[BaseException | None] | None
+"""What became of a job: None when all is well, else an entry for each of its parts."""
 
 
 class ServerApp(Protocol):
     """What a server does with rounds. ``apply`` runs on pool threads, the rest on I/O's."""
 
-    def apply(self, jobs: Sequence[Job]) -> Sequence[BaseException | None]:
-        """Apply each job's contributions to its part, in order; one outcome for each.
+    def apply(self, jobs: Sequence[Job]) -> Sequence[Outcome]:
+        """Apply each job's contributions to its parts, in order; one outcome for each job.
 
         A part's jobs always come on the same pool thread and never overlap with ``read`` of
         that part, so a part needs no lock.
@@ -75,9 +83,15 @@ def cut(sizes: Sequence[int], frames: Sequence[Buffer]) -> list[Piece]:
     Raises:
         ProtocolError: the sizes do not add up to frames of whole parts.
     """
+    frame: Buffer
+    if len(frames) == 1:
+        frame = _as_bytes(frames[0])
+        stops = list(accumulate(sizes))
+        if stops and stops[-1] == len(frame) and min(sizes) >= 0:
+            return list(map(Piece, repeat(frame), [0, *stops[:-1]], stops))
     pieces = []
     rest = iter(frames)
-    frame: Buffer = b""
+    frame = b""
     start = length = 0
     for size in sizes:
         if start == length:

@@ -6,12 +6,25 @@ The rules stand in the package's docstring; ``worker.py`` is the other half, and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from itertools import chain, repeat
+from typing import NamedTuple
 
 from pslite.errors import NodeLostError, ProtocolError, UsageError, describe
-from pslite.plane.interface import Buffer, Effect, Job, Run, Send, ServerApp, cut
-from pslite.protocol.rounds import AsyncRounds, Rounds, SyncRounds, Verdict
+from pslite.plane.interface import (
+    Buffer,
+    Effect,
+    Job,
+    Outcome,
+    Piece,
+    Run,
+    Send,
+    ServerApp,
+    cut,
+)
+from pslite.plane.unit import Unit, WaitingPull, joined
+from pslite.protocol.rounds import AsyncRounds, Batch, Rounds, SyncRounds, Verdict
 from pslite.wire.messages import (
     Answer,
     Exchange,
@@ -24,51 +37,50 @@ from pslite.wire.messages import (
 #: So many parts at most travel in one answer, each in a frame of its own at worst.
 _MAX_PARTS = 4096
 
+#: So often a list of parts has to be pushed before they are kept as one.
+_FAMILIAR = 2
+#: Lists that are not familiar yet are remembered for so many.
+_MAX_LISTS = 256
+
 #: Requests of epochs that this node has not heard of: the scheduler's news is on its way.
 _MAX_EARLY = 65_536
 
-_Entry = TypeVar("_Entry")
 
+class _Value(NamedTuple):
+    """Parts that are answered alike."""
 
-class _Part:
-    """A server's view of one part."""
-
-    __slots__ = ("lane", "opened_at", "pulls", "refused", "reported_at", "rounds", "size", "wanted")
-
-    def __init__(self, size: int, rounds: Rounds, lane: int) -> None:
-        self.size = size
-        self.rounds = rounds
-        self.lane = lane
-        #: (rank, round) of the pushes whose sender wants the value.
-        self.wanted: set[tuple[int, int]] = set()
-        #: (rank, after_round, pushed) that wait to be readable.
-        self.pulls: list[tuple[int, int, bool]] = []
-        #: Rank -> its rounds that were refused, and why: pulls that count on one end likewise.
-        self.refused: dict[int, dict[int, BaseException]] = {}
-        #: When the open round was first seen open by ``tick``, and last reported.
-        self.opened_at: tuple[int, float] | None = None
-        self.reported_at = 0.0
+    parts: Ints
+    sizes: Ints
+    round: int
+    version: int
 
 
 class _Replies:
     """Collects what one event answers, so that each worker gets few messages."""
 
     def __init__(self) -> None:
-        #: (rank, pushed, with value) -> [(part, round, version)]
-        self.answers: dict[tuple[int, bool, bool], list[tuple[int, int, int]]] = {}
+        #: (rank, pushed, with value) -> what is answered.
+        self.answers: dict[tuple[int, bool, bool], list[_Value]] = {}
         #: (rank, pushed, consumed, id of the error) -> the error and [(part, round)]
         self.failures: dict[
             tuple[int, bool, bool, int], tuple[BaseException, list[tuple[int, int]]]
         ] = {}
 
-    def answer(self, rank: int, pushed: bool, value: bool, entry: tuple[int, int, int]) -> None:
+    def answer(self, rank: int, pushed: bool, value: bool, entry: _Value) -> None:
         self.answers.setdefault((rank, pushed, value), []).append(entry)
 
     def fail(
-        self, rank: int, pushed: bool, consumed: bool, error: BaseException, entry: tuple[int, int]
+        self,
+        rank: int,
+        pushed: bool,
+        consumed: bool,
+        error: BaseException,
+        parts: Ints,
+        round_: int,
     ) -> None:
         key = (rank, pushed, consumed, id(error))
-        self.failures.setdefault(key, (error, []))[1].append(entry)
+        entries = self.failures.setdefault(key, (error, []))[1]
+        entries += [(part, round_) for part in parts]
 
 
 class ServerPlane:
@@ -81,7 +93,11 @@ class ServerPlane:
         self._window = window
         self._message_bytes = message_bytes
         self._stall_report_s = stall_report_s
-        self._parts: dict[int, _Part] = {}
+        #: Part -> the unit that it belongs to.
+        self._units: dict[int, Unit] = {}
+        self._sizes: dict[int, int] = {}
+        #: How often a list of parts that are no unit was pushed: those that come again are joined.
+        self._lists: Counter[Ints] = Counter()
         self._gone: dict[int, BaseException] = {}
         self._early: list[tuple[int, int, Exchange, Sequence[Buffer]]] = []
         self.epoch = 1
@@ -95,7 +111,7 @@ class ServerPlane:
             ranks: the worker ranks that every round needs; None applies pushes one by one.
             lane: parts of one lane are applied by the same pool thread.
         """
-        if part in self._parts:
+        if part in self._units:
             raise UsageError(f"part {part} is open already")
         rounds: Rounds
         if ranks is None:
@@ -104,23 +120,58 @@ class ServerPlane:
             rounds = SyncRounds(ranks, self._window)
             for rank in self._gone:
                 rounds.abandon(rank)
-        self._parts[part] = _Part(size, rounds, lane)
+        self._units[part] = Unit((part,), (size,), rounds, lane)
+        self._sizes[part] = size
 
     def close_part(self, part: int, error: BaseException) -> list[Effect]:
         """Refuse a part from now on; who waits for it gets ``error``."""
-        state = self._parts.pop(part, None)
+        unit = self._single(part)
         replies = _Replies()
-        if state is not None:
-            for rank, round_ in state.rounds.waiting():
-                replies.fail(rank, True, False, error, (part, round_))
-            for rank, round_, pushed in state.pulls:
-                replies.fail(rank, pushed, True, error, (part, round_))
+        if unit is not None:
+            del self._units[part], self._sizes[part]
+            for rank, round_ in unit.rounds.waiting():
+                replies.fail(rank, True, False, error, unit.parts, round_)
+            for pull in unit.pulls:
+                replies.fail(pull.rank, pull.pushed, True, error, unit.parts, pull.after_round)
         return self._effects(replies, [])
 
     @property
     def num_waiting(self) -> int:
         """Contributions that are here and not applied yet."""
-        return sum(len(state.rounds.waiting()) for state in self._parts.values())
+        return sum(len(unit.rounds.waiting()) * len(unit.parts) for unit in self._distinct())
+
+    def _distinct(self) -> Iterable[Unit]:
+        return dict.fromkeys(self._units.values())
+
+    def _single(self, part: int) -> Unit | None:
+        """The unit of this part alone; None if there is no such part."""
+        unit = self._units.get(part)
+        if unit is None or len(unit.parts) == 1:
+            return unit
+        for single in unit.split():
+            self._units[single.parts[0]] = single
+        return self._units[part]
+
+    def _whole(self, parts: Ints) -> Unit | None:
+        """The unit of exactly these parts; made of smaller ones if they are pushed often."""
+        unit = self._units.get(parts[0]) if parts else None
+        if unit is None or unit.parts == parts:
+            return unit
+        if len(self._lists) >= _MAX_LISTS:
+            self._lists.clear()
+        self._lists[parts] += 1
+        if self._lists[parts] <= _FAMILIAR:
+            return None
+        # Units that are wholly in the list, in its order, each once.
+        units = list(dict.fromkeys(map(self._units.get, parts)))
+        there = [unit for unit in units if unit is not None]
+        if tuple(chain.from_iterable(unit.parts for unit in there)) != parts:
+            return None
+        whole = joined(there)
+        if whole is not None:
+            self._units.update(dict.fromkeys(parts, whole))
+            del self._lists[parts]
+        return whole
 
     # -- events ------------------------------------------------------------------------
 
@@ -137,42 +188,53 @@ class ServerPlane:
             self._early.append((rank, epoch, message, frames))
             return []
         replies = _Replies()
-        ready: list[int] = []
+        ready: list[Unit] = []
         if message.push:
             self._take_push(rank, message, frames, replies, ready)
         else:
-            for part, after_round in zip(message.parts, message.rounds, strict=True):
-                self._take_pull(rank, part, after_round, False, replies)
+            self._take_pulls(rank, message, replies)
         return self._effects(replies, ready)
 
-    def finished(self, jobs: Sequence[Job], errors: Sequence[BaseException | None]) -> list[Effect]:
+    def finished(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> list[Effect]:
         """The pool has applied jobs; each one's round is over, also when it raised."""
         replies = _Replies()
-        ready = []
-        for (part, batch), error in zip(jobs, errors, strict=True):
-            state = self._parts.get(part)
-            if state is None:
+        ready: list[Unit] = []
+        for (parts, _, batch), outcome in zip(jobs, outcomes, strict=True):
+            unit = self._units.get(parts[0])
+            if outcome is None and unit is not None and unit.parts == parts:
+                self._finish(unit, batch, None, replies)
+                ready.append(unit)
                 continue
-            state.rounds.finish()
-            version = state.rounds.version
-            for rank, round_ in batch.rounds:
-                wanted = (rank, round_) in state.wanted
-                state.wanted.discard((rank, round_))
-                if error is not None:
-                    replies.fail(rank, True, True, error, (part, round_))
-                else:
-                    replies.answer(rank, True, wanted, (part, round_, version))
-            self._answer_pulls(part, state, replies)
-            ready.append(part)
+            # They went their own ways meanwhile, or do so now, since some came to nothing.
+            for part, error in zip(parts, outcome or [None] * len(parts), strict=True):
+                unit = self._single(part)
+                if unit is not None:
+                    self._finish(unit, batch, error, replies)
+                    ready.append(unit)
         return self._effects(replies, ready)
+
+    def _finish(
+        self, unit: Unit, batch: Batch, error: BaseException | None, replies: _Replies
+    ) -> None:
+        unit.rounds.finish()
+        version = unit.rounds.version
+        for rank, round_ in batch.rounds:
+            wanted = (rank, round_) in unit.wanted
+            unit.wanted.discard((rank, round_))
+            if error is not None:
+                replies.fail(rank, True, True, error, unit.parts, round_)
+            else:
+                value = _Value(unit.parts, unit.sizes, round_, version)
+                replies.answer(rank, True, wanted, value)
+        self._answer_pulls(unit, replies)
 
     def depart(self, rank: int, error: BaseException) -> list[Effect]:
         """A worker is gone; rounds that cannot be complete without it end with ``error``."""
         self._gone[rank] = error
         replies = _Replies()
-        for part, state in self._parts.items():
-            for other, round_ in state.rounds.abandon(rank):
-                self._refuse(part, state, other, round_, error, replies)
+        for unit in self._distinct():
+            for other, round_ in unit.rounds.abandon(rank):
+                self._refuse(unit, other, round_, error, replies)
         return self._effects(replies, [])
 
     def begin_epoch(self, epoch: int) -> list[Effect]:
@@ -187,19 +249,19 @@ class ServerPlane:
     def tick(self, now: float) -> list[Effect]:
         """Tell those who wait for a round that has been open for long whom it waits for."""
         effects: list[Effect] = []
-        for part, state in self._parts.items():
-            open_round = state.rounds.missing()
+        for unit in self._distinct():
+            open_round = unit.rounds.missing()
             if open_round is None:
-                state.opened_at = None
+                unit.opened_at = None
                 continue
             round_, missing = open_round
-            if state.opened_at is None or state.opened_at[0] != round_:
-                state.opened_at = (round_, now)
-                state.reported_at = now
-            elif now - state.reported_at >= self._stall_report_s:
-                state.reported_at = now
-                waits = RoundWaits(part, round_, missing, now - state.opened_at[1])
-                waiting = sorted({rank for rank, _ in state.rounds.waiting()})
+            if unit.opened_at is None or unit.opened_at[0] != round_:
+                unit.opened_at = (round_, now)
+                unit.reported_at = now
+            elif now - unit.reported_at >= self._stall_report_s:
+                unit.reported_at = now
+                waits = RoundWaits(unit.parts[0], round_, missing, now - unit.opened_at[1])
+                waiting = sorted({rank for rank, _ in unit.rounds.waiting()})
                 effects += [Send(rank, waits) for rank in waiting]
         return effects
 
@@ -211,137 +273,173 @@ class ServerPlane:
         message: Exchange,
         frames: Sequence[Buffer],
         replies: _Replies,
-        ready: list[int],
+        ready: list[Unit],
     ) -> None:
-        if len(message.sizes) != len(message.parts):
+        parts, rounds, sizes = message.parts, message.rounds, message.sizes
+        if len(sizes) != len(parts):
             raise ProtocolError("a push needs a size for each part")
-        pieces = cut(message.sizes, frames)
-        parts = self._parts
-        for part, round_, size, piece in zip(
-            message.parts, message.rounds, message.sizes, pieces, strict=True
-        ):
-            state = parts.get(part)
-            if state is None:
-                replies.fail(rank, True, False, _unknown(part), (part, round_))
+        if len(frames) == 1 and _is_uniform(rounds):
+            unit = self._whole(parts)
+            frame = frames[0]
+            if unit is not None and unit.sizes == sizes and memoryview(frame).nbytes == unit.nbytes:
+                piece = Piece(frame, 0, unit.nbytes)
+                self._contribute(rank, unit, rounds[0], piece, message.pull, replies, ready)
+                return
+        pieces = cut(sizes, frames)
+        for part, round_, size, piece in zip(parts, rounds, sizes, pieces, strict=True):
+            unit = self._single(part)
+            if unit is None:
+                replies.fail(rank, True, False, _unknown(part), (part,), round_)
+            elif unit.nbytes != size:
+                text = f"part {part} has {unit.nbytes} bytes, {size} were pushed"
+                self._refuse(unit, rank, round_, UsageError(text), replies)
+            else:
+                self._contribute(rank, unit, round_, piece, message.pull, replies, ready)
+
+    def _contribute(
+        self,
+        rank: int,
+        unit: Unit,
+        round_: int,
+        piece: Piece,
+        pull: bool,
+        replies: _Replies,
+        ready: list[Unit],
+    ) -> None:
+        verdict = unit.rounds.contribute(rank, round_, piece)
+        if verdict is Verdict.TAKEN:
+            unit.refused.get(rank, {}).pop(round_, None)
+            if pull:
+                unit.wanted.add((rank, round_))
+            ready.append(unit)
+        elif verdict is Verdict.APPLIED:
+            # It came again: answer, never apply.
+            if pull:
+                self._take_pull(rank, unit, unit.parts, unit.sizes, round_, True, replies)
+            else:
+                value = _Value(unit.parts, unit.sizes, round_, unit.rounds.version)
+                replies.answer(rank, True, False, value)
+        elif verdict is Verdict.TOO_FAR:
+            error = ProtocolError(f"round {round_} of part {unit.parts[0]} is beyond the window")
+            self._refuse(unit, rank, round_, error, replies)
+        elif verdict is Verdict.HOPELESS:
+            gone = self._gone[unit.rounds.blocked_by or 0]
+            self._refuse(unit, rank, round_, gone, replies)
+
+    def _take_pulls(self, rank: int, message: Exchange, replies: _Replies) -> None:
+        """Each run of parts that belong to one unit is pulled as one."""
+        parts, rounds = message.parts, message.rounds
+        start = 0
+        while start < len(parts):
+            unit = self._units.get(parts[start])
+            if unit is None:
+                error = _unknown(parts[start])
+                replies.fail(rank, False, True, error, parts[start : start + 1], rounds[start])
+                start += 1
                 continue
-            if state.size != size:
-                misfit = UsageError(f"part {part} has {state.size} bytes, {size} were pushed")
-                self._refuse(part, state, rank, round_, misfit, replies)
-                continue
-            verdict = state.rounds.contribute(rank, round_, piece)
-            if verdict is Verdict.TAKEN:
-                state.refused.get(rank, {}).pop(round_, None)
-                if message.pull:
-                    state.wanted.add((rank, round_))
-                ready.append(part)
-            elif verdict is Verdict.APPLIED:
-                self._answer_again(rank, part, state, round_, message.pull, replies)
-            elif verdict is Verdict.TOO_FAR:
-                error = ProtocolError(f"round {round_} of part {part} is beyond the window")
-                self._refuse(part, state, rank, round_, error, replies)
-            elif verdict is Verdict.HOPELESS:
-                gone = self._gone[state.rounds.blocked_by or 0]
-                self._refuse(part, state, rank, round_, gone, replies)
+            stop = start + 1
+            while (
+                stop < len(parts)
+                and rounds[stop] == rounds[start]
+                and self._units.get(parts[stop]) is unit
+            ):
+                stop += 1
+            asked = parts[start:stop]
+            sizes = tuple(map(self._sizes.__getitem__, asked))
+            self._take_pull(rank, unit, asked, sizes, rounds[start], False, replies)
+            start = stop
 
     def _take_pull(
-        self, rank: int, part: int, after_round: int, pushed: bool, replies: _Replies
-    ) -> None:
-        state = self._parts.get(part)
-        if state is None:
-            replies.fail(rank, pushed, True, _unknown(part), (part, after_round))
-            return
-        refused = [error for r, error in state.refused.get(rank, {}).items() if r <= after_round]
-        if refused:
-            replies.fail(rank, pushed, True, refused[0], (part, after_round))
-        elif state.rounds.readable(rank, after_round):
-            replies.answer(rank, pushed, True, (part, after_round, state.rounds.version))
-        else:
-            state.pulls.append((rank, after_round, pushed))
-
-    def _answer_again(
-        self, rank: int, part: int, state: _Part, round_: int, pull: bool, replies: _Replies
-    ) -> None:
-        """A contribution that is applied came again: answer, never apply."""
-        if pull:
-            self._take_pull(rank, part, round_, True, replies)
-        else:
-            replies.answer(rank, True, False, (part, round_, state.rounds.version))
-
-    def _answer_pulls(self, part: int, state: _Part, replies: _Replies) -> None:
-        waiting, state.pulls = state.pulls, []
-        for rank, after_round, pushed in waiting:
-            self._take_pull(rank, part, after_round, pushed, replies)
-
-    def _refuse(
         self,
-        part: int,
-        state: _Part,
         rank: int,
-        round_: int,
-        error: BaseException,
+        unit: Unit,
+        parts: Ints,
+        sizes: Ints,
+        after_round: int,
+        pushed: bool,
         replies: _Replies,
     ) -> None:
+        """A pull of some parts of a unit."""
+        refused = [error for r, error in unit.refused.get(rank, {}).items() if r <= after_round]
+        if refused:
+            replies.fail(rank, pushed, True, refused[0], parts, after_round)
+        elif unit.rounds.readable(rank, after_round):
+            value = _Value(parts, sizes, after_round, unit.rounds.version)
+            replies.answer(rank, pushed, True, value)
+        else:
+            unit.pulls.append(WaitingPull(rank, after_round, pushed, parts, sizes))
+
+    def _answer_pulls(self, unit: Unit, replies: _Replies) -> None:
+        waiting, unit.pulls = unit.pulls, []
+        for pull in waiting:
+            self._take_pull(
+                pull.rank, unit, pull.parts, pull.sizes, pull.after_round, pull.pushed, replies
+            )
+
+    def _refuse(
+        self, unit: Unit, rank: int, round_: int, error: BaseException, replies: _Replies
+    ) -> None:
         """A contribution is not taken; nor will pulls that count on it be answered."""
-        refused = state.refused.setdefault(rank, {})
+        refused = unit.refused.setdefault(rank, {})
         if len(refused) <= self._window:
             refused[round_] = error
-        state.wanted.discard((rank, round_))
-        replies.fail(rank, True, False, error, (part, round_))
-        self._answer_pulls(part, state, replies)
+        unit.wanted.discard((rank, round_))
+        replies.fail(rank, True, False, error, unit.parts, round_)
+        self._answer_pulls(unit, replies)
 
-    def _effects(self, replies: _Replies, ready: Iterable[int]) -> list[Effect]:
+    def _effects(self, replies: _Replies, ready: Iterable[Unit]) -> list[Effect]:
         effects: list[Effect] = []
         # Failures first: who pulls after a push that failed hears of that before the value.
         for (rank, pushed, consumed, _), (error, failures) in replies.failures.items():
-            for some in _in_bounds(failures):
-                parts, rounds = zip(*some, strict=True)
+            for start in range(0, len(failures), _MAX_PARTS):
+                parts, rounds = zip(*failures[start : start + _MAX_PARTS], strict=True)
                 effects.append(Send(rank, _failure(pushed, consumed, parts, rounds, error)))
         for (rank, pushed, value), entries in replies.answers.items():
             effects += self._answers(rank, pushed, value, entries)
         lanes: dict[int, list[Job]] = {}
-        for part in ready:
-            state = self._parts[part]
-            batch = state.rounds.start()
+        for unit in ready:
+            batch = unit.rounds.start()
             if batch is not None:
-                lanes.setdefault(state.lane, []).append(Job(part, batch))
+                lanes.setdefault(unit.lane, []).append(Job(unit.parts, unit.sizes, batch))
         effects += [Run(lane, jobs) for lane, jobs in lanes.items()]
         return effects
 
     def _answers(
-        self, rank: int, pushed: bool, value: bool, entries: list[tuple[int, int, int]]
-    ) -> list[Effect]:
+        self, rank: int, pushed: bool, value: bool, entries: Sequence[_Value]
+    ) -> Iterator[Send]:
         """Answers to one worker, cut where a message would grow beyond ``message_bytes``."""
-        effects: list[Effect] = []
-        if not value:
-            for some in _in_bounds(entries):
-                parts, rounds, versions = zip(*some, strict=True)
-                effects.append(Send(rank, Answer(pushed, parts, rounds, versions, ())))
-            return effects
-        group: list[tuple[int, int, int]] = []
-        nbytes = 0
+        group: list[_Value] = []
+        nbytes = count = 0
         for entry in entries:
-            size = self._parts[entry[0]].size
-            if group and (nbytes + size > self._message_bytes or len(group) == _MAX_PARTS):
-                effects.append(self._answer_with_values(rank, pushed, group))
-                group, nbytes = [], 0
+            size = sum(entry.sizes) if value else 0
+            if group and (
+                nbytes + size > self._message_bytes or count + len(entry.parts) > _MAX_PARTS
+            ):
+                yield self._answer(rank, pushed, value, group)
+                group, nbytes, count = [], 0, 0
             group.append(entry)
             nbytes += size
-        effects.append(self._answer_with_values(rank, pushed, group))
-        return effects
+            count += len(entry.parts)
+        yield self._answer(rank, pushed, value, group)
 
-    def _answer_with_values(
-        self, rank: int, pushed: bool, entries: list[tuple[int, int, int]]
-    ) -> Send:
-        parts, rounds, versions = zip(*entries, strict=True)
-        sizes = tuple(self._parts[part].size for part in parts)
-        frames = self.app.read(parts)
-        return Send(rank, Answer(pushed, parts, rounds, versions, sizes), frames)
+    def _answer(self, rank: int, pushed: bool, value: bool, entries: Sequence[_Value]) -> Send:
+        parts = tuple(chain.from_iterable(entry.parts for entry in entries))
+        rounds = _repeated(entries, [entry.round for entry in entries])
+        versions = _repeated(entries, [entry.version for entry in entries])
+        if not value:
+            return Send(rank, Answer(pushed, parts, rounds, versions, ()))
+        sizes = tuple(chain.from_iterable(entry.sizes for entry in entries))
+        return Send(rank, Answer(pushed, parts, rounds, versions, sizes), self.app.read(parts))
 
 
-def _in_bounds(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
-    """The entries in runs that one message may carry."""
-    for start in range(0, len(entries), _MAX_PARTS):
-        yield entries[start : start + _MAX_PARTS]
+def _repeated(entries: Sequence[_Value], numbers: Sequence[int]) -> Ints:
+    """Each number once for each part of its entry."""
+    pairs = zip(entries, numbers, strict=True)
+    return tuple(chain.from_iterable(repeat(number, len(entry.parts)) for entry, number in pairs))
+
+
+def _is_uniform(rounds: Ints) -> bool:
+    return bool(rounds) and rounds.count(rounds[0]) == len(rounds)
 
 
 def _unknown(part: int) -> BaseException:

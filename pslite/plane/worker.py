@@ -6,12 +6,19 @@ The rules stand in the package's docstring; ``server.py`` is the other half.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from pslite.errors import ProtocolError, rebuild
 from pslite.plane.interface import Buffer, Piece, Send, cut
 from pslite.wire.messages import Answer, Exchange, Ints, PartsFailed, StaleEpoch
+
+#: So often a list of parts has to be asked for before they are kept as one.
+_FAMILIAR = 2
+#: Lists that are not familiar yet are remembered for so many.
+_MAX_LISTS = 256
+
+_Request = tuple["Transfer", "int | None"]
 
 Sink = Callable[[Sequence[int], Sequence[Piece], Sequence[int]], None]
 """Takes (indices into the transfer's parts, their values, their versions)."""
@@ -101,26 +108,67 @@ class Transfer:
     def _settle(self, count: int) -> None:
         self._left -= count
         if self._left == 0:
-            self.frames = ()
-            self.done(self._error)
+            # Whoever still holds this transfer does not hold memory.
+            done, self.done = self.done, _nothing
+            self.frames, self.sink = (), None
+            done(self._error)
+
+
+def _nothing(error: BaseException | None) -> None:
+    """What a transfer does that is done already."""
 
 
 class _Requested:
-    """A worker's view of one part."""
+    """A worker's view of a part, or of parts that are in the same state (as ``unit.py`` has it).
 
-    __slots__ = ("freed", "held", "inflight", "pulling", "pushed")
+    A request is a transfer and the index of its part; None stands for all of its parts, which
+    are then exactly these, in this order.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("freed", "held", "inflight", "parts", "pulling", "pushed")
+
+    def __init__(self, parts: Ints) -> None:
+        self.parts = parts
         #: The highest round that counts, and the lower ones that were refused: those are
         #: given to the next pushes, since a round without them would never be complete.
         self.pushed = 0
         self.freed: list[int] = []
         #: Round -> the push that is not answered yet.
-        self.inflight: dict[int, tuple[Transfer, int]] = {}
+        self.inflight: dict[int, _Request] = {}
         #: The request whose value is awaited: a pull, or a push with pull; and its round.
-        self.pulling: tuple[Transfer, int, int] | None = None
+        self.pulling: tuple[_Request, int] | None = None
         #: Requests that wait for their turn, oldest first.
-        self.held: deque[tuple[Transfer, int]] = deque()
+        self.held: deque[_Request] = deque()
+
+    def split(self) -> list[_Requested]:
+        """The same state, once for each part."""
+        singles = []
+        for index, part in enumerate(self.parts):
+            single = _Requested((part,))
+            single.pushed, single.freed = self.pushed, list(self.freed)
+            single.inflight = {r: (t, index) for r, (t, _) in self.inflight.items()}
+            if self.pulling is not None:
+                (transfer, _), round_ = self.pulling
+                single.pulling = ((transfer, index), round_)
+            single.held = deque((transfer, index) for transfer, _ in self.held)
+            singles.append(single)
+        return singles
+
+    def requests(self) -> list[_Request]:
+        """Everything that is under way or held, in an order of its own."""
+        found = [self.inflight[round_] for round_ in sorted(self.inflight)]
+        found += self.held
+        return found if self.pulling is None else [*found, self.pulling[0]]
+
+    def rounds(self) -> tuple[object, ...]:
+        """The rounds of ``requests``."""
+        pulling = None if self.pulling is None else self.pulling[1]
+        return (*sorted(self.inflight), len(self.held), pulling)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not (self.inflight or self.held or self.pulling)
 
     def number(self) -> int:
         """The round of the next push."""
@@ -138,9 +186,26 @@ class _Requested:
             self.pushed -= 1
 
     def may_send(self, transfer: Transfer, window: int) -> bool:
+        """Whether a request may go out now, if none is held before it."""
         if self.pulling is not None:
             return False
         return not transfer.push or len(self.inflight) <= window
+
+    def find(self, round_: int, pushed: bool) -> _Request | None:
+        """The request that an answer belongs to. None: it was answered before."""
+        if pushed:
+            return self.inflight.get(round_)
+        if self.pulling is None:
+            return None
+        request, round_pulled = self.pulling
+        return None if request[0].push or round_pulled != round_ else request
+
+    def answered(self, request: _Request, round_: int, pushed: bool) -> None:
+        """What ``find`` gave is answered."""
+        if pushed:
+            del self.inflight[round_]
+        if self.pulling is not None and self.pulling[0] == request:
+            self.pulling = None
 
 
 class WorkerPlane:
@@ -148,7 +213,10 @@ class WorkerPlane:
 
     def __init__(self, window: int) -> None:
         self._window = window
+        #: Part -> its state, which may be that of several.
         self._parts: dict[int, _Requested] = {}
+        #: How often a list of parts without a state of its own was asked for.
+        self._lists: Counter[Ints] = Counter()
         #: Transfers that are not complete, in order of submission.
         self._active: dict[Transfer, None] = {}
         self._outbox: dict[int, list[tuple[int, int, Send]]] = {}
@@ -156,6 +224,9 @@ class WorkerPlane:
         self._stale: list[StaleEpoch] = []
         self._error: BaseException | None = None
         self._departed: dict[int, BaseException] = {}
+        #: What was pushed and never answered. A server that was lost, or is thought to be, may
+        #: still read it where it lies; so it is never used again.
+        self._unanswered: list[Sequence[Buffer]] = []
         self.epoch = 1
 
     # -- events ------------------------------------------------------------------------
@@ -173,18 +244,27 @@ class WorkerPlane:
             transfer.done(None)
             return
         self._active[transfer] = None
-        window = self._window
+        whole = self._whole(transfer.parts)
+        if whole is not None:
+            self._start(whole, (transfer, None))
+            return
         ready = []
         for index, part in enumerate(transfer.parts):
-            state = self._parts.get(part)
-            if state is None:
-                state = self._parts[part] = _Requested()
-            if state.held or not state.may_send(transfer, window):
+            state = self._single(part)
+            if state.held or not state.may_send(transfer, self._window):
                 state.held.append((transfer, index))
             else:
-                ready.append((index, self._claim(state, transfer, index)))
+                ready.append((index, self._claim(state, (transfer, index))))
         if ready:
             self._queue_send(transfer, ready)
+
+    def _start(self, state: _Requested, request: _Request) -> None:
+        """A request for all parts of a unit."""
+        transfer, _ = request
+        if state.held or not state.may_send(transfer, self._window):
+            state.held.append(request)
+        else:
+            self._queue_whole(transfer, self._claim(state, request))
 
     def answered(self, message: Answer, frames: Sequence[Buffer]) -> None:
         """A server has applied rounds, or sends values."""
@@ -194,6 +274,8 @@ class WorkerPlane:
             pieces = [Piece(b"", 0, 0)] * len(message.parts)
         if len(pieces) != len(message.parts):
             raise ProtocolError("an answer with values needs a size for each part")
+        if self._answered_whole(message, pieces):
+            return
         found: dict[Transfer, tuple[list[int], list[Piece], list[int]]] = {}
         freed = []
         for part, round_, version, piece in zip(
@@ -215,6 +297,35 @@ class WorkerPlane:
             if indices:
                 transfer.deliver(indices, values, versions)
         self._advance(freed, found)
+
+    def _answered_whole(self, message: Answer, pieces: Sequence[Piece]) -> bool:
+        """An answer to a request for all parts of a unit; whether it was one."""
+        parts, rounds = message.parts, message.rounds
+        state = self._parts.get(parts[0]) if parts else None
+        if state is None or state.parts != parts or rounds.count(rounds[0]) != len(rounds):
+            return False
+        request = state.find(rounds[0], message.pushed)
+        if request is None:
+            return True  # it was answered before
+        transfer = request[0]
+        if transfer.parts != parts or (transfer.pull and message.sizes != transfer.sizes):
+            return False
+        state.answered(request, rounds[0], message.pushed)
+        transfer.deliver(range(len(parts)), pieces, message.versions)
+        if transfer.complete:
+            self._active.pop(transfer, None)
+        self._send_held(state)
+        return True
+
+    def _send_held(self, state: _Requested) -> None:
+        """Send what waited for this answer; each request that is sent may hold back the next."""
+        while state.held and state.may_send(state.held[0][0], self._window):
+            request = state.held.popleft()
+            round_ = self._claim(state, request)
+            if request[1] is None:
+                self._queue_whole(request[0], round_)
+            else:
+                self._queue_send(request[0], [(request[1], round_)])
 
     def refused(self, message: PartsFailed) -> None:
         """A server could not do it."""
@@ -275,7 +386,8 @@ class WorkerPlane:
         """These parts are gone for good; requests of them that are under way are still answered."""
         for part in parts:
             state = self._parts.get(part)
-            if state is not None and not (state.inflight or state.held or state.pulling):
+            if state is not None and state.is_idle:
+                self._single(part)
                 del self._parts[part]
 
     # -- what may be sent --------------------------------------------------------------
@@ -310,28 +422,48 @@ class WorkerPlane:
 
     # -- inside ------------------------------------------------------------------------
 
-    def _match(self, part: int, round_: int, pushed: bool) -> tuple[Transfer, int] | None:
-        """The request that an answer belongs to; it counts as answered. None: it was before."""
-        request = self._find(part, round_, pushed)
-        if request is None:
-            return None
-        state = self._parts[part]
-        if pushed:
-            del state.inflight[round_]
-        if state.pulling is not None and state.pulling[:2] == request:
-            state.pulling = None
-        return request
-
-    def _find(self, part: int, round_: int, pushed: bool) -> tuple[Transfer, int] | None:
+    def _single(self, part: int) -> _Requested:
+        """The state of this part alone."""
         state = self._parts.get(part)
         if state is None:
+            state = self._parts[part] = _Requested((part,))
+        elif len(state.parts) > 1:
+            self._parts.update((single.parts[0], single) for single in state.split())
+            state = self._parts[part]
+        return state
+
+    def _whole(self, parts: Ints) -> _Requested | None:
+        """The state of exactly these parts as one, if they have one or can have one now."""
+        state = self._parts.get(parts[0])
+        if state is not None and state.parts == parts:
+            return state
+        if len(parts) == 1:
+            return self._single(parts[0])
+        if len(self._lists) >= _MAX_LISTS:
+            self._lists.clear()
+        self._lists[parts] += 1
+        if self._lists[parts] <= _FAMILIAR:
             return None
-        if pushed:
-            return state.inflight.get(round_)
-        pulling = state.pulling
-        if pulling is None or pulling[0].push or pulling[2] != round_:
+        whole = _joined([self._single(part) for part in parts], parts)
+        if whole is not None:
+            del self._lists[parts]
+            self._parts.update(dict.fromkeys(parts, whole))
+        return whole
+
+    def _match(self, part: int, round_: int, pushed: bool) -> tuple[Transfer, int] | None:
+        """The request that an answer belongs to; it counts as answered. None: it was before."""
+        if part not in self._parts:
             return None
-        return pulling[:2]
+        state = self._single(part)
+        request = state.find(round_, pushed)
+        if request is None:
+            return None
+        state.answered(request, round_, pushed)
+        return request[0], request[1] or 0
+
+    def _find(self, part: int, round_: int, pushed: bool) -> tuple[Transfer, int] | None:
+        request = self._single(part).find(round_, pushed) if part in self._parts else None
+        return None if request is None else (request[0], request[1] or 0)
 
     def _advance(self, parts: Sequence[int], answered: Iterable[Transfer]) -> None:
         """Send what waited for these parts, and forget transfers that are complete."""
@@ -340,25 +472,31 @@ class WorkerPlane:
                 self._active.pop(transfer, None)
         ready: dict[Transfer, list[tuple[int, int]]] = {}
         for part in parts:
-            state = self._parts[part]
+            state = self._single(part)
             # One at a time: each that is sent may hold back the next.
             while state.held and state.may_send(state.held[0][0], self._window):
-                transfer, index = state.held.popleft()
-                round_ = self._claim(state, transfer, index)
-                ready.setdefault(transfer, []).append((index, round_))
+                request = state.held.popleft()
+                round_ = self._claim(state, request)
+                ready.setdefault(request[0], []).append((request[1] or 0, round_))
         for transfer, entries in ready.items():
             self._queue_send(transfer, entries)
 
     @staticmethod
-    def _claim(state: _Requested, transfer: Transfer, index: int) -> int:
+    def _claim(state: _Requested, request: _Request) -> int:
         """Number the request and note that it is under way."""
+        transfer, _ = request
         round_ = state.pushed
         if transfer.push:
             round_ = state.number()
-            state.inflight[round_] = (transfer, index)
+            state.inflight[round_] = request
         if transfer.pull:
-            state.pulling = (transfer, index, round_)
+            state.pulling = (request, round_)
         return round_
+
+    def _queue_whole(self, transfer: Transfer, round_: int) -> None:
+        """Put a transfer into one message, all its parts in the same round."""
+        rounds = (round_,) * len(transfer.parts)
+        self._put(transfer, transfer.parts, rounds, transfer.sizes, transfer.frames)
 
     def _queue_send(self, transfer: Transfer, entries: Sequence[tuple[int, int]]) -> None:
         """Put these (index, round) of a transfer into one message for its server."""
@@ -371,6 +509,11 @@ class WorkerPlane:
             parts = tuple(transfer.parts[index] for index in indices)
             sizes = tuple(transfer.sizes[index] for index in indices)
             frames = _views(transfer, indices) if transfer.push else ()
+        self._put(transfer, parts, rounds, sizes, frames)
+
+    def _put(
+        self, transfer: Transfer, parts: Ints, rounds: Ints, sizes: Ints, frames: Sequence[Buffer]
+    ) -> None:
         message = Exchange(
             transfer.push, transfer.pull, parts, rounds, sizes if transfer.push else ()
         )
@@ -381,14 +524,42 @@ class WorkerPlane:
 
     def _drop(self, transfer: Transfer, error: BaseException) -> None:
         self._active.pop(transfer, None)
+        self._unanswered.append(transfer.frames)
         for part in transfer.parts:
             state = self._parts[part]
             state.held = deque(entry for entry in state.held if entry[0] is not transfer)
             for round_ in [r for r, e in state.inflight.items() if e[0] is transfer]:
                 del state.inflight[round_]
-            if state.pulling is not None and state.pulling[0] is transfer:
+            if state.pulling is not None and state.pulling[0][0] is transfer:
                 state.pulling = None
         transfer.give_up(error)
+
+
+def _joined(states: Sequence[_Requested], parts: Ints) -> _Requested | None:
+    """One state of parts that are in the same one; None where they are not.
+
+    What is under way must have been asked for as exactly these parts.
+    """
+    first = states[0]
+    if len(set(parts)) != len(parts):
+        return None
+    requests = [transfer for transfer, _ in first.requests()]
+    rounds = first.rounds()
+    for index, state in enumerate(states):
+        mine = state.requests()
+        if state.pushed != first.pushed or state.freed or state.rounds() != rounds:
+            return None
+        if [transfer for transfer, _ in mine] != requests:
+            return None
+        if any(transfer.parts != parts or at != index for transfer, at in mine):
+            return None
+    whole = _Requested(parts)
+    whole.pushed = first.pushed
+    whole.inflight = {round_: (transfer, None) for round_, (transfer, _) in first.inflight.items()}
+    whole.held = deque((transfer, None) for transfer, _ in first.held)
+    if first.pulling is not None:
+        whole.pulling = ((first.pulling[0][0], None), first.pulling[1])
+    return whole
 
 
 def _views(transfer: Transfer, indices: Sequence[int]) -> list[Buffer]:

@@ -18,7 +18,7 @@ sender's own pushes so far, and is due once those are applied. Next: ``plane.py`
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,34 @@ class SyncRounds:
         #: The rank without which no further round can be complete, once it is gone.
         self.blocked_by: int | None = None
         self.version = 0
+
+    def signature(self) -> object:
+        """Equal for parts that have seen the same: they can go on as one."""
+        contributed = [(round_, sorted(found)) for round_, found in sorted(self._open.items())]
+        return (
+            self.version,
+            self._running,
+            self._dead_from,
+            self.blocked_by,
+            self._expected,
+            contributed,
+        )
+
+    def copy(self, payload: Callable[[int, int, Any], Any]) -> SyncRounds:
+        """The same state with other payloads: ``payload(rank, round, present one)``."""
+        copy = SyncRounds(self._expected, self._window)
+        copy._open = {
+            round_: {rank: payload(rank, round_, found) for rank, found in contributions.items()}
+            for round_, contributions in self._open.items()
+        }
+        copy._running = self._running
+        copy._dead_from, copy.blocked_by = self._dead_from, self.blocked_by
+        copy.version = self.version
+        return copy
+
+    def payload(self, rank: int, round_: int) -> Any:
+        """What a rank contributed to a round that is not applied yet."""
+        return self._open[round_][rank]
 
     def contribute(self, rank: int, round_: int, payload: Any) -> Verdict:
         """Take one contribution in."""
@@ -154,6 +182,28 @@ class AsyncRounds:
         self._running: tuple[int, int] | None = None
         self.blocked_by: int | None = None
         self.version = 0
+
+    def signature(self) -> object:
+        """Equal for parts that have seen the same: they can go on as one."""
+        waiting = [(rank, sorted(found)) for rank, found in sorted(self._waiting.items()) if found]
+        return self.version, self._running, sorted(self._applied.items()), self._order, waiting
+
+    def copy(self, payload: Callable[[int, int, Any], Any]) -> AsyncRounds:
+        """The same state with other payloads: ``payload(rank, round, present one)``."""
+        copy = AsyncRounds(self._window)
+        copy._waiting = {
+            rank: {round_: payload(rank, round_, found) for round_, found in waiting.items()}
+            for rank, waiting in self._waiting.items()
+        }
+        copy._applied = dict(self._applied)
+        copy._order = list(self._order)
+        copy._running = self._running
+        copy.version = self.version
+        return copy
+
+    def payload(self, rank: int, round_: int) -> Any:
+        """What a rank contributed to a round that is not begun yet."""
+        return self._waiting[rank][round_]
 
     def contribute(self, rank: int, round_: int, payload: Any) -> Verdict:
         """Take one contribution in."""

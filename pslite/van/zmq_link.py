@@ -178,6 +178,10 @@ class Link:
                 self.due_at = 0.0
             elif not is_ours(frames):
                 events.append(Received(self._peer, frames))
+            if (
+                not int(dealer.get(zmq.EVENTS)) & zmq.POLLIN
+            ):  # cheaper than to be told by an exception
+                return True
         return False
 
     def _read_monitor(self, events: list[VanEvent], _limit: int) -> None:

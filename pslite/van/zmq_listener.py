@@ -126,6 +126,10 @@ class Listener:
                 events.append(Disconnected(uid, "it sent a message over the limits"))
             elif not is_ours(frames):
                 events.append(Received(uid, frames))
+            if (
+                not int(router.get(zmq.EVENTS)) & zmq.POLLIN
+            ):  # cheaper than to be told by an exception
+                return True
         return False
 
     def _heard_new(self, routing_id: bytes, first: zmq.Frame, events: list[VanEvent]) -> str | None:

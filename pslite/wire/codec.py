@@ -1,7 +1,7 @@
 """Frames <-> messages. The only file that imports msgpack; pure, runs on any thread.
 
 A transmission is a header frame and any number of payload frames. The header is one msgpack
-array: the envelope's nine fields, then the message's fields in the order of its dataclass.
+array: the envelope's ten fields, then the message's fields in the order of its dataclass.
 Everything is checked before it is used: the version, the number of fields, each field's
 type, that counts fit, and that numbers are in their range. What fails a check is a
 ``ProtocolError``, never a crash. The layout is numbered in ``docs/wire.md``.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import sys
 import typing
 from array import array
@@ -26,7 +25,7 @@ from pslite.errors import ProtocolError, UsageError
 from pslite.ids import NodeInfo
 from pslite.wire.messages import ALL_MESSAGES, Ints, Message, Nodes, Texts
 
-VERSION = 1
+VERSION = 2
 MAX_HEADER_BYTES = 16 << 20
 MAX_FRAMES = 65_536
 MAX_INTEGERS = 1 << 18
@@ -38,7 +37,7 @@ MAX_NAME_BYTES = 512
 MAX_JOB_BYTES = 4096
 _MAX_NUMBER = (1 << 63) - 1
 _MAX_LARGE = 8
-_ENVELOPE_FIELDS = 9
+_ENVELOPE_FIELDS = 10
 
 Buffer = bytes | bytearray | memoryview
 
@@ -59,6 +58,8 @@ class Envelope:
     """Acknowledges all sequence numbers of the other direction up to this one ..."""
     accepted_also: Ints
     """... and these."""
+    shared: Ints
+    """Payload frames in memory of the sender that the receiver has mapped; four numbers each."""
     message: Message
 
 
@@ -228,6 +229,7 @@ def encode(envelope: Envelope) -> bytes:
         envelope.sequence,
         envelope.accepted,
         _pack_ints(also) if also else b"",
+        _pack_ints(envelope.shared) if envelope.shared else b"",
     ]
     header.extend(_BY_KIND[type(message)].fields(message))
     packed: bytes = msgpack.packb(header)
@@ -252,9 +254,11 @@ def decode(frames: Sequence[Buffer]) -> Envelope:
     layout = _BY_NUMBER.get(header[1]) if type(header[1]) is int else None
     if layout is None:
         raise ProtocolError(f"{header[1]!r} is no message type")
-    _, _, job, epoch, sender, receiver, sequence, accepted, also = header[:_ENVELOPE_FIELDS]
-    if type(job) is not str or len(job) > MAX_JOB_BYTES or type(also) is not bytes:
-        raise ProtocolError("the job id is no text, or the list of accepted numbers none")
+    _, _, job, epoch, sender, receiver, sequence, accepted, also, shared = header[:_ENVELOPE_FIELDS]
+    if type(job) is not str or len(job) > MAX_JOB_BYTES:
+        raise ProtocolError("the job id is no text, or too long")
+    if type(also) is not bytes or type(shared) is not bytes:
+        raise ProtocolError("a list of the envelope is none")
     for number in (epoch, sender, receiver, sequence, accepted):
         if type(number) is not int or not 0 <= number <= _MAX_NUMBER:
             raise ProtocolError("an envelope field is no number, or out of range")
@@ -267,6 +271,7 @@ def decode(frames: Sequence[Buffer]) -> Envelope:
         sequence,
         accepted,
         _unpack_ints(also) if also else (),
+        _unpack_ints(shared) if shared else (),
         message,
     )
 
@@ -286,17 +291,24 @@ def unpack_value(data: Buffer) -> Any:
     if len(data) > MAX_HEADER_BYTES:
         raise ProtocolError(f"{len(data)} bytes of plain data; {MAX_HEADER_BYTES} are allowed")
     data = bytes(data)
-    if _SUSPICIOUS.search(data) is not None:
+    if sum(map(data.count, _LARGE)) > _MAX_LARGE:
         _check_structure(data)
     try:
-        return msgpack.unpackb(data, strict_map_key=False)
+        return msgpack.unpackb(
+            data, strict_map_key=False, max_ext_len=0, ext_hook=_refuse_extension
+        )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"malformed msgpack: {type(error).__name__}: {error}") from None
 
 
-# msgpack reserves memory for as many elements as an array or map claims to have, at every
-# level, and turns extensions into objects. Data without these marks can do neither.
-_SUSPICIOUS = re.compile(rb"[\xc7-\xc9\xd4-\xd8\xdc-\xdf]")
+def _refuse_extension(code: int, data: bytes) -> None:
+    raise ProtocolError("plain data holds an extension")
+
+
+# msgpack reserves memory for as many elements as an array or map claims to have, at every level,
+# though never for more than there are bytes. Data with few of these marks, wherever they stand,
+# cannot have many large ones in each other; the rest is looked at.
+_LARGE = (b"\xdc", b"\xdd", b"\xde", b"\xdf")
 #: Mark -> bytes of the length field, for binary data and texts.
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 #: Mark -> bytes of a value of fixed size.

@@ -255,6 +255,36 @@ class RoundWaits(Message):
     waited_s: float
 
 
+# -- memory: worker <-> server on one machine ---------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentOffer(Message):
+    """Memory of the sender's process that the receiver may map (``pslite/memory``)."""
+
+    NUMBER: ClassVar[int] = 19
+    NATURAL: ClassVar[tuple[str, ...]] = ("segment", "fd", "nbytes")
+    segment: int
+    """The sender's number of it, from 1 on."""
+    fd: int
+    """The descriptor by which the sender's process holds it."""
+    nbytes: int
+    nonce: bytes
+    """What its first bytes must be."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTaken(Message):
+    """Whether the sender has mapped a segment: descriptors of it may be sent from now on."""
+
+    NUMBER: ClassVar[int] = 20
+    NATURAL: ClassVar[tuple[str, ...]] = ("segment",)
+    segment: int
+    taken: bool
+    reason: str
+    """Why not."""
+
+
 # -- apps: any node <-> any node ----------------------------------------------------------
 
 
@@ -308,4 +338,6 @@ ALL_MESSAGES: tuple[type[Message], ...] = (
     Request,
     Response,
     BarrierWaits,
+    SegmentOffer,
+    SegmentTaken,
 )

@@ -13,7 +13,9 @@ from kvstore.dist import create_dist
 from kvstore.server import install
 from pslite import WORKER_GROUP, Postoffice
 from pslite.errors import NodeLostError
+from pslite.links import Delivery
 from pslite.simulator import Faults, Simulation
+from pslite.wire.messages import Leave
 
 FAULTS = Faults(drop=0.03, duplicate=0.05, delay=0.1, reorder=0.1)
 
@@ -153,3 +155,26 @@ def test_in_asynchronous_mode_the_others_go_on_when_a_worker_leaves() -> None:
     simulation.run(script)
     simulation.finish()
     assert totals == [65.0] * 4
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_server_ends_only_after_it_has_taken_the_goodbye_of_each_worker(seed: int) -> None:
+    """The scheduler's news may be faster; a worker whose goodbye nobody takes waits for long."""
+    simulation = Simulation(seed, 3, 2, FAULTS, prepare=install)
+    missing = []
+    for server in simulation.servers:
+        said: set[str] = set()
+
+        def handle(
+            delivery: Delivery, now: float, handle: Any = server.control.handle, said: Any = said
+        ) -> None:
+            if isinstance(delivery.message, Leave):
+                said.add(delivery.peer)
+            handle(delivery, now)
+
+        monkeypatched: Any = server.control
+        monkeypatched.handle = handle
+        server.finished.on_done(lambda _, said=said: missing.append(3 - len(said)))  # type: ignore[misc]
+    simulation.run(idle, idle, idle)
+    simulation.finish()
+    assert missing == [0, 0]

@@ -4,6 +4,11 @@ Each key is a vector in which slot w counts what worker w has pushed, so any pul
 vector clock: it shows exactly which pushes it contains. Nothing may be lost, nothing twice,
 own pushes are always seen, a reader never sees time run backwards, and in synchronous mode all
 slots are equal. One integer decides everything, the mode and the faults included.
+
+All contributions lie in the store's own memory (``KVStore.zeros``), and are overwritten as soon
+as the store allows it. In half of the runs keys are so large that most frames travel as
+descriptors of shared memory: who reads memory that is in other use by then sees what nobody has
+pushed.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +31,10 @@ from pslite.simulator import Faults, Simulation
 KEYS = {"small": 1, "other": 1, "large": 5}
 """Key -> how many times the slots are repeated; ``large`` spans several parts and servers."""
 
+SHARED_KEYS = {"small": 1, "other": 40, "large": 200}
+SHARED_SETTINGS = {"chunk_bytes": 2048, "credit_bytes": 16_384}
+"""The same with more than ``pslite.memory.sharing.MIN_SHARED_BYTES`` in most frames."""
+
 
 @optimizer.register
 @dataclasses.dataclass(frozen=True)
@@ -39,18 +48,19 @@ class Count(optimizer.Optimizer):
 class Witness:
     """What every worker has pushed and seen, and the checks of what it sees."""
 
-    def __init__(self, num_workers: int, mode: str) -> None:
+    def __init__(self, num_workers: int, mode: str, keys: Mapping[str, int]) -> None:
         self.num_workers = num_workers
         self.mode = mode
+        self.keys = keys
         self.issued: Counter[tuple[str, int]] = Counter()
         self.asked: Counter[tuple[str, int]] = Counter()
         #: (key, rank) -> number of the pull -> what it got.
         self.seen: dict[tuple[str, int], dict[int, np.ndarray]] = {}
 
-    def contribution(self, key: str, rank: int) -> np.ndarray:
+    def contribution(self, store: DistKVStore, key: str, rank: int) -> np.ndarray:
         """The next push of a worker: counts up, or sets the count where sums replace."""
         self.issued[key, rank] += 1
-        value = np.zeros((KEYS[key], self.num_workers))
+        value = store.zeros((self.keys[key], self.num_workers), np.float64)
         value[:, rank] = self.issued[key, rank] if self.mode == "sync_assign" else 1
         return value
 
@@ -102,8 +112,8 @@ def script_of(seed: int, witness: Witness, rounds: int) -> Any:
         chance = random.Random(seed * 1009 + rank)
         name = "dist_async" if witness.mode == "async" else "dist_sync"
         store = create_dist(name, name, node=node)
-        zeros = [np.zeros((n, witness.num_workers)) for n in KEYS.values()]
-        names = list(KEYS)
+        zeros = [np.zeros((n, witness.num_workers)) for n in witness.keys.values()]
+        names = list(witness.keys)
         if witness.mode != "sync_assign":
             yield store.set_optimizer_async(optimizer.create("count"))
         if chance.random() < 0.5:
@@ -130,13 +140,13 @@ def one_round(
     futures: list[Future[None]],
 ) -> Generator[Any, Any, None]:
     """Push each key once, alone or with others, and look at some."""
-    left = chance.sample(list(KEYS), len(KEYS))
+    left = chance.sample(list(witness.keys), len(witness.keys))
     while left:
         count = chance.randint(1, len(left))
         keys, left = left[:count], left[count:]
         if chance.random() < 0.3:
             yield chance.random() * 0.2
-        values = [witness.contribution(key, rank) for key in keys]
+        values = [witness.contribution(store, key, rank) for key in keys]
         if chance.random() < 0.3:
             futures.append(pushpull(store, witness, keys, rank, values))
         else:
@@ -178,7 +188,7 @@ def expected(
 ) -> tuple[list[np.ndarray], Callable[[None], None]]:
     """Where values are to arrive, and the check of what has come."""
     asked = [witness.ask(key, rank) for key in keys]
-    outs = [np.full((KEYS[key], witness.num_workers), np.nan) for key in keys]
+    outs = [np.full((witness.keys[key], witness.num_workers), np.nan) for key in keys]
 
     def check(_: None) -> None:
         for key, out, (number, own) in zip(keys, outs, asked, strict=True):
@@ -192,11 +202,15 @@ def run(
 ) -> tuple[Simulation, Witness]:
     """One whole run; raises what went wrong."""
     mode = ("sync_assign", "sync_count", "async")[seed % 3]
-    witness = Witness(num_workers, mode)
-    simulation = Simulation(seed, num_workers, num_servers, faults_of(seed), prepare=install)
+    is_shared = seed // 3 % 2 == 1
+    witness = Witness(num_workers, mode, SHARED_KEYS if is_shared else KEYS)
+    settings = SHARED_SETTINGS if is_shared else {}
+    simulation = Simulation(
+        seed, num_workers, num_servers, faults_of(seed), prepare=install, **settings
+    )
     simulation.run(script_of(seed, witness, rounds))
     simulation.finish()
-    for key in KEYS:
+    for key in witness.keys:
         for rank in range(num_workers):
             final = witness.last(key, rank)
             assert (final == rounds).all(), f"lost: {key} ends at {final.tolist()}"

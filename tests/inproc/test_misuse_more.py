@@ -27,7 +27,10 @@ from kvstore.errors import (
     UnknownTypeError,
     ValueMismatchError,
 )
+from kvstore.protocol import DIRECTORY_APP, DirectoryCall
+from pslite import Incoming
 from pslite.errors import ClosedError, DeadlineError, RemoteError, UsageError
+from pslite.ids import rank_of
 
 ONES = np.ones(LARGE)
 DIST = ["dist_sync", "dist_async"]
@@ -473,10 +476,10 @@ def test_values_that_servers_cannot_take_are_an_error_on_all_workers(
     made = server_stores.Arena
 
     class TooSmall(made):  # type: ignore[misc, valid-type]
-        def __init__(self, store: Any, lane: Any, entries: Any, values: Any) -> None:
+        def __init__(self, store: Any, lane: Any, entries: Any, *rest: Any) -> None:
             if entries[0].key == "v":
                 raise MemoryError("the server is full")
-            super().__init__(store, lane, entries, values)
+            super().__init__(store, lane, entries, *rest)
 
     with Workers(kind, **PARTS) as workers:
         ready(workers)
@@ -489,10 +492,8 @@ def test_values_that_servers_cannot_take_are_an_error_on_all_workers(
                 with pytest.raises(RemoteError, match="the server is full"):
                     kv.init(["u", "v"], [ONES, ONES])
             else:
-                future = kv.init_async(["u", "v"], [ONES, ONES])  # type: ignore[attr-defined]
-                asked.set()
                 with pytest.raises(RemoteError, match="the server is full"):
-                    future.result(LIMIT_S)
+                    kv.init(["u", "v"], [ONES, ONES])
             assert kv.keys() == ["w"]
 
         def again(kv: KVStore) -> Any:
@@ -501,6 +502,16 @@ def test_values_that_servers_cannot_take_are_an_error_on_all_workers(
             return grown(kv, "v")
 
         asked = threading.Event()
+        assert workers.cluster is not None
+        handlers = workers.cluster.scheduler.customers._handlers
+        directory = handlers[DIRECTORY_APP]
+
+        def noting(incoming: Incoming) -> None:
+            directory(incoming)
+            if rank_of(incoming.sender) == 1 and incoming.head == DirectoryCall.DECLARE:
+                asked.set()
+
+        monkeypatch.setitem(handlers, DIRECTORY_APP, noting)
         workers.run(script)
         monkeypatch.undo()
         for value in workers.run(again):

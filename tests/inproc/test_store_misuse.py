@@ -157,7 +157,7 @@ def test_a_stranger_can_declare_nobody_lost(cluster: InprocCluster) -> None:
     assert server.info is not None
     stranger.connect(server.info.uid, server.info.address)
     news = Members(1_000_000, (9,), (0,), ("says a stranger",))
-    stranger.send(server.info.uid, [encode(Envelope("", 1, 77, 0, 1, 0, (), news))])
+    stranger.send(server.info.uid, [encode(Envelope("", 1, 77, 0, 1, 0, (), (), news))])
     stores = stores_of(cluster)
     init(stores, w=np.zeros(3))
     results = both(*[lambda s=s: (s.push("w", np.ones(3)), s.pull("w"))[1] for s in stores])

@@ -70,7 +70,7 @@ def test_nobody_gets_into_a_job_without_its_key(make_job: MakeJob, security: str
     assert {address for address, _ in doors} == {HOST}
     assert other_doors(job.left()) == []
     key = key_file(job).read_bytes().strip()
-    message = [encode(Envelope("", 1, 7, 0, 1, 0, (), Leave()))]
+    message = [encode(Envelope("", 1, 7, 0, 1, 0, (), (), Leave()))]
     strangers = {
         "no key": {},
         "another key under PLAIN": plain(OTHER),
@@ -95,7 +95,7 @@ def test_a_holder_of_the_key_who_is_not_in_the_roster_changes_nothing(make_job: 
         for name in ("stranger", "scheduler", f"W{secrets.randbits(62):016x}"):
             options = {**plain(key), zmq.ROUTING_ID: make_routing_id(name, 1, 1)}
             messages = [
-                [encode(Envelope(job_id, 1, 7, 0, number, 0, (), Leave()))] for number in (1, 2)
+                [encode(Envelope(job_id, 1, 7, 0, number, 0, (), (), Leave()))] for number in (1, 2)
             ]
             assert knock(door, options, messages)
     ends_well(job, launcher)

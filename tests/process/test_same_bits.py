@@ -1,4 +1,4 @@
-"""Real jobs repeat to the last bit, whatever the number of servers and the order of arrival."""
+"""Real jobs repeat to the last bit, whatever the servers, kernels and order of arrival."""
 
 from __future__ import annotations
 
@@ -47,15 +47,17 @@ kv.close()
 """
 
 
-def test_three_workers_give_the_bits_of_three_local_devices_on_one_two_and_three_servers(
+def test_three_workers_give_the_bits_of_three_local_devices_on_any_servers_compiled_or_not(
     make_job: MakeJob,
 ) -> None:
-    alone = make_job(1, 1)
+    alone = make_job(1, 1, KVSTORE_NATIVE="0")
     alone.worker(None, TRAIN, arguments=["local"])
     jobs = []
-    for num_servers in 1, 2, 3, 2:
+    # Where nothing is compiled, KVSTORE_NATIVE changes nothing.
+    for num_servers, native in (1, "1"), (2, "0"), (3, "1"), (2, "1"):
         # Small chunks, so that the large key lies on all servers.
-        job = make_job(NUM_WORKERS, num_servers, PS_CHUNK_BYTES="65536")
+        settings = {"PS_CHUNK_BYTES": "65536", "KVSTORE_NATIVE": native}
+        job = make_job(NUM_WORKERS, num_servers, **settings)
         job.service()
         for rank in range(NUM_WORKERS):
             job.worker(rank, TRAIN, arguments=["dist_sync"])

@@ -14,6 +14,8 @@ import pytest
 from kvstore.protocol import DIRECTORY_APP, STORE_APP, DirectoryCall, StoreCall
 from pslite.config import Config
 from pslite.ids import NodeInfo
+from pslite.memory.segment import HEADER_BYTES, NONCE_BYTES
+from pslite.memory.sharing import MAX_SEGMENTS, MIN_SHARED_BYTES
 from pslite.protocol.channel import RECEIVE_WINDOW
 from pslite.van import base as van
 from pslite.van.base import TOTAL_PER_FRAME
@@ -41,7 +43,7 @@ TYPES: dict[Any, str] = {
     Texts: "texts",
     Nodes: "nodes",
 }
-ENVELOPE_FIELDS = 9
+ENVELOPE_FIELDS = 10
 
 
 def section(title: str) -> str:
@@ -146,12 +148,23 @@ def test_the_calls_of_the_stores_are_the_codes() -> None:
     assert [row[:2] for row in rows(text)] == [[str(call.value), call.name] for call in calls]
 
 
+def test_the_numbers_of_shared_memory_are_the_codes() -> None:
+    text = section("15 Shared memory")
+    for sentence in (
+        f"first {NONCE_BYTES} bytes are a random **nonce**",
+        f"buffers begin\n   at the byte {HEADER_BYTES}.",
+        f"(here {MAX_SEGMENTS} of each peer)",
+        f"frames of less than {MIN_SHARED_BYTES}\n   bytes always travel as bytes",
+    ):
+        assert sentence in text
+
+
 # -- the example --------------------------------------------------------------------------
 
 
 def test_the_bytes_of_the_example_are_what_it_says() -> None:
     blocks = re.findall(r"```text\n(.*?)```", section("12 An example, byte for byte"), re.S)
-    push = Envelope("j", 1, 7, 9, 5, 4, (6,), Exchange(True, True, (3,), (2,), (4,)))
-    accepted = Envelope("j", 1, 9, 7, 0, 5, (), Accepted())
+    push = Envelope("j", 1, 7, 9, 5, 4, (6,), (), Exchange(True, True, (3,), (2,), (4,)))
+    accepted = Envelope("j", 1, 9, 7, 0, 5, (), (), Accepted())
     assert [bytes.fromhex(block) for block in blocks] == [encode(push), encode(accepted)]
     assert [decode([bytes.fromhex(block)]) for block in blocks] == [push, accepted]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from kernel_sets import SETS, computing_with
 
 from kvstore import optimizer
 from kvstore.aggregate import Workspace, apply_round, sum_in_order
@@ -17,6 +19,12 @@ from kvstore.optimizer import Optimizer
 Array = np.ndarray[Any, Any]
 LENGTH = 3001
 BLOCKS = [1, 7, 64, 1000, 3000, 3001, 65536]
+
+
+@pytest.fixture(autouse=True, params=SETS)
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
+    with computing_with(request.param):
+        yield
 
 
 def gradients(count: int, dtype: str = "f4", length: int = LENGTH) -> list[Array]:

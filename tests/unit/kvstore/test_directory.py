@@ -36,9 +36,11 @@ FASTER = to_plain(optimizers.create("sgd", learning_rate=0.5))
 class Job:
     """A directory and the workers that ask it."""
 
-    def __init__(self, num_workers: int, num_servers: int = 2, chunk_bytes: int = 16) -> None:
+    def __init__(
+        self, num_workers: int, num_servers: int = 2, chunk_bytes: int = 16, **others: Any
+    ) -> None:
         self.live = list(range(num_workers))
-        self.directory = Directory(num_servers, chunk_bytes, lambda: self.live)
+        self.directory = Directory(num_servers, chunk_bytes, lambda: self.live, **others)
         self._commands: list[Any] = []
         self._replies: dict[int, Future[dict[int, Reply]]] = {}
         self._scheduler = Customers(self._replied, lambda command: command())
@@ -147,6 +149,20 @@ def test_placement_balances_what_was_placed_before() -> None:
         for entry in job.declare(0, (key, SMALL)).result(0)[1]
     ]
     assert sorted(server for placed in servers for server in placed) == [0, 0, 1, 1]
+
+
+def test_all_keys_are_placed_by_the_shares_that_were_found_for_the_first() -> None:
+    to_find = [[0.5, 0.0, 0.25]]
+    job = Job(1, num_servers=3, find_shares=to_find.pop)
+    job.declare(0)
+    assert len(to_find) == 1  # not before the first key: the roster may not be there yet
+    placed = [
+        server
+        for key in range(12)
+        for entry in job.declare(0, (key, SMALL)).result(0)[1]
+        for server in entry.servers
+    ]
+    assert [placed.count(server) for server in range(3)] == [8, 0, 4]
 
 
 def test_a_key_declared_again_by_rank_0_stays_where_it_is() -> None:

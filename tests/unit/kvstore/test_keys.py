@@ -137,8 +137,6 @@ def test_a_read_only_array_cannot_be_filled() -> None:
     out.setflags(write=False)
     with pytest.raises(ValueMismatchError, match="read-only"):
         table(w=A).check_out("w", out)
-    with pytest.raises(ValueMismatchError, match="read-only"):
-        table(w=A).check_pushpull("w", out, None)
 
 
 def test_a_complex_value_is_not_cut_to_its_real_part() -> None:
@@ -146,15 +144,9 @@ def test_a_complex_value_is_not_cut_to_its_real_part() -> None:
         table(w=np.zeros(2, "c8")).check_out("w", A)
 
 
-def test_pushpull_without_out_fills_the_pushed_arrays() -> None:
-    pushed, filled = table(w=A, v=B).check_pushpull(["w", "v"], [[B, C], A], None)
-    assert filled == pushed
-    assert filled["w"][1] is C
-
-
-def test_pushpull_and_broadcast_need_an_array_to_fill_for_each_key() -> None:
+def test_pull_and_broadcast_need_an_array_to_fill_for_each_key() -> None:
     with pytest.raises(ValueMismatchError, match="2 keys need as many values, got 1"):
-        table(w=A, v=B).check_pushpull(["w", "v"], [A, A], [B])
+        table(w=A, v=B).check_out(["w", "v"], [B])
     with pytest.raises(ValueMismatchError, match="a list of 2 keys"):
         KeyTable().check_broadcast(["w", "v"], [A, A], B)
     with pytest.raises(ValueMismatchError, match=r"\(2,\).*\(3,\)"):

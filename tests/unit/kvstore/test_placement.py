@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import ValueMismatchError
 from kvstore.placement import chunk_ranges, place
+from kvstore.shares import server_shares
 
 MIB = 1 << 20
 
@@ -129,6 +131,30 @@ def test_a_single_part_goes_to_no_server_with_a_small_share() -> None:
 def test_parts_without_bytes_go_where_least_lies() -> None:
     assert place([0, 0], [5, 3, 9]) == [1, 1]
     assert place([0], [0, 0], [0.0, 1.0]) == [1]
+
+
+def byteps_bound(n: int, k: int) -> float:
+    """What the busiest of n machines with a worker and k more sends in a round, in models.
+
+    It is never less than what a worker sends.
+    """
+    return max(2 * n * (n - 1) / (n * n + k * n - 2 * k), 1.0)
+
+
+@pytest.mark.parametrize("n", [*(2**power for power in range(1, 13)), 3, 12, 100, 1000])
+def test_bytes_of_machines_and_servers_are_near_the_optimum(n: int) -> None:
+    for k in {0, n // 4, n // 2, n, 2 * n} if n < 4096 else {0, n // 4, n // 2, n}:
+        homes = [f"worker's {rank}" for rank in range(n)]
+        shares = server_shares(homes, homes + [f"server's {rank}" for rank in range(k)])
+        # So many parts that one of them is little even for a machine that sends it n times.
+        draw = random.Random(n + k)
+        parts = draw.choices([MIB, MIB, MIB, 700_000, 4000], k=60 * n)
+        model = sum(parts)
+        loads = filled(parts, place(parts, [0] * (n + k), shares), [0] * (n + k))
+        sent = [model + load * (n - 2) for load in loads[:n]] + [load * n for load in loads[n:]]
+        assert max(sent) <= 1.05 * byteps_bound(n, k) * model
+        for load, share in zip(loads, shares, strict=True):
+            assert load <= max(1.05 * share * model, share * model + MIB)
 
 
 @pytest.mark.parametrize(

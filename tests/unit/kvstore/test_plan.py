@@ -12,7 +12,6 @@ from kvstore.placement import chunk_ranges
 from kvstore.plan import (
     Group,
     Slice,
-    StagingPool,
     flat_bytes,
     gather,
     part_entries,
@@ -168,28 +167,3 @@ def test_values_of_several_frames_land_each_in_its_place() -> None:
     scatter_into(group, targets)([2, 0, 1], [Piece(b"xxAB", 2, 4), Piece(b"CDEF", 0, 2),
                                             Piece(b"CDEF", 2, 4)], [1, 1, 1])  # fmt: skip
     assert [bytes(target) for target in targets] == [b"CDAB", b"EF"]
-
-
-def test_a_returned_buffer_is_used_again_for_sizes_like_its_own() -> None:
-    pool = StagingPool()
-    first = pool.take(100)
-    others = [pool.take(100), pool.take(50)]
-    pool.give_back(first)
-    assert not np.shares_memory(pool.take(50), first)
-    again = pool.take(120)
-    assert len(again) == 120 and np.shares_memory(again, first)
-    assert not any(np.shares_memory(pool.take(100), buffer) for buffer in (first, *others))
-
-
-def test_messages_of_ever_new_sizes_do_not_make_the_pool_grow() -> None:
-    pool = StagingPool()
-    memory = set()
-    for nbytes in range(513, 1025):
-        buffer = pool.take(nbytes)
-        memory.add(buffer.__array_interface__["data"][0])
-        pool.give_back(buffer)
-    assert len(memory) == 1
-
-
-def test_a_buffer_of_no_bytes_is_one_too() -> None:
-    assert len(StagingPool().take(0)) == 0

@@ -32,7 +32,11 @@ class Server:
 
     def __init__(self, import_errors: Sequence[str] = ()) -> None:
         config = SimpleNamespace(
-            num_workers=2, round_window=2, chunk_bytes=1024, stall_report_s=60.0
+            num_workers=2,
+            round_window=2,
+            chunk_bytes=1024,
+            max_message_bytes=1 << 20,
+            stall_report_s=60.0,
         )
         self._traffic = SimpleNamespace(serve=lambda plane: None, carry_out=lambda effects: None)
         node: Any = SimpleNamespace(
@@ -41,6 +45,7 @@ class Server:
             info=SimpleNamespace(node_id=8),
             title=lambda node: "server 0",
             pool=SimpleNamespace(submit=lambda lane, work: work()),
+            buffer=lambda nbytes: np.empty(nbytes, np.uint8),
         )
         self.stores = ServerStores(node, import_errors)
 

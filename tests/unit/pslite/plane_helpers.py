@@ -18,7 +18,17 @@ from typing import Any
 import numpy as np
 
 from pslite.errors import NodeLostError
-from pslite.plane import Effect, Job, Piece, Run, Send, ServerPlane, Transfer, WorkerPlane
+from pslite.plane import (
+    Effect,
+    Job,
+    Outcome,
+    Piece,
+    Run,
+    Send,
+    ServerPlane,
+    Transfer,
+    WorkerPlane,
+)
 from pslite.protocol.channel import Channel, Outgoing
 from pslite.wire.messages import Answer, Exchange, Ints, Message, PartsFailed, StaleEpoch
 
@@ -52,16 +62,23 @@ class CountingApp:
         self.values[part] = np.zeros(num_slots, np.int64)
         return self.values[part].nbytes
 
-    def apply(self, jobs: Sequence[Job]) -> list[BaseException | None]:
+    def apply(self, jobs: Sequence[Job]) -> list[Outcome]:
         return [self._apply(job) for job in jobs]
 
-    def _apply(self, job: Job) -> BaseException | None:
-        self.applied.append((job.part, job.batch.rounds))
-        error = self.errors.pop(job.part, None)
-        if error is None:
-            for piece in job.batch.payloads:
-                self.values[job.part] += slots(bytes(piece.frame)[piece.start : piece.stop])
-        return error
+    def _apply(self, job: Job) -> Outcome:
+        errors = []
+        start = 0
+        for part in job.parts:
+            self.applied.append((part, job.batch.rounds))
+            value = self.values[part]
+            error = self.errors.pop(part, None)
+            if error is None:
+                for piece in job.batch.payloads:
+                    data = bytes(piece.frame)[piece.start : piece.stop]
+                    value += slots(data[start : start + value.nbytes])
+            errors.append(error)
+            start += value.nbytes
+        return errors if any(errors) else None
 
     def read(self, parts: Sequence[int]) -> list[Any]:
         values = [self.values[part] for part in parts]

@@ -45,6 +45,7 @@ from pslite.wire.messages import (
     Waiting,
 )
 
+ENVELOPE_FIELDS = 10
 WORDS = st.integers(-(2**63), 2**63 - 1)
 COUNTS = st.integers(0, 2**63 - 1)
 TEXTS = st.text(max_size=8)
@@ -102,12 +103,13 @@ ENVELOPES = st.builds(
     COUNTS,
     COUNTS,
     st.lists(WORDS, max_size=4).map(tuple),
+    st.lists(WORDS, max_size=4).map(tuple),
     MESSAGES,
 )
 
 
 def surround(message: Message) -> Envelope:
-    return Envelope("job", 1, 2, 3, 4, 5, (), message)
+    return Envelope("job", 1, 2, 3, 4, 5, (), (), message)
 
 
 def header(message: Message = Leave()) -> list[Any]:  # noqa: B008 - a frozen value
@@ -134,14 +136,14 @@ def test_every_envelope_survives_the_journey(envelope: Envelope) -> None:
     assert decode([memoryview(encode(envelope)), b"payload"]) == envelope
 
 
-def test_numbers_of_messages_are_one_to_eighteen_without_gaps() -> None:
-    assert [kind.NUMBER for kind in ALL_MESSAGES] == list(range(1, 19))
+def test_numbers_of_messages_are_one_to_twenty_without_gaps() -> None:
+    assert [kind.NUMBER for kind in ALL_MESSAGES] == list(range(1, 21))
 
 
 def test_ids_above_eight_bits_are_not_cut() -> None:
     # Defect f of ps-lite: sender and receiver were packed into 8 bits each.
     message = Request(app=2**40, customer=70_000, request_id=2**62, head=300, body=b"")
-    envelope = Envelope("job", 2**40, 2**62 - 1, 2**61 + 1, 2**40 + 1, 2**40, (2**41,), message)
+    envelope = Envelope("job", 2**40, 2**62 - 1, 2**61 + 1, 2**40 + 1, 2**40, (2**41,), (), message)
     assert decode([encode(envelope)]) == envelope
 
 
@@ -201,10 +203,10 @@ def test_a_message_with_one_field_of_another_type_is_refused(
     kind: type[Message], data: st.DataObject
 ) -> None:
     spoilt = header(data.draw(any_of(kind)))
-    if len(spoilt) == 9:
+    if len(spoilt) == ENVELOPE_FIELDS:
         spoilt.append(None)
     else:
-        position = data.draw(st.integers(9, len(spoilt) - 1))
+        position = data.draw(st.integers(ENVELOPE_FIELDS, len(spoilt) - 1))
         others = (None, True, 7, 1.5, "text", b"1234567", [1], [["worker"]], {"a": 1})
         same = (type(spoilt[position]),)
         value = data.draw(st.sampled_from([other for other in others if type(other) not in same]))
@@ -234,7 +236,7 @@ def test_lists_that_belong_together_must_be_of_one_length(kind: type[Message], n
     empty = {Ints: b"", Texts: [], bool: False, int: 0, str: ""}
     one = {Ints: bytes(8), Texts: ["x"]}
     fields = [one[hints[n]] if n == name else empty[hints[n]] for n in names]
-    spoilt = [*header()[:9], *fields]
+    spoilt = [*header()[:ENVELOPE_FIELDS], *fields]
     spoilt[1] = kind.NUMBER
     with pytest.raises(ProtocolError, match="different lengths"):
         decode([msgpack.packb(spoilt)])
@@ -259,7 +261,7 @@ def test_lists_that_belong_together_must_be_of_one_length(kind: type[Message], n
 )
 def test_a_malformed_node_is_refused(entry: Any) -> None:
     spoilt = header(Register((), 1, 1, "1"))
-    spoilt[9] = [entry]
+    spoilt[ENVELOPE_FIELDS] = [entry]
     with pytest.raises(ProtocolError):
         decode([msgpack.packb(spoilt)])
 
@@ -430,10 +432,12 @@ def test_a_negative_number_that_counts_or_names_something_is_refused(
         Nodes: [],
     }
     fields = [good[hints[n]] for n in names]
-    whole = [*header()[:9], *fields]
+    whole = [*header()[:ENVELOPE_FIELDS], *fields]
     whole[1] = kind.NUMBER
     decode([msgpack.packb(whole)])
-    whole[9 + names.index(name)] = struct.pack("<q", -1) if hints[name] == Ints else -1
+    whole[ENVELOPE_FIELDS + names.index(name)] = (
+        struct.pack("<q", -1) if hints[name] == Ints else -1
+    )
     with pytest.raises(ProtocolError, match="negative"):
         decode([msgpack.packb(whole)])
 
@@ -455,17 +459,17 @@ def test_what_no_receiver_would_accept_is_not_sent() -> None:
 
 def test_lists_have_limits_of_their_own() -> None:
     spoilt = header(RoundWaits(1, 1, (), 0.0))
-    spoilt[11] = bytes(8 * MAX_INTEGERS)
+    spoilt[ENVELOPE_FIELDS + 2] = bytes(8 * MAX_INTEGERS)
     assert decode([msgpack.packb(spoilt)]).message == RoundWaits(1, 1, (0,) * MAX_INTEGERS, 0.0)
-    spoilt[11] = bytes(8 * MAX_INTEGERS + 8)
+    spoilt[ENVELOPE_FIELDS + 2] = bytes(8 * MAX_INTEGERS + 8)
     with pytest.raises(ProtocolError, match="integers"):
         decode([msgpack.packb(spoilt)])
     many = header(Waiting((), (), 0.0))
-    many[9] = [""] * (MAX_LISTED + 1)
+    many[ENVELOPE_FIELDS] = [""] * (MAX_LISTED + 1)
     with pytest.raises(ProtocolError, match="texts"):
         decode([msgpack.packb(many)])
     nodes = header(Roster(1, ()))
-    nodes[10] = [[]] * (MAX_LISTED + 1)
+    nodes[ENVELOPE_FIELDS + 1] = [[]] * (MAX_LISTED + 1)
     with pytest.raises(ProtocolError, match="too long"):
         decode([msgpack.packb(nodes)])
     job = header()

@@ -21,6 +21,7 @@ SAMPLES: dict[str, tuple[str, Any, Any]] = {
     "task_id": ("0", 0, 1),
     "node_host": ("alpha", "alpha", "beta"),
     "interface": ("eth0", "eth0", "192.168.20.0/24"),
+    "machine": ("rack 3", "rack 3", "rack 4"),
     "port": ("7000", 7000, 7001),
     "bind_all": ("1", True, False),
     "van_type": ("p3", "p3", "zmq"),
@@ -40,10 +41,15 @@ SAMPLES: dict[str, tuple[str, Any, Any]] = {
     "close_timeout_s": ("3", 3.0, 4.0),
     "resend_timeout_s": ("1500", 1.5, 0.25),
     "drop_percent": ("10", 10.0, 20.0),
+    "shm": ("0", False, True),
+    "shm_bytes": ("1048576", 1 << 20, 2 << 20),
     "chunk_bytes": ("4096", 4096, 8192),
     "credit_bytes": ("2097152", 2 << 20, 3 << 20),
     "round_window": ("0", 0, 1),
+    "placement": ("equal", "equal", "network"),
     "pool_threads": ("4", 4, 3),
+    "reduction_threads": ("3", 3, 2),
+    "native": ("0", False, True),
     "max_message_bytes": ("3000000", 3_000_000, 4_000_000),
 }
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
@@ -116,6 +122,9 @@ def test_without_a_mapping_the_environment_is_read(monkeypatch: pytest.MonkeyPat
         ({"chunk_bytes": 63}, "PS_CHUNK_BYTES"),
         ({"chunk_bytes": 4096, "credit_bytes": 4095}, "PS_CREDIT_BYTES"),
         ({"van_type": "ibverbs"}, "DMLC_PS_VAN_TYPE is 'ibverbs'"),
+        ({"machine": "x" * 513}, "PS_MACHINE must be printable"),
+        ({"machine": "two\nlines"}, "PS_MACHINE must be printable"),
+        ({"placement": "best"}, "KVSTORE_PLACEMENT is 'best'; it must be network or equal"),
         ({"security": "none"}, "PS_SECURITY is 'none'; it must be plain or curve"),
         (
             {"heartbeat_interval_s": 0.0, "heartbeat_timeout_s": 10.0},

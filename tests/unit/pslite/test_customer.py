@@ -50,6 +50,17 @@ def echo(incoming: Incoming) -> None:
     incoming.respond(incoming.body + b"!", incoming.frames)
 
 
+def test_the_frames_of_a_request_are_let_go_when_it_is_answered() -> None:
+    net = Net(9, 8)
+    seen: list[Incoming] = []
+    net.nodes[8].add(ECHO, seen.append)
+    net.ask(9, 8)
+    net.settle()
+    assert list(seen[0].frames) == [b"frame"]
+    seen[0].respond()
+    assert list(seen[0].frames) == []
+
+
 def test_every_asked_node_answers_with_body_and_frames() -> None:
     net = Net(9, 8, 10)
     for server in (8, 10):
@@ -120,7 +131,7 @@ def test_an_error_with_text_that_is_no_unicode_still_reaches_the_asker() -> None
     net.nodes[8].request_arrived(9, Request(ECHO, 0, 1, 1, b""), (), 0.0)
     net.commands.pop(0)()
     response = net.sent[-1][2]
-    decoded = decode([encode(Envelope("job", 1, 1, 1, 1, 0, (), response))]).message
+    decoded = decode([encode(Envelope("job", 1, 1, 1, 1, 0, (), (), response))]).message
     assert isinstance(decoded, Response)
     assert (decoded.kind, "weights-" in decoded.error) == ("OSError", True)
 

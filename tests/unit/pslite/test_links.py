@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pslite.errors import PSError
-from pslite.links import MAX_STRANGERS, Delivery, Links
+from pslite.links import MAX_STRANGERS, TELL_AFTER_S, TELL_BYTES, Delivery, Links
 from pslite.van.base import Buffer, Received, Van, VanEvent
 from pslite.wire.codec import VERSION, Envelope, decode, encode, pack_value
 from pslite.wire.messages import Accepted, Beat, Leave, Message, Refused, Request
@@ -126,7 +126,7 @@ def test_an_acceptance_frees_what_was_kept(pair: tuple[Node, Node]) -> None:
     alice.say(bob, REQUEST, LARGE)
     under_way = (alice.links.unaccepted_bytes("bob"), alice.links.owed_by())
     pass_on(alice, bob)
-    bob.links.flush(1, 0.0)
+    bob.links.flush(1, 0.0, at_once=True)
     pass_on(bob, alice)
     assert under_way == (10_000, ["bob"])
     assert (alice.links.unaccepted_bytes("bob"), alice.links.owed_by()) == (0, [])
@@ -140,16 +140,45 @@ def test_an_answer_carries_the_acceptance_so_none_is_sent_beside_it(
     alice.say(bob, REQUEST)
     pass_on(alice, bob)
     bob.say(alice, Leave())
-    bob.links.flush(1, 0.0)
+    bob.links.flush(1, 0.0, at_once=True)
     assert pass_on(bob, alice) == [Leave()]
     assert alice.links.everything_accepted()
+
+
+def test_an_acceptance_waits_a_moment_for_a_message_that_carries_it(
+    pair: tuple[Node, Node],
+) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST)
+    pass_on(alice, bob)
+    bob.links.flush(1, 10.0)
+    assert bob.transmissions() == []
+    assert bob.links.next_due() == 10.0 + TELL_AFTER_S
+    bob.links.flush(1, 10.0 + TELL_AFTER_S)
+    pass_on(bob, alice)
+    assert alice.links.everything_accepted()
+    assert bob.links.next_due() is None
+
+
+def test_an_acceptance_of_much_is_told_at_once(pair: tuple[Node, Node]) -> None:
+    """The sender's credits depend on it."""
+    alice, bob = pair
+    alice.say(bob, REQUEST, bytes(TELL_BYTES))
+    pass_on(alice, bob)
+    bob.links.flush(1, 10.0)
+    pass_on(bob, alice)
+    assert alice.links.unaccepted_bytes("bob") == 0
+    alice.say(bob, REQUEST)
+    pass_on(alice, bob)
+    bob.links.flush(1, 10.0)
+    assert bob.transmissions() == []
 
 
 def test_signs_of_life_are_not_numbered_and_not_accepted(pair: tuple[Node, Node]) -> None:
     alice, bob = pair
     alice.say(bob, Beat())
     delivered = pass_on(alice, bob)
-    bob.links.flush(1, 0.0)
+    bob.links.flush(1, 0.0, at_once=True)
     assert (delivered, bob.transmissions(), alice.links.next_due()) == ([Beat()], [], None)
 
 
@@ -173,6 +202,22 @@ def test_payloads_of_wider_elements_count_in_bytes(pair: tuple[Node, Node]) -> N
     alice, bob = pair
     alice.say(bob, REQUEST, np.zeros((100, 50), np.float32).data)
     assert alice.links.unaccepted_bytes("bob") == 100 * 50 * 4
+
+
+def test_bytes_are_counted_as_often_as_they_travel_headers_too(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST, LARGE)
+    alice.links.resend(9.0)
+    transmissions = alice.transmissions()
+    travelled = sum(len(frame) for frames in transmissions for frame in frames)
+    assert len(transmissions) == 2
+    assert travelled > 2 * len(LARGE)
+    assert alice.links.byte_counts() == {"bob": (travelled, 0)}
+    for frames in transmissions:
+        bob.hear(alice, frames)
+    assert bob.links.byte_counts() == {"alice": (0, travelled)}
+    bob.hear(alice, [b"nothing that alice says", LARGE])
+    assert bob.links.byte_counts() == {"alice": (0, travelled)}
 
 
 def test_everything_accepted_can_be_asked_of_some_peers(pair: tuple[Node, Node]) -> None:
@@ -205,7 +250,7 @@ def test_a_message_that_cannot_be_encoded_leaves_no_trace(pair: tuple[Node, Node
     pass_on(alice, bob)
     with pytest.raises(PSError):
         bob.say(alice, Request(7, 0, 1, 2, bytes(16 << 20)))
-    bob.links.flush(1, 0.0)
+    bob.links.flush(1, 0.0, at_once=True)
     acknowledged = bob.messages()
     bob.say(alice, REQUEST)
     assert (acknowledged, pass_on(bob, alice)) == ([Accepted()], [REQUEST])
@@ -228,11 +273,11 @@ def test_a_strangers_bytes_cost_a_counter_and_no_exception(
 
 def test_another_version_is_dropped_by_name(pair: tuple[Node, Node]) -> None:
     alice, bob = pair
-    header = bytearray(encode(Envelope("job", 0, 101, 0, 1, 0, (), Beat())))
+    header = bytearray(encode(Envelope("job", 0, 101, 0, 1, 0, (), (), Beat())))
     header[1] = VERSION + 1
     assert bob.hear(alice, [bytes(header)]) is None
     assert dict(bob.links.dropped) == {"no message of this protocol": 1}
-    assert bob.links.last_malformed == "protocol version 2; this node speaks 1"
+    assert bob.links.last_malformed == f"protocol version {VERSION + 1}; this node speaks {VERSION}"
 
 
 def test_a_message_of_another_job_is_refused_and_its_sender_told_why() -> None:
@@ -300,7 +345,7 @@ def test_a_node_that_was_declared_lost_is_neither_heard_nor_written_to(
     alice.links.resend(100.0)
     bob.hear(alice, frames)
     bob.say(alice, Leave())
-    alice.links.flush(1, 100.0)
+    alice.links.flush(1, 100.0, at_once=True)
     assert (alice.transmissions(), pass_on(bob, alice)) == ([], [])
     assert (alice.links.unaccepted_bytes("bob"), alice.links.everything_accepted()) == (0, True)
     assert dict(alice.links.dropped) == {"from a node that was declared lost": 1}
@@ -317,14 +362,14 @@ def test_to_a_node_that_said_goodbye_nothing_is_sent_again_but_it_may_still_repe
     alice.hear(bob, goodbye)
     alice.links.release("bob")
     alice.links.release("carol")
-    alice.links.flush(1, 0.0)
+    alice.links.flush(1, 0.0, at_once=True)
     lost_acceptance = alice.messages()
     alice.links.resend(100.0)
     alice.say(bob, REQUEST)
     assert (lost_acceptance, alice.transmissions()) == ([Accepted()], [])
     assert alice.links.everything_accepted()
     assert alice.hear(bob, goodbye) is None
-    alice.links.flush(1, 0.0)
+    alice.links.flush(1, 0.0, at_once=True)
     pass_on(alice, bob)
     assert bob.links.everything_accepted()
 
@@ -351,7 +396,7 @@ def test_conversations_with_strangers_are_kept_for_so_many_and_the_oldest_makes_
     assert {"friend", "alice"} < set(bob.links._peers)
     assert "stranger99" not in bob.links._peers
     assert "stranger100" in bob.links._peers
-    bob.links.flush(1, 0.0)
+    bob.links.flush(1, 0.0, at_once=True)
     assert len(bob.transmissions()) <= MAX_STRANGERS + 3
 
 
@@ -386,7 +431,7 @@ def test_what_is_objected_to_is_neither_delivered_nor_accepted_and_may_come_agai
     (frames,) = alice.transmissions()
     assert bob.hear(alice, frames) is None
     assert (dict(bob.links.dropped), bob.links._peers) == ({"too early": 1}, {})
-    bob.links.flush(1, 0.0)
+    bob.links.flush(1, 0.0, at_once=True)
     assert bob.transmissions() == []
     alice.links.resend(10.0)
     assert pass_on(alice, bob) == [REQUEST]

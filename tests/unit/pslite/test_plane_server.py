@@ -137,7 +137,10 @@ def test_parts_of_one_lane_are_applied_in_one_run_and_others_apart() -> None:
     for part, lane in ((1, 0), (2, 0), (3, 1)):
         plane.open_part(part, app.add(part, 1), [0], lane)
     found = runs(push_to(plane, 0, (1, 2, 3), 1, 1, 2, 3))
-    assert [(run.lane, [job.part for job in run.jobs]) for run in found] == [(0, [1, 2]), (1, [3])]
+    assert [(run.lane, [job.parts for job in run.jobs]) for run in found] == [
+        (0, [(1,), (2,)]),
+        (1, [(3,)]),
+    ]
 
 
 def test_of_a_fused_push_the_parts_that_are_complete_go_ahead() -> None:

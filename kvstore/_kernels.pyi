@@ -1,0 +1,24 @@
+"""The module that setup.py builds from native/kernels.c where there is a compiler.
+
+``kvstore/kernels.py`` is the one door to it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+INTERFACE: int
+INSTRUCTIONS: tuple[str, ...]
+
+def use(name: str, /) -> None: ...
+def run(
+    formula: tuple[int, float, float, float, float, float, float, float, float, float],
+    weight_kind: int,
+    kind: int,
+    weight: NDArray[Any],
+    states: Sequence[NDArray[Any]],
+    rows: Sequence[Sequence[NDArray[Any]]],
+    outs: Sequence[Sequence[NDArray[Any]]],
+    /,
+) -> bool: ...

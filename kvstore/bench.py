@@ -1,0 +1,249 @@
+"""``python -m kvstore.bench``: what exchanges cost on your machines, in 20 seconds.
+
+Run alone it starts jobs on this machine by the launcher (with and without shared memory, and with
+one server more) and says what it has found. Started by the launcher, as the workers' command of a
+job, it measures the cluster that it is in. Each time is the slowest worker's; between exchanges
+is a barrier, and SGD with momentum runs on the servers. Everything runs on the main thread.
+``estimate.py``, which is next, makes costs and advice of the times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore import nd, optimizer
+from kvstore.errors import ArgumentValueError
+from kvstore.estimate import (
+    LARGE_BYTES,
+    LIST_KEYS,
+    MIDDLE_BYTES,
+    MODELS,
+    SMALL_BYTES,
+    Alternative,
+    Costs,
+    Model,
+    costs_from,
+    costs_text,
+    estimate_text,
+    model_from_shapes,
+)
+from kvstore.kvstore import create
+from kvstore.launch.cli import main as launch
+from pslite import Config, Role
+
+MIN_ROUNDS, MAX_ROUNDS = 3, 100
+CASES = 8
+JOBS = 3
+START_S = 1.5
+"""What starting and ending a job takes, about."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and return the exit code.
+
+    ``arguments`` are the command line without the program's name (default: this process's).
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        model = _model(options)
+    except (ArgumentValueError, OSError) as error:
+        parser.error(str(error))
+    config, _ = Config.from_env()
+    if config.num_workers == 0 and config.role == Role.WORKER.value:
+        return _run_jobs(options, model, uses_shared_memory=config.shm)
+    found = measure(options.kv_store, options.seconds)
+    if found is None:
+        return 0
+    if options.report is not None:
+        Path(options.report).write_text(json.dumps(found), encoding="utf-8")
+    else:
+        _show(costs_from(found["setup"], found["times_ms"]), [], model)
+    return 0
+
+
+def measure(store_type: str, seconds: float) -> dict[str, Any] | None:
+    """Times of the cluster that this worker is in; all workers must call it.
+
+    Returns a description under ``setup`` and the milliseconds of each case under ``times_ms``
+    (``estimate.costs_from`` says which) on rank 0, None on the others.
+    """
+    store, agreement = create(store_type), create("dist_sync")
+    agreement.init("ms", np.zeros(store.num_workers))
+    if store.rank == 0:
+        store.set_optimizer(optimizer.create("sgd", learning_rate=1e-3, momentum=0.9))
+    times_ms = {
+        name: _time(exchange, store, agreement, 1e3 * seconds / CASES)
+        for name, exchange in _cases(store).items()
+    }
+    node = store.node
+    servers = [info for info in node.neighbours() if info.role == Role.SERVER.value]
+    shared = sum(node.shares_with(info.node_id) for info in servers)
+    way = "shared memory" if shared == len(servers) else "TCP" if shared == 0 else "both ways"
+    setup = f"{_count(store.num_workers, 'worker')}, {_count(len(servers), 'server')}, {way}"
+    rank = store.rank
+    store.barrier()
+    agreement.close()
+    store.close()
+    return {"setup": setup, "times_ms": times_ms} if rank == 0 else None
+
+
+def _cases(store: Any) -> dict[str, Callable[[], object]]:
+    """What is timed, by the names that ``estimate.costs_from`` knows."""
+    small = [f"small{index:03d}" for index in range(LIST_KEYS)]
+    sizes = {**dict.fromkeys(small, SMALL_BYTES), "middle": MIDDLE_BYTES, "large": LARGE_BYTES}
+    values = {key: np.ones(nbytes // 4, np.float32) for key, nbytes in sizes.items()}
+    store.init(list(values), list(values.values()))
+    lazy = [nd.zeros(1) for _ in small]
+
+    def of(keys: list[str], make: Callable[[str], Any]) -> Callable[[], object]:
+        gradients, weights = ([make(key) for key in keys] for _ in range(2))
+        for gradient in gradients:
+            gradient[...] = 1
+        return lambda: store.pushpull(keys, gradients, out=weights)
+
+    def plain(key: str) -> Any:
+        return np.ones_like(values[key])
+
+    def empty(key: str) -> Any:
+        return store.empty(values[key].shape)
+
+    def loop() -> None:
+        for index, key in enumerate(small):
+            store.push(key, values[key], priority=-index)
+            store.pull(key, out=lazy[index], priority=-index)
+        nd.waitall()
+
+    return {
+        "barrier": store.barrier,
+        "small": of(small[:1], plain),
+        "list": of(small, plain),
+        "loop": loop,
+        "middle": of(["middle"], plain),
+        "large": of(["large"], plain),
+        "empty_middle": of(["middle"], empty),
+        "empty_large": of(["large"], empty),
+    }
+
+
+def _time(exchange: Callable[[], object], store: Any, agreement: Any, budget_ms: float) -> float:
+    """The slowest worker's median of as many rounds as the budget allows, after two."""
+    _once_ms(exchange, store)
+    first_ms = _slowest(agreement, _once_ms(exchange, store))
+    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_ms / max(first_ms, 1e-3))))
+    times = [_once_ms(exchange, store) for _ in range(rounds)]
+    return _slowest(agreement, statistics.median(times))
+
+
+def _once_ms(exchange: Callable[[], object], store: Any) -> float:
+    store.barrier()
+    begin = time.perf_counter()
+    exchange()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def _slowest(agreement: Any, milliseconds: float) -> float:
+    """The greatest of all workers' numbers, the same on each of them."""
+    mine = np.zeros(agreement.num_workers)
+    mine[agreement.rank] = milliseconds
+    agreement.pushpull("ms", mine)
+    return float(mine.max())
+
+
+# -- alone on this machine ---------------------------------------------------------------
+
+
+def _run_jobs(options: argparse.Namespace, model: Model | None, *, uses_shared_memory: bool) -> int:
+    """Start jobs with different settings, one after the other, and compare them."""
+    workers, servers = options.num_workers, options.num_servers
+    other = "0" if uses_shared_memory else "1"
+    jobs: list[tuple[str, int, Mapping[str, str]]] = [
+        ("", servers, {}),
+        (f"set PS_SHM={other}", servers, {"PS_SHM": other}),
+        (f"use {_count(servers + 1, 'server')} (-s {servers + 1})", servers + 1, {}),
+    ]
+    seconds = max(0.1, options.seconds / JOBS - START_S)
+    found: list[Alternative] = []
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory:
+        for index, (advice, count, variables) in enumerate(jobs):
+            report = Path(directory, f"{index}.json")
+            command = ["-n", str(workers), "-s", str(count), "--launcher", "local"]
+            for name, value in variables.items():
+                command += ["--env", f"{name}={value}"]
+            command += ["--", sys.executable, "-m", "kvstore.bench", "--report", str(report)]
+            command += ["--kv-store", options.kv_store, "--seconds", str(seconds)]
+            code = launch(command)
+            if code != 0:
+                return code
+            text = json.loads(report.read_text(encoding="utf-8"))
+            found.append(Alternative(advice, costs_from(text["setup"], text["times_ms"])))
+    _show(found[0].costs, found[1:], model)
+    return 0
+
+
+def _show(costs: Costs, alternatives: Sequence[Alternative], model: Model | None) -> None:
+    for each in (costs, *(other.costs for other in alternatives)):
+        print(costs_text(each))
+    for one in [model] if model is not None else [MODELS["resnet50"], MODELS["resnet110"]]:
+        print(f"\n{estimate_text(one, costs, alternatives)}")
+    sys.stdout.flush()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+# -- the command line --------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvstore.bench",
+        description="Measure what push and pull cost: alone, in jobs on this machine; as the "
+        "command of kvstore-launch, in that job. Then estimate a training step of a model.",
+    )
+    add = parser.add_argument
+    add("-n", "--num-workers", type=int, default=2, metavar="N", help="alone: workers (2)")
+    add("-s", "--num-servers", type=int, default=1, metavar="N", help="alone: servers (1)")
+    add("--kv-store", choices=("dist_sync", "dist_async"), default="dist_sync")
+    add("--model", choices=sorted(MODELS), help="estimate a step of this model")
+    add("--shapes", metavar="FILE", help="estimate for these tensors: one shape a line")
+    add("--parameters", type=int, metavar="N", help="estimate for so many numbers ...")
+    add("--tensors", type=int, metavar="N", help="... in so many tensors")
+    add("--seconds", type=float, default=20.0, help="about how long to measure (20)")
+    add("--report", help=argparse.SUPPRESS)
+    return parser
+
+
+def _model(options: argparse.Namespace) -> Model | None:
+    """The model that was asked for; None for none. Raises ArgumentValueError."""
+    counts = (options.parameters, options.tensors)
+    asked = [options.model is not None, options.shapes is not None, counts != (None, None)]
+    if sum(asked) > 1:
+        raise ArgumentValueError(
+            "give one of --model, --shapes, and --parameters with --tensors, not several"
+        )
+    if options.model is not None:
+        return MODELS[options.model]
+    if options.shapes is not None:
+        text = Path(options.shapes).read_text(encoding="utf-8")
+        return model_from_shapes(text, options.shapes)
+    if counts == (None, None):
+        return None
+    if None in counts or min(counts) < 1:
+        raise ArgumentValueError("--parameters and --tensors belong together, each at least 1")
+    return Model("your model", *counts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

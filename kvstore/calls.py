@@ -1,0 +1,99 @@
+"""The arrays of one call of a distributed store: checked, then seen as bytes to send or fill.
+
+Training loops pass plain NumPy arrays, or NDArrays that wrap such, of their keys' very shapes
+and dtypes. These are recognised at a glance and their memory is used as it is, in a few passes
+over the whole list. Every other call goes through the checks of ``keys.py`` and the adapters
+of ``arrays/``, key by key, to the same result. Arrays are looked at anew in each call, and
+nothing here keeps them. Runs on the caller's thread and may wait for lazy arrays. Read next:
+``dist.py``, which uses it, and ``operation.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.arrays import Array
+from kvstore.keys import Key, KeyList, KeySpec, KeyTable
+from kvstore.laziness import lazy_arrays, unwrapped, wait_to_read, wait_to_write, wrapped
+from kvstore.operation import Landing
+from kvstore.plan import Bytes, flat_bytes, flat_bytes_of
+
+Sum = Callable[[Sequence[Array], KeySpec], np.ndarray[Any, Any]]
+"""Adds the arrays of one key up, on the host; may share the memory of a single one."""
+
+_NO_GROUPS: Mapping[Key, Sequence[Array]] = {}
+
+
+class Checked(NamedTuple):
+    """The arrays of one call, which fit their keys: ``plain`` ones, or ``groups`` of any."""
+
+    keys: KeyList
+    groups: Mapping[Key, Sequence[Array]]
+    """The arrays of each key, in the order of ``keys``; empty for plain ones."""
+    plain: Sequence[np.ndarray[Any, Any]] | None
+    """One C-contiguous array of the key's shape and dtype for each key."""
+    lazy: Sequence[Array] | None
+    """All arrays, if each of them is an NDArray; ``plain`` has what they wrap."""
+
+    def memory_to_send(self, add_up: Sum) -> list[Bytes]:
+        """Each key's value, flat; it may be the memory of the caller's own arrays.
+
+        Waits until lazy arrays have the values that they wait for.
+        """
+        if self.plain is None:
+            pairs = zip(self.groups.values(), self.keys.specs, strict=True)
+            return [flat_bytes(add_up(arrays, spec)) for arrays, spec in pairs]
+        if self.lazy is not None:
+            wait_to_read(self.lazy)
+        return flat_bytes_of(self.plain)
+
+    def landing(self) -> Landing:
+        """Where values arrive that fill these arrays.
+
+        Waits for earlier calls that still work in lazy arrays.
+        """
+        if self.plain is None:
+            arrays = [unwrapped(outs) for outs in self.groups.values()]
+            return Landing.of(arrays, self.keys.specs)
+        if self.lazy is not None:
+            wait_to_write(self.lazy)
+        return Landing(flat_bytes_of(self.plain))
+
+
+def values_to_push(table: KeyTable, key: object, value: object) -> Checked:
+    """What a call pushes. Raises what ``KeyTable.check_push`` does."""
+    found = _usual_values(table, key, value, are_written=False)
+    return found or _grouped(table, table.check_push(key, value))
+
+
+def values_to_fill(table: KeyTable, key: object, out: object) -> Checked:
+    """What a call fills. Raises what ``KeyTable.check_out`` does."""
+    found = _usual_values(table, key, out, are_written=True)
+    return found or _grouped(table, table.check_out(key, out))
+
+
+def _usual_values(
+    table: KeyTable, key: object, values: Any, *, are_written: bool
+) -> Checked | None:
+    """The values of a call that needs no further check; else None, be it right or wrong."""
+    keys = table.usual(key)
+    if keys is None:
+        return None
+    if type(key) not in (list, tuple):
+        values = [values]
+    elif type(values) not in (list, tuple):
+        return None
+    lazy = None
+    inside = wrapped(values)
+    if inside is not None:
+        lazy, values = values, inside
+    if not keys.fit(values, are_written=are_written):
+        return None
+    return Checked(keys, _NO_GROUPS, values, lazy)
+
+
+def _grouped(table: KeyTable, groups: Mapping[Key, Sequence[Array]]) -> Checked:
+    return Checked(table.listed(tuple(groups)), groups, None, lazy_arrays(groups))

@@ -1,0 +1,121 @@
+"""The sums that a worker of ``dist_device_sync`` sends: added on a GPU, brought to the host.
+
+All keys of a call are added in a few launches and leave the GPU in blocks while later ones are
+added, right to the memory that is sent, if that can be page-locked. Nothing here sends or keeps
+anything. Any thread may call. Read next: ``arrays/cuda.py``, then ``exchange.py``, which calls.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for, adapter_on
+from kvstore.arrays.cuda import lock_pages, sum_to_host
+from kvstore.arrays.cuda_kernels import Kernel
+from kvstore.arrays.cuda_streams import near
+from kvstore.context import Context
+from kvstore.fused import kernel_for
+from kvstore.keys import KeySpec
+from kvstore.plan import Bytes, flat_bytes
+
+
+class Sums(NamedTuple):
+    """One value for each key of a call, flat, on the host."""
+
+    memories: list[Bytes]
+    are_ours: bool
+    """Whether none of them is a caller's own array: then they need not be copied to be sent."""
+
+
+def sums_of(
+    rows: Sequence[Sequence[Array]],
+    specs: Sequence[KeySpec],
+    buffer: Callable[[int], Bytes],
+    is_pinned: Callable[[Bytes], bool],
+) -> Sums:
+    """Each key's values, added up on the device of the first of them.
+
+    ``rows`` has for each key its arrays, of any libraries on any devices, in shape and dtype
+    of its spec; they are only read, before the call returns. Keys that can be fused lie, by
+    GPU, dtype and number of values, one after the other in memory of ``buffer``, of which
+    ``is_pinned`` says whether it is page-locked. A single value on the host is not copied.
+    """
+    found: dict[int, Bytes] = {}
+    for (home, kernel), indices in _fused(rows, specs).items():
+        sizes = [specs[index].nbytes for index in indices]
+        out = buffer(sum(sizes))
+        copies = [[near(array, home) for array in rows[index]] for index in indices]
+        sum_to_host(home.device_id, kernel, copies, out, is_pinned=is_pinned(out))
+        found.update(zip(indices, split(out, sizes), strict=True))
+    for index, (row, spec) in enumerate(zip(rows, specs, strict=True)):
+        if index not in found:
+            found[index] = flat_bytes(_sum(row, spec))
+    are_ours = all(len(row) > 1 or _home(row).device_type == "gpu" for row in rows)
+    return Sums([found[index] for index in range(len(rows))], are_ours)
+
+
+class PinnedMemory:
+    """Page-locks the memory that buffers are taken from, each stretch of it once.
+
+    ``whole_of`` says of a buffer in which stretch it lies: (address, bytes, owner), where the
+    owner keeps it mapped; None if that is not known. ``lock`` locks such a stretch until its
+    owner goes away, or says that it cannot. Any thread may call.
+    """
+
+    def __init__(
+        self,
+        whole_of: Callable[[Bytes], tuple[int, int, object] | None],
+        lock: Callable[[int, int, object], bool] = lock_pages,
+    ) -> None:
+        self._whole_of = whole_of
+        self._lock = lock
+        # Guards what is known: no stretch is locked twice.
+        self._guard = threading.Lock()
+        self._is_locked: weakref.WeakKeyDictionary[object, bool] = weakref.WeakKeyDictionary()
+
+    def holds(self, buffer: Bytes) -> bool:
+        """Whether a buffer is page-locked, after its stretch was locked if that is possible."""
+        whole = self._whole_of(buffer)
+        if whole is None:
+            return False
+        owner = whole[2]
+        with self._guard:
+            if owner not in self._is_locked:
+                self._is_locked[owner] = self._lock(*whole)
+            return self._is_locked[owner]
+
+
+def _fused(
+    rows: Sequence[Sequence[Array]], specs: Sequence[KeySpec]
+) -> dict[tuple[Context, Kernel], list[int]]:
+    """The keys that a GPU can add together, by their positions."""
+    groups: dict[tuple[Context, Kernel], list[int]] = {}
+    for index, (row, spec) in enumerate(zip(rows, specs, strict=True)):
+        home = _home(row)
+        kernel = kernel_for(spec.dtype, len(row), None)
+        if home.device_type == "gpu" and kernel is not None:
+            groups.setdefault((home, kernel), []).append(index)
+    return groups
+
+
+def split(memory: Bytes, sizes: Sequence[int]) -> list[Bytes]:
+    """Neighbouring parts of a memory, of these sizes."""
+    stops = np.cumsum(sizes)
+    return [memory[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+
+
+def _home(row: Sequence[Array]) -> Context:
+    return adapter_for(row[0]).context(row[0])
+
+
+def _sum(row: Sequence[Array], spec: KeySpec) -> np.ndarray[Any, Any]:
+    if len(row) == 1:
+        return adapter_for(row[0]).to_host(row[0])
+    device = _home(row)
+    adapter = adapter_on(device)
+    return adapter.to_host(adapter.sum_in_order(row, device, spec.dtype))

@@ -1,0 +1,196 @@
+"""Where a node's buffers come from. Any thread may ask; nothing here waits.
+
+A buffer is a flat array of bytes that is free again when nothing refers to it: no array, no
+view, no message under way. So nobody gives buffers back, and none is reused too early. Memory
+once touched stays for the next buffer, since fresh memory costs page faults. Next:
+``sharing.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pslite.memory.freelist import FreeList
+from pslite.memory.segment import HEADER_BYTES, Segment, private_segment, shared_segment
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_ALIGNMENT = 64
+"""A cache line; the widest registers of a processor want no more."""
+_FIRST_BYTES = 1 << 20
+_LARGEST_BYTES = 256 << 20
+"""Segments double up to this size; a larger buffer gets one of its own."""
+
+
+class _Block:
+    """The owner of a buffer's memory, which NumPy keeps as the ``base`` of the array."""
+
+    __slots__ = ("__array_interface__", "_freed", "_range", "_segment")
+
+    def __init__(self, segment: _Stretch, start: int, nbytes: int, size: int) -> None:
+        self._freed = segment.freed
+        self._range = (start, size)
+        self._segment = segment.segment  # keeps the memory mapped
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "data": (segment.base + start, False),
+        }
+
+    def __del__(self) -> None:
+        # Runs anywhere, also inside of an allocation: no lock, and nothing that could fail.
+        self._freed.append(self._range)
+
+
+class _Stretch:
+    """A segment with its free ranges."""
+
+    def __init__(self, number: int, segment: Segment) -> None:
+        self.number = number
+        self.segment = segment
+        self.base = segment.address + HEADER_BYTES
+        self.free = FreeList(segment.nbytes - HEADER_BYTES)
+        self.freed: deque[tuple[int, int]] = deque()
+
+    def take(self, nbytes: int, size: int) -> Bytes | None:
+        while self.freed:
+            self.free.give_back(*self.freed.popleft())
+        start = self.free.take(size)
+        return None if start is None else np.asarray(_Block(self, start, nbytes, size))
+
+
+def _number(stretch: _Stretch) -> int:
+    return stretch.number
+
+
+class Heap:
+    """The buffers of one node.
+
+    Args:
+        shared: whether peers may map the memory.
+        limit_bytes: so much shared memory at most; what is needed beyond is private. 0: no limit.
+        announce: called, on any thread, when there is a new segment to share.
+        warn: called once with a sentence when memory cannot be shared.
+    """
+
+    def __init__(
+        self,
+        *,
+        shared: bool,
+        limit_bytes: int = 0,
+        announce: Callable[[], None] = lambda: None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._shared = shared
+        self._limit_bytes = limit_bytes
+        self._announce = announce
+        self._warn = warn
+        # Guards the free lists and the growth.
+        self._lock = threading.Lock()
+        self._stretches: list[_Stretch] = []
+        #: (addresses, segments by address), replaced as a whole: ``find`` takes no lock.
+        self._by_address: tuple[list[int], list[_Stretch]] = ([], [])
+
+    def buffer(self, nbytes: int) -> Bytes:
+        """Uninitialised memory of ``nbytes``, aligned to a cache line; free when unreferenced."""
+        size = max(-(-nbytes // _ALIGNMENT), 1) * _ALIGNMENT
+        grown = False
+        with self._lock:
+            found = self._take(nbytes, size)
+            if found is None:
+                stretch = self._grow(size)
+                grown = stretch.segment.ticket is not None
+                found = stretch.take(nbytes, size)
+        if grown:
+            self._announce()
+        assert found is not None
+        return found
+
+    def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """(segment's number, offset in it) of memory that peers can map; None for other memory."""
+        addresses, stretches = self._by_address
+        index = bisect_right(addresses, address) - 1
+        if index < 0:
+            return None
+        stretch = stretches[index]
+        offset = address - addresses[index]
+        if offset + nbytes > stretch.segment.nbytes:
+            return None
+        return stretch.number, offset
+
+    def segments(self) -> list[tuple[int, Segment]]:
+        """What peers may map: (number, segment)."""
+        _, stretches = self._by_address
+        return [(stretch.number, stretch.segment) for stretch in sorted(stretches, key=_number)]
+
+    def close(self) -> None:
+        """The node has ended: each segment is freed with the last buffer in it."""
+        with self._lock:
+            self._shared = False
+            self._stretches = []
+            self._by_address = ([], [])
+
+    @property
+    def nbytes(self) -> int:
+        """All memory that was taken from the system."""
+        with self._lock:
+            return sum(stretch.segment.nbytes for stretch in self._stretches)
+
+    @property
+    def used_bytes(self) -> int:
+        """What buffers occupy now."""
+        with self._lock:
+            return sum(
+                stretch.segment.nbytes
+                - HEADER_BYTES
+                - stretch.free.free_bytes
+                - sum(size for _, size in list(stretch.freed))
+                for stretch in self._stretches
+            )
+
+    # -- inside, with the lock ---------------------------------------------------------
+
+    def _take(self, nbytes: int, size: int) -> Bytes | None:
+        for stretch in self._stretches:
+            found = stretch.take(nbytes, size)
+            if found is not None:
+                return found
+        return None
+
+    def _grow(self, size: int) -> _Stretch:
+        total = sum(stretch.segment.nbytes for stretch in self._stretches)
+        wanted = max(min(max(total, _FIRST_BYTES), _LARGEST_BYTES), size + HEADER_BYTES)
+        stretch = _Stretch(len(self._stretches) + 1, self._new_segment(wanted, size))
+        self._stretches.append(stretch)
+        if stretch.segment.ticket is not None:
+            shared = [each for each in self._stretches if each.segment.ticket is not None]
+            shared.sort(key=lambda each: each.segment.address)
+            self._by_address = ([each.segment.address for each in shared], shared)
+        return stretch
+
+    def _new_segment(self, wanted: int, size: int) -> Segment:
+        """Shared memory if there may be more of it, else memory of this process."""
+        if not self._shared:
+            return private_segment(wanted)
+        if self._limit_bytes:
+            left = self._limit_bytes - sum(
+                stretch.segment.nbytes
+                for stretch in self._stretches
+                if stretch.segment.ticket is not None
+            )
+            if size + HEADER_BYTES > left:
+                return private_segment(wanted)
+            wanted = min(wanted, left)
+        try:
+            return shared_segment(wanted)
+        except OSError as error:
+            self._shared = False
+            self._warn(f"no shared memory ({error}): values travel by TCP")
+            return private_segment(wanted)

@@ -1,0 +1,110 @@
+"""Memory that other processes of this machine can map. Shell code: it asks the operating system.
+
+A segment is a memfd (memfd_create(2)): it has no name in any file system, so nothing is left
+behind however a process ends, and no limit of /dev/shm applies. It is sealed against shrinking,
+so that a reader never meets memory that is gone (SIGBUS), and its pages are reserved when it
+is made. A peer opens it through the owner's process, ``/proc/<pid>/fd/<fd>``, which the kernel
+allows to processes of the same user that see the same process ids, and finds the segment's
+nonce in it: that proves that both speak of the same memory. It maps it for reading only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import mmap
+import os
+import secrets
+import stat
+from typing import NamedTuple
+
+import numpy as np
+
+PAGE_BYTES = 4096
+HEADER_BYTES = PAGE_BYTES
+"""The nonce lies at the beginning; buffers follow from here on."""
+NONCE_BYTES = 32
+_NAME = "pslite"
+# From fcntl.h; Python has these names on Linux only.
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
+
+
+class Ticket(NamedTuple):
+    """What a peer needs to map a segment; the process id is the roster's."""
+
+    fd: int
+    nbytes: int
+    nonce: bytes
+
+
+class Segment:
+    """A stretch of this process's memory. Closed when nothing refers to it any more."""
+
+    def __init__(self, memory: mmap.mmap, ticket: Ticket | None) -> None:
+        self.memory = memory
+        self.ticket = ticket
+        """None for memory that is this process's alone."""
+        view = np.frombuffer(memory, np.uint8)
+        self.address: int = view.__array_interface__["data"][0]
+        self.nbytes = len(view)
+
+    def __del__(self) -> None:
+        if self.ticket is not None:
+            os.close(self.ticket.fd)
+
+
+def private_segment(nbytes: int) -> Segment:
+    """Memory of this process alone, of whole pages; a forked child has a copy of its own."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return Segment(mmap.mmap(-1, _whole_pages(nbytes), flags=flags), None)
+
+
+def shared_segment(nbytes: int) -> Segment:
+    """Memory that peers can map, reserved.
+
+    Raises:
+        OSError: there is not so much memory, or this system has no memfd.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memfd_create")
+    nbytes = _whole_pages(nbytes)
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, stat.S_IRUSR)
+        os.posix_fallocate(fd, 0, nbytes)
+        memory = mmap.mmap(fd, nbytes)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    memory[:NONCE_BYTES] = nonce
+    return Segment(memory, Ticket(fd, nbytes, nonce))
+
+
+def map_segment(pid: int, ticket: Ticket) -> memoryview:
+    """A peer's segment, read only; unmapped when nothing refers to it any more.
+
+    Raises:
+        OSError: it cannot be opened or is not what the ticket says; the text is for a log.
+    """
+    path = f"/proc/{pid}/fd/{ticket.fd}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise OSError(f"{path} is no segment")
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        is_whole = stat.S_ISREG(found.st_mode) and found.st_size == ticket.nbytes
+        if not is_whole or not fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK:
+            raise OSError(f"{path} is of another size than it should be, or may shrink")
+        if not hmac.compare_digest(os.pread(fd, NONCE_BYTES, 0), ticket.nonce):
+            raise OSError(f"{path} is another segment: its nonce differs")
+        memory = mmap.mmap(fd, ticket.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    return memoryview(memory)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,152 @@
+"""What a node and its peers can read of each other's memory. On the I/O thread.
+
+Each segment of the heap is offered to the peers on the same machine (``SegmentOffer``). A peer
+that could map it says so (``SegmentTaken``), and from then on frames that lie in it travel to
+that peer as descriptors. To all others they travel as bytes, and to this one, too, if it does
+not answer soon. Who maps a segment keeps it as long as the peer is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pslite.errors import ProtocolError
+from pslite.memory.heap import Heap
+from pslite.memory.segment import Ticket, map_segment
+from pslite.wire.messages import Ints, SegmentOffer, SegmentTaken
+
+MIN_SHARED_BYTES = 1024
+"""Smaller frames are copied faster than they are described."""
+MAX_SEGMENTS = 4096
+"""So many segments of one peer are mapped at most."""
+PATIENCE_S = 0.5
+"""So long values wait for a peer that is asked to map memory, which takes a millisecond."""
+_FIELDS = 4
+
+Frames = Sequence[Any]
+
+
+class Sharing:
+    """The descriptors of one node: its own, and those of its peers."""
+
+    def __init__(self, heap: Heap) -> None:
+        self._heap = heap
+        #: Peer -> the numbers of this node's segments that it has mapped.
+        self._taken: dict[str, set[int]] = {}
+        #: Peer -> the number of its segment -> the memory.
+        self._windows: dict[str, dict[int, memoryview]] = {}
+        self._offered: dict[str, int] = {}
+        #: Peer -> this node's segments that it has not answered for -> until when to wait for it.
+        self._awaited: dict[str, dict[int, float]] = {}
+
+    # -- agreeing ----------------------------------------------------------------------
+
+    def offers(self, peer: str, now: float) -> Iterator[SegmentOffer]:
+        """What ``peer``, which is on the same machine, has not been offered yet."""
+        for number, segment in self._heap.segments():
+            if number > self._offered.get(peer, 0) and segment.ticket is not None:
+                self._offered[peer] = number
+                self._awaited.setdefault(peer, {})[number] = now + PATIENCE_S
+                yield SegmentOffer(number, *segment.ticket)
+
+    def awaits(self, peer: str, now: float) -> bool:
+        """Whether ``peer`` is about to answer an offer: what is sent now would go as bytes."""
+        awaited = self._awaited.get(peer)
+        return awaited is not None and max(awaited.values()) > now
+
+    def next_due(self, now: float) -> float | None:
+        """When ``awaits`` changes by itself."""
+        times = [until for each in self._awaited.values() for until in each.values() if until > now]
+        return min(times, default=None)
+
+    def map(self, peer: str, pid: int, offer: SegmentOffer) -> SegmentTaken:
+        """Map what ``peer``, whose process id the roster has, offers; the answer to it."""
+        windows = self._windows.setdefault(peer, {})
+        if len(windows) >= MAX_SEGMENTS:
+            return SegmentTaken(offer.segment, False, f"{MAX_SEGMENTS} segments are mapped")
+        try:
+            ticket = Ticket(offer.fd, offer.nbytes, offer.nonce)
+            windows[offer.segment] = map_segment(pid, ticket)
+        except (OSError, ValueError) as error:
+            return SegmentTaken(offer.segment, False, f"{type(error).__name__}: {error}")
+        return SegmentTaken(offer.segment, True, "")
+
+    def taken(self, peer: str, answer: SegmentTaken) -> None:
+        """``peer`` can read a segment of this node, or cannot."""
+        awaited = self._awaited.get(peer, {})
+        awaited.pop(answer.segment, None)
+        if not awaited:
+            self._awaited.pop(peer, None)
+        if answer.taken:
+            self._taken.setdefault(peer, set()).add(answer.segment)
+
+    def reaches(self, peer: str) -> bool:
+        """Whether ``peer`` reads memory of this node. From any thread."""
+        return peer in self._taken
+
+    def forget(self, peer: str) -> None:
+        """The peer is gone. What still refers to its memory keeps it mapped."""
+        self._taken.pop(peer, None)
+        self._windows.pop(peer, None)
+        self._offered.pop(peer, None)
+        self._awaited.pop(peer, None)
+
+    def close(self) -> None:
+        """The node has ended."""
+        for peer in {*self._taken, *self._windows}:
+            self.forget(peer)
+        self._heap.close()
+
+    # -- frames ------------------------------------------------------------------------
+
+    def describe(self, peer: str, frames: Frames) -> tuple[Frames, Ints]:
+        """(the frames that travel as bytes, the descriptors of the others).
+
+        A descriptor is four numbers: which frame of the message, segment, offset, bytes.
+        """
+        taken = self._taken.get(peer)
+        if taken is None:
+            return frames, ()
+        rest: list[Any] = []
+        shared: list[int] = []
+        for index, frame in enumerate(frames):
+            place = self.place_of(frame)
+            if place is None or place[0] not in taken:
+                rest.append(frame)
+            else:
+                shared += (index, *place, frame.nbytes)
+        return rest, tuple(shared)
+
+    def place_of(self, frame: Any) -> tuple[int, int] | None:
+        """(segment, offset) of a frame that lies in memory that peers can map. Any thread."""
+        if type(frame) is not memoryview or frame.nbytes < MIN_SHARED_BYTES:
+            return None
+        if not frame.c_contiguous:
+            return None  # the van refuses it with a sentence
+        address = np.frombuffer(frame, np.uint8).__array_interface__["data"][0]
+        return self._heap.find(address, frame.nbytes)
+
+    def resolve(self, peer: str, shared: Ints, frames: Frames) -> Frames:
+        """All frames of a message, in order.
+
+        Raises:
+            ProtocolError: the descriptors do not fit the frames, or memory that is mapped here.
+        """
+        windows = self._windows.get(peer, {})
+        if len(shared) % _FIELDS:
+            raise ProtocolError("a descriptor has four numbers")
+        resolved = list(frames)
+        last = -1
+        for at in range(0, len(shared), _FIELDS):
+            index, segment, offset, nbytes = shared[at : at + _FIELDS]
+            window = windows.get(segment)
+            if window is None or offset < 0 or nbytes < 0 or offset + nbytes > len(window):
+                raise ProtocolError("a descriptor is of memory that is not mapped here")
+            if not last < index <= len(resolved):
+                raise ProtocolError("descriptors are out of order")
+            resolved.insert(index, window[offset : offset + nbytes])
+            last = index
+        return resolved

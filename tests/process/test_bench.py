@@ -1,0 +1,69 @@
+"""``python -m kvstore.bench`` as a user runs it, and the processes of benchmarks/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job import MARK, ROOT, MakeJob, clean_environment, needs_proc
+
+from benchmarks.compare.jobs import JobFailed, Process, run_processes, run_task
+from benchmarks.compare.loop import Task
+from benchmarks.compare.scripts import MODULE, launched
+
+pytestmark = [pytest.mark.process, needs_proc]
+
+
+def run(make_job: MakeJob, *command: str) -> str:
+    """Run a Python command to its good end; returns what it has printed."""
+    job = make_job()
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**clean_environment(), MARK: job.mark, "TMPDIR": str(job.directory)},
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_alone_it_starts_jobs_and_compares_them(make_job: MakeJob) -> None:
+    options = ["-n", "1", "--seconds", "0.3", "--parameters", "1000000", "--tensors", "10"]
+    text = run(make_job, "-m", "kvstore.bench", *options)
+    for setup in "1 worker, 1 server, TCP", "1 worker, 2 servers, ":
+        assert f"{setup}" in text
+    assert text.count("each megabyte") == 3
+    assert "your model (10 tensors, 4.0 MB), one step, estimated:" in text
+
+
+def test_under_the_launcher_it_measures_the_job_it_is_in(make_job: MakeJob) -> None:
+    launcher = [str(ROOT / "tools" / "launch.py"), "-n", "2", "-s", "1", "--launcher", "local"]
+    bench = [sys.executable, "-m", "kvstore.bench", "--seconds", "0.2", "--model", "lenet"]
+    text = run(make_job, *launcher, "--env", "PS_SHM=0", *bench)
+    assert text.count("2 workers, 1 server, TCP, push and pull:") == 1  # one of both prints
+    assert "lenet (8 tensors, 1.7 MB)" in text
+
+
+def test_a_run_of_the_comparison_reports_times_and_right_weights() -> None:
+    task = Task("lenet", workers=1, warmup=1, rounds=2)
+    reports = run_task(task, lambda task: launched(MODULE, task, {}))
+    assert [len(report["times_ms"]) for report in reports] == [2]
+    assert reports[0]["check"] == {"exact": True, "difference": 0.0}
+
+
+def test_a_failing_process_ends_the_others_and_its_last_lines_are_told(tmp_path: Path) -> None:
+    fails = (sys.executable, "-c", "raise SystemExit('no such device')")
+    stays = (sys.executable, "-c", "import time; time.sleep(60)")
+    with pytest.raises(JobFailed, match=r"exit code 1:\n.*no such device"):
+        run_processes([Process(stays), Process(fails)], tmp_path, timeout_s=30)
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    stays = (sys.executable, "-c", "import time; time.sleep(60)")
+    with pytest.raises(JobFailed, match=r"not over after 0\.2 s"):
+        run_processes([Process(stays)], tmp_path, timeout_s=0.2)

@@ -1,0 +1,272 @@
+"""Arguments of calls: usual ones are recognised at a glance, with the checks' results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvstore as mx
+from kvstore import calls
+from kvstore.arrays import adapter_for, adapter_on
+from kvstore.calls import Checked, values_to_fill, values_to_push
+from kvstore.context import Context
+from kvstore.errors import UnknownKeyError
+from kvstore.keys import ByKeys, KeyList, KeySpec, KeyTable
+from kvstore.plan import flat_bytes, flat_bytes_of
+from pslite import Future
+from pslite.errors import PSError
+
+SPECS = {
+    "matrix": KeySpec((2, 3), np.dtype(np.float32)),
+    "vector": KeySpec((3,), np.dtype(np.float64)),
+    "scalar": KeySpec((), np.dtype(np.int64)),
+    "empty": KeySpec((0, 2), np.dtype(np.float32)),
+}
+NUMBERS = {1: KeySpec((2,), np.dtype(np.complex64)), 0: KeySpec((2,), np.dtype(bool))}
+
+
+def table(specs: Any = SPECS) -> KeyTable:
+    made = KeyTable()
+    made.add(specs)
+    return made
+
+
+def add_up(arrays: Sequence[Any], spec: KeySpec) -> np.ndarray[Any, Any]:
+    if len(arrays) == 1:
+        return adapter_for(arrays[0]).to_host(arrays[0])
+    host = Context("cpu", 0)
+    return adapter_on(host).sum_in_order(arrays, host, spec.dtype)
+
+
+def plain(spec: KeySpec) -> np.ndarray[Any, Any]:
+    return np.full(spec.shape, 1).astype(spec.dtype)
+
+
+# -- what is usual ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["vector", ["vector", "matrix"], ("empty", "scalar"), list(SPECS)])
+def test_plain_arrays_of_known_keys_are_used_as_they_are(key: Any) -> None:
+    keys = [key] if isinstance(key, str) else key
+    arrays = [plain(SPECS[each]) for each in keys]
+    value = arrays[0] if isinstance(key, str) else type(key)(arrays)
+    for values in (values_to_push(table(), key, value), values_to_fill(table(), key, value)):
+        assert (values.keys.keys, values.lazy) == (tuple(keys), None)
+        assert values.plain is not None
+        assert all(one is other for one, other in zip(values.plain, arrays, strict=True))
+        for memory in (values.memory_to_send(add_up), values.landing().memories):
+            for flat, array in zip(memory, arrays, strict=True):
+                assert (flat.dtype, flat.shape) == (np.uint8, (array.nbytes,))
+                assert not array.size or np.shares_memory(flat, array)
+        assert values.landing().is_final
+
+
+def test_ndarrays_are_recognised_by_what_they_wrap_and_waited_for() -> None:
+    array = mx.nd.ones((3,), dtype="float64")
+    values = values_to_fill(table(), ["vector"], [array])
+    assert values.plain is not None
+    assert (values.lazy, values.plain[0] is array._array) == ([array], True)
+    arrives: Future[None] = Future()
+    waited: list[str] = []
+
+    def wait(future: Future[Any]) -> None:
+        waited.append("waited")
+        future.set_result(None)
+
+    array._begin_write(arrives, wait)
+    values.memory_to_send(add_up)
+    assert waited == ["waited"]
+    array._begin_read(Future(), wait)
+    values.landing()
+    assert waited == ["waited"] * 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vector", [np.zeros(3)]),
+        ("vector", np.zeros(3, np.float32)),
+        ("vector", np.zeros(6)[::2]),
+        ("vector", np.zeros(3, ">f8")),
+        ("vector", np.zeros(3).view(np.recarray)),
+        (["vector", "vector"], [np.zeros(3)] * 2),
+        ("matrix", np.zeros((3, 2), np.float32).T),
+        (["matrix", "vector"], [mx.nd.zeros((2, 3)), np.zeros(3)]),
+        (np.str_("vector"), np.zeros(3)),
+        ([], []),
+    ],
+)
+def test_everything_else_is_looked_at_key_by_key(key: Any, value: Any) -> None:
+    values = values_to_fill(table(), key, value)
+    assert values.plain is None
+
+
+def test_a_list_of_keys_is_worked_out_once_until_a_key_changes() -> None:
+    known = table()
+    first = known.usual(["vector", "matrix"])
+    assert first is not None
+    assert known.usual(("vector", "matrix")) is known.listed(("vector", "matrix")) is first
+    assert first.nbytes == 24 + 24
+    known.add({"new": SPECS["vector"]})
+    assert known.usual(["vector", "matrix"]) is first
+    known.remove(["vector"])
+    assert known.usual(["vector", "matrix"]) is None
+    known.add({"vector": KeySpec((5,), np.dtype(np.float32))})
+    again = known.usual(["vector", "matrix"])
+    assert again is not None
+    assert again.nbytes == 20 + 24
+    with pytest.raises(UnknownKeyError):
+        known.listed(("vector", "nothing"))
+
+
+def test_keys_that_only_look_like_the_stores_are_not_usual() -> None:
+    known = table(NUMBERS)
+    assert known.usual([1, 0]) is not None
+    assert known.usual(1) is not None
+    for key in ([True, 0], [1.0, 0], True, 1.0, np.int64(1), "1", [1, "1"], [1, 1], None, [[1]]):
+        assert known.usual(key) is None
+
+
+def test_what_is_kept_for_lists_of_keys_is_bounded() -> None:
+    made: list[Any] = []
+    kept = ByKeys(lambda keys: made.append(keys) or len(made))
+    long = tuple(range(60_000))
+    assert kept.of(long) == kept.of(long) == 1
+    assert kept.of((*long, "other")) == 2
+    assert kept.get(long) is None
+    assert kept.of((*long, "other")) == 2
+    kept.forget()
+    assert kept.get((*long, "other")) is None
+
+
+def test_what_is_worked_out_while_a_key_changes_is_not_kept() -> None:
+    def work_out(keys: Any) -> str:
+        kept.forget()  # as another thread may at this moment
+        return "old"
+
+    kept = ByKeys(work_out)
+    assert kept.of(("a",)) == "old"
+    assert kept.get(("a",)) is None
+
+
+@pytest.mark.parametrize("dtype", ["?", "u1", "f2", "f4", "g", "F", "q", "l", "bfloat16"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (3,), (2, 3)])
+def test_every_dtype_is_recognised_and_seen_as_bytes(dtype: str, shape: tuple[int, ...]) -> None:
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    kind = mx.dtypes.bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
+    array = np.full(shape, 1).astype(kind)
+    assert KeyList(("w",), [KeySpec(shape, kind.newbyteorder("="))]).fit([array], are_written=True)
+    (flat,) = flat_bytes_of([array])
+    assert flat.tolist() == flat_bytes(array).tolist()
+    array.setflags(write=False)
+    assert flat_bytes_of([array])[0].tolist() == flat.tolist()
+    keys = KeyList(("w",), [KeySpec(shape, kind)])
+    assert keys.fit([array], are_written=False)
+    assert not keys.fit([array], are_written=True)
+
+
+# -- both ways agree ----------------------------------------------------------------------
+
+MAKERS: dict[str, Callable[[KeySpec], Any]] = {
+    "plain": plain,
+    "read only": lambda spec: _read_only(plain(spec)),
+    "unaligned": lambda spec: _unaligned(spec),
+    "swapped": lambda spec: plain(spec).astype(spec.dtype.newbyteorder("S")),
+    "other dtype": lambda spec: np.ones(spec.shape, np.float16),
+    "other shape": lambda spec: np.ones((*spec.shape, 2), spec.dtype),
+    "Fortran": lambda spec: np.array(plain(spec), order="F"),
+    "strided": lambda spec: np.ones((*spec.shape, 2), spec.dtype)[..., 0],
+    "matrix": lambda spec: plain(spec).view(np.recarray),
+    "lazy": lambda spec: mx.nd.array(plain(spec), dtype=spec.dtype),
+    "lazy strided": lambda spec: mx.nd.NDArray(np.ones((*spec.shape, 2), spec.dtype)[..., 0]),
+    "two": lambda spec: [plain(spec), plain(spec)],
+    "one of one": lambda spec: (plain(spec),),
+    "none of one": lambda spec: [],
+    "number": lambda spec: 1.0,
+    "nothing": lambda spec: None,
+}
+
+
+def _read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    array.setflags(write=False)
+    return array
+
+
+def _unaligned(spec: KeySpec) -> np.ndarray[Any, Any]:
+    memory = bytearray(spec.nbytes + 1)
+    return np.frombuffer(memory, spec.dtype, spec.num_elements, 1).reshape(spec.shape)
+
+
+KEYS = st.one_of(
+    st.sampled_from([*SPECS, "nothing", 1, None]),
+    st.lists(st.sampled_from([*SPECS, *SPECS, "nothing", 1]), max_size=4),
+    st.permutations(list(SPECS)),
+)
+
+
+Arguments = Callable[[], tuple[Any, Any]]
+
+
+@st.composite
+def arguments(draw: st.DrawFn) -> Arguments:
+    """Keys and values of a call, made anew each time; mostly plain, often wrong."""
+    key = draw(KEYS)
+    kinds = st.sampled_from(draw(st.sampled_from([["plain"], ["plain", "lazy"], list(MAKERS)])))
+    keys = key if isinstance(key, list) else [key]
+    makers = [(MAKERS[draw(kinds)], SPECS.get(each, SPECS["vector"])) for each in keys]
+    missing = draw(st.integers(0, 9)) == 0
+    kind = draw(st.sampled_from([list, list, tuple]))
+
+    def make() -> tuple[Any, Any]:
+        values = [maker(spec) for maker, spec in makers]
+        if not isinstance(key, list):
+            return key, values[0]
+        return key, kind(values[missing:])
+
+    return make
+
+
+def the_long_way(check: Callable[[Any, Any], Any], known: KeyTable) -> Any:
+    return lambda key, value: calls._grouped(known, check(key, value))
+
+
+def outcome(read: Callable[[Any, Any], Checked], use: Callable[[Checked], Any], *what: Any) -> Any:
+    try:
+        return use(read(*what))
+    except PSError as error:
+        return type(error), str(error)
+
+
+@given(arguments())
+def test_what_is_sent_is_the_same_both_ways(make: Arguments) -> None:
+    known = table()
+
+    def sent(values: Checked) -> Any:
+        memory = values.memory_to_send(add_up)
+        return values.keys.keys, [bytes(flat) for flat in memory], values.lazy is not None
+
+    found = outcome(lambda key, value: values_to_push(known, key, value), sent, *make())
+    assert found == outcome(the_long_way(known.check_push, known), sent, *make())
+
+
+@given(arguments())
+def test_what_is_filled_is_the_same_both_ways(make: Arguments) -> None:
+    known = table()
+
+    def filled(values: Checked) -> Any:
+        landing = values.landing()
+        for number, memory in enumerate(landing.memories):
+            memory[...] = number + 1
+        landing.finish()
+        return values.keys.keys, values.lazy is not None
+
+    (key, outs), (_, others) = make(), make()
+    found = outcome(lambda key, value: values_to_fill(known, key, value), filled, key, outs)
+    assert found == outcome(the_long_way(known.check_out, known), filled, key, others)
+    assert repr(outs) == repr(others)

@@ -1,0 +1,174 @@
+"""What a call hands to the data plane: which arrays are sent as they lie, and which are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.exchange import Exchange
+from kvstore.keys import KeyList, KeySpec
+from kvstore.protocol import KeyEntry
+from pslite import Config
+from pslite.plane import Piece, Transfer
+
+CHUNK_BYTES = 4096
+FLOAT = np.dtype(np.float32)
+ELEMENTS = {"large": 2048, "a": 8, "b": 8, "c": 8}
+"""``large`` has two parts that travel alone."""
+
+
+class Node:
+    """What an exchange asks of its node; work for the I/O thread waits in ``commands``."""
+
+    def __init__(self, shared: Sequence[np.ndarray[Any, Any]] | None = None) -> None:
+        self.config = Config(chunk_bytes=CHUNK_BYTES)
+        self.is_on_one_machine = shared is not None
+        self.traffic = SimpleNamespace(namers=set(), submit=self.submit, forget=lambda parts: None)
+        self.sent: list[Transfer] = []
+        self.commands: list[Callable[[], None]] = []
+        self._shared = shared
+
+    def submit(self, transfers: Sequence[Transfer]) -> None:
+        self.sent += transfers
+
+    def call(self, command: Callable[[], None]) -> None:
+        self.commands.append(command)
+
+    def check_process(self) -> None:
+        pass
+
+    def buffer(self, nbytes: int) -> np.ndarray[Any, Any]:
+        return np.empty(nbytes, np.uint8)
+
+    def shares_with(self, server: int) -> bool:
+        return self._shared is not None
+
+    def is_shared(self, frame: memoryview) -> bool:
+        memory = np.frombuffer(frame, np.uint8)
+        return any(np.shares_memory(memory, each) for each in self._shared or ())
+
+
+def exchange_on(node: Node) -> Exchange:
+    made = Exchange(node, on_device=False)  # type: ignore[arg-type]
+    part = 1
+    for key, count in ELEMENTS.items():
+        servers = (0,) * -(-count * 4 // CHUNK_BYTES)
+        made.add([KeyEntry(key, KeySpec((count,), FLOAT), part, CHUNK_BYTES, servers)])
+        part += len(servers)
+    return made
+
+
+def keys(*names: str) -> KeyList:
+    return KeyList(names, [KeySpec((ELEMENTS[name],), FLOAT) for name in names])
+
+
+def memory(*names: str) -> list[np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 256, 4 * ELEMENTS[name], np.uint8) for name in names]
+
+
+def frames(transfer: Transfer) -> list[np.ndarray[Any, Any]]:
+    return [np.frombuffer(frame, np.uint8) for frame in transfer.frames]
+
+
+def is_sent_from(array: np.ndarray[Any, Any], node: Node) -> bool:
+    sent = [frame for transfer in node.sent for frame in frames(transfer)]
+    return any(np.shares_memory(array, frame) for frame in sent)
+
+
+def test_a_part_that_travels_alone_is_sent_as_it_lies_and_small_ones_are_gathered() -> None:
+    node = Node()
+    sources = memory("large", "a", "b")
+    exchange_on(node).begin(keys("large", "a", "b"), sources, sources, 0, copy=False)
+    assert [transfer.parts for transfer in node.sent] == [(1,), (2,), (3, 4)]
+    assert [is_sent_from(source, node) for source in sources] == [True, False, False]
+    sent = np.concatenate([frame for transfer in node.sent for frame in frames(transfer)])
+    assert bytes(sent) == b"".join(map(bytes, sources))
+
+
+@pytest.mark.parametrize("where", ["in another's source", "across its own source"])
+def test_what_may_be_overwritten_meanwhile_is_copied(where: str) -> None:
+    node = Node()
+    names = ("large", "a")
+    whole = np.zeros(3 * CHUNK_BYTES, np.uint8)
+    sources = [whole[: 2 * CHUNK_BYTES], memory("a")[0]]
+    targets = [memory("large")[0], whole[64:96]]
+    if where == "across its own source":
+        targets = [whole[CHUNK_BYTES:], memory("a")[0]]
+    exchange_on(node).begin(keys(*names), sources, targets, 0, copy=False)
+    assert not is_sent_from(whole, node)
+
+
+def test_the_callers_array_goes_to_a_server_of_this_machine_only_where_it_can_be_read() -> None:
+    (large,) = memory("large")
+    for shared in ([], [large]):
+        node = Node(shared)
+        exchange_on(node).begin(keys("large"), [large], None, 0, copy=False)
+        assert is_sent_from(large, node) == bool(shared)
+
+
+def test_a_joined_push_frees_the_callers_arrays_at_once() -> None:
+    for names in (("a",), ("a", "b"), ("large",)):
+        node = Node()
+        made = exchange_on(node)
+        sources = memory(*names)
+        expected = b"".join(map(bytes, sources))
+        future = made.join(keys(*names), sources, None, 0)
+        for source in sources:
+            source[:] = 0
+        for command in node.commands:
+            command()
+        sent = [frame for transfer in node.sent for frame in frames(transfer)]
+        assert bytes(np.concatenate(sent)) == expected
+        for transfer in node.sent:
+            transfer.done(None)
+        assert future.done()
+        assert future.error() is None
+
+
+def test_calls_that_are_joined_carry_each_key_to_its_own_array() -> None:
+    node = Node()
+    made = exchange_on(node)
+    names = ("c", "a", "b")
+    sources, targets = memory(*names), [np.zeros(32, np.uint8) for _ in names]
+    futures = [made.join(keys(name), [s], None, 0) for name, s in zip(names, sources, strict=True)]
+    futures += [made.join(keys(name), None, [t], 0) for name, t in zip(names, targets, strict=True)]
+    for command in node.commands:
+        command()
+    (transfer,) = node.sent
+    (frame,) = transfer.frames
+    pieces = [Piece(frame, 32 * index, 32 * index + 32) for index in range(3)]
+    assert transfer.parts == (5, 3, 4)
+    transfer.deliver([0, 1, 2], pieces, [1, 1, 1])
+    assert [bytes(target) for target in targets] == [bytes(source) for source in sources]
+    assert all(future.done() for future in futures)
+
+
+def test_what_a_call_moves_is_counted() -> None:
+    made = exchange_on(Node())
+    made.begin(keys("large", "a"), memory("large", "a"), None, 0, copy=True)
+    made.join(keys("b", "c"), None, memory("b", "c"), 0)
+    assert dict(made.counters) == {
+        "pushes": 1,
+        "pulls": 1,
+        "bytes_pushed": 8192 + 32,
+        "bytes_pulled": 64,
+    }
+    assert len(made.unfinished(["b"])) == len(made.unfinished(["large"])) == 1
+
+
+def test_a_key_that_is_gone_is_an_error_of_its_calls_alone() -> None:
+    node = Node()
+    made = exchange_on(node)
+    gone = made.join(keys("a", "b"), memory("a", "b"), None, 0)
+    stays = made.join(keys("c"), memory("c"), None, 0)
+    made.remove(["a"])
+    for command in node.commands:
+        command()
+    assert "'a'" in str(gone.error())
+    assert [transfer.parts for transfer in node.sent] == [(5,)]
+    assert not stays.done()
