@@ -17,13 +17,21 @@ import numpy as np
 
 from kvstore.arrays import Array
 from kvstore.keys import Key, KeyList, KeySpec, KeyTable
-from kvstore.laziness import lazy_arrays, unwrapped, wait_to_read, wait_to_write, wrapped
+from kvstore.laziness import (
+    lazy_arrays,
+    unwrapped,
+    wait_to_read,
+    wait_to_write,
+    wrapped,
+    wrapped_one,
+)
 from kvstore.operation import Landing
 from kvstore.plan import Bytes, flat_bytes, flat_bytes_of
 
 Sum = Callable[[Sequence[Array], KeySpec], np.ndarray[Any, Any]]
 """Adds the arrays of one key up, on the host; may share the memory of a single one."""
 
+_LISTS = (list, tuple)
 _NO_GROUPS: Mapping[Key, Sequence[Array]] = {}
 
 
@@ -82,9 +90,13 @@ def _usual_values(
     keys = table.usual(key)
     if keys is None:
         return None
-    if type(key) not in (list, tuple):
-        values = [values]
-    elif type(values) not in (list, tuple):
+    if type(key) not in _LISTS:
+        inside = wrapped_one(values)
+        plain = values if inside is None else inside
+        if not keys.fits_first(plain, are_written=are_written):
+            return None
+        return Checked(keys, _NO_GROUPS, (plain,), None if inside is None else (values,))
+    if type(values) not in _LISTS:
         return None
     lazy = None
     inside = wrapped(values)

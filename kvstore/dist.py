@@ -60,7 +60,7 @@ class DistKVStore(DistControl):
         check_priority(priority)
         pushed = values_to_push(self._table, key, value)
         self._keep_to_window(pushed.keys)
-        self._push(pushed, priority).on_done(self._note_error)
+        self._push(pushed, priority).on_error(self._note_error)
 
     def pull(
         self,

@@ -12,7 +12,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from kvstore.arrays import Array, adapter_for, adapter_on
 from kvstore.base import Version
 from kvstore.context import Context
 from kvstore.errors import UnknownKeyError
-from kvstore.fusing import Call, Entry, Step, kinds_of, steps_of
+from kvstore.fusing import Batch, Call, Mix, Shape, answer_for, mixes_of, note_arrived
 from kvstore.keys import ByKeys, Key, KeyList, KeySpec
 from kvstore.operation import Operation, UnderWay, overlaps
 from kvstore.plan import (
@@ -44,6 +44,12 @@ _HOST = Context("cpu", 0)
 _SMALL_COPY_BYTES = 65_536
 #: Smaller frames travel as bytes anyway (``pslite/memory/sharing.py``).
 _LEAST_SHARED_BYTES = 1024
+#: Up to so many calls that come together are no loop.
+_FEW_CALLS = 4
+#: Calls that nobody waits for go out when none has joined them for so long, and after so many
+#: looks in any case. A loop over keys takes some 10 us a call, less than a thread may pause.
+_JOIN_S = 0.003
+_MAX_LOOKS = 5
 
 
 class Exchange:
@@ -58,9 +64,12 @@ class Exchange:
         self._lock = threading.RLock()
         self._places: dict[Key, Places] = {}
         self._plans = ByKeys(self._plan)
-        #: Calls that wait to be taken by the I/O thread; None when it was told of none.
-        self._batch: list[Call] | None = None
-        node.traffic.namers.add(self)
+        self._recipes = ByKeys(self._recipe)
+        #: Calls that others may join; None when there are none.
+        self._batch: Batch | None = None
+        #: Whether many calls came together the last time.
+        self._is_in_loop = False
+        node.traffic.add_owner(self)
         self.entries: dict[Key, KeyEntry] = {}
         self.pushes = UnderWay()
         self.pulls = UnderWay()
@@ -86,6 +95,7 @@ class Exchange:
         for key in keys:
             self._places.pop(key, None)
         self._plans.forget()
+        self._recipes.forget()
         self.pushes.forget(keys)
         self.pulls.forget(keys)
         parts = [part for entry in gone for part in entry.parts]
@@ -119,7 +129,7 @@ class Exchange:
         uncopied = {}
         if sources is not None and not copy:
             uncopied = self._all_uncopied(groups, sources, targets)
-        operation = Operation(len(groups), lambda: _describe(keys.keys))
+        operation = Operation(len(groups), lambda: answer_for(keys.keys))
         for index, group in enumerate(groups):
             sink = None if targets is None else scatter_into(group, targets)
             if sink is not None and versions is not None:
@@ -176,7 +186,7 @@ class Exchange:
     def _submit(self, keys: KeyList, operation: Operation, *, pushes: bool, pulls: bool) -> None:
         self._node.check_process()
         with self._lock:
-            self._batch = None  # what comes now comes after this
+            self.send_joined()  # what comes now comes after this
             self._node.submit(operation.transfers)
             # Afterwards: what an interrupt kept from being sent would be waited for without end.
             self._note(keys, operation.future, pushes=pushes, pulls=pulls)
@@ -201,31 +211,63 @@ class Exchange:
         targets: Sequence[Bytes] | None,
         priority: int,
     ) -> Future[None]:
-        """``begin``, together with others that come before the I/O thread takes them.
+        """``begin``, together with others that come soon, unless ``send_joined`` is called.
 
         The sources are copied. The future completes on the I/O thread.
         """
         if not keys.keys:
             return completed(None)
         self._node.check_process()
-        copies = None if sources is None else list(map(self._copy, sources))
-        call = Call(keys.keys, copies, targets, priority, lambda: _describe(keys.keys))
+        pushes = sources is not None
         with self._lock:
+            batch = self._batch
+            if batch is not None and not batch.has_room(keys.nbytes, pushes=pushes):
+                self.send_joined()
+                batch = None
+            if batch is None:
+                batch = self._begin_batch()
+            copies = None
+            if sources is not None:
+                copies = batch.stage(sources, keys.nbytes) or list(map(self._copy, sources))
+            call = Call(keys.keys, copies, targets, priority)
+            batch.add(call, keys.nbytes)
             if self._batch is None:
-                self._begin_batch(call)
-            else:
-                self._batch.append(call)
+                self._open(batch)
             # As in _submit.
-            self._note(keys, call.future, pushes=copies is not None, pulls=targets is not None)
-        return call.future
+            self._note(keys, call, pushes=pushes, pulls=targets is not None)
+        return call
 
-    def _begin_batch(self, call: Call) -> None:
-        self._batch = batch = [call]
+    def send_joined(self) -> None:
+        """Let calls go that wait for others to join them. From any thread."""
+        if self._batch is None:
+            return
+        with self._lock:
+            batch, self._batch = self._batch, None
+            if batch is not None:
+                self._node.call(lambda: self._take(batch))
+
+    def _begin_batch(self) -> Batch:
+        limit_bytes = self._message_bytes()
+        # One call alone is not worth so much memory.
+        staging = self._node.buffer(limit_bytes) if self._is_in_loop else None
+        return Batch(limit_bytes, self.send_joined, staging)
+
+    def _open(self, batch: Batch) -> None:
+        """Let others join; it goes out in a moment if nobody is in a hurry."""
+        self._batch = batch
         try:
-            self._node.call(lambda: self._take(batch))
+            self._node.call_later(_JOIN_S, lambda: self._look_at(batch, 0, 1))
         except BaseException:
             self._batch = None  # nobody may have been told of it
             raise
+
+    def _look_at(self, batch: Batch, count: int, look: int) -> None:
+        """Send a batch that does not grow any more; it had ``count`` calls. On the I/O thread."""
+        now = len(batch.calls)
+        if batch is not self._batch or now == count or look == _MAX_LOOKS:
+            self._take(batch)
+        else:
+            self._node.call_later(_JOIN_S, lambda: self._look_at(batch, now, look + 1))
 
     def _copy(self, source: Bytes) -> Bytes:
         if len(source) <= _SMALL_COPY_BYTES:
@@ -235,62 +277,98 @@ class Exchange:
         copy[:] = source
         return copy
 
-    def _take(self, batch: list[Call]) -> None:
+    def _take(self, batch: Batch) -> None:
         """Send what has come together. On the I/O thread."""
         with self._lock:
             if self._batch is batch:
                 self._batch = None
-        transfers: list[Transfer] = []
+            if batch.is_taken:
+                return
+            batch.is_taken = True
+            self._is_in_loop = len(batch.calls) > _FEW_CALLS
+        calls: Sequence[Call] = batch.calls
+        staging = batch.staging
         try:
-            for step in steps_of(self._known(batch)):
-                for keys in kinds_of(step):
-                    transfers += self._joined(keys, step)
+            shapes = tuple([call.shape for call in calls])
+            recipe = self._recipes.get(shapes)
+            if recipe is None:
+                calls = list(self._known(calls))
+                staging = staging if len(calls) == len(shapes) else None
+                recipe = self._recipes.of(tuple([call.shape for call in calls]))
+            transfers = self._carried(recipe, calls, staging)
         except Exception as error:  # a bug; whoever waits must not wait for ever
-            for call in batch:
-                call.future.set_error(error)
+            for call in calls:
+                call.set_error(error)
             return
         self._node.traffic.submit(transfers)
 
-    def _known(self, batch: Sequence[Call]) -> Iterator[Call]:
+    def _known(self, calls: Sequence[Call]) -> Iterator[Call]:
         """The calls whose keys no other thread has deleted meanwhile; the rest end in an error."""
-        for call in batch:
-            if not all(map(self.entries.__contains__, call.keys)):
-                gone = [key for key in call.keys if key not in self.entries]
-                call.future.set_error(UnknownKeyError(f"the key {gone[0]!r} was deleted"))
+        for call in calls:
+            gone = [key for key in call.shape[0] if key not in self.entries]
+            if gone:
+                call.set_error(UnknownKeyError(f"the key {gone[0]!r} was deleted"))
             else:
                 yield call
 
-    def _joined(self, keys: Sequence[Key], step: Step) -> list[Transfer]:
-        """The transfers of keys of one kind."""
-        entries = [step[key] for key in keys]
-        sources = [entry.source for entry in entries if entry.source is not None]
-        targets = [entry.target for entry in entries if entry.target is not None]
+    def _recipe(self, shapes: Sequence[Shape]) -> Sequence[_Load]:
+        starts = self._staged(shapes)
+        loads = []
+        for mix in mixes_of(shapes):
+            for group in self._plan(mix.keys):
+                positions = [piece.position for piece in group.slices]
+                calls = tuple(mix.calls[position] for position in positions)
+                each = tuple(dict.fromkeys(number for several in calls for number in several))
+                priority = max(mix.priorities[position] for position in positions)
+                lying = None
+                if mix.sources:
+                    places = [starts[mix.sources[position]] for position in positions]
+                    lying = _in_a_row(group, places)
+                loads.append(_Load(mix, group, calls, each, priority, lying))
+        return loads
+
+    def _staged(self, shapes: Sequence[Shape]) -> dict[tuple[int, int], int]:
+        """Where a batch's staging has each value that is pushed: by call, and key of the call."""
+        starts, start = {}, 0
+        for number, (keys, pushes, _, _) in enumerate(shapes):
+            for index, key in enumerate(keys if pushes else ()):
+                starts[number, index] = start
+                start += self.entries[key].spec.nbytes
+        return starts
+
+    def _carried(
+        self, recipe: Sequence[_Load], calls: Sequence[Call], staging: Bytes | None
+    ) -> list[Transfer]:
+        """The messages that carry what these calls say."""
         transfers = []
-        # Several keys hardly ever come together again in the same way.
-        for group in self._plans.of((keys[0],)) if len(keys) == 1 else self._plan(keys):
-            carried = [entries[position] for position, _, _ in group.slices]
-            frames = None
-            if sources:
+        for load in recipe:
+            mix, group = load.mix, load.group
+            frames = sink = None
+            if staging is not None and load.lying is not None:
+                start, stop = load.lying
+                frames = [staging[start:stop].data]
+            elif mix.sources:
+                sources = [calls[number].sources[index] for number, index in mix.sources]
                 frames = self._uncopied(group, sources) or self._copied(group, sources)
+            if mix.targets:
+                targets = [calls[number].targets[index] for number, index in mix.targets]
+                sink = scatter_into(group, targets)
+            for number in load.each:
+                calls[number].left += 1
             transfer = Transfer(
-                group.server,
-                group.parts,
-                group.sizes,
-                frames,
-                scatter_into(group, targets) if targets else None,
-                lambda error: None,
-                max(entry.priority for entry in carried),
+                group.server, group.parts, group.sizes, frames, sink, _unused, load.priority
             )
-            transfer.done = _carried(transfer, carried)
+            transfer.done = _telling(transfer, load, calls)
             transfers.append(transfer)
         return transfers
 
     def _plan(self, keys: Sequence[Key]) -> list[Group]:
-        config = self._node.config
         by_tcp = not self._node.is_on_one_machine
-        group_bytes = message_bytes(config, by_tcp=by_tcp)
-        apart_bytes = math.inf if by_tcp else config.chunk_bytes / 4
-        return group_parts([self._places[key] for key in keys], group_bytes, apart_bytes)
+        apart_bytes = math.inf if by_tcp else self._node.config.chunk_bytes / 4
+        return group_parts([self._places[key] for key in keys], self._message_bytes(), apart_bytes)
+
+    def _message_bytes(self) -> int:
+        return message_bytes(self._node.config, by_tcp=not self._node.is_on_one_machine)
 
     def version(self, key: Key, versions: dict[int, int]) -> Version:
         """The version of a key whose parts' versions were noted."""
@@ -311,30 +389,52 @@ def _noting_versions(sink: Sink, group: Group, versions: dict[int, int]) -> Sink
     return note
 
 
-def _describe(keys: Sequence[Key]) -> str:
-    shown = ", ".join(repr(key) for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
-    return f"the servers' answer for {shown}"
+class _Load(NamedTuple):
+    """One message that carries something of several calls, which are given by their positions."""
+
+    mix: Mix
+    group: Group
+    calls: tuple[tuple[int, ...], ...]
+    """Parallel to the parts."""
+    each: tuple[int, ...]
+    """All of them, once."""
+    priority: int
+    lying: tuple[int, int] | None
+    """Where the batch's staging has its values as they travel; None where they lie apart."""
 
 
-def _carried(
-    transfer: Transfer, carried: Sequence[Entry]
+def _in_a_row(group: Group, places: Sequence[int]) -> tuple[int, int] | None:
+    """The bytes of a group whose keys begin at these places; None where they lie apart."""
+    stop = begin = places[0] + group.slices[0].start
+    for piece, place in zip(group.slices, places, strict=True):
+        if place + piece.start != stop:
+            return None
+        stop = place + piece.stop
+    return begin, stop
+
+
+def _telling(
+    transfer: Transfer, load: _Load, calls: Sequence[Call]
 ) -> Callable[[BaseException | None], None]:
-    """What to call when a message is done; ``carried`` is parallel to its parts.
+    """What to call when a message is done.
 
     A part that came to nothing is an error of the calls for its key, and of no others.
     """
-    calls = {call: None for entry in carried for call in entry.calls}
-    for call in calls:
-        call.expect()
+    mine = [calls[number] for number in load.each]
 
     def done(error: BaseException | None) -> None:
-        errors: dict[Call, BaseException | None] = dict.fromkeys(calls, error)
-        if transfer.failed is not None:
-            errors = dict.fromkeys(calls)
-            for index, reason in transfer.failed.items():
-                for call in carried[index].calls:
-                    errors[call] = errors[call] or reason
-        for call, own in errors.items():
-            call.arrived(own)
+        if transfer.failed:
+            for part, reason in transfer.failed.items():
+                for number in load.calls[part]:
+                    call = calls[number]
+                    call.error_so_far = call.error_so_far or reason
+        elif error is not None:
+            for call in mine:
+                call.error_so_far = call.error_so_far or error
+        note_arrived(mine)
 
     return done
+
+
+def _unused(error: BaseException | None) -> None:
+    """Stands in until a transfer is told whom to tell."""

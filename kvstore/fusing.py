@@ -1,114 +1,201 @@
 """Calls that need not go out at once, joined into few messages: why a loop over keys is quick.
 
 A script that calls ``push`` and ``pull`` key by key, into arrays that are read later, would
-send two messages a key. Instead its calls wait in a ``Batch`` until the I/O thread takes them
-(which it does as soon as it has nothing else to do), and what came together goes out together:
-a key that was pushed and then pulled becomes one exchange, and small keys share messages,
-those of the highest priority first. Order is kept: a call that would overtake an earlier one
-of the same key begins a new ``Step``. Pure but for completing futures. Next: ``exchange.py``.
+send two messages a key. Instead its calls come together in a ``Batch``, and what came together
+goes out together: a key that was pushed and then pulled becomes one exchange, and small keys
+share messages, those of the highest priority first. Order is kept: a call that would overtake
+an earlier one of the same key goes into a later ``Mix``. How calls travel depends on their
+``Shape`` only, so it is worked out once for a loop that is run again and again; and batches end
+where they did the last time, unless somebody waits. Pure but for completing futures. Next:
+``exchange.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from kvstore.keys import Key
 from kvstore.plan import Bytes
 from pslite import Future
+from pslite.future import complete_all
+
+#: A batch is full with so many calls: a loop over many small keys has sent the first ones
+#: before it has come to the last.
+_MAX_CALLS = 256
+
+Shape = tuple[tuple[Key, ...], bool, bool, int]
+"""What decides how a call travels: its keys, whether it pushes and pulls them, its priority."""
 
 
-class Call:
-    """One call: its keys, and for each what is pushed and where the value goes."""
+class Call(Future[None]):
+    """One call: its keys, and for each what is pushed and where the value goes.
 
-    __slots__ = ("_error", "_left", "future", "keys", "priority", "sources", "targets")
+    It is the future of its own end. One is made for each key of a loop, so it is made of little.
+    """
+
+    __slots__ = ("error_so_far", "left", "shape", "sources", "targets")
 
     def __init__(
         self,
         keys: tuple[Key, ...],
         sources: Sequence[Bytes] | None,
         targets: Sequence[Bytes] | None,
-        priority: int,
-        describe: Callable[[], str],
+        priority: int = 0,
     ) -> None:
-        self.keys = keys
-        self.sources = sources
-        """Copies that belong to the call; parallel to ``keys``."""
-        self.targets = targets
-        self.priority = priority
-        self.future: Future[None] = Future(describe)
-        self._left = 0
-        self._error: BaseException | None = None
+        super().__init__()
+        self.shape: Shape = (keys, sources is not None, targets is not None, priority)
+        self.sources: Sequence[Bytes] = () if sources is None else sources
+        """Copies that belong to the call; parallel to its keys."""
+        self.targets: Sequence[Bytes] = () if targets is None else targets
+        #: Messages that carry something of it and are not done. On the I/O thread, as the next.
+        self.left = 0
+        self.error_so_far: BaseException | None = None
 
-    def expect(self) -> None:
-        """One more message carries something of this call. On the I/O thread, as ``arrived``."""
-        self._left += 1
+    @property
+    def what(self) -> str:
+        return answer_for(self.shape[0])
 
-    def arrived(self, error: BaseException | None) -> bool:
-        """A message that carried something of this call is done; whether it was the last."""
-        self._error = self._error or error
-        self._left -= 1
-        if self._left:
-            return False
-        if self._error is not None:
-            self.future.set_error(self._error)
+    def describer(self) -> Callable[[], str]:
+        return partial(answer_for, self.shape[0])
+
+
+def answer_for(keys: Sequence[Key]) -> str:
+    """What a call for these keys waits for, in words."""
+    shown = ", ".join(repr(key) for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
+    return f"the servers' answer for {shown}"
+
+
+def note_arrived(calls: Iterable[Call]) -> None:
+    """A message that carried something of each of these is done. On the I/O thread."""
+    whole = []
+    for call in calls:
+        call.left -= 1
+        if call.left:
+            continue
+        if call.error_so_far is not None:
+            call.set_error(call.error_so_far)
         else:
-            self.future.set_result(None)
-        return True
+            whole.append(call)
+    complete_all(whole)
+
+
+class Batch:
+    """Calls that wait to go out together; ``hurry`` sends them.
+
+    What they push is copied into ``staging``, one value behind another, as long as it fits.
+    """
+
+    __slots__ = ("_filled_bytes", "_hurry", "_left_bytes", "calls", "is_taken", "staging")
+
+    def __init__(
+        self, limit_bytes: int, hurry: Callable[[], None], staging: Bytes | None = None
+    ) -> None:
+        self.calls: list[Call] = []
+        self.is_taken = False
+        #: None where values have copies of their own.
+        self.staging = staging
+        self._filled_bytes = 0
+        self._left_bytes = limit_bytes
+        self._hurry = hurry
+
+    def stage(self, sources: Sequence[Bytes], nbytes: int) -> list[Bytes] | None:
+        """Copies of a call's values, ``nbytes`` in all; None when there is no room for them."""
+        staging, start = self.staging, self._filled_bytes
+        if staging is None or start + nbytes > len(staging):
+            self.staging = None
+            return None
+        copies = []
+        for source in sources:
+            stop = start + len(source)
+            copy = staging[start:stop]
+            copy[:] = source
+            copies.append(copy)
+            start = stop
+        self._filled_bytes = start
+        return copies
+
+    def add(self, call: Call, nbytes: int) -> None:
+        """One more; ``nbytes`` is the size of its values."""
+        call.hurry = self._hurry
+        self.calls.append(call)
+        self._left_bytes -= nbytes
+
+    def has_room(self, nbytes: int, *, pushes: bool) -> bool:
+        """Whether a call should join these. A pull always joins the push before it."""
+        if not pushes and self.calls and self.calls[-1].shape[1]:
+            return True
+        return nbytes <= self._left_bytes and len(self.calls) < _MAX_CALLS
+
+
+class Mix(NamedTuple):
+    """Keys to which the same happens at the same time, those of the highest priority first."""
+
+    keys: tuple[Key, ...]
+    calls: tuple[tuple[int, ...], ...]
+    """The calls of each key, by their position among all."""
+    priorities: tuple[int, ...]
+    sources: tuple[tuple[int, int], ...]
+    """For each key, which call has its value, and where among its keys; empty for a pull."""
+    targets: tuple[tuple[int, int], ...]
+
+
+def mixes_of(shapes: Sequence[Shape]) -> list[Mix]:
+    """How calls of these shapes go out: as few mixes as their order allows, one after the other."""
+    mixes: list[Mix] = []
+    step: dict[Key, _Entry] = {}
+    for number, (keys, pushes, pulls, priority) in enumerate(shapes):
+        if not _fits(keys, step, pushes=pushes):
+            mixes += _kinds_of(step)
+            step = {}
+        for index, key in enumerate(keys):
+            entry = step.get(key)
+            if entry is None:
+                entry = step[key] = _Entry(priority)
+            entry.calls.append(number)
+            entry.priority = max(entry.priority, priority)
+            if pushes:
+                entry.source = (number, index)
+            if pulls:
+                entry.target = (number, index)
+    return mixes + _kinds_of(step)
 
 
 @dataclass(slots=True)
-class Entry:
-    """What happens to one key in a step."""
+class _Entry:
+    """What happens to one key in a step: a push, a pull, or a push and then a pull."""
 
-    calls: list[Call]
     priority: int
-    source: Bytes | None = None
-    target: Bytes | None = None
+    calls: list[int] = field(default_factory=list)
+    source: tuple[int, int] | None = None
+    target: tuple[int, int] | None = None
 
 
-Step = dict[Key, Entry]
-"""What may go out at the same time: each key is pushed, pulled, or pushed and then pulled."""
-
-
-def steps_of(calls: Iterable[Call]) -> list[Step]:
-    """The calls in as few steps as their order allows; a step follows the one before."""
-    steps: list[Step] = []
-    step: Step = {}
-    for call in calls:
-        if not _fits(call, step):
-            steps.append(step)
-            step = {}
-        for index, key in enumerate(call.keys):
-            entry = step.get(key)
-            if entry is None:
-                entry = step[key] = Entry([], call.priority)
-            entry.calls.append(call)
-            if call.priority > entry.priority:
-                entry.priority = call.priority
-            if call.sources is not None:
-                entry.source = call.sources[index]
-            if call.targets is not None:
-                entry.target = call.targets[index]
-    if step:
-        steps.append(step)
-    return steps
-
-
-def _fits(call: Call, step: Step) -> bool:
+def _fits(keys: Sequence[Key], step: dict[Key, _Entry], *, pushes: bool) -> bool:
     """Whether a call may join a step: a pull may follow a push of the key, nothing else."""
-    for key in call.keys:
+    for key in keys:
         entry = step.get(key)
-        if entry is not None and (call.sources is not None or entry.target is not None):
+        if entry is not None and (pushes or entry.target is not None):
             return False
     return True
 
 
-def kinds_of(step: Step) -> list[list[Key]]:
-    """The step's keys by what happens to them, those of the highest priority first."""
+def _kinds_of(step: dict[Key, _Entry]) -> list[Mix]:
+    """The step's keys by what happens to them."""
     kinds: dict[tuple[bool, bool], list[Key]] = {}
     for key in sorted(step, key=lambda key: -step[key].priority):
         entry = step[key]
-        kind = (entry.source is not None, entry.target is not None)
-        kinds.setdefault(kind, []).append(key)
-    return list(kinds.values())
+        kinds.setdefault((entry.source is not None, entry.target is not None), []).append(key)
+    return [_mix(keys, [step[key] for key in keys]) for keys in kinds.values()]
+
+
+def _mix(keys: Sequence[Key], entries: Sequence[_Entry]) -> Mix:
+    return Mix(
+        tuple(keys),
+        tuple(tuple(entry.calls) for entry in entries),
+        tuple(entry.priority for entry in entries),
+        tuple(entry.source for entry in entries if entry.source is not None),
+        tuple(entry.target for entry in entries if entry.target is not None),
+    )

@@ -34,6 +34,7 @@ Values: TypeAlias = Array | Sequence[Array] | Sequence[Sequence[Array]]
 UpdateFunction: TypeAlias = Callable[[Any, Array, Array], None]
 """``updater(key, recv, local)`` of ``set_updater``."""
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 _INTEGERS = (int, np.integer)
@@ -152,23 +153,28 @@ class KeyList:
             and list(map(look, arrays)) == self._looks
         )
 
+    def fits_first(self, array: object, *, are_written: bool) -> bool:
+        """``fit``, for the array of the first key alone."""
+        look = _look_to_write if are_written else _look_to_read
+        return type(array) is np.ndarray and look(array) == self._looks[0]
 
-class ByKeys(Generic[T]):
-    """What was worked out for lists of keys, until a key changes. Any thread may ask.
 
-    Bounded, since a script may shuffle its keys.
+class ByKeys(Generic[K, T]):
+    """What was worked out for lists of keys (or of what names keys), until a key changes.
+
+    Any thread may ask. Bounded, since a script may shuffle its keys.
     """
 
-    def __init__(self, work_out: Callable[[tuple[Key, ...]], T]) -> None:
+    def __init__(self, work_out: Callable[[tuple[K, ...]], T]) -> None:
         self._work_out = work_out
-        self._kept: dict[tuple[Key, ...], T] = {}
+        self._kept: dict[tuple[K, ...], T] = {}
         self._num_keys = 0
 
-    def get(self, keys: tuple[Key, ...]) -> T | None:
+    def get(self, keys: tuple[K, ...]) -> T | None:
         """The result for these keys if it is known."""
         return self._kept.get(keys)
 
-    def of(self, keys: tuple[Key, ...]) -> T:
+    def of(self, keys: tuple[K, ...]) -> T:
         """The result for these keys, worked out if it is not known. Raises what that raises."""
         kept = self._kept  # before anything is looked at, see ``forget``
         found = kept.get(keys)
@@ -197,7 +203,9 @@ class KeyTable:
 
     def __init__(self) -> None:
         self._specs: dict[Key, KeySpec] = {}
-        self._lists = ByKeys(lambda keys: KeyList(keys, [self.spec(key) for key in keys]))
+        self._lists: ByKeys[Key, KeyList] = ByKeys(
+            lambda keys: KeyList(keys, [self.spec(key) for key in keys])
+        )
 
     def __contains__(self, key: object) -> bool:
         return key in self._specs
@@ -227,12 +235,14 @@ class KeyTable:
         None for everything else, be it right or wrong: then the checks decide.
         """
         # Kinds are looked at since True and 1.0 would be found in place of 1.
-        keys: tuple[Any, ...] = (key,)
-        if type(key) in _LISTS:
+        kind = type(key)
+        if kind is str or kind is int:
+            keys: tuple[Any, ...] = (key,)
+        elif kind in _LISTS:
             keys = tuple(key)  # type: ignore[arg-type]
             if set(map(type, keys)) not in ({str}, {int}):
                 return None
-        elif type(key) not in (str, int):
+        else:
             return None
         found = self._lists.get(keys)
         if (

@@ -11,9 +11,11 @@ from operator import attrgetter
 from typing import Any
 
 from kvstore.arrays import Array
+from kvstore.lazy import begin
 from pslite import Future
 
 _wrapped = attrgetter("_array")
+_uses = attrgetter("_uses")
 
 
 def _module() -> Any:
@@ -30,6 +32,12 @@ def lazy_arrays(groups: Mapping[Any, Sequence[Array]]) -> list[Array] | None:
     if not arrays or not all(isinstance(array, module.NDArray) for array in arrays):
         return None
     return arrays
+
+
+def wrapped_one(value: object) -> Array | None:
+    """``wrapped``, for a single value."""
+    module = sys.modules.get("kvstore.ndarray")
+    return value._array if module is not None and type(value) is module.NDArray else None  # type: ignore[attr-defined]
 
 
 def wrapped(values: Sequence[object]) -> list[Array] | None:
@@ -72,4 +80,4 @@ def begin_writing(
     future: Future[Any], arrays: Sequence[Array], wait: Callable[[Future[Any]], Any]
 ) -> None:
     """From now on accesses to these lazy arrays wait for ``future``."""
-    _module().begin(future, writes=arrays, wait=wait)
+    begin(future, map(_uses, arrays), (), wait)

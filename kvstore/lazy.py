@@ -50,6 +50,12 @@ class Use:
         return self._work is None
 
     @property
+    def has_succeeded(self) -> bool:
+        """Whether the call has ended without an error."""
+        # In this order, since it may end meanwhile: it has failed before it is over.
+        return self._work is None and self._failure is None
+
+    @property
     def has_failed(self) -> bool:
         """Whether the call has ended in an error."""
         return self._failure is not None
@@ -130,6 +136,11 @@ class Uses:
         """
         writes = self.writes
         reads = self.reads if for_writing else ()
+        if len(writes) == 1 and not reads and writes[0].has_succeeded:  # nearly always
+            with _lock:
+                if self.writes is writes:
+                    self.writes = ()
+                    return
         for use in (*writes, *reads):
             use.finish()
         with _lock:
@@ -166,10 +177,9 @@ def begin(
     _unfinished[use] = None  # before an array can end it
     with _lock:
         for uses in writes:
-            # What has failed stays until somebody was told. Asked in this order, since it may
-            # end meanwhile: it has failed before it is over.
-            kept = [old for old in uses.writes if not old.is_over or old.has_failed]
-            uses.writes = (*kept, use)
+            # What has failed stays until somebody was told.
+            kept = uses.writes and [u for u in uses.writes if not u.has_succeeded]
+            uses.writes = (*kept, use) if kept else (use,)
         for uses in reads:
             uses.reads = (*[old for old in uses.reads if not old.is_over], use)
     future.on_done(use.end)

@@ -40,10 +40,10 @@ class _Line:
 
     def unfinished(self) -> Sequence[tuple[int, Future[None]]]:
         calls = self.calls
-        if not calls:
-            return ()
         while calls and calls[0][1].done():
             calls.popleft()
+        if not calls:
+            return ()
         return [call for call in calls if not call[1].done()]
 
     def is_crossed(self) -> bool:
@@ -73,12 +73,19 @@ class UnderWay:
     def add(self, keys: Iterable[Key], future: Future[None]) -> None:
         """A call for these keys, each once, has begun."""
         with self._lock:
-            self._line(tuple(keys)).calls.append((next(self._numbers), future))
+            keys = tuple(keys)
+            calls = (self._lines.get(keys) or self._line(keys)).calls
+            while calls and calls[0][1].done():
+                calls.popleft()
+            calls.append((next(self._numbers), future))
 
     def beyond(self, keys: Iterable[Key], window: int) -> list[Future[None]]:
         """What to wait for until each of these keys has at most ``window`` unfinished calls."""
         with self._lock:
-            line = self._line(tuple(keys))
+            keys = tuple(keys)
+            line = self._lines.get(keys) or self._line(keys)
+            if not line.crossing and len(line.calls) <= window:
+                return []
             if not line.is_crossed():
                 return _oldest(line.unfinished(), window)
             waiting: dict[Future[None], None] = {}

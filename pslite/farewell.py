@@ -27,8 +27,10 @@ def take_leave(node: Postoffice) -> None:
     limit = time.monotonic() + node.config.close_timeout_s
 
     def nothing_under_way() -> bool:
-        sent = node.traffic.everything_sent and node.links.everything_accepted()
-        return sent or node.error is not None
+        if node.error is not None:
+            return True
+        is_sent = node.timers.next_due() is None and node.traffic.everything_sent
+        return is_sent and node.links.everything_accepted()
 
     wait_until(node, nothing_under_way, limit)
     if node.control is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from pslite.errors import DeadlineError
@@ -23,17 +23,21 @@ class Future(Generic[T]):
 
     # One condition serves all futures: waiters are few (usually one thread), and a lock a
     # future would cost more than it saves.
-    _condition = threading.Condition()
+    _lock = threading.RLock()
+    _condition = threading.Condition(_lock)
 
-    __slots__ = ("_callbacks", "_done", "_error", "_value", "describe")
+    __slots__ = ("_callbacks", "_done", "_error", "_on_error", "_value", "describe", "hurry")
 
     def __init__(self, describe: Callable[[], str] | str = "a request") -> None:
         self._done = False
         self._value: T | None = None
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Future[T]], None]] = []
+        self._callbacks: tuple[Callable[[Future[T]], None], ...] = ()
+        self._on_error: tuple[Callable[[Future[T]], None], ...] = ()
         #: What is being waited for, and on whom; used in the text of a time-out.
         self.describe = describe
+        #: Called before a wait: what could go on without haste should go on now.
+        self.hurry: Callable[[], None] | None = None
 
     def done(self) -> bool:
         """Whether there is a value or an error."""
@@ -48,23 +52,31 @@ class Future(Generic[T]):
         self._complete(None, error)
 
     def _complete(self, value: T | None, error: BaseException | None) -> None:
-        with self._condition:
+        with self._lock:
             if self._done:
                 return
             self._value, self._error, self._done = value, error, True
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks = self._callbacks if error is None else self._on_error + self._callbacks
+            self._callbacks = self._on_error = ()
             self._condition.notify_all()
         for callback in callbacks:
-            try:
-                callback(self)
-            except Exception:
-                # The completing thread belongs to the node, which goes on.
-                traceback.print_exc()
+            self._tell(callback)
+
+    def _tell(self, callback: Callable[[Future[T]], None]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            # The completing thread belongs to the node, which goes on.
+            traceback.print_exc()
 
     @property
     def what(self) -> str:
         """What is being waited for, and on whom."""
         return self.describe if isinstance(self.describe, str) else self.describe()
+
+    def describer(self) -> Callable[[], str] | str:
+        """What a future made of this one is described by; refers to no value."""
+        return self.describe
 
     def error(self) -> BaseException | None:
         """The error it completed with, if any. Does not wait."""
@@ -78,6 +90,8 @@ class Future(Generic[T]):
             Exception: the error it completed with, whatever that is.
         """
         if not self._done:
+            if self.hurry is not None:
+                self.hurry()
             with self._condition:
                 self._condition.wait_for(lambda: self._done, timeout_s)
         if not self._done:
@@ -88,15 +102,25 @@ class Future(Generic[T]):
 
     def on_done(self, callback: Callable[[Future[T]], None]) -> None:
         """Call ``callback(self)`` on completion, or now if that was before."""
-        with self._condition:
+        with self._lock:
             if not self._done:
-                self._callbacks.append(callback)
+                self._callbacks = (*self._callbacks, callback)
                 return
         callback(self)
 
+    def on_error(self, callback: Callable[[Future[T]], None]) -> None:
+        """``on_done`` for an error only, before all others; costs nothing when all is well."""
+        with self._lock:
+            if not self._done:
+                self._on_error = (*self._on_error, callback)
+                return
+        if self._error is not None:
+            callback(self)
+
     def then(self, step: Callable[[T], Future[U]]) -> Future[U]:
         """The future of a further step, taken with this one's value."""
-        result: Future[U] = Future(self.describe)
+        result: Future[U] = Future(self.describer())
+        result.hurry = self.hurry
 
         def take(done: Future[T]) -> None:
             if done._error is not None:
@@ -107,7 +131,7 @@ class Future(Generic[T]):
             except Exception as error:
                 result.set_error(error)
                 return
-            result.describe = following.describe
+            result.describe, result.hurry = following.describer(), following.hurry
             following.on_done(result._adopt)
 
         self.on_done(take)
@@ -115,7 +139,8 @@ class Future(Generic[T]):
 
     def or_else(self, step: Callable[[BaseException], Future[Any]]) -> Future[T]:
         """This one's value; after an error, ``step`` is taken first and the error stays."""
-        result: Future[T] = Future(self.describe)
+        result: Future[T] = Future(self.describer())
+        result.hurry = self.hurry
 
         def take(done: Future[T]) -> None:
             if done._error is None:
@@ -135,6 +160,28 @@ class Future(Generic[T]):
 
     def _adopt(self, done: Future[T]) -> None:
         self._complete(done._value, done._error)
+
+
+def complete_all(futures: Sequence[Future[None]]) -> None:
+    """Complete all of them with None, at little more than the cost of one.
+
+    Whoever waits for one of them is woken once.
+    """
+    told = []
+    with Future._lock:
+        for future in futures:
+            if not future._done:
+                future._done = True
+                if future._callbacks:
+                    told.append((future, future._callbacks))
+                future._callbacks = future._on_error = ()
+        Future._condition.notify_all()
+    for future, callbacks in told:
+        for callback in callbacks:
+            try:
+                callback(future)
+            except Exception:  # as in _tell
+                traceback.print_exc()
 
 
 def completed(value: T) -> Future[T]:
@@ -168,6 +215,12 @@ def settled(futures: Iterable[Future[Any]]) -> Future[None]:
                 return
         result.set_result(None)
 
+    def hurry() -> None:
+        for future in waited:
+            if future.hurry is not None:
+                future.hurry()
+
+    result.hurry = hurry
     if not waited:
         result.set_result(None)
     for future in waited:

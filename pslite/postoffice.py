@@ -31,6 +31,7 @@ from pslite.memory import Bytes, Heap, Sharing
 from pslite.plane import Transfer
 from pslite.pool import InlinePool, Pool
 from pslite.protocol.membership import Gone, Membership
+from pslite.timers import Timers
 from pslite.traffic import Traffic
 from pslite.van.base import Connected, Denied, Disconnected, Received, TurnedAway, Van
 from pslite.watch import Watch
@@ -97,6 +98,7 @@ class Postoffice:
         self.membership = Membership()
         self.customers = Customers(self._send_to_app, self.call)
         self.traffic = Traffic(self)
+        self.timers = Timers()
         self.watch = Watch(self)
         self.control: Control | None = None
         #: Completes with this node's entry once the cluster is complete.
@@ -107,6 +109,8 @@ class Postoffice:
         self.on_departure: list[Callable[[], None]] = []
         self.error: BaseException | None = None
         self.info: NodeInfo | None = None
+        #: Whether all nodes that this one exchanges values with can share its memory.
+        self.is_on_one_machine = False
         self._uids: dict[int, str] = {}
         self._node_ids: dict[str, int] = {}
         self._commands: deque[Callable[[], None]] = deque()
@@ -153,6 +157,10 @@ class Postoffice:
             self._uids[node.node_id] = node.uid
             self._node_ids[node.uid] = node.node_id
             self.links.know(node.uid)
+        peers = [node for node in roster if node.role != Role.SCHEDULER.value]
+        self.is_on_one_machine = self.config.shm and all(
+            node.machine == info.machine for node in peers
+        )
         for node in self.neighbours():
             self.watch.add(node.uid, now, node)
         for delivery in self.gate.complete(frozenset(self._node_ids)):
@@ -193,14 +201,6 @@ class Postoffice:
     def shares_with(self, node: int) -> bool:
         """Whether a node reads this one's buffers where they lie. From any thread."""
         return self.sharing.reaches(self._uids.get(node, ""))
-
-    @property
-    def is_on_one_machine(self) -> bool:
-        """Whether all nodes that this one exchanges values with can share its memory."""
-        if self.info is None or not self.config.shm:
-            return False
-        peers = [node for node in self.membership.roster if node.role != Role.SCHEDULER.value]
-        return all(node.machine == self.info.machine for node in peers)
 
     def is_shared(self, frame: memoryview) -> bool:
         """Whether a frame lies in memory that peers of this machine can read."""
@@ -248,6 +248,20 @@ class Postoffice:
         elif threading.current_thread() is not self._thread:
             self.van.wake()
 
+    def call_later(self, delay_s: float, command: Callable[[], None]) -> None:
+        """Have ``command`` run on the I/O thread, after so long or when the node ends.
+
+        From any thread; returns at once. Raises as ``call`` does.
+        """
+
+        def set_timer() -> None:
+            if self._ended:
+                command()
+            else:
+                self.timers.add(self.clock() + delay_s, command)
+
+        self.call(set_timer)
+
     def check_process(self) -> None:
         """Raise ``UsageError`` in a forked child, which has no I/O thread: nothing would happen."""
         if os.getpid() != self._pid:
@@ -283,6 +297,7 @@ class Postoffice:
                 return
             self.customers.ask(nodes, app, customer, head, body, payload, future)
 
+        self.traffic.send_joined()  # what was pushed before comes before
         self.call(ask)
         return future
 
@@ -302,6 +317,7 @@ class Postoffice:
             limit_s = timeout_s if timeout_s is not None and 0 < timeout_s < math.inf else 0.0
             self.control.enter_barrier(group, limit_s, future)
 
+        self.traffic.send_joined()
         self.call(enter)
         return future
 
@@ -413,6 +429,7 @@ class Postoffice:
         times = [self._expire_at, self.watch.next_due()]
         for due in (
             self.links.next_due(),
+            self.timers.next_due(),
             self.van.next_due(),
             self.sharing.next_due(self.clock()),
             self.control.next_due() if self.control is not None else None,
@@ -425,6 +442,7 @@ class Postoffice:
         self.links.resend(now)
         self.watch.run(now)
         self.traffic.run(now)
+        self.timers.run(now)
         if now >= self._expire_at:
             self._expire_at = now + _EXPIRE_INTERVAL_S
             self.customers.expire(now - self.config.rendezvous_timeout_s)
@@ -580,6 +598,7 @@ class Postoffice:
         self.fail(ClosedError("the node was closed"))
         self._ended = True
         self._run_commands()
+        self.timers.run(math.inf)
         self.customers.close()
         self.traffic.close()
         self.sharing.close()

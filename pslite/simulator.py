@@ -339,6 +339,5 @@ class _Task:
 
     def describe(self) -> str:
         waited = self._waits_for
-        what = "sleeps" if waited is None else waited.describe
-        text = what if isinstance(what, str) else what()
-        return f"{self.node.log.name} waits for {text}"
+        what = "sleeps" if waited is None else waited.what
+        return f"{self.node.log.name} waits for {what}"

@@ -29,11 +29,14 @@ _QUICK_BYTES = 1 << 18
 _TICK_INTERVAL_S = 1.0
 
 
-class PartNamer(Protocol):
-    """Knows what some parts are. On the I/O thread, for reports only."""
+class PartOwner(Protocol):
+    """A store of a worker, to which some parts belong."""
 
     def name_of(self, part: int) -> str | None:
-        """The part in words, or None if it is somebody else's."""
+        """The part in words, or None if it is somebody else's. On the I/O thread, for reports."""
+
+    def send_joined(self) -> None:
+        """Submit what waits for company. From any thread."""
 
 
 class Traffic:
@@ -45,12 +48,24 @@ class Traffic:
         self._worker = WorkerPlane(window) if office.role is Role.WORKER else None
         self._server: ServerPlane | None = None
         self._tick_at = 0.0
-        #: Who can say what a part is, in words: the stores of a worker.
-        self.namers: weakref.WeakSet[PartNamer] = weakref.WeakSet()
+        #: The stores of a worker, in the order of their making.
+        self._owners: weakref.WeakKeyDictionary[PartOwner, None] = weakref.WeakKeyDictionary()
 
     def serve(self, plane: ServerPlane) -> None:
         """Take a server's half of the plane; before the node is driven."""
         self._server = plane
+
+    def add_owner(self, owner: PartOwner) -> None:
+        """A store uses this node; it is not kept alive. From any thread."""
+        self._owners[owner] = None
+
+    def send_joined(self) -> None:
+        """Submit what stores hold back so that more may join it. From any thread."""
+        for owner in self._owners_now():
+            owner.send_joined()
+
+    def _owners_now(self) -> list[PartOwner]:
+        return [owner for known in self._owners.keyrefs() if (owner := known()) is not None]
 
     # -- from the node -----------------------------------------------------------------
 
@@ -176,7 +191,7 @@ class Traffic:
         missing = ", ".join(
             self._office.title(node_id(Role.WORKER, rank)) for rank in message.missing
         )
-        names = [name for namer in self.namers if (name := namer.name_of(message.part))]
+        names = [name for owner in self._owners_now() if (name := owner.name_of(message.part))]
         what = names[0] if names else f"part {message.part}"
         self._office.log.warn(
             f"round {message.round} of {what} has waited {message.waited_s:.0f} s for {missing}"

@@ -116,6 +116,12 @@ def leaks() -> set[str]:
     return _threads() | _open_contexts() | _child_processes() | _segments()
 
 
+def pytest_collection_finish() -> None:
+    """What was imported until now stays: collecting garbage need not look at it each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """Fail the test that leaves something of the project running or open."""

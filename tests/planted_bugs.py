@@ -38,7 +38,7 @@ BUGS = [
     Bug(
         "a call that is joined overtakes an earlier one of its key",
         "kvstore/fusing.py",
-        "if entry is not None and (call.sources is not None or entry.target is not None):",
+        "if entry is not None and (pushes or entry.target is not None):",
         "if entry is not None and False:",
         WITNESS,
     ),

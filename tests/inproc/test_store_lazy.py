@@ -176,3 +176,34 @@ def test_what_came_together_goes_out_in_one_message_to_each_server() -> None:
         begun.result(LIMIT_S)
         mx.nd.waitall()
         assert sent == [2]
+
+
+@pytest.mark.parametrize("then", ["stats", "barrier", "wait", "result"])
+def test_what_was_pushed_goes_out_before_anything_else_is_asked_for(then: str) -> None:
+    with Workers("dist_async", 1, 1) as workers:
+        (kv,) = workers.stores
+        kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=1.0))
+        kv.init("w", np.zeros(3, np.float32))
+        assert workers.cluster is not None
+        (node,) = workers.cluster.workers
+        node.call_later = lambda delay_s, command: None  # type: ignore[method-assign]
+        pushed = kv.push_async("w", np.ones(3, np.float32))  # type: ignore[attr-defined]
+        if then == "result":
+            pushed.result(LIMIT_S)
+        elif then == "wait":
+            kv.wait("w")  # type: ignore[attr-defined]
+        else:
+            getattr(kv, then)()
+        pushed.hurry = None  # what waits for nobody is nobody's hurry from here on
+        pushed.result(LIMIT_S)
+
+
+def test_what_was_pushed_right_before_a_process_ends_is_not_lost() -> None:
+    with Workers("dist_async", 2, 1) as workers:
+        first, second = workers.stores
+        workers.run(lambda kv: kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=1.0)))
+        workers.run(lambda kv: kv.init("w", np.zeros(3, np.float32)))
+        assert workers.cluster is not None
+        first.push("w", np.ones(3, np.float32))
+        workers.cluster.workers[0].close()
+        np.testing.assert_array_equal(second.pull("w"), np.full(3, -1.0))

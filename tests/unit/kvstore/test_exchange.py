@@ -27,7 +27,11 @@ class Node:
     def __init__(self, shared: Sequence[np.ndarray[Any, Any]] | None = None) -> None:
         self.config = Config(chunk_bytes=CHUNK_BYTES)
         self.is_on_one_machine = shared is not None
-        self.traffic = SimpleNamespace(namers=set(), submit=self.submit, forget=lambda parts: None)
+
+        def nothing(_: object) -> None:
+            pass
+
+        self.traffic = SimpleNamespace(add_owner=nothing, submit=self.submit, forget=nothing)
         self.sent: list[Transfer] = []
         self.commands: list[Callable[[], None]] = []
         self._shared = shared
@@ -36,6 +40,9 @@ class Node:
         self.sent += transfers
 
     def call(self, command: Callable[[], None]) -> None:
+        self.commands.append(command)
+
+    def call_later(self, delay_s: float, command: Callable[[], None]) -> None:
         self.commands.append(command)
 
     def check_process(self) -> None:
@@ -146,6 +153,66 @@ def test_calls_that_are_joined_carry_each_key_to_its_own_array() -> None:
     transfer.deliver([0, 1, 2], pieces, [1, 1, 1])
     assert [bytes(target) for target in targets] == [bytes(source) for source in sources]
     assert all(future.done() for future in futures)
+
+
+def keys_sent(node: Node) -> list[int]:
+    return [len(transfer.parts) for transfer in node.sent]
+
+
+def run(node: Node) -> None:
+    """What the I/O thread would do; commands may bring further ones."""
+    for command in node.commands:
+        command()
+    node.commands.clear()
+
+
+def test_calls_wait_for_each_other_until_somebody_waits_for_one_of_them() -> None:
+    node = Node()
+    made = exchange_on(node)
+    made.join(keys("a"), memory("a"), None, 0)
+    (look,) = node.commands
+    node.commands.clear()
+    look()  # it has come since the last look, so others may follow
+    assert node.sent == []
+    second = made.join(keys("b"), memory("b"), None, 0)
+    assert second.hurry is not None
+    second.hurry()
+    run(node)
+    assert keys_sent(node) == [2]
+    run(node)
+    assert keys_sent(node) == [2]
+
+
+def test_a_loop_that_is_run_again_sends_the_same_messages() -> None:
+    node = Node()
+    made = exchange_on(node)
+    for _ in range(3):
+        for _ in range(50):
+            for name in ("a", "b", "c"):
+                made.join(keys(name), memory(name), None, 0)
+                made.join(keys(name), None, [np.zeros(32, np.uint8)], 0)
+        made.send_joined()
+        run(node)
+    third = len(node.sent) // 3
+    parts = [transfer.parts for transfer in node.sent]
+    assert parts[:third] == parts[third : 2 * third] == parts[2 * third :]
+    assert all(transfer.push and transfer.pull for transfer in node.sent)
+
+
+def test_a_batch_that_never_stops_growing_goes_out_all_the_same() -> None:
+    node = Node()
+    made = exchange_on(node)
+    made.join(keys("a"), memory("a"), None, 0)
+    looks = 0
+    while not node.sent:
+        (look,) = node.commands
+        node.commands.clear()
+        look()
+        looks += 1
+        assert looks < 20
+        if not node.sent:
+            made.join(keys("a"), memory("a"), None, 0)
+    assert looks > 1
 
 
 def test_what_a_call_moves_is_counted() -> None:

@@ -5,63 +5,75 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.fusing import Call, kinds_of, steps_of
+from kvstore.fusing import Batch, Call, Shape, mixes_of, note_arrived
 
 
-def call(*keys: str, push: bool = False, pull: bool = False, priority: int = 0) -> Call:
+def shape(*keys: str, push: bool = False, pull: bool = False, priority: int = 0) -> Shape:
+    return keys, push, pull, priority
+
+
+def call(*keys: str, push: bool = False, pull: bool = False) -> Call:
     memories = [np.zeros(1, np.uint8) for _ in keys]
-    return Call(
-        keys, memories if push else None, memories if pull else None, priority, lambda: "a call"
-    )
+    return Call(keys, memories if push else None, memories if pull else None)
 
 
 def test_a_push_and_the_pull_behind_it_become_one_exchange() -> None:
-    push, pull = call("w", push=True), call("w", pull=True)
-    (step,) = steps_of([push, pull])
-    entry = step["w"]
-    assert (entry.calls, entry.source is not None, entry.target is not None) == (
-        [push, pull],
-        True,
-        True,
-    )
-    assert kinds_of(step) == [["w"]]
+    (mix,) = mixes_of([shape("w", push=True), shape("w", pull=True)])
+    assert mix.keys == ("w",)
+    assert mix.calls == ((0, 1),)
+    assert (mix.sources, mix.targets) == (((0, 0),), ((1, 0),))
 
 
-def test_a_push_behind_a_pull_of_the_same_key_waits_for_the_next_step() -> None:
-    assert len(steps_of([call("w", pull=True), call("w", push=True)])) == 2
-    assert len(steps_of([call("w", push=True), call("w", push=True)])) == 2
-    assert len(steps_of([call("w", pull=True), call("w", pull=True)])) == 2
-    assert len(steps_of([call("w", pull=True), call("v", push=True)])) == 1
+def test_a_push_behind_a_pull_of_the_same_key_goes_later() -> None:
+    push, pull = shape("w", push=True), shape("w", pull=True)
+    assert len(mixes_of([pull, push])) == 2
+    assert len(mixes_of([push, push])) == 2
+    assert len(mixes_of([pull, pull])) == 2
+    assert len(mixes_of([pull, shape("v", pull=True)])) == 1
 
 
 def test_keys_of_a_kind_go_out_by_priority_and_equal_ones_in_their_order() -> None:
-    (step,) = steps_of(
+    mixes = mixes_of(
         [
-            call("a", push=True, priority=-1),
-            call("b", push=True, priority=0),
-            call("c", push=True, priority=-1),
-            call("d", pull=True, priority=7),
+            shape("a", push=True, priority=-1),
+            shape("b", push=True, priority=0),
+            shape("c", push=True, priority=-1),
+            shape("d", pull=True, priority=7),
         ]
     )
-    assert kinds_of(step) == [["d"], ["b", "a", "c"]]
+    assert [mix.keys for mix in mixes] == [("d",), ("b", "a", "c")]
+    assert [mix.priorities for mix in mixes] == [(7,), (0, -1, -1)]
 
 
 def test_a_call_is_done_when_all_its_messages_are() -> None:
-    one = call("a", "b", push=True)
-    one.expect()
-    one.expect()
-    assert not one.arrived(None)
-    assert not one.future.done()
-    assert one.arrived(ValueError("lost"))
-    assert isinstance(one.future.error(), ValueError)
+    one, other = call("a", "b", push=True), call("c", push=True)
+    one.left, other.left = 2, 1
+    note_arrived([one, other])
+    assert (one.done(), other.done()) == (False, True)
+    one.error_so_far = ValueError("lost")
+    note_arrived([one])
+    assert isinstance(one.error(), ValueError)
+    assert other.error() is None
+
+
+@pytest.mark.parametrize("sizes", [[100], [40, 70], [0] * 256])
+def test_a_full_batch_has_room_only_for_the_pull_of_its_last_push(sizes: list[int]) -> None:
+    batch = Batch(100, hurry=lambda: None)
+    for size in sizes:
+        batch.add(call("w", push=True), size)
+    assert not batch.has_room(1, pushes=True)
+    assert batch.has_room(1, pushes=False)
+    batch.add(call("w", pull=True), 1)
+    assert not batch.has_room(1, pushes=False)
 
 
 CALLS = st.lists(
     st.tuples(
-        st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True),
+        st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True).map(tuple),
         st.sampled_from([(True, False), (False, True), (True, True)]),
         st.integers(-3, 3),
     ),
@@ -71,24 +83,20 @@ CALLS = st.lists(
 
 @given(CALLS)
 def test_no_call_overtakes_another_of_the_same_key(drawn: list[Any]) -> None:
-    calls = [
-        call(*keys, push=push, pull=pull, priority=priority)
-        for keys, (push, pull), priority in drawn
-    ]
+    shapes = [(keys, push, pull, priority) for keys, (push, pull), priority in drawn]
     happened: dict[str, list[tuple[int, str]]] = {}
-    for step in steps_of(calls):
-        for key, entry in step.items():
-            for each in entry.calls:
-                number = calls.index(each)
-                if each.sources is not None:
-                    happened.setdefault(key, []).append((number, "push"))
-            for each in entry.calls:
-                if each.targets is not None:
-                    happened.setdefault(key, []).append((calls.index(each), "pull"))
-    for key, events in happened.items():
+    for mix in mixes_of(shapes):
+        for position, key in enumerate(mix.keys):
+            for kind, places in (("push", mix.sources), ("pull", mix.targets)):
+                if places:
+                    number, index = places[position]
+                    assert shapes[number][0][index] == key
+                    assert number in mix.calls[position]
+                    happened.setdefault(key, []).append((number, kind))
+    for key in "abc":
         wanted = []
-        for number, each in enumerate(calls):
-            if key in each.keys:
-                wanted += [(number, "push")] if each.sources is not None else []
-                wanted += [(number, "pull")] if each.targets is not None else []
-        assert events == wanted
+        for number, (keys, push, pull, _) in enumerate(shapes):
+            if key in keys:
+                wanted += [(number, "push")] if push else []
+                wanted += [(number, "pull")] if pull else []
+        assert happened.get(key, []) == wanted
