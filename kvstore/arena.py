@@ -20,7 +20,7 @@ from kvstore.errors import OptimizerNotSet
 from kvstore.optimizer.base import Optimizer
 from kvstore.protocol import PartEntry
 from pslite.errors import UsageError
-from pslite.plane import Ints, Job, Outcome, Piece
+from pslite.plane import Ints, Job, Outcome, Piece, cuts_of, piece_of
 
 #: Lists of parts about which something is remembered.
 _MAX_COMPILED = 1024
@@ -179,12 +179,24 @@ class _Run:
         if optimizer is not None:
             optimizer.check_dtype(arena.weight.dtype)
         weight = arena.weight[self.start : self.stop]
-        contributions = [
-            np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop].view(weight.dtype)
-            for piece in self.pieces
-        ]
         state = [array[self.start : self.stop] for array in arena.state(None)]
-        apply_round(weight, contributions, optimizer, state, self.count + 1, arena.workspace)
+        itemsize = weight.itemsize
+        # Where a worker's values come in several frames, up to the end of each.
+        begin = 0
+        for end in [*cuts_of(self.pieces), weight.nbytes]:
+            some = slice(begin // itemsize, end // itemsize)
+            contributions = [
+                _flat(piece_of(piece, begin, end)).view(weight.dtype) for piece in self.pieces
+            ]
+            mine = [array[some] for array in state]
+            apply_round(
+                weight[some], contributions, optimizer, mine, self.count + 1, arena.workspace
+            )
+            begin = end
+
+
+def _flat(piece: Piece) -> Flat:
+    return np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]
 
 
 class PartTable:
@@ -327,9 +339,7 @@ def _follows(part: Part, optimizer: Optimizer | None, last: _Stretch, index: int
 def _add_run(runs: list[_Run], index: int, stretch: _Stretch, payloads: Sequence[Piece]) -> None:
     """One more stretch of a job to be updated."""
     start, nbytes = stretch.offset, stretch.nbytes
-    pieces = [
-        Piece(piece.frame, piece.start + start, piece.start + start + nbytes) for piece in payloads
-    ]
+    pieces = [piece_of(piece, start, start + nbytes) for piece in payloads]
     count = stretch.parts[0].count
     for part in stretch.parts:
         part.count = count + 1

@@ -110,7 +110,7 @@ class DistKVStore(DistControl):
         self._pull(values_to_fill(self._table, key, out), priority)
 
     def _memory(self, nbytes: int) -> np.ndarray[Any, Any]:
-        return self._node.buffer(nbytes)
+        return self._node.buffer(nbytes, lasting=True)
 
     # -- the same as futures -----------------------------------------------------------
 

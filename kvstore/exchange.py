@@ -8,10 +8,10 @@ values are copied out by the node's I/O thread. Nothing here waits. Next: ``dist
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ from kvstore.plan import (
     message_bytes,
     places_of,
     scatter_into,
+    views,
 )
 from kvstore.protocol import KeyEntry
 from pslite import Future, Postoffice
@@ -40,10 +41,14 @@ from pslite.plane import Piece, Sink, Transfer
 
 _HOST = Context("cpu", 0)
 
+_Frames = Sequence[memoryview] | Callable[[], Sequence[memoryview]]
+
 #: A copy of up to so many bytes lies in ordinary memory: it is gathered into a message later.
 _SMALL_COPY_BYTES = 65_536
 #: Smaller frames travel as bytes anyway (``pslite/memory/sharing.py``).
 _LEAST_SHARED_BYTES = 1024
+#: Values that lie apart are sent as they lie when their frames are so large, else gathered.
+_LEAST_FRAME_BYTES = 65_536
 #: Up to so many calls that come together are no loop.
 _FEW_CALLS = 4
 #: Calls that nobody waits for go out when none has joined them for so long, and after so many
@@ -126,62 +131,72 @@ class Exchange:
         of each part that is pulled.
         """
         groups = self._plans.of(keys.keys)
-        uncopied = {}
-        if sources is not None and not copy:
-            uncopied = self._all_uncopied(groups, sources, targets)
+        frames: Sequence[_Frames | None] = [None] * len(groups)
+        if sources is not None:
+            frames = self._frames(keys, groups, sources, targets, copy=copy)
         operation = Operation(len(groups), lambda: answer_for(keys.keys))
-        for index, group in enumerate(groups):
+        for group, own in zip(groups, frames, strict=True):
             sink = None if targets is None else scatter_into(group, targets)
             if sink is not None and versions is not None:
                 sink = _noting_versions(sink, group, versions)
-            own = uncopied.get(index)
-            frames = own if sources is None or own is not None else self._copied(group, sources)
             transfer = Transfer(
-                group.server, group.parts, group.sizes, frames, sink, operation.part_done, priority
+                group.server, group.parts, group.sizes, own, sink, operation.part_done, priority
             )
             operation.transfers.append(transfer)
-            if own is not None:
-                operation.borrowing.append(transfer)
         self._submit(keys, operation, pushes=sources is not None, pulls=targets is not None)
         return operation
 
-    def _all_uncopied(
-        self, groups: Sequence[Group], sources: Sequence[Bytes], targets: Sequence[Bytes] | None
-    ) -> dict[int, list[memoryview]]:
-        """The groups that travel as they lie in these arrays, which may be filled meanwhile."""
-        found = {
-            index: frames
-            for index, group in enumerate(groups)
-            if (frames := self._uncopied(group, sources)) is not None
-        }
-        if found and targets is not None:
-            positions = {groups[index].slices[0].position for index in found}
-            if overlaps(sources, targets, positions):
-                return {}
-        return found
+    def _frames(
+        self,
+        keys: KeyList,
+        groups: Sequence[Group],
+        sources: Sequence[Bytes],
+        targets: Sequence[Bytes] | None,
+        *,
+        copy: bool,
+    ) -> list[_Frames]:
+        """What each group sends: the arrays' own memory, a copy, or a copy that is made later.
+
+        Later is better for much, which the server then finds in the processor's cache. ``copy``
+        frees the arrays at once; else they may be filled meanwhile.
+        """
+        if copy:
+            return [self._copied(group, sources) for group in groups]
+        found: list[_Frames | None] = [self._uncopied(group, sources) for group in groups]
+        if keys.nbytes > self._node.config.chunk_bytes:
+            for index, group in enumerate(groups):
+                if found[index] is None and self._node.shares_with(group.server):
+                    found[index] = partial(self._copied, group, sources)
+        if targets is not None:  # values may land while others are still to be sent
+            pairs = zip(groups, found, strict=True)
+            late = {part.position for group, own in pairs if own for part in group.slices}
+            if late and overlaps(sources, targets, late):
+                found = [None] * len(groups)
+        return [
+            own or self._copied(group, sources) for group, own in zip(groups, found, strict=True)
+        ]
 
     def _uncopied(self, group: Group, memories: Sequence[Bytes]) -> list[memoryview] | None:
         """A group as it lies in these arrays; None where a copy of it travels faster.
 
-        Small parts travel together, so they are gathered. To a server of this machine a copy
-        in shared memory is quicker than what TCP does.
+        A list, unlike frames that are our own: ``Operation.let_go`` may replace what is in it.
+        Small parts that lie apart are gathered. To a server of this machine a copy in shared
+        memory is quicker than what TCP does.
         """
+        if group.nbytes >= _LEAST_SHARED_BYTES and self._node.shares_with(group.server):
+            rows = self._node.shared_rows(views(group, memories))
+            if rows is None or len(rows) * _LEAST_FRAME_BYTES > group.nbytes + _LEAST_FRAME_BYTES:
+                return None
+            return [row.data for row in rows]
         first, last = group.slices[0], group.slices[-1]
         if first.position != last.position or last.stop - first.start != group.nbytes:
             return None
-        frame = memories[first.position][first.start : last.stop].data
-        if (
-            len(frame) >= _LEAST_SHARED_BYTES
-            and self._node.shares_with(group.server)
-            and not self._node.is_shared(frame)
-        ):
-            return None
-        return [frame]
+        return [memories[first.position][first.start : last.stop].data]
 
-    def _copied(self, group: Group, memories: Sequence[Bytes]) -> list[memoryview]:
+    def _copied(self, group: Group, memories: Sequence[Bytes]) -> tuple[memoryview, ...]:
         staging = self._node.buffer(group.nbytes)
         gather(group, memories, staging)
-        return [staging.data]
+        return (staging.data,)
 
     def _submit(self, keys: KeyList, operation: Operation, *, pushes: bool, pulls: bool) -> None:
         self._node.check_process()
@@ -343,7 +358,8 @@ class Exchange:
         transfers = []
         for load in recipe:
             mix, group = load.mix, load.group
-            frames = sink = None
+            frames: Sequence[memoryview] | None = None
+            sink = None
             if staging is not None and load.lying is not None:
                 start, stop = load.lying
                 frames = [staging[start:stop].data]
@@ -363,9 +379,7 @@ class Exchange:
         return transfers
 
     def _plan(self, keys: Sequence[Key]) -> list[Group]:
-        by_tcp = not self._node.is_on_one_machine
-        apart_bytes = math.inf if by_tcp else self._node.config.chunk_bytes / 4
-        return group_parts([self._places[key] for key in keys], self._message_bytes(), apart_bytes)
+        return group_parts([self._places[key] for key in keys], self._message_bytes())
 
     def _message_bytes(self) -> int:
         return message_bytes(self._node.config, by_tcp=not self._node.is_on_one_machine)

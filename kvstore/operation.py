@@ -158,8 +158,6 @@ class Operation:
         self.future: Future[None] = Future(describe)
         #: Set by the caller, for ``let_go``.
         self.transfers: list[Transfer] = []
-        #: Those of them that send from the caller's own arrays.
-        self.borrowing: list[Transfer] = []
         #: What a server may still read, though nobody else refers to it any more.
         self._lent: list[memoryview] = []
         self._left = count
@@ -176,8 +174,9 @@ class Operation:
         """
         for transfer in self.transfers:
             transfer.abandoned = True
-        for transfer in self.borrowing:
-            if isinstance(transfer.frames, list):
+            if not transfer.has_frames:
+                transfer.make_frames()
+            elif isinstance(transfer.frames, list):  # the caller's own, see ``Exchange``
                 self._lent += transfer.frames
                 transfer.frames[:] = [memoryview(bytes(frame)) for frame in transfer.frames]
 

@@ -7,7 +7,6 @@ Pure. Fusing changes nothing but speed: rounds and versions stay with the parts
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -67,28 +66,16 @@ def message_bytes(config: Config, *, by_tcp: bool) -> int:
     return config.chunk_bytes if by_tcp else min(4 * config.chunk_bytes, config.max_message_bytes)
 
 
-def plan(
-    entries: Sequence[KeyEntry], group_bytes: int, apart_bytes: float = math.inf
-) -> list[Group]:
-    """The messages for these keys, each at most ``group_bytes`` or one part.
-
-    A key of ``apart_bytes`` or more shares none with other keys, so that it can be sent from
-    where it lies.
-    """
-    return group_parts(list(map(places_of, entries)), group_bytes, apart_bytes)
+def plan(entries: Sequence[KeyEntry], group_bytes: int) -> list[Group]:
+    """The messages for these keys, each at most ``group_bytes`` or one part."""
+    return group_parts(list(map(places_of, entries)), group_bytes)
 
 
-def group_parts(
-    keys: Sequence[Places], group_bytes: int, apart_bytes: float = math.inf
-) -> list[Group]:
+def group_parts(keys: Sequence[Places], group_bytes: int) -> list[Group]:
     """``plan``, of keys whose places are known."""
     done: list[Group] = []
     filling: dict[int, _Filling] = {}
     for position, places in enumerate(keys):
-        is_apart = bool(places) and places[-1][3] >= apart_bytes
-        if is_apart:
-            done += [group.done() for group in filling.values()]
-            filling = {}
         for server, part, start, stop in places:
             size = stop - start
             group = filling.get(server)
@@ -101,9 +88,6 @@ def group_parts(
             group.sizes.append(size)
             group.slices.append(Slice(position, start, stop))
             group.nbytes += size
-        if is_apart:
-            done += [group.done() for group in filling.values()]
-            filling = {}
     done += [group.done() for group in filling.values()]
     return sorted(done, key=lambda group: group.slices[0])
 

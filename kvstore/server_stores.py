@@ -119,14 +119,11 @@ class ServerStores:
     def _lane_of(self, values: Sequence[Flat]) -> int:
         """The lane of a new arena; small ones share one, so that they can be updated together."""
         # As workers put keys into messages (``plan.py``), also of keys that came one by one.
-        config, nbytes = self._node.config, sum(map(len, values))
-        apart = nbytes >= config.chunk_bytes / 4
-        if apart or self._lane_bytes + nbytes > message_bytes(config, by_tcp=False):
+        nbytes = sum(map(len, values))
+        if self._lane_bytes + nbytes > message_bytes(self._node.config, by_tcp=False):
             self._lane += 1
             self._lane_bytes = 0
         self._lane_bytes += nbytes
-        if apart:
-            self._lane_bytes = message_bytes(config, by_tcp=False)
         return self._lane
 
     def _store(self, number: int, synchronous: bool) -> StoreState:

@@ -112,8 +112,7 @@ class Servers:
         arrays = [flat_bytes(values[index]) for index in new]
         asked = []
         # Parts that are created together lie together; so they should travel together later.
-        config = self._node.config
-        for group in plan(entries, message_bytes(config, by_tcp=False), config.chunk_bytes / 4):
+        for group in plan(entries, message_bytes(self._node.config, by_tcp=False)):
             body = pack(self._number, self._synchronous, pack_parts(part_entries(group, entries)))
             frames = [view.data for view in views(group, arrays)]
             asked.append(self._ask_group(group, StoreCall.INIT, body, frames))

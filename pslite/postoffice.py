@@ -189,22 +189,27 @@ class Postoffice:
 
     # -- memory ------------------------------------------------------------------------
 
-    def buffer(self, nbytes: int) -> Bytes:
+    def buffer(self, nbytes: int, *, lasting: bool = False) -> Bytes:
         """Memory to send from: flat, uninitialised, free again when nothing refers to it.
+
+        ``lasting`` buffers that are asked for one after the other lie so, as far as possible.
 
         Peers on this machine read it where it lies, so it must stay as it is until they are
         done with it: see ``pslite/memory``. From any thread.
         """
         self.check_process()  # a child's memory would be its parent's
-        return self.heap.buffer(nbytes)
+        return self.heap.buffer(nbytes, lasting=lasting)
 
     def shares_with(self, node: int) -> bool:
         """Whether a node reads this one's buffers where they lie. From any thread."""
         return self.sharing.reaches(self._uids.get(node, ""))
 
-    def is_shared(self, frame: memoryview) -> bool:
-        """Whether a frame lies in memory that peers of this machine can read."""
-        return self.sharing.place_of(frame) is not None
+    def shared_rows(self, pieces: Sequence[Bytes]) -> list[Bytes] | None:
+        """These pieces of this node's buffers, neighbours as one; None where any is no such piece.
+
+        Nothing is copied; what is returned keeps the pieces alive. From any thread.
+        """
+        return self.heap.rows(pieces)
 
     def _offer_segments(self) -> None:
         if self.info is None or not self.config.shm:

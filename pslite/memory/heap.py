@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,23 @@ class _Block:
     def __del__(self) -> None:
         # Runs anywhere, also inside of an allocation: no lock, and nothing that could fail.
         self._freed.append(self._range)
+
+
+class _Row:
+    """Neighbouring memory of several owners, which it keeps."""
+
+    __slots__ = ("__array_interface__", "_owners", "address", "nbytes")
+
+    def __init__(self, address: int, nbytes: int, owners: Sequence[Bytes]) -> None:
+        self._owners = owners
+        self.address = address
+        self.nbytes = nbytes
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "data": (address, False),
+        }
 
 
 class _Stretch:
@@ -98,12 +115,16 @@ class Heap:
         #: (addresses, segments by address), replaced as a whole: ``find`` takes no lock.
         self._by_address: tuple[list[int], list[_Stretch]] = ([], [])
 
-    def buffer(self, nbytes: int) -> Bytes:
-        """Uninitialised memory of ``nbytes``, aligned to a cache line; free when unreferenced."""
+    def buffer(self, nbytes: int, *, lasting: bool = False) -> Bytes:
+        """Uninitialised memory of ``nbytes``, aligned to a cache line; free when unreferenced.
+
+        What is ``lasting`` lies behind what was before, where there is room; the rest at the
+        lowest address, where memory was used a short while ago.
+        """
         size = max(-(-nbytes // _ALIGNMENT), 1) * _ALIGNMENT
         grown = False
         with self._lock:
-            found = self._take(nbytes, size)
+            found = self._take(nbytes, size, reversed(self._stretches) if lasting else None)
             if found is None:
                 stretch = self._grow(size)
                 grown = stretch.segment.ticket is not None
@@ -124,6 +145,26 @@ class Heap:
         if offset + nbytes > stretch.segment.nbytes:
             return None
         return stretch.number, offset
+
+    def rows(self, pieces: Sequence[Bytes]) -> list[Bytes] | None:
+        """These pieces, neighbours in memory as one; None where peers can map not all of them.
+
+        What is returned keeps the pieces alive.
+        """
+        rows: list[_Row] = []
+        begin = stop = first = 0
+        for index, piece in enumerate(pieces):
+            address = piece.__array_interface__["data"][0]
+            if address != stop:
+                if self.find(address, len(piece)) is None:  # sooner than ``all`` below
+                    return None
+                if index:
+                    rows.append(_Row(begin, stop - begin, pieces[first:index]))
+                begin, first = address, index
+            stop = address + len(piece)
+        rows.append(_Row(begin, stop - begin, pieces[first:]))
+        found = list(map(np.asarray, rows))
+        return found if all(self.find(row.address, row.nbytes) for row in rows) else None
 
     def segments(self) -> list[tuple[int, Segment]]:
         """What peers may map: (number, segment)."""
@@ -157,8 +198,10 @@ class Heap:
 
     # -- inside, with the lock ---------------------------------------------------------
 
-    def _take(self, nbytes: int, size: int) -> Bytes | None:
-        for stretch in self._stretches:
+    def _take(
+        self, nbytes: int, size: int, stretches: Iterable[_Stretch] | None = None
+    ) -> Bytes | None:
+        for stretch in self._stretches if stretches is None else stretches:
             found = stretch.take(nbytes, size)
             if found is not None:
                 return found

@@ -29,7 +29,18 @@ A server's app supplies what rounds mean (``ServerApp``). ``protocol/rounds.py``
 contributions belong together; ``postoffice.py`` connects all this with a van.
 """
 
-from pslite.plane.interface import Effect, Job, Outcome, Piece, Run, Send, ServerApp, cut
+from pslite.plane.interface import (
+    Effect,
+    Job,
+    Outcome,
+    Piece,
+    Run,
+    Send,
+    ServerApp,
+    cut,
+    cuts_of,
+    piece_of,
+)
 from pslite.plane.server import ServerPlane
 from pslite.plane.worker import Sink, Transfer, WorkerPlane
 from pslite.wire.messages import Ints
@@ -48,4 +59,6 @@ __all__ = [
     "Transfer",
     "WorkerPlane",
     "cut",
+    "cuts_of",
+    "piece_of",
 ]

@@ -5,6 +5,7 @@ Pure. The contract as a whole stands in the package's docstring (``pslite/plane`
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, repeat
 from typing import Any, NamedTuple, Protocol
@@ -18,11 +19,58 @@ Buffer = Any
 
 
 class Piece(NamedTuple):
-    """The bytes of one part: ``frame[start:stop]``."""
+    """The bytes of one part: ``frame[start:stop]``. The frame of several parts may be a ``Row``."""
 
     frame: Buffer
     start: int
     stop: int
+
+
+class Row:
+    """Several frames, one behind the other, as if they were one; nothing is copied.
+
+    Args:
+        frames: buffers of single bytes.
+    """
+
+    __slots__ = ("_frames", "stops")
+
+    def __init__(self, frames: Sequence[Buffer]) -> None:
+        self._frames = frames
+        self.stops = list(accumulate(map(len, frames)))
+        """Where each frame ends."""
+
+    def __len__(self) -> int:
+        return self.stops[-1]
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self._frames)
+
+    def piece(self, start: int, stop: int) -> Piece:
+        """The bytes [start, stop), of the one frame that they lie in, or else of this row."""
+        index = min(bisect_right(self.stops, start), len(self.stops) - 1)
+        if stop > self.stops[index]:
+            return Piece(self, start, stop)
+        frame = self._frames[index]
+        skipped = self.stops[index] - len(frame)
+        return Piece(frame, start - skipped, stop - skipped)
+
+
+def piece_of(piece: Piece, start: int, stop: int) -> Piece:
+    """The bytes [start, stop) of a piece."""
+    start, stop = piece.start + start, piece.start + stop
+    if type(piece.frame) is Row:
+        return piece.frame.piece(start, stop)
+    return Piece(piece.frame, start, stop)
+
+
+def cuts_of(pieces: Sequence[Piece]) -> list[int]:
+    """Where frames end inside of these pieces, which have the same size; counted from its begin."""
+    cuts: set[int] = set()
+    for frame, start, stop in pieces:
+        if type(frame) is Row:
+            cuts.update(end - start for end in frame.stops if start < end < stop)
+    return sorted(cuts)
 
 
 class Job(NamedTuple):

@@ -18,6 +18,7 @@ from pslite.plane.interface import (
     Job,
     Outcome,
     Piece,
+    Row,
     Run,
     Send,
     ServerApp,
@@ -278,11 +279,10 @@ class ServerPlane:
         parts, rounds, sizes = message.parts, message.rounds, message.sizes
         if len(sizes) != len(parts):
             raise ProtocolError("a push needs a size for each part")
-        if len(frames) == 1 and _is_uniform(rounds):
+        if frames and _is_uniform(rounds):
             unit = self._whole(parts)
-            frame = frames[0]
-            if unit is not None and unit.sizes == sizes and memoryview(frame).nbytes == unit.nbytes:
-                piece = Piece(frame, 0, unit.nbytes)
+            piece = None if unit is None or unit.sizes != sizes else _whole_piece(unit, frames)
+            if unit is not None and piece is not None:
                 self._contribute(rank, unit, rounds[0], piece, message.pull, replies, ready)
                 return
         pieces = cut(sizes, frames)
@@ -440,6 +440,17 @@ def _repeated(entries: Sequence[_Value], numbers: Sequence[int]) -> Ints:
 
 def _is_uniform(rounds: Ints) -> bool:
     return bool(rounds) and rounds.count(rounds[0]) == len(rounds)
+
+
+def _whole_piece(unit: Unit, frames: Sequence[Buffer]) -> Piece | None:
+    """The value of a unit, if these frames are whole parts of it and nothing else."""
+    frame = frames[0]
+    if len(frames) > 1:
+        frame = Row([memoryview(each).cast("B") for each in frames])
+        if len(frame) == unit.nbytes and not unit.stops.issuperset(frame.stops):
+            return None
+        return Piece(frame, 0, unit.nbytes) if len(frame) == unit.nbytes else None
+    return Piece(frame, 0, unit.nbytes) if memoryview(frame).nbytes == unit.nbytes else None
 
 
 def _unknown(part: int) -> BaseException:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from pslite.plane.interface import Piece
+from pslite.plane.interface import Piece, piece_of
 from pslite.protocol.rounds import Rounds
 from pslite.wire.messages import Ints
 
@@ -31,12 +31,15 @@ class Unit:
         "reported_at",
         "rounds",
         "sizes",
+        "stops",
         "wanted",
     )
 
     def __init__(self, parts: Ints, sizes: Ints, rounds: Rounds, lane: int) -> None:
         self.parts = parts
         self.sizes = sizes
+        self.stops = frozenset(accumulate(sizes))
+        """Where each part's bytes end in the unit's."""
         self.nbytes = sum(sizes)
         self.rounds = rounds
         self.lane = lane
@@ -58,7 +61,7 @@ class Unit:
             start = stop - size
 
             def share(_: int, __: int, piece: Piece, start: int = start, stop: int = stop) -> Piece:
-                return Piece(piece.frame, piece.start + start, piece.start + stop)
+                return piece_of(piece, start, stop)
 
             unit = Unit((part,), (size,), self.rounds.copy(share), self.lane)
             unit.wanted = set(self.wanted)

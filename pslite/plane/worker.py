@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from pslite.errors import ProtocolError, rebuild
 from pslite.plane.interface import Buffer, Piece, Send, cut
@@ -24,10 +25,22 @@ Sink = Callable[[Sequence[int], Sequence[Piece], Sequence[int]], None]
 """Takes (indices into the transfer's parts, their values, their versions)."""
 
 
+class _Letter(NamedTuple):
+    """A message that waits to be sent."""
+
+    transfer: Transfer
+    message: Exchange
+    indices: Sequence[int] | None
+    """The parts that it carries; None for all."""
+    frames: Sequence[Buffer] | None
+    """None while they are to be made."""
+
+
 class Transfer:
     """A push, a pull or both, of several parts of one server.
 
-    ``frames`` hold the pushed parts' bytes in order, each frame whole parts. They belong to
+    ``frames`` hold the pushed parts' bytes in order, each frame whole parts; a function is
+    called when they are to be sent, on the I/O thread. They belong to
     the plane until ``done`` is called: with None, or with the first error once every part has
     been answered or given up. ``sink`` copies values out; its pieces are valid during the call.
     """
@@ -35,6 +48,7 @@ class Transfer:
     __slots__ = (
         "_error",
         "_left",
+        "_make",
         "abandoned",
         "done",
         "failed",
@@ -53,7 +67,7 @@ class Transfer:
         server: int,
         parts: Ints,
         sizes: Ints,
-        frames: Sequence[Buffer] | None,
+        frames: Sequence[Buffer] | Callable[[], Sequence[Buffer]] | None,
         sink: Sink | None,
         done: Callable[[BaseException | None], None],
         priority: int = 0,
@@ -62,7 +76,8 @@ class Transfer:
         self.parts = parts
         self.sizes = sizes
         self.push = frames is not None
-        self.frames: Sequence[Buffer] = frames if frames is not None else ()
+        self._make = frames if callable(frames) else None
+        self.frames: Sequence[Buffer] = () if frames is None or callable(frames) else frames
         self.pull = sink is not None
         self.sink = sink
         self.done = done
@@ -101,6 +116,17 @@ class Transfer:
             self._settle(self._left)
 
     @property
+    def has_frames(self) -> bool:
+        """Whether there is nothing to do for ``make_frames``."""
+        return self._make is None
+
+    def make_frames(self) -> None:
+        """Copy what is to be sent, unless that was done before."""
+        if self._make is not None:
+            make, self._make = self._make, None
+            self.frames = make()
+
+    @property
     def complete(self) -> bool:
         """Whether every part has been answered or given up."""
         return self._left == 0
@@ -110,7 +136,7 @@ class Transfer:
         if self._left == 0:
             # Whoever still holds this transfer does not hold memory.
             done, self.done = self.done, _nothing
-            self.frames, self.sink = (), None
+            self.frames, self.sink, self._make = (), None, None
             done(self._error)
 
 
@@ -219,7 +245,7 @@ class WorkerPlane:
         self._lists: Counter[Ints] = Counter()
         #: Transfers that are not complete, in order of submission.
         self._active: dict[Transfer, None] = {}
-        self._outbox: dict[int, list[tuple[int, int, Send]]] = {}
+        self._outbox: dict[int, list[tuple[int, int, _Letter]]] = {}
         self._sequence = 0
         self._stale: list[StaleEpoch] = []
         self._error: BaseException | None = None
@@ -397,14 +423,17 @@ class WorkerPlane:
         return list(self._outbox)
 
     def take(self, server: int) -> Send | None:
-        """The next message for a server, highest priority first."""
+        """The next message for a server, highest priority first; its frames are made now."""
         mail = self._outbox.get(server)
         if not mail:
             return None
-        send = heapq.heappop(mail)[2]
+        transfer, message, indices, frames = heapq.heappop(mail)[2]
         if not mail:
             del self._outbox[server]
-        return send
+        if frames is None:
+            transfer.make_frames()
+            frames = _frames(transfer, indices)
+        return Send(server, message, frames)
 
     @property
     def idle(self) -> bool:
@@ -495,32 +524,30 @@ class WorkerPlane:
 
     def _queue_whole(self, transfer: Transfer, round_: int) -> None:
         """Put a transfer into one message, all its parts in the same round."""
-        rounds = (round_,) * len(transfer.parts)
-        self._put(transfer, transfer.parts, rounds, transfer.sizes, transfer.frames)
+        self._put(transfer, transfer.parts, (round_,) * len(transfer.parts), transfer.sizes, None)
 
     def _queue_send(self, transfer: Transfer, entries: Sequence[tuple[int, int]]) -> None:
         """Put these (index, round) of a transfer into one message for its server."""
-        indices = [index for index, _ in entries]
         rounds = tuple(round_ for _, round_ in entries)
-        frames: Sequence[Buffer]
-        if len(indices) == len(transfer.parts):
-            parts, sizes, frames = transfer.parts, transfer.sizes, transfer.frames
-        else:
-            parts = tuple(transfer.parts[index] for index in indices)
-            sizes = tuple(transfer.sizes[index] for index in indices)
-            frames = _views(transfer, indices) if transfer.push else ()
-        self._put(transfer, parts, rounds, sizes, frames)
+        if len(entries) == len(transfer.parts):
+            self._put(transfer, transfer.parts, rounds, transfer.sizes, None)
+            return
+        indices = [index for index, _ in entries]
+        parts = tuple(transfer.parts[index] for index in indices)
+        sizes = tuple(transfer.sizes[index] for index in indices)
+        self._put(transfer, parts, rounds, sizes, indices if transfer.push else None)
 
     def _put(
-        self, transfer: Transfer, parts: Ints, rounds: Ints, sizes: Ints, frames: Sequence[Buffer]
+        self, transfer: Transfer, parts: Ints, rounds: Ints, sizes: Ints, indices: list[int] | None
     ) -> None:
         message = Exchange(
             transfer.push, transfer.pull, parts, rounds, sizes if transfer.push else ()
         )
         self._sequence += 1
         mail = self._outbox.setdefault(transfer.server, [])
-        entry = (-transfer.priority, self._sequence, Send(transfer.server, message, frames))
-        heapq.heappush(mail, entry)
+        frames = _frames(transfer, indices) if transfer.has_frames else None
+        letter = _Letter(transfer, message, indices, frames)
+        heapq.heappush(mail, (-transfer.priority, self._sequence, letter))
 
     def _drop(self, transfer: Transfer, error: BaseException) -> None:
         self._active.pop(transfer, None)
@@ -560,6 +587,11 @@ def _joined(states: Sequence[_Requested], parts: Ints) -> _Requested | None:
     if first.pulling is not None:
         whole.pulling = ((first.pulling[0][0], None), first.pulling[1])
     return whole
+
+
+def _frames(transfer: Transfer, indices: Sequence[int] | None) -> Sequence[Buffer]:
+    """The frames with these parts of a push, None: with all."""
+    return transfer.frames if indices is None else _views(transfer, indices)
 
 
 def _views(transfer: Transfer, indices: Sequence[int]) -> list[Buffer]:

@@ -133,6 +133,7 @@ def train(kv: KVStore) -> str:
         if "async" not in kv.type:
             for out in pulled:
                 digest.update(np.asarray(out).tobytes())
+    nd.waitall()  # by then the pushes have been applied, of which others are to see the effect
     kv.barrier()
     kv.pull(keys, out=outs)
     for out in outs:
@@ -289,6 +290,60 @@ def test_pushpull_of_empty_arrays_sends_them_from_where_they_lie(travelled: Trav
             assert travelled.places[kv.node.sharing] == [(segment, offset, 160_000)]
             assert np.array_equal(kv_out, np.arange(40_000))
         assert kv.node.heap.used_bytes == used
+
+
+@pytest.mark.parametrize("layout", ["as in the call", "backwards", "every second one"])
+def test_several_arrays_travel_in_one_message_from_where_they_lie(
+    layout: str, travelled: Travelled
+) -> None:
+    """However they lie; each worker has another layout, and the server takes rounds as one."""
+    shapes = [(20_000,), (64, 300), (17_000,), (25_000, 1)]
+    keys = [str(number) for number in range(len(shapes))]
+
+    def arrays(kv: KVStore) -> list[Array]:
+        if kv.rank == 1 or layout == "as in the call":
+            return [kv.zeros(shape) for shape in shapes]
+        if layout == "backwards":
+            return [kv.zeros(shape) for shape in reversed(shapes)][::-1]
+        pairs = [(kv.zeros(shape), kv.zeros(shape)) for shape in shapes]
+        return [first for first, _ in pairs]
+
+    def script(kv: KVStore) -> tuple[list[Array], set[int]]:
+        values, outs = arrays(kv), [np.zeros(shape, np.float32) for shape in shapes]
+        for step in range(5):
+            for number, value in enumerate(values):
+                value[...] = np.random.default_rng([kv.rank, step, number]).normal(size=value.shape)
+            kv.pushpull(keys, values, out=outs)
+        return outs, {value.__array_interface__["data"][0] for value in values}
+
+    def local() -> list[Array]:
+        kv = kvstore.create("local")
+        kv.set_optimizer(kvstore.optimizer.create("sgd", learning_rate=0.1, momentum=0.9))
+        kv.init(keys, [np.zeros(shape, np.float32) for shape in shapes])
+        for step in range(5):
+            for number, (key, shape) in enumerate(zip(keys, shapes, strict=True)):
+                draws = [np.random.default_rng([rank, step, number]) for rank in range(2)]
+                kv.push(key, [draw.normal(size=shape).astype(np.float32) for draw in draws])
+        found: list[Array] = kv.pull(keys)
+        return found
+
+    with Workers("dist_sync", 2, 1) as workers:
+        agree(workers)
+        momentum = kvstore.optimizer.create("sgd", learning_rate=0.1, momentum=0.9)
+        workers.run(lambda kv: kv.set_optimizer(momentum))
+        workers.run(lambda kv: kv.init(keys, [np.zeros(shape, np.float32) for shape in shapes]))
+        travelled.places.clear()
+        assert workers.cluster is not None
+        heaps = [node.heap for node in workers.cluster.workers]
+        wanted = local()
+        for (outs, starts), heap, node in zip(
+            workers.run(script), heaps, workers.cluster.workers, strict=True
+        ):
+            for found, value in zip(outs, wanted, strict=True):
+                np.testing.assert_array_equal(found, value)
+            bases = {number: segment.address for number, segment in heap.segments()}
+            sent = {bases[s] + offset for s, offset, _ in travelled.places[node.sharing]}
+            assert sent <= starts
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])

@@ -13,6 +13,7 @@ from kvstore.exchange import Exchange
 from kvstore.keys import KeyList, KeySpec
 from kvstore.protocol import KeyEntry
 from pslite import Config
+from pslite.memory import Heap
 from pslite.plane import Piece, Transfer
 
 CHUNK_BYTES = 4096
@@ -24,9 +25,9 @@ ELEMENTS = {"large": 2048, "a": 8, "b": 8, "c": 8}
 class Node:
     """What an exchange asks of its node; work for the I/O thread waits in ``commands``."""
 
-    def __init__(self, shared: Sequence[np.ndarray[Any, Any]] | None = None) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
         self.config = Config(chunk_bytes=CHUNK_BYTES)
-        self.is_on_one_machine = shared is not None
+        self.is_on_one_machine = shared
 
         def nothing(_: object) -> None:
             pass
@@ -34,7 +35,7 @@ class Node:
         self.traffic = SimpleNamespace(add_owner=nothing, submit=self.submit, forget=nothing)
         self.sent: list[Transfer] = []
         self.commands: list[Callable[[], None]] = []
-        self._shared = shared
+        self.heap = Heap(shared=shared)
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         self.sent += transfers
@@ -49,14 +50,15 @@ class Node:
         pass
 
     def buffer(self, nbytes: int) -> np.ndarray[Any, Any]:
-        return np.empty(nbytes, np.uint8)
+        return self.heap.buffer(nbytes)
 
     def shares_with(self, server: int) -> bool:
-        return self._shared is not None
+        return self.is_on_one_machine
 
-    def is_shared(self, frame: memoryview) -> bool:
-        memory = np.frombuffer(frame, np.uint8)
-        return any(np.shares_memory(memory, each) for each in self._shared or ())
+    def shared_rows(
+        self, pieces: Sequence[np.ndarray[Any, Any]]
+    ) -> list[np.ndarray[Any, Any]] | None:
+        return self.heap.rows(pieces)
 
 
 def exchange_on(node: Node) -> Exchange:
@@ -111,11 +113,42 @@ def test_what_may_be_overwritten_meanwhile_is_copied(where: str) -> None:
 
 
 def test_the_callers_array_goes_to_a_server_of_this_machine_only_where_it_can_be_read() -> None:
-    (large,) = memory("large")
-    for shared in ([], [large]):
-        node = Node(shared)
+    for is_own in (True, False):
+        node = Node(shared=True)
+        large = node.buffer(8192) if is_own else np.empty(8192, np.uint8)
         exchange_on(node).begin(keys("large"), [large], None, 0, copy=False)
-        assert is_sent_from(large, node) == bool(shared)
+        for transfer in node.sent:
+            transfer.make_frames()
+        assert is_sent_from(large, node) == is_own
+
+
+def test_values_that_lie_one_behind_the_other_are_one_frame_and_lie_still() -> None:
+    node = Node(shared=True)
+    names = ("large", "a", "b", "c")
+    sizes = [4 * ELEMENTS[name] for name in names]
+    whole = node.heap.buffer(8192 + 3 * 64, lasting=True)
+    padded = [whole[:8192], *(whole[start : start + 32] for start in (8192, 8256, 8320))]
+    tight = list(np.split(whole[: sum(sizes)], np.cumsum(sizes)[:-1]))
+    for sources, is_own in ((tight, True), (padded, False)):
+        node.sent.clear()
+        exchange_on(node).begin(keys(*names), sources, None, 0, copy=False)
+        (transfer,) = node.sent
+        transfer.make_frames()
+        assert len(transfer.frames) == 1
+        assert is_sent_from(whole, node) == is_own
+
+
+def test_much_is_copied_when_its_turn_comes_and_before_its_memory_may_be_overwritten() -> None:
+    large, small = np.arange(8192, dtype=np.uint8), np.ones(32, np.uint8)
+    other, overlapping = np.empty(8192, np.uint8), large[:32]
+    for targets, later in (([large, small], True), ([other, overlapping], False)):
+        node = Node(shared=True)
+        exchange_on(node).begin(keys("large", "a"), [large, small], targets, 0, copy=False)
+        assert [transfer.has_frames for transfer in node.sent] == [not later] * len(node.sent)
+        for transfer in node.sent:
+            transfer.make_frames()
+        sent = np.concatenate([frame for transfer in node.sent for frame in frames(transfer)])
+        assert bytes(sent) == bytes(large) + bytes(small)
 
 
 def test_a_joined_push_frees_the_callers_arrays_at_once() -> None:

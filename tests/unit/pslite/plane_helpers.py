@@ -111,10 +111,14 @@ def ask(
     size: int = 8,
     server: int = SERVER,
     priority: int = 0,
+    apart: bool = False,
 ) -> Asked:
-    """A transfer of parts of ``size`` bytes each; ``push`` holds one payload a part."""
+    """A transfer of parts of ``size`` bytes each; ``push`` holds one payload a part.
+
+    They travel in one frame, or ``apart``, each in its own.
+    """
     asked = Asked()
-    frames = None if push is None else [b"".join(push)]
+    frames = None if push is None else list(push) if apart else [b"".join(push)]
     sizes = (size,) * len(parts)
     sink = asked.sink if pull else None
     done = asked.endings.append

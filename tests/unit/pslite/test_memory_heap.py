@@ -316,3 +316,43 @@ def test_a_forked_child_has_a_copy_of_private_memory() -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert (buffer == 3).all()
+
+
+@needs_memfd
+def test_buffers_that_lie_one_behind_the_other_are_one_row_that_keeps_them() -> None:
+    heap = Heap(shared=True)
+    first, second, third = (heap.buffer(size, lasting=True) for size in (128, 64, 100))
+    for number, buffer in enumerate((first, second, third)):
+        buffer[:] = number
+    (row,) = heap.rows([first, second, third]) or ()
+    assert row.tolist() == [0] * 128 + [1] * 64 + [2] * 100
+    assert [each.tolist() for each in heap.rows([third, first]) or ()] == [[2] * 100, [0] * 128]
+    used = heap.used_bytes
+    del first, second, third
+    gc.collect()
+    assert heap.used_bytes == used
+    assert heap.buffer(128) is not None
+    assert row.tolist() == [0] * 128 + [1] * 64 + [2] * 100
+    del row
+    assert heap.used_bytes < used
+
+
+@needs_memfd
+def test_memory_that_peers_cannot_map_makes_no_row() -> None:
+    heap = Heap(shared=True)
+    mine, other = heap.buffer(64), np.zeros(64, np.uint8)
+    assert heap.rows([other]) is None
+    assert heap.rows([mine, other]) is None
+    assert Heap(shared=False).rows([mine]) is None
+
+
+def test_lasting_buffers_lie_behind_each_other_though_there_are_holes_before() -> None:
+    heap = Heap(shared=False)
+    hole = heap.buffer(4096)
+    before = heap.buffer(64)
+    big = heap.buffer(4 * MIB)
+    del hole
+    first, second = heap.buffer(640, lasting=True), heap.buffer(64, lasting=True)
+    assert address_of(second) == address_of(first) + 640
+    assert address_of(heap.buffer(64)) < address_of(before)
+    assert big.nbytes == 4 * MIB

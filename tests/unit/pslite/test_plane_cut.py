@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pslite.errors import ProtocolError
-from pslite.plane import cut
+from pslite.plane import Piece, cut, cuts_of, piece_of
+from pslite.plane.interface import Row
 
 
 @given(st.lists(st.lists(st.integers(1, 9), max_size=4), max_size=5))
@@ -77,3 +80,26 @@ def test_frames_of_wider_elements_are_measured_in_bytes() -> None:
     memory = np.arange(4, dtype=np.float32).data
     pieces = cut((8, 8), [memory])
     assert [(piece.start, piece.stop) for piece in pieces] == [(0, 8), (8, 16)]
+
+
+@given(st.lists(st.binary(max_size=5), min_size=1, max_size=5), st.data())
+def test_several_frames_are_read_as_if_they_were_one(
+    frames: list[bytes], data: st.DataObject
+) -> None:
+    row, whole = Row(frames), b"".join(frames)
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    piece = piece_of(Piece(row, 0, len(whole)), start, stop)
+    cuts = [0, *cuts_of([piece]), stop - start]
+    found = b""
+    for begin, end in itertools.pairwise(cuts):
+        part = piece_of(piece, begin, end)
+        assert part.frame in frames  # so it is a frame, and no row
+        found += part.frame[part.start : part.stop]
+    assert (bytes(row), len(row), found) == (whole, len(whole), whole[start:stop])
+
+
+def test_frames_of_several_senders_are_cut_where_any_of_them_ends() -> None:
+    pieces = [Piece(Row([b"ab", b"cdef"]), 0, 6), Piece(b"......", 0, 6)]
+    pieces.append(Piece(Row([b".", b"abcd", b"ef."]), 1, 7))
+    assert cuts_of(pieces) == [2, 4]

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from plane_helpers import LOST, Asked, Cluster, ask, carry_out, counts, pushed
 
-from pslite.errors import UsageError
+from pslite.errors import ProtocolError, UsageError
 from pslite.plane import ServerPlane, WorkerPlane
 from pslite.plane.unit import Unit, joined
 from pslite.protocol.rounds import SyncRounds
@@ -54,7 +54,9 @@ def submit_job(cluster: Cluster, steadiness: float) -> list[tuple[int, int, Aske
             for group in groups:
                 kind = generator.choice(("push", "pushpull", "pushpull", "push and pull"))
                 request = partial(ask, *group, size=24)
-                made = [request(push=[payload] * len(group), pull=kind == "pushpull")]
+                apart = generator.random() < 0.3
+                push = [payload] * len(group)
+                made = [request(push=push, pull=kind == "pushpull", apart=apart)]
                 if kind == "push and pull":
                     made += [ask(part, size=24, pull=True) for part in group[:1]]
                     made.append(request(pull=True))
@@ -155,6 +157,35 @@ def test_a_push_of_one_part_of_a_unit_leaves_the_others_as_they_are() -> None:
     carry_out(plane, plane.exchange(0, 1, pushed(1, done + 1), [counts(1)]))
     carry_out(plane, plane.exchange(0, 1, together(done + 2), [counts(1, 1)]))
     assert cluster.apps[8].values[1].tolist() == [done + 2]
+
+
+def test_a_push_in_several_frames_is_one_to_the_whole_unit() -> None:
+    plane, cluster, done = joined_server((0, 1))
+    plane.exchange(0, 1, together(done + 1), [counts(1), counts(2)])
+    sends = carry_out(plane, plane.exchange(1, 1, together(done + 1), [counts(10, 20)]))
+    assert len(sends) == 2
+    assert plane._units[1] is plane._units[2]
+    values = [cluster.apps[8].values[part].tolist() for part in (1, 2)]
+    assert values == [[2 * done + 11], [2 * done + 22]]
+
+
+def test_frames_that_cut_a_part_of_a_unit_in_two_are_refused() -> None:
+    plane, cluster, done = joined_server()
+    value = counts(1, 1)
+    for frames in ([value[:4], value[4:]], [value[:8]], [value, value]):
+        with pytest.raises(ProtocolError):
+            plane.exchange(0, 1, together(done + 1), frames)
+    carry_out(plane, plane.exchange(0, 1, together(done + 1), [value]))
+    assert cluster.apps[8].values[1].tolist() == [done + 1]
+
+
+def test_a_unit_that_waits_with_several_frames_can_be_taken_apart() -> None:
+    plane, cluster, done = joined_server((0, 1))
+    plane.exchange(0, 1, together(done + 1), [counts(1), counts(2)])
+    for part, value in ((2, 20), (1, 10)):
+        carry_out(plane, plane.exchange(1, 1, pushed(part, done + 1), [counts(value)]))
+    values = [cluster.apps[8].values[part].tolist() for part in (1, 2)]
+    assert values == [[2 * done + 11], [2 * done + 22]]
 
 
 def test_an_update_that_fails_for_one_part_of_a_unit_is_an_error_of_that_part_only() -> None:
