@@ -407,11 +407,11 @@ class KVStore(KVStoreBase, abc.ABC):
         """A new array, uninitialised: the fastest memory for gradients that this store knows.
 
         A distributed store returns memory that the servers of this machine read where it lies:
-        ``pushpull``, ``push_async`` and ``pushpull_async`` send such arrays without a copy.
-        They are ordinary NumPy arrays, C-contiguous, of ``shape`` and ``dtype``; the memory is
-        free when nothing refers to it. Make them once and fill them in place. Raises
-        ``ArgumentValueError`` for a negative size and ``ArgumentTypeError`` for a dtype that
-        stores cannot hold.
+        ``pushpull`` and ``pushpull_async`` send such arrays without a copy, best when those of
+        one model were made one after the other. They are ordinary NumPy arrays, C-contiguous, of
+        ``shape`` and ``dtype``; the memory is free when nothing refers to it. Make them once and
+        fill them in place. Raises ``ArgumentValueError`` for a negative size and
+        ``ArgumentTypeError`` for a dtype that stores cannot hold.
         """
         sizes = [index(size) for size in (shape if isinstance(shape, Iterable) else [shape])]
         if any(size < 0 for size in sizes):

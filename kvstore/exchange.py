@@ -165,7 +165,7 @@ class Exchange:
         found: list[_Frames | None] = [self._uncopied(group, sources) for group in groups]
         if keys.nbytes > self._node.config.chunk_bytes:
             for index, group in enumerate(groups):
-                if found[index] is None and self._node.shares_with(group.server):
+                if found[index] is None and self._node.may_share_with(group.server):
                     found[index] = partial(self._copied, group, sources)
         if targets is not None:  # values may land while others are still to be sent
             pairs = zip(groups, found, strict=True)
@@ -183,7 +183,7 @@ class Exchange:
         Small parts that lie apart are gathered. To a server of this machine a copy in shared
         memory is quicker than what TCP does.
         """
-        if group.nbytes >= _LEAST_SHARED_BYTES and self._node.shares_with(group.server):
+        if group.nbytes >= _LEAST_SHARED_BYTES and self._node.may_share_with(group.server):
             rows = self._node.shared_rows(views(group, memories))
             if rows is None or len(rows) * _LEAST_FRAME_BYTES > group.nbytes + _LEAST_FRAME_BYTES:
                 return None

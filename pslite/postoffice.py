@@ -112,6 +112,8 @@ class Postoffice:
         #: Whether all nodes that this one exchanges values with can share its memory.
         self.is_on_one_machine = False
         self._uids: dict[int, str] = {}
+        #: The nodes on this machine, if memory may be shared at all.
+        self._near: frozenset[int] = frozenset()
         self._node_ids: dict[str, int] = {}
         self._commands: deque[Callable[[], None]] = deque()
         #: How many strangers the van has turned away, as far as it told.
@@ -158,9 +160,10 @@ class Postoffice:
             self._node_ids[node.uid] = node.node_id
             self.links.know(node.uid)
         peers = [node for node in roster if node.role != Role.SCHEDULER.value]
-        self.is_on_one_machine = self.config.shm and all(
-            node.machine == info.machine for node in peers
-        )
+        if self.config.shm:
+            near = [node.node_id for node in peers if node.machine == info.machine]
+            self._near = frozenset(near)
+            self.is_on_one_machine = len(near) == len(peers)
         for node in self.neighbours():
             self.watch.add(node.uid, now, node)
         for delivery in self.gate.complete(frozenset(self._node_ids)):
@@ -203,6 +206,13 @@ class Postoffice:
     def shares_with(self, node: int) -> bool:
         """Whether a node reads this one's buffers where they lie. From any thread."""
         return self.sharing.reaches(self._uids.get(node, ""))
+
+    def may_share_with(self, node: int) -> bool:
+        """Whether a copy in this node's buffers is the way to send to a node. From any thread.
+
+        Before the first such copy nobody knows whether the node will read it where it lies.
+        """
+        return node in self._near and self.sharing.may_reach(self._uids[node])
 
     def shared_rows(self, pieces: Sequence[Bytes]) -> list[Bytes] | None:
         """These pieces of this node's buffers, neighbours as one; None where any is no such piece.

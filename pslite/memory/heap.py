@@ -179,6 +179,11 @@ class Heap:
             self._by_address = ([], [])
 
     @property
+    def is_shared(self) -> bool:
+        """Whether peers may map the next segment, as far as is known."""
+        return self._shared
+
+    @property
     def nbytes(self) -> int:
         """All memory that was taken from the system."""
         with self._lock:

@@ -41,6 +41,8 @@ class Sharing:
         self._offered: dict[str, int] = {}
         #: Peer -> this node's segments that it has not answered for -> until when to wait for it.
         self._awaited: dict[str, dict[int, float]] = {}
+        #: Peers that could not map, or did not want to.
+        self._refused: set[str] = set()
 
     # -- agreeing ----------------------------------------------------------------------
 
@@ -82,10 +84,16 @@ class Sharing:
             self._awaited.pop(peer, None)
         if answer.taken:
             self._taken.setdefault(peer, set()).add(answer.segment)
+        else:
+            self._refused.add(peer)
 
     def reaches(self, peer: str) -> bool:
         """Whether ``peer`` reads memory of this node. From any thread."""
         return peer in self._taken
+
+    def may_reach(self, peer: str) -> bool:
+        """``reaches``, or nothing speaks against it for a peer on the same machine."""
+        return peer in self._taken or (peer not in self._refused and self._heap.is_shared)
 
     def forget(self, peer: str) -> None:
         """The peer is gone. What still refers to its memory keeps it mapped."""
@@ -93,6 +101,7 @@ class Sharing:
         self._windows.pop(peer, None)
         self._offered.pop(peer, None)
         self._awaited.pop(peer, None)
+        self._refused.discard(peer)
 
     def close(self) -> None:
         """The node has ended."""

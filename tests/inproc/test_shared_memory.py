@@ -292,6 +292,21 @@ def test_pushpull_of_empty_arrays_sends_them_from_where_they_lie(travelled: Trav
         assert kv.node.heap.used_bytes == used
 
 
+def test_a_store_that_only_has_large_keys_finds_the_way_through_shared_memory(
+    travelled: Travelled,
+) -> None:
+    """Nothing of it is gathered with others, so nothing but the arrays tells it to begin."""
+    with Workers("dist_sync", 1, 1, chunk_bytes=65_536) as workers:
+        kv: Any = workers.stores[0]
+        kv.init("w", np.zeros(40_000, np.float32))
+        gradient, out = np.ones(40_000, np.float32), np.empty(40_000, np.float32)
+        for _ in range(3):
+            travelled.places.clear()
+            kv.pushpull("w", gradient, out=out)
+            assert out[0] == out[-1] == 1.0
+        assert sum(nbytes for _, _, nbytes in travelled.places[kv.node.sharing]) == 160_000
+
+
 @pytest.mark.parametrize("layout", ["as in the call", "backwards", "every second one"])
 def test_several_arrays_travel_in_one_message_from_where_they_lie(
     layout: str, travelled: Travelled

@@ -5,9 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -33,6 +35,19 @@ class TooLarge(optimizer.Optimizer):
 
     def create_state(self, weight: Any) -> Any:
         raise MemoryError("no room for the state")
+
+
+@optimizer.register
+@dataclasses.dataclass(frozen=True)
+class Slow(optimizer.Optimizer):
+    """Takes 10 ms whatever it updates, and notes where."""
+
+    threads: ClassVar[list[str]] = []
+
+    def update(self, weight: Any, grad: Any, state: Any, count: int, scratch: Any) -> None:
+        self.threads.append(threading.current_thread().name)
+        time.sleep(0.01)
+        weight += grad
 
 
 @pytest.fixture
@@ -178,3 +193,21 @@ def test_a_store_shows_its_rank_and_keys_also_after_its_end(cluster: InprocClust
     assert repr(first) == "<dist_sync store: rank 0 of 2, 2 keys>"
     first.close()
     assert repr(first) == "<dist_sync store: rank 0 of 2, 2 keys, closed>"
+
+
+def test_a_slow_optimizer_does_not_keep_a_server_from_answering_others() -> None:
+    """Small updates are made on the I/O thread, but not for long if they are not quick."""
+    Slow.threads.clear()
+    with InprocCluster(1, 1, prepare=install) as cluster:
+        (store,) = stores_of(cluster)
+        store.set_optimizer(optimizer.create("slow"))
+        store.init("w", np.zeros(3, np.float32))
+        for _ in range(8):
+            store.pushpull("w", np.ones(3, np.float32))
+        (server,) = cluster.servers
+        assert server._thread is not None
+        on_io = [name == server._thread.name for name in Slow.threads]
+        assert on_io[0]
+        assert not any(on_io[-3:])
+        assert store.pull("w").tolist() == [8.0] * 3
+        store.close()

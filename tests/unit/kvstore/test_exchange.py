@@ -52,7 +52,7 @@ class Node:
     def buffer(self, nbytes: int) -> np.ndarray[Any, Any]:
         return self.heap.buffer(nbytes)
 
-    def shares_with(self, server: int) -> bool:
+    def may_share_with(self, server: int) -> bool:
         return self.is_on_one_machine
 
     def shared_rows(

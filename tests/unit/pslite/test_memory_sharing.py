@@ -102,14 +102,17 @@ def test_until_a_segment_is_taken_its_frames_travel_as_bytes() -> None:
     frame = sender.frame(5000)
     assert sender.sharing.describe("peer", [frame]) == ([frame], ())
     assert not sender.sharing.reaches("peer")
+    assert sender.sharing.may_reach("peer")
     offers = list(sender.sharing.offers("peer", 0.0))
     assert sender.sharing.describe("peer", [frame]) == ([frame], ())
     sender.sharing.taken("peer", SegmentTaken(1, False, "no"))
     assert sender.sharing.describe("peer", [frame]) == ([frame], ())
     assert not sender.sharing.reaches("peer")
+    assert not sender.sharing.may_reach("peer")
     sender.sharing.taken("peer", receiver.sharing.map("peer", os.getpid(), offers[0]))
     assert sender.sharing.describe("peer", [frame])[0] == []
     assert sender.sharing.reaches("peer")
+    assert sender.sharing.may_reach("peer")
     assert sender.sharing.describe("another", [frame])[1] == ()
 
 
