@@ -228,8 +228,8 @@ class DistKVStore(DistControl):
         return arrived
 
     def _is_small(self, keys: KeyList) -> bool:
-        """Whether a copy costs less than messages of its own would."""
-        return keys.nbytes <= self._node.config.chunk_bytes
+        """Whether there is room for others in the same message."""
+        return keys.nbytes <= self._exchange.message_bytes()
 
     def _keep_to_window(self, keys: KeyList) -> None:
         """Wait while this worker's pushes of a key are too far ahead of the others'."""

@@ -262,7 +262,7 @@ class Exchange:
                 self._node.call(lambda: self._take(batch))
 
     def _begin_batch(self) -> Batch:
-        limit_bytes = self._message_bytes()
+        limit_bytes = self.message_bytes()
         # One call alone is not worth so much memory.
         staging = self._node.buffer(limit_bytes) if self._is_in_loop else None
         return Batch(limit_bytes, self.send_joined, staging)
@@ -379,9 +379,10 @@ class Exchange:
         return transfers
 
     def _plan(self, keys: Sequence[Key]) -> list[Group]:
-        return group_parts([self._places[key] for key in keys], self._message_bytes())
+        return group_parts([self._places[key] for key in keys], self.message_bytes())
 
-    def _message_bytes(self) -> int:
+    def message_bytes(self) -> int:
+        """How large messages should be."""
         return message_bytes(self._node.config, by_tcp=not self._node.is_on_one_machine)
 
     def version(self, key: Key, versions: dict[int, int]) -> Version:

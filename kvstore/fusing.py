@@ -88,7 +88,15 @@ class Batch:
     What they push is copied into ``staging``, one value behind another, as long as it fits.
     """
 
-    __slots__ = ("_filled_bytes", "_hurry", "_left_bytes", "calls", "is_taken", "staging")
+    __slots__ = (
+        "_filled_bytes",
+        "_hurry",
+        "_left_to_pull",
+        "_left_to_push",
+        "calls",
+        "is_taken",
+        "staging",
+    )
 
     def __init__(
         self, limit_bytes: int, hurry: Callable[[], None], staging: Bytes | None = None
@@ -98,7 +106,7 @@ class Batch:
         #: None where values have copies of their own.
         self.staging = staging
         self._filled_bytes = 0
-        self._left_bytes = limit_bytes
+        self._left_to_push = self._left_to_pull = limit_bytes
         self._hurry = hurry
 
     def stage(self, sources: Sequence[Bytes], nbytes: int) -> list[Bytes] | None:
@@ -121,13 +129,18 @@ class Batch:
         """One more; ``nbytes`` is the size of its values."""
         call.hurry = self._hurry
         self.calls.append(call)
-        self._left_bytes -= nbytes
+        _, pushes, pulls, _ = call.shape
+        if pushes:
+            self._left_to_push -= nbytes
+        if pulls:
+            self._left_to_pull -= nbytes
 
     def has_room(self, nbytes: int, *, pushes: bool) -> bool:
         """Whether a call should join these. A pull always joins the push before it."""
         if not pushes and self.calls and self.calls[-1].shape[1]:
             return True
-        return nbytes <= self._left_bytes and len(self.calls) < _MAX_CALLS
+        left = self._left_to_push if pushes else self._left_to_pull
+        return nbytes <= left and len(self.calls) < _MAX_CALLS
 
 
 class Mix(NamedTuple):

