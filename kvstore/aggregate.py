@@ -99,6 +99,7 @@ def apply_round(
     count: int,
     workspace: Workspace,
     *,
+    out: Flat | None = None,
     block_elements: int = BLOCK_ELEMENTS,
 ) -> None:
     """Apply one complete round to a key or to one part of it, in place.
@@ -112,13 +113,17 @@ def apply_round(
     length; ``weight`` and contributions share one dtype. ``weight`` and ``state`` are the
     caller's, are changed in place and must not overlap a contribution; contributions are only
     read, before the call returns. An optimizer of scope ``"key"`` sees its arrays whole.
-    Raises ``ValueMismatchError`` as ``sum_in_order`` does, and what the optimizer raises.
+    ``out``, like ``weight``, gets the new values too, while they are in the cache. Raises
+    ``ValueMismatchError`` as ``sum_in_order`` does, and what the optimizer raises.
     """
     if optimizer is None:
         sum_in_order(contributions, weight, workspace, block_elements=block_elements)
+        if out is not None:
+            out[:] = weight
         return
     _check(contributions, weight)
-    if kernels.apply(weight, (contributions,), optimizer, state, count):
+    outs = () if out is None else ((out,),)
+    if kernels.apply(weight, (contributions,), optimizer, state, count, outs):
         return
     working = accumulation_dtype(weight.dtype)
     block = len(weight) if optimizer.scope == "key" else block_elements
@@ -128,6 +133,8 @@ def apply_round(
             add_up([contribution[start:stop] for contribution in contributions], gradient)
             part = [array[start:stop] for array in state]
             update_block(weight[start:stop], gradient, optimizer, part, count, workspace)
+            if out is not None:
+                out[start:stop] = weight[start:stop]
 
 
 def add_up(contributions: Sequence[np.ndarray[Any, Any]], total: np.ndarray[Any, Any]) -> None:

@@ -59,6 +59,8 @@ class Arena:
         self.weight: Flat = allocate(nbytes).view(dtype)
         self.workspace = Workspace()
         self.parts: list[Part] = []
+        #: How often anything of it was written; tells whether a copy is still what is here.
+        self.changes = 0
         self._optimizer: Optimizer | None = None
         self._state: tuple[Flat, ...] = ()
         raw = self.weight.view(np.uint8)
@@ -149,6 +151,8 @@ class _Run:
     pieces: list[Piece]
     members: list[tuple[int, range]]
     """(index of a job, some of its parts): whom an error concerns."""
+    out: Flat | None
+    """Bytes to which the new values are copied."""
 
     def extend(self, stretch: _Stretch, count: int, pieces: Sequence[Piece]) -> bool:
         """Add parts if they continue this run."""
@@ -158,6 +162,7 @@ class _Run:
             or stretch.parts[0].start != self.stop
             or count != self.count
             or len(pieces) != len(self.pieces)
+            or self.out is not None
             or (stretch.optimizer is not None and stretch.optimizer.scope == "key")
         ):
             return False
@@ -174,6 +179,7 @@ class _Run:
     def apply(self) -> None:
         """Add the contributions up and update."""
         arena, optimizer = self.arena, self.optimizer
+        arena.changes += 1
         if optimizer is None and arena.store.ranks is None:
             raise OptimizerNotSet("dist_async needs an optimizer: call set_optimizer before push")
         if optimizer is not None:
@@ -190,7 +196,13 @@ class _Run:
             ]
             mine = [array[some] for array in state]
             apply_round(
-                weight[some], contributions, optimizer, mine, self.count + 1, arena.workspace
+                weight[some],
+                contributions,
+                optimizer,
+                mine,
+                self.count + 1,
+                arena.workspace,
+                out=None if self.out is None else self.out[begin:end].view(weight.dtype),
             )
             begin = end
 
@@ -251,8 +263,11 @@ class PartTable:
             self._frames[numbers] = found
         return found
 
-    def apply(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Apply complete rounds, in order; one outcome for each. On the lane's pool thread."""
+    def apply(self, jobs: Sequence[Job], outs: Sequence[Flat | None]) -> list[Outcome]:
+        """Apply complete rounds, in order; one outcome for each. On the lane's pool thread.
+
+        Where a job has an array of ``outs``, that gets the bytes of its parts' new values.
+        """
         outcomes: list[Outcome] = [None] * len(jobs)
 
         def failed(index: int, parts: range, error: Exception) -> None:
@@ -260,7 +275,7 @@ class PartTable:
             errors[parts.start : parts.stop] = [error] * len(parts)
             outcomes[index] = errors
 
-        for run in self._runs(jobs, failed):
+        for run in self._runs(jobs, outs, failed):
             try:
                 run.apply()
             except Exception as error:
@@ -269,7 +284,10 @@ class PartTable:
         return outcomes
 
     def _runs(
-        self, jobs: Sequence[Job], failed: Callable[[int, range, Exception], None]
+        self,
+        jobs: Sequence[Job],
+        outs: Sequence[Flat | None],
+        failed: Callable[[int, range, Exception], None],
     ) -> list[_Run]:
         """The jobs, neighbours joined; their parts count as updated from here on."""
         runs: list[_Run] = []
@@ -284,7 +302,7 @@ class PartTable:
                     failed(index, range(whole.first, whole.first + len(whole.parts)), error)
                     continue
                 for stretch in whole.of_one_count():
-                    _add_run(runs, index, stretch, job.batch.payloads)
+                    _add_run(runs, index, stretch, job.batch.payloads, outs[index])
         return runs
 
     def _stretches(
@@ -336,7 +354,9 @@ def _follows(part: Part, optimizer: Optimizer | None, last: _Stretch, index: int
     )
 
 
-def _add_run(runs: list[_Run], index: int, stretch: _Stretch, payloads: Sequence[Piece]) -> None:
+def _add_run(
+    runs: list[_Run], index: int, stretch: _Stretch, payloads: Sequence[Piece], out: Flat | None
+) -> None:
     """One more stretch of a job to be updated."""
     start, nbytes = stretch.offset, stretch.nbytes
     pieces = [piece_of(piece, start, start + nbytes) for piece in payloads]
@@ -344,10 +364,20 @@ def _add_run(runs: list[_Run], index: int, stretch: _Stretch, payloads: Sequence
     for part in stretch.parts:
         part.count = count + 1
     member = (index, range(stretch.first, stretch.first + len(stretch.parts)))
-    if runs and runs[-1].extend(stretch, count, pieces):
+    if out is None and runs and runs[-1].extend(stretch, count, pieces):
         runs[-1].members.append(member)
-    else:
-        first, last = stretch.parts[0], stretch.parts[-1]
-        runs.append(
-            _Run(stretch.arena, stretch.optimizer, first.start, last.stop, count, pieces, [member])
+        return
+    first, last = stretch.parts[0], stretch.parts[-1]
+    mine = None if out is None else out[start : start + nbytes]
+    runs.append(
+        _Run(
+            stretch.arena,
+            stretch.optimizer,
+            first.start,
+            last.stop,
+            count,
+            pieces,
+            [member],
+            mine,
         )
+    )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,22 @@ from kvstore.plan import message_bytes
 from kvstore.protocol import PartEntry, StoreCall, pack, unpack, unpack_parts
 from pslite import Incoming, Postoffice
 from pslite.errors import ProtocolError, UsageError
-from pslite.plane import Job, Outcome, Piece, ServerPlane, cut
+from pslite.plane import Ints, Job, Outcome, Piece, ServerPlane, cut
+
+#: Copies that nobody has asked for, such as those of parts that went their own ways.
+_MAX_COPIES = 16
+
+
+class _Copy(NamedTuple):
+    """Values of some parts, and how often their arenas had been written by then."""
+
+    values: Flat
+    changes: Mapping[Arena, int]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parts still have these values."""
+        return all(arena.changes == count for arena, count in self.changes.items())
 
 
 class ServerStores:
@@ -38,6 +53,8 @@ class ServerStores:
         self._stores: dict[int, StoreState] = {}
         self._parts = PartTable()
         self._lane = self._lane_bytes = 0
+        #: Parts -> their values right after an update, until ``read`` asks for them.
+        self._copies: dict[Ints, _Copy] = {}
         self._num_rounds = 0
         self._plane = ServerPlane(
             self,
@@ -64,10 +81,28 @@ class ServerStores:
         """Apply complete rounds. On the pool thread of the parts' lane; never raises."""
         # A statistic: a lost count between threads is no harm.
         self._num_rounds += sum(len(job.parts) for job in jobs)
-        return self._parts.apply(jobs)
+        copies = [self._room_for_copy(job) for job in jobs]
+        outcomes = self._parts.apply(jobs, copies)
+        for job, copy, outcome in zip(jobs, copies, outcomes, strict=True):
+            if copy is not None and outcome is None:
+                if len(self._copies) >= _MAX_COPIES:
+                    self._copies.clear()
+                arenas = {part.arena for part in map(self._parts.get, job.parts) if part}
+                self._copies[job.parts] = _Copy(copy, {each: each.changes for each in arenas})
+        return outcomes
+
+    def _room_for_copy(self, job: Job) -> Flat | None:
+        """Where asynchronous values go that are to be sent; others are sent as they lie."""
+        part = self._parts.get(job.parts[0])
+        if not job.wanted or part is None or part.arena.store.ranks is not None:
+            return None
+        return self._node.buffer(sum(job.sizes))
 
     def read(self, parts: Sequence[int]) -> list[Any]:
         """The parts' values in order, neighbours as one frame."""
+        copied = self._copies.pop(tuple(parts), None)
+        if copied is not None and copied.is_current:
+            return [copied.values.data]
         frames = []
         for arena, start, stop in self._parts.frames(tuple(parts)):
             values = arena.weight[start:stop].view(np.uint8)
@@ -147,6 +182,7 @@ class ServerStores:
         incoming.respond()
 
     def _forget(self, parts: Sequence[Any]) -> None:
+        self._copies.clear()
         for number_of_part in parts:
             part = self._parts.remove(number_of_part)
             if part is None:
@@ -232,6 +268,7 @@ class ServerStores:
                     f"the values and states for key {part.entry.key!r} do not fit: "
                     f"{len(row)} arrays came, {len(arrays)} are there"
                 )
+            part.arena.changes += 1
             for array, frame in zip(arrays, row, strict=True):
                 array.view(np.uint8)[:] = np.frombuffer(frame, np.uint8)
             part.count = count

@@ -24,10 +24,14 @@ if TYPE_CHECKING:
 #: What belongs to the data plane.
 MESSAGES: tuple[type[Message], ...] = (Exchange, Answer, PartsFailed, StaleEpoch, RoundWaits)
 
-#: Jobs on so few bytes are done in less than a millisecond, sooner than another thread wakes up.
-_QUICK_BYTES = 1 << 22
+#: Jobs on so few bytes are done sooner than handed to another thread, which has to wake up.
+_QUICK_BYTES = 1 << 18
+#: Those on so many are, too, if they come one by one, after a pause: in a stream of them, the
+#: I/O thread had better go on receiving.
+_LONE_BYTES = 1 << 22
+_PAUSE_S = 0.0005
 #: Unless so many of a lane in a row took longer than this: an optimizer of the user's own may.
-_QUICK_S = 0.005
+_SLOW_S = 0.005
 _SLOW_IN_A_ROW = 3
 #: How often a server looks for rounds that have been open for long.
 _TICK_INTERVAL_S = 1.0
@@ -52,6 +56,8 @@ class Traffic:
         self._worker = WorkerPlane(window) if office.role is Role.WORKER else None
         self._server: ServerPlane | None = None
         self._tick_at = 0.0
+        #: When a job was last done here, or handed to the pool.
+        self._worked_at = 0.0
         #: Lane -> how many of its jobs in a row took long though they were small.
         self._slow_jobs: Counter[int] = Counter()
         #: The stores of a worker, in the order of their making.
@@ -177,23 +183,30 @@ class Traffic:
         if plane is None:
             return
 
-        slow = self._slow_jobs
-        if (
-            slow[run.lane] < _SLOW_IN_A_ROW
-            and office.pool.is_idle(run.lane)
-            and _payload_bytes(run.jobs) <= _QUICK_BYTES
-        ):
+        if office.pool.is_idle(run.lane) and self._is_quick(run):
             began = office.clock()
             outcomes = _outcomes(plane, run.jobs)
-            slow[run.lane] = slow[run.lane] + 1 if office.clock() - began > _QUICK_S else 0
+            self._worked_at = office.clock()
+            is_slow = self._worked_at - began > _SLOW_S
+            self._slow_jobs[run.lane] = self._slow_jobs[run.lane] + 1 if is_slow else 0
             self.carry_out(plane.finished(run.jobs, outcomes))
             return
+
+        self._worked_at = office.clock()
 
         def work() -> None:
             outcomes = _outcomes(plane, run.jobs)
             office.call(lambda: self.carry_out(plane.finished(run.jobs, outcomes)))
 
         office.pool.submit(run.lane, work)
+
+    def _is_quick(self, run: Run) -> bool:
+        """Whether to do it here and now."""
+        if self._slow_jobs[run.lane] >= _SLOW_IN_A_ROW:
+            return False
+        nbytes = _payload_bytes(run.jobs)
+        is_lone = nbytes <= _LONE_BYTES and self._office.clock() - self._worked_at > _PAUSE_S
+        return nbytes <= _QUICK_BYTES or is_lone
 
     def _adopt_epoch(self) -> None:
         """Without a scheduler nobody announces epochs: then the servers' word counts."""

@@ -82,6 +82,8 @@ class Job(NamedTuple):
     batch: Batch
     """Its payloads are ``Piece`` values, which hold the parts' bytes one after the other:
     read-only, valid until the job is done."""
+    wanted: bool = False
+    """Whether a worker waits for the new values: ``read`` is called when all is well."""
 
 
 Outcome = Sequence[BaseException | None] | None

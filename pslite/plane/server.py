@@ -200,7 +200,7 @@ class ServerPlane:
         """The pool has applied jobs; each one's round is over, also when it raised."""
         replies = _Replies()
         ready: list[Unit] = []
-        for (parts, _, batch), outcome in zip(jobs, outcomes, strict=True):
+        for (parts, _, batch, _), outcome in zip(jobs, outcomes, strict=True):
             unit = self._units.get(parts[0])
             if outcome is None and unit is not None and unit.parts == parts:
                 self._finish(unit, batch, None, replies)
@@ -400,7 +400,8 @@ class ServerPlane:
         for unit in ready:
             batch = unit.rounds.start()
             if batch is not None:
-                lanes.setdefault(unit.lane, []).append(Job(unit.parts, unit.sizes, batch))
+                wanted = not unit.wanted.isdisjoint(batch.rounds)
+                lanes.setdefault(unit.lane, []).append(Job(unit.parts, unit.sizes, batch, wanted))
         effects += [Run(lane, jobs) for lane, jobs in lanes.items()]
         return effects
 

@@ -307,6 +307,38 @@ def test_a_store_that_only_has_large_keys_finds_the_way_through_shared_memory(
         assert sum(nbytes for _, _, nbytes in travelled.places[kv.node.sharing]) == 160_000
 
 
+def test_asynchronous_values_are_copied_with_the_update_and_never_sent_when_they_are_old() -> None:
+    """Whoever pushes and pulls gets the copy that was made then; whoever pulls later, the value."""
+    keys = ["a", "b"]
+    with Workers("dist_async", 1, 1) as workers:
+        kv: Any = workers.stores[0]
+        kv.set_optimizer(kvstore.optimizer.create("sgd", learning_rate=1.0))
+        kv.init(keys, [np.zeros(5, np.float32)] * 2)
+        assert workers.cluster is not None
+        app: Any = workers.cluster.servers[0].traffic._server.app  # type: ignore[union-attr]
+        made, kept = app._copies, []
+
+        class Noting(dict[Any, Any]):
+            def __setitem__(self, parts: Any, copy: Any) -> None:
+                kept.append((parts, copy))
+                super().__setitem__(parts, copy)
+
+        app._copies = Noting(made)
+        for step in range(1, 6):
+            outs = [np.zeros(5, np.float32) for _ in keys]
+            kv.pushpull(keys, [np.ones(5, np.float32)] * 2, out=outs)
+            assert [out.tolist() for out in outs] == [[-step] * 5] * 2
+        parts, copy = kept[-1]
+        assert len(parts) == 2
+        assert copy.is_current
+        assert parts not in app._copies
+        app._copies[parts] = copy  # as if nobody had asked for it
+        assert [value.tolist() for value in kv.pull(keys)] == [[-5.0] * 5] * 2
+        app._copies[parts] = copy
+        kv.wait(kv.push_async("b", np.ones(5, np.float32)))
+        assert [value.tolist() for value in kv.pull(keys)] == [[-5.0] * 5, [-6.0] * 5]
+
+
 @pytest.mark.parametrize("layout", ["as in the call", "backwards", "every second one"])
 def test_several_arrays_travel_in_one_message_from_where_they_lie(
     layout: str, travelled: Travelled

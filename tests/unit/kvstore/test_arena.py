@@ -31,7 +31,7 @@ def test_a_part_that_was_deleted_meanwhile_takes_no_other_with_it() -> None:
         Job((number,), (8,), Batch(((0, 1),), (Piece(frame, 8 * (number - 1), 8 * number),)))
         for number in (1, 2, 3)
     ]
-    first, second, third = table.apply(jobs)
+    first, second, third = table.apply(jobs, [None] * len(jobs))
     assert (first, third) == (None, None)
     assert second is not None and [type(error) for error in second] == [UsageError]
     assert arena.weight.tolist() == [0, 1, 0, 0, 4, 5]
