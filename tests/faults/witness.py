@@ -153,6 +153,8 @@ def one_round(
             futures.append(store.push_async(keys, values))
             for value in values:
                 value.fill(np.nan)  # a push has copied what it needs
+            if chance.random() < 0.5:
+                store.node.traffic.send_joined()  # as anything does that somebody waits for
             if chance.random() < 0.7:
                 futures.append(pull(store, witness, keys, rank))
         # To wait for one key before the next is pushed would be a deadlock of the workers'
