@@ -157,7 +157,7 @@ class Exchange:
     ) -> list[_Frames]:
         """What each group sends: the arrays' own memory, a copy, or a copy that is made later.
 
-        Later is better for much, which the server then finds in the processor's cache. ``copy``
+        Later is better for much: the server begins with the first messages meanwhile. ``copy``
         frees the arrays at once; else they may be filled meanwhile.
         """
         if copy:

@@ -91,11 +91,12 @@ class Batch:
     __slots__ = (
         "_filled_bytes",
         "_hurry",
-        "_left_to_pull",
-        "_left_to_push",
+        "_limit_bytes",
+        "_pulled_bytes",
+        "_pushed_bytes",
+        "_staging",
         "calls",
         "is_taken",
-        "staging",
     )
 
     def __init__(
@@ -103,17 +104,24 @@ class Batch:
     ) -> None:
         self.calls: list[Call] = []
         self.is_taken = False
-        #: None where values have copies of their own.
-        self.staging = staging
-        self._filled_bytes = 0
-        self._left_to_push = self._left_to_pull = limit_bytes
+        self._limit_bytes = limit_bytes
+        self._staging = staging
+        self._filled_bytes = self._pushed_bytes = self._pulled_bytes = 0
         self._hurry = hurry
+
+    @property
+    def staging(self) -> Bytes | None:
+        """All that is pushed, without a gap; None where values have copies of their own.
+
+        There is a gap where an interrupt kept a call from being added after it was staged.
+        """
+        return self._staging if self._filled_bytes == self._pushed_bytes else None
 
     def stage(self, sources: Sequence[Bytes], nbytes: int) -> list[Bytes] | None:
         """Copies of a call's values, ``nbytes`` in all; None when there is no room for them."""
-        staging, start = self.staging, self._filled_bytes
+        staging, start = self._staging, self._filled_bytes
         if staging is None or start + nbytes > len(staging):
-            self.staging = None
+            self._staging = None
             return None
         copies = []
         for source in sources:
@@ -131,16 +139,16 @@ class Batch:
         self.calls.append(call)
         _, pushes, pulls, _ = call.shape
         if pushes:
-            self._left_to_push -= nbytes
+            self._pushed_bytes += nbytes
         if pulls:
-            self._left_to_pull -= nbytes
+            self._pulled_bytes += nbytes
 
     def has_room(self, nbytes: int, *, pushes: bool) -> bool:
         """Whether a call should join these. A pull always joins the push before it."""
         if not pushes and self.calls and self.calls[-1].shape[1]:
             return True
-        left = self._left_to_push if pushes else self._left_to_pull
-        return nbytes <= left and len(self.calls) < _MAX_CALLS
+        before = self._pushed_bytes if pushes else self._pulled_bytes
+        return before + nbytes <= self._limit_bytes and len(self.calls) < _MAX_CALLS
 
 
 class Mix(NamedTuple):

@@ -82,6 +82,19 @@ def test_a_full_batch_has_room_only_for_the_pull_of_its_last_push(sizes: list[in
     assert not batch.has_room(1, pushes=False)
 
 
+def test_staging_with_a_gap_is_not_used_and_the_calls_keep_their_values() -> None:
+    batch = Batch(100, hurry=lambda: None, staging=np.zeros(100, np.uint8))
+    values = [np.full(10, number, np.uint8) for number in range(3)]
+    first = batch.stage(values[:1], 10)
+    batch.add(Call(("a",), first, None), 10)
+    assert batch.staging is not None
+    batch.stage(values[1:2], 10)  # interrupted here: the call is not added
+    third = batch.stage(values[2:], 10)
+    batch.add(Call(("c",), third, None), 10)
+    assert batch.staging is None
+    assert [call.sources[0].tolist() for call in batch.calls] == [[0] * 10, [2] * 10]
+
+
 CALLS = st.lists(
     st.tuples(
         st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True).map(tuple),
