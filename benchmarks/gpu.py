@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 
 import kvstore as mx  # noqa: E402
+from benchmarks.local import MOMENTUM, RATE, check  # noqa: E402
 from benchmarks.models import MODELS, Shape  # noqa: E402
 from kvstore.arrays.cuda import launch  # noqa: E402
 from kvstore.arrays.cuda_kernels import Kernel, Numbers, rows_of  # noqa: E402
@@ -36,7 +37,6 @@ from kvstore.errors import MissingDependencyError  # noqa: E402
 from kvstore.keys import KeySpec  # noqa: E402
 from kvstore.pipeline import cut  # noqa: E402
 
-RATE, MOMENTUM = 1e-3, 0.9
 WARM_UP = 5
 COPY_BYTES = 1 << 30
 AIM_ADDING, AIM_LEAVING = 0.7, 0.8
@@ -106,7 +106,8 @@ def adding(cupy: Any, shapes: list[Shape], options: argparse.Namespace, figures:
     both = call_s(lambda: store.pushpull(keys, gradients, out=outs), options.rounds)
     report("pushpull, the whole call", both, moved + 2 * nbytes * options.copies, copied, figures)
     store.close()
-    check(weights, host, outs, 2 * (options.rounds + WARM_UP))
+    filled = [[out.get() for out in row] for row in outs]
+    check(weights, host, filled, 2 * (options.rounds + WARM_UP))
 
 
 def copy_s(cupy: Any) -> float:
@@ -182,23 +183,6 @@ def report(
         f"{share:6.1%} of the copy{holds}",
         flush=True,
     )
-
-
-def check(
-    weights: list[Any], gradients: list[list[Any]], outs: list[list[Any]], rounds: int
-) -> None:
-    """The same rounds in NumPy must give the same bits, in every array that was filled."""
-    for weight, row, filled in zip(weights, gradients, outs, strict=True):
-        total = row[0]
-        for gradient in row[1:]:
-            total = total + gradient
-        velocity = np.zeros_like(weight)
-        for _ in range(rounds):
-            velocity = velocity * np.float32(MOMENTUM) - total * np.float32(RATE)
-            weight = weight + velocity
-        if any(out.get().tobytes() != weight.tobytes() for out in filled):
-            raise SystemExit("the store's weights differ from NumPy's")
-    print("the weights are NumPy's, bit for bit")
 
 
 # -- sums for the host ---------------------------------------------------------------------

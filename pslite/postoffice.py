@@ -79,12 +79,7 @@ class Postoffice:
         self.van = van
         trace = log.trace if config.verbose >= 2 else None
         self.gate = Gate(takes_registrations=self.role is Role.SCHEDULER)
-        self.heap = Heap(
-            shared=config.shm,
-            limit_bytes=config.shm_bytes,
-            announce=lambda: self.call(self._offer_segments),
-            warn=log.warn,
-        )
+        self.heap = self._new_heap()
         self.sharing = Sharing(self.heap)
         self.links = Links(
             van,
@@ -191,6 +186,14 @@ class Postoffice:
         return peer if info is None else info.title
 
     # -- memory ------------------------------------------------------------------------
+
+    def _new_heap(self) -> Heap:
+        return Heap(
+            shared=self.config.shm,
+            limit_bytes=self.config.shm_bytes,
+            announce=lambda: self.call(self._offer_segments),
+            warn=self.log.warn,
+        )
 
     def buffer(self, nbytes: int, *, lasting: bool = False) -> Bytes:
         """Memory to send from: flat, uninitialised, free again when nothing refers to it.

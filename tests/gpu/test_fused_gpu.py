@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import mmap
 from typing import Any
 
@@ -26,21 +25,6 @@ SHAPES = [(), (0,), (7,), (64, 3, 7, 7), (4096,), (4097,), (1000, 517), *[(5,)] 
 """Empty, scalar, odd, at the borders of a block, and more keys than a launch has rows."""
 
 KEYS = [f"{index:03d}" for index in range(len(SHAPES))]
-
-
-@pytest.fixture
-def cupy() -> Any:
-    try:
-        module = importlib.import_module("cupy")
-    except ImportError as error:
-        pytest.skip(f"CuPy cannot be imported: {error}")
-    try:
-        count = module.cuda.runtime.getDeviceCount()
-    except module.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"CuPy finds no usable GPU: {error}")
-    if count == 0:
-        pytest.skip("this machine has no GPU")
-    return module
 
 
 def values(dtype: str, seed: int) -> list[np.ndarray[Any, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
@@ -15,21 +14,6 @@ from kvstore.device import DeviceKVStore
 pytestmark = pytest.mark.gpu
 
 NAMES = ["bool", "uint8", "int8", "int32", "int64", "float16", "float32", "float64", "complex64"]
-
-
-@pytest.fixture
-def cupy() -> Any:
-    try:
-        module = importlib.import_module("cupy")
-    except ImportError as error:
-        pytest.skip(f"CuPy cannot be imported: {error}")
-    try:
-        count = module.cuda.runtime.getDeviceCount()
-    except module.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"CuPy finds no usable GPU: {error}")
-    if count == 0:
-        pytest.skip("this machine has no GPU")
-    return module
 
 
 @pytest.fixture
