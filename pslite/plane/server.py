@@ -445,13 +445,12 @@ def _is_uniform(rounds: Ints) -> bool:
 
 def _whole_piece(unit: Unit, frames: Sequence[Buffer]) -> Piece | None:
     """The value of a unit, if these frames are whole parts of it and nothing else."""
-    frame = frames[0]
-    if len(frames) > 1:
-        frame = Row([memoryview(each).cast("B") for each in frames])
-        if len(frame) == unit.nbytes and not unit.stops.issuperset(frame.stops):
-            return None
-        return Piece(frame, 0, unit.nbytes) if len(frame) == unit.nbytes else None
-    return Piece(frame, 0, unit.nbytes) if memoryview(frame).nbytes == unit.nbytes else None
+    if len(frames) == 1:
+        is_whole = memoryview(frames[0]).nbytes == unit.nbytes
+        return Piece(frames[0], 0, unit.nbytes) if is_whole else None
+    row = Row([memoryview(frame).cast("B") for frame in frames])
+    is_whole = len(row) == unit.nbytes and unit.stops.issuperset(row.stops)
+    return Piece(row, 0, unit.nbytes) if is_whole else None
 
 
 def _unknown(part: int) -> BaseException:
