@@ -229,7 +229,7 @@ class DistKVStore(DistControl):
 
     def _is_small(self, keys: KeyList) -> bool:
         """Whether there is room for others in the same message."""
-        return keys.nbytes <= self._exchange.message_bytes()
+        return keys.nbytes <= self._exchange.message_bytes
 
     def _keep_to_window(self, keys: KeyList) -> None:
         """Wait while this worker's pushes of a key are too far ahead of the others'."""

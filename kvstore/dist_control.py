@@ -324,7 +324,7 @@ class DistControl(KVStore):
         whole = self._optimizer is not None and self._optimizer.scope == "key"
         made = self._servers.init(specs, hosts, self._exchange.entries, whole=whole)
         added = made.map(self._add)
-        self._inits.add([""], added)
+        self._inits.add(("",), added)
         return added
 
     def _add(self, entries: Sequence[KeyEntry]) -> None:

@@ -9,7 +9,6 @@ values are copied out by the node's I/O thread. Nothing here waits. Next: ``dist
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -78,7 +77,9 @@ class Exchange:
         self.entries: dict[Key, KeyEntry] = {}
         self.pushes = UnderWay()
         self.pulls = UnderWay()
-        self.counters = Counter(pushes=0, pulls=0, bytes_pushed=0, bytes_pulled=0)
+        self.counters = {"pushes": 0, "pulls": 0, "bytes_pushed": 0, "bytes_pulled": 0}
+        #: How large messages should be.
+        self.message_bytes = message_bytes(node.config, by_tcp=not node.is_on_one_machine)
 
     def name_of(self, part: int) -> str | None:
         """The key that a part belongs to, for reports (``pslite/traffic.py``)."""
@@ -262,10 +263,9 @@ class Exchange:
                 self._node.call(lambda: self._take(batch))
 
     def _begin_batch(self) -> Batch:
-        limit_bytes = self.message_bytes()
         # One call alone is not worth so much memory.
-        staging = self._node.buffer(limit_bytes) if self._is_in_loop else None
-        return Batch(limit_bytes, self.send_joined, staging)
+        staging = self._node.buffer(self.message_bytes) if self._is_in_loop else None
+        return Batch(self.message_bytes, self.send_joined, staging)
 
     def _open(self, batch: Batch) -> None:
         """Let others join; it goes out in a moment if nobody is in a hurry."""
@@ -379,11 +379,7 @@ class Exchange:
         return transfers
 
     def _plan(self, keys: Sequence[Key]) -> list[Group]:
-        return group_parts([self._places[key] for key in keys], self.message_bytes())
-
-    def message_bytes(self) -> int:
-        """How large messages should be."""
-        return message_bytes(self._node.config, by_tcp=not self._node.is_on_one_machine)
+        return group_parts([self._places[key] for key in keys], self.message_bytes)
 
     def version(self, key: Key, versions: dict[int, int]) -> Version:
         """The version of a key whose parts' versions were noted."""

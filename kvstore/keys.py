@@ -96,7 +96,7 @@ def single_key(key: object) -> Key:
 
 def check_priority(priority: object) -> None:
     """Raise ``ArgumentTypeError`` unless this is an integer."""
-    if not isinstance(priority, _INTEGERS):
+    if type(priority) is not int and not isinstance(priority, _INTEGERS):
         raise ArgumentTypeError(
             f"priority must be an int (the higher the sooner), got {priority!r}"
         )

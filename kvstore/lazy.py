@@ -137,6 +137,8 @@ class Uses:
         writes = self.writes
         reads = self.reads if for_writing else ()
         if len(writes) == 1 and not reads and writes[0].has_succeeded:  # nearly always
+            if for_writing:
+                return  # to the next ``begin``, which replaces it
             with _lock:
                 if self.writes is writes:
                     self.writes = ()

@@ -70,22 +70,21 @@ class UnderWay:
         self._lines: dict[tuple[Key, ...], _Line] = {}
         self._by_key: dict[Key, list[_Line]] = {}
 
-    def add(self, keys: Iterable[Key], future: Future[None]) -> None:
+    def add(self, keys: tuple[Key, ...], future: Future[None]) -> None:
         """A call for these keys, each once, has begun."""
         with self._lock:
-            keys = tuple(keys)
             calls = (self._lines.get(keys) or self._line(keys)).calls
             while calls and calls[0][1].done():
                 calls.popleft()
             calls.append((next(self._numbers), future))
 
-    def beyond(self, keys: Iterable[Key], window: int) -> list[Future[None]]:
+    def beyond(self, keys: tuple[Key, ...], window: int) -> list[Future[None]]:
         """What to wait for until each of these keys has at most ``window`` unfinished calls."""
+        line = self._lines.get(keys)
+        if line is not None and not line.crossing and len(line.calls) <= window:
+            return []  # nearly always; a call that another thread adds now may come after this
         with self._lock:
-            keys = tuple(keys)
             line = self._lines.get(keys) or self._line(keys)
-            if not line.crossing and len(line.calls) <= window:
-                return []
             if not line.is_crossed():
                 return _oldest(line.unfinished(), window)
             waiting: dict[Future[None], None] = {}
@@ -199,6 +198,8 @@ class Landing:
     ``finish`` brings them to all the others, cast and strided.
     """
 
+    __slots__ = ("_landed", "_rest", "is_final", "memories")
+
     def __init__(
         self,
         memories: Sequence[Bytes],
@@ -209,6 +210,8 @@ class Landing:
         """Where the transport puts each key's value."""
         self._landed = landed
         self._rest = rest
+        self.is_final = not (landed or rest)
+        """Whether ``finish`` has nothing to do."""
 
     @classmethod
     def of(cls, outs: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> Landing:
@@ -228,11 +231,6 @@ class Landing:
             if rest:
                 others.append((host, rest))
         return cls(memories, landed, others)
-
-    @property
-    def is_final(self) -> bool:
-        """Whether ``finish`` has nothing to do."""
-        return not (self._landed or self._rest)
 
     def finish(self) -> None:
         """The values are there: bring them to the arrays that they did not land in."""

@@ -56,6 +56,17 @@ _ACCEPTANCE_S = 5.0
 #: The rest of a header frame is small (``wire/codec.py``).
 _MAX_BODY_BYTES = MAX_HEADER_BYTES - 65_536
 
+# Which process this is. Kept, since ``os.getpid`` asks the kernel, and each call of a store asks.
+_pid = os.getpid()
+
+
+def _note_fork() -> None:
+    global _pid
+    _pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
 
 class Postoffice:
     """One node of a cluster. Make it with ``pslite.start``, not by hand."""
@@ -114,7 +125,7 @@ class Postoffice:
         #: How many strangers the van has turned away, as far as it told.
         self.turned_away = 0
         self._expire_at = 0.0
-        self._pid = os.getpid()
+        self._pid = _pid
         self._closing = False
         self._ended = False
         self._looks: list[Callable[[], bool]] = []
@@ -282,7 +293,7 @@ class Postoffice:
 
     def check_process(self) -> None:
         """Raise ``UsageError`` in a forked child, which has no I/O thread: nothing would happen."""
-        if os.getpid() != self._pid:
+        if _pid != self._pid:
             raise UsageError(
                 f"this node belongs to process {self._pid}; a forked child cannot use it: "
                 "create stores in the child itself, or do not fork"
@@ -580,7 +591,7 @@ class Postoffice:
         that was pushed, and tells them that this node is done.
         """
         thread = self._thread
-        if thread is None or self._closing or os.getpid() != self._pid:
+        if thread is None or self._closing or _pid != self._pid:
             return
         if goodbye and self.info is not None and thread.is_alive():
             take_leave(self)

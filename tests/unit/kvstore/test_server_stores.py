@@ -109,6 +109,24 @@ def test_parts_have_the_values_that_they_were_created_with() -> None:
     assert server.stats()["value_bytes"] == 28
 
 
+def test_keys_of_two_messages_are_updated_as_one_when_they_always_come_together() -> None:
+    server = Server()
+    size = 900  # 3,600 bytes; a message has 4,096 here
+    server.init(part(1, size))
+    server.init(part(2, size))
+    plane = server.stores._plane
+    values = np.ones(2 * size, np.float32).tobytes()
+    for round_ in range(1, 6):
+        message = Exchange(True, False, (1, 2), (round_,) * 2, (4 * size,) * 2)
+        jobs = []
+        for rank in range(2):
+            for effect in plane.exchange(rank, plane.epoch, message, [values]):
+                jobs += getattr(effect, "jobs", [])
+        plane.finished(jobs, server.stores.apply(jobs))
+    assert [job.parts for job in jobs] == [(1, 2)]
+    assert server.read(1, 2)[1] == [[2.0] * size] * 2
+
+
 def test_parts_that_are_there_already_keep_their_values() -> None:
     """A rank that stands in for one that left half-way sends all of them again."""
     server = Server()
