@@ -313,6 +313,7 @@ class Exchange:
             transfers = self._carried(recipe, calls, staging)
         except Exception as error:  # a bug; whoever waits must not wait for ever
             for call in calls:
+                call.let_go()
                 call.set_error(error)
             return
         self._node.traffic.submit(transfers)
@@ -322,6 +323,7 @@ class Exchange:
         for call in calls:
             gone = [key for key in call.shape[0] if key not in self.entries]
             if gone:
+                call.let_go()
                 call.set_error(UnknownKeyError(f"the key {gone[0]!r} was deleted"))
             else:
                 yield call

@@ -54,6 +54,10 @@ class Call(Future[None]):
         self.left = 0
         self.error_so_far: BaseException | None = None
 
+    def let_go(self) -> None:
+        """It is over: what still refers to it keeps no values, and no arrays of the caller."""
+        self.sources = self.targets = ()
+
     @property
     def what(self) -> str:
         return answer_for(self.shape[0])
@@ -75,6 +79,7 @@ def note_arrived(calls: Iterable[Call]) -> None:
         call.left -= 1
         if call.left:
             continue
+        call.let_go()
         if call.error_so_far is not None:
             call.set_error(call.error_so_far)
         else:

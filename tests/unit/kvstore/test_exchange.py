@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -186,6 +187,32 @@ def test_calls_that_are_joined_carry_each_key_to_its_own_array() -> None:
     transfer.deliver([0, 1, 2], pieces, [1, 1, 1])
     assert [bytes(target) for target in targets] == [bytes(source) for source in sources]
     assert all(future.done() for future in futures)
+
+
+def test_calls_that_are_over_keep_no_values_and_no_arrays_of_the_caller() -> None:
+    """A store remembers the last calls of each key, so as not to be too far ahead of others."""
+    node = Node()
+    made = exchange_on(node)
+    for _ in range(2):  # the second time it is known to be a loop, and has staging
+        before = len(node.sent)
+        targets = [np.zeros(32, np.uint8) for _ in range(6)]
+        alive = [weakref.ref(target) for target in targets]
+        for name, target in zip("abcabc", targets, strict=True):
+            made.join(keys(name), memory(name), None, 0)
+            made.join(keys(name), None, [target], 0)
+        made.send_joined()
+        run(node)
+        assert len(node.sent) > before
+        assert before == 0 or node.heap.used_bytes > 0
+        for transfer in node.sent[before:]:
+            frame = np.zeros(sum(transfer.sizes), np.uint8).data
+            count = len(transfer.parts)
+            pieces = [Piece(frame, 32 * index, 32 * index + 32) for index in range(count)]
+            transfer.deliver(range(count), pieces, [1] * count)
+        del targets, target, transfer
+        assert all(ref() is None for ref in alive)
+    assert node.heap.used_bytes == 0
+    assert made.unfinished() == []
 
 
 def keys_sent(node: Node) -> list[int]:
