@@ -59,7 +59,7 @@ class ServerStores:
         self._plane = ServerPlane(
             self,
             window=config.round_window,
-            message_bytes=config.chunk_bytes,
+            message_bytes=message_bytes(config, by_tcp=True),
             stall_report_s=config.stall_report_s,
         )
         node.traffic.serve(self._plane)

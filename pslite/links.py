@@ -22,9 +22,10 @@ from pslite.wire.messages import Accepted, Ints, Message, Refused
 
 #: Frames shorter than this are always sent by copy, so they do not count as under way.
 _SMALL_BYTES = 4096
-#: Acceptances wait so long for a message that tells them, and only while it is so few bytes.
+#: Acceptances wait so long for a message that tells them, and only while it is so few bytes (by
+#: default). Each that goes alone wakes up two threads on either side.
 TELL_AFTER_S = 0.005
-TELL_BYTES = 1 << 20
+TELL_BYTES = 8 << 20
 #: Conversations with nodes that nobody has vouched for (``know``) are kept for so many.
 MAX_STRANGERS = 4096
 #: What is dropped is counted under these, so that no peer can invent further reasons.
@@ -72,6 +73,7 @@ class Links:
         job: str,
         incarnation: int,
         resend_timeout_s: float,
+        tell_bytes: int = TELL_BYTES,
         trace: Callable[[str, str, Message, Sequence[Any]], None] | None = None,
         objection: Objection | None = None,
         sharing: Sharing | None = None,
@@ -80,6 +82,7 @@ class Links:
         self._job = job
         self._incarnation = incarnation
         self._resend_timeout_s = resend_timeout_s
+        self._tell_bytes = tell_bytes
         self._trace = trace
         self._objection = objection
         self._sharing = sharing
@@ -287,7 +290,7 @@ class Links:
         much has come: the sender's credits depend on it.
         """
         for peer, due_at in list(self._owing.items()):
-            if at_once or now >= due_at > 0.0 or self._peers[peer].untold_bytes >= TELL_BYTES:
+            if at_once or now >= due_at > 0.0 or self._peers[peer].untold_bytes >= self._tell_bytes:
                 self.send(peer, Accepted(), (), epoch, now)
             elif due_at == 0.0:
                 self._owing[peer] = now + TELL_AFTER_S

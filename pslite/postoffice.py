@@ -25,7 +25,7 @@ from pslite.farewell import take_leave, wait_until
 from pslite.future import Future
 from pslite.gate import FROM_MEMBERS, Gate
 from pslite.ids import NodeInfo, Role, role_of
-from pslite.links import Delivery, Links
+from pslite.links import TELL_BYTES, Delivery, Links
 from pslite.log import Log
 from pslite.memory import Bytes, Heap, Sharing
 from pslite.plane import Transfer
@@ -97,6 +97,8 @@ class Postoffice:
             job=config.job_id,
             incarnation=incarnation,
             resend_timeout_s=config.resend_timeout_s,
+            # A sender never waits for its credits only because nobody tells it.
+            tell_bytes=min(TELL_BYTES, config.credit_bytes // 8),
             trace=trace,
             objection=self.gate.objection,
             sharing=self.sharing,

@@ -29,6 +29,7 @@ from pslite.van.zmq_sockets import (
     SocketMaker,
     close_watched,
     is_ours,
+    keep_buffers_small,
     monitor_events,
     read_rest,
     send,
@@ -114,6 +115,8 @@ class Link:
         dealer.set(zmq.RECONNECT_IVL, NEVER_MS)
         dealer.set(zmq.CONNECT_TIMEOUT, round(CONNECT_TIMEOUT_S * 1000))
         dealer.set(zmq.IPV6, int(endpoint.is_ipv6))
+        if endpoint.is_local:
+            keep_buffers_small(dealer)
         needs.watch(dealer, self._read)
         needs.watch(monitor, self._read_monitor)
         self._opened_at = time.monotonic()

@@ -9,6 +9,7 @@ next: ``zmq_van.py``, which polls it.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,10 +29,12 @@ from pslite.van.zmq_sockets import (
     ANOTHER_CURVE_KEY,
     ANOTHER_MECHANISM,
     BROKEN_OFF,
+    LOOPBACK_BUFFER_BYTES,
     WRONG_PROTOCOL,
     Socket,
     close_watched,
     is_ours,
+    keep_buffers_small,
     monitor_events,
     read_rest,
     send,
@@ -183,6 +186,13 @@ class Listener:
         close_watched(self._router, self._monitor, linger_ms)
 
 
+def _keep_buffers_small(listen_fd: int) -> None:
+    """libzmq sets no options of a socket that it did not make; accepted ones inherit these."""
+    with socket.socket(fileno=os.dup(listen_fd)) as listening:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            listening.setsockopt(socket.SOL_SOCKET, option, LOOPBACK_BUFFER_BYTES)
+
+
 _REASONS = {ANOTHER_MECHANISM: OTHER_MECHANISM, ANOTHER_CURVE_KEY: OTHER_KEY}
 
 
@@ -205,6 +215,10 @@ def listen(router: Socket, host: str, port: int, listen_fd: int | None, *, guard
     if listen_fd is not None:
         os.set_blocking(listen_fd, False)
         router.set(zmq.USE_FD, listen_fd)
+        if endpoint.is_local:
+            _keep_buffers_small(listen_fd)
+    elif endpoint.is_local:
+        keep_buffers_small(router)
     router.set(zmq.ROUTER_MANDATORY, 1)
     router.set(zmq.BACKLOG, LISTEN_BACKLOG)
     router.set(zmq.IPV6, int(endpoint.is_ipv6))

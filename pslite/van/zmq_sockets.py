@@ -25,6 +25,9 @@ Socket = zmq.Socket[bytes]
 MAX_SOCKETS = 16384
 CURVE_OVERHEAD_BYTES = 64
 """A frame under CURVE is longer than its content by 33 bytes, and MAXMSGSIZE counts them."""
+LOOPBACK_BUFFER_BYTES = 256 << 10
+"""The kernel's buffers of a connection within this machine. Left alone they grow to megabytes, and
+what passes through them has left the processor's cache when it is read: twice the time per byte."""
 USER = b"pslite"
 
 REFUSED_KEY = zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -122,6 +125,12 @@ class SocketMaker:
     def close(self) -> None:
         """Wait until the sockets, which are closed, have sent what they may still send."""
         self._context.term()
+
+
+def keep_buffers_small(socket: Socket) -> None:
+    """Where a socket that is not bound or connected yet stays within this machine."""
+    socket.set(zmq.SNDBUF, LOOPBACK_BUFFER_BYTES)
+    socket.set(zmq.RCVBUF, LOOPBACK_BUFFER_BYTES)
 
 
 def _close_all(sockets: Sequence[Socket]) -> None:

@@ -90,11 +90,11 @@ def is_sent_from(array: np.ndarray[Any, Any], node: Node) -> bool:
     return any(np.shares_memory(array, frame) for frame in sent)
 
 
-def test_a_part_that_travels_alone_is_sent_as_it_lies_and_small_ones_are_gathered() -> None:
+def test_neighbouring_parts_are_sent_as_they_lie_and_small_keys_are_gathered() -> None:
     node = Node()
     sources = memory("large", "a", "b")
     exchange_on(node).begin(keys("large", "a", "b"), sources, sources, 0, copy=False)
-    assert [transfer.parts for transfer in node.sent] == [(1,), (2,), (3, 4)]
+    assert [transfer.parts for transfer in node.sent] == [(1, 2), (3, 4)]
     assert [is_sent_from(source, node) for source in sources] == [True, False, False]
     sent = np.concatenate([frame for transfer in node.sent for frame in frames(transfer)])
     assert bytes(sent) == b"".join(map(bytes, sources))

@@ -17,6 +17,7 @@ from pslite.errors import ConfigError, UsageError
 from pslite.security import derive
 from pslite.van.base import Connected, Disconnected, Received, TurnedAway, Van, VanEvent
 from pslite.van.wakeup import Wakeup
+from pslite.van.zmq_sockets import LOOPBACK_BUFFER_BYTES
 from pslite.van.zmq_van import ZmqVan
 
 HOST = "127.0.0.1"
@@ -133,6 +134,50 @@ def test_an_inherited_listening_socket_is_taken_over(make: Make) -> None:
     server.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def buffer_sizes(port: int) -> list[tuple[int, int]]:
+    """What the kernel may hold, sent and received, at each end of this process's connections."""
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(entry))) as end:
+                if port in (end.getsockname()[1], end.getpeername()[1]):
+                    options = (socket.SO_SNDBUF, socket.SO_RCVBUF)
+                    sizes = [end.getsockopt(socket.SOL_SOCKET, option) for option in options]
+                    found.append((sizes[0], sizes[1]))
+        except (OSError, IndexError):  # no socket, or not connected
+            continue
+    return found
+
+
+def small_buffers() -> tuple[int, int]:
+    """As Linux reports them: twice what is asked for, within what it allows."""
+    most = (int(Path(f"/proc/sys/net/core/{kind}mem_max").read_text()) for kind in "wr")
+    sent, received = (2 * min(LOOPBACK_BUFFER_BYTES, each) for each in most)
+    return sent, received
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are listed by Linux")
+@pytest.mark.parametrize("is_inherited", [False, True])
+def test_connections_within_this_machine_have_small_buffers(make: Make, is_inherited: bool) -> None:
+    """What waits in large ones has left the processor's cache when it is read."""
+    client, server = make("client"), make("server")
+    descriptor = socket.create_server((HOST, 0)).detach() if is_inherited else None
+    port = server.bind(HOST, 0, listen_fd=descriptor)
+    greet(client, server, f"tcp://{HOST}:{port}")
+    assert buffer_sizes(port) == [small_buffers()] * 2
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are listed by Linux")
+def test_the_system_sizes_the_buffers_of_connections_to_other_machines(make: Make) -> None:
+    client, server = make("client", mechanism=PLAIN), make("server", mechanism=PLAIN)
+    port = server.bind("0.0.0.0", 0)
+    greet(client, server, f"tcp://{HOST}:{port}")
+    # The client knows that this one goes to its own machine, the server does not.
+    sizes = buffer_sizes(port)
+    assert len(sizes) == 2
+    assert sizes.count(small_buffers()) == 1
 
 
 def test_a_descriptor_that_does_not_listen_is_refused(make: Make, stack: ExitStack) -> None:
