@@ -237,6 +237,11 @@ class Exchange:
         pushes = sources is not None
         with self._lock:
             batch = self._batch
+            if batch is not None and sources is None and targets is not None:
+                last = batch.pull_last(keys.keys, targets, priority, keys.nbytes)
+                if last is not None:
+                    self._note(keys, last, pushes=False, pulls=True)
+                    return last
             if batch is not None and not batch.has_room(keys.nbytes, pushes=pushes):
                 self.send_joined()
                 batch = None

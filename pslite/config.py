@@ -130,7 +130,7 @@ class Config:
         "PS_DROP_MSG", 0.0, float, "percent of received messages to drop, to test with"
     )
     shm: bool = _setting(
-        "PS_SHM", True, _flag, "0: processes of one machine exchange values by TCP, as others do"
+        "PS_SHM", True, _flag, "0: processes of one machine use TCP only, as others do"
     )
     shm_bytes: int = _setting(
         "PS_SHM_BYTES",

@@ -13,11 +13,19 @@ from typing import Any
 from pslite.links import Delivery
 from pslite.traffic import MESSAGES as DATA_MESSAGES
 from pslite.van.base import size_of
-from pslite.wire.messages import Message, Register, Request, Response, SegmentOffer, SegmentTaken
+from pslite.wire.messages import (
+    Message,
+    PipeOffer,
+    Register,
+    Request,
+    Response,
+    SegmentOffer,
+    SegmentTaken,
+)
 
 #: What only nodes of the roster may send, besides what ``control`` handles.
 FROM_MEMBERS: frozenset[type[Message]] = frozenset(
-    {Request, Response, SegmentOffer, SegmentTaken, *DATA_MESSAGES}
+    {Request, Response, SegmentOffer, SegmentTaken, PipeOffer, *DATA_MESSAGES}
 )
 MAX_EARLY = 16_384
 MAX_EARLY_BYTES = 256 << 20

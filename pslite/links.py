@@ -310,11 +310,12 @@ class Links:
 
     def next_due(self) -> float | None:
         """When ``resend`` or ``flush`` has something to look at."""
-        times = [
-            due for entry in self._peers.values() if (due := entry.channel.next_due) is not None
-        ]
-        times += self._owing.values()
-        return min(times, default=None)
+        soonest = min(self._owing.values()) if self._owing else None
+        for entry in self._peers.values():
+            due = entry.channel.next_due
+            if due is not None and (soonest is None or due < soonest):
+                soonest = due
+        return soonest
 
     def release(self, peer: str) -> None:
         """A peer has said goodbye: it waits for nothing more, but its own may come again."""

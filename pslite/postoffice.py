@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import threading
 import time
 from collections import deque
@@ -34,12 +35,14 @@ from pslite.protocol.membership import Gone, Membership
 from pslite.timers import Timers
 from pslite.traffic import Traffic
 from pslite.van.base import Connected, Denied, Disconnected, Received, TurnedAway, Van
+from pslite.van.pipes import PipeTicket
 from pslite.watch import Watch
 from pslite.wire.codec import MAX_HEADER_BYTES
 from pslite.wire.messages import (
     Accepted,
     Beat,
     Message,
+    PipeOffer,
     Request,
     Response,
     SegmentOffer,
@@ -177,6 +180,7 @@ class Postoffice:
         for delivery in self.gate.complete(frozenset(self._node_ids)):
             self._dispatch(delivery, now)
         self._offer_segments()
+        self._offer_pipes()
         self.ready.set_result(info)
 
     def neighbours(self) -> list[NodeInfo]:
@@ -262,6 +266,24 @@ class Postoffice:
             whom = self.peer_title(peer)
             text = f"{whom} cannot share memory with this node: values travel by TCP"
             self.log.warn_seldom(f"no shared memory with {peer}", f"{text} ({answer.reason})")
+
+    # -- pipes -------------------------------------------------------------------------
+
+    def _offer_pipes(self) -> None:
+        if self.info is None or not self.config.shm:
+            return
+        for node in self.neighbours():
+            if node.machine == self.info.machine:
+                ticket = self.van.offer_pipe(node.uid)
+                if ticket is not None:
+                    self.send(node.node_id, PipeOffer(*ticket))
+
+    def _pipe_offered(self, peer: str, node: int, offer: PipeOffer) -> None:
+        info = self.membership.node(node)
+        if not self.config.shm or self.info is None or info is None:
+            return
+        if info.machine == self.info.machine:
+            self.van.take_pipe(peer, info.pid, PipeTicket(offer.fd, offer.inode))
 
     # -- what other threads may call ---------------------------------------------------
 
@@ -386,6 +408,8 @@ class Postoffice:
         self._thread.start()
 
     def _loop(self) -> None:
+        # A script may have asked to be ended by it; here it only means that a peer reads no more.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
         try:
             self.begin()
             while not self._closing:
@@ -409,6 +433,7 @@ class Postoffice:
 
     def step(self, timeout_s: float | None) -> bool:
         """Do what there is to do, waiting for it at most ``timeout_s``. Whether there was."""
+        due = -math.inf
         if self._commands:
             timeout_s = 0.0
         else:
@@ -436,8 +461,9 @@ class Postoffice:
             elif type(event) is TurnedAway:
                 self._turned_away(event)
         worked |= self._run_commands()
-        self._run_timers(now)
-        self._run_commands()
+        if now >= due:  # what became due meanwhile has its turn in the next step
+            self._run_timers(now)
+            self._run_commands()
         self.traffic.send_mail(now)
         self.links.flush(self.membership.epoch, now)
         if self._looks:
@@ -457,7 +483,7 @@ class Postoffice:
 
     def next_due(self) -> float:
         """When ``step`` has something to do though nothing arrives."""
-        times = [self._expire_at, self.watch.next_due()]
+        soonest = min(self._expire_at, self.watch.next_due())
         for due in (
             self.links.next_due(),
             self.timers.next_due(),
@@ -465,9 +491,9 @@ class Postoffice:
             self.sharing.next_due(self.clock()),
             self.control.next_due() if self.control is not None else None,
         ):
-            if due is not None:
-                times.append(due)
-        return min(times)
+            if due is not None and due < soonest:
+                soonest = due
+        return soonest
 
     def _run_timers(self, now: float) -> None:
         self.links.resend(now)
@@ -528,6 +554,8 @@ class Postoffice:
             self._segment_offered(delivery.peer, node, message)
         elif isinstance(message, SegmentTaken):
             self._segment_taken(delivery.peer, message)
+        elif isinstance(message, PipeOffer):
+            self._pipe_offered(delivery.peer, node, message)
         else:
             self.traffic.arrived(delivery, node)
 

@@ -61,6 +61,8 @@ class Sharing:
 
     def next_due(self, now: float) -> float | None:
         """When ``awaits`` changes by itself."""
+        if not self._awaited:
+            return None
         times = [until for each in self._awaited.values() for until in each.values() if until > now]
         return min(times, default=None)
 

@@ -14,7 +14,8 @@ What every van promises
       open one connection between them, never one from each side.
     * **Events.** Both ends see ``Connected(peer)``, then messages in the order of sending, then
       ``Disconnected(peer)``; nothing of a connection comes outside this bracket. Messages that
-      had arrived when a connection ended come before its ``Disconnected``. An owner that calls
+      take a pipe (``offer_pipe``) keep their order among themselves only. Messages that had
+      arrived when a connection ended come before its ``Disconnected``. An owner that calls
       ``disconnect`` or ``close`` hears nothing more of that connection; the other end does.
     * **One connection a uid.** When a uid connects anew while its old connection still seems
       alive (a node was restarted, its old machine froze), the accepting end sees
@@ -30,7 +31,7 @@ What every van promises
     * **Memory.** A van may read a frame's buffer long after ``send`` returned (a large frame is
       sent without a copy), so the caller leaves it alone until the receiver has acknowledged
       the message or the connection is reported as lost. Received frames belong to the
-      receiver and live as long as it refers to them.
+      receiver and live as long as it refers to them; some can only be read.
     * **Pressure.** ``send`` never blocks and a van never refuses to receive: how much may be
       under way is bounded by the credits of the layer above.
 """
@@ -43,6 +44,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pslite.errors import UsageError
+from pslite.van.pipes import PipeTicket
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """One frame to send: C-contiguous memory. NumPy arrays are passed as ``array.data``."""
@@ -162,6 +164,17 @@ class Van(abc.ABC):
         Only vans that hold messages back under a clock of their caller have such a time.
         """
         return None
+
+    def offer_pipe(self, peer: str) -> PipeTicket | None:
+        """A pipe by which ``peer``, a process of this machine that is connected, may send.
+
+        A shortcut for small messages; ``None`` where a van has none. It ends with the connection.
+        """
+        return None
+
+    def take_pipe(self, peer: str, pid: int, ticket: PipeTicket) -> bool:
+        """Send small messages by the pipe that ``peer``, process ``pid``, offers; if that works."""
+        return False
 
     @abc.abstractmethod
     def wake(self) -> None:

@@ -140,7 +140,7 @@ def _close_all(sockets: Sequence[Socket]) -> None:
 
 def _too_many_files(error: zmq.ZMQError) -> ConfigError:
     return ConfigError(
-        f"cannot open another socket ({error.strerror}): a node needs about five open "
+        f"cannot open another socket ({error.strerror}): a node needs about eight open "
         "files for each of its peers; raise their limit (ulimit -n)"
     )
 

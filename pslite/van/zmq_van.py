@@ -46,9 +46,11 @@ from pslite.van.base import (
     check_uid,
     size_of,
 )
+from pslite.van.pipes import PipeTicket
 from pslite.van.wakeup import Wakeup
 from pslite.van.zmq_link import MESSAGES_PER_POLL, Link, LinkNeeds, Reader
 from pslite.van.zmq_listener import OTHER_KEY, ROUTER_EVENTS, Listener, listen
+from pslite.van.zmq_pipes import Pipes
 from pslite.van.zmq_sockets import Doors, Socket, SocketMaker, close_watched
 from pslite.van.zmq_zap import ZapDoor
 
@@ -110,6 +112,7 @@ class ZmqVan(Van):
         self._wakeup = Wakeup()
         self._poller = zmq.Poller()
         self._readers: dict[object, Reader] = {}
+        self._pipes = Pipes(self._watch, self._unwatch)
         self._watch(self._wakeup.fileno(), lambda _events, _limit: self._wakeup.read())
         self._for_links = LinkNeeds(
             self._sockets,
@@ -168,11 +171,23 @@ class ZmqVan(Van):
         link.open()
 
     def disconnect(self, peer: str) -> None:
+        self._pipes.close(peer)
         link = self._links.pop(peer, None)
         if link is not None:
             link.close(self._linger_ms if link.connected else 0)
         elif self._listener is not None:
             self._listener.connections.forget(peer)
+
+    def offer_pipe(self, peer: str) -> PipeTicket | None:
+        return self._pipes.offer(peer)
+
+    def take_pipe(self, peer: str, pid: int, ticket: PipeTicket) -> bool:
+        return self._pipes.take(peer, pid, ticket)
+
+    @property
+    def num_pipes(self) -> int:
+        """To how many peers small messages go by a pipe."""
+        return self._pipes.num_outgoing
 
     def _new_routing_id(self) -> bytes:
         return make_routing_id(self.uid, self._born_ns, next(self._numbers))
@@ -182,6 +197,8 @@ class ZmqVan(Van):
     def send(self, peer: str, frames: Sequence[Buffer]) -> None:
         buffers = as_buffers(frames)
         self._check_limits(buffers)
+        if self._pipes.send(peer, buffers):
+            return
         link = self._links.get(peer)
         if link is None:
             if self._listener is not None:
@@ -216,6 +233,7 @@ class ZmqVan(Van):
             if self._news:
                 events += self._news
                 self._news.clear()
+            self._pipes.end(events)
             woken = self._wakeup.take()
             if events or woken or (deadline is not None and time.monotonic() >= deadline):
                 break
@@ -228,6 +246,7 @@ class ZmqVan(Van):
         if self._closed:
             return
         self._closed = True
+        self._pipes.close_all(self._linger_ms / 1000)
         for peer in list(self._links):
             self.disconnect(peer)
         if self._listener is not None:
@@ -257,11 +276,11 @@ class ZmqVan(Van):
         if self._listener is not None:
             self._listener.report_ended(events)
 
-    def _watch(self, source: Socket | int, reader: Reader) -> None:
+    def _watch(self, source: Socket | int, reader: Reader, wanted: int = zmq.POLLIN) -> None:
         self._readers[source] = reader
-        self._poller.register(source, zmq.POLLIN)
+        self._poller.register(source, wanted)
 
-    def _unwatch(self, source: Socket) -> None:
+    def _unwatch(self, source: Socket | int) -> None:
         del self._readers[source]
         self._poller.unregister(source)
 

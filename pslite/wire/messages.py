@@ -285,6 +285,18 @@ class SegmentTaken(Message):
     """Why not."""
 
 
+@dataclass(frozen=True, slots=True)
+class PipeOffer(Message):
+    """A pipe by which the receiver, on the same machine, may send (``pslite/van/pipes.py``)."""
+
+    NUMBER: ClassVar[int] = 21
+    NATURAL: ClassVar[tuple[str, ...]] = ("fd", "inode")
+    fd: int
+    """The descriptor by which the sender's process holds its writing end."""
+    inode: int
+    """The kernel's number of the pipe."""
+
+
 # -- apps: any node <-> any node ----------------------------------------------------------
 
 
@@ -340,4 +352,5 @@ ALL_MESSAGES: tuple[type[Message], ...] = (
     BarrierWaits,
     SegmentOffer,
     SegmentTaken,
+    PipeOffer,
 )

@@ -155,7 +155,7 @@ for step in range(12):
 print("sha256", hashlib.sha256(b"".join(array.tobytes() for array in own)).hexdigest(), flush=True)
 kv.barrier()
 maps = open("/proc/self/maps").read() if not os.environ.get("HIDE") else ""
-print("maps", maps.count("/memfd:pslite"))
+print("maps", maps.count("/memfd:pslite"), "pipes", kv._node.van.num_pipes)
 """
 
 
@@ -203,6 +203,8 @@ def test_the_bits_are_the_same_with_and_without_it_and_on_any_number_of_threads(
     maps = [int(number) for number in re.findall(r"maps (\d+)", job.output())]
     assert len(maps) == 2
     assert all(maps) if shm == "1" else not any(maps)
+    # Small messages go by pipes to two servers and the scheduler.
+    assert re.findall(r"pipes (\d+)", job.output()) == ["3" if shm == "1" else "0"] * 2
     assert "memory" not in job.output()
 
 

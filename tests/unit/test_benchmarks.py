@@ -26,6 +26,7 @@ from benchmarks.compare.run_allreduce import BlockwiseSGD, pieces_of
 from benchmarks.compare.run_kv import sorted_keys
 from benchmarks.compare.scripts import holds
 from benchmarks.models import MODELS
+from benchmarks.soak import growth
 
 # -- figures ------------------------------------------------------------------------------
 
@@ -274,3 +275,18 @@ def test_figures_of_another_machine_are_marked_and_judge_nothing() -> None:
     assert "push 40.0 ms, pull 50.0 ms" in table.figures_of(found)
     line = table.asks_table([found]).splitlines()[2]
     assert "(500, another machine)" in line and "not measured" in line
+
+
+# -- soak ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("late_mb", "is_small"), [(104.9, True), (105.1, False), (90.0, True)])
+def test_growth_is_what_the_last_tenth_has_beyond_the_second(
+    late_mb: float, is_small: bool
+) -> None:
+    samples = [(float(at), 50.0 if at < 10 else 100.0) for at in range(90)]
+    samples += [(float(at), late_mb) for at in range(90, 101)]
+    found = growth("server 0", samples)
+    assert (found.early_mb, found.late_mb) == (100.0, late_mb)
+    assert found.is_small == is_small
+    assert ("does NOT hold" in str(found)) != is_small

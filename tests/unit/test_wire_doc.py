@@ -19,6 +19,8 @@ from pslite.memory.sharing import MAX_SEGMENTS, MIN_SHARED_BYTES
 from pslite.protocol.channel import RECEIVE_WINDOW
 from pslite.van import base as van
 from pslite.van.base import TOTAL_PER_FRAME
+from pslite.van.pipes import MAX_MESSAGE_BYTES, MAX_MESSAGE_FRAMES
+from pslite.van.zmq_pipes import MAX_PIPES
 from pslite.wire.codec import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,
@@ -155,6 +157,15 @@ def test_the_numbers_of_shared_memory_are_the_codes() -> None:
         f"buffers begin\n   at the byte {HEADER_BYTES}.",
         f"(here {MAX_SEGMENTS} of each peer)",
         f"frames of less than {MIN_SHARED_BYTES}\n   bytes always travel as bytes",
+    ):
+        assert sentence in text
+
+
+def test_the_numbers_of_pipes_are_the_codes() -> None:
+    text = section("16 Pipes")
+    for sentence in (
+        f"(here at most {MAX_PIPES} pipes a node)",
+        f"at most {MAX_MESSAGE_FRAMES} frames and {MAX_MESSAGE_BYTES} bytes",
     ):
         assert sentence in text
 

@@ -215,6 +215,32 @@ def test_calls_that_are_over_keep_no_values_and_no_arrays_of_the_caller() -> Non
     assert made.unfinished() == []
 
 
+def test_a_pull_right_behind_the_push_of_its_key_is_the_same_call() -> None:
+    node = Node()
+    made = exchange_on(node)
+    target = np.zeros(32, np.uint8)
+    push = made.join(keys("a"), memory("a"), None, 3)
+    assert made.join(keys("a"), None, [target], 3) is push
+    assert (made.counters["pushes"], made.counters["pulls"]) == (1, 1)
+    assert made.unfinished() == [push, push]
+    # Neither are: another pull of it, one of another priority, and one of another key.
+    others = [
+        made.join(keys("a"), None, [np.zeros(32, np.uint8)], 3),
+        made.join(keys("b"), memory("b"), None, 0),
+        made.join(keys("b"), None, [np.zeros(32, np.uint8)], 1),
+        made.join(keys("c"), None, [np.zeros(32, np.uint8)], 1),
+    ]
+    assert len({id(future) for future in (push, *others)}) == 5
+    made.send_joined()
+    run(node)
+    transfer = next(each for each in node.sent if 3 in each.parts)
+    assert (transfer.push, transfer.pull) == (True, True)
+    value = np.arange(32, dtype=np.uint8)
+    index = transfer.parts.index(3)
+    transfer.deliver([index], [Piece(value.data, 0, 32)], [1])
+    assert bytes(target) == bytes(value)
+
+
 def keys_sent(node: Node) -> list[int]:
     return [len(transfer.parts) for transfer in node.sent]
 
