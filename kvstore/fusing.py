@@ -158,8 +158,8 @@ class Batch:
         call = self.calls[-1]
         if call.shape != (keys, True, False, priority):
             return None
+        call.targets = targets  # first: an interrupt in between must not leave a pull to nowhere
         call.shape = (keys, True, True, priority)
-        call.targets = targets
         self._pulled_bytes += nbytes
         return call
 

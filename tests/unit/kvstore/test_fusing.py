@@ -82,6 +82,28 @@ def test_a_full_batch_has_room_only_for_the_pull_of_its_last_push(sizes: list[in
     assert not batch.has_room(1, pushes=False)
 
 
+@pytest.mark.parametrize("at", ["targets", "shape"])
+def test_an_interrupted_pull_behind_a_push_leaves_the_push_as_it_was(at: str) -> None:
+    class Interrupted(Call):
+        def __setattr__(self, name: str, value: object) -> None:
+            if is_armed and name == at:
+                raise KeyboardInterrupt
+            super().__setattr__(name, value)
+
+    is_armed = False
+    memories = [np.zeros(1, np.uint8)]
+    last = Interrupted(("w",), memories, None)
+    batch = Batch(100, hurry=lambda: None)
+    batch.add(last, 1)
+    is_armed = True
+    with pytest.raises(KeyboardInterrupt):
+        batch.pull_last(("w",), memories, 0, 1)
+    assert last.shape == shape("w", push=True)
+    is_armed = False
+    assert batch.pull_last(("w",), memories, 0, 1) is last
+    assert (last.shape, last.targets) == (shape("w", push=True, pull=True), memories)
+
+
 def test_staging_with_a_gap_is_not_used_and_the_calls_keep_their_values() -> None:
     batch = Batch(100, hurry=lambda: None, staging=np.zeros(100, np.uint8))
     values = [np.full(10, number, np.uint8) for number in range(3)]
