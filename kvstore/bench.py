@@ -2,9 +2,10 @@
 
 Run alone it starts jobs on this machine by the launcher (with and without shared memory, and with
 one server more) and says what it has found. Started by the launcher, as the workers' command of a
-job, it measures the cluster that it is in. Each time is the slowest worker's; between exchanges
-is a barrier, and SGD with momentum runs on the servers. Everything runs on the main thread.
-``estimate.py``, which is next, makes costs and advice of the times.
+job, it measures the cluster that it is in, and where that uses TCP, also more connections to each
+server. Each time is the slowest worker's; between exchanges is a barrier, and SGD with momentum
+runs on the servers. Everything runs on the main thread. ``estimate.py``, which is next, makes costs
+and advice of the times.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,10 @@ from kvstore.launch.cli import main as launch
 from pslite import Config, Role
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 100
-CASES = 8
+CASES = 10
+SPREAD_CASES = ("middle", "large")
+MORE_CONNECTIONS = 4
+"""So many times the connections to a server are tried as well, where there is TCP."""
 JOBS = 3
 START_S = 1.5
 """What starting and ending a job takes, about."""
@@ -62,40 +66,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config, _ = Config.from_env()
     if config.num_workers == 0 and config.role == Role.WORKER.value:
         return _run_jobs(options, model, uses_shared_memory=config.shm)
-    found = measure(options.kv_store, options.seconds)
+    is_reported = options.report is not None  # to the process that compares whole jobs
+    found = measure(options.kv_store, options.seconds, tries_connections=not is_reported)
     if found is None:
         return 0
-    if options.report is not None:
+    if is_reported:
         Path(options.report).write_text(json.dumps(found), encoding="utf-8")
     else:
-        _show(costs_from(found["setup"], found["times_ms"]), [], model)
+        _show(_costs(found), _alternatives(found), model)
     return 0
 
 
-def measure(store_type: str, seconds: float) -> dict[str, Any] | None:
+def _costs(found: Mapping[str, Any]) -> Costs:
+    return costs_from(found["setup"], found["times_ms"])
+
+
+def _alternatives(found: Mapping[str, Any]) -> list[Alternative]:
+    """What was tried within the same job."""
+    if "spread" not in found:
+        return []
+    advice = f"set PS_CONNECTIONS={found['connections']}"
+    setup = f"{found['setup']}, {found['connections']} connections to a server"
+    return [Alternative(advice, costs_from(setup, {**found["times_ms"], **found["spread"]}))]
+
+
+def measure(
+    store_type: str, seconds: float, *, tries_connections: bool = False
+) -> dict[str, Any] | None:
     """Times of the cluster that this worker is in; all workers must call it.
 
     Returns a description under ``setup`` and the milliseconds of each case under ``times_ms``
-    (``estimate.costs_from`` says which) on rank 0, None on the others.
+    (``estimate.costs_from`` says which) on rank 0, None on the others. Where there is TCP and
+    more connections to a server are to be tried, ``spread`` has the cases that were timed again
+    with ``connections`` of them.
     """
     store, agreement = create(store_type), create("dist_sync")
     agreement.init("ms", np.zeros(store.num_workers))
     if store.rank == 0:
         store.set_optimizer(optimizer.create("sgd", learning_rate=1e-3, momentum=0.9))
-    times_ms = {
-        name: _time(exchange, store, agreement, 1e3 * seconds / CASES)
-        for name, exchange in _cases(store).items()
-    }
-    node = store.node
+    cases = _cases(store)
+
+    def times(names: Iterable[str]) -> dict[str, float]:
+        budget_ms = 1e3 * seconds / CASES
+        return {name: _time(cases[name], store, agreement, budget_ms) for name in names}
+
+    node, times_ms = store.node, times(cases)
     servers = [info for info in node.neighbours() if info.role == Role.SERVER.value]
     shared = sum(node.shares_with(info.node_id) for info in servers)
     way = "shared memory" if shared == len(servers) else "TCP" if shared == 0 else "both ways"
     setup = f"{_count(store.num_workers, 'worker')}, {_count(len(servers), 'server')}, {way}"
+    found: dict[str, Any] = {"setup": setup, "times_ms": times_ms}
+    if tries_connections and _all(agreement, shared < len(servers)).any():
+        connections = node.spread(MORE_CONNECTIONS * node.config.connections)
+        found |= {"connections": connections, "spread": times(SPREAD_CASES)}
     rank = store.rank
     store.barrier()
     agreement.close()
     store.close()
-    return {"setup": setup, "times_ms": times_ms} if rank == 0 else None
+    return found if rank == 0 else None
 
 
 def _cases(store: Any) -> dict[str, Callable[[], object]]:
@@ -154,10 +182,15 @@ def _once_ms(exchange: Callable[[], object], store: Any) -> float:
 
 def _slowest(agreement: Any, milliseconds: float) -> float:
     """The greatest of all workers' numbers, the same on each of them."""
+    return float(_all(agreement, milliseconds).max())
+
+
+def _all(agreement: Any, number: float) -> np.ndarray[Any, Any]:
+    """The numbers of all workers, by rank."""
     mine = np.zeros(agreement.num_workers)
-    mine[agreement.rank] = milliseconds
+    mine[agreement.rank] = number
     agreement.pushpull("ms", mine)
-    return float(mine.max())
+    return mine
 
 
 # -- alone on this machine ---------------------------------------------------------------
@@ -186,7 +219,7 @@ def _run_jobs(options: argparse.Namespace, model: Model | None, *, uses_shared_m
             if code != 0:
                 return code
             text = json.loads(report.read_text(encoding="utf-8"))
-            found.append(Alternative(advice, costs_from(text["setup"], text["times_ms"])))
+            found.append(Alternative(advice, _costs(text)))
     _show(found[0].costs, found[1:], model)
     return 0
 

@@ -21,6 +21,8 @@ from pslite.ids import Role
 MIB = 1 << 20
 SECURITY_NAMES = ("plain", "curve")
 PLACEMENT_NAMES = ("network", "equal")
+MAX_CONNECTIONS = 16
+"""With one peer: a first one and 15 further ones (``wire.md``, section 2)."""
 _MAX_NAME = 512
 """Characters in a name that peers are told (``wire.md``, section 5)."""
 
@@ -142,6 +144,13 @@ class Config:
     credit_bytes: int = _setting(
         "PS_CREDIT_BYTES", 64 * MIB, int, "bytes per server that may be under way, not yet accepted"
     )
+    connections: int = _setting(
+        "PS_CONNECTIONS",
+        1,
+        int,
+        "TCP connections between a worker and a server of another machine, 1 to 16: more than one "
+        "where the network gives a single flow less than all (`python -m kvstore.bench` finds out)",
+    )
     round_window: int = _setting(
         "PS_ROUND_WINDOW", 2, int, "rounds that a worker may push ahead of the open one"
     )
@@ -256,6 +265,8 @@ class Config:
             raise ConfigError("PS_MAX_MESSAGE_BYTES must be at least PS_CHUNK_BYTES")
         if self.chunk_bytes < 64 or self.credit_bytes < self.chunk_bytes:
             raise ConfigError("PS_CHUNK_BYTES must be >= 64 and PS_CREDIT_BYTES at least as large")
+        if not 1 <= self.connections <= MAX_CONNECTIONS:
+            raise ConfigError(f"PS_CONNECTIONS must be from 1 to {MAX_CONNECTIONS}")
         if self.van_type not in ("zmq", "p3"):
             raise ConfigError(f"DMLC_PS_VAN_TYPE is {self.van_type!r}; this build has zmq (and p3)")
         return self

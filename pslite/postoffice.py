@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pslite.config import Config
+from pslite.config import MAX_CONNECTIONS, Config
 from pslite.customer import Customers, Handler, Reply
 from pslite.errors import ClosedError, ConfigError, NodeLostError, PSError, UsageError
 from pslite.farewell import take_leave, wait_until
@@ -181,6 +181,7 @@ class Postoffice:
             self._dispatch(delivery, now)
         self._offer_segments()
         self._offer_pipes()
+        self._spread(self.config.connections)
         self.ready.set_result(info)
 
     def neighbours(self) -> list[NodeInfo]:
@@ -201,6 +202,21 @@ class Postoffice:
         """The name for people behind a van's name."""
         info = self.info_of(peer)
         return peer if info is None else info.title
+
+    def spread(self, connections: int) -> int:
+        """Use so many TCP connections to each server of another machine. From any thread.
+
+        They are opened by a worker, come into use as they are there, and never become fewer.
+        Returns how many they will be, ``MAX_CONNECTIONS`` at most.
+        """
+        connections = min(connections, MAX_CONNECTIONS)
+        self.call(lambda: self._spread(connections))
+        return connections
+
+    def _spread(self, connections: int) -> None:
+        for node in self.neighbours():
+            if node.role == Role.SERVER.value and node.node_id not in self._near:
+                self.van.spread(node.uid, connections)
 
     # -- memory ------------------------------------------------------------------------
 

@@ -15,21 +15,37 @@ less simple than it sounds, and are why this is a class of its own with its own 
   them, so the owner asks libzmq which of them can still be sent to (``doubtful``).
 
 A routing id is made by the connecting van for one connection: its uid, a zero byte, and twelve
-bytes that grow with every connection of that uid. No I/O and no clock; runs on the owner's
-thread. Read next: ``zmq_listener.py``, which feeds it.
+bytes that grow with every connection of that uid. A connection may have *further* ones, by which
+large messages go as well: their routing ids have their number, from 1 on, instead of the zero.
+They count as long as it lasts, and nobody is told of them. No I/O and no clock; runs on the
+owner's thread. Read next: ``zmq_listener.py``, which feeds it.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import deque
+from typing import NamedTuple
 
 from pslite.errors import UsageError
 from pslite.van.base import Connected, Disconnected, VanEvent, check_uid
 
+MAX_FURTHER = 15
+"""So many further connections of one connection are used; more would only cost memory."""
+_ORDER_BYTES = 12
 REMEMBERED_ENDS = 1024
 """So many routing ids of ended connections are remembered, so that no late message of one can
 pass for a new connection. Late means milliseconds; the number only bounds the memory."""
+
+
+class RoutingId(NamedTuple):
+    """What a routing id says."""
+
+    uid: str
+    number: int
+    """0, or which of the further connections of the one with this order it is, from 1 on."""
+    order: bytes
+    """Greater for a later connection of the same uid."""
 
 
 def make_routing_id(uid: str, born_ns: int, number: int) -> bytes:
@@ -37,13 +53,18 @@ def make_routing_id(uid: str, born_ns: int, number: int) -> bytes:
     return uid.encode() + b"\0" + struct.pack(">QI", born_ns, number)
 
 
-def split_routing_id(routing_id: bytes) -> tuple[str, bytes] | None:
-    """``(uid, order)`` of a routing id, or ``None`` if no van made it."""
-    name, separator, order = routing_id.partition(b"\0")
-    if not separator or not name or len(order) != 12:
+def further_routing_id(routing_id: bytes, number: int) -> bytes:
+    """That of a further connection (1 to ``MAX_FURTHER``) of the connection ``routing_id``."""
+    return routing_id[: -_ORDER_BYTES - 1] + bytes([number]) + routing_id[-_ORDER_BYTES:]
+
+
+def split_routing_id(routing_id: bytes) -> RoutingId | None:
+    """What a routing id says, or ``None`` if no van made it."""
+    head, order = routing_id[:-_ORDER_BYTES], routing_id[-_ORDER_BYTES:]
+    if len(head) < 2 or head[-1] > MAX_FURTHER:
         return None
     try:
-        return check_uid(name.decode()), order
+        return RoutingId(check_uid(head[:-1].decode()), head[-1], order)
     except (UnicodeDecodeError, UsageError):
         return None
 
@@ -51,12 +72,13 @@ def split_routing_id(routing_id: bytes) -> tuple[str, bytes] | None:
 class _Connection:
     """One accepted connection that was heard of and has not been reported as ended."""
 
-    __slots__ = ("forgotten", "order", "routing_id", "uid")
+    __slots__ = ("forgotten", "further", "number", "order", "routing_id", "turn", "uid")
 
-    def __init__(self, routing_id: bytes, uid: str, order: bytes) -> None:
+    def __init__(self, routing_id: bytes, said: RoutingId) -> None:
         self.routing_id = routing_id
-        self.uid = uid
-        self.order = order
+        self.uid, self.number, self.order = said
+        self.further: list[_Connection] = []
+        self.turn = 0
         self.forgotten = False
 
 
@@ -100,6 +122,8 @@ class AcceptedConnections:
         if connection is None or connection.forgotten:
             return None
         current = self._current.get(connection.uid)
+        if connection.number:
+            return self._heard_further(connection, current)
         if current is not None:
             if connection.order < current.order:
                 return None
@@ -111,17 +135,35 @@ class AcceptedConnections:
         events.append(Connected(connection.uid))
         return connection.uid
 
+    def _heard_further(self, connection: _Connection, first: _Connection | None) -> str | None:
+        """A message of a further connection: of ``first``, if that is the one it belongs to."""
+        if first is None or connection.order != first.order:
+            return None
+        first.further.append(connection)
+        self.speakers[connection.routing_id] = connection.uid
+        return connection.uid
+
     def routing_id_of(self, uid: str) -> bytes | None:
         """Where to send what is meant for ``uid``, or ``None`` if it is not connected."""
         connection = self._current.get(uid)
         return None if connection is None else connection.routing_id
 
+    def next_routing_id_of(self, uid: str) -> bytes | None:
+        """As ``routing_id_of``, but all connections of ``uid`` take turns."""
+        first = self._current.get(uid)
+        if first is None:
+            return None
+        connections = [first, *first.further]
+        first.turn = (first.turn + 1) % len(connections)
+        return connections[first.turn].routing_id
+
     def forget(self, uid: str) -> None:
         """Hear nothing more of the present connection of ``uid``."""
-        connection = self._current.pop(uid, None)
-        if connection is not None:
-            connection.forgotten = True
-            del self.speakers[connection.routing_id]
+        first = self._current.pop(uid, None)
+        if first is not None:
+            for connection in (first, *first.further):
+                connection.forgotten = True
+                del self.speakers[connection.routing_id]
 
     def next_due(self) -> float | None:
         """When :meth:`doubtful` and :meth:`report_ended` should be called next."""
@@ -159,15 +201,19 @@ class AcceptedConnections:
             self._ended[connection.routing_id] = None
             if len(self._ended) > REMEMBERED_ENDS:
                 del self._ended[next(iter(self._ended))]
-            if self._current.get(connection.uid) is connection:
+            current = self._current.get(connection.uid)
+            if current is connection:
                 self.forget(connection.uid)
                 events.append(Disconnected(connection.uid, "the connection is gone"))
+            elif current is not None and connection in current.further:
+                current.further.remove(connection)
+                del self.speakers[connection.routing_id]
 
     def _begin(self, routing_id: bytes, descriptor: int, now: float) -> _Connection | None:
-        parts = split_routing_id(routing_id)
-        if parts is None or routing_id in self._ended:
+        said = split_routing_id(routing_id)
+        if said is None or routing_id in self._ended:
             return None
-        connection = self._connections[routing_id] = _Connection(routing_id, *parts)
+        connection = self._connections[routing_id] = _Connection(routing_id, said)
         if descriptor not in self._open:
             self._end_later(connection, now)
             return connection

@@ -14,7 +14,8 @@ What every van promises
       open one connection between them, never one from each side.
     * **Events.** Both ends see ``Connected(peer)``, then messages in the order of sending, then
       ``Disconnected(peer)``; nothing of a connection comes outside this bracket. Messages that
-      take a pipe (``offer_pipe``) keep their order among themselves only. Messages that had
+      take a pipe (``offer_pipe``) keep their order among themselves only, and large ones keep none
+      where they are ``spread``. Messages that had
       arrived when a connection ended come before its ``Disconnected``. An owner that calls
       ``disconnect`` or ``close`` hears nothing more of that connection; the other end does.
     * **One connection a uid.** When a uid connects anew while its old connection still seems
@@ -164,6 +165,15 @@ class Van(abc.ABC):
         Only vans that hold messages back under a clock of their caller have such a time.
         """
         return None
+
+    def spread(self, peer: str, connections: int) -> bool:
+        """Let large messages to and from ``peer``, one of ``connect``, take turns on so many flows.
+
+        For networks that give one flow less than all. Never fewer than before, and fewer than
+        asked where they cannot be had. Such messages may overtake each other and others. Returns
+        whether this van can.
+        """
+        return False
 
     def offer_pipe(self, peer: str) -> PipeTicket | None:
         """A pipe by which ``peer``, a process of this machine that is connected, may send.

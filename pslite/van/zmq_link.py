@@ -3,72 +3,40 @@
 Goes on trying until it is closed, except where waiting is no use: the other end says that the
 key is another one, or uses another mechanism. Under CURVE another key shows only by the other
 end closing each connection in the middle of the handshake, so that counts as a "no" as well
-when it has gone on for a while. Runs on the owner's thread. Read next: ``zmq_van.py``.
+when it has gone on for a while.
+
+Where one flow of TCP is not all that the network gives, a link has *further* connections, opened
+when the first one is there. Large messages take turns, in both directions. They end with the first
+one, and it ends with each of them: what was lost with one is sent again on a new connection, like
+all that was under way. Runs on the owner's thread. Read next: ``zmq_van.py``.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import NamedTuple
 
 import zmq
 
+from pslite.errors import ConfigError
 from pslite.security import WHAT_TO_COMPARE
-from pslite.van.addresses import resolve, without_key
-from pslite.van.base import Connected, Denied, Disconnected, Received, VanEvent, size_of
+from pslite.van.accepted import MAX_FURTHER, further_routing_id
+from pslite.van.addresses import Endpoint, resolve, without_key
+from pslite.van.base import Connected, Denied, Disconnected, VanEvent, size_of
+from pslite.van.zmq_dealer import Dealer, LinkNeeds
 from pslite.van.zmq_listener import SETTLE_S
-from pslite.van.zmq_sockets import (
-    ANOTHER_MECHANISM,
-    BROKEN_OFF,
-    REFUSED_KEY,
-    WRONG_PROTOCOL,
-    Doors,
-    Socket,
-    SocketMaker,
-    close_watched,
-    is_ours,
-    keep_buffers_small,
-    monitor_events,
-    read_rest,
-    send,
-)
+from pslite.van.zmq_sockets import ANOTHER_MECHANISM, REFUSED_KEY, WRONG_PROTOCOL
 
 MESSAGES_PER_POLL = 256
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
-CONNECT_TIMEOUT_S = 5.0
 DENIED_AFTER_S = 5.0
 """Somebody who listens, and ends each handshake at once, is taken at his word after this time.
 A gate that waits for its own server to come up does the same for a moment."""
 LARGE_FRAME_BYTES = zmq.COPY_THRESHOLD
-NEVER_MS = 2**30
+MAX_CONNECTIONS = 1 + MAX_FURTHER
 
-_EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-    | REFUSED_KEY
-    | WRONG_PROTOCOL
-    | BROKEN_OFF
-)
 _logger = logging.getLogger(__name__)
-
-Reader = Callable[["list[VanEvent]", int], object]
-
-
-class LinkNeeds(NamedTuple):
-    """What all links of a van get from it."""
-
-    sockets: SocketMaker
-    doors: Doors
-    new_routing_id: Callable[[], bytes]
-    max_total_bytes: int
-    handshake_timeout_s: float
-    watch: Callable[[Socket, Reader], None]
-    unwatch: Callable[[Socket], None]
-    tell: Callable[[VanEvent], None]
 
 
 class Link:
@@ -81,7 +49,15 @@ class Link:
         self._peer = peer
         self._address = address
         self._needs = needs
-        self._sockets: tuple[Socket, Socket] | None = None
+        self._first: Dealer | None = None
+        self._endpoint: Endpoint | None = None
+        self._routing_id = b""
+        #: How many connections there should be, and how many were opened.
+        self._num_connections, self._num_opened = 1, 0
+        self._further: list[Dealer] = []
+        #: Whether the other end knows the first connection, and so whose the further ones are.
+        self._is_heard = False
+        self._turn = 0
         self._backlog: list[list[bytes | memoryview]] = []
         self._attempt = 0
         self._retry_s = FIRST_RETRY_S
@@ -108,47 +84,68 @@ class Link:
             self._deny(f"cannot connect to {self._where}: {without_key(endpoint.text)}")
             return
         self._attempt += 1
-        dealer, monitor = needs.sockets.new_watched(zmq.DEALER, _EVENTS, needs.doors.connecting)
-        self._sockets = dealer, monitor
-        dealer.set(zmq.ROUTING_ID, needs.new_routing_id())
-        dealer.set(zmq.PROBE_ROUTER, 1)
-        dealer.set(zmq.RECONNECT_IVL, NEVER_MS)
-        dealer.set(zmq.CONNECT_TIMEOUT, round(CONNECT_TIMEOUT_S * 1000))
-        dealer.set(zmq.IPV6, int(endpoint.is_ipv6))
-        if endpoint.is_local:
-            keep_buffers_small(dealer)
-        needs.watch(dealer, self._read)
-        needs.watch(monitor, self._read_monitor)
+        self._endpoint, self._is_heard = endpoint, False
         self._opened_at = time.monotonic()
-        dealer.connect(endpoint.text)
+        self._routing_id, self._num_opened = needs.new_routing_id(), 1
+        self._first = Dealer(needs, endpoint, self._routing_id, self._read, self._read_monitor)
+
+    def spread(self, connections: int) -> None:
+        """Have so many connections, the first one included; never fewer than before."""
+        self._num_connections = max(self._num_connections, min(connections, MAX_CONNECTIONS))
+        if self.connected:
+            self._open_further()
+
+    def _open_further(self) -> None:
+        if self._endpoint is None:
+            return
+        try:
+            while self._num_opened < self._num_connections:
+                routing_id = further_routing_id(self._routing_id, self._num_opened)
+                self._num_opened += 1
+                read, read_monitor = self._read, self._read_further_monitor
+                self._further.append(
+                    Dealer(self._needs, self._endpoint, routing_id, read, read_monitor)
+                )
+        except ConfigError as error:  # no more open files
+            _logger.info("no further connection to %s of %r: %s", self._where, self._peer, error)
 
     def close(self, linger_ms: int) -> None:
         """End the present attempt or connection."""
         self.due_at = None
-        if self._sockets is not None:
-            for socket in self._sockets:
-                self._needs.unwatch(socket)
-            close_watched(*self._sockets, linger_ms)
-        self._sockets = None
+        for dealer in self._dealers():
+            dealer.close(linger_ms)
+        self._first = None
+        self._further.clear()
 
-    def send(self, buffers: list[bytes | memoryview]) -> None:
+    def _dealers(self) -> list[Dealer]:
+        return [] if self._first is None else [self._first, *self._further]
+
+    def send(self, buffers: list[bytes | memoryview], *, is_large: bool) -> None:
         """Send, or keep for the connection that is to come."""
-        if self.connected and self._sockets is not None:
-            send(self._sockets[0], buffers)
+        if self.connected and self._first is not None:
+            dealer = self._next() if is_large and self._is_heard else self._first
+            dealer.send(buffers)
         elif not self._denied:
             # As libzmq would: small frames are copied, large ones are read later.
             self._backlog.append(
                 [bytes(part) if size_of(part) < LARGE_FRAME_BYTES else part for part in buffers]
             )
 
+    def _next(self) -> Dealer:
+        """The connections that are there, in turn."""
+        dealers = [dealer for dealer in self._dealers() if dealer.connected]
+        self._turn = (self._turn + 1) % len(dealers)
+        return dealers[self._turn]
+
     def run(self, events: list[VanEvent]) -> None:
         """It is :attr:`due_at`: make the next attempt, or see the end of the connection."""
         self.due_at = None
-        if self._sockets is None:
+        if self._first is None:
             self.open()
             return
-        while not self._read(events, MESSAGES_PER_POLL):
-            pass
+        for dealer in self._dealers():
+            while not self._read(dealer, events, MESSAGES_PER_POLL):
+                pass
         self.close(linger_ms=0)
         if self.connected:
             self.connected = False
@@ -162,55 +159,56 @@ class Link:
 
     # -- what arrives ------------------------------------------------------------------
 
-    def _read(self, events: list[VanEvent], limit: int) -> bool:
+    def _read(self, dealer: Dealer, events: list[VanEvent], limit: int) -> bool:
         """Read up to ``limit`` messages; whether nothing is left."""
-        if self._sockets is None:
-            return True
-        dealer = self._sockets[0]
-        if not self.connected:
+        if not self.connected and self._first is not None:
             # The monitor told of the connection before the first message could come.
-            self._read_monitor(events, limit)
-        for _ in range(limit):
-            try:
-                first = dealer.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return True
-            frames = read_rest(dealer, first, self._needs.max_total_bytes)
-            if frames is None:
-                _logger.warning("%r sent a message over the limits", self._peer)
-                self.due_at = 0.0
-            elif not is_ours(frames):
-                events.append(Received(self._peer, frames))
-            if (
-                not int(dealer.get(zmq.EVENTS)) & zmq.POLLIN
-            ):  # cheaper than to be told by an exception
-                return True
-        return False
+            self._read_monitor(self._first, events, limit)
+        before = len(events)
+        is_empty = dealer.read(self._peer, events, limit)
+        self._is_heard = self._is_heard or len(events) > before
+        if is_empty is None:
+            _logger.warning("%r sent a message over the limits", self._peer)
+            self.due_at = 0.0
+        return is_empty is True
 
-    def _read_monitor(self, events: list[VanEvent], _limit: int) -> None:
-        if self._sockets is None:
-            return
-        dealer, monitor = self._sockets
-        for event, value in monitor_events(monitor):
+    def _read_monitor(self, first: Dealer, events: list[VanEvent], _limit: int) -> None:
+        for event, value in first.news():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._begin(dealer, events)
+                self._begin(first, events)
             elif event == zmq.EVENT_CONNECT_RETRIED:
                 # libzmq is done with the connection: nothing more will come out of it.
                 self.due_at = 0.0
             elif event == zmq.EVENT_DISCONNECTED:
-                if self.due_at is None:
-                    self.due_at = time.monotonic() + SETTLE_S
+                self._end_soon()
             elif not self._was_connected:
                 # Who was connected knew the key; what is there now is for the owner to judge.
                 self._handshake_failed(event, value)
 
-    def _begin(self, dealer: Socket, events: list[VanEvent]) -> None:
-        self.connected = self._was_connected = True
+    def _read_further_monitor(self, dealer: Dealer, _events: list[VanEvent], _limit: int) -> None:
+        events = [event for event, _ in dealer.news()]
+        if zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
+            dealer.connected = True
+        if dealer.connected:
+            if zmq.EVENT_DISCONNECTED in events or zmq.EVENT_CONNECT_RETRIED in events:
+                self._end_soon()
+        elif zmq.EVENT_CONNECT_RETRIED in events:
+            _logger.info("no further connection to %s of %r", self._where, self._peer)
+            self._further.remove(dealer)
+            dealer.close(linger_ms=0)
+
+    def _end_soon(self) -> None:
+        if self.due_at is None:
+            self.due_at = time.monotonic() + SETTLE_S
+
+    def _begin(self, first: Dealer, events: list[VanEvent]) -> None:
+        self.connected = self._was_connected = first.connected = True
         self._retry_s = FIRST_RETRY_S
         events.append(Connected(self._peer))
         for buffers in self._backlog:
-            send(dealer, buffers)
+            first.send(buffers)
         self._backlog.clear()
+        self._open_further()
 
     # -- who does not let us in --------------------------------------------------------
 

@@ -138,7 +138,7 @@ class Listener:
     def _heard_new(self, routing_id: bytes, first: zmq.Frame, events: list[VanEvent]) -> str | None:
         self.read_monitor(events, 0)
         name = split_routing_id(routing_id)
-        if name is not None and self._taken(name[0]):
+        if name is not None and self._taken(name.uid):
             self.turned_away("", TAKEN_NAME)
             return None
         try:
@@ -163,10 +163,14 @@ class Listener:
         """Somebody from ``address`` was not let in."""
         self._tell(self.strangers.note(address, reason, time.monotonic()))
 
-    def send(self, uid: str, buffers: list[bytes | memoryview]) -> None:
-        routing_id = self.connections.routing_id_of(uid)
-        if routing_id is not None:
-            send(self._router, [routing_id, *buffers])
+    def send(self, uid: str, buffers: list[bytes | memoryview], *, is_large: bool) -> None:
+        """Send to whoever is connected under ``uid``; large messages by its connections in turn."""
+        first = self.connections.routing_id_of(uid)
+        if first is None:
+            return
+        chosen = self.connections.next_routing_id_of(uid) if is_large else first
+        if not send(self._router, [chosen or first, *buffers]) and chosen != first:
+            send(self._router, [first, *buffers])  # the further one has just ended
 
     def report_ended(self, events: list[VanEvent]) -> None:
         due = self.connections.next_due()

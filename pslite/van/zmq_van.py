@@ -1,4 +1,4 @@
-"""The van over TCP: one ROUTER for whoever connects here, one DEALER for each ``connect``.
+"""The van over TCP: one ROUTER for whoever connects here, a DEALER for each connection of ours.
 
 It keeps the contract of ``base.py`` and may not know what the frames mean. Everything runs
 on the owner's thread but ``wake``; libzmq adds one I/O thread a van, which also answers
@@ -48,11 +48,15 @@ from pslite.van.base import (
 )
 from pslite.van.pipes import PipeTicket
 from pslite.van.wakeup import Wakeup
-from pslite.van.zmq_link import MESSAGES_PER_POLL, Link, LinkNeeds, Reader
+from pslite.van.zmq_dealer import LinkNeeds, Reader
+from pslite.van.zmq_link import MESSAGES_PER_POLL, Link
 from pslite.van.zmq_listener import OTHER_KEY, ROUTER_EVENTS, Listener, listen
 from pslite.van.zmq_pipes import Pipes
 from pslite.van.zmq_sockets import Doors, Socket, SocketMaker, close_watched
 from pslite.van.zmq_zap import ZapDoor
+
+SPREAD_BYTES = 64 << 10
+"""Messages of so many bytes take turns where a peer has several connections."""
 
 
 class ZmqVan(Van):
@@ -178,6 +182,12 @@ class ZmqVan(Van):
         elif self._listener is not None:
             self._listener.connections.forget(peer)
 
+    def spread(self, peer: str, connections: int) -> bool:
+        link = self._links.get(peer)
+        if link is not None:
+            link.spread(connections)
+        return link is not None
+
     def offer_pipe(self, peer: str) -> PipeTicket | None:
         return self._pipes.offer(peer)
 
@@ -196,17 +206,17 @@ class ZmqVan(Van):
 
     def send(self, peer: str, frames: Sequence[Buffer]) -> None:
         buffers = as_buffers(frames)
-        self._check_limits(buffers)
+        is_large = self._check_limits(buffers) >= SPREAD_BYTES
         if self._pipes.send(peer, buffers):
             return
         link = self._links.get(peer)
-        if link is None:
-            if self._listener is not None:
-                self._listener.send(peer, buffers)
-        else:
-            link.send(buffers)
+        if link is not None:
+            link.send(buffers, is_large=is_large)
+        elif self._listener is not None:
+            self._listener.send(peer, buffers, is_large=is_large)
 
-    def _check_limits(self, buffers: Sequence[bytes | memoryview]) -> None:
+    def _check_limits(self, buffers: Sequence[bytes | memoryview]) -> int:
+        """The bytes of the message."""
         limit, total = self._max_message_bytes, 0
         for buffer in buffers:
             size = size_of(buffer)
@@ -220,6 +230,7 @@ class ZmqVan(Van):
                 f"a message of {len(buffers)} frames and {total} bytes is over this van's limits "
                 f"of {MAX_FRAMES} and {self._max_total_bytes}: send it in parts"
             )
+        return total
 
     def poll(self, timeout_s: float | None) -> list[VanEvent]:
         events: list[VanEvent] = []

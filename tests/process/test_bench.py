@@ -46,6 +46,7 @@ def test_under_the_launcher_it_measures_the_job_it_is_in(make_job: MakeJob) -> N
     bench = [sys.executable, "-m", "kvstore.bench", "--seconds", "0.2", "--model", "lenet"]
     text = run(make_job, *launcher, "--env", "PS_SHM=0", *bench)
     assert text.count("2 workers, 1 server, TCP, push and pull:") == 1  # one of both prints
+    assert text.count("2 workers, 1 server, TCP, 4 connections to a server, push and pull:") == 1
     assert "lenet (8 tensors, 1.7 MB)" in text
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks import network
 from benchmarks.compare import arithmetic, table
 from benchmarks.compare.contenders import CONTENDERS, Programs, pslite_ms
 from benchmarks.compare.figures import (
@@ -290,3 +291,20 @@ def test_growth_is_what_the_last_tenth_has_beyond_the_second(
     assert (found.early_mb, found.late_mb) == (100.0, late_mb)
     assert found.is_small == is_small
     assert ("does NOT hold" in str(found)) != is_small
+
+
+# -- network ------------------------------------------------------------------------------
+
+
+def test_each_machine_of_the_network_has_a_worker_and_a_server_and_one_has_the_scheduler() -> None:
+    task = Task("lenet", workers=3, servers=3)
+    made = network.processes(task, ["a", "b", "c"], {"PS_CONNECTIONS": "4"})
+    placed = [(each.command[3], each.environment["DMLC_ROLE"]) for each in made]
+    nodes = [(name, role) for role in ("server", "worker") for name in "abc"]
+    assert placed == [("a", "scheduler"), *nodes]
+    for each in made:
+        machine = "abc".index(each.command[3])
+        assert each.environment["DMLC_NODE_HOST"] == network.address(machine)
+        assert each.environment["PS_MACHINE"] == f"machine {machine}"
+        assert each.environment["PS_CONNECTIONS"] == "4"
+    assert {each.environment["DMLC_PS_ROOT_URI"] for each in made} == {network.address(0)}

@@ -9,8 +9,10 @@ from __future__ import annotations
 import pytest
 
 from pslite.van.accepted import (
+    MAX_FURTHER,
     REMEMBERED_ENDS,
     AcceptedConnections,
+    further_routing_id,
     make_routing_id,
     split_routing_id,
 )
@@ -55,16 +57,28 @@ UP, DOWN = Connected.__name__, Disconnected.__name__
 
 def test_routing_ids_carry_the_uid_and_grow_with_time() -> None:
     order = bytes([0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 4])
-    assert split_routing_id(make_routing_id("wörker", 3, 4)) == ("wörker", order)
+    assert split_routing_id(make_routing_id("wörker", 3, 4)) == ("wörker", 0, order)
+    further = further_routing_id(make_routing_id("wörker", 3, 4), 15)
+    assert split_routing_id(further) == ("wörker", 15, order)
     orders = [
         split_routing_id(make_routing_id("a", born_ns, number))
         for born_ns, number in [(1, 1), (1, 2), (1, 256), (2, 1), (2**40, 1)]
     ]
-    assert orders == sorted(orders, key=lambda order: order or ("", b""))
+    assert orders == sorted(orders, key=lambda said: said or ("", 0, b""))
 
 
 @pytest.mark.parametrize(
-    "routing_id", [b"", b"abc", b"\0" + bytes(12), b"a\0short", b"\xff\0" + bytes(12), A1 + b"x"]
+    "routing_id",
+    [
+        b"",
+        b"abc",
+        b"\0" + bytes(12),
+        b"\1" + bytes(12),
+        b"a\x10" + bytes(12),
+        b"a\0short",
+        b"\xff\0" + bytes(12),
+        A1 + b"x",
+    ],
 )
 def test_a_routing_id_that_no_van_made_is_never_heard(story: Story, routing_id: bytes) -> None:
     story.opened(7)
@@ -241,3 +255,102 @@ def test_the_memory_of_ended_connections_is_bounded(story: Story) -> None:
     oldest, newest = (make_routing_id("a", 1, number) for number in (0, REMEMBERED_ENDS + 9))
     assert story.heard(newest, 7) is None
     assert story.heard(oldest, 7) == "a"
+
+
+# -- further connections -------------------------------------------------------------------
+
+FURTHER = [further_routing_id(A1, number) for number in range(1, MAX_FURTHER + 1)]
+
+
+def test_messages_of_further_connections_are_the_peers_and_nobody_is_told_of_them(
+    story: Story,
+) -> None:
+    story.opened(7)
+    story.heard(A1, 7)
+    story.opened(8)
+    assert story.heard(FURTHER[0], 8) == "a"
+    assert story.told(9) == [(UP, "a")]
+    story.closed(8)
+    assert story.told(9) == []
+    assert story.heard(A1, 7) == "a"
+
+
+def test_a_further_connection_is_not_heard_before_its_first_one(story: Story) -> None:
+    story.opened(8)
+    assert story.heard(FURTHER[0], 8) is None
+    story.opened(7)
+    assert story.heard(A1, 7) == "a"
+    assert story.heard(FURTHER[0], 8) == "a"
+    assert story.told(0) == [(UP, "a")]
+
+
+def test_large_messages_take_turns_and_others_go_by_the_first(story: Story) -> None:
+    story.opened(7)
+    story.heard(A1, 7)
+    assert [story.record.next_routing_id_of("a") for _ in range(2)] == [A1, A1]
+    for descriptor, further in ((8, FURTHER[0]), (9, FURTHER[1])):
+        story.opened(descriptor)
+        story.heard(further, descriptor)
+    turns = [story.record.next_routing_id_of("a") for _ in range(6)]
+    assert sorted(turns, key=str) == sorted([A1, FURTHER[0], FURTHER[1]] * 2, key=str)
+    assert set(turns[:3]) == set(turns[3:])
+    assert story.record.routing_id_of("a") == A1
+    story.closed(8)
+    story.told(9)
+    assert {story.record.next_routing_id_of("a") for _ in range(6)} == {A1, FURTHER[1]}
+    assert story.record.next_routing_id_of("nobody") is None
+
+
+def test_further_connections_end_with_their_first_one(story: Story) -> None:
+    story.opened(7)
+    story.heard(A1, 7)
+    story.opened(8)
+    story.heard(FURTHER[0], 8)
+    story.closed(7)
+    assert story.told(9) == [(UP, "a"), (DOWN, "a")]
+    assert story.heard(FURTHER[0], 8) is None
+    story.closed(8)
+    assert story.told(99) == []
+    assert not story.record.speakers
+
+
+def test_further_connections_of_a_node_that_came_anew_do_not_serve_the_new_one(
+    story: Story,
+) -> None:
+    """The old ones still seem alive; what was sent there would be lost in silence."""
+    story.opened(7)
+    story.heard(A1, 7)
+    story.opened(8)
+    story.heard(FURTHER[0], 8)
+    story.opened(9)
+    story.opened(10)
+    assert story.heard(A2, 10) == "a"
+    assert story.told(0) == [(UP, "a"), (DOWN, "a"), (UP, "a")]
+    assert story.heard(FURTHER[0], 8) is None
+    assert story.heard(FURTHER[1], 9) is None
+    assert [story.record.next_routing_id_of("a") for _ in range(3)] == [A2] * 3
+
+
+def test_further_connections_that_are_heard_before_their_first_one_do_not_join_an_old_one(
+    story: Story,
+) -> None:
+    story.opened(7)
+    story.heard(A1, 7)
+    new = further_routing_id(A2, 1)
+    story.opened(8)
+    story.opened(9)
+    assert story.heard(new, 9) is None
+    assert story.heard(A2, 8) == "a"
+    assert story.heard(new, 9) == "a"
+    assert {story.record.next_routing_id_of("a") for _ in range(2)} == {A2, new}
+
+
+def test_a_forgotten_peer_is_not_heard_by_its_further_connections_either(story: Story) -> None:
+    story.opened(7)
+    story.heard(A1, 7)
+    story.opened(8)
+    story.heard(FURTHER[0], 8)
+    story.record.forget("a")
+    assert story.heard(FURTHER[0], 8) is None
+    assert story.heard(A1, 7) is None
+    assert story.record.next_routing_id_of("a") is None

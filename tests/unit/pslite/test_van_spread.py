@@ -1,0 +1,232 @@
+"""Several connections between two vans over TCP: large messages take turns, and none is lost."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+from van_helpers import join, payloads, poll_until, receive, silence
+
+from pslite.van.base import Connected, Disconnected, Van
+from pslite.van.inproc import InprocNetwork, InprocVan
+from pslite.van.zmq_link import MAX_CONNECTIONS
+from pslite.van.zmq_van import SPREAD_BYTES, ZmqVan
+
+HOST = "127.0.0.1"
+LARGE = b"x" * SPREAD_BYTES
+
+
+class Relay:
+    """Passes TCP on to ``port``, counts the bytes of each connection, and can cut one."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server((HOST, 0))
+        self.port = int(self._listener.getsockname()[1])
+        #: For each connection, in order: [bytes to the target, bytes from it].
+        self.counts: list[list[int]] = []
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection((HOST, self._target))
+            except OSError:
+                return
+            count = [0, 0]
+            self.counts.append(count)
+            self._pairs.append((near, far))
+            for index, (source, sink) in enumerate(((near, far), (far, near))):
+                arguments = (source, sink, count, index)
+                threading.Thread(target=self._pass_on, args=arguments, daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, sink: socket.socket, count: list[int], index: int) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                count[index] += len(data)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def cut(self, index: int) -> None:
+        """End a connection at both ends at once."""
+        for end in self._pairs[index]:
+            with suppress(OSError):  # a thread that saw the other end's end was here already
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.close()
+        for near, far in self._pairs:
+            near.close()
+            far.close()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+class Pair:
+    """A client with a server behind a relay."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.server = ZmqVan("server")
+        stack.callback(self.server.close)
+        self.relay = Relay(self.server.bind(HOST, 0))
+        stack.callback(self.relay.close)
+        self.client = ZmqVan("client")
+        stack.callback(self.client.close)
+
+    def join(self, connections: int) -> None:
+        join(self.client, self.server, f"tcp://{HOST}:{self.relay.port}")
+        assert self.client.spread("server", connections)
+        self.greet(connections)
+
+    def greet(self, connections: int) -> None:
+        """Until large messages go by so many connections, those of the past included."""
+        self.server.send("client", [b"hello"])
+        assert receive(self.client) == [[b"hello"]]
+        deadline = time.monotonic() + 10
+        while sum(count[0] >= SPREAD_BYTES for count in self.relay.counts) < connections:
+            assert time.monotonic() < deadline, self.relay.counts
+            self.client.send("server", [LARGE])
+            assert receive(self.server) == [[LARGE]]
+            silence(self.client, 0.01)
+
+    def grown(self, before: list[list[int]]) -> list[tuple[int, int]]:
+        """What each connection has carried since ``before``, a copy of the relay's counts."""
+        pairs = zip(self.relay.counts, before, strict=True)
+        return [(now[0] - then[0], now[1] - then[1]) for now, then in pairs]
+
+
+@pytest.fixture
+def pair(stack: ExitStack) -> Pair:
+    return Pair(stack)
+
+
+def test_large_messages_take_turns_in_both_directions(pair: Pair) -> None:
+    pair.join(3)
+    before = copy.deepcopy(pair.relay.counts)
+    for _ in range(6):
+        pair.client.send("server", [b"head", LARGE])
+    assert receive(pair.server, 6) == [[b"head", LARGE]] * 6
+    for _ in range(6):
+        pair.server.send("client", [LARGE, b"tail"])
+    assert receive(pair.client, 6) == [[LARGE, b"tail"]] * 6
+    assert len(pair.relay.counts) == 3
+    for there, back in pair.grown(before):
+        assert 2 * SPREAD_BYTES <= there < 3 * SPREAD_BYTES
+        assert 2 * SPREAD_BYTES <= back < 3 * SPREAD_BYTES
+
+
+def test_small_messages_keep_to_the_first_connection_and_to_their_order(pair: Pair) -> None:
+    pair.join(3)
+    before = copy.deepcopy(pair.relay.counts)
+    sent = [[b"%d" % number, b"y" * 1000] for number in range(300)]
+    for frames in sent:
+        pair.client.send("server", frames)
+    assert receive(pair.server, 300) == sent
+    there = sorted(there for there, _ in pair.grown(before))
+    assert there[1] < 1000 < 300_000 < there[2]  # heartbeats go by all
+
+
+def test_without_being_asked_there_is_one_connection(pair: Pair) -> None:
+    pair.join(1)
+    pair.client.send("server", [LARGE])
+    assert receive(pair.server) == [[LARGE]]
+    assert len(pair.relay.counts) == 1
+
+
+def test_nothing_goes_by_further_connections_before_the_first_one_is_known(pair: Pair) -> None:
+    """The server may hear of them in another order; what it cannot place it drops."""
+    join(pair.client, pair.server, f"tcp://{HOST}:{pair.relay.port}")
+    pair.client.spread("server", 3)
+    silence(pair.client, 0.2)
+    for _ in range(6):
+        pair.client.send("server", [LARGE])
+    assert receive(pair.server, 6) == [[LARGE]] * 6
+    busy = [count for count in pair.relay.counts if count[0] > SPREAD_BYTES]
+    assert len(pair.relay.counts) == 3
+    assert len(busy) == 1
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_when_one_connection_is_lost_all_are_and_all_come_back(pair: Pair, index: int) -> None:
+    pair.join(3)
+    pair.client.send("server", [LARGE])
+    assert receive(pair.server) == [[LARGE]]
+    pair.relay.cut(index)
+    old = len(pair.relay.counts)
+    for van, peer in ((pair.client, "server"), (pair.server, "client")):
+        events = poll_until(van, lambda seen: any(type(e) is Connected for e in seen))
+        assert [type(event) for event in events] == [Disconnected, Connected]
+        assert {event.peer for event in events} == {peer}  # type: ignore[union-attr]
+    pair.greet(old + 3)
+    for _ in range(6):
+        pair.client.send("server", [LARGE])
+        pair.server.send("client", [LARGE])
+    assert receive(pair.server, 6) == [[LARGE]] * 6
+    assert receive(pair.client, 6) == [[LARGE]] * 6
+
+
+def test_what_had_arrived_by_any_connection_comes_before_the_end(pair: Pair) -> None:
+    pair.join(4)
+    words = [[b"%d" % number, LARGE] for number in range(20)]
+    for frames in words:
+        pair.client.send("server", frames)
+    pair.client.close()
+    events = poll_until(pair.server, lambda seen: bool(seen) and type(seen[-1]) is Disconnected)
+    assert sorted(payloads(events)) == sorted(words)
+    assert sum(type(event) is Disconnected for event in events) == 1
+
+
+def test_the_last_words_of_a_server_come_by_all_connections(pair: Pair) -> None:
+    pair.join(4)
+    words = [[b"%d" % number, LARGE] for number in range(20)]
+    for frames in words:
+        pair.server.send("client", frames)
+    pair.server.close()
+    events = poll_until(pair.client, lambda seen: any(type(e) is Disconnected for e in seen))
+    assert sorted(payloads(events)) == sorted(words)
+
+
+def test_connections_are_added_later_and_bounded(pair: Pair) -> None:
+    pair.join(1)
+    assert pair.client.spread("server", 2)
+    pair.greet(2)
+    assert pair.client.spread("server", 1)
+    pair.client.spread("server", 10_000)
+    pair.greet(MAX_CONNECTIONS)
+    assert len(pair.relay.counts) == MAX_CONNECTIONS
+
+
+def test_who_was_accepted_cannot_be_spread_from_here(pair: Pair) -> None:
+    pair.join(1)
+    assert not pair.server.spread("client", 4)
+    assert not pair.client.spread("nobody", 4)
+
+
+def test_a_van_without_flows_says_so() -> None:
+    van: Van = InprocVan(InprocNetwork(), "client")
+    assert not van.spread("server", 4)
+    van.close()
+
+
+def test_disconnecting_ends_all_connections_and_what_was_sent_still_leaves(pair: Pair) -> None:
+    pair.join(3)
+    for _ in range(9):
+        pair.client.send("server", [LARGE])
+    pair.client.disconnect("server")
+    events = poll_until(pair.server, lambda seen: bool(seen) and type(seen[-1]) is Disconnected)
+    assert payloads(events) == [[LARGE]] * 9
+    silence(pair.client)
