@@ -3,9 +3,10 @@
 Training loops pass plain NumPy arrays, or NDArrays that wrap such, of their keys' very shapes
 and dtypes. These are recognised at a glance and their memory is used as it is, in a few passes
 over the whole list. Every other call goes through the checks of ``keys.py`` and the adapters
-of ``arrays/``, key by key, to the same result. Arrays are looked at anew in each call, and
-nothing here keeps them. Runs on the caller's thread and may wait for lazy arrays. Read next:
-``dist.py``, which uses it, and ``operation.py``.
+of ``arrays/``, key by key, to the same result; several values for a key are added up. Arrays are
+looked at anew in each call, and nothing here keeps them. Runs on the caller's thread and may wait
+for lazy arrays. Read next: ``dist.py``, which uses it, ``operation.py``, and ``device_sums.py``
+for values on GPUs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.arrays import Array
+from kvstore.arrays import Array, adapter_for, adapter_on
+from kvstore.context import Context
 from kvstore.keys import Key, KeyList, KeySpec, KeyTable
 from kvstore.laziness import (
     lazy_arrays,
@@ -28,9 +30,19 @@ from kvstore.laziness import (
 from kvstore.operation import Landing
 from kvstore.plan import Bytes, flat_bytes, flat_bytes_of
 
-Sum = Callable[[Sequence[Array], KeySpec], np.ndarray[Any, Any]]
-"""Adds the arrays of one key up, on the host; may share the memory of a single one."""
 
+class Sums(NamedTuple):
+    """One value for each key of a call, flat, on the host."""
+
+    memories: list[Bytes]
+    are_ours: bool
+    """Whether none of them is a caller's own array: then they need not be copied to be sent."""
+
+
+AddUp = Callable[[Sequence[Sequence[Array]], Sequence[KeySpec]], Sums]
+"""Adds the arrays of each key of a call up; a single one on the host is not copied."""
+
+_HOST = Context("cpu", 0)
 _LISTS = (list, tuple)
 _NO_GROUPS: Mapping[Key, Sequence[Array]] = {}
 
@@ -46,17 +58,16 @@ class Checked(NamedTuple):
     lazy: Sequence[Array] | None
     """All arrays, if each of them is an NDArray; ``plain`` has what they wrap."""
 
-    def memory_to_send(self, add_up: Sum) -> list[Bytes]:
-        """Each key's value, flat; it may be the memory of the caller's own arrays.
+    def memory_to_send(self, add_up: AddUp) -> tuple[list[Bytes], bool]:
+        """Each key's value, as ``Sums`` has it; else it may be a caller's own array.
 
         Waits until lazy arrays have the values that they wait for.
         """
         if self.plain is None:
-            pairs = zip(self.groups.values(), self.keys.specs, strict=True)
-            return [flat_bytes(add_up(arrays, spec)) for arrays, spec in pairs]
+            return add_up(list(self.groups.values()), self.keys.specs)
         if self.lazy is not None:
             wait_to_read(self.lazy)
-        return flat_bytes_of(self.plain)
+        return flat_bytes_of(self.plain), False
 
     def landing(self) -> Landing:
         """Where values arrive that fill these arrays.
@@ -69,6 +80,23 @@ class Checked(NamedTuple):
         if self.lazy is not None:
             wait_to_write(self.lazy)
         return Landing(flat_bytes_of(self.plain))
+
+
+def sums_on_host(rows: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> Sums:
+    """Each key's values, added up on the host, whatever devices they are on."""
+    pairs = zip(rows, specs, strict=True)
+    return Sums([sum_on(_HOST, row, spec) for row, spec in pairs], False)
+
+
+def sum_on(device: Context, row: Sequence[Array], spec: KeySpec) -> Bytes:
+    """One key's values, added up on a device, flat on the host.
+
+    Memory of its own, unless there is a single value, which was on the host.
+    """
+    if len(row) == 1:
+        return flat_bytes(adapter_for(row[0]).to_host(row[0]))
+    adapter = adapter_on(device)
+    return flat_bytes(adapter.to_host(adapter.sum_in_order(row, device, spec.dtype)))
 
 
 def values_to_push(table: KeyTable, key: object, value: object) -> Checked:

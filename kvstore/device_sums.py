@@ -2,7 +2,8 @@
 
 All keys of a call are added in a few launches and leave the GPU in blocks while later ones are
 added, right to the memory that is sent, if that can be page-locked. Nothing here sends or keeps
-anything. Any thread may call. Read next: ``arrays/cuda.py``, then ``exchange.py``, which calls.
+anything, but which memory is page-locked. Any thread may call. ``dist.py`` imports it for stores
+that add on devices. Read next: ``arrays/cuda.py``, then ``exchange.py``, which sends.
 """
 
 from __future__ import annotations
@@ -10,26 +11,25 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
 
 import numpy as np
 
-from kvstore.arrays import Array, adapter_for, adapter_on
+from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.cuda import lock_pages, sum_to_host
 from kvstore.arrays.cuda_kernels import Kernel
 from kvstore.arrays.cuda_streams import near
+from kvstore.calls import AddUp, Sums, sum_on
 from kvstore.context import Context
 from kvstore.fused import kernel_for
 from kvstore.keys import KeySpec
-from kvstore.plan import Bytes, flat_bytes
+from kvstore.plan import Bytes
+from pslite import Postoffice
 
 
-class Sums(NamedTuple):
-    """One value for each key of a call, flat, on the host."""
-
-    memories: list[Bytes]
-    are_ours: bool
-    """Whether none of them is a caller's own array: then they need not be copied to be sent."""
+def sums_for(node: Postoffice) -> AddUp:
+    """``sums_of`` into buffers of a node, page-locked where the system allows it."""
+    return partial(sums_of, buffer=node.buffer, is_pinned=_pinned.holds)
 
 
 def sums_of(
@@ -45,17 +45,19 @@ def sums_of(
     GPU, dtype and number of values, one after the other in memory of ``buffer``, of which
     ``is_pinned`` says whether it is page-locked. A single value on the host is not copied.
     """
+    homes = [adapter_for(row[0]).context(row[0]) for row in rows]
     found: dict[int, Bytes] = {}
-    for (home, kernel), indices in _fused(rows, specs).items():
+    for (home, kernel), indices in _fused(homes, rows, specs).items():
         sizes = [specs[index].nbytes for index in indices]
         out = buffer(sum(sizes))
         copies = [[near(array, home) for array in rows[index]] for index in indices]
         sum_to_host(home.device_id, kernel, copies, out, is_pinned=is_pinned(out))
         found.update(zip(indices, split(out, sizes), strict=True))
-    for index, (row, spec) in enumerate(zip(rows, specs, strict=True)):
+    for index, (home, row, spec) in enumerate(zip(homes, rows, specs, strict=True)):
         if index not in found:
-            found[index] = flat_bytes(_sum(row, spec))
-    are_ours = all(len(row) > 1 or _home(row).device_type == "gpu" for row in rows)
+            found[index] = sum_on(home, row, spec)
+    pairs = zip(homes, rows, strict=True)
+    are_ours = all(len(row) > 1 or home.device_type == "gpu" for home, row in pairs)
     return Sums([found[index] for index in range(len(rows))], are_ours)
 
 
@@ -90,16 +92,20 @@ class PinnedMemory:
             return self._is_locked[owner]
 
 
+#: The process's, for the stores of a node share its memory, which can be locked only once.
+_pinned = PinnedMemory(Postoffice.whole_of)
+
+
 def _fused(
-    rows: Sequence[Sequence[Array]], specs: Sequence[KeySpec]
+    homes: Sequence[Context], rows: Sequence[Sequence[Array]], specs: Sequence[KeySpec]
 ) -> dict[tuple[Context, Kernel], list[int]]:
     """The keys that a GPU can add together, by their positions."""
     groups: dict[tuple[Context, Kernel], list[int]] = {}
-    for index, (row, spec) in enumerate(zip(rows, specs, strict=True)):
-        home = _home(row)
-        kernel = kernel_for(spec.dtype, len(row), None)
-        if home.device_type == "gpu" and kernel is not None:
-            groups.setdefault((home, kernel), []).append(index)
+    for index, (home, row, spec) in enumerate(zip(homes, rows, specs, strict=True)):
+        if home.device_type == "gpu":
+            kernel = kernel_for(spec.dtype, len(row), None)
+            if kernel is not None:
+                groups.setdefault((home, kernel), []).append(index)
     return groups
 
 
@@ -107,15 +113,3 @@ def split(memory: Bytes, sizes: Sequence[int]) -> list[Bytes]:
     """Neighbouring parts of a memory, of these sizes."""
     stops = np.cumsum(sizes)
     return [memory[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
-
-
-def _home(row: Sequence[Array]) -> Context:
-    return adapter_for(row[0]).context(row[0])
-
-
-def _sum(row: Sequence[Array], spec: KeySpec) -> np.ndarray[Any, Any]:
-    if len(row) == 1:
-        return adapter_for(row[0]).to_host(row[0])
-    device = _home(row)
-    adapter = adapter_on(device)
-    return adapter.to_host(adapter.sum_in_order(row, device, spec.dtype))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.arrays import Array, adapter_for
-from kvstore.calls import Checked, values_to_fill, values_to_push
+from kvstore.calls import AddUp, Checked, sums_on_host, values_to_fill, values_to_push
 from kvstore.dist_control import DistControl
 from kvstore.errors import OptimizerNotSet
 from kvstore.keys import KeyList, Keys, Values, check_priority, normalise_keys, spec_of
@@ -48,6 +48,14 @@ class DistKVStore(DistControl):
     by the next call. Waits have no end of their own: they end in the value, or in an error
     that names the node that is lost; what takes long is reported every PS_STALL_REPORT.
     """
+
+    def __init__(self, name: str, node: Postoffice, *, synchronous: bool, on_device: bool) -> None:
+        super().__init__(name, node, synchronous=synchronous)
+        self._add_up: AddUp = sums_on_host
+        if on_device:
+            from kvstore.device_sums import sums_for
+
+            self._add_up = sums_for(node)
 
     # -- values ------------------------------------------------------------------------
 
@@ -178,10 +186,11 @@ class DistKVStore(DistControl):
         return wanted, values[0] if single else values
 
     def _push(self, pushed: Checked, priority: int) -> Future[None]:
-        sources = pushed.memory_to_send(self._exchange.sum)
+        sources, are_ours = pushed.memory_to_send(self._add_up)
         if self._is_small(pushed.keys):
             return self._exchange.join(pushed.keys, sources, None, priority)
-        return self._exchange.begin(pushed.keys, sources, None, priority, copy=True).future
+        copy = not are_ours
+        return self._exchange.begin(pushed.keys, sources, None, priority, copy=copy).future
 
     def _pull(self, wanted: Checked, priority: int, versions: dict[int, int] | None = None) -> None:
         landing = wanted.landing()
@@ -199,7 +208,7 @@ class DistKVStore(DistControl):
     def _begin_pushpull(
         self, pushed: Checked, filled: Checked, priority: int
     ) -> tuple[Operation, Landing]:
-        sources = pushed.memory_to_send(self._exchange.sum)
+        sources, _ = pushed.memory_to_send(self._add_up)
         landing = filled.landing()
         operation = self._exchange.begin(
             pushed.keys, sources, landing.memories, priority, copy=False
@@ -211,11 +220,12 @@ class DistKVStore(DistControl):
     ) -> tuple[Future[None], Landing]:
         """The pushed arrays are the caller's again at once."""
         keys = pushed.keys
-        sources = pushed.memory_to_send(self._exchange.sum)
+        sources, are_ours = pushed.memory_to_send(self._add_up)
         landing = filled.landing()
         if self._is_small(keys):
             return self._exchange.join(keys, sources, landing.memories, priority), landing
-        operation = self._exchange.begin(keys, sources, landing.memories, priority, copy=True)
+        copy = not are_ours
+        operation = self._exchange.begin(keys, sources, landing.memories, priority, copy=copy)
         return operation.future, landing
 
     def _let_arrive(

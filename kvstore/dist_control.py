@@ -63,13 +63,13 @@ _READ_BACK_TRIES = 20
 class DistControl(KVStore):
     """All of a distributed store but the calls that move values."""
 
-    def __init__(self, name: str, node: Postoffice, *, synchronous: bool, on_device: bool) -> None:
+    def __init__(self, name: str, node: Postoffice, *, synchronous: bool) -> None:
         self._name = name
         self._node = node
         self._synchronous = synchronous
         number = next(_store_numbers.setdefault(node, itertools.count(1)))
         self._servers = Servers(node, number, synchronous=synchronous)
-        self._exchange = Exchange(node, on_device=on_device)
+        self._exchange = Exchange(node)
         self._waiter = Waiter(node)
         #: Calls of ``init`` that are not over, whatever their keys.
         self._inits = UnderWay()

@@ -1,7 +1,7 @@
 """How a distributed store moves values: calls become transfers between worker and servers.
 
-A worker adds its devices' values up, sends the sum in parts to the servers that hold the keys
-(``plan.py``), and answers land in the caller's arrays (``operation.py``). Rounds, order and
+The sum of a worker's devices' values (``calls.py``) is sent in parts to the servers that hold the
+keys (``plan.py``), and answers land in the caller's arrays (``operation.py``). Rounds, order and
 delivery are the data plane's business (``pslite/plane``). Calls may come from any thread;
 values are copied out by the node's I/O thread. Nothing here waits. Next: ``dist.py``.
 """
@@ -11,16 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from kvstore.arrays import Array, adapter_for, adapter_on
 from kvstore.base import Version
-from kvstore.context import Context
 from kvstore.errors import UnknownKeyError
 from kvstore.fusing import Batch, Call, Mix, Shape, answer_for, mixes_of, note_arrived
-from kvstore.keys import ByKeys, Key, KeyList, KeySpec
+from kvstore.keys import ByKeys, Key, KeyList
 from kvstore.operation import Operation, UnderWay, overlaps
 from kvstore.plan import (
     Bytes,
@@ -37,8 +33,6 @@ from kvstore.protocol import KeyEntry
 from pslite import Future, Postoffice
 from pslite.future import completed
 from pslite.plane import Piece, Sink, Transfer
-
-_HOST = Context("cpu", 0)
 
 _Frames = Sequence[memoryview] | Callable[[], Sequence[memoryview]]
 
@@ -59,9 +53,8 @@ _MAX_LOOKS = 5
 class Exchange:
     """The pushes and pulls of one store on one worker."""
 
-    def __init__(self, node: Postoffice, *, on_device: bool) -> None:
+    def __init__(self, node: Postoffice) -> None:
         self._node = node
-        self._on_device = on_device
         # Keeps the order of pushes and of what is submitted the same. Nobody waits for an
         # answer with it: what one thread waits for may depend on another's next push. Once the
         # node has ended, what it is handed runs at once, on the thread that holds this: re-entrant.
@@ -107,15 +100,6 @@ class Exchange:
         parts = [part for entry in gone for part in entry.parts]
         self._node.call(lambda: self._node.traffic.forget(parts))
 
-    def sum(self, arrays: Sequence[Array], spec: KeySpec) -> np.ndarray[Any, Any]:
-        """One key's values, added up, on the host. May share the memory of a single value."""
-        if len(arrays) == 1:
-            return adapter_for(arrays[0]).to_host(arrays[0])
-        device = adapter_for(arrays[0]).context(arrays[0]) if self._on_device else _HOST
-        adapter = adapter_on(device)
-        total = adapter.sum_in_order(arrays, device, spec.dtype)
-        return adapter.to_host(total)
-
     def begin(
         self,
         keys: KeyList,
@@ -128,8 +112,9 @@ class Exchange:
     ) -> Operation:
         """Push ``sources``, pull into ``targets``, or both; ``copy`` frees the sources at once.
 
-        Both have the flat memory of each key's value. ``versions`` is filled with the version
-        of each part that is pulled.
+        Else they must stay as they are until the operation is over, which keeps them. Both have
+        the flat memory of each key's value. ``versions`` is filled with the version of each part
+        that is pulled.
         """
         groups = self._plans.of(keys.keys)
         frames: Sequence[_Frames | None] = [None] * len(groups)

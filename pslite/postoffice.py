@@ -257,6 +257,16 @@ class Postoffice:
         """
         return self.heap.rows(pieces)
 
+    @staticmethod
+    def whole_of(buffer: Bytes) -> tuple[int, int, object] | None:
+        """The stretch of memory that a node's buffer lies in: (address, bytes, owner).
+
+        The buffer may be a part of one. Stretches begin and end with a page; the owner keeps its
+        own mapped, and goes with the last buffer in it, not before the node ends. None for memory
+        that is no node's. From any thread.
+        """
+        return Heap.whole_of(buffer)
+
     def _offer_segments(self) -> None:
         if self.info is None or not self.config.shm:
             return

@@ -31,17 +31,17 @@ _LARGEST_BYTES = 256 << 20
 class _Block:
     """The owner of a buffer's memory, which NumPy keeps as the ``base`` of the array."""
 
-    __slots__ = ("__array_interface__", "_freed", "_range", "_segment")
+    __slots__ = ("__array_interface__", "_freed", "_range", "segment")
 
-    def __init__(self, segment: _Stretch, start: int, nbytes: int, size: int) -> None:
-        self._freed = segment.freed
+    def __init__(self, stretch: _Stretch, start: int, nbytes: int, size: int) -> None:
+        self._freed = stretch.freed
         self._range = (start, size)
-        self._segment = segment.segment  # keeps the memory mapped
+        self.segment = stretch.segment  # keeps the memory mapped
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
             "shape": (nbytes,),
-            "data": (segment.base + start, False),
+            "data": (stretch.base + start, False),
         }
 
     def __del__(self) -> None:
@@ -165,6 +165,19 @@ class Heap:
         rows.append(_Row(begin, stop - begin, pieces[first:]))
         found = list(map(np.asarray, rows))
         return found if all(self.find(row.address, row.nbytes) for row in rows) else None
+
+    @staticmethod
+    def whole_of(buffer: Bytes) -> tuple[int, int, Segment] | None:
+        """(address, bytes, segment) of where a buffer of any heap, or a part of one, lies.
+
+        The segment keeps the memory mapped. None for other memory.
+        """
+        owner: object = buffer
+        while isinstance(owner, np.ndarray):
+            owner = owner.base
+        if not isinstance(owner, _Block):
+            return None
+        return owner.segment.address, owner.segment.nbytes, owner.segment
 
     def segments(self) -> list[tuple[int, Segment]]:
         """What peers may map: (number, segment)."""

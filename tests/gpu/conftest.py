@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+# For clusters in one process, and what is pushed in them.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inproc"))
 
 
 @pytest.fixture

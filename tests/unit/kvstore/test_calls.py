@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import kvstore as mx
 from kvstore import calls
-from kvstore.arrays import adapter_for, adapter_on
-from kvstore.calls import Checked, values_to_fill, values_to_push
+from kvstore.calls import Checked, sum_on, sums_on_host, values_to_fill, values_to_push
 from kvstore.context import Context
 from kvstore.errors import UnknownKeyError
 from kvstore.keys import ByKeys, KeyList, KeySpec, KeyTable
@@ -36,13 +35,6 @@ def table(specs: Any = SPECS) -> KeyTable:
     return made
 
 
-def add_up(arrays: Sequence[Any], spec: KeySpec) -> np.ndarray[Any, Any]:
-    if len(arrays) == 1:
-        return adapter_for(arrays[0]).to_host(arrays[0])
-    host = Context("cpu", 0)
-    return adapter_on(host).sum_in_order(arrays, host, spec.dtype)
-
-
 def plain(spec: KeySpec) -> np.ndarray[Any, Any]:
     return np.full(spec.shape, 1).astype(spec.dtype)
 
@@ -59,11 +51,36 @@ def test_plain_arrays_of_known_keys_are_used_as_they_are(key: Any) -> None:
         assert (values.keys.keys, values.lazy) == (tuple(keys), None)
         assert values.plain is not None
         assert all(one is other for one, other in zip(values.plain, arrays, strict=True))
-        for memory in (values.memory_to_send(add_up), values.landing().memories):
+        sent, are_ours = values.memory_to_send(sums_on_host)
+        assert not are_ours
+        for memory in (sent, values.landing().memories):
             for flat, array in zip(memory, arrays, strict=True):
                 assert (flat.dtype, flat.shape) == (np.uint8, (array.nbytes,))
                 assert not array.size or np.shares_memory(flat, array)
         assert values.landing().is_final
+
+
+def test_several_values_for_a_key_are_added_up_and_a_single_one_is_its_own_memory() -> None:
+    """Whether the values of a key are one or many, and lazy or not, is the key's own affair."""
+    rng = np.random.default_rng(0)
+    several = [rng.normal(size=(2, 3)).astype(np.float32) * 10.0**power for power in (4, -3, 0)]
+    single = rng.normal(size=3)
+    lazy = [mx.nd.array(array, dtype="float32") for array in several]
+    total = (several[0] + several[1]) + several[2]
+    for pushed in (several, lazy, [several[0], lazy[1], several[2]]):
+        values = values_to_push(table(), ["matrix", "vector"], [pushed, [single]])
+        (first, second), are_ours = values.memory_to_send(sums_on_host)
+        assert first.tobytes() == total.tobytes()
+        assert np.shares_memory(second, single)
+        assert not are_ours
+
+
+def test_a_sum_on_the_host_has_the_dtype_of_its_key_and_memory_of_its_own() -> None:
+    ones = [np.full(3, 1, np.float16) for _ in range(3)]
+    ones[0][:] = 2048  # in float16, which has no 2049, the sum would stay 2048
+    memory = sum_on(Context("cpu", 0), ones, KeySpec((3,), np.dtype(np.float16)))
+    assert memory.view(np.float16).tolist() == [2050] * 3
+    assert not any(np.shares_memory(memory, array) for array in ones)
 
 
 def test_ndarrays_are_recognised_by_what_they_wrap_and_waited_for() -> None:
@@ -79,7 +96,7 @@ def test_ndarrays_are_recognised_by_what_they_wrap_and_waited_for() -> None:
         future.set_result(None)
 
     array._begin_write(arrives, wait)
-    values.memory_to_send(add_up)
+    values.memory_to_send(sums_on_host)
     assert waited == ["waited"]
     array._begin_read(Future(), wait)
     values.landing()
@@ -248,7 +265,7 @@ def test_what_is_sent_is_the_same_both_ways(make: Arguments) -> None:
     known = table()
 
     def sent(values: Checked) -> Any:
-        memory = values.memory_to_send(add_up)
+        memory, _ = values.memory_to_send(sums_on_host)
         return values.keys.keys, [bytes(flat) for flat in memory], values.lazy is not None
 
     found = outcome(lambda key, value: values_to_push(known, key, value), sent, *make())

@@ -9,6 +9,8 @@ import pytest
 
 from kvstore.device_sums import PinnedMemory, split, sums_of
 from kvstore.keys import spec_of
+from pslite import Postoffice
+from pslite.memory import Heap
 
 
 def no_buffer(nbytes: int) -> Any:
@@ -67,3 +69,39 @@ def test_each_stretch_of_memory_is_locked_once_and_forgotten_with_its_owner() ->
     stretches[1] = Stretch()  # the segment is gone, and another lies at its address
     assert pinned.holds(first)
     assert locked[2:] == [(1000, 64)]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_buffers_of_a_node_share_the_stretches_that_are_locked(shared: bool) -> None:
+    locked: list[tuple[int, int]] = []
+
+    def lock(address: int, nbytes: int, owner: object) -> bool:
+        locked.append((address, nbytes))
+        return True
+
+    pinned = PinnedMemory(Postoffice.whole_of, lock)
+    heap = Heap(shared=shared)
+    buffers = [heap.buffer(5000) for _ in range(10)]
+    assert all(pinned.holds(buffer) for buffer in buffers)
+    assert len(locked) == 1
+    large = heap.buffer(3 << 20)
+    assert all(pinned.holds(part) for part in split(large, [1 << 20, 0, 2 << 20]))
+    assert len(locked) == 2
+    for buffer, (address, nbytes) in zip((buffers[-1], large), locked, strict=True):
+        start = buffer.__array_interface__["data"][0]
+        assert address <= start
+        assert start + len(buffer) <= address + nbytes
+    assert not pinned.holds(np.zeros(10, np.uint8))
+
+
+def test_a_stretch_that_could_not_be_locked_is_not_tried_again() -> None:
+    tried: list[int] = []
+
+    def refuse(address: int, nbytes: int, owner: object) -> bool:
+        tried.append(address)
+        return False
+
+    pinned = PinnedMemory(Postoffice.whole_of, refuse)
+    heap = Heap(shared=False)
+    assert not any(pinned.holds(heap.buffer(100)) for _ in range(5))
+    assert len(tried) == 1

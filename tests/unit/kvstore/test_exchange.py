@@ -63,7 +63,7 @@ class Node:
 
 
 def exchange_on(node: Node) -> Exchange:
-    made = Exchange(node, on_device=False)  # type: ignore[arg-type]
+    made = Exchange(node)  # type: ignore[arg-type]
     part = 1
     for key, count in ELEMENTS.items():
         servers = (0,) * -(-count * 4 // CHUNK_BYTES)

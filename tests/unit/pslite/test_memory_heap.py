@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,46 @@ def test_a_buffer_is_found_by_its_address_whatever_part_of_it_is_asked_for() -> 
     assert heap.find(min(first.address, second.address) - 1, 1) is None
     own = np.empty(100, np.uint8)
     assert heap.find(address_of(own), 100) is None
+
+
+@pytest.mark.parametrize("shared", KINDS)
+def test_the_stretch_of_a_buffer_is_whole_pages_whatever_part_is_asked_for(shared: bool) -> None:
+    heap = Heap(shared=shared)
+    small, large = heap.buffer(5000), heap.buffer(3 * MIB)
+    wholes = [Heap.whole_of(buffer) for buffer in (small, large)]
+    for buffer, whole in zip((small, large), wholes, strict=True):
+        assert whole is not None
+        address, nbytes, segment = whole
+        assert (address % PAGE_BYTES, nbytes % PAGE_BYTES) == (0, 0)
+        assert address + HEADER_BYTES == address_of(buffer)
+        assert address_of(buffer) + len(buffer) <= address + nbytes
+        for part in (buffer[7:], buffer[10:10], buffer[:80].view(np.float64).reshape(2, 5)):
+            assert Heap.whole_of(part) == whole
+        assert segment.address == address
+    assert wholes[0] != wholes[1]
+    assert Heap.whole_of(heap.buffer(0)) == wholes[0]
+
+
+def test_memory_of_no_heap_lies_in_no_stretch() -> None:
+    own = np.empty(100, np.uint8)
+    for other in (own, own[10:20], np.frombuffer(b"bytes", np.uint8)):
+        assert Heap.whole_of(other) is None
+
+
+def test_the_owner_of_a_stretch_goes_with_the_last_buffer_once_the_heap_is_closed() -> None:
+    heap = Heap(shared=False)
+    buffer = heap.buffer(100)
+    whole = Heap.whole_of(buffer)
+    assert whole is not None
+    owner = weakref.ref(whole[2])
+    del whole
+    heap.close()
+    part = buffer[5:]
+    del buffer
+    assert owner() is not None
+    assert Heap.whole_of(part) is not None
+    del part
+    assert owner() is None
 
 
 @needs_memfd
