@@ -7,7 +7,6 @@ stores themselves on a server. Importing has no effect. Read next: ``server_stor
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import importlib.util
 import os
@@ -17,18 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstore.directory import Directory
+from kvstore.freed import keep_freed_memory
 from kvstore.protocol import DIRECTORY_APP, STORE_APP
 from kvstore.server_stores import ServerStores
 from kvstore.shares import describe, server_shares
 from pslite import Config, Postoffice, Role, start
 from pslite.errors import PSError
 from pslite.version import __version__
-
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-#: Blocks beyond this are the system's, and go back to it: no message is that large by default.
-_LARGEST_KEPT_BYTES = 16 << 20
-_MOST_KEPT_BYTES = 256 << 20
 
 
 def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
@@ -103,7 +97,7 @@ def serve(config: Config, *, joined_fd: int = -1) -> int:
     """
     # A pool thread that holds the interpreter keeps the I/O thread waiting this long.
     sys.setswitchinterval(0.001)
-    _keep_freed_memory()
+    keep_freed_memory()
     node = None
     goodbye = True
     try:
@@ -125,18 +119,6 @@ def serve(config: Config, *, joined_fd: int = -1) -> int:
         if node is not None:
             node.close(goodbye=goodbye)
     return 0
-
-
-def _keep_freed_memory() -> None:
-    """Have malloc use the memory of received messages again. Where there is no glibc, do nothing.
-
-    It would give each message's pages back to the system, which clears as many for the next
-    message: a tenth of a server's time over TCP. Options are those of ``mallopt(3)``.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
 
 
 def _tell(joined_fd: int, error: BaseException | None) -> None:

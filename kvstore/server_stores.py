@@ -18,6 +18,7 @@ from kvstore.aggregate import Flat
 from kvstore.arena import Arena, Part, PartTable, StoreState
 from kvstore.commands import run_command
 from kvstore.errors import ValueMismatchError
+from kvstore.freed import return_freed_memory
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain, to_plain
 from kvstore.plan import message_bytes
@@ -28,6 +29,8 @@ from pslite.plane import Ints, Job, Outcome, Piece, ServerPlane, cut
 
 #: Copies that nobody has asked for, such as those of parts that went their own ways.
 _MAX_COPIES = 16
+#: So long after keys were made, memory that is free goes back to the system.
+_TRIM_AFTER_S = 1.0
 
 
 class _Copy(NamedTuple):
@@ -56,6 +59,7 @@ class ServerStores:
         #: Parts -> their values right after an update, until ``read`` asks for them.
         self._copies: dict[Ints, _Copy] = {}
         self._num_rounds = 0
+        self._is_trim_due = False
         self._plane = ServerPlane(
             self,
             window=config.round_window,
@@ -150,6 +154,14 @@ class ServerStores:
                     count = store.cut_keys.get(part.entry.key, 0)
                     store.cut_keys[part.entry.key] = count + 1
         incoming.respond()
+        if not self._is_trim_due:
+            # The values came in messages; between processes of one machine no more come so.
+            self._is_trim_due = True
+            self._node.call_later(_TRIM_AFTER_S, self._trim)
+
+    def _trim(self) -> None:
+        self._is_trim_due = False
+        return_freed_memory()
 
     def _lane_of(self, values: Sequence[Flat]) -> int:
         """The lane of a new arena; small ones share one, so that they can be updated together."""
