@@ -35,12 +35,23 @@ _ROUNDS_TOGETHER = 5
 _RATE, _MOMENTUM = 1e-3, 0.9
 
 
+class Sample(NamedTuple):
+    """What a process held at some time."""
+
+    at_s: float
+    resident_mb: float
+    shared_mb: float
+    """Of it, memory that it shares with others, which each of them counts."""
+
+
 class Growth(NamedTuple):
     """Resident megabytes of one process, early and late."""
 
     name: str
     early_mb: float
     late_mb: float
+    shared_mb: float
+    """So much of the growth is shared memory."""
 
     @property
     def is_small(self) -> bool:
@@ -49,16 +60,19 @@ class Growth(NamedTuple):
     def __str__(self) -> str:
         sizes = f"{self.early_mb:7.1f} -> {self.late_mb:7.1f} MB"
         word = "holds" if self.is_small else "does NOT hold"
-        return f"  {self.name:12s} {sizes} ({self.late_mb - self.early_mb:+.1f}), {word}"
+        grown = f"{self.late_mb - self.early_mb:+.1f}, of it shared {self.shared_mb:+.1f}"
+        return f"  {self.name:12s} {sizes} ({grown}), {word}"
 
 
-def growth(name: str, samples: list[tuple[float, float]]) -> Growth:
-    """Of one process's samples: (seconds, megabytes), in order."""
-    begin, end = samples[0][0], samples[-1][0]
+def growth(name: str, samples: list[Sample]) -> Growth:
+    """Of one process's samples, in order."""
+    begin, end = samples[0].at_s, samples[-1].at_s
     tenth = (end - begin) / 10
-    early = [mb for at, mb in samples if begin + tenth <= at <= begin + 2 * tenth]
-    late = [mb for at, mb in samples if at >= end - tenth]
-    return Growth(name, statistics.median(early), statistics.median(late))
+    early = [each for each in samples if begin + tenth <= each.at_s <= begin + 2 * tenth]
+    late = [each for each in samples if each.at_s >= end - tenth]
+    resident = [statistics.median(each.resident_mb for each in part) for part in (early, late)]
+    shared = [statistics.median(each.shared_mb for each in part) for part in (early, late)]
+    return Growth(name, *resident, shared[1] - shared[0])
 
 
 def arguments() -> argparse.Namespace:
@@ -107,16 +121,16 @@ def size_of(shape: tuple[int, ...]) -> int:
     return size
 
 
-def watch(job: subprocess.Popen[bytes]) -> dict[str, list[tuple[float, float]]]:
+def watch(job: subprocess.Popen[bytes]) -> dict[str, list[Sample]]:
     """Samples of each process of the job, by role and rank, until it is over."""
-    samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    samples: dict[str, list[Sample]] = defaultdict(list)
     while job.poll() is None:
         now = time.monotonic()
         for pid in descendants(job.pid):
             try:
                 name = role_of(pid)
                 if name is not None:
-                    samples[name].append((now, resident_mb(pid)))
+                    samples[name].append(Sample(now, *resident_mb(pid)))
             except OSError:  # it has just ended
                 continue
         time.sleep(_EVERY_S)
@@ -151,11 +165,14 @@ def role_of(pid: int) -> str | None:
     return "scheduler" if role == "scheduler" else f"{role} {settings.get('DMLC_TASK_ID', '?')}"
 
 
-def resident_mb(pid: int) -> float:
+def resident_mb(pid: int) -> tuple[float, float]:
+    """All, and what of it is shared."""
+    found = {"VmRSS": 0.0, "RssShmem": 0.0}
     for line in Path("/proc", str(pid), "status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
+        name, _, value = line.partition(":")
+        if name in found:
+            found[name] = int(value.split()[0]) / 1024
+    return found["VmRSS"], found["RssShmem"]
 
 
 def exchange(options: argparse.Namespace) -> None:

@@ -32,7 +32,7 @@ from doors import curve, plain, settings_of, tcp_doors
 from job import Job, Process
 
 from pslite.ids import NodeInfo
-from pslite.van.accepted import make_routing_id
+from pslite.van.accepted import further_routing_id, make_routing_id
 from pslite.wire.codec import Envelope, encode
 from pslite.wire.messages import (
     Accepted,
@@ -239,6 +239,7 @@ class Fuzzer:
         self._context = zmq.Context()
         self._open: deque[tuple[zmq.Socket[bytes], int]] = deque()
         self._count = 0
+        self._last_name = b""
         self.thrown = 0
 
     def throw(self, count: int) -> None:
@@ -280,13 +281,16 @@ class Fuzzer:
         self.thrown += 1
 
     def _name(self) -> bytes:
-        """A fresh name of our own; or one that no van has, or that is taken."""
+        """A fresh name of our own; or one that no van has, or that is taken, or a further one."""
         self._count += 1
         kind = self._numbers.randrange(8)
         if kind == 0:
             return b"x" + self._numbers.randbytes(self._numbers.randrange(200))
-        uid = "scheduler" if kind == 1 else f"fuzz{self._count}"
-        return make_routing_id(uid, time.time_ns(), self._count)
+        if kind == 1 and self._last_name:  # of a connection that may still be there
+            return further_routing_id(self._last_name, self._numbers.randrange(1, 16))
+        uid = "scheduler" if kind == 2 else f"fuzz{self._count}"
+        self._last_name = make_routing_id(uid, time.time_ns(), self._count)
+        return self._last_name
 
     def _send(
         self,

@@ -27,7 +27,7 @@ from benchmarks.compare.run_allreduce import BlockwiseSGD, pieces_of
 from benchmarks.compare.run_kv import sorted_keys
 from benchmarks.compare.scripts import holds
 from benchmarks.models import MODELS
-from benchmarks.soak import growth
+from benchmarks.soak import Sample, growth
 
 # -- figures ------------------------------------------------------------------------------
 
@@ -285,10 +285,10 @@ def test_figures_of_another_machine_are_marked_and_judge_nothing() -> None:
 def test_growth_is_what_the_last_tenth_has_beyond_the_second(
     late_mb: float, is_small: bool
 ) -> None:
-    samples = [(float(at), 50.0 if at < 10 else 100.0) for at in range(90)]
-    samples += [(float(at), late_mb) for at in range(90, 101)]
+    samples = [Sample(float(at), 50.0 if at < 10 else 100.0, 30.0) for at in range(90)]
+    samples += [Sample(float(at), late_mb, 31.0) for at in range(90, 101)]
     found = growth("server 0", samples)
-    assert (found.early_mb, found.late_mb) == (100.0, late_mb)
+    assert found == ("server 0", 100.0, late_mb, 1.0)
     assert found.is_small == is_small
     assert ("does NOT hold" in str(found)) != is_small
 
