@@ -164,8 +164,10 @@ class Traffic:
             self._worker.fail(error)
 
     def close(self) -> None:
-        """The node has ended: let go of the app, and of the memory that it holds."""
+        """The node has ended: let go of the app, and of the memory that it and others hold."""
         self._server = None
+        if self._worker is not None:
+            self._worker.close()
 
     # -- inside ------------------------------------------------------------------------
 

@@ -251,7 +251,7 @@ class WorkerPlane:
         self._error: BaseException | None = None
         self._departed: dict[int, BaseException] = {}
         #: What was pushed and never answered. A server that was lost, or is thought to be, may
-        #: still read it where it lies; so it is never used again.
+        #: still read it where it lies; so it is never used again while the node is there.
         self._unanswered: list[Sequence[Buffer]] = []
         self.epoch = 1
 
@@ -407,6 +407,10 @@ class WorkerPlane:
         self._outbox.clear()
         for transfer in list(self._active):
             self._drop(transfer, error)
+
+    def close(self) -> None:
+        """The node has ended, after ``fail``: its memory is not used again, whoever holds it."""
+        self._unanswered.clear()
 
     def forget(self, parts: Iterable[int]) -> None:
         """These parts are gone for good; requests of them that are under way are still answered."""

@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -673,3 +674,22 @@ def test_a_forked_child_cannot_make_arrays_of_a_store_of_its_parent() -> None:
         finally:
             node._pid = pid
         assert kv.zeros(5).tolist() == [0] * 5
+
+
+def test_a_node_that_has_ended_keeps_no_memory_of_pushes_that_were_never_answered() -> None:
+    """Worker 1 pushes nothing, so no round is complete; the node's object outlives the node."""
+    with Workers("dist_sync", 2, 1) as workers:
+        assert workers.cluster is not None
+        agree(workers)
+        workers.run(lambda kv: kv.init("w", np.zeros(2_000_000, np.float32)))
+        kv: Any = workers.stores[0]
+        node = workers.cluster.workers[0]
+        kv.push("w", np.ones(2_000_000, np.float32))  # too large to wait for others to join it
+        node.wait_until_accepted()
+        segments = [weakref.ref(segment) for _, segment in node.heap.segments()]
+        assert segments
+        workers.cluster.kill(node)
+        del kv
+        workers.stores.clear()
+        gc.collect()
+        assert [segment() for segment in segments] == [None] * len(segments)
