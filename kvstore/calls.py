@@ -85,7 +85,8 @@ class Checked(NamedTuple):
 def sums_on_host(rows: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> Sums:
     """Each key's values, added up on the host, whatever devices they are on."""
     pairs = zip(rows, specs, strict=True)
-    return Sums([sum_on(_HOST, row, spec) for row, spec in pairs], False)
+    sums = [sum_on(_HOST, row, spec) for row, spec in pairs]
+    return Sums(sums, all(len(row) > 1 for row in rows))
 
 
 def sum_on(device: Context, row: Sequence[Array], spec: KeySpec) -> Bytes:

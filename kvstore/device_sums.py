@@ -51,7 +51,7 @@ def sums_of(
         sizes = [specs[index].nbytes for index in indices]
         out = buffer(sum(sizes))
         copies = [[near(array, home) for array in rows[index]] for index in indices]
-        sum_to_host(home.device_id, kernel, copies, out, is_pinned=is_pinned(out))
+        sum_to_host(home.device_id, kernel, copies, out, is_pinned)
         found.update(zip(indices, split(out, sizes), strict=True))
     for index, (home, row, spec) in enumerate(zip(homes, rows, specs, strict=True)):
         if index not in found:

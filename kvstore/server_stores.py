@@ -60,6 +60,7 @@ class ServerStores:
         self._copies: dict[Ints, _Copy] = {}
         self._num_rounds = 0
         self._is_trim_due = False
+        self._trim_at = 0.0
         self._plane = ServerPlane(
             self,
             window=config.round_window,
@@ -154,14 +155,22 @@ class ServerStores:
                     count = store.cut_keys.get(part.entry.key, 0)
                     store.cut_keys[part.entry.key] = count + 1
         incoming.respond()
+        # The values came in messages; between processes of one machine no more come so.
+        self._trim_at = self._node.clock() + _TRIM_AFTER_S
         if not self._is_trim_due:
-            # The values came in messages; between processes of one machine no more come so.
             self._is_trim_due = True
-            self._node.call_later(_TRIM_AFTER_S, self._trim)
+            self._node.look_after_each_step(self._trim)
 
-    def _trim(self) -> None:
+    def _trim(self) -> bool:
+        """Give free memory back, a while after the last keys were made; whether that is done.
+
+        Not by a timer, for a node that ends waits for those.
+        """
+        if self._node.clock() < self._trim_at:
+            return False
         self._is_trim_due = False
         return_freed_memory()
+        return True
 
     def _lane_of(self, values: Sequence[Flat]) -> int:
         """The lane of a new arena; small ones share one, so that they can be updated together."""

@@ -76,6 +76,9 @@ class KVWorker:
     handle), ``callback`` (called once with the finished future, also after an error) and
     ``priority`` (the highest goes first of what the I/O thread has not taken up yet).
 
+    Calls that are under way at the same time may overtake each other: wait for a push before
+    the pull that is to see it.
+
     Args:
         node: a node with the role of a worker.
         app: the number of the ``KVServer`` on the servers.

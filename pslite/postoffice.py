@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pslite.config import MAX_CONNECTIONS, Config
+from pslite.config import Config
 from pslite.customer import Customers, Handler, Reply
 from pslite.errors import ClosedError, ConfigError, NodeLostError, PSError, UsageError
 from pslite.farewell import take_leave, wait_until
@@ -203,15 +203,13 @@ class Postoffice:
         info = self.info_of(peer)
         return peer if info is None else info.title
 
-    def spread(self, connections: int) -> int:
+    def spread(self, connections: int) -> None:
         """Use so many TCP connections to each server of another machine. From any thread.
 
-        They are opened by a worker, come into use as they are there, and never become fewer.
-        Returns how many they will be, ``MAX_CONNECTIONS`` at most.
+        They are opened by a worker, come into use as they are there, and never become fewer;
+        16 are the most.
         """
-        connections = min(connections, MAX_CONNECTIONS)
         self.call(lambda: self._spread(connections))
-        return connections
 
     def _spread(self, connections: int) -> None:
         for node in self.neighbours():
@@ -684,6 +682,7 @@ class Postoffice:
         self._ended = True
         self._run_commands()
         self.timers.run(math.inf)
+        self._looks.clear()
         self.customers.close()
         self.traffic.close()
         self.sharing.close()

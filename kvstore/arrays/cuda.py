@@ -13,6 +13,7 @@ written on another GPU are written after what the caller queued on its current s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -71,13 +72,15 @@ def update(home: int, kernel: Kernel, numbers: Numbers, copies: Rows, own: Rows)
         _run(len(adding.blocks), stages)
 
 
-def sum_to_host(home: int, kernel: Kernel, copies: Rows, out: Bytes, *, is_pinned: bool) -> None:
+def sum_to_host(
+    home: int, kernel: Kernel, copies: Rows, out: Bytes, is_pinned: Callable[[Bytes], bool]
+) -> None:
     """Add the copies of each key up on GPU ``home`` and bring the sums to ``out``.
 
     ``kernel`` has the formula ``"sum"``. ``out`` is flat memory of the host, the caller's, as
     long as all sums, which lie there one after the other. Sums leave the GPU while later ones
-    are added: right to ``out`` if that is page-locked, else by way of page-locked blocks, from
-    which all cores copy.
+    are added: right to ``out`` if that is page-locked, as ``is_pinned`` says (or sees to, on this
+    GPU), else by way of page-locked blocks, from which all cores copy.
     """
     pinned: list[Bytes] = []
     with on_device(home):
@@ -89,7 +92,7 @@ def sum_to_host(home: int, kernel: Kernel, copies: Rows, out: Bytes, *, is_pinne
         ]
         if adding.is_scattered:
             stages.insert(0, Stage(adding.fetching_stream(), adding.fetch))
-        if not is_pinned:
+        if not is_pinned(out):
             pinned += [_pinned.take() for _ in range(SLOTS)]
             stages.append(Stage(None, leaving.arrive))
         _run(len(adding.blocks), stages)
@@ -155,9 +158,12 @@ def _run(num_blocks: int, stages: Sequence[Stage]) -> None:
             if stream is not None and len(stages) > 1:
                 events[number, block] = stream.record(_new_event())
     finally:
-        for stream in streams:
-            if stream is not None:
-                stream.synchronize()
+        # All of them, also when an interrupt ends one of these waits: the memory that they
+        # write may belong to somebody else afterwards.
+        with contextlib.ExitStack() as waits:
+            for stream in streams:
+                if stream is not None:
+                    waits.callback(stream.synchronize)
 
 
 def _new_event() -> Any:

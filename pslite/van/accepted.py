@@ -72,7 +72,16 @@ def split_routing_id(routing_id: bytes) -> RoutingId | None:
 class _Connection:
     """One accepted connection that was heard of and has not been reported as ended."""
 
-    __slots__ = ("forgotten", "further", "number", "order", "routing_id", "turn", "uid")
+    __slots__ = (
+        "ended_at",
+        "forgotten",
+        "further",
+        "number",
+        "order",
+        "routing_id",
+        "turn",
+        "uid",
+    )
 
     def __init__(self, routing_id: bytes, said: RoutingId) -> None:
         self.routing_id = routing_id
@@ -80,13 +89,19 @@ class _Connection:
         self.further: list[_Connection] = []
         self.turn = 0
         self.forgotten = False
+        self.ended_at = 0.0
 
 
 class AcceptedConnections:
-    """Joins routing ids and descriptors into ``Connected`` and ``Disconnected`` of uids."""
+    """Joins routing ids and descriptors into ``Connected`` and ``Disconnected`` of uids.
 
-    def __init__(self, settle_s: float) -> None:
+    An end is told ``settle_s`` after it was heard of, and at the latest ``overdue_s`` later where
+    further connections go on: their last messages may still come.
+    """
+
+    def __init__(self, settle_s: float, overdue_s: float = 0.0) -> None:
         self._settle_s = settle_s
+        self._overdue_s = overdue_s
         self._open: set[int] = set()
         self._claimants: dict[int, list[_Connection]] = {}
         self._doubts: dict[int, float] = {}
@@ -197,10 +212,12 @@ class AcceptedConnections:
         """Report the connections that ended ``settle_s`` ago. All messages must have been read."""
         while self._ending and self._ending[0][0] <= now:
             _, connection = self._ending.popleft()
+            if self._has_last_words(connection, now):
+                self._ending.append((now + self._settle_s, connection))
+                continue
             del self._connections[connection.routing_id]
-            self._ended[connection.routing_id] = None
-            if len(self._ended) > REMEMBERED_ENDS:
-                del self._ended[next(iter(self._ended))]
+            if not connection.number:
+                self._remember(connection)
             current = self._current.get(connection.uid)
             if current is connection:
                 self.forget(connection.uid)
@@ -208,6 +225,16 @@ class AcceptedConnections:
             elif current is not None and connection in current.further:
                 current.further.remove(connection)
                 del self.speakers[connection.routing_id]
+
+    def _has_last_words(self, connection: _Connection, now: float) -> bool:
+        """Whether it ended before further ones of it that may bring messages still."""
+        is_over = not connection.further or connection.forgotten
+        return not is_over and now < connection.ended_at + self._overdue_s
+
+    def _remember(self, connection: _Connection) -> None:
+        self._ended[connection.routing_id] = None
+        if len(self._ended) > REMEMBERED_ENDS:
+            del self._ended[next(iter(self._ended))]
 
     def _begin(self, routing_id: bytes, descriptor: int, now: float) -> _Connection | None:
         said = split_routing_id(routing_id)
@@ -224,4 +251,5 @@ class AcceptedConnections:
         return connection
 
     def _end_later(self, connection: _Connection, now: float) -> None:
+        connection.ended_at = now
         self._ending.append((now + self._settle_s, connection))

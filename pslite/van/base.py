@@ -170,8 +170,8 @@ class Van(abc.ABC):
         """Let large messages to and from ``peer``, one of ``connect``, take turns on so many flows.
 
         For networks that give one flow less than all. Never fewer than before, and fewer than
-        asked where they cannot be had. Such messages may overtake each other and others. Returns
-        whether this van can.
+        asked where they cannot be had. Such messages may overtake each other and others, and what
+        was sent by one flow may still arrive when another one is lost. Returns whether it can.
         """
         return False
 

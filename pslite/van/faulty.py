@@ -163,6 +163,9 @@ class FaultyVan(Van):
         self._forget(peer)
         self._inner.connect(peer, address)
 
+    def spread(self, peer: str, connections: int) -> bool:
+        return self._inner.spread(peer, connections)
+
     def disconnect(self, peer: str) -> None:
         self._forget(peer)
         self._inner.disconnect(peer)

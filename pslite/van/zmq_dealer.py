@@ -1,11 +1,12 @@
 """One DEALER and its monitor: an attempt to connect, and then the connection.
 
 Never reconnects: a lost one is replaced by a fresh one (``zmq_van.py`` says why). Runs on the
-owner's thread. Read next: ``zmq_link.py``, which decides when.
+owner's thread. Read next: ``zmq_further.py`` and ``zmq_link.py``, which decide when.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -73,7 +74,8 @@ class Dealer:
         read: DealerReader,
         read_monitor: DealerReader,
     ) -> None:
-        self.connected = False
+        self.connected = self.has_ended = False
+        self.began_at = 0.0
         self._needs = needs
         self._socket, self._monitor = needs.sockets.new_watched(
             zmq.DEALER, _EVENTS, needs.doors.connecting
@@ -90,6 +92,10 @@ class Dealer:
         needs.watch(self._monitor, partial(read_monitor, self))
         socket.connect(endpoint.text)
 
+    def begin(self) -> None:
+        """The handshake has succeeded."""
+        self.connected, self.began_at = True, time.monotonic()
+
     def send(self, buffers: list[bytes | memoryview]) -> None:
         send(self._socket, buffers)
 
@@ -100,7 +106,7 @@ class Dealer:
     def read(self, peer: str, events: list[VanEvent], limit: int) -> bool | None:
         """Read up to ``limit`` messages of ``peer``; whether nothing is left.
 
-        None after a message over the limits: what else this peer sends is not wanted.
+        None after a message over the limits, which is dropped.
         """
         socket = self._socket
         for _ in range(limit):

@@ -101,7 +101,7 @@ class Listener:
         taken: Callable[[str], bool],
         tell: Callable[[list[VanEvent]], None],
     ) -> None:
-        self.connections = AcceptedConnections(SETTLE_S)
+        self.connections = AcceptedConnections(SETTLE_S, OVERDUE_S)
         self.strangers = Strangers()
         self._router = router
         self._monitor = monitor
@@ -168,9 +168,11 @@ class Listener:
         first = self.connections.routing_id_of(uid)
         if first is None:
             return
-        chosen = self.connections.next_routing_id_of(uid) if is_large else first
-        if not send(self._router, [chosen or first, *buffers]) and chosen != first:
-            send(self._router, [first, *buffers])  # the further one has just ended
+        if is_large:
+            chosen = self.connections.next_routing_id_of(uid)
+            if chosen is not None and send(self._router, [chosen, *buffers]):
+                return  # else that one has just ended
+        send(self._router, [first, *buffers])
 
     def report_ended(self, events: list[VanEvent]) -> None:
         due = self.connections.next_due()

@@ -141,7 +141,8 @@ def _close_all(sockets: Sequence[Socket]) -> None:
 def _too_many_files(error: zmq.ZMQError) -> ConfigError:
     return ConfigError(
         f"cannot open another socket ({error.strerror}): a node needs about eight open "
-        "files for each of its peers; raise their limit (ulimit -n)"
+        "files for each of its peers, and four for each further connection (PS_CONNECTIONS); raise "
+        "their limit (ulimit -n)"
     )
 
 

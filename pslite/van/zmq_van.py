@@ -239,7 +239,9 @@ class ZmqVan(Van):
             ready = self._poller.poll(self._wait_ms(deadline))
             limit = max(16, MESSAGES_PER_POLL // (len(ready) or 1))
             for source, _ in ready:
-                self._readers[source](events, limit)
+                reader = self._readers.get(source)
+                if reader is not None:  # else one before it has closed it
+                    reader(events, limit)
             self._run_timers(events)
             if self._news:
                 events += self._news

@@ -268,7 +268,7 @@ def test_mapped_memory_is_locked_once_and_unlocked_with_its_owner(cupy: Any) -> 
     array = cupy.arange(1 << 18, dtype=np.int32)
     kernel = kernel_for(array.dtype, 1, None)
     assert kernel is not None
-    cuda.sum_to_host(0, kernel, [[array]], memory, is_pinned=True)
+    cuda.sum_to_host(0, kernel, [[array]], memory, lambda _: True)
     assert memory.tobytes() == array.get().tobytes()
     del owner
     again = Mapping(0x1000)

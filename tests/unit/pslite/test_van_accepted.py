@@ -354,3 +354,44 @@ def test_a_forgotten_peer_is_not_heard_by_its_further_connections_either(story: 
     assert story.heard(FURTHER[0], 8) is None
     assert story.heard(A1, 7) is None
     assert story.record.next_routing_id_of("a") is None
+
+
+def test_an_end_waits_for_the_last_words_of_further_connections_and_not_for_ever() -> None:
+    story = Story()
+    story.record = AcceptedConnections(settle_s=1.0, overdue_s=5.0)
+    for descriptor, routing_id in ((7, A1), (8, FURTHER[0]), (9, FURTHER[1])):
+        story.opened(descriptor)
+        story.heard(routing_id, descriptor)
+    story.closed(7, now=1)
+    assert story.told(2) == [(UP, "a")]
+    assert story.heard(FURTHER[0], 8, now=2.5) == "a"
+    story.closed(8, now=3)
+    assert story.told(4) == []
+    assert story.heard(FURTHER[1], 9, now=4.5) == "a"
+    assert story.told(5.9) == []
+    assert story.told(9) == [(DOWN, "a")]
+    assert story.heard(FURTHER[1], 9, now=9) is None
+
+
+def test_an_end_is_told_as_soon_as_all_connections_have_ended() -> None:
+    story = Story()
+    story.record = AcceptedConnections(settle_s=1.0, overdue_s=100.0)
+    for descriptor, routing_id in ((7, A1), (8, FURTHER[0])):
+        story.opened(descriptor)
+        story.heard(routing_id, descriptor)
+    story.closed(7, now=1)
+    story.closed(8, now=1.5)
+    assert story.told(2.4) == [(UP, "a")]
+    assert story.told(3.5) == [(DOWN, "a")]
+    assert not story.record.speakers
+
+
+def test_a_newer_connection_does_not_wait_for_the_last_words_of_the_old_one() -> None:
+    story = Story()
+    story.record = AcceptedConnections(settle_s=1.0, overdue_s=100.0)
+    for descriptor, routing_id in ((7, A1), (8, FURTHER[0]), (9, A2)):
+        story.opened(descriptor)
+        story.heard(routing_id, descriptor)
+    story.closed(7, now=1)
+    assert story.told(2) == [(UP, "a"), (DOWN, "a"), (UP, "a")]
+    assert story.record.next_due() is None

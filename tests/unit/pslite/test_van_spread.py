@@ -12,9 +12,11 @@ from contextlib import ExitStack, suppress
 import pytest
 from van_helpers import join, payloads, poll_until, receive, silence
 
-from pslite.van.base import Connected, Disconnected, Van
+from pslite.config import MAX_CONNECTIONS
+from pslite.security import derive
+from pslite.van.base import Connected, Disconnected, Received, Van
 from pslite.van.inproc import InprocNetwork, InprocVan
-from pslite.van.zmq_link import MAX_CONNECTIONS
+from pslite.van.zmq_further import MAX_SHORT
 from pslite.van.zmq_van import SPREAD_BYTES, ZmqVan
 
 HOST = "127.0.0.1"
@@ -181,7 +183,7 @@ def test_when_one_connection_is_lost_all_are_and_all_come_back(pair: Pair, index
 
 def test_what_had_arrived_by_any_connection_comes_before_the_end(pair: Pair) -> None:
     pair.join(4)
-    words = [[b"%d" % number, LARGE] for number in range(20)]
+    words = [[b"%d" % number, 16 * LARGE] for number in range(20)]
     for frames in words:
         pair.client.send("server", frames)
     pair.client.close()
@@ -192,7 +194,7 @@ def test_what_had_arrived_by_any_connection_comes_before_the_end(pair: Pair) -> 
 
 def test_the_last_words_of_a_server_come_by_all_connections(pair: Pair) -> None:
     pair.join(4)
-    words = [[b"%d" % number, LARGE] for number in range(20)]
+    words = [[b"%d" % number, 16 * LARGE] for number in range(20)]
     for frames in words:
         pair.server.send("client", frames)
     pair.server.close()
@@ -230,3 +232,55 @@ def test_disconnecting_ends_all_connections_and_what_was_sent_still_leaves(pair:
     events = poll_until(pair.server, lambda seen: bool(seen) and type(seen[-1]) is Disconnected)
     assert payloads(events) == [[LARGE]] * 9
     silence(pair.client)
+
+
+def test_a_server_that_is_busy_at_first_gets_its_connections_later(stack: ExitStack) -> None:
+    """With a key each handshake needs the server's poll, and lasts 0.2 s here at most."""
+    options = {"mechanism": derive(b"the key of this job", "plain"), "handshake_timeout_s": 0.2}
+    server, client = ZmqVan("server", **options), ZmqVan("client", **options)
+    stack.callback(server.close)
+    stack.callback(client.close)
+    relay = Relay(server.bind(HOST, 0))
+    stack.callback(relay.close)
+    join(client, server, f"tcp://{HOST}:{relay.port}")
+    client.spread("server", 3)
+    silence(client, 0.5)  # the server does not poll
+    deadline = time.monotonic() + 10
+    server.send("client", [b"hello"])
+    heard = payloads(client.poll(1))
+    while sum(count[0] >= SPREAD_BYTES for count in relay.counts) < 3:
+        assert time.monotonic() < deadline, relay.counts
+        client.send("server", [LARGE])
+        heard += payloads(client.poll(0.02))
+        for event in server.poll(0.02):
+            assert type(event) is Received
+    assert heard == [[b"hello"]]
+
+
+def test_further_connections_that_end_again_and_again_are_given_up(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A gate on the way counts connections: each time the link would be lost with them."""
+    pair.join(2)
+    for count in range(1, MAX_SHORT + 1):
+        pair.relay.cut(2 * count - 1)
+        for van in (pair.client, pair.server):
+            events = poll_until(van, lambda seen: any(type(e) is Connected for e in seen))
+            assert [type(event) for event in events] == [Disconnected, Connected]
+        if count < MAX_SHORT:
+            pair.greet(2 * count + 2)
+    assert caplog.text.count("there will be none (PS_CONNECTIONS)") == 1
+    pair.client.send("server", [LARGE])
+    assert receive(pair.server) == [[LARGE]]
+    silence(pair.client, 0.2)
+    assert len(pair.relay.counts) == 2 * MAX_SHORT + 1
+
+
+def test_a_server_that_ends_soon_is_no_reason_to_give_up(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.join(4)
+    pair.server.close()
+    events = poll_until(pair.client, bool)
+    assert [type(event) for event in events] == [Disconnected]
+    assert "there will be none" not in caplog.text
