@@ -23,6 +23,7 @@ from pslite.van.zmq_sockets import (
     Socket,
     SocketMaker,
     close_watched,
+    has_more,
     is_ours,
     keep_buffers_small,
     monitor_events,
@@ -119,9 +120,7 @@ class Dealer:
                 return None
             if not is_ours(frames):
                 events.append(Received(peer, frames))
-            if (
-                not int(socket.get(zmq.EVENTS)) & zmq.POLLIN
-            ):  # cheaper than to be told by an exception
+            if not has_more(socket):
                 return True
         return False
 

@@ -128,7 +128,7 @@ class Link:
     def _open_again(self) -> None:
         try:
             self.open()
-        except ConfigError as error:  # no more open files, for now
+        except ConfigError as error:  # no more open files at this moment
             _logger.warning("no connection to %s of %r: %s", self._where, self._peer, error)
             self._retry()
 

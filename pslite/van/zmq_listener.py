@@ -33,6 +33,7 @@ from pslite.van.zmq_sockets import (
     WRONG_PROTOCOL,
     Socket,
     close_watched,
+    has_more,
     is_ours,
     keep_buffers_small,
     monitor_events,
@@ -129,9 +130,7 @@ class Listener:
                 events.append(Disconnected(uid, "it sent a message over the limits"))
             elif not is_ours(frames):
                 events.append(Received(uid, frames))
-            if (
-                not int(router.get(zmq.EVENTS)) & zmq.POLLIN
-            ):  # cheaper than to be told by an exception
+            if not has_more(router):
                 return True
         return False
 
