@@ -101,6 +101,9 @@ class SocketMaker:
             socket = self._context.socket(kind)
         except zmq.ZMQError as error:
             raise _too_many_files(error) from error
+        # Without a limit here, a ROUTER that is closed while a peer ends may wait for ever to send
+        # to that peer: libzmq does not give such a connection the limit of ``close``.
+        socket.set(zmq.LINGER, 0)
         for option, value in (*self._options, *options):
             socket.set(option, value)
         return socket

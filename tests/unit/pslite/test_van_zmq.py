@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from van_helpers import join, payloads, poll_until, receive, silence, wait_for
 
 from pslite.errors import ConfigError, UsageError
 from pslite.security import derive
+from pslite.van.accepted import make_routing_id
 from pslite.van.base import Connected, Disconnected, Received, TurnedAway, Van, VanEvent
 from pslite.van.wakeup import Wakeup
 from pslite.van.zmq_sockets import LOOPBACK_BUFFER_BYTES
@@ -349,6 +352,33 @@ def test_closing_is_quick_when_a_peer_never_came(make: Make) -> None:
     begin = time.monotonic()
     client.close()
     assert time.monotonic() - begin < 0.9
+
+
+def test_a_van_that_is_closed_while_its_peers_end_waits_for_none_of_them(
+    stack: ExitStack,
+) -> None:
+    """A connection that has just ended, with messages for it left, held libzmq for ever."""
+    context = stack.enter_context(zmq.Context())
+    for attempt in range(300):
+        server = ZmqVan("server")
+        address = f"tcp://{HOST}:{server.bind(HOST, 0)}"
+        guests = [context.socket(zmq.DEALER) for _ in range(8)]
+        for number, guest in enumerate(guests):
+            guest.setsockopt(zmq.ROUTING_ID, make_routing_id(f"guest-{number}", 1, 1))
+            guest.connect(address)
+            guest.send(b"hello")
+        poll_until(server, lambda seen: len(payloads(seen)) == 8)
+        leaving = threading.Thread(target=lambda: [guest.close(linger=0) for guest in guests])  # noqa: B023
+        leaving.start()
+        time.sleep(attempt % 20 * 2e-5)
+        for number in range(8):
+            for _ in range(4):
+                server.send(f"guest-{number}", [bytes(100_000)])
+        closing = threading.Thread(target=server.close, daemon=True)
+        closing.start()
+        closing.join(5)
+        leaving.join()
+        assert not closing.is_alive()
 
 
 def test_a_thousand_wakes_before_a_read_cost_one_byte() -> None:
