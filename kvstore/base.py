@@ -276,7 +276,11 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @abc.abstractmethod
     def push_async(self, key: Keys, value: Values, priority: int = 0) -> Future[None]:
-        """``push``; done when the push has been applied. The arrays are the caller's at once."""
+        """``push``; done when the push has been applied.
+
+        NumPy's and other libraries' arrays belong to the store until then, as it may send them
+        from where they lie; an ``mx.nd.NDArray`` is the caller's at once.
+        """
 
     @abc.abstractmethod
     def pull_async(self, key: Keys, out: Values | None = None, priority: int = 0) -> Future[Any]:
@@ -407,10 +411,10 @@ class KVStore(KVStoreBase, abc.ABC):
         """A new array, uninitialised: the fastest memory for gradients that this store knows.
 
         A distributed store returns memory that the servers of this machine read where it lies:
-        ``pushpull`` and ``pushpull_async`` send such arrays without a copy, best when those of
-        one model were made one after the other. They are ordinary NumPy arrays, C-contiguous, of
-        ``shape`` and ``dtype``; the memory is free when nothing refers to it. Make them once and
-        fill them in place. Raises ``ArgumentValueError`` for a negative size and
+        ``push_async``, ``pushpull`` and ``pushpull_async`` send such arrays without a copy, best
+        when those of one model were made one after the other. They are ordinary NumPy arrays,
+        C-contiguous, of ``shape`` and ``dtype``; the memory is free when nothing refers to it.
+        Make them once and fill them in place. Raises ``ArgumentValueError`` for a negative size and
         ``ArgumentTypeError`` for a dtype that stores cannot hold.
         """
         sizes = [index(size) for size in (shape if isinstance(shape, Iterable) else [shape])]

