@@ -46,7 +46,7 @@ class Link:
         self._needs = needs
         self._due_at: float | None = None
         self._dealer: Dealer | None = None
-        self._further = Further(needs, peer, self._read, self._end_soon)
+        self._further = Further(needs, peer, self._read, self._lost)
         self._endpoint: Endpoint | None = None
         self._routing_id = b""
         #: Whether the other end knows this connection, and so whose the further ones are.
@@ -54,7 +54,9 @@ class Link:
         self._backlog: list[list[bytes | memoryview]] = []
         self._attempt = 0
         self._retry_s = FIRST_RETRY_S
-        self._opened_at = self._ended_at = 0.0
+        self._opened_at = 0.0
+        #: When the first of the connections ended.
+        self._ended_at: float | None = None
         self._was_connected = False
         self._denied = False
         #: The first and the last of the handshakes that were broken off one after the other.
@@ -84,7 +86,7 @@ class Link:
             return
         self._attempt += 1
         self._endpoint, self._routing_id = endpoint, needs.new_routing_id()
-        self._is_heard, self._opened_at = False, time.monotonic()
+        self._is_heard, self._opened_at, self._ended_at = False, time.monotonic(), None
         self._dealer = Dealer(needs, endpoint, self._routing_id, self._read, self._read_monitor)
 
     def spread(self, connections: int) -> None:
@@ -133,12 +135,11 @@ class Link:
             self._retry()
 
     def _has_last_words(self, now: float) -> bool:
-        """Whether this connection ended before further ones, which may bring messages still."""
-        if self._dealer is None or not self._dealer.has_ended:
+        """Whether some connections have ended and others may bring messages still."""
+        if self._ended_at is None or now >= self._ended_at + OVERDUE_S:
             return False
-        others = [dealer for dealer in self._further.dealers if dealer.connected]
-        is_over = all(dealer.has_ended for dealer in others)
-        return not is_over and now < self._ended_at + OVERDUE_S
+        further = [dealer for dealer in self._further.dealers if dealer.connected]
+        return not all(dealer.has_ended for dealer in [self._dealer, *further] if dealer)
 
     def _end(self, events: list[VanEvent]) -> None:
         for dealer in [self._dealer, *self._further.dealers]:
@@ -179,18 +180,21 @@ class Link:
                 self._begin(dealer, events)
             elif event == zmq.EVENT_CONNECT_RETRIED:
                 # libzmq is done with the connection: nothing more will come out of it.
-                self._note_end(dealer)
+                dealer.has_ended = True
+                self._lost()
                 self._due_at = 0.0
             elif event == zmq.EVENT_DISCONNECTED:
-                self._note_end(dealer)
-                self._end_soon()
+                dealer.has_ended = True
+                self._lost()
             elif not self._was_connected:
                 # Who was connected knew the key; what is there now is for the owner to judge.
                 self._handshake_failed(event, value)
 
-    def _note_end(self, dealer: Dealer) -> None:
-        if not dealer.has_ended:
-            dealer.has_ended, self._ended_at = True, time.monotonic()
+    def _lost(self) -> None:
+        """One of the connections has ended, and so will the others."""
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+        self._end_soon()
 
     def _end_soon(self) -> None:
         if self._due_at is None:

@@ -32,6 +32,8 @@ class Relay:
         self.port = int(self._listener.getsockname()[1])
         #: For each connection, in order: [bytes to the target, bytes from it].
         self.counts: list[list[int]] = []
+        #: Seconds by which a connection, by its number, is late.
+        self.delays: dict[int, float] = {}
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -42,18 +44,18 @@ class Relay:
                 far = socket.create_connection((HOST, self._target))
             except OSError:
                 return
-            count = [0, 0]
-            self.counts.append(count)
+            number = len(self._pairs)
+            self.counts.append([0, 0])
             self._pairs.append((near, far))
-            for index, (source, sink) in enumerate(((near, far), (far, near))):
-                arguments = (source, sink, count, index)
+            for way, (source, sink) in enumerate(((near, far), (far, near))):
+                arguments = (source, sink, number, way)
                 threading.Thread(target=self._pass_on, args=arguments, daemon=True).start()
 
-    @staticmethod
-    def _pass_on(source: socket.socket, sink: socket.socket, count: list[int], index: int) -> None:
+    def _pass_on(self, source: socket.socket, sink: socket.socket, number: int, way: int) -> None:
         try:
             while data := source.recv(1 << 16):
-                count[index] += len(data)
+                self.counts[number][way] += len(data)
+                time.sleep(self.delays.get(number, 0))
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
         except OSError:
@@ -181,9 +183,11 @@ def test_when_one_connection_is_lost_all_are_and_all_come_back(pair: Pair, index
     assert receive(pair.client, 6) == [[LARGE]] * 6
 
 
-def test_what_had_arrived_by_any_connection_comes_before_the_end(pair: Pair) -> None:
+@pytest.mark.parametrize("latest", [0, 3])
+def test_what_had_been_sent_by_any_connection_comes_before_the_end(pair: Pair, latest: int) -> None:
     pair.join(4)
-    words = [[b"%d" % number, 16 * LARGE] for number in range(20)]
+    pair.relay.delays[latest] = 0.01
+    words = [[b"%d" % number, 4 * LARGE] for number in range(20)]
     for frames in words:
         pair.client.send("server", frames)
     pair.client.close()
@@ -192,9 +196,11 @@ def test_what_had_arrived_by_any_connection_comes_before_the_end(pair: Pair) -> 
     assert sum(type(event) is Disconnected for event in events) == 1
 
 
-def test_the_last_words_of_a_server_come_by_all_connections(pair: Pair) -> None:
+@pytest.mark.parametrize("latest", [0, 3])
+def test_the_last_words_of_a_server_come_by_all_connections(pair: Pair, latest: int) -> None:
     pair.join(4)
-    words = [[b"%d" % number, 16 * LARGE] for number in range(20)]
+    pair.relay.delays[latest] = 0.01
+    words = [[b"%d" % number, 4 * LARGE] for number in range(20)]
     for frames in words:
         pair.server.send("client", frames)
     pair.server.close()
