@@ -23,6 +23,7 @@ import numpy as np
 
 from kvstore import optimizer
 from kvstore.dist import DistKVStore, create_dist
+from kvstore.ndarray import NDArray
 from kvstore.server import install
 from pslite import WORKER_GROUP, Future, Postoffice
 from pslite.future import gather
@@ -150,9 +151,7 @@ def one_round(
         if chance.random() < 0.3:
             futures.append(pushpull(store, witness, keys, rank, values))
         else:
-            futures.append(store.push_async(keys, values))
-            for value in values:
-                value.fill(np.nan)  # a push has copied what it needs
+            futures.append(push(store, chance, keys, values))
             if chance.random() < 0.5:
                 store.node.traffic.send_joined()  # as anything does that somebody waits for
             if chance.random() < 0.7:
@@ -163,6 +162,22 @@ def one_round(
             yield futures[-1]
     if chance.random() < 0.8:
         yield gather(futures)
+
+
+def push(
+    store: DistKVStore, chance: random.Random, keys: list[str], values: list[np.ndarray]
+) -> Future[None]:
+    """A push of NDArrays, which are the caller's at once, or of arrays that are when it is done."""
+
+    def overwrite(_: None) -> None:
+        for value in values:
+            value.fill(np.nan)
+
+    if chance.random() < 0.5:
+        return store.push_async(keys, values).map(overwrite)
+    pushed = store.push_async(keys, [NDArray(value) for value in values])
+    overwrite(None)
+    return pushed
 
 
 def pull(store: DistKVStore, witness: Witness, keys: list[str], rank: int) -> Future[None]:
