@@ -307,8 +307,11 @@ class Fuzzer:
         for option, value in options.items():
             dealer.setsockopt(option, value)
         dealer.connect(f"tcp://{door[0]}:{door[1]}")
-        for message in messages:
-            dealer.send_multipart(message)
+        try:
+            for message in messages:
+                dealer.send_multipart(message, zmq.NOBLOCK)
+        except zmq.Again:  # turned away before the last was sent: nobody is there to wait for
+            pass
         self._open.append((dealer, linger_ms))
         if len(self._open) > MOST_OPEN:
             oldest, linger_ms = self._open.popleft()
