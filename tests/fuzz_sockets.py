@@ -261,13 +261,11 @@ class Fuzzer:
             mutate(self._numbers.choice(self._recorded), self._numbers) for _ in range(count)
         ]
         self._send(door, self._mine, self._name(), messages, linger_ms=2000)
-        self.thrown += count
 
     def _as_stranger(self, door: Door) -> None:
         messages = [self._numbers.choice(self._recorded)]
         options = self._numbers.choice(self._others)
         self._send(door, options, self._name(), messages, linger_ms=20)
-        self.thrown += 1
 
     def _below_zmtp(self, door: Door) -> None:
         with socket.create_connection(door, timeout=5) as stranger:
@@ -310,6 +308,7 @@ class Fuzzer:
         try:
             for message in messages:
                 dealer.send_multipart(message, zmq.NOBLOCK)
+                self.thrown += 1
         except zmq.Again:  # turned away before the last was sent: nobody is there to wait for
             pass
         self._open.append((dealer, linger_ms))
