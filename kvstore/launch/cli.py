@@ -6,15 +6,21 @@ The only place of the launcher that reads the process's arguments and environmen
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstore.launch.lifecycle import Timing
-from kvstore.launch.local import run_local
-from kvstore.launch.options import LaunchError, parse_arguments
+from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
 from kvstore.launch.requirements import missing_packages
+
+# Each launcher is a module of its own with a function run(options, environ, service_command,
+# timing) -> exit code, and is imported when it is asked for.
+_MODULES = {
+    "local": "kvstore.launch.local",
+}
 
 
 def main(
@@ -36,12 +42,25 @@ def main(
         missing = missing_packages() if service_command is None else None
         if missing is not None:
             raise LaunchError(missing, exit_code=2)
-        return run_local(options, os.environ, service, timing or Timing())
+        run = _runner(options)
+        return run(options, os.environ, service, timing or Timing())
     except LaunchError as error:
         print(f"[launcher] {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:  # before the first process was started, or after the last ended
         return 130
+
+
+def _runner(options: LaunchOptions) -> Callable[..., int]:
+    module = _MODULES.get(options.launcher)
+    if module is None:
+        raise LaunchError(
+            f"launcher '{options.launcher}' is not available in this version; "
+            f"available: {', '.join(_MODULES)}",
+            exit_code=2,
+        )
+    run: Callable[..., int] = importlib.import_module(module).run
+    return run
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ _UNJOINED = (
 )
 
 
-def run_local(
+def run(
     options: LaunchOptions,
     environ: Mapping[str, str],
     service_command: Sequence[str],

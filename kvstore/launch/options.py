@@ -10,14 +10,32 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from pslite.version import __version__
 
-LAUNCHERS = ("local", "ssh", "mpi", "sge", "yarn")
-AVAILABLE_LAUNCHERS = ("local",)
+LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "ray", "yarn", "kubernetes")
+
+# Where an option means something; with any other launcher it is an error.
+_CLUSTERS = ("slurm", "sge", "ray", "yarn", "kubernetes")
+_MEANT_FOR: dict[str, tuple[str, ...]] = {
+    "--hostfile": ("ssh", "mpi"),
+    "--python": ("ssh", "mpi", "slurm", "sge", "yarn", "kubernetes"),
+    "--launcher-args": ("ssh", "mpi", "slurm", "sge", "yarn"),
+    "--jobname": _CLUSTERS,
+    "--queue": ("slurm", "sge", "yarn"),
+    "--worker-cores": _CLUSTERS,
+    "--server-cores": _CLUSTERS,
+    "--worker-memory": _CLUSTERS,
+    "--server-memory": _CLUSTERS,
+    "--worker-gpus": ("slurm", "sge", "ray", "kubernetes"),
+    "--image": ("kubernetes",),
+    "--namespace": ("kubernetes",),
+    "--apply": ("kubernetes",),
+}
 
 # The launcher decides these; a value given by hand would contradict the other processes.
 RESERVED_NAMES = frozenset(
@@ -37,6 +55,7 @@ RESERVED_NAMES = frozenset(
 )
 
 _MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\Z")
+_MEMORY = re.compile(r"([0-9]{1,9})([gGmM]?)[bB]?\Z")
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 Assignment = tuple[str, str]
@@ -55,6 +74,27 @@ class LaunchError(Exception):
 
 
 @dataclass(frozen=True)
+class Places:
+    """What is asked of a cluster's own system. ``*_memory_mb`` in MiB; None leaves it to it.
+
+    ``launcher_args`` are added to that system's own command (``srun``, ``mpirun``, ``qsub``,
+    ``ssh``, ``yarn``) as they stand.
+    """
+
+    jobname: str | None = None
+    queue: str | None = None
+    worker_cores: int | None = None
+    server_cores: int | None = None
+    worker_memory_mb: int | None = None
+    server_memory_mb: int | None = None
+    worker_gpus: int | None = None
+    launcher_args: tuple[str, ...] = ()
+    image: str | None = None
+    namespace: str | None = None
+    apply: bool = False
+
+
+@dataclass(frozen=True)
 class LaunchOptions:
     """What the user asked for. ``command`` is the workers' argument vector, untouched."""
 
@@ -67,6 +107,14 @@ class LaunchOptions:
     server_imports: tuple[str, ...] = ()
     log_dir: str | None = None
     notes: tuple[str, ...] = ()
+    launcher: str = "local"
+    hostfile: str | None = None
+    sync_dst_dir: str | None = None
+    check: bool = False
+    dry_run: bool = False
+    show_status: bool = True
+    python: str | None = None
+    places: Places = Places()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -94,10 +142,11 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
     num_servers = found.num_workers if found.num_servers is None else found.num_servers
     _check_count("--num-workers", found.num_workers)
     _check_count("--num-servers", num_servers)
-    _check_launcher(found.launcher, found.hostfile)
+    launcher = _launcher(found.launcher, found.hostfile)
+    _check_meaning(found, launcher)
     notes = []
-    if found.sync_dst_dir is not None:
-        notes.append("--sync-dst-dir has no effect: everything runs on this machine")
+    if found.sync_dst_dir is not None and launcher != "ssh":
+        notes.append(f"--sync-dst-dir has no effect with --launcher {launcher}: nothing is copied")
     if found.p3:
         notes.append(
             "--p3 changes nothing: messages are always sent in the order of their priority"
@@ -112,6 +161,30 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
         server_imports=_modules(found.server_import),
         log_dir=found.log_dir,
         notes=tuple(notes),
+        launcher=launcher,
+        hostfile=found.hostfile,
+        sync_dst_dir=found.sync_dst_dir,
+        check=found.check,
+        dry_run=found.dry_run,
+        show_status=not found.no_status,
+        python=found.python,
+        places=_places(found),
+    )
+
+
+def _places(found: argparse.Namespace) -> Places:
+    return Places(
+        jobname=found.jobname,
+        queue=found.queue,
+        worker_cores=_count("--worker-cores", found.worker_cores, least=1),
+        server_cores=_count("--server-cores", found.server_cores, least=1),
+        worker_memory_mb=_memory_mb("--worker-memory", found.worker_memory),
+        server_memory_mb=_memory_mb("--server-memory", found.server_memory),
+        worker_gpus=_count("--worker-gpus", found.worker_gpus, least=0),
+        launcher_args=_words("--launcher-args", found.launcher_args),
+        image=found.image,
+        namespace=found.namespace,
+        apply=bool(found.apply),
     )
 
 
@@ -151,9 +224,12 @@ def _build_parser() -> _Parser:
     add(
         "--launcher",
         choices=LAUNCHERS,
-        help=f"how processes are started; available: {', '.join(AVAILABLE_LAUNCHERS)} "
-        "(the default without --hostfile: everything on this machine)",
+        help="how processes are started (default: local, everything on this machine; with "
+        "--hostfile ssh)",
     )
+    add("--check", action="store_true", help="look whether the job could run; start nothing")
+    add("--dry-run", action="store_true", help="print exactly what would run; start nothing")
+    add("--no-status", action="store_true", help="no line about the job's progress")
     add(
         "--env",
         action="append",
@@ -178,7 +254,31 @@ def _build_parser() -> _Parser:
         help="keep one log file per process here (default: a temporary directory, "
         "which is kept only when the job fails)",
     )
+    _add_places(parser)
     return parser
+
+
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    """The options of single launchers; ``_MEANT_FOR`` says of which."""
+    add = parser.add_argument_group("for clusters").add_argument
+    add("--python", metavar="PATH", help="Python on the hosts (default: this one's path)")
+    add(
+        "--launcher-args",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="further options of ssh, mpirun, srun, qsub or yarn, as in --launcher-args='-p gpu'",
+    )
+    add("--jobname", metavar="NAME", help="the job's name in the cluster's lists")
+    add("--queue", metavar="NAME", help="queue or partition")
+    add("--worker-cores", type=int, metavar="N", help="processors of each worker")
+    add("--server-cores", type=int, metavar="N", help="processors of each server")
+    add("--worker-memory", metavar="SIZE", help="memory of each worker, as in 4g or 512m")
+    add("--server-memory", metavar="SIZE", help="memory of each server")
+    add("--worker-gpus", type=int, metavar="N", help="GPUs of each worker; servers get none")
+    add("--image", metavar="IMAGE", help="container image (kubernetes)")
+    add("--namespace", metavar="NAME", help="namespace (kubernetes)")
+    add("--apply", action="store_true", default=None, help="give the manifests to kubectl")
 
 
 def _options_with_value(parser: argparse.ArgumentParser) -> frozenset[str]:
@@ -194,22 +294,53 @@ def _check_count(option: str, count: int) -> None:
         raise LaunchError(f"{option} must be at least 1, not {count}", exit_code=2)
 
 
-def _check_launcher(launcher: str | None, hostfile: str | None) -> None:
+def _count(option: str, count: int | None, *, least: int) -> int | None:
+    if count is not None and count < least:
+        raise LaunchError(f"{option} must be at least {least}, not {count}", exit_code=2)
+    return count
+
+
+def _memory_mb(option: str, text: str | None) -> int | None:
+    """MiB of '4g', '512m' or '4096' (MiB, as in YARN)."""
+    if text is None:
+        return None
+    found = _MEMORY.match(text)
+    if found is None or int(found[1]) == 0:
+        raise LaunchError(f"{option} needs a size such as 4g or 512m, not '{text}'", exit_code=2)
+    return int(found[1]) * (1024 if found[2].lower() == "g" else 1)
+
+
+def _words(option: str, texts: Sequence[str]) -> tuple[str, ...]:
+    words: list[str] = []
+    for text in texts:
+        try:
+            words.extend(shlex.split(text))
+        except ValueError as error:
+            raise LaunchError(f"{option} '{text}': {error}", exit_code=2) from error
+    return tuple(words)
+
+
+def _launcher(launcher: str | None, hostfile: str | None) -> str:
     """MXNet's default is ssh, which means nothing without hosts; so it is local then."""
     if launcher is None:
         launcher = "local" if hostfile is None else "ssh"
-    if launcher not in AVAILABLE_LAUNCHERS:
+    if launcher == "local" and hostfile is not None:
         raise LaunchError(
-            f"launcher '{launcher}' is not available in this version; "
-            f"available: {', '.join(AVAILABLE_LAUNCHERS)}",
-            exit_code=2,
-        )
-    if hostfile is not None:
-        raise LaunchError(
-            f"--launcher {launcher} starts everything on this machine and takes no --hostfile; "
+            "--launcher local starts everything on this machine and takes no --hostfile; "
             "leave one of the two out",
             exit_code=2,
         )
+    return launcher
+
+
+def _check_meaning(found: argparse.Namespace, launcher: str) -> None:
+    for option, launchers in _MEANT_FOR.items():
+        given = getattr(found, option.removeprefix("--").replace("-", "_"))
+        if given not in (None, []) and launcher not in launchers:
+            raise LaunchError(
+                f"{option} is for --launcher {', '.join(launchers)}; {launcher} has no use for it",
+                exit_code=2,
+            )
 
 
 def _forwarded_assignments(texts: Sequence[str]) -> tuple[Assignment, ...]:

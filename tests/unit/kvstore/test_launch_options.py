@@ -52,6 +52,29 @@ def test_without_launcher_and_hostfile_the_job_is_local() -> None:
     assert parse_arguments(["-n", "1", "--launcher", "local", "true"]).notes == ()
 
 
+def test_a_file_of_hosts_alone_means_ssh() -> None:
+    options = parse_arguments(["-n", "1", "-H", "hosts", "--sync-dst-dir", "/d", "true"])
+    assert (options.launcher, options.hostfile, options.sync_dst_dir) == ("ssh", "hosts", "/d")
+    assert options.notes == ()
+
+
+def test_copying_is_for_ssh_and_no_error_elsewhere() -> None:
+    options = parse_arguments(["-n", "1", "--launcher", "local", "--sync-dst-dir", "/d", "true"])
+    assert "--sync-dst-dir has no effect with --launcher local" in options.notes[0]
+
+
+def test_what_is_asked_of_a_cluster_is_read_as_numbers_and_words() -> None:
+    cores = ["--worker-cores", "4", "--server-cores=2", "--worker-gpus", "1"]
+    memory = ["--worker-memory", "4g", "--server-memory", "512M"]
+    more = ["--launcher-args=-p gpu --comment 'a b'", "--launcher-args=-x", "--queue", "long"]
+    own = ["--launcher", "slurm", "--jobname", "mine", *cores, *memory, *more]
+    places = parse_arguments(["-n", "1", *own, "true"]).places
+    assert (places.worker_cores, places.server_cores, places.worker_gpus) == (4, 2, 1)
+    assert (places.worker_memory_mb, places.server_memory_mb) == (4096, 512)
+    assert places.launcher_args == ("-p", "gpu", "--comment", "a b", "-x")
+    assert (places.jobname, places.queue) == ("mine", "long")
+
+
 def test_p3_is_accepted_and_explained() -> None:
     options = parse_arguments(["-n", "1", "--launcher", "local", "--p3", "true"])
     assert "priority" in options.notes[0]
@@ -71,16 +94,14 @@ def test_variables_are_read_per_role_and_a_value_may_hold_colons_and_equal_signs
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (
-            ["-n", "2", "--launcher", "ssh", "true"],
-            "launcher 'ssh' is not available in this version; available: local",
-        ),
-        (
-            ["-n", "2", "-H", "hosts", "true"],
-            "launcher 'ssh' is not available in this version; available: local",
-        ),
         (["-n", "2", "--launcher", "local", "-H", "hosts", "true"], "takes no --hostfile"),
-        (["-n", "2", "--launcher", "slurm", "true"], "invalid choice: 'slurm'"),
+        (["-n", "2", "--launcher", "lsf", "true"], "invalid choice: 'lsf'"),
+        (["-n", "2", "--queue", "short", "true"], "--queue is for --launcher slurm, sge, yarn"),
+        (["-n", "2", "--launcher", "ray", "-H", "x", "true"], "--hostfile is for --launcher ssh"),
+        (["-n", "2", "--launcher", "sge", "--worker-cores", "0", "true"], "must be at least 1"),
+        (["-n", "2", "--launcher", "sge", "--worker-memory", "4t", "true"], "such as 4g"),
+        (["-n", "2", "--launcher", "sge", "--worker-memory", "0g", "true"], "such as 4g"),
+        (["-n", "2", "--launcher", "ssh", "--launcher-args", "'a", "true"], "No closing quotation"),
         (["-n", "0", "true"], "--num-workers must be at least 1, not 0"),
         (["-n", "2", "-s", "0", "true"], "--num-servers must be at least 1, not 0"),
         (["-n", "two", "true"], "invalid int value: 'two'"),
