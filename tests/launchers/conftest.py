@@ -1,0 +1,43 @@
+"""The services of the launchers' tests, each started once and only when a test asks for it.
+
+What they are and what a test can ask of them: ``services/__init__.py``. A service that does not
+start is an error of every test that wants it, never a skip.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from services.sshd import SshHosts
+from services.sshd import ssh_hosts as _ssh_hosts
+
+# Starting a service belongs to the first test that wants it.
+TEST_S = 120.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_S))
+
+
+@pytest.fixture(scope="session")
+def service_directory() -> Iterator[Path]:
+    """For what services write; its path is short, as the names of sockets must be."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-services-") as directory:
+        yield Path(directory)
+
+
+def _directory(parent: Path, name: str) -> Path:
+    directory = parent / name
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture(scope="session")
+def ssh_hosts(service_directory: Path) -> Iterator[SshHosts]:
+    with _ssh_hosts(_directory(service_directory, "ssh")) as hosts:
+        yield hosts

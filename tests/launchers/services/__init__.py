@@ -1,0 +1,14 @@
+"""Real services for the tests of the launchers, under the tests' control. Read daemon.py first.
+
+Each is a context manager in a module of its own and a fixture (scope: session) in ../conftest.py.
+
+``ssh_hosts`` (sshd.py, :class:`SshHosts`): two hosts, each with an address, a name and a /dev/shm.
+
+    hosts = ssh_hosts.write_hostfile(tmp_path / "hosts")       # or with lines of your own
+    launch("--launcher", "ssh", "-H", hosts, f"--launcher-args={ssh_hosts.launcher_args}", ...)
+
+  ``addresses`` (port 22 and 2222), ``names``, ``launcher_address``, ``interface`` (for
+  DMLC_INTERFACE), ``config`` (ssh -F); ``asks_password``, ``unknown_key``, ``unreachable`` and
+  ``unknown_name`` for what goes wrong; ``ssh(host, *words)`` runs a command, ``processes()``
+  is what still runs on the hosts.
+"""
