@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from services.slurm import Slurm
+from services.slurm import slurm as _slurm
 from services.sshd import SshHosts
 from services.sshd import ssh_hosts as _ssh_hosts
 
@@ -41,3 +43,9 @@ def _directory(parent: Path, name: str) -> Path:
 def ssh_hosts(service_directory: Path) -> Iterator[SshHosts]:
     with _ssh_hosts(_directory(service_directory, "ssh")) as hosts:
         yield hosts
+
+
+@pytest.fixture(scope="session")
+def slurm(service_directory: Path) -> Iterator[Slurm]:
+    with _slurm(_directory(service_directory, "slurm")) as cluster:
+        yield cluster

@@ -11,4 +11,12 @@ Each is a context manager in a module of its own and a fixture (scope: session) 
   DMLC_INTERFACE), ``config`` (ssh -F); ``asks_password``, ``unknown_key``, ``unreachable`` and
   ``unknown_name`` for what goes wrong; ``ssh(host, *words)`` runs a command, ``processes()``
   is what still runs on the hosts.
+
+``slurm`` (slurm.py, :class:`Slurm`): a slurmctld here and a slurmd on each of two hosts of its own.
+
+    launch("--launcher", "slurm", ..., env={**os.environ, **slurm.environment})
+
+  ``nodes`` are the hosts' names, with 8 processors and 2 GPUs each (that are none); ``partition``;
+  ``run(*words)`` runs srun, sbatch and the like and returns what they print, ``jobs()`` and
+  ``processes()`` are what still waits or runs.
 """
