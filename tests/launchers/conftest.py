@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from services.mpi import KINDS, Mpi
+from services.mpi import mpi as _mpi
 from services.slurm import Slurm
 from services.slurm import slurm as _slurm
 from services.sshd import SshHosts
@@ -49,3 +51,15 @@ def ssh_hosts(service_directory: Path) -> Iterator[SshHosts]:
 def slurm(service_directory: Path) -> Iterator[Slurm]:
     with _slurm(_directory(service_directory, "slurm")) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def mpi_kinds(service_directory: Path) -> dict[str, Mpi]:
+    parent = _directory(service_directory, "mpi")
+    return {kind: _mpi(kind, _directory(parent, kind)) for kind in KINDS}
+
+
+@pytest.fixture(params=KINDS)
+def mpi(request: pytest.FixtureRequest, mpi_kinds: dict[str, Mpi]) -> Mpi:
+    """A test that asks for it runs twice, once with each kind."""
+    return mpi_kinds[request.param]

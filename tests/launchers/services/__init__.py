@@ -19,4 +19,13 @@ Each is a context manager in a module of its own and a fixture (scope: session) 
   ``nodes`` are the hosts' names, with 8 processors and 2 GPUs each (that are none); ``partition``;
   ``run(*words)`` runs srun, sbatch and the like and returns what they print, ``jobs()`` and
   ``processes()`` are what still waits or runs.
+
+``mpi`` (mpi.py, :class:`Mpi`): a test that asks for it runs twice, with Open MPI and with MPICH
+(``mpi_kinds["mpich"]`` is one of them by name; scope of both: what they are never changes).
+
+    launch("--launcher", "mpi", ..., env={**os.environ, **mpi.environment})
+    launch("--launcher", "mpi", "-H", ..., env={**os.environ, **mpi.environment_for(ssh_hosts)})
+
+  ``kind``; ``environment`` puts an mpirun of this kind first on the PATH and lets root run it;
+  ``write_hostfile(path, *hosts)`` in mpirun's own way of writing it.
 """
