@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from services.gridengine import GridEngine
+from services.gridengine import gridengine as _gridengine
 from services.mpi import KINDS, Mpi
 from services.mpi import mpi as _mpi
 from services.slurm import Slurm
@@ -63,3 +65,9 @@ def mpi_kinds(service_directory: Path) -> dict[str, Mpi]:
 def mpi(request: pytest.FixtureRequest, mpi_kinds: dict[str, Mpi]) -> Mpi:
     """A test that asks for it runs twice, once with each kind."""
     return mpi_kinds[request.param]
+
+
+@pytest.fixture(scope="session")
+def gridengine(service_directory: Path) -> Iterator[GridEngine]:
+    with _gridengine(_directory(service_directory, "sge")) as cell:
+        yield cell

@@ -28,4 +28,12 @@ Each is a context manager in a module of its own and a fixture (scope: session) 
 
   ``kind``; ``environment`` puts an mpirun of this kind first on the PATH and lets root run it;
   ``write_hostfile(path, *hosts)`` in mpirun's own way of writing it.
+
+``gridengine`` (gridengine.py, :class:`GridEngine`): a master here, an execd on each of two hosts of
+its own.
+
+    launch("--launcher", "sge", ..., env={**os.environ, **gridengine.environment})
+
+  ``hosts`` are their names, with 16 slots each; ``queue``; ``run(*words)`` runs qsub, qstat and the
+  like, ``jobs()`` and ``processes()`` are what still waits or runs.
 """

@@ -59,12 +59,12 @@ class Daemon:
                 )
             time.sleep(0.05)
 
-    def stop(self) -> None:
-        """Ask it to end, and end it and its session's processes when it does not."""
+    def stop(self, grace_s: float = STOP_S) -> None:
+        """Ask it to end, and kill it and its session's processes after ``grace_s`` seconds."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
-                self._process.wait(STOP_S)
+                self._process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 pass
         try:
@@ -72,6 +72,15 @@ class Daemon:
         except ProcessLookupError:
             pass
         self._process.wait(STOP_S)
+
+
+def wait_for(what: str, happened: Callable[[], bool], deadline_s: float = READY_S) -> None:
+    """Return once ``happened()``; raise ServiceError at the deadline."""
+    give_up_at = time.monotonic() + deadline_s
+    while not happened():
+        if time.monotonic() > give_up_at:
+            raise ServiceError(f"no {what} within {deadline_s:g} s")
+        time.sleep(0.05)
 
 
 def tail(log: Path) -> str:
