@@ -15,6 +15,8 @@ from services.gridengine import GridEngine
 from services.gridengine import gridengine as _gridengine
 from services.mpi import KINDS, Mpi
 from services.mpi import mpi as _mpi
+from services.ray import Ray
+from services.ray import ray_cluster as _ray_cluster
 from services.slurm import Slurm
 from services.slurm import slurm as _slurm
 from services.sshd import SshHosts
@@ -71,3 +73,9 @@ def mpi(request: pytest.FixtureRequest, mpi_kinds: dict[str, Mpi]) -> Mpi:
 def gridengine(service_directory: Path) -> Iterator[GridEngine]:
     with _gridengine(_directory(service_directory, "sge")) as cell:
         yield cell
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(service_directory: Path) -> Iterator[Ray]:
+    with _ray_cluster(_directory(service_directory, "ray")) as cluster:
+        yield cluster

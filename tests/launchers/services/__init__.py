@@ -36,4 +36,12 @@ its own.
 
   ``hosts`` are their names, with 16 slots each; ``queue``; ``run(*words)`` runs qsub, qstat and the
   like, ``jobs()`` and ``processes()`` are what still waits or runs.
+
+``ray_cluster`` (ray.py, :class:`Ray`): a head here and a second node on a host of its own.
+
+    launch("--launcher", "ray", ..., env={**os.environ, **ray_cluster.environment})
+
+  ``address`` (HOST:PORT, also RAY_ADDRESS in ``environment``), 8 processors on each node;
+  ``run_python(text)`` runs a driver. Drivers are processes of their own: ``ray.init()`` in the
+  process of pytest would leave threads and children behind.
 """
