@@ -6,6 +6,8 @@ VENV ?= .venv
 # Tests that start no processes are spread over so many.
 JOBS ?= 2
 PYTEST_ARGS ?=
+# For test-launchers: which (tests/launchers/run --list), all of them when empty.
+LAUNCHERS ?=
 # For bench-peers, such as '--rows lenet --repeats 3'.
 BENCH_ARGS ?=
 # PyTorch's build without CUDA, whose own index has it for every Python (the other is gigabytes).
@@ -29,12 +31,13 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
 
 TRAIN := examples/image_classification/train_mnist.py
+WITHOUT_PROCESSES := --ignore=tests/process --ignore=tests/gpu --ignore=tests/launchers
 CHECKS := lint format-check types test-unit test-process
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo install dev test $(CHECKS) format coverage test-oldest bench bench-peers docs docs-html settings clean
+.PHONY: help demo install dev test $(CHECKS) format coverage test-launchers test-oldest bench bench-peers docs docs-html settings clean
 
 help: ## this list
 	@echo "usage: make TARGET [PYTHON=python3.12] [VENV=.venv]"
@@ -71,10 +74,14 @@ types: $(INSTALLED_DEV) ## mypy --strict on both packages
 	$(VENV)/bin/mypy --strict $(MYPY_FLAGS) pslite kvstore
 
 test-unit: $(INSTALLED_DEV) ## pytest: everything that starts no processes
-	$(RUN) -m pytest -n $(JOBS) tests --ignore=tests/process --ignore=tests/gpu $(PYTEST_ARGS)
+	$(RUN) -m pytest -n $(JOBS) tests $(WITHOUT_PROCESSES) $(PYTEST_ARGS)
 
 test-process: $(INSTALLED_DEV) ## pytest: whole jobs on this machine, and GPUs where there are any
 	$(RUN) -m pytest -rs tests/process tests/gpu $(PYTEST_ARGS)
+
+test-launchers: $(INSTALLED_DEV) ## jobs on real clusters, which it installs and starts (as root)
+	tests/launchers/install $(VENV)
+	tests/launchers/run $(RUN) $(LAUNCHERS) -- $(PYTEST_ARGS)
 
 format: $(INSTALLED_DEV) ## let ruff lay out the code and mend what it can
 	$(VENV)/bin/ruff format .
@@ -143,7 +150,7 @@ $(INSTALLED_DOCS): $(CREATED) $(REQUIREMENTS)
 	@touch $@
 
 coverage: $(INSTALLED_DEV) ## how much of both packages the tests run, processes included (slow)
-	$(RUN) -m pytest -n $(JOBS) tests --ignore=tests/process --ignore=tests/gpu --timeout 600 --cov \
+	$(RUN) -m pytest -n $(JOBS) tests $(WITHOUT_PROCESSES) --timeout 600 --cov \
 	    --cov-report= $(PYTEST_ARGS)
 	$(RUN) -m pytest tests/process --timeout 600 --cov --cov-append \
 	    --cov-report=term-missing:skip-covered $(PYTEST_ARGS)

@@ -47,6 +47,14 @@ DEVELOPMENT = [
     "safetensors>=0.4.5",  # reads what our own writer has written, and the other way round
 ]
 
+# What the tests of the launchers need besides (`make test-launchers`, tests/launchers/install).
+LAUNCHERS = [
+    "ray>=2.9",
+    "cloudpickle>=2.2",
+    "ipykernel>=6.29",  # a notebook's kernel
+    "kubernetes-validate>=1.30",  # the published schemas, in the package itself
+]
+
 # An extra in C (docs/decisions/0011-optional-kernels.md): without a compiler, or where this fails,
 # setuptools says so, and everything works without it. NumPy's bits depend on the flags: no fused
 # multiply-add, no shortcuts, but arithmetic that need not set errno or raise a trap.
@@ -88,6 +96,7 @@ setup(
         "plot": ["matplotlib>=3.8"],
         "docs": DOCUMENTATION,
         "dev": DEVELOPMENT,
+        "launchers": LAUNCHERS,
     },
     entry_points={"console_scripts": ["kvstore-launch = kvstore.launch.cli:main"]},
     zip_safe=False,
