@@ -6,6 +6,7 @@ start is an error of every test that wants it, never a skip.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from services.slurm import Slurm
 from services.slurm import slurm as _slurm
 from services.sshd import SshHosts
 from services.sshd import ssh_hosts as _ssh_hosts
+from services.sweeper import swept
 
 # Starting a service belongs to the first test that wants it.
 TEST_S = 120.0
@@ -35,8 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def service_directory() -> Iterator[Path]:
     """For what services write; its path is short, as the names of sockets must be."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-services-") as directory:
-        yield Path(directory)
+    directory = Path(tempfile.mkdtemp(prefix="kvstore-services-", dir="/tmp"))
+    with swept(directory):
+        yield directory
+        shutil.rmtree(directory)
 
 
 def _directory(parent: Path, name: str) -> Path:

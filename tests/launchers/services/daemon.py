@@ -1,6 +1,7 @@
 """A service that a test needs, as a process of ours: started, watched, waited for, stopped.
 
-Whatever is started here dies with the process that started it, also when that one is killed.
+Whatever is started here dies with the process that started it, also when that one is killed; for
+what that has started in turn there is sweeper.py.
 Nothing waits without a deadline, and an error shows the end of the service's own log.
 """
 
@@ -135,6 +136,19 @@ def answers(port: int, host: str = "127.0.0.1") -> bool:
     except OSError:
         return False
     return True
+
+
+def process_ids() -> list[int]:
+    """Of everything that runs on this machine."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def network_namespace(pid: int) -> str:
+    """The name of a process's network namespace, or nothing when it has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return ""
 
 
 def kill_all(pids: Callable[[], Iterable[int]], deadline_s: float = STOP_S) -> None:

@@ -2,22 +2,27 @@
 
 Each host has an address, a host name, an /etc/hosts and a /dev/shm of its own; processes and all
 other files are this machine's, as with a network file system. Needs root. What runs on a host ends
-with it, and hosts end with the process that made them, also when that one is killed.
+with it, and hosts end with the process that made them (sweeper.py sees to it if that is killed).
 """
 
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.daemon import Daemon, ServiceError, command, kill_all
-
-_BRIDGE = re.compile(r"kvs([0-9]+)[a-z]\Z")
+from services.daemon import (
+    Daemon,
+    ServiceError,
+    command,
+    kill_all,
+    network_namespace,
+    process_ids,
+)
+from services.sweeper import BRIDGES, NAMESPACES
 
 # Arguments: the host's name and its /etc/hosts.
 _BE_A_HOST = """
@@ -46,11 +51,12 @@ class Host:
 
     def processes(self) -> dict[int, str]:
         """What runs there now: process ids and command lines."""
-        space = _network_namespace(self.holder.pid)
-        if space in ("", _network_namespace(os.getpid())):
+        space = network_namespace(self.holder.pid)
+        if space in ("", network_namespace(os.getpid())):
             return {}
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        there = {pid: _command_line(pid) for pid in pids if _network_namespace(pid) == space}
+        there = {
+            pid: _command_line(pid) for pid in process_ids() if network_namespace(pid) == space
+        }
         return {pid: words for pid, words in there.items() if words and pid != self.holder.pid}
 
 
@@ -67,7 +73,6 @@ class Network:
 @contextmanager
 def network_of_hosts(directory: Path, names: Sequence[str]) -> Iterator[Network]:
     """Hosts of these names. Each has two addresses: number N from 0 has .N+2 and .N+102."""
-    _remove_orphaned_bridges()
     prefix = _unused_network()
     hosts_file = directory / "hosts"
     hosts_file.write_text(
@@ -75,7 +80,7 @@ def network_of_hosts(directory: Path, names: Sequence[str]) -> Iterator[Network]
         + "".join(f"{prefix}.{number} {name}\n" for number, name in enumerate(names, start=2))
     )
     with ExitStack() as stack:
-        interface = stack.enter_context(_bridge(f"{prefix}.1"))
+        interface = stack.enter_context(_bridge(f"{prefix}.1", directory))
         hosts = []
         for number, name in enumerate(names, start=2):
             addresses = (f"{prefix}.{number}", f"{prefix}.{number + 100}")
@@ -85,11 +90,12 @@ def network_of_hosts(directory: Path, names: Sequence[str]) -> Iterator[Network]
 
 
 @contextmanager
-def _bridge(address: str) -> Iterator[str]:
+def _bridge(address: str, directory: Path) -> Iterator[str]:
     """A bridge that this machine is at under ``address``; its name has our process id in it."""
     used = {name for _index, name in socket.if_nameindex()}
     name = next(name for letter in "abcdefgh" if (name := f"kvs{os.getpid()}{letter}") not in used)
     command("ip", "link", "add", name, "type", "bridge")
+    _note(directory / BRIDGES, name)
     try:
         command("ip", "address", "add", f"{address}/24", "dev", name)
         command("ip", "link", "set", name, "up")
@@ -106,6 +112,7 @@ def _host(name: str, addresses: tuple[str, ...], directory: Path) -> Iterator[Ho
     host = Host(name, addresses, holder)
     try:
         holder.wait_until("namespace", lambda: _command_line(holder.pid) == "sleep infinity")
+        _note(directory / NAMESPACES, network_namespace(holder.pid))
         yield host
     finally:
         kill_all(host.processes)
@@ -123,11 +130,10 @@ def _plug_in(bridge: str, host: Host) -> None:
     command(*host.enter, "ip", "link", "set", "eth0", "up")
 
 
-def _network_namespace(pid: int) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")
-    except OSError:
-        return ""
+def _note(file: Path, name: str) -> None:
+    """Tell the sweeper."""
+    with file.open("a") as notes:
+        notes.write(f"{name}\n")
 
 
 def _command_line(pid: int) -> str:
@@ -146,11 +152,3 @@ def _unused_network() -> str:
         if f"{prefix}." not in used:
             return prefix
     raise ServiceError("every network from 10.77.0.0/24 to 10.77.249.0/24 is in use here")
-
-
-def _remove_orphaned_bridges() -> None:
-    """Those of test runs that were killed; their hosts have died with them."""
-    for _index, name in socket.if_nameindex():
-        found = _BRIDGE.match(name)
-        if found is not None and not Path(f"/proc/{found[1]}").exists():
-            command("ip", "link", "delete", name)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from services.daemon import Daemon, ServiceError, answers, command, free_ports, kill_all, needed
 from services.hosts import Network, network_of_hosts
+from services.sweeper import processes_naming
 
 CPUS = 8  # of each node
 OBJECT_STORE_BYTES = 100_000_000
@@ -54,7 +55,7 @@ def ray_cluster(directory: Path) -> Iterator[Ray]:
         }
         cluster = Ray(address, environment, network)
         # Workers leave their node's session, and a node that is killed leaves them to notice.
-        stack.callback(kill_all, lambda: _processes(directory))
+        stack.callback(kill_all, lambda: processes_naming(directory))
         head = [f"--port={port}", f"--node-ip-address={network.address}", "--head"]
         head += ["--include-dashboard=false", f"--temp-dir={directory}"]
         started = stack.enter_context(_node(cluster, directory, "head", head, []))
@@ -90,16 +91,3 @@ def _nodes(cluster: Ray) -> int:
         words, env=environment, capture_output=True, text=True, timeout=30, check=False
     )
     return done.stdout.count(" node_")
-
-
-def _processes(directory: Path) -> list[int]:
-    """What has this cluster's directory in its environment."""
-    mark = f"RAY_TMPDIR={directory}".encode()
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-        except OSError:  # it has just ended
-            pass
-    return found
