@@ -176,15 +176,14 @@ class LocalCluster:
             raise DeadlineError(f"after {timeout_s:g} s a call before this one had not returned")
         try:
             while call._outcome is None:
-                left_s = None if timeout_s is None else began_s + timeout_s - time.monotonic()
-                self._settle_first(left_s)
+                self._settle_first(timeout_s, began_s)
             return call._outcome
         finally:
             self._lock.release()
 
-    def _settle_first(self, timeout_s: float | None) -> None:
+    def _settle_first(self, timeout_s: float | None, began_s: float) -> None:
         first = self._calls[0]
-        first._outcome = self._job.gather(first._number, timeout_s)
+        first._outcome = self._job.gather(first._number, timeout_s, began_s)
         self._calls.popleft()
         if not self._job.goes_on:
             self._end_because(f"a call failed: {first._outcome.error}")

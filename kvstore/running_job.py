@@ -28,7 +28,12 @@ from kvstore.errors import (
 )
 from kvstore.launch import parcels
 from kvstore.launch.background import BackgroundLauncher, show
-from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
+from kvstore.launch.options import (
+    RESERVED_NAMES,
+    LaunchError,
+    LaunchOptions,
+    parse_arguments,
+)
 from kvstore.running_errors import Answer, Ending, first_cause, value_of
 from pslite.errors import DeadlineError, UsageError
 
@@ -161,13 +166,15 @@ class RunningJob:
         """Whether all workers have answered, without waiting."""
         return all(self._answer_path(call, rank).exists() for rank in range(self.workers))
 
-    def gather(self, call: int, timeout_s: float | None) -> Outcome:
+    def gather(self, call: int, timeout_s: float | None, began_s: float | None = None) -> Outcome:
         """Wait for all workers' answers, or for a failure; shows their output meanwhile.
 
         After a failure the job may still run, see :attr:`goes_on`. Raises ``DeadlineError`` when
-        ``timeout_s`` are over; it may be called again then.
+        ``timeout_s`` are over, counted from ``began_s`` of the monotonic clock (now); it may be
+        called again then.
         """
-        give_up_at_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        began_s = time.monotonic() if began_s is None else began_s
+        give_up_at_s = float("inf") if timeout_s is None else began_s + timeout_s
         answers: dict[int, Answer] = {}
         failed_at_s: float | None = None
         while True:
@@ -279,7 +286,7 @@ class RunningJob:
         if status is None:
             return None
         output = self._launcher.output
-        return Ending(status, output.report(), output.said)
+        return Ending(status, output.report(without=str(self._directory)), output.said)
 
     def _show_last(self, call: int) -> None:
         """The lines of a call that come after its answers; not for ever."""
@@ -331,6 +338,8 @@ def _checked_env(env: Mapping[str, str]) -> dict[str, str]:
     for name, text in env.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise ArgumentTypeError(f"env maps names to texts, got {name!r}: {text!r}")
+        if name in RESERVED_NAMES:
+            raise ArgumentValueError(f"env cannot set {name}: the launcher sets it itself")
     return dict(env)
 
 

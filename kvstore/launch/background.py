@@ -143,7 +143,7 @@ class BackgroundLauncher:
 
         An interrupt meanwhile kills the launcher; then its guardian ends the job.
         """
-        self.output.hides_launcher = True
+        self.output.is_ending = True
         try:
             self._signal(signal.SIGTERM)
             ended = self.wait_for_end(_END_S)

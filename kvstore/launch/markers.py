@@ -2,7 +2,8 @@
 
 Pure: lines in, lines to show out. Three things are not shown: the marks by which a worker says
 that all lines of a call have come, the launcher's final block about a failure (which becomes the
-text of an exception), and the launcher's own words once the caller ends the job. Used by
+text of an exception), and, once the caller ends the job, what launcher, scheduler and nodes say
+about that. Used by
 ``background.py``; ``worker_main.py`` writes the marks, ``report.py`` the block.
 """
 
@@ -13,9 +14,11 @@ from dataclasses import dataclass, field
 
 from kvstore.launch.report import FAILURE_HEADING
 
-_MARK = "\x1ekvstore call "
-_MARKED = re.compile(r"(?P<before>.*)\x1ekvstore call (?P<call>\d+)\Z", re.DOTALL)
+_MARK = "\x1fkvstore call "
+_MARKED = re.compile(r"(?P<before>.*)\x1fkvstore call (?P<call>\d+)\Z", re.DOTALL)
 _PREFIX = re.compile(r"\[(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?[^]]*\] ")
+# What nodes say when others end: all of scheduler and servers, and the dated lines of workers.
+_OF_THE_END = re.compile(r"\[(?:scheduler|server|worker \d+[^]]*\] \[\d\d:\d\d:\d\d\] W\[)")
 _PROCESS = re.compile(r"process: +(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?\b")
 _ENDED = re.compile(r"ended: +(?P<how>.*?), [0-9.]+ s after the start")
 _LOG_HEADING = re.compile(r"the last (?:line|\d+ lines) of its log:|its log is empty")
@@ -43,7 +46,7 @@ class Output:
     said: list[str] = field(default_factory=list)
     block: list[str] = field(default_factory=list)
     marks: set[tuple[int, int, bool]] = field(default_factory=set)
-    hides_launcher: bool = False
+    is_ending: bool = False
 
     def show(self, line: str, *, is_error: bool) -> str | None:
         """The line as it is to be shown, or None. Lines come without their end."""
@@ -54,7 +57,9 @@ class Output:
             return None
         if line.startswith("[launcher] "):
             self.said.append(line.removeprefix("[launcher] "))
-            return None if self.hides_launcher else line
+            return None if self.is_ending else line
+        if self.is_ending and _OF_THE_END.match(line):
+            return None
         return self._without_mark(line, is_error)
 
     def has_all_of(self, call: int, ranks: int) -> bool:
@@ -73,9 +78,13 @@ class Output:
         self.marks.add((int(found["call"]), int(prefix["rank"]), is_error))
         return None if found["before"] == prefix[0] else found["before"]
 
-    def report(self) -> Report | None:
-        """What the final block says, or None where there was none."""
-        return read_block(self.block) if self.block else None
+    def report(self, without: str) -> Report | None:
+        """What the final block says, or None where there was none.
+
+        ``without`` is a directory that will be gone when somebody reads it: lines that name it
+        are left out.
+        """
+        return read_block([line for line in self.block if without not in line])
 
 
 def read_block(lines: list[str]) -> Report | None:
