@@ -94,10 +94,6 @@ def read_block(lines: list[str]) -> Report | None:
     if process is None or ended is None:
         return None
     begin = next((i for i, line in enumerate(lines) if _LOG_HEADING.match(line)), len(lines))
-    kept = [line for line in lines[begin:] if not _MARKED.match(line)]
-    return Report(
-        process["role"],
-        int(process["rank"] or 0),
-        ended["how"],
-        "\n".join(line for line in kept if line),
-    )
+    kept = [line.partition(_MARK)[0] for line in lines[begin:]]
+    text = "\n".join(line for line in kept if line.strip())
+    return Report(process["role"], int(process["rank"] or 0), ended["how"], text)
