@@ -6,6 +6,9 @@ next, then ``options.py`` (the command line), ``plan.py`` (who is started with w
 environment), ``preflight.py`` (what is checked before), ``lifecycle.py`` (the rules by which a
 job ends) and ``supervisor.py`` (the processes); ``guardian.py`` is what remains when the
 launcher itself is killed.
+
+``background.py``, ``parcels.py`` and ``worker_main.py`` are no part of the launcher: they are how
+``kvstore.run`` uses it, and ``tie.py`` is all that the launcher knows of that.
 """
 
 from __future__ import annotations

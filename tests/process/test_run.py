@@ -148,6 +148,26 @@ def test_a_worker_may_run_a_job_of_its_own_which_inherits_nothing_of_the_outer_o
     assert [count for _, count in inner_jobs] == ["2", "2"]
 
 
+def test_where_no_bell_can_be_heard_answers_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_pipes(path: Path, mode: int) -> None:
+        raise OSError("this file system has none")
+
+    monkeypatch.setattr("kvstore.launch.parcels.os.mkfifo", no_pipes)
+    (tmp_path / "shared").mkdir()
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        mx.run(
+            lambda: time.sleep(50) if mx.create("dist_sync").rank else 1 / 0,
+            workers=2,
+            servers=1,
+            share_dir=tmp_path / "shared",
+        )
+    assert time.monotonic() - began < 20
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
 def test_a_cluster_makes_several_calls_on_the_same_workers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
