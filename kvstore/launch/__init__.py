@@ -7,8 +7,8 @@ environment), ``preflight.py`` (what is checked before), ``lifecycle.py`` (the r
 job ends) and ``supervisor.py`` (the processes); ``guardian.py`` is what remains when the
 launcher itself is killed.
 
-``background.py``, ``parcels.py`` and ``worker_main.py`` are no part of the launcher: they are how
-``kvstore.run`` uses it, and ``tie.py`` is all that the launcher knows of that.
+``background.py``, ``markers.py``, ``parcels.py`` and ``worker_main.py`` are not part of it:
+they are how ``kvstore.run`` uses the launcher, and ``tie.py`` is what it knows of that.
 """
 
 from __future__ import annotations
