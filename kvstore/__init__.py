@@ -41,6 +41,12 @@ _LAZY = {
     "random": "kvstore.random",
 }
 
+#: The same for single functions and classes, by their module.
+_LAZY_MEMBERS = {
+    "LocalCluster": "kvstore.running_cluster",
+    "run": "kvstore.running",
+}
+
 __all__ = [
     "Context",
     "KVStore",
@@ -57,12 +63,15 @@ __all__ = [
     "optimizer",
     "register_command",
     *_LAZY,
+    *_LAZY_MEMBERS,
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(_LAZY[name])
+    if name in _LAZY_MEMBERS:
+        return getattr(importlib.import_module(_LAZY_MEMBERS[name]), name)
     from kvstore.absent import missing
 
     raise missing("kvstore", name, __all__)

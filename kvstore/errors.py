@@ -3,6 +3,8 @@
 ::
 
     PSError                          (pslite.errors)
+    ├── JobFailed                    a job of run or LocalCluster did not start, or ended too early
+    │   └── WorkerFailed             one of its workers died, or raised what cannot be raised here
     └── UsageError                   (pslite.errors) you misused it; nothing took effect
         ├── UnknownTypeError         create() was given a name that is no store type
         ├── KeyTypeError             a key is neither int nor str, or the two are mixed
@@ -19,14 +21,34 @@
         ├── NotSupportedError        this store, or this version, cannot do it
         └── MissingDependencyError   an optional package is needed; the text says what to install
 
-Everything is a ``UsageError``: what peers and networks do wrong has its errors in
-``pslite.errors``. Each class also derives from the built-in error that a Python programmer
+Everything else is a ``UsageError``: what peers and networks do wrong has its errors in
+``pslite.errors``. Each of these also derives from the built-in error that a Python programmer
 would expect there (``TypeError``, ``LookupError``, ...).
 """
 
 from __future__ import annotations
 
-from pslite.errors import UsageError
+from pslite.errors import PSError, UsageError
+
+
+class JobFailed(PSError):
+    """A job of ``kvstore.run`` did not start, or ended before all had returned.
+
+    ``role`` and ``rank`` name the process that failed first; ``""`` and -1 where it is none.
+    """
+
+    def __init__(self, message: str, *, role: str = "", rank: int = -1) -> None:
+        super().__init__(message)
+        self.role = role
+        self.rank = rank
+
+
+class WorkerFailed(JobFailed):
+    """A worker of ``kvstore.run`` died, or raised or returned what cannot be handed over.
+
+    Also the ``__cause__`` of what a worker raised and the caller raises again; then the text is
+    the worker's traceback.
+    """
 
 
 class UnknownTypeError(UsageError, ValueError):

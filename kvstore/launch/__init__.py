@@ -6,6 +6,9 @@ next, then ``options.py`` (the command line), ``plan.py`` (who is started with w
 environment), ``preflight.py`` (what is checked before), ``lifecycle.py`` (the rules by which a
 job ends) and ``supervisor.py`` (the processes); ``guardian.py`` is what remains when the
 launcher itself is killed.
+
+``background.py``, ``markers.py``, ``parcels.py`` and ``worker_main.py`` are not part of it:
+they are how ``kvstore.run`` uses the launcher, and ``tie.py`` is what it knows of that.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from pathlib import Path
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
 from kvstore.launch.requirements import missing_packages
+from kvstore.launch.tie import Tie, parse
 
 # Each launcher is a module of its own with a function run(options, environ, service_command,
 # timing) -> exit code, and is imported when it is asked for.
@@ -37,8 +38,12 @@ def main(
     """
     arguments = sys.argv[1:] if argv is None else argv
     service = service_command or (sys.executable, str(Path(__file__).with_name("service.py")))
+    tie: Tie | None = None
     try:
         options = parse_arguments(arguments)
+        if options.tied is not None:
+            tie = parse(options.tied)
+            tie.hold()
         missing = missing_packages() if service_command is None else None
         if missing is not None:
             raise LaunchError(missing, exit_code=2)
@@ -49,6 +54,9 @@ def main(
         return error.exit_code
     except KeyboardInterrupt:  # before the first process was started, or after the last ended
         return 130
+    finally:
+        if tie is not None:
+            tie.clean_up()
 
 
 def _runner(options: LaunchOptions) -> Callable[..., int]:

@@ -115,6 +115,7 @@ class LaunchOptions:
     show_status: bool = True
     python: str | None = None
     places: Places = Places()
+    tied: str | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -169,6 +170,7 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
         show_status=not found.no_status,
         python=found.python,
         places=_places(found),
+        tied=found.tied,
     )
 
 
@@ -254,6 +256,7 @@ def _build_parser() -> _Parser:
         help="keep one log file per process here (default: a temporary directory, "
         "which is kept only when the job fails)",
     )
+    add("--tied", metavar="FD:DIRECTORY", help=argparse.SUPPRESS)  # see tie.py
     _add_places(parser)
     return parser
 

@@ -14,6 +14,7 @@ from kvstore.launch.failure import describe_status
 from kvstore.launch.lifecycle import Exit
 from kvstore.launch.plan import ProcessSpec
 
+FAILURE_HEADING = "======== the job failed; this was the first failure ========"
 SHOWN_LINES = 20
 LONGEST_COMMAND = 2000
 
@@ -41,7 +42,7 @@ def failure_block(
     shown = list(first.last_lines)[-SHOWN_LINES:]
     lines = [
         "",
-        "======== the job failed; this was the first failure ========",
+        FAILURE_HEADING,
         f"process:  {first.spec.name} (pid {first.pid})",
         f"ended:    {_how(first)}, {age_s:.1f} s after the start",
         f"command:  {_command(first.spec.argv)}",

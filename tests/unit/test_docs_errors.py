@@ -19,6 +19,11 @@ import pslite
 import pslite.errors
 from kvstore.dist import create_dist
 from kvstore.dtypes import dtype_of
+from kvstore.launch.lifecycle import Exit
+from kvstore.launch.markers import read_block
+from kvstore.launch.plan import ProcessSpec
+from kvstore.launch.report import Ended, failure_block
+from kvstore.running_errors import Answer, Ending, first_cause, value_of
 from kvstore.server import install
 from pslite.errors import PSError
 from pslite.van.inproc import InprocNetwork, InprocVan
@@ -123,6 +128,14 @@ def nearly_a_key() -> None:
     kv.pull("wieght")
 
 
+def killed_worker() -> None:
+    lines = ["loading", "epoch 0"]
+    spec = ProcessSpec("worker", 1, ("python",), {})
+    ended = Ended(spec, 4711, Exit(0, -9, 2.0, 1), lines)
+    report = read_block(failure_block([ended], [], "/logs", start_s=0.0).splitlines()[:-1])
+    raise first_cause([], Ending(137, report))
+
+
 def without_cupy() -> None:
     try:
         import cupy
@@ -146,6 +159,8 @@ MISTAKES: dict[str, list[Callable[[], object]]] = {
     "NodeLostError": [lost_server],
     "DeadlineError": [lambda: pslite.Future("the servers' answer for 'w'").result(0.01)],
     "ClosedError": [closed],
+    "JobFailed": [lambda: kvstore.run(max, workers=1, servers=1, python="/no/python")],
+    "WorkerFailed": [killed_worker, lambda: value_of(Answer(3, {}, b"no pickle"))],
     "UnknownTypeError": [lambda: kvstore.create("dist_snyc")],
     "KeyTypeError": [with_w(lambda kv: kv.pull(3)), with_w(lambda kv: kv.pull(1.5))],
     "UnknownKeyError": [with_w(lambda kv: kv.pull("v")), nearly_a_key],

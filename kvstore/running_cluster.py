@@ -1,0 +1,203 @@
+"""``LocalCluster``: a job on this machine whose workers stay, for several calls.
+
+::
+
+    with kvstore.LocalCluster(workers=2, servers=1) as cluster:
+        cluster.run(load)
+        accuracies = cluster.run(train, args=(0.1,))
+
+Calls are made one after the other, in the order in which they were submitted. Importing has no
+effect. Any thread may call. Read ``running_job.py`` next; ``running.py`` is for one call.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from kvstore.running_job import JobOptions, Outcome, RunningJob, as_words, packed
+from pslite.errors import ClosedError, DeadlineError
+
+START_S = 120.0
+
+
+class Call:
+    """A call of :meth:`LocalCluster.submit`, which may be under way."""
+
+    def __init__(self, cluster: LocalCluster, number: int) -> None:
+        self._cluster = cluster
+        self._number = number
+        self._outcome: Outcome | None = None
+
+    def done(self) -> bool:
+        """Whether :meth:`result` would return or raise at once."""
+        return self._outcome is not None or self._cluster._is_answered(self._number)
+
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        """What each worker returned, in the order of the ranks; shows what they print meanwhile.
+
+        Raises as ``kvstore.run`` does; after a ``DeadlineError`` the call goes on, and this may
+        be called again.
+        """
+        return self._cluster._settle(self, timeout_s).values()
+
+
+class LocalCluster:
+    """A scheduler, ``servers`` servers and ``workers`` workers on this machine, until closed.
+
+    All have joined when this returns. ``env``, ``options``, ``log_dir`` and ``python`` are those
+    of ``kvstore.run``. It is closed by :meth:`close`, by the end of a ``with`` block, at the end
+    of the interpreter, and when nothing refers to it any more.
+
+    An exception in a function is raised by the call. If all workers have answered, the cluster
+    goes on; if some have not within 2 s, since they wait for the one that raised, or if a process
+    is lost, it ends, and calls raise ``ClosedError``. Nothing is restarted.
+    """
+
+    def __init__(
+        self,
+        workers: int = 4,
+        servers: int = 2,
+        *,
+        timeout_s: float | None = START_S,
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+        log_dir: str | os.PathLike[str] | None = None,
+        python: str | None = None,
+    ) -> None:
+        wanted = JobOptions(
+            workers=workers,
+            servers=servers,
+            env=env or {},
+            options=as_words(options),
+            log_dir=log_dir,
+            python=python,
+        )
+        # Guards all below. Held while results are awaited: calls are answered in their order.
+        self._lock = threading.RLock()
+        self._calls: deque[Call] = deque()
+        self._last_number = 0
+        self._why_closed = ""
+        self._job = RunningJob(wanted, "serve")
+        self._end = weakref.finalize(self, self._job.end)
+        try:
+            self._job.start()
+            self._job.gather(0, timeout_s).values()
+        except BaseException:
+            self._end()
+            raise
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._end_because("an exception left its with block")
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Call ``fn`` once on each worker; return what they returned, in the order of the ranks.
+
+        ``timeout_s`` are seconds, also for the calls before it that are not over. When they are
+        over, and at a Ctrl-C, the cluster ends. Raises as ``kvstore.run`` does.
+        """
+        call = self.submit(fn, args, kwargs)
+        try:
+            return call.result(timeout_s)
+        except DeadlineError:
+            if call._outcome is None:  # else the function has raised it
+                self._end_because("a call took longer than its timeout_s")
+            raise
+        except KeyboardInterrupt:
+            self._end_because("a call was interrupted")
+            raise
+
+    def submit(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Call:
+        """Have ``fn`` called after the calls before it, without waiting."""
+        body = packed(fn, args, kwargs or {})
+        with self._lock:
+            self._check()
+            self._last_number += 1
+            call = Call(self, self._last_number)
+            self._job.leave_call(call._number, body)
+            self._job.order(call._number)
+            self._calls.append(call)
+            return call
+
+    def close(self) -> None:
+        """Wait for the calls that are under way, then end everything; idempotent.
+
+        Errors of calls whose result nobody has asked for are not raised.
+        """
+        with self._lock:
+            if self._calls:
+                try:
+                    self._settle(self._calls[-1], None)
+                except KeyboardInterrupt:
+                    self._end_because("closing it was interrupted")
+                    raise
+            if self._end.alive and self._job.goes_on:
+                self._job.finish()
+            self._end_because("it was closed")
+
+    # -- for Call ----------------------------------------------------------------------
+
+    def _is_answered(self, number: int) -> bool:
+        return not self._job.goes_on or self._job.is_answered(number)
+
+    def _settle(self, call: Call, timeout_s: float | None) -> Outcome:
+        """Take the answers of all calls up to ``call``. Raises ``DeadlineError``."""
+        began_s = time.monotonic()
+        if not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise DeadlineError(f"after {timeout_s:g} s a call before this one had not returned")
+        try:
+            while call._outcome is None:
+                self._settle_first(timeout_s, began_s)
+            return call._outcome
+        finally:
+            self._lock.release()
+
+    def _settle_first(self, timeout_s: float | None, began_s: float) -> None:
+        first = self._calls[0]
+        first._outcome = self._job.gather(first._number, timeout_s, began_s)
+        self._calls.popleft()
+        if not self._job.goes_on:
+            self._end_because(f"a call failed: {first._outcome.error}")
+
+    def _check(self) -> None:
+        if self._why_closed:
+            raise ClosedError(f"this cluster has ended: {self._why_closed}; make a new one")
+
+    def _end_because(self, why: str) -> None:
+        """End all processes; calls that have no answer yet fail."""
+        with self._lock:
+            self._why_closed = self._why_closed or why
+            for call in self._calls:
+                error = ClosedError(f"the cluster ended before this call had returned: {why}")
+                call._outcome = Outcome([], error)
+            self._calls.clear()
+            self._end()

@@ -1,0 +1,296 @@
+"""``kvstore.run`` and ``LocalCluster`` with real jobs: what comes back, and that nothing stays.
+
+Functions are defined within the tests, so they travel by value. Directories for temporary files
+are those of the test, and must be empty at its end; processes carry the mark of the test's job.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from job import ROOT, MakeJob, Process, clean_environment, needs_proc
+
+import kvstore as mx
+from kvstore.errors import JobFailed, WorkerFailed
+from pslite.errors import ClosedError, DeadlineError
+
+pytest.importorskip("cloudpickle")
+pytestmark = [pytest.mark.process, needs_proc]
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory for temporary files of this process and of what it starts."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    for name in [name for name in os.environ if name not in clean_environment()]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield place
+    give_up_at = time.monotonic() + 5
+    while list(place.iterdir()) and time.monotonic() < give_up_at:
+        time.sleep(0.02)
+    assert list(place.iterdir()) == []
+
+
+def test_results_come_in_the_order_of_the_ranks_and_output_on_sys_stdout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    offset = 10.0
+
+    def work(scale: float, *, name: str) -> tuple[int, list[float], str]:
+        kv = mx.create("dist_sync")
+        kv.init("w", np.zeros(2, np.float32))
+        kv.push("w", np.full(2, (kv.rank + 1) * scale, np.float32))
+        print(f"hello from {name} {kv.rank}")
+        return kv.rank, [float(x) + offset for x in kv.pull("w")], os.environ["GREETING"]
+
+    found: list[list[object]] = []
+
+    def call() -> None:  # on a thread that is not the main one
+        results = mx.run(
+            work,
+            args=(2.0,),
+            kwargs={"name": "worker"},
+            workers=3,
+            servers=2,
+            env={"GREETING": "a b"},
+            timeout_s=50,
+        )
+        found.append(results)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(50)
+    assert found == [[(rank, [22.0, 22.0], "a b") for rank in range(3)]]
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert lines == [f"[worker {rank}] hello from worker {rank}" for rank in range(3)]
+
+
+def test_what_one_worker_raises_is_raised_and_the_others_are_ended(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Unlucky(ValueError):
+        pass
+
+    def work() -> None:
+        kv = mx.create("dist_sync")
+        if kv.rank == 1:
+            raise Unlucky("number 13")
+        time.sleep(50)
+
+    began = time.monotonic()
+    with pytest.raises(Unlucky, match="number 13") as raised:
+        mx.run(work, workers=2, servers=1)
+    assert capsys.readouterr() == ("", "")
+    assert time.monotonic() - began < 20
+    cause = raised.value.__cause__
+    assert isinstance(cause, WorkerFailed)
+    assert (cause.role, cause.rank) == ("worker", 1)
+    assert re.search(r"worker 1 raised Unlucky; .*in work\n +raise Unlucky", str(cause), re.DOTALL)
+
+
+def test_a_worker_that_is_killed_is_named_with_its_signal_and_its_last_lines() -> None:
+    def work() -> None:
+        kv = mx.create("dist_sync")
+        if kv.rank == 1:
+            print(*(f"line {i}" for i in range(30)), sep="\n", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        kv.barrier()
+
+    with pytest.raises(WorkerFailed) as raised:
+        mx.run(work, workers=2, servers=1)
+    assert (raised.value.role, raised.value.rank) == ("worker", 1)
+    text = str(raised.value)
+    assert text.startswith("worker 1 ended with signal SIGKILL, before it had returned; ")
+    assert re.findall(r"line (\d+)$", text, re.MULTILINE) == [str(i) for i in range(10, 30)]
+    assert "logs of all processes" not in text  # they are gone
+
+
+def test_when_the_time_is_up_the_error_names_who_has_not_returned(tmp_path: Path) -> None:
+    def work() -> str:
+        if mx.create("dist_sync").rank in (0, 2):
+            time.sleep(50)
+        return "done"
+
+    with pytest.raises(TimeoutError) as raised:
+        mx.run(work, workers=3, servers=1, timeout_s=5, log_dir=tmp_path / "logs")
+    assert isinstance(raised.value, DeadlineError)
+    assert str(raised.value) == "after 5 s workers 0 and 2 had not returned"
+    assert (tmp_path / "logs" / "worker-0.log").exists()
+
+
+def test_a_job_that_cannot_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(JobFailed, match="cannot start worker 0: '/no/python': there is no such"):
+        mx.run(os.getpid, workers=1, servers=1, python="/no/python")
+    assert capsys.readouterr().err.startswith("[launcher] cannot start worker 0")
+
+
+def test_a_worker_may_run_a_job_of_its_own_which_inherits_nothing_of_the_outer_one() -> None:
+    def inner() -> tuple[str, str]:
+        return os.environ["PS_JOB_ID"], os.environ["DMLC_NUM_WORKER"]
+
+    def outer() -> tuple[str, list[tuple[str, str]]]:
+        return os.environ["PS_JOB_ID"], mx.run(inner, workers=2, servers=1)
+
+    [(job, inner_jobs)] = mx.run(outer, workers=1, servers=1)
+    assert len({job, *(name for name, _ in inner_jobs)}) == 2
+    assert [count for _, count in inner_jobs] == ["2", "2"]
+
+
+def test_where_no_bell_can_be_heard_answers_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_pipes(path: Path, mode: int) -> None:
+        raise OSError("this file system has none")
+
+    monkeypatch.setattr("kvstore.launch.parcels.os.mkfifo", no_pipes)
+    (tmp_path / "shared").mkdir()
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        mx.run(
+            lambda: time.sleep(50) if mx.create("dist_sync").rank else 1 / 0,
+            workers=2,
+            servers=1,
+            share_dir=tmp_path / "shared",
+        )
+    assert time.monotonic() - began < 20
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_a_cluster_makes_several_calls_on_the_same_workers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Point:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+    def rank() -> int:
+        return mx.create("dist_sync").rank
+
+    def say(text: str) -> int:
+        print(text, end="")  # the line has no end
+        print("an error", file=sys.stderr)
+        return os.getpid()
+
+    with mx.LocalCluster(workers=2, servers=1) as cluster:
+        first = cluster.run(say, ("one",))
+        out, err = capsys.readouterr()
+        assert sorted(out.splitlines()) == ["[worker 0] one", "[worker 1] one"]
+        assert sorted(err.splitlines()) == ["[worker 0] an error", "[worker 1] an error"]
+
+        second, third = cluster.submit(say, ("two",)), cluster.submit(rank)
+        assert third.result(30) == [0, 1]
+        assert second.done()
+        assert second.result() == first  # the same processes
+        assert all(isinstance(point, Point) for point in cluster.run(lambda: Point(1)))
+
+        with pytest.raises(ZeroDivisionError) as raised:
+            cluster.run(lambda: 1 / 0)
+        assert "as did worker" in str(raised.value.__cause__)
+        with pytest.raises(WorkerFailed, match=r"returned cannot be sent back: .*lock"):
+            cluster.run(threading.Lock)
+        with pytest.raises(WorkerFailed, match="raised SystemExit"):
+            cluster.run(sys.exit)
+        assert cluster.run(rank) == [0, 1]  # it goes on
+
+        slow = cluster.submit(time.sleep, (0.5,))
+        with pytest.raises(DeadlineError, match=r"after 0\.01 s workers 0 and 1 had not"):
+            slow.result(0.01)
+        assert slow.result(30) == [None, None]
+    with pytest.raises(ClosedError, match="it was closed; make a new one"):
+        cluster.run(rank)
+
+
+def test_a_cluster_whose_workers_wait_for_the_one_that_raised_ends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work() -> None:
+        kv = mx.create("dist_sync")
+        if kv.rank == 0:
+            raise KeyError("gone")
+        kv.barrier()
+
+    with mx.LocalCluster(workers=2, servers=1) as cluster:
+        call, later = cluster.submit(work), cluster.submit(os.getpid)
+        with pytest.raises(KeyError, match="gone"):
+            call.result(30)
+        with pytest.raises(ClosedError, match="a call failed: 'gone'"):
+            later.result(30)
+        with pytest.raises(ClosedError, match="this cluster has ended: a call failed: 'gone'"):
+            cluster.run(os.getpid)
+    assert capsys.readouterr() == ("", "")
+
+
+# -- callers that end: scripts of their own, without a __main__ guard --------------------------
+
+SCRIPT = """
+import os, sys, time
+import kvstore as mx
+print("imported once", flush=True)
+def work():
+    kv = mx.create("dist_sync")
+    print("working", flush=True)
+    time.sleep(50)
+mx.run(work, workers=2, servers=1)
+"""
+
+
+def start_script(make_job: MakeJob, temporary: Path, text: str = SCRIPT) -> Process:
+    job = make_job(2, 1, TMPDIR=str(temporary))
+    script = job.directory / "script.py"
+    script.write_text(text)
+    remove = {name: None for name in job.environment("worker", 0) if name.startswith("DMLC_")}
+    return job.start("worker", 0, [str(script)], {**remove, "PS_JOB_ID": None})
+
+
+def test_nothing_stays_when_the_caller_is_killed(make_job: MakeJob, temporary: Path) -> None:
+    """The fixtures look for processes and for files."""
+    caller = start_script(make_job, temporary)
+    caller.wait_for(r"(?s)worker \d\] working.*worker \d\] working")
+    caller.send(signal.SIGKILL)
+    assert caller.wait() == -signal.SIGKILL
+    assert caller.text.count("imported once") == 1
+
+
+def test_nothing_stays_when_a_ctrl_c_ends_the_call(make_job: MakeJob, temporary: Path) -> None:
+    caller = start_script(make_job, temporary)
+    caller.wait_for(r"(?s)worker \d\] working.*worker \d\] working")
+    caller.send(signal.SIGINT)
+    assert caller.wait() == -signal.SIGINT
+    assert caller.lines[-1] == "KeyboardInterrupt"
+
+
+def test_a_cluster_that_nobody_closes_ends_with_the_interpreter(
+    make_job: MakeJob, temporary: Path
+) -> None:
+    text = "import kvstore as mx\ncluster = mx.LocalCluster(1, 1)\nprint(cluster.run(abs, (-7,)))\n"
+    caller = start_script(make_job, temporary, text)
+    assert caller.wait() == 0
+    assert caller.lines == ["[7]"]
+
+
+def test_without_cloudpickle_functions_of_modules_work_and_others_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_functions.py").write_text(
+        "import kvstore\ndef rank():\n    return kvstore.create('dist_sync').rank\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    import my_functions  # type: ignore[import-not-found]
+
+    assert mx.run(my_functions.rank, workers=2, servers=1) == [0, 1]
+    with pytest.raises(mx.errors.MissingDependencyError, match="pip install cloudpickle"):
+        mx.run(lambda: 1)
+    assert str(ROOT) in sys.path

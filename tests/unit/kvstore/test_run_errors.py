@@ -1,0 +1,205 @@
+"""Which error a caller of ``kvstore.run`` sees, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore as mx
+from kvstore.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    JobFailed,
+    MissingDependencyError,
+    WorkerFailed,
+)
+from kvstore.launch.background import own_environment
+from kvstore.launch.markers import Report
+from kvstore.launch.options import LaunchError
+from kvstore.launch.tie import parse
+from kvstore.running_errors import Answer, Ending, first_cause, value_of
+from kvstore.running_job import JobOptions, checked_command, own_path
+from pslite.errors import NodeLostError
+
+
+def raised(rank: int, error: Exception, at_s: float, *, blames: bool = False) -> Answer:
+    header = {
+        "kind": "error",
+        "type": type(error).__name__,
+        "text": f"Traceback: {error}",
+        "blames": blames,
+        "at_s": at_s,
+    }
+    return Answer(rank, header, pickle.dumps(error))
+
+
+def returned(rank: int, value: Any) -> Answer:
+    return Answer(rank, {"kind": "value"}, pickle.dumps(value))
+
+
+LOST = NodeLostError("worker 2 is lost", role="worker", rank=2)
+KILLED = Report("worker", 2, "signal SIGKILL", "the last line of its log:\n    bye")
+
+
+def test_the_earliest_error_of_a_worker_s_own_comes_first() -> None:
+    answers = [
+        raised(0, LOST, 1.0, blames=True),
+        raised(1, KeyError("late"), 3.0),
+        raised(2, ValueError("early"), 2.0),
+        returned(3, "fine"),
+    ]
+    error = first_cause(answers, Ending(1, Report("worker", 0, "exit code 1", "")))
+    assert isinstance(error, ValueError)
+    assert str(error.__cause__) == (
+        "worker 2 raised ValueError; its traceback there:\nTraceback: early"
+    )
+
+
+def test_the_same_error_on_others_is_said_once() -> None:
+    answers = [raised(rank, ValueError("x"), 1.0) for rank in (10, 2, 0)]
+    error = first_cause(answers, None)
+    assert str(error.__cause__).startswith("worker 0 raised ValueError, as did workers 2, 10; its")
+
+
+def test_a_worker_that_died_is_named_before_those_that_miss_it() -> None:
+    error = first_cause([raised(0, LOST, 1.0, blames=True)], Ending(137, KILLED))
+    assert isinstance(error, WorkerFailed)
+    assert (error.role, error.rank) == ("worker", 2)
+    assert str(error) == (
+        "worker 2 ended with signal SIGKILL, before it had returned; the last line of its log:\n"
+        "    bye"
+    )
+
+
+def test_a_server_that_died_is_no_worker() -> None:
+    error = first_cause([], Ending(1, Report("server", 1, "exit code 1", "its log is empty")))
+    assert type(error) is JobFailed
+    assert str(error) == "server 1 ended with exit code 1; its log is empty"
+    assert (error.role, error.rank) == ("server", 1)
+
+
+def test_without_a_verdict_a_lost_node_is_what_there_is() -> None:
+    for ending in (None, Ending(143, None), Ending(1, Report("worker", 0, "exit code 1", ""))):
+        assert isinstance(first_cause([raised(0, LOST, 1.0, blames=True)], ending), NodeLostError)
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        (Ending(2, None, ("no such host",)), "all workers had returned: no such host"),
+        (Ending(0, None), "its launcher ended with exit code 0"),
+        (Ending(-9, None), "the launcher of the job was ended by signal SIGKILL"),
+    ],
+)
+def test_a_job_that_ended_without_a_report_says_what_there_is_to_say(
+    ending: Ending, words: str
+) -> None:
+    error = first_cause([returned(0, 1)], ending)
+    assert type(error) is JobFailed
+    assert str(error).endswith(words)
+
+
+def test_an_exception_whose_class_is_not_here_comes_as_its_traceback() -> None:
+    answer = raised(1, ValueError("x"), 1.0)
+    for body in (b"", b"\x80\x04cno_such_module\nNothing\n.", pickle.dumps("no exception")):
+        error = first_cause([Answer(1, answer.header, body)], None)
+        assert isinstance(error, WorkerFailed)
+        assert str(error).endswith("worker 1 raised ValueError; its traceback there:\nTraceback: x")
+
+
+def test_a_result_whose_class_is_not_here_names_the_worker() -> None:
+    assert value_of(returned(0, [1, "a"])) == [1, "a"]
+    with pytest.raises(WorkerFailed, match="what worker 3 returned cannot be read here: Module"):
+        value_of(Answer(3, {"kind": "value"}, b"\x80\x04cno_such_module\nNothing\n."))
+
+
+# -- before the start -----------------------------------------------------------------------
+
+
+def test_the_launcher_s_command_line_holds_no_values_of_variables(tmp_path: Path) -> None:
+    options = JobOptions(3, 2, "ssh", env={"TOKEN": "secret"}, options=("--hostfile=h",))
+    arguments = checked_command(options, tmp_path, "once")
+    assert "secret" not in " ".join(arguments)
+    assert arguments[:6] == ["-n", "3", "-s", "2", "--launcher", "ssh"]
+    assert arguments[arguments.index("--env") + 1] == "TOKEN"
+    assert arguments[-5:] == [
+        *(sys.executable, "-m", "kvstore.launch.worker_main", str(tmp_path), "once")
+    ]
+
+
+def test_a_python_of_other_hosts_is_the_launcher_s_too(tmp_path: Path) -> None:
+    remote = checked_command(JobOptions(1, 1, "ssh", python="/opt/py"), tmp_path, "once")
+    assert remote[remote.index("--python") + 1] == "/opt/py"
+    local = checked_command(JobOptions(1, 1, python="/opt/py"), tmp_path, "once")
+    assert "--python" not in local
+    assert local[-5] == "/opt/py"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ({"workers": 0}, "--num-workers must be at least 1, not 0"),
+        ({"launcher": "lsf"}, "--launcher: invalid choice: 'lsf'"),
+        ({"options": ("--nope",)}, "unrecognized arguments: --nope"),
+        ({"options": ("-n", "7")}, "have arguments of their own"),
+        ({"options": ("--dry-run",)}, "the job must run"),
+        ({"env": {"DMLC_ROLE": "server"}}, "DMLC_ROLE"),
+        ({"share_dir": "/nowhere/at/all"}, r"can be made in /nowhere.*share_dir="),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_before_anything_starts(
+    wanted: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ArgumentValueError, match=words):
+        mx.run(os.getpid, **wanted)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ({"fn": 7}, "fn must be a function, got int"),
+        ({"args": "ab"}, r"args is a tuple of arguments, as in args=\('a',\)"),
+        ({"args": (open,), "options": "-H hosts"}, "options is a sequence of texts"),
+        ({"env": {"A": 1}}, "env maps names to texts, got 'A': 1"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused(wanted: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=words):
+        mx.run(**{"fn": os.getpid, **wanted})
+
+
+def test_a_function_that_cannot_travel_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(MissingDependencyError, match="pip install cloudpickle"):
+        mx.run(lambda: 1)
+
+
+def test_workers_get_the_caller_s_own_directories_and_not_its_libraries() -> None:
+    version = f"python{sys.version_info[0]}{sys.version_info[1]}"
+    path = ["", "tests", "/srv/app/", f"/usr/lib/{version}.zip", "/v/lib/site-packages/x.egg"]
+    assert own_path([*path, os.path.dirname(os.__file__)], "/here") == [
+        *("/here", "/here/tests", "/srv/app")
+    ]
+
+
+def test_a_job_within_a_job_inherits_nothing_of_it() -> None:
+    outer = {"DMLC_ROLE": "worker", "PS_JOB_ID": "x", "PS_JOB_KEY_FILE": "f", "HOME": "/h"}
+    assert own_environment(outer, {"A": "b"}) == {"HOME": "/h", "A": "b"}
+    wish = {"DMLC_PS_ROOT_PORT": "9091", "PS_SECURITY": "curve"}
+    assert own_environment(wish, {}) == wish
+
+
+@pytest.mark.parametrize("text", ["", "7", "x:/tmp", "7:relative"])
+def test_the_launcher_s_tie_is_checked(text: str) -> None:
+    with pytest.raises(LaunchError, match="--tied needs FD:DIRECTORY"):
+        parse(text)
+    assert parse("7:/a:b").directory == Path("/a:b")

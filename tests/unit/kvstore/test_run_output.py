@@ -1,0 +1,83 @@
+"""What of the launcher's output a caller of ``kvstore.run`` is shown, and what it is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.launch.lifecycle import Exit
+from kvstore.launch.markers import Output, marker, read_block
+from kvstore.launch.plan import ProcessSpec
+from kvstore.launch.report import Ended, failure_block
+
+
+def block(*lines: str, role: str = "worker", rank: int = 1, status: int = -9) -> str:
+    spec = ProcessSpec(role, rank, ("python", "x.py"), {})
+    first = Ended(spec, 4711, Exit(0, status, 12.5, 1), lines)
+    return failure_block([first], [], "/tmp/kvstore-run-x/logs", start_s=10.0)
+
+
+def test_lines_of_processes_are_shown_as_they_come() -> None:
+    output = Output()
+    assert output.show("[worker 1@host] loss 0.5", is_error=False) == "[worker 1@host] loss 0.5"
+    assert output.show("[worker 1] ", is_error=True) == "[worker 1] "
+    assert output.report(without="/none") is None
+
+
+def test_marks_are_counted_for_each_worker_and_stream_and_not_shown() -> None:
+    output = Output()
+    assert output.show(f"[worker 0] {marker(3)}", is_error=False) is None
+    assert output.show(f"[worker 0@b] half a line{marker(3)}", is_error=True) == (
+        "[worker 0@b] half a line"
+    )
+    assert output.has_all_of(3, ranks=1)
+    assert not output.has_all_of(3, ranks=2)
+    assert not output.has_all_of(4, ranks=1)
+
+
+def test_a_mark_that_no_worker_has_written_is_text() -> None:
+    output = Output()
+    for line in (marker(1), f"[server 0] {marker(1)} and more"):
+        assert output.show(line, is_error=False) == line
+    assert output.marks == set()
+
+
+def test_the_final_block_is_not_shown_and_says_who_failed() -> None:
+    output = Output()
+    text = block("line one", f"line two{marker(2)}", "line three", marker(3))
+    assert [output.show(line, is_error=True) for line in text.splitlines()] == [None] * 11
+    report = output.report(without="/tmp/kvstore-run-x")
+    assert report is not None
+    assert (report.role, report.rank, report.how) == ("worker", 1, "signal SIGKILL")
+    assert report.text.splitlines() == [
+        "the last 4 lines of its log:",
+        "    line one",
+        "    line two",
+        "    line three",
+    ]
+
+
+@pytest.mark.parametrize("role", ["scheduler", "server"])
+def test_a_block_about_the_service_names_it(role: str) -> None:
+    report = read_block(block(role=role, rank=0, status=7).splitlines())
+    assert report is not None
+    assert (report.role, report.rank, report.how) == (role, 0, "exit code 7")
+    assert report.text == "its log is empty\nlogs of all processes: /tmp/kvstore-run-x/logs"
+
+
+def test_a_block_that_is_cut_off_is_none() -> None:
+    assert read_block(block().splitlines()[:2]) is None
+
+
+def test_words_of_the_launcher_are_shown_until_the_caller_ends_the_job() -> None:
+    output = Output()
+    assert output.show("[launcher] a note", is_error=True) == "[launcher] a note"
+    output.is_ending = True
+    hidden = [
+        "[launcher] got SIGTERM: ending the job",
+        "[scheduler] [10:00:00] H[1]: worker 1 (pid 7 on a) is lost: its process is gone",
+        "[server 0] NodeLostError: worker 1 (pid 7 on a) is lost: its process is gone",
+        "[worker 0@a] [10:00:00] W[9]: server 0 (pid 8 on a) is lost: its process is gone",
+    ]
+    assert [output.show(line, is_error=True) for line in hidden] == [None] * 4
+    assert output.show("[worker 0] bye", is_error=False) == "[worker 0] bye"
+    assert output.said == ["a note", "got SIGTERM: ending the job"]

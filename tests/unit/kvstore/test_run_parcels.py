@@ -1,0 +1,145 @@
+"""The files by which ``kvstore.run`` and its workers hand functions and results over."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.launch import parcels
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return parcels.make_directory(tmp_path)
+
+
+def test_the_directory_and_its_files_are_for_their_user_alone(directory: Path) -> None:
+    path = parcels.call_path(directory, 1)
+    parcels.write(path, {"a": 1}, b"body")
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert parcels.read(path) == ({"a": 1}, b"body")
+    assert sorted(os.listdir(directory)) == [parcels.BELL, "call-1"]
+
+
+def test_a_directory_that_others_may_enter_is_not_read(directory: Path) -> None:
+    path = parcels.call_path(directory, 1)
+    parcels.write(path, {})
+    directory.chmod(0o750)
+    with pytest.raises(parcels.NotReadable, match=r"others may enter .*mode must be 0700"):
+        parcels.read(path)
+
+
+def test_a_directory_of_another_user_is_not_read(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(parcels.NotReadable, match="functions are taken from the user's own"):
+        parcels.check_directory(directory)
+
+
+def test_a_directory_that_this_host_does_not_have_is_named(tmp_path: Path) -> None:
+    with pytest.raises(parcels.NotReadable, match=r"all hosts .* share \(share_dir="):
+        parcels.check_directory(tmp_path / "elsewhere")
+
+
+def test_a_link_is_not_followed(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "foreign").write_bytes(b"{}\n")
+    parcels.call_path(directory, 1).symlink_to(tmp_path / "foreign")
+    with pytest.raises(OSError):
+        parcels.read(parcels.call_path(directory, 1))
+
+
+@pytest.mark.parametrize("content", [b"", b"no json\n", b"[1]\n"])
+def test_a_damaged_file_is_named(directory: Path, content: bytes) -> None:
+    path = parcels.call_path(directory, 1)
+    path.write_bytes(content)
+    with pytest.raises(parcels.NotReadable, match="call-1 is damaged"):
+        parcels.read(path)
+
+
+def test_what_cannot_be_written_leaves_nothing(directory: Path) -> None:
+    parcels.answer_path(directory, 1, 0).mkdir()
+    with pytest.raises(OSError):
+        parcels.write(parcels.answer_path(directory, 1, 0), {}, b"x")
+    assert sorted(os.listdir(directory)) == ["answer-1-0", parcels.BELL]
+
+
+def test_a_bell_that_nobody_hears_is_no_error_and_one_that_somebody_hears_rings(
+    directory: Path,
+) -> None:
+    parcels.ring(directory)
+    parcels.ring(directory / "missing")
+    assert parcels.has_bell(directory)
+    listener = os.open(directory / parcels.BELL, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        parcels.ring(directory)
+        assert os.read(listener, 10) == b"\0"
+    finally:
+        os.close(listener)
+
+
+# -- pickles ------------------------------------------------------------------------------
+
+
+class Refusing:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("I stay here")
+
+
+def function() -> int:
+    return 7
+
+
+def test_with_cloudpickle_closures_travel() -> None:
+    pytest.importorskip("cloudpickle")
+    base = 3
+    body = parcels.dump(lambda x: x + base, "the function")
+    assert parcels.load(body)(4) == 7
+    assert parcels.holds_code(body)
+    assert not parcels.holds_code(parcels.dump(function, "the function"))
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), Refusing()])
+@pytest.mark.parametrize("has_cloudpickle", [True, False])
+def test_what_cannot_travel_is_said_in_a_sentence(
+    value: object, has_cloudpickle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_cloudpickle:
+        monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(
+        parcels.NotSendable, match=r"the value cannot be pickled: .* itself"
+    ) as raised:
+        parcels.dump(value, "the value")
+    assert not raised.value.needs_cloudpickle
+
+
+def test_without_cloudpickle_only_what_a_module_defines_travels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    assert parcels.load(parcels.dump(function, "the function")) is function
+    with pytest.raises(
+        parcels.NotSendable, match=r"^the function <lambda> .*pip install"
+    ) as raised:
+        parcels.dump(lambda: 1, "the function <lambda>")
+    assert raised.value.needs_cloudpickle
+    monkeypatch.setattr(function, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "function", function, raising=False)
+    with pytest.raises(parcels.NotSendable, match=r"^function .*it is defined in __main__"):
+        parcels.dump([function], "the arguments")
+
+
+def test_a_header_is_one_line_of_json(directory: Path) -> None:
+    path = parcels.answer_path(directory, 2, 5)
+    parcels.write(path, {"text": "two\nlines"}, b"\n\n")
+    line, _, rest = path.read_bytes().partition(b"\n")
+    assert (json.loads(line), rest) == ({"text": "two\nlines"}, b"\n\n")
