@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from kvstore.status_text import as_json, as_line, as_table, summarise
 from pslite import Config, Observer, Survey, __version__
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    given: dict[str, str | None] = {}
+    given: dict[str, Any] = {}
     if options.key_file is not None:
         given.update(job_key_file=options.key_file, job_key_fd=None)
     if options.security is not None:

@@ -23,7 +23,7 @@ from typing import Any
 from pslite.config import Config
 from pslite.errors import ConfigError, DeadlineError, ProtocolError, rebuild
 from pslite.ids import Role
-from pslite.security import mechanism_of
+from pslite.security import WHAT_TO_COMPARE, mechanism_of
 from pslite.survey import Survey, clean, survey_from
 from pslite.van.addresses import format_address, parse_address, resolve, without_key
 from pslite.van.base import Denied, Disconnected, Received, Van
@@ -31,13 +31,12 @@ from pslite.version import __version__
 from pslite.wire.codec import MAX_HEADER_BYTES, Envelope, decode, encode, unpack_value
 from pslite.wire.messages import Refused, StatusQuestion, StatusSurvey
 
-ANSWER_S = 5.0
+ANSWER_S = 4.5
 """So long the scheduler has to answer; it gives its nodes less (``protocol/surveys.py``)."""
 _KNOCK_S = 3.0
 """So long a machine may take to say whether anybody listens there."""
-_DENIAL_S = 2.5
-"""So much later at most it is known that a key is another one (``van/zmq_link.py``)."""
 _AGAIN_S = 1.0
+_LEAST_S = 0.1
 _SCHEDULER = Role.SCHEDULER.value
 
 
@@ -67,6 +66,8 @@ class Observer:
         self._host, self._port = _host_and_port(address, config)
         self._job = config.job_id if address is None else ""
         self._incarnation = secrets.randbits(62) | 1
+        #: Time that the first question has less, because it was spent before.
+        self._spent_s = 0.0
         self._question = 0
         self._is_heard = False
         uid = f"O{self._incarnation:016x}"
@@ -83,16 +84,15 @@ class Observer:
         return format_address(self._host, self._port).removeprefix("tcp://")
 
     def ask(self, timeout_s: float = ANSWER_S) -> Survey:
-        """How the job is now.
+        """How the job is now. The time of the first question includes that to connect.
 
         Raises:
             DeadlineError: nobody answered in time; the job may be over.
             ConfigError: the key or the version is another one than the job's.
         """
         self._question += 1
-        until = time.monotonic() + timeout_s
-        # Another key shows by handshakes that end; until that is sure, it is no silence.
-        last = until if self._is_heard else until + _DENIAL_S
+        last = time.monotonic() + max(timeout_s - self._spent_s, _LEAST_S)
+        self._spent_s = 0.0
         ask_at = 0.0
         while (now := time.monotonic()) < last:
             if now >= ask_at:
@@ -102,13 +102,18 @@ class Observer:
                 survey = self._take(event)
                 if survey is not None:
                     return survey
+        text = f"whoever listens at {self.where} did not answer within {timeout_s:g} s: "
+        if self._is_heard:
+            raise DeadlineError(f"{text}the scheduler is stopped, or its host is busy")
+        # Under CURVE, nobody says that the key is another one.
         raise DeadlineError(
-            f"whoever listens at {self.where} did not answer within {timeout_s:g} s: is it the "
-            f"scheduler of a running job, of version {__version__}?"
+            f"{text}is it the scheduler of a running job, of version {__version__}, and has it "
+            f"the same key? {WHAT_TO_COMPARE}"
         )
 
     def _knock(self) -> None:
         """Nobody there is known at once; without this it would be silence."""
+        began_at = time.monotonic()
         try:
             with socket.create_connection((self._host, self._port), timeout=_KNOCK_S):
                 pass
@@ -118,6 +123,7 @@ class Observer:
                 f"no scheduler is at {self.where} ({_reason(error)}): is the job running, and is "
                 "this its address?"
             ) from None
+        self._spent_s = time.monotonic() - began_at
 
     def _send(self) -> None:
         message = StatusQuestion(self._question, __version__)
