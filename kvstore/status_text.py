@@ -135,12 +135,12 @@ def as_line(summary: Summary) -> str:
 
 def as_table(survey: Survey, before: Survey | None) -> str:
     """The job as text of several lines; the last one ends without a line end."""
-    sections = [_headline(survey), _grid(_NODE_HEAD, [_row(n, before) for n in survey.nodes])]
+    sections = [_headline(survey), _grid(_NODE_HEAD, [_row(n, before) for n in survey.nodes], 2)]
     workers = [node for node in survey.nodes if node.role == "worker"]
     trained = _trained(workers)
     if trained:
         rows = [_worker_row(node, progress) for node, progress in trained]
-        sections.append(_grid(_WORKER_HEAD, rows))
+        sections.append(_grid(_WORKER_HEAD, rows, 1))
     remarks = [*_silences(survey), *_waits(survey)]
     if remarks:
         sections.append("\n".join(remarks))
@@ -160,10 +160,13 @@ def _headline(survey: Survey) -> str:
         role: sum(node.role == role and node.state == "running" for node in survey.nodes)
         for role in ("worker", "server")
     }
-    return (
-        f"{text}, {up['worker']} of {survey.num_workers} workers and {up['server']} of "
-        f"{survey.num_servers} servers answer"
-    )
+    workers = f"{up['worker']} of {survey.num_workers} worker{_s(survey.num_workers)}"
+    servers = f"{up['server']} of {survey.num_servers} server{_s(survey.num_servers)}"
+    return f"{text}, {workers} and {servers} answer"
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
 
 
 _NODE_HEAD = (
@@ -200,13 +203,13 @@ def _worker_row(node: NodeStatus, progress: Progressed) -> list[str]:
     ]
 
 
-def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width: the first two to the left, numbers to the right."""
+def _grid(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """Columns of equal width: so many to the left, the others, numbers, to the right."""
     lines = [[*row, *[""] * (len(head) - len(row))] for row in (head, *rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
+            cell.ljust(width) if column < left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
