@@ -23,7 +23,8 @@ from pslite.errors import PSError
 RATE_S = 1.0
 """Traffic is measured over so long where the command asks only once."""
 WATCH_S = 2.0
-LEAST_WATCH_S = 0.1
+LEAST_WATCH_S = 0.5
+"""The scheduler gives what is younger again."""
 _CLEAR = "\x1b[H\x1b[2J"
 
 

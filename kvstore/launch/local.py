@@ -82,6 +82,8 @@ def run(
             if key_file is not None:
                 supervisor.remove_at_the_end(key_file.parent)
                 write_key(key_file)
+            if options.show_status:
+                supervisor.show_status({**variables, **specs[0].environment})
             supervisor.start(specs, variables)
             # Only the scheduler holds the sockets now: when it dies, connections are refused.
             listener.close()

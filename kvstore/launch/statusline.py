@@ -4,7 +4,7 @@
 --line --watch``) and writes a line for each answer; the launcher itself has one thread and opens
 no socket to the job. ``StatusDisplay`` is pure: lines and the time in, bytes to write out. On a
 terminal the line stands below all output and is rewritten in place; elsewhere a line is added
-now and then. Runs on the main thread; used by ``supervisor.py``.
+now and then. ``JobStatus`` holds both and is what ``supervisor.py`` uses, on the main thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TERMINAL_INTERVAL_S = 2.0
 PLAIN_INTERVAL_S = 60.0
 _ERASE = b"\r\x1b[K"
 _COMMAND = (
-    "import sys; sys.path.pop(0); from kvstore.status import main; "
+    "import os, sys; os.nice(10); sys.path.pop(0); from kvstore.status import main; "
     "sys.exit(main(['--line', '--watch', sys.argv[1]]))"
 )
 _READ_BYTES = 64 * 1024
@@ -145,6 +145,55 @@ def start_feed(
     except OSError:
         return None
     return StatusFeed(process)
+
+
+class JobStatus:
+    """The status of one job, from its completion to the beginning of its end.
+
+    ``environment`` is as in ``start_feed``. What the methods return is to be written to standard
+    error, at once.
+    """
+
+    def __init__(
+        self, environment: Mapping[str, str], fd: int, prepare: Callable[[], None] | None
+    ) -> None:
+        self._environment = environment
+        self._fd = fd
+        self._prepare = prepare
+        self.display = StatusDisplay(terminal_columns(fd))
+        self.feed: StatusFeed | None = None
+        self.due_s: float | None = None
+        """When ``tick`` has something to do."""
+
+    def begin(self, now_s: float) -> None:
+        """The job is complete."""
+        self.due_s = now_s + FIRST_AFTER_S
+
+    def tick(self, now_s: float) -> StatusFeed | None:
+        """Start the feed when it is time; returns it then, to be read from now on."""
+        if self.due_s is None or now_s < self.due_s:
+            return None
+        self.due_s = None
+        self.feed = start_feed(self._environment, self.display.interval_s, self._prepare)
+        return self.feed
+
+    def read(self, now_s: float) -> tuple[bytes, bool]:
+        """The feed is ready: read it once; what to write, and whether more may come."""
+        if self.feed is None:
+            return b"", False
+        text, is_open = self.feed.read(now_s)
+        columns = terminal_columns(self._fd)
+        if columns is not None:
+            self.display.resize(columns)
+        return b"" if text is None else self.display.news(text, now_s), is_open
+
+    def end(self) -> bytes:
+        """The job is ending, or the feed is over. Idempotent."""
+        self.due_s = None
+        if self.feed is not None:
+            self.feed.close()
+            self.feed = None
+        return self.display.end()
 
 
 def _printable(text: str) -> str:
