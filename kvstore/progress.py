@@ -3,7 +3,7 @@
 A ``Trainer`` and ``FeedForward.fit`` say when a step is done and how many samples it had
 (``note_step``). A script that pushes and pulls by itself says nothing; there a round is counted
 for each push of the key that was pushed first. Stores note their waits (``waiting.py``). All of
-it costs some hundred nanoseconds a step, and what is made of it is computed when somebody asks
+it costs less than a microsecond a step, and what is made of it is computed when somebody asks
 (``pslite/reporting.py``), on the node's I/O thread. One ``Progress`` for each node, shared by its
 stores; counted on the threads of their callers, where a lost count would be no harm.
 """

@@ -16,9 +16,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from kvstore.launch.jobs import running_jobs
 from kvstore.status_text import as_json, as_line, as_table, summarise
 from pslite import Config, Observer, Survey, __version__
-from pslite.errors import PSError
+from pslite.errors import ConfigError, PSError
 
 RATE_S = 1.0
 """Traffic is measured over so long where the command asks only once."""
@@ -40,16 +41,18 @@ def _parser() -> argparse.ArgumentParser:
         "address",
         nargs="?",
         metavar="ADDR",
-        help="host:port of the scheduler (default: DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT)",
+        help="host:port of the scheduler (default: DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or "
+        "else the job that the launcher runs for you on this machine)",
     )
     parser.add_argument(
-        "--key-file", metavar="FILE", help="the job's key (default: that of PS_JOB_KEY_FILE)"
+        "--key-file",
+        metavar="FILE",
+        help="the job's key (default: that of PS_JOB_KEY_FILE, or of your job on this machine)",
     )
     parser.add_argument(
         "--security",
         choices=("plain", "curve"),
-        help="what the job uses its key for (default: PS_SECURITY, or else curve; the launcher "
-        "uses plain on one host)",
+        help="what the job uses its key for (default: PS_SECURITY, or else curve)",
     )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="as JSON, with --watch one line each")
@@ -89,13 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    given: dict[str, Any] = {}
-    if options.key_file is not None:
-        given.update(job_key_file=options.key_file, job_key_fd=None)
-    if options.security is not None:
-        given.update(security=options.security)
-    config, _ = Config.from_env(**given)
-    with Observer(options.address, config=config) as observer:
+    address, config = _job(options)
+    with Observer(address, config=config) as observer:
         survey = observer.ask()
         if options.watch is not None:
             return _watch(observer, survey, options)
@@ -106,6 +104,37 @@ def _run(options: argparse.Namespace) -> int:
             before = None
         print(_shown(survey, before, options, indent=2))
     return 0
+
+
+def _job(options: argparse.Namespace) -> tuple[str | None, Config]:
+    """Whom to ask, and with which key.
+
+    Where no key is given, a job that the launcher runs here for this user is asked with its own.
+    """
+    given: dict[str, Any] = {}
+    if options.key_file is not None:
+        given.update(job_key_file=options.key_file, job_key_fd=None)
+    if options.security is not None:
+        given.update(security=options.security)
+    config, _ = Config.from_env(**given)
+    address: str | None = options.address
+    if config.job_key_file or config.job_key_fd is not None:
+        return address, config
+    if address is None and not config.root_uri:
+        address = _only_address()
+    for job in running_jobs():
+        if job.address == address:
+            given.setdefault("security", job.security)
+            config, _ = Config.from_env(**given, job_key_file=job.key_file)
+    return address, config
+
+
+def _only_address() -> str | None:
+    """That of the one job of this user; None where there is none."""
+    addresses = [job.address for job in running_jobs()]
+    if len(addresses) > 1:
+        raise ConfigError(f"{len(addresses)} jobs run here, say which: {', '.join(addresses)}")
+    return addresses[0] if addresses else None
 
 
 def _watch(observer: Observer, survey: Survey, options: argparse.Namespace) -> int:

@@ -86,6 +86,17 @@ def test_an_observer_leaves_no_trace(cluster: InprocCluster) -> None:
     assert scheduler.links.dropped.total() == 0
 
 
+def test_a_job_that_nobody_asks_pays_nothing() -> None:
+    with InprocCluster(1, 1, prepare=install, verbose=2, heartbeat_interval_s=0.05) as cluster:
+        eventually(lambda: sum("Beat()" in line for line in cluster.lines) > 20)
+        control: Any = cluster.scheduler.control
+        assert control._surveyor.next_due() is None
+        assert not any("Status" in line for line in cluster.lines)
+        with observer(cluster) as one:
+            one.ask(LIMIT_S)
+        assert sum("=> " in line and "StatusQuestion" in line for line in cluster.lines) == 2
+
+
 def test_steps_and_waits_of_stores_are_told(cluster: InprocCluster) -> None:
     stores = [create_dist("dist_sync", "dist_sync", node=node) for node in cluster.workers]
     together = [threading.Thread(target=kv.init, args=("w", np.zeros(4))) for kv in stores]

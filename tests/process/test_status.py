@@ -39,6 +39,11 @@ ON_A_TERMINAL = """
 import os, pty, sys
 sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:], lambda fd: os.read(fd, 65536))))
 """
+STOPPABLE = """
+kv = mx.kvstore.create("dist_sync")
+print("joined", flush=True)
+time.sleep(60)
+"""
 STEPS = """
 kv = mx.kvstore.create("dist_sync")
 kv.init("w", vector(0, 0))
@@ -226,6 +231,28 @@ def test_watching_ends_with_the_job(make_job: MakeJob) -> None:
     surveys = [json.loads(line) for line in watching.lines[:-1]]
     assert surveys[0]["nodes"][1]["report"]["sent_bytes_per_s"] is None
     assert surveys[1]["nodes"][1]["report"]["sent_bytes_per_s"] > 0
+
+
+def test_jobs_of_the_launcher_need_no_address_and_no_key(make_job: MakeJob) -> None:
+    job, other = make_job(), make_job()
+    place = {"TMPDIR": str(job.directory)}
+    other.directory = job.directory
+    launchers = [each.launch(STOPPABLE, "--no-status") for each in (job, other)]
+    for launcher in launchers:
+        launcher.wait_for("joined")
+    several = sentence(ask(job, settings=place))
+    addresses = re.findall(rf"{HOST}:\d+", several)
+    assert several.startswith("kvstore.status: 2 jobs run here, say which: ")
+    found = [ask(job, address, "--line", settings=place) for address in addresses]
+    assert [each.wait() for each in found] == [0, 0]
+    launchers[1].send(signal.SIGTERM)
+    assert launchers[1].wait() == 128 + signal.SIGTERM
+    only = ask(job, "--json", settings=place)
+    assert only.wait() == 0, only.text
+    assert json.loads(only.text)["num_workers"] == 2
+    launchers[0].send(signal.SIGTERM)
+    assert launchers[0].wait() == 128 + signal.SIGTERM
+    assert "DMLC_PS_ROOT_URI" in sentence(ask(job, settings=place))
 
 
 # -- the launcher's line ----------------------------------------------------------------------
