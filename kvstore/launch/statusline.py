@@ -19,7 +19,7 @@ from typing import IO
 from kvstore.launch.lines import LineSplitter
 
 FIRST_AFTER_S = 3.0
-"""After the job is complete; a job that is over sooner needs no status."""
+"""On a terminal, after the job is complete; one that is over sooner needs no status."""
 TERMINAL_INTERVAL_S = 2.0
 PLAIN_INTERVAL_S = 60.0
 _ERASE = b"\r\x1b[K"
@@ -45,6 +45,11 @@ class StatusDisplay:
     def interval_s(self) -> float:
         """How often a new status is of use."""
         return PLAIN_INTERVAL_S if self._columns is None else TERMINAL_INTERVAL_S
+
+    @property
+    def first_after_s(self) -> float:
+        """How long after the job is complete the first one is of use."""
+        return PLAIN_INTERVAL_S if self._columns is None else FIRST_AFTER_S
 
     def news(self, text: str, now_s: float) -> bytes:
         """A new status: what to write for it."""
@@ -167,7 +172,7 @@ class JobStatus:
 
     def begin(self, now_s: float) -> None:
         """The job is complete."""
-        self.due_s = now_s + FIRST_AFTER_S
+        self.due_s = now_s + self.display.first_after_s
 
     def tick(self, now_s: float) -> StatusFeed | None:
         """Start the feed when it is time; returns it then, to be read from now on."""

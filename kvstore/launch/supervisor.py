@@ -273,7 +273,8 @@ class Supervisor:
         if self._status is None or self._status.feed is not feed:
             return  # it was ended meanwhile
         written, is_open = self._status.read(time.monotonic())
-        self._errors.write(written)
+        if not self._errors.waiting:  # a terminal that is paused need not see all of them later
+            self._errors.write(written)
         if not is_open:
             self._end_status()
 

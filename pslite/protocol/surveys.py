@@ -1,9 +1,11 @@
 """When the scheduler asks its nodes how they are, and when it has heard enough. Pure.
 
 One survey is under way at a time; who asks meanwhile gets the same. One that was begun a moment
-ago is given again, so that nobody can make the nodes busy by asking often. It is over when all
-nodes have answered or ``ANSWER_S`` has passed: a node that is stopped holds nobody up. Nothing is
-kept of whoever asked, but of ``MAX_ASKERS`` at a time. Used by ``pslite/surveying.py``.
+ago is given again, so that nobody can make the nodes busy by asking often; and nobody is answered
+more often than that, so that answers to somebody who does not read them do not pile up. A survey
+is over when all nodes have answered or ``ANSWER_S`` has passed: a node that is stopped holds
+nobody up. Nothing is kept for long of whoever asked, and ``MAX_ASKERS`` may wait. Used by
+``pslite/surveying.py``.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ class Surveys(Generic[T]):
         self.reports: dict[int, T] = {}
         self._number = 0
         self._askers: dict[str, int] = {}
+        #: Who was answered a moment ago, and when.
+        self._told: dict[str, float] = {}
         self._waiting: set[int] = set()
         self._began_at: float | None = None
         self._due_at: float | None = None
@@ -59,12 +63,20 @@ class Surveys(Generic[T]):
 
     def take_served(self, now: float) -> list[tuple[str, int]]:
         """Those who are to get the survey now, each with its own question."""
+        if not self._askers and self._due_at is None:
+            return []
         if self._due_at is not None and self._waiting and now < self._due_at:
             return []
         self._due_at = None
-        served, self._askers = list(self._askers.items()), {}
+        self._told = {asker: at for asker, at in self._told.items() if now - at < FRESH_S}
+        served = [pair for pair in self._askers.items() if pair[0] not in self._told]
+        for asker, _ in served:
+            del self._askers[asker]
+            self._told[asker] = now
         return served
 
     def next_due(self) -> float | None:
         """When ``take_served`` has somebody though no node answers."""
-        return self._due_at
+        if self._due_at is not None or not self._askers:
+            return self._due_at
+        return min(self._told.get(asker, 0.0) + FRESH_S for asker in self._askers)

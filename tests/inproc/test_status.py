@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -143,6 +144,24 @@ def test_steps_and_waits_of_stores_are_told(cluster: InprocCluster) -> None:
     assert "'w'" in wait.what
     assert reports["scheduler"].progress is None
     for kv in stores:
+        kv.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd here")
+def test_bytes_in_shared_memory_are_told_though_no_connection_carries_them() -> None:
+    with InprocCluster(1, 1, prepare=install) as cluster, observer(cluster) as one:
+        kv = create_dist("dist_sync", "dist_sync", node=cluster.workers[0])
+        values = np.ones(250_000, np.float32)
+        kv.init("w", values)
+        for _ in range(5):
+            kv.pushpull("w", values, out=np.empty_like(values))
+
+        def shared() -> list[int]:
+            reports = reports_of(one.ask(LIMIT_S))
+            return [reports[name].shared_bytes for name in ("worker 0", "server 0")]
+
+        eventually(lambda: min(shared()) >= values.nbytes)
+        assert reports_of(one.ask(LIMIT_S))["scheduler"].shared_bytes == 0
         kv.close()
 
 

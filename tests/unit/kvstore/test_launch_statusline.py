@@ -52,5 +52,6 @@ def test_elsewhere_a_line_a_minute_is_written_if_anything_has_changed() -> None:
 
 
 def test_a_terminal_wants_news_often_and_a_file_seldom() -> None:
-    assert StatusDisplay(80).interval_s == 2.0
-    assert StatusDisplay(None).interval_s == 60.0
+    terminal, file = StatusDisplay(80), StatusDisplay(None)
+    assert (terminal.first_after_s, terminal.interval_s) == (3.0, 2.0)
+    assert (file.first_after_s, file.interval_s) == (60.0, 60.0)

@@ -57,16 +57,28 @@ def test_the_same_asker_again_is_answered_once_and_for_its_last_question() -> No
     assert surveys.take_served(0.2) == [("O1", 2)]
 
 
-def test_who_asks_often_is_given_the_last_survey_and_no_node_is_asked() -> None:
+def test_a_survey_that_is_fresh_is_given_again_and_no_node_is_asked() -> None:
     surveys: Surveys[str] = Surveys()
     surveys.ask("O1", 1, [A], 0.0)
     surveys.answer(A, 1, "a")
     surveys.take_served(0.0)
-    assert surveys.ask("O1", 2, [A], FRESH_S / 2) is None
-    assert surveys.take_served(FRESH_S / 2) == [("O1", 2)]
+    assert surveys.ask("O2", 7, [A], FRESH_S / 2) is None
+    assert surveys.take_served(FRESH_S / 2) == [("O2", 7)]
     assert surveys.reports == {A: "a"}
-    assert surveys.ask("O1", 3, [A], FRESH_S) == 2
+    assert surveys.ask("O2", 8, [A], FRESH_S) == 2
     assert surveys.reports == {}
+
+
+def test_nobody_is_answered_more_often_than_there_are_new_surveys() -> None:
+    surveys: Surveys[str] = Surveys()
+    surveys.ask("O1", 1, [], 10.0)
+    assert surveys.take_served(10.0) == [("O1", 1)]
+    for number in range(2, 100):
+        surveys.ask("O1", number, [], 10.0 + FRESH_S / 2)
+        assert surveys.take_served(10.0 + FRESH_S / 2) == []
+    assert surveys.next_due() == 10.0 + FRESH_S
+    assert surveys.take_served(10.0 + FRESH_S) == [("O1", 99)]
+    assert surveys.next_due() is None
 
 
 def test_late_answers_and_those_of_nodes_that_were_not_asked_change_nothing() -> None:
