@@ -163,7 +163,7 @@ def test_with_a_key_nothing_is_asked_without_it(make_job: MakeJob, tmp_path: Pat
     started(job)
     key = key_file(tmp_path, "one.key")
     asked = ask(job, f"{HOST}:{job.port}", settings={"PS_JOB_KEY_FILE": str(key)})
-    assert "secured in another way" in sentence(asked)
+    assert "the job key (PS_JOB_KEY_FILE)" in sentence(asked)
     ends_well(job)
 
 
