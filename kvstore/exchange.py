@@ -95,7 +95,7 @@ class Exchange:
         gone = [entry for key in keys if (entry := self.entries.pop(key, None)) is not None]
         for key in keys:
             self._places.pop(key, None)
-            self._progress.forget(id(self), key)
+        self._progress.forget(id(self), keys)
         self._plans.forget()
         self._recipes.forget()
         self.pushes.forget(keys)

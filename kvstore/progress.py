@@ -1,8 +1,8 @@
 """How far a worker has come: steps, samples, and time spent waiting in calls. For reports only.
 
 A ``Trainer`` and ``FeedForward.fit`` say when a step is done and how many samples it had
-(``note_step``). A script that pushes and pulls by itself says nothing; there a round is counted
-for each push of the key that was pushed first. Stores note their waits (``waiting.py``). All of
+(``note_step``). A script that pushes and pulls by itself says nothing; there rounds are counted,
+by the key that is pushed most. Stores note their waits (``waiting.py``). All of
 it costs less than a microsecond a step, and what is made of it is computed when somebody asks
 (``pslite/reporting.py``), on the node's I/O thread. One ``Progress`` for each node, shared by its
 stores; counted on the threads of their callers, where a lost count would be no harm.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from kvstore.keys import Key
@@ -42,8 +42,9 @@ class Progress:
         self._began_at = clock()
         self._rounds = self._steps = 0
         self._samples = self._waited_s = 0.0
-        #: The store, and its key, whose pushes count as rounds.
-        self._leader: tuple[int, Key] | None = None
+        #: How often each key was pushed; of a call with several keys, the first one.
+        self._pushes: dict[tuple[int, Key], int] = {}
+        self._most_pushes = 0
         #: Replaced and never changed: another thread reads it.
         self._marks: tuple[_Mark, ...] = ()
         self._stepped_at = 0.0
@@ -62,17 +63,19 @@ class Progress:
 
     def pushed(self, store: int, key: Key) -> None:
         """A call of a store pushes, and this is its first key."""
-        if self._leader is None:
-            self._leader = store, key
-        if self._leader == (store, key):
+        which = store, key
+        count = self._pushes[which] = self._pushes.get(which, 0) + 1
+        if count > self._most_pushes:
+            self._most_pushes = count
             self._rounds += 1
             if not self._steps:
                 self._mark(self._rounds)
 
-    def forget(self, store: int, key: Key) -> None:
-        """The key is deleted: the next that is pushed counts."""
-        if self._leader == (store, key):
-            self._leader = None
+    def forget(self, store: int, keys: Iterable[Key]) -> None:
+        """These keys are deleted: those that are left, or come, go on counting."""
+        for key in keys:
+            self._pushes.pop((store, key), None)
+        self._most_pushes = max(list(self._pushes.values()), default=0)
 
     def _mark(self, count: int) -> None:
         self._stepped_at = now = self._clock()
@@ -117,10 +120,17 @@ class Progress:
         """What threads of the script have been waiting for, for a while."""
         now = self._clock()
         return [
-            Wait(future.what, 0, (), now - began)
+            Wait(_what(future), 0, (), now - began)
             for began, future in list(self._waits.values())
             if now - began >= LEAST_WAIT_S
         ]
+
+
+def _what(future: Future[Any]) -> str:
+    try:
+        return future.what
+    except Exception:  # a description may look at what another thread is changing
+        return "an answer"
 
 
 _of_nodes: weakref.WeakKeyDictionary[Postoffice, Progress] = weakref.WeakKeyDictionary()

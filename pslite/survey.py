@@ -48,7 +48,7 @@ class Progressed(NamedTuple):
     """How far a worker's training has come."""
 
     steps: int
-    """Steps of a ``Trainer`` or of ``FeedForward.fit``; else rounds: pushes of the first key."""
+    """Of a ``Trainer`` or of ``FeedForward.fit``; else rounds: pushes of the key with most."""
     samples: int
     """0 where nobody says how many a step has."""
     steps_per_s: float

@@ -63,7 +63,8 @@ def test_a_step_that_is_overdue_makes_the_rate_fall(clock: Clock, progress: Prog
     assert progress.progressed().steps_per_s == pytest.approx(4 / 99)
 
 
-def test_rounds_count_pushes_of_the_key_that_was_pushed_first(progress: Progress) -> None:
+def test_rounds_count_pushes_of_the_key_that_is_pushed_most(progress: Progress) -> None:
+    progress.pushed(1, "once")
     for _ in range(3):
         for key in ("a", "b", "c"):
             progress.pushed(1, key)
@@ -71,14 +72,23 @@ def test_rounds_count_pushes_of_the_key_that_was_pushed_first(progress: Progress
     assert progress.progressed().steps == 3
 
 
-def test_after_the_first_key_is_deleted_the_next_one_counts(progress: Progress) -> None:
-    progress.pushed(1, "a")
-    progress.forget(1, "b")
-    progress.forget(2, "a")
+def test_rounds_of_a_store_that_is_closed_stay_counted(progress: Progress) -> None:
+    for _ in range(3):
+        progress.pushed(1, "a")
+        progress.pushed(1, "b")
+    progress.forget(1, ["a", "b", "never pushed"])
+    for _ in range(2):
+        progress.pushed(2, "a")
+    assert progress.progressed().steps == 5
+
+
+def test_rounds_go_on_with_the_keys_that_are_left(progress: Progress) -> None:
+    for _ in range(3):
+        progress.pushed(1, "a")
     progress.pushed(1, "b")
-    progress.forget(1, "a")
+    progress.forget(1, ["a"])
     progress.pushed(1, "b")
-    assert progress.progressed().steps == 2
+    assert progress.progressed().steps == 4
 
 
 def test_steps_count_and_rounds_do_not_where_steps_are_told(
@@ -114,6 +124,17 @@ def test_a_wait_that_is_not_over_counts_and_is_named(clock: Clock, progress: Pro
     assert progress.progressed().communication == 1.0
     progress.end_wait()
     assert progress.waits() == []
+
+
+def test_a_wait_that_cannot_be_described_is_told_nevertheless(
+    clock: Clock, progress: Progress
+) -> None:
+    def describe() -> str:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    progress.begin_wait(Future(describe))
+    clock.now += 2.0
+    assert [wait.what for wait in progress.waits()] == ["an answer"]
 
 
 def test_a_node_has_one_progress_for_all_of_its_stores() -> None:
