@@ -83,7 +83,7 @@ def run(
             if key_file is not None:
                 supervisor.remove_at_the_end(key_file.parent)
                 write_key(key_file)
-                security_used = specs[0].environment.get("PS_SECURITY", "")
+                security_used = {**variables, **specs[0].environment}.get("PS_SECURITY", "")
                 shown_host = f"[{facts.host}]" if ":" in facts.host else facts.host
                 note_job(key_file, f"{shown_host}:{facts.port}", security_used)
             if options.show_status:
