@@ -37,6 +37,7 @@ from kvstore.keys import (
 from kvstore.operation import UnderWay
 from kvstore.optimizer.base import Number, Optimizer
 from kvstore.optimizer.plain import to_plain
+from kvstore.progress import progress_of
 from kvstore.protocol import CLOSING, KeyEntry
 from kvstore.saving import (
     Checkpoint,
@@ -71,6 +72,7 @@ class DistControl(KVStore):
         self._servers = Servers(node, number, synchronous=synchronous)
         self._exchange = Exchange(node)
         self._waiter = Waiter(node)
+        self._progress = progress_of(node)
         #: Calls of ``init`` that are not over, whatever their keys.
         self._inits = UnderWay()
         self._table = KeyTable()

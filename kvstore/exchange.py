@@ -29,6 +29,7 @@ from kvstore.plan import (
     scatter_into,
     views,
 )
+from kvstore.progress import progress_of
 from kvstore.protocol import KeyEntry
 from pslite import Future, Postoffice
 from pslite.future import completed
@@ -67,6 +68,7 @@ class Exchange:
         #: Whether many calls came together the last time.
         self._is_in_loop = False
         node.traffic.add_owner(self)
+        self._progress = progress_of(node)
         self.entries: dict[Key, KeyEntry] = {}
         self.pushes = UnderWay()
         self.pulls = UnderWay()
@@ -93,6 +95,7 @@ class Exchange:
         gone = [entry for key in keys if (entry := self.entries.pop(key, None)) is not None]
         for key in keys:
             self._places.pop(key, None)
+        self._progress.forget(id(self), keys)
         self._plans.forget()
         self._recipes.forget()
         self.pushes.forget(keys)
@@ -198,6 +201,8 @@ class Exchange:
             self.pushes.add(keys.keys, future)
             counters["pushes"] += 1
             counters["bytes_pushed"] += keys.nbytes
+            if keys.keys:
+                self._progress.pushed(id(self), keys.keys[0])
         if pulls:
             self.pulls.add(keys.keys, future)
             counters["pulls"] += 1

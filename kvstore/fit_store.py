@@ -39,6 +39,8 @@ class Updates(Protocol):
 
     states: KVStore
     """The store that has the optimizer's states."""
+    store: KVStoreBase
+    """The store that the gradients go to."""
 
     def start(self, names: list[str], values: list[HostArray], weights: Weights) -> None:
         """First values: those of rank 0 reach every device."""
@@ -56,6 +58,7 @@ class OnStore:
     def __init__(self, store: KVStore, optimizer: Optimizer) -> None:
         self.states: KVStore = store
         self._store = store
+        self.store: KVStoreBase = store
         self._optimizer = optimizer
 
     def start(self, names: list[str], values: list[HostArray], weights: Weights) -> None:
@@ -79,7 +82,7 @@ class Here:
     """
 
     def __init__(self, store: KVStoreBase, optimizer: Optimizer) -> None:
-        self._store = store
+        self._store = self.store = store
         self._updater = LocalKVStore()
         self._updater.set_optimizer(optimizer)
         self.states: KVStore = self._updater

@@ -22,6 +22,7 @@ from kvstore.arrays import Array, adapter_on
 from kvstore.context import Context
 from kvstore.fit_store import Updates
 from kvstore.metric import Accuracy, BatchResult, EvalMetric
+from kvstore.progress import note_step
 from kvstore.training import HostArray, Progress, has_aux
 from pslite.errors import UsageError
 
@@ -186,6 +187,7 @@ class Training:
                 )
         gradients = [[result.gradients[name] for result in results] for name in self._names]
         self._updates.step(self._names, gradients, self._weights)
+        note_step(self._updates.store, len(batch[1]))
         return BatchResult(
             labels=batch[1],
             loss_sum=sum(result.loss_sum for result in results),

@@ -68,6 +68,7 @@ class ServerStores:
             stall_report_s=config.stall_report_s,
         )
         node.traffic.serve(self._plane)
+        node.traffic.add_owner(self)
         self._calls: dict[int, Callable[[Incoming], None]] = {
             StoreCall.INIT: self._init,
             StoreCall.SET_OPTIMIZER: self._set_optimizer,
@@ -79,6 +80,14 @@ class ServerStores:
             StoreCall.COMMAND: self._command,
             StoreCall.CLOSE: self._close,
         }
+
+    def name_of(self, part: int) -> str | None:
+        """The key that a part belongs to, for reports (``pslite/traffic.py``)."""
+        found = self._parts.get(part)
+        return None if found is None else f"key {found.entry.key!r}"
+
+    def send_joined(self) -> None:
+        """A server holds nothing back."""
 
     # -- rounds ------------------------------------------------------------------------
 

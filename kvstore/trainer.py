@@ -24,6 +24,7 @@ from kvstore.keys import Key
 from kvstore.optimizer import Optimizer, Updater, create
 from kvstore.optimizer.fields import parameter_names
 from kvstore.parameter import Parameter, collect
+from kvstore.progress import note_step
 from kvstore.saving import Content, FilePath, Piece, SavedStates, write_states
 from kvstore.trainer_store import Link, check_arguments, open_link
 from pslite.errors import UsageError
@@ -161,6 +162,7 @@ class Trainer:
             self._num_updates += 1
         else:
             self._update_here(gradients)
+        self._note_step(link, batch_size)
 
     def allreduce_grads(self) -> None:
         """Add gradients up over devices and workers, in place, without an update.
@@ -187,6 +189,8 @@ class Trainer:
         if link is not None:
             link.meet(self._plan(gradients, batch_size))
         self._update_here(gradients)
+        if link is not None:
+            self._note_step(link, batch_size)
 
     # -- files -------------------------------------------------------------------------
 
@@ -235,6 +239,15 @@ class Trainer:
             link.start(self._params, self._optimizer)
         self._is_started = True
         return link
+
+    @staticmethod
+    def _note_step(link: Link, batch_size: float) -> None:
+        """For the status of a job: ``batch_size`` counts the samples of all who add together.
+
+        1 is what scripts give whose gradients are means already; it counts nothing.
+        """
+        workers = 1 if link.is_asynchronous else link.store.num_workers
+        note_step(link.store, batch_size / workers if batch_size > 1 else 0)
 
     def _change(self, **numbers: float) -> None:
         self._optimizer = self._optimizer.replace(**numbers)

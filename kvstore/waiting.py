@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from kvstore.progress import progress_of
 from pslite import Future, Postoffice
 from pslite.errors import DeadlineError, UsageError
 
@@ -18,6 +19,7 @@ class Waiter:
 
     def __init__(self, node: Postoffice) -> None:
         self._node = node
+        self._progress = progress_of(node)
 
     def check(self) -> None:
         """Raise ``UsageError`` where nobody may wait: before a call has any effect."""
@@ -32,6 +34,13 @@ class Waiter:
         if future.done():
             return future.result(0)
         self.check()
+        self._progress.begin_wait(future)
+        try:
+            return self._wait(future)
+        finally:
+            self._progress.end_wait()
+
+    def _wait(self, future: Future[Any]) -> Any:
         began = time.monotonic()
         report_s = self._node.config.stall_report_s
         while True:

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from pslite.kv_app import KVMeta, KVServer, KVWorker
     from pslite.kv_pairs import KVPairs
     from pslite.kv_sum import SumHandle
+    from pslite.observer import Observer, ask_status
     from pslite.postoffice import Postoffice
     from pslite.simple_app import SimpleApp, SimpleData
     from pslite.starting import start
+    from pslite.survey import Survey
 
 _HOMES = {
     "ALL_GROUP": "ids",
@@ -45,12 +47,15 @@ _HOMES = {
     "KVServer": "kv_app",
     "KVWorker": "kv_app",
     "NodeInfo": "ids",
+    "Observer": "observer",
     "Postoffice": "postoffice",
     "Reply": "customer",
     "Role": "ids",
     "SimpleApp": "simple_app",
     "SimpleData": "simple_app",
     "SumHandle": "kv_sum",
+    "Survey": "survey",
+    "ask_status": "observer",
     "start": "starting",
 }
 """Public name -> the module that it lives in."""
@@ -68,13 +73,16 @@ __all__ = [
     "KVServer",
     "KVWorker",
     "NodeInfo",
+    "Observer",
     "Postoffice",
     "Reply",
     "Role",
     "SimpleApp",
     "SimpleData",
     "SumHandle",
+    "Survey",
     "__version__",
+    "ask_status",
     "start",
 ]
 

@@ -16,6 +16,7 @@ from pslite.ids import SCHEDULER_ID, NodeInfo, Role
 from pslite.links import Delivery
 from pslite.log import label
 from pslite.protocol.membership import Gone
+from pslite.reporting import answer_to
 from pslite.watch import beat_at
 from pslite.wire.messages import (
     BarrierEnter,
@@ -27,6 +28,7 @@ from pslite.wire.messages import (
     Refused,
     Register,
     Roster,
+    StatusQuestion,
     Waiting,
 )
 
@@ -128,6 +130,8 @@ class MemberControl:
             self._barrier_over(message)
         elif isinstance(message, BarrierWaits):
             self._say_who_has_not_come(message)
+        elif isinstance(message, StatusQuestion) and self._office.info is not None:
+            self._office.send(SCHEDULER_ID, answer_to(self._office, message.question, now))
 
     def _complete(self, message: Roster, now: float) -> None:
         office = self._office

@@ -21,6 +21,7 @@ from pslite.wire.messages import (
     Response,
     SegmentOffer,
     SegmentTaken,
+    StatusQuestion,
 )
 
 #: What only nodes of the roster may send, besides what ``control`` handles.
@@ -47,8 +48,8 @@ class Gate:
     def objection(self, peer: str, message: Message, frames: Sequence[Any]) -> str | None:
         """Why a message of ``peer`` is not taken in now; None where it is."""
         if self._listed is not None:
-            # Who registers too late is told so by the scheduler.
-            is_answered = self._takes_registrations and type(message) is Register
+            # Who registers too late is told so by the scheduler, and observers are answered.
+            is_answered = self._takes_registrations and type(message) in (Register, StatusQuestion)
             return None if is_answered or peer in self._listed else UNLISTED
         if type(message) not in FROM_MEMBERS:
             return None

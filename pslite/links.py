@@ -18,7 +18,7 @@ from pslite.memory import Sharing
 from pslite.protocol.channel import Channel, Outgoing
 from pslite.van.base import Received, Van, size_of
 from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode
-from pslite.wire.messages import Accepted, Ints, Message, Refused
+from pslite.wire.messages import Accepted, Ints, Message, Refused, StatusQuestion
 
 #: Frames shorter than this are always sent by copy, so they do not count as under way.
 _SMALL_BYTES = 4096
@@ -100,6 +100,8 @@ class Links:
         #: What was wrong with the malformed message that came last.
         self.last_malformed = ""
         self.repeated = 0
+        #: Payload that was handed over, or taken, where it lies; repetitions too.
+        self.shared_bytes = 0
 
     # -- sending -----------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class Links:
         shared: Ints = ()
         if frames and self._sharing is not None:
             frames, shared = self._sharing.describe(peer, frames)
+            self.shared_bytes += sum(shared[3::4])
         envelope = Envelope(
             self._job,
             outgoing.epoch,
@@ -200,14 +203,15 @@ class Links:
             self._note_malformed(error)
             return None
         message = envelope.message
-        if envelope.job != self._job and not isinstance(message, Refused):
+        if envelope.job != self._job and not _is_for_any_job(envelope):
             self.send_unnumbered(event.peer, self._refuse_job(envelope.job))
             self.dropped[OTHER_JOB] += 1
             return None
         if envelope.receiver not in (0, self._incarnation):
             self.dropped[OTHER_RECEIVER] += 1
             return None
-        if envelope.job != self._job and envelope.sequence == 0:
+        is_of_other_job = envelope.job != self._job and type(message) is Refused
+        if is_of_other_job and envelope.sequence == 0:
             return Delivery(event.peer, envelope.sender, 0, message, ())
         if self._objection is not None:
             # Before it is accepted: what is merely too early will come again.
@@ -215,7 +219,12 @@ class Links:
             if reason is not None:
                 self.dropped[reason] += 1
                 return None
-        entry = self._peers.get(event.peer) or self._new_stranger(event.peer)
+        entry = self._peers.get(event.peer)
+        if entry is None:
+            if type(message) is StatusQuestion:
+                # An observer: it is answered, and no conversation begins.
+                return Delivery(event.peer, envelope.sender, 0, message, ())
+            entry = self._new_stranger(event.peer)
         if entry.incarnation == 0:
             entry.incarnation = envelope.sender
         elif entry.incarnation != envelope.sender:
@@ -246,7 +255,9 @@ class Links:
             return frames[1:]
         if self._sharing is None:
             raise ProtocolError("this node maps nobody's memory")
-        return self._sharing.resolve(peer, envelope.shared, frames[1:])
+        payload = self._sharing.resolve(peer, envelope.shared, frames[1:])
+        self.shared_bytes += sum(envelope.shared[3::4])
+        return payload
 
     def _note_malformed(self, error: ProtocolError) -> None:
         self.last_malformed = str(error)[:_MAX_REMARK]
@@ -332,3 +343,9 @@ class Links:
         self._owing.pop(peer, None)
         if self._sharing is not None:
             self._sharing.forget(peer)
+
+
+def _is_for_any_job(envelope: Envelope) -> bool:
+    """Refusals, and the question of an observer that knows an address and no job id."""
+    kind = type(envelope.message)
+    return kind is Refused or (kind is StatusQuestion and not envelope.job)

@@ -29,6 +29,10 @@ class Pool(Protocol):
         ``submit`` nobody else works on that lane.
         """
 
+    @property
+    def num_jobs(self) -> int:
+        """How much of what was submitted is not done yet. For the reader of a report."""
+
     def close(self, timeout_s: float = 10.0) -> bool:
         """Finish what was submitted, then stop; whether that was done in time. Idempotent.
 
@@ -44,6 +48,10 @@ class InlinePool:
 
     def is_idle(self, lane: int) -> bool:
         return True
+
+    @property
+    def num_jobs(self) -> int:
+        return 0
 
     def close(self, timeout_s: float = 10.0) -> bool:
         return True
@@ -74,6 +82,10 @@ class ThreadPool:
     def is_idle(self, lane: int) -> bool:
         index = lane % len(self._queues)
         return self._submitted[index] == self._done[index]
+
+    @property
+    def num_jobs(self) -> int:
+        return max(0, sum(self._submitted) - sum(self._done))
 
     def close(self, timeout_s: float = 10.0) -> bool:
         for queue in self._queues:

@@ -32,6 +32,7 @@ from pslite.memory import Bytes, Heap, Sharing
 from pslite.plane import Transfer
 from pslite.pool import InlinePool, Pool
 from pslite.protocol.membership import Gone, Membership
+from pslite.survey import ProgressSource
 from pslite.timers import Timers
 from pslite.traffic import Traffic
 from pslite.van.base import Connected, Denied, Disconnected, Received, TurnedAway, Van
@@ -118,6 +119,9 @@ class Postoffice:
         self.finished: Future[None] = Future("the end of the job")
         #: Called on the I/O thread after a node is gone.
         self.on_departure: list[Callable[[], None]] = []
+        #: Who knows how far a worker's training has come, for reports (``reporting.py``).
+        self.progress: ProgressSource | None = None
+        self.began_at = clock()
         self.error: BaseException | None = None
         self.info: NodeInfo | None = None
         #: Whether all nodes that this one exchanges values with can share its memory.

@@ -24,6 +24,7 @@ from pslite.links import Delivery
 from pslite.protocol.barrier import Barriers, Release
 from pslite.protocol.membership import Gone, Rendezvous
 from pslite.security import WHAT_TO_COMPARE
+from pslite.surveying import Surveyor
 from pslite.watch import beat_at
 from pslite.wire.messages import (
     BarrierEnter,
@@ -36,6 +37,8 @@ from pslite.wire.messages import (
     Refused,
     Register,
     Roster,
+    StatusQuestion,
+    StatusReport,
     Waiting,
 )
 
@@ -58,6 +61,7 @@ class SchedulerControl:
         self._deadline: float | None = None
         self._roster_at: float | None = None
         self._beat_at: float | None = None
+        self._surveyor = Surveyor(office, node, package, self._rendezvous, self._barriers)
         #: Van names of the nodes that wait for the roster.
         self._waiting: dict[str, NodeInfo] = {}
 
@@ -75,11 +79,16 @@ class SchedulerControl:
         if isinstance(message, Register) and len(message.node) == 1:
             self._register(delivery, message, now)
             return
+        if isinstance(message, StatusQuestion):
+            self._surveyor.asked(delivery.peer, message, now)
+            return
         node = self._office.node_of(delivery.peer)
         if node is None:
             return
         if isinstance(message, Members):
             self._news(message)
+        elif isinstance(message, StatusReport):
+            self._surveyor.reported(node, message, now)
         elif isinstance(message, BarrierEnter):
             self._enter(node, message.group, message.round, message.timeout_s, now)
         elif isinstance(message, Leave):
@@ -228,6 +237,7 @@ class SchedulerControl:
             )
         )
         self._release(self._barriers.depart(gone.node.node_id, gone.sentence))
+        self._surveyor.departed(gone.node.node_id, office.clock())
         if not gone.left:
             error = NodeLostError(gone.sentence, role=gone.node.role, rank=gone.node.rank)
             office.fail(error)
@@ -258,6 +268,7 @@ class SchedulerControl:
             self._tell_who_is_missing(now)
         if self._beat_at is not None and now >= self._beat_at:
             self._beat(now)
+        self._surveyor.tick(now)
         self._release(self._barriers.tick(now))
         for overdue in self._barriers.overdue(now, self._office.config.stall_report_s):
             waits = BarrierWaits(overdue.group, overdue.round, overdue.missing, overdue.waited_s)
@@ -274,7 +285,8 @@ class SchedulerControl:
         return DeadlineError(text)
 
     def next_due(self) -> float | None:
-        times = [self._deadline, self._roster_at, self._beat_at, self._barriers.next_due()]
+        times = [self._deadline, self._roster_at, self._beat_at]
+        times += [self._barriers.next_due(), self._surveyor.next_due()]
         return min((time for time in times if time is not None and time < math.inf), default=None)
 
 

@@ -102,6 +102,10 @@ class _Pool:
     def is_idle(self, lane: int) -> bool:
         return False  # else nothing would happen while a round is being applied
 
+    @property
+    def num_jobs(self) -> int:
+        return 0  # what is at work is an event of the simulation
+
     def close(self, timeout_s: float = 0.0) -> bool:
         return True
 

@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Protocol
 from pslite.errors import UsageError
 from pslite.ids import SCHEDULER_ID, Role, node_id, rank_of, role_of
 from pslite.links import Delivery
-from pslite.plane import Effect, Job, Outcome, Run, Send, ServerPlane, Transfer, WorkerPlane
+from pslite.plane import (
+    Effect,
+    Ints,
+    Job,
+    OpenRound,
+    Outcome,
+    Run,
+    Send,
+    ServerPlane,
+    Transfer,
+    WorkerPlane,
+)
+from pslite.survey import LEAST_WAIT_S, Wait
 from pslite.wire.messages import Answer, Exchange, Message, PartsFailed, RoundWaits, StaleEpoch
 
 if TYPE_CHECKING:
@@ -38,7 +50,7 @@ _TICK_INTERVAL_S = 1.0
 
 
 class PartOwner(Protocol):
-    """A store of a worker, to which some parts belong."""
+    """A store of a worker, or the stores of a server, to which some parts belong."""
 
     def name_of(self, part: int) -> str | None:
         """The part in words, or None if it is somebody else's. On the I/O thread, for reports."""
@@ -60,7 +72,7 @@ class Traffic:
         self._worked_at = 0.0
         #: Lane -> how many of its jobs in a row took long though they were small.
         self._slow_jobs: Counter[int] = Counter()
-        #: The stores of a worker, in the order of their making.
+        #: The stores of this node, in the order of their making.
         self._owners: weakref.WeakKeyDictionary[PartOwner, None] = weakref.WeakKeyDictionary()
 
     def serve(self, plane: ServerPlane) -> None:
@@ -220,11 +232,46 @@ class Traffic:
         missing = ", ".join(
             self._office.title(node_id(Role.WORKER, rank)) for rank in message.missing
         )
-        names = [name for owner in self._owners_now() if (name := owner.name_of(message.part))]
-        what = names[0] if names else f"part {message.part}"
+        what, waited_s = self._name_of(message.part), message.waited_s
         self._office.log.warn(
-            f"round {message.round} of {what} has waited {message.waited_s:.0f} s for {missing}"
+            f"round {message.round} of {what} has waited {waited_s:.0f} s for {missing}"
         )
+
+    def _name_of(self, part: int) -> str:
+        names = (owner.name_of(part) for owner in self._owners_now())
+        return next(filter(None, names), f"part {part}")
+
+    # -- for the status of a job -------------------------------------------------------
+
+    @property
+    def num_requests(self) -> int:
+        """A worker's pushes and pulls, or a server's parts, that are not answered yet."""
+        if self._worker is not None:
+            return self._worker.num_active
+        return 0 if self._server is None else self._server.num_waiting + self._server.num_pulls
+
+    def open_rounds(self, now: float) -> tuple[int, list[Wait]]:
+        """How many parts of a server wait for workers, and what has waited for a while."""
+        if self._server is None:
+            return 0, []
+        open_ = self._server.open_rounds()
+        return sum(len(each.parts) for each in open_), self._waits(open_, now)
+
+    def _waits(self, open_: Sequence[OpenRound], now: float) -> list[Wait]:
+        """Rounds that wait for the same workers are one wait, which is named by its first part."""
+        together: dict[tuple[int, Ints], list[OpenRound]] = {}
+        for each in open_:
+            if each.opened_at is not None and now - each.opened_at >= LEAST_WAIT_S:
+                together.setdefault((each.round, each.missing), []).append(each)
+        waits = []
+        for (round_, missing), alike in together.items():
+            more = sum(len(each.parts) for each in alike) - 1
+            others = f" and {more} other part{'s' if more > 1 else ''}" if more else ""
+            what = self._name_of(alike[0].parts[0]) + others
+            names = tuple(f"{Role.WORKER.value} {rank}" for rank in missing)
+            since = min(each.opened_at for each in alike if each.opened_at is not None)
+            waits.append(Wait(what, round_, names, now - since))
+        return waits
 
 
 def _payload_bytes(jobs: Sequence[Job]) -> int:

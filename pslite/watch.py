@@ -78,6 +78,10 @@ class Watch:
         """Something of the peer's own code arrived."""
         self._liveness.heard(peer, now)
 
+    def silent_s(self, peer: str, now: float) -> float:
+        """How long nothing of the peer's own code has arrived."""
+        return self._liveness.silent_s(peer, now)
+
     def connected(self, peer: str) -> None:
         """The van has a connection with the peer."""
         self._connected.add(peer)

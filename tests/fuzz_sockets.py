@@ -33,6 +33,7 @@ from job import Job, Process
 
 from pslite.ids import NodeInfo
 from pslite.van.accepted import further_routing_id, make_routing_id
+from pslite.version import __version__
 from pslite.wire.codec import Envelope, encode
 from pslite.wire.messages import (
     Accepted,
@@ -53,6 +54,9 @@ from pslite.wire.messages import (
     Roster,
     RoundWaits,
     StaleEpoch,
+    StatusQuestion,
+    StatusReport,
+    StatusSurvey,
     Waiting,
 )
 
@@ -124,6 +128,10 @@ def recorded(job_id: str, receiver: int) -> list[Frames]:
         (Request(1000002, 0, 1, 1, msgpack.packb([1, True, [[1, 5, "<f4"]]])), [bytes(20)]),
         (Request(1000001, 0, 1, 1, msgpack.packb([1, "sync", [["k", [5], "<f4"]]])), []),
         (Response(1000002, 0, 1, 1, "", "", "", -1, b"body"), []),
+        (StatusQuestion(1, __version__), []),
+        (StatusQuestion(1, "0.0"), []),
+        (StatusReport(1, msgpack.packb(["0.1", 1.0, 1, 2, 3, 4, 5, 6, None, []])), []),
+        (StatusSurvey(1, msgpack.packb([])), []),
     ]
     return [
         [encode(Envelope(job_id, 1, 77, receiver, number, 0, (), (), message)), *payload]

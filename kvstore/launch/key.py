@@ -12,6 +12,7 @@ import secrets
 import tempfile
 from pathlib import Path
 
+from kvstore.launch.jobs import PREFIX
 from kvstore.launch.options import LaunchError
 
 _KEY_BYTES = 32
@@ -19,7 +20,7 @@ _KEY_BYTES = 32
 
 def new_key_file() -> Path:
     """Where the key of a new job will be; nothing is made yet, and nobody can guess the name."""
-    return Path(tempfile.gettempdir()) / f"kvstore-key-{secrets.token_hex(8)}" / "job.key"
+    return Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(8)}" / "job.key"
 
 
 def write_key(path: Path) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from kvstore.launch.address import listen
 from kvstore.launch.failure import exit_code, failures_first_cause_first
+from kvstore.launch.jobs import note_job
 from kvstore.launch.key import new_key_file, write_key
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
@@ -82,6 +83,11 @@ def run(
             if key_file is not None:
                 supervisor.remove_at_the_end(key_file.parent)
                 write_key(key_file)
+                security_used = {**variables, **specs[0].environment}.get("PS_SECURITY", "")
+                shown_host = f"[{facts.host}]" if ":" in facts.host else facts.host
+                note_job(key_file, f"{shown_host}:{facts.port}", security_used)
+            if options.show_status:
+                supervisor.show_status({**variables, **specs[0].environment})
             supervisor.start(specs, variables)
             # Only the scheduler holds the sockets now: when it dies, connections are refused.
             listener.close()

@@ -26,6 +26,7 @@ from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.lifecycle import Lifecycle, Phase, Say, SendSignal, Timing
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.report import Ended
+from kvstore.launch.statusline import JobStatus, StatusFeed
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LAST_OUTPUT_S = 2.0
@@ -75,6 +76,7 @@ class Supervisor:
         self._guardian: GuardianProcess | None = None
         self._to_remove: list[Path] = []
         self._joined: socket.socket | None = None
+        self._status: JobStatus | None = None
 
     def __enter__(self) -> Supervisor:
         self._guardian = GuardianProcess(self._job_id, self._environ)
@@ -88,6 +90,7 @@ class Supervisor:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._end_status()
         end_job(self._job_id, self._groups(), grace_s=0)
         for child in self._children:
             child.reap()
@@ -103,6 +106,10 @@ class Supervisor:
         self._joined = pipe
         self._selector.register(pipe, selectors.EVENT_READ)
 
+    def show_status(self, environment: Mapping[str, str]) -> None:
+        """Show how the job does while it runs; ``environment`` names its scheduler and key."""
+        self._status = JobStatus(environment, self._errors.fd, die_with_launcher())
+
     def remove_at_the_end(self, directory: Path) -> None:
         """Remove ``directory`` after all processes have ended, in whatever way that comes about.
 
@@ -114,7 +121,7 @@ class Supervisor:
 
     def say(self, text: str) -> None:
         """A line of the launcher's own, on standard error."""
-        self._errors.write(f"[launcher] {text}\n".encode())
+        self._write(self._errors, f"[launcher] {text}\n".encode())
 
     def start(self, specs: Sequence[ProcessSpec], base_environment: Mapping[str, str]) -> None:
         """Start all processes; stop at the first that cannot be (:meth:`wait` reports it)."""
@@ -139,10 +146,12 @@ class Supervisor:
             self._carry_out(lifecycle.cannot_start(time.monotonic()))
         self._sweep(lifecycle)
         while lifecycle.phase is not Phase.ENDED:
-            deadline_s = lifecycle.deadline_s
+            due_s = [lifecycle.deadline_s, self._status.due_s if self._status else None]
+            deadline_s = min((due for due in due_s if due is not None), default=None)
             timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             self._serve(lifecycle, timeout_s)
             self._carry_out(lifecycle.tick(time.monotonic()))
+            self._tick_status(lifecycle)
         self._ignore_joined()
         self._end_leftovers()
         self._read_last_output()
@@ -168,6 +177,8 @@ class Supervisor:
         assert self._joined is not None
         if self._joined.recv(1):  # nothing is read when the scheduler ended without a word
             lifecycle.joined(time.monotonic())
+            if self._status is not None:
+                self._status.begin(time.monotonic())
         self._ignore_joined()
 
     def _ignore_joined(self) -> None:
@@ -214,6 +225,8 @@ class Supervisor:
                 key.data.write_pending()
             elif isinstance(key.data, Stream):
                 self._read(key.data)
+            elif isinstance(key.data, StatusFeed):
+                self._read_status(key.data)
 
     def _read(self, stream: Stream) -> None:
         fd = stream.fileno()
@@ -227,10 +240,51 @@ class Supervisor:
     def _show(self, stream: Stream, lines: list[bytes]) -> None:
         console = self._errors if stream.is_error else self._output
         try:
-            console.write(stream.child.record(lines))
+            self._write(console, stream.child.record(lines))
         except OSError as error:
             stream.child.stop_logging()
             self.say(f"the log of {stream.child.spec.name} ends here: {error.strerror}")
+
+    def _write(self, console: Console, lines: bytes) -> None:
+        """Whole lines; a status that stands on the same terminal makes room for them."""
+        if not lines:
+            return
+        is_near = self._status is not None and (console is self._errors or os.isatty(console.fd))
+        if self._status is None or not is_near:
+            console.write(lines)
+            return
+        self._errors.write(self._status.display.before_output())
+        console.write(lines)
+        self._errors.write(self._status.display.after_output())
+
+    # -- the status of the job ---------------------------------------------------------
+
+    def _tick_status(self, lifecycle: Lifecycle) -> None:
+        if self._status is None:
+            return
+        if lifecycle.phase is not Phase.RUNNING:
+            self._end_status()
+            return
+        feed = self._status.tick(time.monotonic())
+        if feed is not None:
+            self._selector.register(feed, selectors.EVENT_READ, feed)
+
+    def _read_status(self, feed: StatusFeed) -> None:
+        if self._status is None or self._status.feed is not feed:
+            return  # it was ended meanwhile
+        written, is_open = self._status.read(time.monotonic())
+        if not self._errors.waiting:  # a terminal that is paused need not see all of them later
+            self._errors.write(written)
+        if not is_open:
+            self._end_status()
+
+    def _end_status(self) -> None:
+        if self._status is None:
+            return
+        if self._status.feed is not None:
+            self._selector.unregister(self._status.feed)
+        self._errors.write(self._status.end())
+        self._status = None
 
     def _end_leftovers(self) -> None:
         found = end_job(self._job_id, self._groups(), self._timing.leftover_s)

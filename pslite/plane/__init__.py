@@ -41,7 +41,7 @@ from pslite.plane.interface import (
     cuts_of,
     piece_of,
 )
-from pslite.plane.server import ServerPlane
+from pslite.plane.server import OpenRound, ServerPlane
 from pslite.plane.worker import Sink, Transfer, WorkerPlane
 from pslite.wire.messages import Ints
 
@@ -49,6 +49,7 @@ __all__ = [
     "Effect",
     "Ints",
     "Job",
+    "OpenRound",
     "Outcome",
     "Piece",
     "Run",

@@ -56,6 +56,17 @@ class _Value(NamedTuple):
     version: int
 
 
+class OpenRound(NamedTuple):
+    """A round of some parts that waits for workers."""
+
+    parts: Ints
+    round: int
+    missing: Ints
+    """Their ranks."""
+    opened_at: float | None
+    """When ``tick`` saw it first; None if it has not yet."""
+
+
 class _Replies:
     """Collects what one event answers, so that each worker gets few messages."""
 
@@ -140,6 +151,23 @@ class ServerPlane:
     def num_waiting(self) -> int:
         """Contributions that are here and not applied yet."""
         return sum(len(unit.rounds.waiting()) * len(unit.parts) for unit in self._distinct())
+
+    @property
+    def num_pulls(self) -> int:
+        """Parts whose values somebody waits for."""
+        return sum(len(pull.parts) for unit in self._distinct() for pull in unit.pulls)
+
+    def open_rounds(self) -> list[OpenRound]:
+        """The rounds that some workers have contributed to and others have not."""
+        found = []
+        for unit in self._distinct():
+            open_round = unit.rounds.missing()
+            if open_round is not None:
+                round_, missing = open_round
+                is_seen = unit.opened_at is not None and unit.opened_at[0] == round_
+                opened_at = unit.opened_at[1] if unit.opened_at and is_seen else None
+                found.append(OpenRound(unit.parts, round_, missing, opened_at))
+        return found
 
     def _distinct(self) -> Iterable[Unit]:
         return dict.fromkeys(self._units.values())

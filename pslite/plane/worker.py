@@ -255,6 +255,11 @@ class WorkerPlane:
         self._unanswered: list[Sequence[Buffer]] = []
         self.epoch = 1
 
+    @property
+    def num_active(self) -> int:
+        """Transfers that are not complete."""
+        return len(self._active)
+
     # -- events ------------------------------------------------------------------------
 
     def submit(self, transfer: Transfer) -> None:

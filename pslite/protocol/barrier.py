@@ -129,6 +129,20 @@ class Barriers:
                 reports.append(Overdue(nodes, group, round_, missing, now - wait.opened_at))
         return reports
 
+    def waits(self, now: float) -> list[Overdue]:
+        """All barriers that ``overdue`` has seen open, and for how long they have been."""
+        return [
+            Overdue(
+                tuple(sorted(wait.arrived)),
+                group,
+                round_,
+                tuple(self.missing(group, round_)),
+                now - wait.opened_at,
+            )
+            for (group, round_), wait in self._open.items()
+            if wait.opened_at is not None
+        ]
+
     def next_due(self) -> float | None:
         """When the first wait's time is over."""
         times = [until for wait in self._open.values() for until in wait.arrived.values()]

@@ -73,6 +73,11 @@ class Liveness:
             entry.heard_at = entry.reported_at = now
             entry.gone_since = entry.unreached_since = None
 
+    def silent_s(self, peer: str, now: float) -> float:
+        """How long nothing of the peer's own code has arrived; 0 for one that is not watched."""
+        entry = self._peers.get(peer)
+        return 0.0 if entry is None else max(0.0, now - entry.heard_at)
+
     def excuse(self, now: float) -> None:
         """Nobody's silence counts so far: this node was not listening."""
         for entry in self._peers.values():

@@ -1,9 +1,9 @@
 """Every message that nodes exchange: one frozen dataclass each, nothing else.
 
 Read it as a dialogue: joining, barriers, leaving, then data (rounds of parts), then
-requests of apps. ``docs/wire.md`` numbers the same messages for readers of the wire; a test
-holds both together. This module does no I/O and knows no socket. Next: ``codec.py``, which
-turns these into frames and back.
+requests of apps, then what observers of a job ask. ``docs/wire.md`` numbers the same messages
+for readers of the wire; a test holds both together. This module does no I/O and knows no
+socket. Next: ``codec.py``, which turns these into frames and back.
 
 ``Ints`` fields travel as packed little-endian 64-bit words, one word an element, so a message about
 hundreds of parts costs no per-element parsing.
@@ -331,6 +331,46 @@ class Response(Message):
     body: bytes
 
 
+# -- status: observer -> scheduler -> nodes, and back ---------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StatusQuestion(Message):
+    """How are you? From an observer to the scheduler, and from it to every node."""
+
+    NUMBER: ClassVar[int] = 22
+    RELIABLE: ClassVar[bool] = False
+    NATURAL: ClassVar[tuple[str, ...]] = ("question",)
+    question: int
+    """The sender's number of it, which the answer repeats."""
+    package: str
+    """Version of the sender's software."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReport(Message):
+    """A node's answer to the scheduler."""
+
+    NUMBER: ClassVar[int] = 23
+    RELIABLE: ClassVar[bool] = False
+    NATURAL: ClassVar[tuple[str, ...]] = ("question",)
+    question: int
+    body: bytes
+    """A ``NodeReport`` (``pslite/survey.py``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusSurvey(Message):
+    """The scheduler's answer to an observer."""
+
+    NUMBER: ClassVar[int] = 24
+    RELIABLE: ClassVar[bool] = False
+    NATURAL: ClassVar[tuple[str, ...]] = ("question",)
+    question: int
+    body: bytes
+    """A ``Survey`` (``pslite/survey.py``)."""
+
+
 ALL_MESSAGES: tuple[type[Message], ...] = (
     Accepted,
     Beat,
@@ -353,4 +393,7 @@ ALL_MESSAGES: tuple[type[Message], ...] = (
     SegmentOffer,
     SegmentTaken,
     PipeOffer,
+    StatusQuestion,
+    StatusReport,
+    StatusSurvey,
 )

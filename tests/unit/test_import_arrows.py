@@ -39,6 +39,7 @@ PUBLIC = frozenset(
         "pslite.future",
         "pslite.ids",
         "pslite.plane",
+        "pslite.survey",
         "pslite.version",
         "pslite.wire.codec.pack_value",
         "pslite.wire.codec.unpack_value",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
+import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,18 @@ from pslite.ids import NodeInfo
 from pslite.memory.segment import HEADER_BYTES, NONCE_BYTES
 from pslite.memory.sharing import MAX_SEGMENTS, MIN_SHARED_BYTES
 from pslite.protocol.channel import RECEIVE_WINDOW
+from pslite.protocol.surveys import ANSWER_S, FRESH_S, MAX_ASKERS
+from pslite.survey import (
+    MAX_NAMED,
+    MAX_TEXT,
+    MAX_WAITS,
+    NodeReport,
+    NodeStatus,
+    Progressed,
+    Survey,
+    Wait,
+)
+from pslite.surveying import MAX_REPORT_BYTES
 from pslite.van import base as van
 from pslite.van.base import TOTAL_PER_FRAME
 from pslite.van.pipes import MAX_MESSAGE_BYTES, MAX_MESSAGE_FRAMES
@@ -166,6 +179,39 @@ def test_the_numbers_of_pipes_are_the_codes() -> None:
     for sentence in (
         f"(here at most {MAX_PIPES} pipes a node)",
         f"at most {MAX_MESSAGE_FRAMES} frames and {MAX_MESSAGE_BYTES} bytes",
+    ):
+        assert sentence in text
+
+
+def test_the_values_of_a_status_are_the_codes() -> None:
+    text = section("17 Observers")
+    kinds = (Survey, NodeStatus, NodeReport, Progressed, Wait)
+    tables = re.findall(r"^An? (\w+):\n\n((?:\|.*\n)+)", text, re.M)
+    assert [name for name, _ in tables] == [kind.__name__ for kind in kinds]
+    for kind, (_, table) in zip(kinds, tables, strict=True):
+        hints = typing.get_type_hints(kind)
+        wanted = [[name, _type_of_status(hints[name])] for name in kind._fields]
+        assert [row[:2] for row in rows(table)] == wanted
+
+
+def _type_of_status(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return f"list of {_type_of_status(typing.get_args(kind)[0])}"
+    if isinstance(kind, types.UnionType):
+        return f"{typing.get_args(kind)[0].__name__} or nil"
+    return TYPES.get(kind) or str(kind.__name__)
+
+
+def test_the_limits_of_a_status_are_the_codes() -> None:
+    text = " ".join(section("17 Observers").split())
+    for sentence in (
+        f"or {ANSWER_S:g} seconds later",
+        f"within {FRESH_S} seconds",
+        f"At most {MAX_ASKERS} observers",
+        f"at most {MAX_TEXT} characters",
+        f"at most {MAX_REPORT_BYTES} bytes",
+        f"the {MAX_WAITS} longest",
+        f"the first {MAX_NAMED};",
     ):
         assert sentence in text
 

@@ -38,7 +38,11 @@ class Server:
             max_message_bytes=1 << 20,
             stall_report_s=60.0,
         )
-        self._traffic = SimpleNamespace(serve=lambda plane: None, carry_out=lambda effects: None)
+        self._traffic = SimpleNamespace(
+            serve=lambda plane: None,
+            add_owner=lambda owner: None,
+            carry_out=lambda effects: None,
+        )
         node: Any = SimpleNamespace(
             config=config,
             traffic=self._traffic,

@@ -191,3 +191,13 @@ def test_failed_barriers_that_a_node_never_reaches_are_remembered_up_to_a_limit(
     assert len(barriers._given_up) == MAX_GIVEN_UP
     (release,) = enter(barriers, (C, MAX_GIVEN_UP))
     assert release.kind == "DeadlineError"
+
+
+def test_the_barriers_that_wait_are_listed_with_who_is_missing() -> None:
+    barriers = make()
+    enter(barriers, (A, 1), (C, 1))
+    assert barriers.waits(5.0) == []  # nobody has looked at the clock since
+    barriers.overdue(5.0, 60.0)
+    assert barriers.waits(9.0) == [Overdue((A, C), GROUP, 1, (B,), 4.0)]
+    enter(barriers, (B, 1))
+    assert barriers.waits(10.0) == []

@@ -8,7 +8,7 @@ from pslite import gate as gate_module
 from pslite.gate import EARLY, UNLISTED, Gate
 from pslite.ids import NodeInfo
 from pslite.links import Delivery
-from pslite.wire.messages import Beat, Exchange, Leave, Register, Request
+from pslite.wire.messages import Beat, Exchange, Leave, Register, Request, StatusQuestion
 
 REQUEST = Request(1, 0, 1, 1, b"")
 NODE = NodeInfo("worker", 0, "W1", 1, "", "h", "m", 1)
@@ -38,18 +38,20 @@ def test_before_the_roster_so_many_bytes_wait(monkeypatch: pytest.MonkeyPatch) -
     assert gate.objection("W1", REQUEST, [memoryview(bytes(40)).cast("d")]) is None
 
 
-def test_after_the_roster_only_members_are_heard_and_late_registrations() -> None:
+def test_after_the_roster_only_members_are_heard_late_registrations_and_observers() -> None:
     gate = Gate(takes_registrations=True)
     gate.complete(frozenset({"W1"}))
     for message in (REQUEST, Leave(), Beat(), Exchange(True, False, (), (), ())):
         assert gate.objection("W1", message, []) is None
         assert gate.objection("W2", message, []) == UNLISTED
     assert gate.objection("W2", Register((NODE,), 1, 1, "1"), []) is None
+    assert gate.objection("O1", StatusQuestion(1, "1"), []) is None
     gate.keep(delivery(10))
     assert gate.complete(frozenset()) == []
 
 
-def test_a_registration_with_anybody_but_the_scheduler_is_not_heard_either() -> None:
+def test_registrations_and_observers_are_heard_by_the_scheduler_only() -> None:
     gate = Gate(takes_registrations=False)
     gate.complete(frozenset({"W1"}))
     assert gate.objection("W2", Register((NODE,), 1, 1, "1"), []) == UNLISTED
+    assert gate.objection("O1", StatusQuestion(1, "1"), []) == UNLISTED

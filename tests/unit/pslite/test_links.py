@@ -12,7 +12,7 @@ from pslite.errors import PSError
 from pslite.links import MAX_STRANGERS, TELL_AFTER_S, TELL_BYTES, Delivery, Links
 from pslite.van.base import Buffer, Received, Van, VanEvent
 from pslite.wire.codec import VERSION, Envelope, decode, encode, pack_value
-from pslite.wire.messages import Accepted, Beat, Leave, Message, Refused, Request
+from pslite.wire.messages import Accepted, Beat, Leave, Message, Refused, Request, StatusQuestion
 
 
 class Wire(Van):
@@ -435,3 +435,34 @@ def test_what_is_objected_to_is_neither_delivered_nor_accepted_and_may_come_agai
     assert bob.transmissions() == []
     alice.links.resend(10.0)
     assert pass_on(alice, bob) == [REQUEST]
+
+
+@pytest.mark.parametrize("job", ["", "job"])
+@pytest.mark.parametrize("sequence", [0, 5])
+def test_an_observers_question_is_delivered_and_begins_no_conversation(
+    job: str, sequence: int
+) -> None:
+    node = Node("scheduler", 7)
+    question = StatusQuestion(3, "1.0")
+    envelope = Envelope(job, 0, 99, 0, sequence, 0, (), (), question)
+    assert node.links.receive(Received("O1", [encode(envelope)])) == Delivery(
+        "O1", 99, 0, question, ()
+    )
+    assert node.links.byte_counts() == {}
+    assert node.links.next_due() is None
+    assert node.wire.sent == []
+
+
+def test_an_observer_of_another_job_is_refused_by_its_id() -> None:
+    node = Node("scheduler", 7)
+    envelope = Envelope("another", 0, 99, 0, 0, 0, (), (), StatusQuestion(3, "1.0"))
+    assert node.links.receive(Received("O1", [encode(envelope)])) is None
+    [(peer, [header])] = node.wire.sent
+    assert peer == "O1"
+    assert isinstance(decode([header]).message, Refused)
+
+
+def test_no_other_message_may_come_without_the_jobs_id() -> None:
+    node = Node("scheduler", 7)
+    envelope = Envelope("", 0, 99, 0, 0, 0, (), (), Beat())
+    assert node.links.receive(Received("O1", [encode(envelope)])) is None

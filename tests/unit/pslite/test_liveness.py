@@ -138,3 +138,11 @@ def test_a_peer_that_was_reached_late_is_like_any_other() -> None:
     liveness.connected("server")
     assert liveness.suspects() == []
     assert liveness.tick(1000.0) == []
+
+
+def test_how_long_a_peer_has_been_silent_can_be_asked() -> None:
+    liveness = watching("w0")
+    liveness.heard("w0", 3.0)
+    assert liveness.silent_s("w0", 10.0) == 7.0
+    assert liveness.silent_s("w0", 2.0) == 0.0
+    assert liveness.silent_s("stranger", 10.0) == 0.0

@@ -9,7 +9,7 @@ import pytest
 
 from pslite import log as log_module
 from pslite.log import Log
-from pslite.pool import ThreadPool
+from pslite.pool import InlinePool, ThreadPool
 
 
 @pytest.fixture
@@ -58,3 +58,16 @@ def test_a_pool_that_is_stuck_lets_its_owner_go() -> None:
     assert time.monotonic() - begun_at < 2.0
     release.set()
     assert pool.close(5.0)
+
+
+def test_a_pool_counts_what_is_not_done() -> None:
+    pool = ThreadPool(2, "test")
+    release = threading.Event()
+    assert pool.num_jobs == 0
+    for lane in (0, 0, 1):
+        pool.submit(lane, lambda: (release.wait(10.0), None)[1])
+    assert pool.num_jobs == 3
+    release.set()
+    assert pool.close(5.0)
+    assert pool.num_jobs == 0
+    assert InlinePool().num_jobs == 0

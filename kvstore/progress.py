@@ -1,0 +1,154 @@
+"""How far a worker has come: steps, samples, and time spent waiting in calls. For reports only.
+
+A ``Trainer`` and ``FeedForward.fit`` say when a step is done and how many samples it had
+(``note_step``). A script that pushes and pulls by itself says nothing; there rounds are counted,
+by the key that is pushed most. Stores note their waits (``waiting.py``). All of
+it costs less than a microsecond a step, and what is made of it is computed when somebody asks
+(``pslite/reporting.py``), on the node's I/O thread. One ``Progress`` for each node, shared by its
+stores; counted on the threads of their callers, where a lost count would be no harm.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from kvstore.keys import Key
+from pslite import Future, Postoffice
+from pslite.survey import LEAST_WAIT_S, Progressed, Wait
+
+#: Rates are over so many marks, which are so far apart or farther.
+_MARKS = 10
+_MARK_S = 1.0
+
+
+class _Mark(NamedTuple):
+    """The counters at the end of a step."""
+
+    at: float
+    steps: int
+    samples: float
+    waited_s: float
+
+
+class Progress:
+    """Counts for one node. ``clock`` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_at = clock()
+        self._rounds = self._steps = 0
+        self._samples = self._waited_s = 0.0
+        #: How often each key was pushed; of a call with several keys, the first one.
+        self._pushes: dict[tuple[int, Key], int] = {}
+        self._most_pushes = 0
+        #: Replaced and never changed: another thread reads it.
+        self._marks: tuple[_Mark, ...] = ()
+        self._stepped_at = 0.0
+        #: Thread -> since when it waits, and for what.
+        self._waits: dict[int, tuple[float, Future[Any]]] = {}
+
+    # -- from the script's threads -----------------------------------------------------
+
+    def step(self, samples: float = 0) -> None:
+        """A step of training is done, with so many samples of this worker."""
+        if not self._steps:
+            self._marks = ()  # those of rounds
+        self._steps += 1
+        self._samples += samples
+        self._mark(self._steps)
+
+    def pushed(self, store: int, key: Key) -> None:
+        """A call of a store pushes, and this is its first key."""
+        which = store, key
+        count = self._pushes[which] = self._pushes.get(which, 0) + 1
+        if count > self._most_pushes:
+            self._most_pushes = count
+            self._rounds += 1
+            if not self._steps:
+                self._mark(self._rounds)
+
+    def forget(self, store: int, keys: Iterable[Key]) -> None:
+        """These keys are deleted: those that are left, or come, go on counting."""
+        for key in keys:
+            self._pushes.pop((store, key), None)
+        self._most_pushes = max(list(self._pushes.values()), default=0)
+
+    def _mark(self, count: int) -> None:
+        self._stepped_at = now = self._clock()
+        if not self._marks or now - self._marks[-1].at >= _MARK_S:
+            mark = _Mark(now, count, self._samples, self._waited_s)
+            self._marks = (*self._marks[1 - _MARKS :], mark)
+
+    def begin_wait(self, future: Future[Any]) -> None:
+        """The calling thread waits from now on."""
+        self._waits[threading.get_ident()] = self._clock(), future
+
+    def end_wait(self) -> None:
+        """It does not any more."""
+        began, _ = self._waits.pop(threading.get_ident())
+        self._waited_s += self._clock() - began
+
+    # -- from the node's I/O thread ----------------------------------------------------
+
+    def progressed(self) -> Progressed:
+        """The counters, and rates over the last marks."""
+        now, marks = self._clock(), self._marks
+        count, samples = self._steps or self._rounds, self._samples
+        open_ = [began for began, _ in list(self._waits.values())]
+        waited_s = self._waited_s + sum(now - began for began in open_)
+        first = marks[0] if marks else _Mark(self._began_at, 0, 0.0, 0.0)
+        steps = count - first.steps if marks else 0
+        per_s = 0.0
+        if steps > 0:
+            span_s = self._stepped_at - first.at
+            # A step that is overdue makes the rate fall, one that is due soon does not.
+            per_s = 1 / max(span_s, now - first.at - span_s / steps, 1e-9)
+        return Progressed(
+            steps=count,
+            samples=round(samples),
+            steps_per_s=steps * per_s,
+            samples_per_s=(samples - first.samples) * per_s,
+            communication=min(1.0, (waited_s - first.waited_s) / max(now - first.at, 1e-9)),
+            since_step_s=max(0.0, now - self._stepped_at) if count else 0.0,
+        )
+
+    def waits(self) -> list[Wait]:
+        """What threads of the script have been waiting for, for a while."""
+        now = self._clock()
+        return [
+            Wait(_what(future), 0, (), now - began)
+            for began, future in list(self._waits.values())
+            if now - began >= LEAST_WAIT_S
+        ]
+
+
+def _what(future: Future[Any]) -> str:
+    try:
+        return future.what
+    except Exception:  # a description may look at what another thread is changing
+        return "an answer"
+
+
+_of_nodes: weakref.WeakKeyDictionary[Postoffice, Progress] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def progress_of(node: Postoffice) -> Progress:
+    """The progress of a worker, which its reports tell from now on."""
+    with _lock:
+        progress = _of_nodes.get(node)
+        if progress is None:
+            progress = _of_nodes[node] = Progress()
+            node.progress = progress
+        return progress
+
+
+def note_step(store: object, samples: float) -> None:
+    """A step of training through ``store`` is done; only distributed stores have who asks."""
+    progress = getattr(store, "_progress", None)
+    if isinstance(progress, Progress):
+        progress.step(samples)

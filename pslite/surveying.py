@@ -1,0 +1,154 @@
+"""The scheduler's side of the status of a job: asks the nodes, answers whoever asked. I/O thread.
+
+An observer has a connection and nothing else: it is in no roster, has no rank, counts in no
+barrier, and nothing is kept of it. When whom to ask is decided in ``protocol/surveys.py``; here
+is what is sent, and how a ``Survey`` is put together. Used by ``scheduler.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pslite.errors import ConfigError, ProtocolError
+from pslite.ids import SCHEDULER_ID, NodeInfo
+from pslite.protocol.barrier import Barriers
+from pslite.protocol.membership import Rendezvous
+from pslite.protocol.surveys import Surveys
+from pslite.reporting import report_of
+from pslite.survey import (
+    FAILED,
+    GATHERING,
+    LEAST_WAIT_S,
+    RUNNING,
+    NodeReport,
+    NodeStatus,
+    Survey,
+    Wait,
+    clean,
+    report_from,
+    to_plain,
+)
+from pslite.wire.codec import pack_value, unpack_value
+from pslite.wire.messages import Refused, StatusQuestion, StatusReport, StatusSurvey
+
+if TYPE_CHECKING:
+    from pslite.postoffice import Postoffice
+
+MAX_REPORT_BYTES = 1 << 18
+"""Of one node's report; they are some hundreds, or thousands where it waits for much."""
+_GROUPS = {1: "the scheduler", 2: "all servers", 4: "all workers", 7: "all nodes"}
+
+
+class Surveyor:
+    """Answers observers of one job."""
+
+    def __init__(
+        self,
+        office: Postoffice,
+        node: NodeInfo,
+        package: str,
+        rendezvous: Rendezvous,
+        barriers: Barriers,
+    ) -> None:
+        self._office = office
+        self._node = node
+        self._package = package
+        self._rendezvous = rendezvous
+        self._barriers = barriers
+        self._surveys: Surveys[NodeReport] = Surveys()
+
+    def asked(self, peer: str, message: StatusQuestion, now: float) -> None:
+        """Somebody who knows the job's key wants to know how it is."""
+        if message.package != self._package:
+            theirs = clean(message.package[:64])
+            text = (
+                f"the job runs version {self._package}, and this command is of version {theirs}; "
+                "ask with the job's version"
+            )
+            refusal = Refused(ConfigError.__name__, text)
+            self._office.links.send_unnumbered(peer, refusal)
+            return
+        nodes = [node.node_id for node in self._office.neighbours()]
+        number = self._surveys.ask(peer, message.question, nodes, now)
+        if number is not None:
+            for node in nodes:
+                self._office.send(node, StatusQuestion(number, self._package))
+        self.tick(now)
+
+    def reported(self, node: int, message: StatusReport, now: float) -> None:
+        """A node has answered."""
+        if len(message.body) > MAX_REPORT_BYTES:
+            raise ProtocolError(f"a report of {len(message.body)} bytes is too long")
+        report = report_from(unpack_value(message.body))
+        self._surveys.answer(node, message.question, report)
+        self.tick(now)
+
+    def departed(self, node: int, now: float) -> None:
+        """A node is gone."""
+        self._surveys.depart(node)
+        self.tick(now)
+
+    def tick(self, now: float) -> None:
+        """Answer those who have waited long enough, or whose survey is complete."""
+        served = self._surveys.take_served(now)
+        if not served:
+            return
+        body = pack_value(to_plain(self._survey(now)))
+        for peer, question in served:
+            self._office.links.send_unnumbered(peer, StatusSurvey(question, body))
+
+    def next_due(self) -> float | None:
+        """When ``tick`` has something to do."""
+        return self._surveys.next_due()
+
+    # -- what is told ------------------------------------------------------------------
+
+    def _survey(self, now: float) -> Survey:
+        office, rendezvous = self._office, self._rendezvous
+        gathers = not rendezvous.roster
+        members = rendezvous.registered if gathers else rendezvous.roster
+        return Survey(
+            job=office.config.job_id,
+            version=self._package,
+            state=FAILED if office.error is not None else GATHERING if gathers else RUNNING,
+            num_workers=office.config.num_workers,
+            num_servers=office.config.num_servers,
+            waited_s=max(0.0, rendezvous.waited_s(now)) if gathers else 0.0,
+            missing=rendezvous.missing(),
+            nodes=(self._own(now), *(self._member(node, now, gathers) for node in members)),
+        )
+
+    def _own(self, now: float) -> NodeStatus:
+        node = self._node
+        report = report_of(self._office, now, self._barrier_waits(now))
+        return NodeStatus(node.role, 0, node.host, node.pid, "running", 0.0, "", report)
+
+    def _member(self, node: NodeInfo, now: float, gathers: bool) -> NodeStatus:
+        silent_s = self._office.watch.silent_s(node.uid, now)
+        state, reason, report = "waiting", "", None
+        if not gathers:
+            gone = self._office.membership.gone.get(node.node_id)
+            report = self._surveys.reports.get(node.node_id)
+            state = "running" if report is not None else "silent"
+            if gone is not None:
+                state, reason = "left" if gone.left else "lost", gone.reason
+        return NodeStatus(
+            node.role, node.rank, node.host, node.pid, state, silent_s, reason, report
+        )
+
+    def _barrier_waits(self, now: float) -> list[Wait]:
+        return [
+            Wait(self._group(each.group), each.round, self._names(each.missing), each.waited_s)
+            for each in self._barriers.waits(now)
+            if each.waited_s >= LEAST_WAIT_S
+        ]
+
+    @staticmethod
+    def _group(group: int) -> str:
+        return f"the barrier of {_GROUPS.get(group, f'group {group}')}"
+
+    def _names(self, nodes: tuple[int, ...]) -> tuple[str, ...]:
+        roster = self._rendezvous.roster
+        names: dict[int, str] = {node.node_id: f"{node.role} {node.rank}" for node in roster}
+        names[SCHEDULER_ID] = self._node.role
+        return tuple(names.get(node, f"node {node}") for node in nodes)

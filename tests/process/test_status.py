@@ -1,0 +1,324 @@
+"""``python -m kvstore.status`` and the launcher's line, with jobs of real processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job import (
+    HOST,
+    PATIENCE_S,
+    ROOT,
+    SHORT,
+    TRAIN,
+    WORKER,
+    Job,
+    MakeJob,
+    Process,
+    assert_no_traceback,
+    clean_environment,
+    free_port,
+    needs_proc,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.process, needs_proc]
+
+NUMBERS = itertools.count(1)
+#: Runs a command on a terminal of its own, and passes on what appears there.
+ON_A_TERMINAL = """
+import os, pty, sys
+sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:], lambda fd: os.read(fd, 65536))))
+"""
+STOPPABLE = """
+kv = mx.kvstore.create("dist_sync")
+print("joined", flush=True)
+time.sleep(60)
+"""
+STEPS = """
+kv = mx.kvstore.create("dist_sync")
+kv.init("w", vector(0, 0))
+began = time.monotonic()
+for step in range({steps}):
+    kv.push("w", vector(1, 1))
+    kv.pull("w")
+    time.sleep(0.05)
+    if step % 20 == 0:
+        print("at step", step, flush=True)
+kv.barrier()
+sys.exit({code})
+"""
+
+
+def key_file(directory: Path, name: str) -> Path:
+    path = directory / name
+    path.touch(0o600)
+    path.write_text(f"the key of the job in {name}\n")
+    return path
+
+
+def ask(job: Job, *arguments: str, settings: dict[str, str] | None = None) -> Process:
+    """The command, in an environment that knows nothing of the job."""
+    environment = {**clean_environment(), "PROCESS_TEST_MARK": job.mark, **(settings or {})}
+    command = [sys.executable, "-m", "kvstore.status", *arguments]
+    process = job._start(f"status {next(NUMBERS)}", command, environment)
+    job.processes.remove(process)  # the job ends without it
+    return process
+
+
+def surveyed(job: Job, *arguments: str) -> dict[str, Any]:
+    process = ask(job, "--json", *arguments)
+    assert process.wait() == 0, process.text
+    found: dict[str, Any] = json.loads(process.text)
+    return found
+
+
+def sentence(process: Process) -> str:
+    """What a command had to say that could not do what it was asked for."""
+    assert process.wait() == 1, process.text
+    [line] = process.lines
+    return line
+
+
+def started(job: Job) -> None:
+    job.service()
+    for worker in job.workers(TRAIN):
+        worker.wait_for("rank")
+
+
+def ends_well(job: Job) -> None:
+    job.allow("stop")
+    assert job.wait_all() == [0, 0, 0, 0], job.output()
+    assert [process.lines[-1] for process in job.processes[2:]] == ["rounds are right"] * 2
+    assert_no_traceback(*job.processes)
+
+
+def test_a_job_without_a_key_is_shown_to_its_own_machine(make_job: MakeJob) -> None:
+    job = make_job(2, 1)
+    started(job)
+    address = f"{HOST}:{job.port}"
+    found = surveyed(job, address)
+    assert (found["state"], found["job"]) == ("running", f"job-{job.mark}")
+    assert [(node["role"], node["rank"], node["pid"]) for node in found["nodes"]] == [
+        ("scheduler", 0, job.processes[0].pid),
+        ("worker", 0, job.processes[2].pid),
+        ("worker", 1, job.processes[3].pid),
+        ("server", 0, job.processes[1].pid),
+    ]
+    worker = found["nodes"][1]["report"]
+    assert worker["progress"]["steps"] > 0
+    assert worker["sent_bytes_per_s"] > 0
+    table = ask(job, address)
+    assert table.wait() == 0
+    assert re.search(rf"^worker 1 .* {job.processes[3].pid} .* running", table.text, re.M)
+    line = ask(job, address, "--line", settings={"DMLC_PS_ROOT_PORT": "1"})
+    assert line.wait() == 0
+    assert re.match(r"2/2 workers, step \d+, [\d.]+ steps/s, \d+% communication", line.text)
+    ends_well(job)
+
+
+@pytest.mark.parametrize("security", ["plain", "curve"])
+def test_a_job_with_a_key_is_shown_to_who_has_it_and_to_nobody_else(
+    make_job: MakeJob, tmp_path: Path, security: str
+) -> None:
+    key, another = key_file(tmp_path, "one.key"), key_file(tmp_path, "two.key")
+    job = make_job(2, 1, PS_JOB_KEY_FILE=str(key), PS_SECURITY=security)
+    started(job)
+    address = f"{HOST}:{job.port}"
+    ours = ("--key-file", str(key), "--security", security)
+    assert surveyed(job, address, *ours)["state"] == "running"
+    theirs = ("--key-file", str(another), "--security", security)
+    other = "plain" if security == "curve" else "curve"
+    commands = [
+        ask(job, address),
+        ask(job, address, *theirs),
+        ask(job, address, "--key-file", str(key), "--security", other),
+    ]
+    for command in commands:
+        assert "the job key (PS_JOB_KEY_FILE)" in sentence(command)
+    settings = {
+        "DMLC_PS_ROOT_URI": HOST,
+        "DMLC_PS_ROOT_PORT": str(job.port),
+        "PS_JOB_KEY_FILE": str(key),
+        "PS_SECURITY": security,
+        "PS_JOB_ID": f"job-{job.mark}",
+    }
+    assert ask(job, "--line", settings=settings).wait() == 0
+    elsewhere = ask(job, "--line", settings={**settings, "PS_JOB_ID": "another"})
+    assert f"job-{job.mark}" in sentence(elsewhere)
+    ends_well(job)
+
+
+def test_with_a_key_nothing_is_asked_without_it(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job(2, 1)  # has no key
+    started(job)
+    key = key_file(tmp_path, "one.key")
+    asked = ask(job, f"{HOST}:{job.port}", settings={"PS_JOB_KEY_FILE": str(key)})
+    assert "the job key (PS_JOB_KEY_FILE)" in sentence(asked)
+    ends_well(job)
+
+
+def test_nobody_there_is_said_in_time(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job()
+    key = key_file(tmp_path, "one.key")
+    began = time.monotonic()
+    assert "no scheduler is at" in sentence(ask(job, f"{HOST}:{free_port()}"))
+    with socket.create_server((HOST, 0)) as silent:
+        address = f"{HOST}:{silent.getsockname()[1]}"
+        said = sentence(ask(job, address, "--key-file", str(key)))
+    assert "did not answer within 4.5 s" in said
+    assert time.monotonic() - began < 10.0
+    assert "no address of a scheduler" in sentence(ask(job, "host"))
+    assert "DMLC_PS_ROOT_URI" in sentence(ask(job))
+    assert "without a job key" in sentence(ask(job, "192.0.2.1:9091"))
+
+
+def test_a_worker_that_is_stopped_is_listed_as_silent(make_job: MakeJob) -> None:
+    job = make_job(2, 1)
+    started(job)
+    stopped = job.processes[3]
+    stopped.send(signal.SIGSTOP)
+    try:
+        time.sleep(1.5)  # what waits for less is not listed
+        began = time.monotonic()
+        found = surveyed(job, f"{HOST}:{job.port}")
+        assert time.monotonic() - began < PATIENCE_S
+    finally:
+        stopped.send(signal.SIGCONT)
+    states = [node["state"] for node in found["nodes"]]
+    assert states == ["running", "running", "silent", "running"]
+    assert found["nodes"][2]["silent_s"] >= 1.5
+    waits = [wait for node in found["nodes"] if node["report"] for wait in node["report"]["waits"]]
+    assert any(wait["missing"] == ["worker 1"] for wait in waits)
+    assert found["summary"]["slowest"] == "worker 1"
+    ends_well(job)
+
+
+def test_a_job_that_gathers_says_who_is_missing(make_job: MakeJob) -> None:
+    job = make_job(2, 1, **SHORT)
+    scheduler, server = job.scheduler(), job.server()
+    address = f"{HOST}:{job.port}"
+    wait_until(lambda: surveyed_or_none(job, address) == 2, "the server has registered")
+    found = surveyed(job, address)
+    assert (found["state"], found["missing"]) == ("gathering", ["2 of 2 workers"])
+    assert found["nodes"][1]["pid"] == server.pid
+    assert [scheduler.wait(), server.wait()] == [1, 1]
+
+
+def surveyed_or_none(job: Job, address: str) -> int | None:
+    """How many nodes there are; None while the scheduler does not listen."""
+    process = ask(job, "--json", address)
+    return None if process.wait() else len(json.loads(process.text)["nodes"])
+
+
+def test_watching_ends_with_the_job(make_job: MakeJob) -> None:
+    job = make_job(2, 1)
+    started(job)
+    watching = ask(job, f"{HOST}:{job.port}", "--watch", "0.6", "--json")
+    watching.wait_for(r"(?s)\}\n.*\}\n")
+    ends_well(job)
+    assert watching.wait() == 0
+    assert "has ended" in watching.lines[-1]
+    surveys = [json.loads(line) for line in watching.lines[:-1]]
+    assert surveys[0]["nodes"][1]["report"]["sent_bytes_per_s"] is None
+    assert surveys[1]["nodes"][1]["report"]["sent_bytes_per_s"] > 0
+
+
+def test_jobs_of_the_launcher_need_no_address_and_no_key(make_job: MakeJob) -> None:
+    job, other = make_job(), make_job()
+    place = {"TMPDIR": str(job.directory)}
+    other.directory = job.directory
+    launchers = [each.launch(STOPPABLE, "--no-status") for each in (job, other)]
+    for launcher in launchers:
+        launcher.wait_for("joined")
+    several = sentence(ask(job, settings=place))
+    addresses = re.findall(rf"{HOST}:\d+", several)
+    assert several.startswith("kvstore.status: 2 jobs run here, say which: ")
+    found = [ask(job, address, "--line", settings=place) for address in addresses]
+    assert [each.wait() for each in found] == [0, 0]
+    launchers[1].send(signal.SIGTERM)
+    assert launchers[1].wait() == 128 + signal.SIGTERM
+    only = ask(job, "--json", settings=place)
+    assert only.wait() == 0, only.text
+    assert json.loads(only.text)["num_workers"] == 2
+    launchers[0].send(signal.SIGTERM)
+    assert launchers[0].wait() == 128 + signal.SIGTERM
+    assert "DMLC_PS_ROOT_URI" in sentence(ask(job, settings=place))
+
+
+# -- the launcher's line ----------------------------------------------------------------------
+
+
+def launched(job: Job, code: str, *options: str) -> Process:
+    """The launcher, on a terminal."""
+    command = [
+        *(sys.executable, "-c", ON_A_TERMINAL, sys.executable, str(ROOT / "tools" / "launch.py")),
+        *("-n", "2", "-s", "1", *options, sys.executable, "-c", WORKER + code),
+    ]
+    environment = {**clean_environment(), "PROCESS_TEST_MARK": job.mark, "TERM": "xterm"}
+    return job._start("terminal", command, {**environment, "TMPDIR": str(job.directory)})
+
+
+def written(process: Process) -> str:
+    """All of it, with its carriage returns."""
+    return process.output.read_bytes().decode()
+
+
+def as_shown(text: str) -> list[str]:
+    """The lines that stand on the terminal in the end: what is erased is gone."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    assert all("\r" not in part.replace("\r\x1b[K", "") for part in lines), text
+    return [line.rpartition("\r\x1b[K")[2] for line in lines]
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
+    make_job: MakeJob, code: int
+) -> None:
+    with_line, without = make_job(), make_job()
+    quiet = launched(without, STEPS.format(steps=100, code=code), "--no-status")
+    shown = launched(with_line, STEPS.format(steps=100, code=code))
+    assert [shown.wait(30.0), quiet.wait(30.0)] == [code, code]
+    found = re.findall(r"\r\x1b\[K\[launcher\] (2/2 workers, step \d+, [^\r\n]*)", written(shown))
+    assert found, shown.text
+    assert "2/2 workers" not in quiet.text
+    assert "\x1b" not in quiet.text
+    lines = as_shown(written(shown))
+    workers = [line for line in lines if line.startswith("[worker")]
+    assert sorted(workers) == sorted(
+        f"[worker {rank}] at step {step}" for rank in range(2) for step in range(0, 100, 20)
+    )
+    assert not any("2/2 workers" in line for line in lines)
+    if code:
+        assert any("this was the first failure" in line for line in lines)
+        assert "exit code 7" in shown.text
+
+
+def test_the_line_vanishes_with_an_interrupt(make_job: MakeJob) -> None:
+    job = make_job()
+    process = launched(job, STEPS.format(steps=2000, code=0))
+    process.wait_for(r"\[launcher\] 2/2 workers")
+    [launcher] = [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and int(entry.name) in job.left() and is_launcher(entry)
+    ]
+    os.kill(launcher, signal.SIGTERM)
+    assert process.wait() == 128 + signal.SIGTERM
+    lines = as_shown(written(process))
+    assert not any("2/2 workers" in line for line in lines), process.text
+    assert any("got SIGTERM: ending the job" in line for line in lines)
+
+
+def is_launcher(entry: Path) -> bool:
+    arguments = entry.joinpath("cmdline").read_bytes().split(b"\0")
+    return arguments[1:2] == [str(ROOT / "tools" / "launch.py").encode()]

@@ -1,0 +1,87 @@
+"""The values of a status and their form on the wire: what is sent is read, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pslite.errors import ProtocolError
+from pslite.survey import (
+    MAX_NAMED,
+    MAX_TEXT,
+    MAX_WAITS,
+    NodeReport,
+    NodeStatus,
+    Progressed,
+    Survey,
+    Wait,
+    report_from,
+    survey_from,
+    to_plain,
+)
+from pslite.wire.codec import pack_value, unpack_value
+
+WAIT = Wait("key 'w'", 7, ("worker 1",), 12.5)
+PROGRESS = Progressed(10, 320, 1.5, 48.0, 0.25, 0.5)
+REPORT = NodeReport("1.0", 3.5, 1, 2, 3, 4, 5, 6, PROGRESS, (WAIT,))
+NODE = NodeStatus("worker", 1, "host", 4711, "running", 0.5, "", REPORT)
+SILENT = NodeStatus("server", 0, "host", 4712, "silent", 9.0, "", None)
+SURVEY = Survey("job", "1.0", "running", 2, 1, 0.0, (), (NODE, SILENT))
+
+
+def over_the_wire(value: Any) -> Any:
+    return unpack_value(pack_value(to_plain(value)))
+
+
+def test_a_survey_comes_back_as_it_was_sent() -> None:
+    assert survey_from(over_the_wire(SURVEY)) == SURVEY
+
+
+def test_a_report_comes_back_as_it_was_sent_also_without_progress() -> None:
+    assert report_from(over_the_wire(REPORT)) == REPORT
+    server = REPORT._replace(progress=None, waits=())
+    assert report_from(over_the_wire(server)) == server
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        [],
+        "text",
+        {"version": "1.0"},
+        to_plain(REPORT)[:-1],
+        [*to_plain(REPORT), 1],
+        to_plain(REPORT._replace(uptime_s=float("inf"))),
+        to_plain(REPORT._replace(uptime_s=-1.0)),
+        to_plain(REPORT._replace(uptime_s=3)),
+        to_plain(REPORT._replace(requests=True)),
+        to_plain(REPORT._replace(requests=-2)),
+        to_plain(REPORT._replace(requests=1 << 63)),
+        to_plain(REPORT._replace(progress=())),
+        [*to_plain(REPORT)[:-1], [to_plain(WAIT)] * (MAX_WAITS + 1)],
+        [*to_plain(REPORT)[:-1], [["x", 0, ["w"] * (MAX_NAMED + 2), 1.0]]],
+        ["1" * (MAX_TEXT + 1), *to_plain(REPORT)[1:]],
+        ["\x1b[2J", *to_plain(REPORT)[1:]],
+        ["a\nb", *to_plain(REPORT)[1:]],
+    ],
+)
+def test_what_is_no_report_is_refused(wrong: Any) -> None:
+    with pytest.raises(ProtocolError):
+        report_from(wrong)
+
+
+def test_nothing_that_is_sent_breaks_a_limit() -> None:
+    waits = tuple(Wait("a\x1b" * MAX_TEXT, 0, ("w",) * 1000, float(n)) for n in range(100))
+    found = report_from(over_the_wire(REPORT._replace(waits=waits)))
+    assert [wait.waited_s for wait in found.waits] == [float(n) for n in range(99, 83, -1)]
+    assert len(found.waits) == MAX_WAITS
+    assert found.waits[0].missing == (*("w",) * MAX_NAMED, "968 more")
+    assert found.waits[0].what.startswith("a?a?") and len(found.waits[0].what) == MAX_TEXT
+
+
+def test_nodes_have_the_names_that_people_use() -> None:
+    assert [node.name for node in (NODE, SILENT)] == ["worker 1", "server 0"]
+    assert NODE._replace(rank=-1).name == "worker"
+    assert NODE._replace(role="scheduler", rank=0).name == "scheduler"
