@@ -20,6 +20,7 @@ from kvstore.launch.requirements import missing_packages
 # timing) -> exit code, and is imported when it is asked for.
 _MODULES = {
     "local": "kvstore.launch.local",
+    "kubernetes": "kvstore.launch.kubernetes",
 }
 
 
