@@ -122,7 +122,10 @@ def read_sight(document: Mapping[str, Any], job_id: str, specs: Sequence[Process
 
 
 def read_warnings(document: Mapping[str, Any]) -> dict[str, Obstacle]:
-    """The last warning about each object, by ``kind/name`` in small letters."""
+    """The last warning about each object, by ``kind/name`` in small letters.
+
+    Warnings about pods may be over long since; their states say what counts.
+    """
     events = sorted(
         _items(document),
         key=lambda event: _text(event, "lastTimestamp") or _text(event, "eventTime"),
@@ -132,7 +135,8 @@ def read_warnings(document: Mapping[str, Any]) -> dict[str, Obstacle]:
         about = event.get("involvedObject") or {}
         if event.get("type") == "Warning":
             name = f"{about.get('kind', '')}/{about.get('name', '')}".lower()
-            found[name] = Obstacle(_text(event, "reason"), _message(event))
+            is_of_job = about.get("kind") == "Job"
+            found[name] = Obstacle(_text(event, "reason"), _message(event), is_of_job)
     return found
 
 

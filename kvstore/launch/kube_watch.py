@@ -25,7 +25,7 @@ _GONE_LOOKS = 2
 _ENDED_BY_SIGNALS = (-15, -9)
 _SHOWN_NAMES = 6
 _LIFECYCLE = Timing(
-    drain_s=30.0, service_s=30.0, failure_s=8.0, alone_s=4.0, step_s=20.0, killed_s=20.0
+    drain_s=30.0, service_s=30.0, failure_s=5.0, alone_s=3.0, step_s=20.0, killed_s=20.0
 )
 
 

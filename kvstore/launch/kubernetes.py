@@ -71,13 +71,22 @@ def run_with(options: LaunchOptions, environ: Mapping[str, str], patience: Patie
     for note in options.notes:
         _say(note)
     if options.dry_run:
-        sys.stdout.write(text + _commands_as_comments(options, job, environ))
+        _write(text + _commands_as_comments(options, job, environ))
         return 0
     if not options.places.apply:
-        sys.stdout.write(text)
+        _write(text)
         _say(_what_to_do_with_the_text(job))
         return 0
     return _apply(options, job, environ, patience)
+
+
+def _write(text: str) -> None:
+    """To standard output, in the encoding that YAML has, whatever the terminal's is."""
+    try:
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
+    except OSError as error:
+        raise LaunchError(f"cannot write the manifests: {error.strerror}", exit_code=1) from error
 
 
 def _text(options: LaunchOptions, job: KubeJob, environ: Mapping[str, str]) -> str:
@@ -115,21 +124,21 @@ def _key(environ: Mapping[str, str]) -> str:
 # -- without --apply --------------------------------------------------------------------------
 
 
-def _by_hand(job: KubeJob, *words: str) -> str:
-    where = [f"--namespace={job.namespace}"] if job.namespace is not None else []
-    return shlex.join(["kubectl", *where, *words])
+def _look_by_hand(kubectl: Kubectl, job: KubeJob) -> str:
+    return shlex.join(kubectl.argv("get", "pods", "-l", job.selector))
+
+
+def _delete_by_hand(kubectl: Kubectl, job: KubeJob) -> str:
+    return shlex.join(kubectl.argv("delete", _KINDS, "-l", job.selector))
 
 
 def _what_to_do_with_the_text(job: KubeJob) -> str:
+    kubectl = Kubectl({}, job.namespace)
     return (
         f"the output holds the job's key in a Secret: keep it to yourself; start the job by "
-        f"'kubectl apply -f FILE', look by '{_by_hand(job, 'get', 'pods', '-l', job.selector)}', "
-        f"remove everything by '{_delete_by_hand(job)}'"
+        f"'kubectl apply -f FILE', look by '{_look_by_hand(kubectl, job)}', "
+        f"remove everything by '{_delete_by_hand(kubectl, job)}'"
     )
-
-
-def _delete_by_hand(job: KubeJob) -> str:
-    return _by_hand(job, "delete", _KINDS, "-l", job.selector)
 
 
 def _commands_as_comments(options: LaunchOptions, job: KubeJob, environ: Mapping[str, str]) -> str:
@@ -155,25 +164,37 @@ def _apply(
     kubectl = find_kubectl(environ, options.places.namespace)
     job = replace(job, namespace=kubectl.namespace)
     patience = _with_rendezvous(options, job, environ, patience)
-    log_dir, is_temporary = _make_log_dir(options.log_dir)
     specs = plan_pods(options)
     with SignalPipe() as signals:
+        log_dir, is_temporary = _make_log_dir(options.log_dir)
         try:
-            answer = kubectl.call(
-                "apply", "--filename=-", stdin=_text(options, job, environ), timeout_s=_APPLY_S
-            )
-            if not answer.is_good:
-                raise LaunchError(f"kubectl apply failed: {answer.sentence}", exit_code=1)
+            _call_apply(kubectl, job, _text(options, job, environ), signals, patience)
+        except LaunchError:
+            _remove(log_dir, is_temporary)
+            raise
+        try:
             with Follower(kubectl, job, specs, log_dir, patience, signals) as follower:
                 follower.say(f"job {job.name}: {len(specs)} pods, label {job.selector}")
                 followed = follower.follow()
         except BaseException:
             _delete(kubectl, job, signals, patience.delete_s)
-            _remove(log_dir, is_temporary)
             raise
         if followed.lost_sight is None:
             _delete(kubectl, job, signals, patience.delete_s)
-    return _conclude(followed, job, log_dir, is_temporary)
+    return _conclude(followed, kubectl, job, log_dir, is_temporary)
+
+
+def _call_apply(
+    kubectl: Kubectl, job: KubeJob, text: str, signals: SignalPipe, patience: Patience
+) -> None:
+    """Create everything or nothing. Raises :class:`LaunchError` with what kubectl says."""
+    answer = kubectl.call("apply", "--filename=-", stdin=text, timeout_s=_APPLY_S)
+    if answer.is_good:
+        return
+    # It names what it has made; where it was ended, nobody knows.
+    if answer.output or answer.status < 0:
+        _delete(kubectl, job, signals, patience.delete_s)
+    raise LaunchError(f"kubectl apply failed: {answer.sentence}", exit_code=1)
 
 
 def _with_rendezvous(
@@ -205,17 +226,19 @@ def _delete(kubectl: Kubectl, job: KubeJob, signals: SignalPipe, within_s: float
         if time.monotonic() >= until_s or is_hurried:
             break
         time.sleep(min(_RETRY_S, left_s))
-    _say(f"could not delete the job: {answer.sentence}; do it by '{_delete_by_hand(job)}'")
+    _say(f"could not delete the job: {answer.sentence}; do it by '{_delete_by_hand(kubectl, job)}'")
 
 
-def _conclude(followed: Followed, job: KubeJob, log_dir: Path, is_temporary: bool) -> int:
+def _conclude(
+    followed: Followed, kubectl: Kubectl, job: KubeJob, log_dir: Path, is_temporary: bool
+) -> int:
     """Say how it ended and return the exit code."""
     lifecycle = followed.lifecycle
     if followed.lost_sight is not None:
         _say(
             f"{followed.lost_sight}; the job was left alone and may still run: look by "
-            f"'{_by_hand(job, 'get', 'pods', '-l', job.selector)}', end it by "
-            f"'{_delete_by_hand(job)}'; what was printed so far: {log_dir}"
+            f"'{_look_by_hand(kubectl, job)}', end it by "
+            f"'{_delete_by_hand(kubectl, job)}'; what was printed so far: {log_dir}"
         )
         return 1
     failures, stopped = _failures(followed)
