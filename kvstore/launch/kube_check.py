@@ -16,19 +16,18 @@ from kvstore.launch.kubectl import Answer, Kubectl, find_kubectl
 from kvstore.launch.options import LaunchError, LaunchOptions
 
 _OLDEST_VERSION = (1, 24)  # Indexed Jobs are stable from here on
+# What kubectl asks for on the way: apply gets, creates and patches, delete lists first.
 _PERMISSIONS = (
-    ("create", "jobs.batch"),
-    ("create", "services"),
-    ("create", "secrets"),
-    ("patch", "services"),
-    ("patch", "secrets"),
+    *(
+        (verb, kind)
+        for kind in ("jobs.batch", "services", "secrets")
+        for verb in ("get", "list", "create", "patch", "delete")
+    ),
+    ("get", "pods"),
     ("list", "pods"),
+    ("delete", "pods"),
     ("get", "pods/log"),
     ("list", "events"),
-    ("delete", "jobs.batch"),
-    ("delete", "pods"),
-    ("delete", "services"),
-    ("delete", "secrets"),
 )
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import select
-import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -24,8 +24,9 @@ from kvstore.launch.kube_logs import PodLog
 from kvstore.launch.kube_manifest import KubeJob, adopted
 from kvstore.launch.kube_state import Pod, Sight, read_sight, read_warnings
 from kvstore.launch.kube_watch import Patience, Watch
-from kvstore.launch.kubectl import Answer, Command, Kubectl
+from kvstore.launch.kubectl import Answer, Commands, Kubectl
 from kvstore.launch.lifecycle import Lifecycle, Phase, Say, SendSignal
+from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.report import Ended
 from kvstore.launch.signals import ENDING, SignalPipe
@@ -65,19 +66,17 @@ class Follower:
         self._log_dir = log_dir
         self._patience = patience
         self._signals = signals
-        self._start_s = time.monotonic()
+        now_s = time.monotonic()
         self._lifecycle = Lifecycle(specs, patience.lifecycle)
         # Nobody tells whether all have joined: servers get their time to end in any case.
-        self._lifecycle.joined(self._start_s)
-        self._watch = Watch(specs, job, patience, self._start_s)
+        self._lifecycle.joined(now_s)
+        self._watch = Watch(specs, job, patience, now_s)
         self._logs: dict[int, PodLog] = {}
-        self._commands: dict[str, Command] = {}
+        self._commands = Commands(kubectl, 2 * patience.request_s)
         self._output = Console(1)
         self._errors = Console(2)
-        self._next_look_s = self._next_events_s = self._start_s
         self._adoptions_left = _ADOPTIONS
         self._delete_words: tuple[str, ...] | None = None
-        self._obstacle: str | None = None
 
     def __enter__(self) -> Follower:
         return self
@@ -88,8 +87,7 @@ class Follower:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for command in self._commands.values():
-            command.close()
+        self._commands.close()
         for log in self._logs.values():
             log.close()
 
@@ -116,23 +114,25 @@ class Follower:
             self._read_last_output()
         self._write_last_output()
         return Followed(
-            self._specs, self._ended(), self._lifecycle, self._start_s, self._obstacle, lost_sight
+            self._specs,
+            self._ended(),
+            self._lifecycle,
+            self._watch.start_s,
+            self._watch.verdict,
+            lost_sight,
         )
 
     # -- the loop -----------------------------------------------------------------------------
 
     def _serve(self) -> None:
         """Wait for something to happen, not for long, and handle it: signals first."""
-        readers: dict[int, Callable[[], None]] = {}
+        readers = self._commands.readers()
         poll = select.poll()
         poll.register(self._signals.fd, select.POLLIN)
-        for command in list(self._commands.values()):
-            for stream in command.streams:
-                readers[stream.fileno()] = _call(command.read, stream)
         full = self._output.full or self._errors.full
         for log in self._logs.values() if not full else ():
             for stream in log.streams:
-                readers[stream.fileno()] = _call(self._read_log, log, stream)
+                readers[stream.fileno()] = partial(self._read_log, log, stream)
         for console in (self._output, self._errors):
             if console.waiting:
                 readers[console.fd] = console.write_pending
@@ -148,9 +148,8 @@ class Follower:
 
     def _wait_s(self) -> float:
         now_s = time.monotonic()
-        until_s = [now_s + _LONGEST_WAIT_S]
-        if "look" not in self._commands:
-            until_s.append(self._next_look_s)
+        look_s = self._commands.due_s("look", self._patience.poll_s)
+        until_s = [now_s + _LONGEST_WAIT_S, look_s]
         if self._lifecycle.deadline_s is not None:
             until_s.append(self._lifecycle.deadline_s)
         return max(0.0, min(until_s) - now_s)
@@ -165,38 +164,28 @@ class Follower:
         if stream.closed:
             return
         self._output.write(log.record(log.read(stream, time.monotonic())))
+        if (complaint := log.take_complaint()) is not None:
+            self.say(f"no log of {log.spec.name}: {complaint}")
 
     def _begin_commands(self, now_s: float) -> None:
         """Start what is due; at most one command of a kind runs at a time."""
-        for name, command in list(self._commands.items()):
-            command.tick(now_s)
-            if command.has_ended:
-                del self._commands[name]
+        commands, patience = self._commands, self._patience
+        commands.tick(now_s)
         if self._lifecycle.phase is Phase.ENDED:
             return
-        if now_s >= self._next_look_s and "look" not in self._commands:
-            self._next_look_s = now_s + self._patience.poll_s
-            self._begin("look", self._looked, *self._get("pods,jobs", "-l", self._job.selector))
-            if self._delete_words is not None and "delete" not in self._commands:
-                self._begin("delete", self._deleted, *self._delete_words)
-        if self._watch.is_starting and now_s >= self._next_events_s:
-            self._next_events_s = now_s + self._patience.events_s
-            if "events" not in self._commands:
-                words = self._get("events", "--field-selector=type=Warning")
-                self._begin("events", self._heard, *words)
+        if now_s >= commands.due_s("look", patience.poll_s):
+            commands.begin("look", self._looked, *self._get("pods,jobs", "-l", self._job.selector))
+        if self._delete_words and now_s >= commands.due_s("delete", patience.poll_s):
+            commands.begin("delete", self._deleted, *self._delete_words)
+        if self._watch.is_starting and now_s >= commands.due_s("events", patience.events_s):
+            words = self._get("events", "--field-selector=type=Warning")
+            commands.begin("events", self._heard, *words)
         for log in self._logs.values():
-            log.tick(now_s, self._patience.poll_s)
+            log.tick(now_s, patience.poll_s)
 
     def _get(self, what: str, *words: str) -> tuple[str, ...]:
         timeout = f"--request-timeout={self._patience.request_s:g}s"
         return ("get", what, *words, "--output=json", timeout)
-
-    def _begin(
-        self, name: str, on_end: Callable[[Answer], None], *words: str, stdin: str = ""
-    ) -> None:
-        until_s = time.monotonic() + 2 * self._patience.request_s
-        process = self._kubectl.start(*words, stdin=stdin)
-        self._commands[name] = Command(process, words[0], until_s, on_end)
 
     # -- answers ------------------------------------------------------------------------------
 
@@ -204,6 +193,8 @@ class Follower:
         now_s = time.monotonic()
         document = _parsed(answer)
         if document is None:
+            if answer.is_refusal and not self._watch.has_answered:
+                raise LaunchError(f"cannot follow the job: {answer.sentence}", exit_code=1)
             self._say_all(self._watch.no_answer(answer.sentence, now_s))
             return
         sight = read_sight(document, self._job.job_id, self._specs)
@@ -231,12 +222,12 @@ class Follower:
 
     def _adopt(self, sight: Sight) -> None:
         uid = sight.jobs.get("scheduler")
-        is_due = self._adoptions_left > 0 and "adopt" not in self._commands
+        is_due = self._adoptions_left > 0 and not self._commands.runs("adopt")
         if not uid or not is_due or self._lifecycle.phase is not Phase.RUNNING:
             return
         self._adoptions_left -= 1
         text = to_yaml(adopted(self._job, uid))
-        self._begin("adopt", self._has_adopted, "apply", "--filename=-", stdin=text)
+        self._commands.begin("adopt", self._has_adopted, "apply", "--filename=-", stdin=text)
 
     def _has_adopted(self, answer: Answer) -> None:
         if answer.is_good:
@@ -255,29 +246,25 @@ class Follower:
         self._logs[pod.index] = PodLog(self._kubectl, spec, pod.name, pod.node, file)
 
     def _consider_obstacle(self, now_s: float) -> None:
-        if self._lifecycle.phase is not Phase.RUNNING or self._obstacle is not None:
+        if self._lifecycle.phase is not Phase.RUNNING:
             return
         self._say_all(self._watch.remarks(now_s))
-        self._obstacle = self._watch.gives_up(now_s)
-        if self._obstacle is not None:
+        if self._watch.gives_up(now_s) is not None:
             self._carry_out(self._lifecycle.cannot_start(now_s))
 
     def _carry_out(self, effects: Sequence[SendSignal | Say]) -> None:
-        """What is a signal on one machine is the deletion of the Jobs here, and then of pods."""
+        """The first signal is the deletion of the Jobs here; any further one hurries the pods."""
         for effect in effects:
             if isinstance(effect, Say):
                 self.say(effect.text.replace("even after SIGKILL", "although they are deleted"))
                 continue
+            how = ("pods", "--grace-period=1") if self._watch.is_ending else ("jobs,pods",)
             self._watch.is_ending = True
-            how: tuple[str, ...] = ("jobs,pods",)
-            if effect.signal_number is signal.SIGKILL:
-                how = ("pods", "--grace-period=1")
-            elif self._delete_words is not None:
-                continue
-            words = ("delete", *how, "-l", self._job.selector, "--wait=false")
+            where = ("-l", self._job.selector, "--wait=false", "--ignore-not-found")
             timeout = f"--request-timeout={self._patience.request_s:g}s"
-            self._delete_words = (*words, "--ignore-not-found", timeout)
-            self._next_look_s = time.monotonic()
+            self._delete_words = ("delete", *how, *where, timeout)
+            self._commands.hasten("look")
+            self._commands.hasten("delete")
 
     def _say_all(self, sentences: Sequence[str]) -> None:
         for sentence in sentences:
@@ -331,7 +318,3 @@ def _parsed(answer: Answer) -> dict[str, object] | None:
     except ValueError:
         return None
     return document if isinstance(document, dict) else None
-
-
-def _call(function: Callable[..., None], *arguments: object) -> Callable[[], None]:
-    return lambda: function(*arguments)

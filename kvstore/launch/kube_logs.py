@@ -14,7 +14,7 @@ import subprocess
 from collections import deque
 from typing import IO
 
-from kvstore.launch.kubectl import Kubectl, end_process, kill
+from kvstore.launch.kubectl import REFUSAL, Kubectl, end_process, kill
 from kvstore.launch.lines import LineSplitter
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.report import SHOWN_LINES
@@ -90,6 +90,8 @@ class PodLog:
         self._lines = TimedLines()
         self._process: subprocess.Popen[bytes] | None = None
         self._error = b""
+        self._complaint: str | None = None
+        self._has_complained = False
         self._has_ended = False
         self._began_after_the_end = False
         self._next_at_s = 0.0
@@ -148,6 +150,11 @@ class PodLog:
                 self._file = None
         return b"".join(self._prefix + line + b"\n" for line in lines)
 
+    def take_complaint(self) -> str | None:
+        """Why the log may not be read, once; broken connections are nothing to speak of."""
+        complaint, self._complaint = self._complaint, None
+        return complaint
+
     def close(self) -> None:
         """End the call that runs."""
         if self._process is not None:
@@ -164,6 +171,9 @@ class PodLog:
         assert self._process is not None
         status = end_process(self._process)
         self._process = None
+        error = self._error.decode(errors="replace").strip()
+        if REFUSAL in error and not self._has_complained:
+            self._complaint, self._has_complained = error.splitlines()[-1], True
         if not self._began_after_the_end:
             return []
         if status != 0:

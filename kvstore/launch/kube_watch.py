@@ -64,10 +64,13 @@ class Watch:
         self.is_ending = False
         """The launcher has begun to delete pods: from now on those that are gone have ended."""
         self.is_heard = True
+        self.has_answered = False
         self._specs = specs
         self._job = job
         self._patience = patience
-        self._start_s = start_s
+        self.start_s = start_s
+        self.verdict: str | None = None
+        """What :meth:`gives_up` has said."""
         self._answered_s = start_s
         self._taken: set[int] = set()
         self._gone: dict[int, int] = {}
@@ -95,7 +98,8 @@ class Watch:
         if not self.is_heard:
             silent_s = now_s - self._answered_s
             sentences.append(f"the cluster answers again, after {silent_s:.0f} s")
-        self.is_heard, self._answered_s = True, now_s
+        self.is_heard = self.has_answered = True
+        self._answered_s = now_s
         known = {index: pod.uid for index, pod in self.pods.items()}
         seen = {
             index: pod
@@ -151,29 +155,34 @@ class Watch:
 
     def remarks(self, now_s: float) -> list[str]:
         """Which pods have not started and why, when that is new or long ago."""
-        if not self.is_starting or now_s - self._start_s < self._patience.first_remark_s:
+        if not self.is_starting or now_s - self.start_s < self._patience.first_remark_s:
             return []
         text = self._waiting_text()
         if text == self._last_remark and now_s - self._remarked_s < self._patience.remind_s:
             return []
         self._last_remark, self._remarked_s = text, now_s
-        return [f"after {now_s - self._start_s:.0f} s, waiting for {text}"]
+        return [f"after {now_s - self.start_s:.0f} s, waiting for {text}"]
 
     def gives_up(self, now_s: float) -> str | None:
         """Why the job cannot start, when waiting has become pointless."""
+        self.verdict = self._final_obstacle(now_s)
+        is_late = now_s - self.start_s >= self._patience.start_s
+        if self.verdict is None and is_late and self.is_starting:
+            self.verdict = (
+                f"not all pods have started within {self._patience.start_s:g} s "
+                f"(PS_RENDEZVOUS_TIMEOUT): {self._waiting_text()}"
+            )
+        return self.verdict
+
+    # -- inner parts --------------------------------------------------------------------------
+
+    def _final_obstacle(self, now_s: float) -> str | None:
         for index, since_s in self._trouble_since_s.items():
             obstacle = self._obstacles[index]
             patience_s = self._patience.final_s if obstacle.is_final else self._patience.trouble_s
             if now_s - since_s >= patience_s:
                 return f"{self._name(index)} cannot start: {obstacle.sentence}"
-        if self.is_starting and now_s - self._start_s >= self._patience.start_s:
-            return (
-                f"not all pods have started within {self._patience.start_s:g} s "
-                f"(PS_RENDEZVOUS_TIMEOUT): {self._waiting_text()}"
-            )
         return None
-
-    # -- inner parts --------------------------------------------------------------------------
 
     def _note_endings(self, seen: Mapping[int, Pod], sight: Sight) -> None:
         failed_before = any(found.status != 0 for found in self.endings.values())

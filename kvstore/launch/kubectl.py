@@ -9,18 +9,21 @@ secret is on a command line: manifests go to standard input. Main thread. Used b
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import IO
 
 from kvstore.launch.child import die_with_launcher
 from kvstore.launch.options import LaunchError
 
 EXIT_NOT_FOUND = 127
+REFUSAL = "Error from server (Forbidden)"
 _READ_BYTES = 64 * 1024
 _LONGEST_ERROR_BYTES = 64 * 1024
 _END_S = 1.0
@@ -37,6 +40,11 @@ class Answer:
     @property
     def is_good(self) -> bool:
         return self.status == 0
+
+    @property
+    def is_refusal(self) -> bool:
+        """The cluster has answered, and does not allow it."""
+        return not self.is_good and REFUSAL in self.error
 
     @property
     def sentence(self) -> str:
@@ -189,6 +197,59 @@ class Command:
         status = end_process(self._process)
         error = bytes(self._error[-_LONGEST_ERROR_BYTES:]).decode(errors="replace")
         self._on_end(Answer(status, bytes(self._output), error))
+
+
+class Commands:
+    """The kubectls that run beside a loop: one of each name at most, each with ``timeout_s``."""
+
+    def __init__(self, kubectl: Kubectl, timeout_s: float) -> None:
+        self._kubectl = kubectl
+        self._timeout_s = timeout_s
+        self._running: dict[str, Command] = {}
+        self._begun_s: dict[str, float] = {}
+
+    def begin(
+        self, name: str, on_end: Callable[[Answer], None], *words: str, stdin: str = ""
+    ) -> None:
+        """Start one; ``on_end`` gets its answer from within :meth:`Command.read`."""
+        now_s = time.monotonic()
+        process = self._kubectl.start(*words, stdin=stdin)
+        self._running[name] = Command(process, words[0], now_s + self._timeout_s, on_end)
+        self._begun_s[name] = now_s
+
+    def runs(self, name: str) -> bool:
+        return name in self._running
+
+    def due_s(self, name: str, every_s: float) -> float:
+        """When the next one of this name is to begin; infinite while one runs."""
+        if name in self._running:
+            return math.inf
+        return self._begun_s.get(name, -math.inf) + every_s
+
+    def hasten(self, name: str) -> None:
+        """The next one is due at once."""
+        self._begun_s.pop(name, None)
+
+    def readers(self) -> dict[int, Callable[[], None]]:
+        """What to call when a descriptor is readable."""
+        return {
+            stream.fileno(): partial(command.read, stream)
+            for command in self._running.values()
+            for stream in command.streams
+        }
+
+    def tick(self, now_s: float) -> None:
+        """End those that have had their time, forget those that have ended."""
+        for name, command in list(self._running.items()):
+            command.tick(now_s)
+            if command.has_ended:
+                del self._running[name]
+
+    def close(self) -> None:
+        """End all of them without an answer."""
+        for command in self._running.values():
+            command.close()
+        self._running.clear()
 
 
 def end_process(process: subprocess.Popen[bytes]) -> int:

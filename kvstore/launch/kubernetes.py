@@ -34,6 +34,7 @@ from kvstore.launch.kube_watch import Patience
 from kvstore.launch.kubectl import Kubectl, find_kubectl
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
+from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.report import Ended, failure_block
 from kvstore.launch.signals import ENDING, SignalPipe
 from kvstore.launch.yaml_text import to_yaml
@@ -42,6 +43,7 @@ _KEY_BYTES = 32
 _KEY_LENGTHS = range(16, 4097)
 _MASK = "(the job's key: made anew for each job, and not shown)"
 _APPLY_S = 60.0
+_CALL_S = 15.0
 _RETRY_S = 2.0
 _KINDS = "jobs,pods,services,secrets"
 
@@ -164,24 +166,36 @@ def _apply(
     kubectl = find_kubectl(environ, options.places.namespace)
     job = replace(job, namespace=kubectl.namespace)
     patience = _with_rendezvous(options, job, environ, patience)
-    specs = plan_pods(options)
+    log_dir, is_temporary = _make_log_dir(options.log_dir)
     with SignalPipe() as signals:
-        log_dir, is_temporary = _make_log_dir(options.log_dir)
         try:
             _call_apply(kubectl, job, _text(options, job, environ), signals, patience)
+            followed = _follow(kubectl, job, plan_pods(options), log_dir, patience, signals)
         except LaunchError:
             _remove(log_dir, is_temporary)
             raise
-        try:
-            with Follower(kubectl, job, specs, log_dir, patience, signals) as follower:
-                follower.say(f"job {job.name}: {len(specs)} pods, label {job.selector}")
-                followed = follower.follow()
-        except BaseException:
-            _delete(kubectl, job, signals, patience.delete_s)
-            raise
-        if followed.lost_sight is None:
-            _delete(kubectl, job, signals, patience.delete_s)
     return _conclude(followed, kubectl, job, log_dir, is_temporary)
+
+
+def _follow(
+    kubectl: Kubectl,
+    job: KubeJob,
+    specs: Sequence[ProcessSpec],
+    log_dir: Path,
+    patience: Patience,
+    signals: SignalPipe,
+) -> Followed:
+    """Follow the job to its end and delete it, unless the cluster has not been heard for long."""
+    try:
+        with Follower(kubectl, job, specs, log_dir, patience, signals) as follower:
+            follower.say(f"job {job.name}: {len(specs)} pods, label {job.selector}")
+            followed = follower.follow()
+    except BaseException:
+        _delete(kubectl, job, signals, patience.delete_s)
+        raise
+    if followed.lost_sight is None:
+        _delete(kubectl, job, signals, patience.delete_s)
+    return followed
 
 
 def _call_apply(
@@ -190,6 +204,9 @@ def _call_apply(
     """Create everything or nothing. Raises :class:`LaunchError` with what kubectl says."""
     answer = kubectl.call("apply", "--filename=-", stdin=text, timeout_s=_APPLY_S)
     if answer.is_good:
+        for line in answer.error.splitlines():
+            if line.startswith("Warning:"):  # such as of a pod security standard
+                _say(line)
         return
     # It names what it has made; where it was ended, nobody knows.
     if answer.output or answer.status < 0:
@@ -215,7 +232,7 @@ def _delete(kubectl: Kubectl, job: KubeJob, signals: SignalPipe, within_s: float
     """Delete everything that carries the job's id; a silent cluster is asked again for a while."""
     until_s = time.monotonic() + within_s
     while True:
-        left_s = max(1.0, until_s - time.monotonic())
+        left_s = min(_CALL_S, max(1.0, until_s - time.monotonic()))
         answer = kubectl.call(
             "delete", _KINDS, "-l", job.selector, "--ignore-not-found", "--wait=false",
             timeout_s=left_s,
@@ -225,7 +242,7 @@ def _delete(kubectl: Kubectl, job: KubeJob, signals: SignalPipe, within_s: float
         is_hurried = bool(set(signals.arrived()) & set(ENDING))
         if time.monotonic() >= until_s or is_hurried:
             break
-        time.sleep(min(_RETRY_S, left_s))
+        time.sleep(_RETRY_S)
     _say(f"could not delete the job: {answer.sentence}; do it by '{_delete_by_hand(kubectl, job)}'")
 
 

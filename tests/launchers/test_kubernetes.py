@@ -374,6 +374,21 @@ def test_a_signal_deletes_the_job(cluster: Cluster, number: signal.Signals, code
     assert cluster.remains() == []
 
 
+def test_a_program_that_ignores_sigterm_is_ended_by_a_second_signal(cluster: Cluster) -> None:
+    text = "import signal; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(60)"
+    process = cluster.launch("-n", "1", *APPLY, *worker(text))
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: any("delete" in call for call in cluster.calls()))
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130, error
+    hurried = [call for call in cluster.calls() if "--grace-period=1" in call]
+    assert hurried[0][2:4] == ["delete", "pods"]
+    assert cluster.remains() == []
+
+
 def test_a_job_of_somebody_else_is_left_alone(cluster: Cluster) -> None:
     (cluster.directory / "Secret").mkdir()
     other = {"kind": "Secret", "metadata": {"name": "other", "labels": {"kvstore-job": "other"}}}
@@ -391,7 +406,7 @@ def test_lines_come_once_each_also_when_the_connection_breaks(cluster: Cluster) 
         start = f"[worker {rank}@node-{rank + 1}] line "
         found = [line for line in done.stdout.splitlines() if line.startswith(start)]
         assert found == [f"{start}{number}" for number in range(40)]
-    assert sum(call[2] == "logs" for call in cluster.calls()) > 8
+    assert sum("logs" in call for call in cluster.calls()) > 8
 
 
 def test_a_silent_cluster_ends_no_job(cluster: Cluster) -> None:
@@ -447,6 +462,25 @@ def test_a_job_of_which_a_part_is_refused_is_removed_whole(cluster: Cluster) -> 
     assert done.returncode == 1
     assert "kubectl apply failed: Error from server (Forbidden): you cannot create" in done.stderr
     assert cluster.remains() == []
+
+
+def test_a_job_that_may_not_be_looked_at_is_removed_at_once(cluster: Cluster) -> None:
+    cluster.set_faults(refused_commands=["get"])
+    done = cluster.run("-n", "1", *APPLY, *worker("time.sleep(60)"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "[launcher] cannot follow the job: Error from server (Forbidden): you cannot get here"
+    )
+    assert cluster.remains() == []
+
+
+def test_logs_that_may_not_be_read_are_said_to_be_missing_once(cluster: Cluster) -> None:
+    cluster.set_faults(refused_commands=["logs"])
+    done = cluster.run("-n", "1", *APPLY, *worker(SUMS + "\ntime.sleep(1)"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    said = "[launcher] no log of worker 0: Error from server (Forbidden): you cannot logs here"
+    assert done.stderr.splitlines().count(said) == 1
 
 
 def test_secret_and_service_belong_to_the_job_of_the_scheduler(cluster: Cluster) -> None:

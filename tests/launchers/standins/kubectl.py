@@ -515,6 +515,8 @@ def main(argv: list[str]) -> int:
         return version(options)
     if faults().get("silent"):
         return refuse()
+    if command in faults().get("refused_commands", ()):
+        return fail(f"Error from server (Forbidden): you cannot {command} here")
     if command == "apply":
         return apply()
     if command == "get":
