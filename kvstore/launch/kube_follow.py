@@ -148,8 +148,9 @@ class Follower:
 
     def _wait_s(self) -> float:
         now_s = time.monotonic()
-        look_s = self._commands.due_s("look", self._patience.poll_s)
-        until_s = [now_s + _LONGEST_WAIT_S, look_s]
+        until_s = [now_s + _LONGEST_WAIT_S]
+        if self._lifecycle.phase is not Phase.ENDED:
+            until_s.append(self._commands.due_s("look", self._patience.poll_s))
         if self._lifecycle.deadline_s is not None:
             until_s.append(self._lifecycle.deadline_s)
         return max(0.0, min(until_s) - now_s)
@@ -176,7 +177,8 @@ class Follower:
         if now_s >= commands.due_s("look", patience.poll_s):
             commands.begin("look", self._looked, *self._get("pods,jobs", "-l", self._job.selector))
         if self._delete_words and now_s >= commands.due_s("delete", patience.poll_s):
-            commands.begin("delete", self._deleted, *self._delete_words)
+            words = self._delete_words
+            commands.begin("delete", partial(self._deleted, words), *words)
         if self._watch.is_starting and now_s >= commands.due_s("events", patience.events_s):
             words = self._get("events", "--field-selector=type=Warning")
             commands.begin("events", self._heard, *words)
@@ -214,9 +216,11 @@ class Follower:
         if document is not None:
             self._watch.heard(read_warnings(document))
 
-    def _deleted(self, answer: Answer) -> None:
-        if answer.is_good:
+    def _deleted(self, words: tuple[str, ...], answer: Answer) -> None:
+        if answer.is_good and self._delete_words == words:
             self._delete_words = None
+        elif answer.is_good:  # meanwhile more was asked for
+            self._commands.hasten("delete")
         elif self._watch.is_heard:  # else the looks have said so
             self.say(f"cannot delete the job yet: {answer.sentence}")
 

@@ -263,9 +263,8 @@ def _conclude(
         _remove(log_dir, is_temporary)
         _say(f"the job was not started: {followed.obstacle}")
         return 1
-    if lifecycle.failed and failures:
-        block = failure_block(failures, stopped, str(log_dir), start_s=followed.start_s)
-        sys.stderr.write(block)
+    if lifecycle.failed:
+        _print(failure_block(failures, stopped, str(log_dir), start_s=followed.start_s))
         if lifecycle.interrupted_by is None:
             return exit_code(failures[0].exit)
     if lifecycle.interrupted_by is not None:
@@ -274,7 +273,10 @@ def _conclude(
             where = "" if is_temporary else f"; logs of all processes: {log_dir}"
             _say(f"ended by {lifecycle.interrupted_by.name}{where}")
         return 128 + lifecycle.interrupted_by
-    _remove(log_dir, is_temporary)
+    if lifecycle.drain_expired:
+        _say(f"the workers succeeded; logs of all processes: {log_dir}")
+    else:
+        _remove(log_dir, is_temporary)
     return 0
 
 
@@ -308,8 +310,12 @@ def _remove(log_dir: Path, is_temporary: bool) -> None:
 
 
 def _say(text: str) -> None:
+    _print(f"[launcher] {text}\n")
+
+
+def _print(text: str) -> None:
     try:
-        sys.stderr.write(f"[launcher] {text}\n")
+        sys.stderr.write(text)
         sys.stderr.flush()
     except OSError:  # nobody reads it; the exit code still says it
         pass

@@ -306,6 +306,17 @@ def test_a_worker_that_exits_7_ends_the_job_with_7(cluster: Cluster) -> None:
     assert cluster.remains() == []
 
 
+def test_a_script_without_a_store_succeeds_and_its_servers_are_ended(cluster: Cluster) -> None:
+    done = cluster.run("-n", "1", *APPLY, *worker("print('alone')"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "[worker 0@node-1] alone"
+    assert "warning: scheduler, server 0 did not end within 5 s of the last worker" in done.stderr
+    log_dir = Path(done.stderr.splitlines()[-1].rpartition(": ")[2])
+    assert (log_dir / "worker-0.log").read_text() == "alone\n"
+    shutil.rmtree(log_dir)
+    assert cluster.remains() == []
+
+
 def test_a_worker_that_is_killed_for_its_memory_is_named_so(cluster: Cluster) -> None:
     text = (
         "rank or open(os.environ['KUBECTL_STANDIN_FATE'], 'w').write('OOMKilled')\ntime.sleep(60)"

@@ -1,4 +1,4 @@
-"""Calls of kubectl: each has a deadline, and all go to the same place. A script stands in for it."""
+"""Calls of kubectl: each has a deadline, and all go to one place. A script stands in for it."""
 
 from __future__ import annotations
 
