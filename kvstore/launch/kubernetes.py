@@ -21,6 +21,7 @@ from pathlib import Path
 from kvstore.launch.failure import exit_code, failures_first_cause_first
 from kvstore.launch.kube_check import check
 from kvstore.launch.kube_follow import Followed, Follower
+from kvstore.launch.kube_guard import Guard
 from kvstore.launch.kube_manifest import (
     RENDEZVOUS_NAME,
     ROLES,
@@ -169,8 +170,10 @@ def _apply(
     log_dir, is_temporary = _make_log_dir(options.log_dir)
     with SignalPipe() as signals:
         try:
-            _call_apply(kubectl, job, _text(options, job, environ), signals, patience)
-            followed = _follow(kubectl, job, plan_pods(options), log_dir, patience, signals)
+            # Before anything is made, so that nothing can stay.
+            with Guard(kubectl.argv(*_delete_words(job)), environ):
+                _call_apply(kubectl, job, _text(options, job, environ), signals, patience)
+                followed = _follow(kubectl, job, plan_pods(options), log_dir, patience, signals)
         except LaunchError:
             _remove(log_dir, is_temporary)
             raise
@@ -228,15 +231,17 @@ def _with_rendezvous(
     return replace(patience, start_s=wanted_s)
 
 
+def _delete_words(job: KubeJob) -> tuple[str, ...]:
+    timeout = f"--request-timeout={_CALL_S:g}s"
+    return ("delete", _KINDS, "-l", job.selector, "--ignore-not-found", "--wait=false", timeout)
+
+
 def _delete(kubectl: Kubectl, job: KubeJob, signals: SignalPipe, within_s: float) -> None:
     """Delete everything that carries the job's id; a silent cluster is asked again for a while."""
     until_s = time.monotonic() + within_s
     while True:
         left_s = min(_CALL_S, max(1.0, until_s - time.monotonic()))
-        answer = kubectl.call(
-            "delete", _KINDS, "-l", job.selector, "--ignore-not-found", "--wait=false",
-            timeout_s=left_s,
-        )  # fmt: skip
+        answer = kubectl.call(*_delete_words(job), timeout_s=left_s)
         if answer.is_good:
             return
         is_hurried = bool(set(signals.arrived()) & set(ENDING))

@@ -495,7 +495,7 @@ def test_logs_that_may_not_be_read_are_said_to_be_missing_once(cluster: Cluster)
 
 
 def test_secret_and_service_belong_to_the_job_of_the_scheduler(cluster: Cluster) -> None:
-    """So that they vanish with it some time after the launcher was killed."""
+    """So that they vanish with it some time after its machine was switched off."""
     process = cluster.launch("-n", "1", *APPLY, *worker("print('up'); time.sleep(60)"))
     assert process.stdout is not None
     process.stdout.readline()
@@ -508,12 +508,19 @@ def test_secret_and_service_belong_to_the_job_of_the_scheduler(cluster: Cluster)
 
     wait_for(lambda: len(owners()) == 2)
     assert {name.partition("-")[2].partition("-")[2] for name in owners()} == {"scheduler"}
-    process.kill()  # its kubectl processes die with it; the pods run on
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+
+
+def test_a_launcher_that_is_killed_takes_its_job_with_it(cluster: Cluster) -> None:
+    process = cluster.launch("-n", "2", *APPLY, *worker("print('up'); time.sleep(60)"))
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
     process.communicate()
-    runners = {"--run-pod"}
-    wait_for(lambda: not any("logs" in line and "kubectl" in line
-                             for line in cluster.processes().values()))  # fmt: skip
-    assert any(name in line for name in runners for line in cluster.processes().values())
+    (log_dir,) = (name for name in cluster.remains(20) if name.startswith("kvstore-launch-"))
+    shutil.rmtree(cluster.directory / "tmp" / log_dir)
+    assert cluster.remains() == []
 
 
 def test_no_key_is_on_a_command_line_or_shown(cluster: Cluster) -> None:
