@@ -420,9 +420,10 @@ class PodRun:
         """End the process where the cluster would: out of memory, evicted, deleted, too old."""
         moment = time.monotonic()
         path = STATE / f"fate-{self.name}"
-        if path.exists() or moment > self.give_up_at:
+        fate = path.read_text() if path.exists() else ""  # empty: it is just being written
+        if fate or moment > self.give_up_at:
             os.killpg(process.pid, signal.SIGKILL)
-            return path.read_text() if path.exists() else "TooOld"
+            return fate or "TooOld"
         if not self.is_leaving:
             return ""
         if self.killed_at is None:
