@@ -80,7 +80,7 @@ test-process: $(INSTALLED_DEV) ## pytest: whole jobs on this machine, and GPUs w
 	$(RUN) -m pytest -rs tests/process tests/gpu $(PYTEST_ARGS)
 
 test-launchers: $(INSTALLED_DEV) ## jobs on real clusters, which it installs and starts (as root)
-	tests/launchers/install $(VENV)
+	tests/launchers/install $(VENV) $(LAUNCHERS)
 	tests/launchers/run $(RUN) $(LAUNCHERS) -- $(PYTEST_ARGS)
 
 format: $(INSTALLED_DEV) ## let ruff lay out the code and mend what it can

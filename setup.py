@@ -44,15 +44,16 @@ DEVELOPMENT = [
     "ml_dtypes>=0.5",
     "jax>=0.4.30",
     "matplotlib>=3.8",
+    "cloudpickle>=3.0",  # lambdas and notebooks' functions for kvstore.run
     "safetensors>=0.4.5",  # reads what our own writer has written, and the other way round
 ]
 
 # What the tests of the launchers need besides (`make test-launchers`, tests/launchers/install).
 LAUNCHERS = [
     "ray>=2.9",
-    "cloudpickle>=2.2",
-    "ipykernel>=6.29",  # a notebook's kernel
-    "kubernetes-validate>=1.30",  # the published schemas, in the package itself
+    "ipykernel>=6.29",  # a notebook's kernel, and
+    "jupyter-client>=8",  # what speaks with it
+    "kubernetes-validate>=1.33",  # the published schemas, in the package itself
 ]
 
 # An extra in C (docs/decisions/0011-optional-kernels.md): without a compiler, or where this fails,
@@ -93,6 +94,7 @@ setup(
         "cuda13": ["cupy-cuda13x>=13.6"],
         "torch": ["torch>=2.1"],
         "jax": ["jax>=0.4.30"],
+        "notebook": ["cloudpickle>=3.0"],
         "plot": ["matplotlib>=3.8"],
         "docs": DOCUMENTATION,
         "dev": DEVELOPMENT,

@@ -34,6 +34,7 @@ from kvstore.launch.plan import (
     requested_address,
 )
 from kvstore.launch.preflight import check_server_imports
+from kvstore.launch.rehearsal import local_rows, rehearsal, table
 from kvstore.launch.report import Ended, failure_block
 from kvstore.launch.supervisor import Outcome, StartFailure, Supervisor
 
@@ -57,6 +58,8 @@ def run(
     Standard output and error of all processes are passed on; the report of a failure is the
     last thing on standard error. Raises :class:`LaunchError` when nothing could be started.
     """
+    if options.check or options.dry_run:
+        return rehearse(options, environ, service_command)
     host, port = _address(environ)
     job_id = secrets.token_hex(8)
     # One end goes to the scheduler, which says on it that all have joined.
@@ -95,6 +98,36 @@ def run(
             supervisor.listen_for_joined(heard)
             outcome = supervisor.wait()
     return _conclude(outcome, log_dir, is_temporary)
+
+
+def rehearse(
+    options: LaunchOptions, environ: Mapping[str, str], service_command: Sequence[str]
+) -> int:
+    """``--check`` and ``--dry-run``: what would run, and whether it could; starts no job.
+
+    Prints to standard output. Returns 0, or with ``--check`` 1 when something is missing.
+    Raises :class:`LaunchError` as :func:`run` would.
+    """
+    host, port = _address(environ)
+    with listen(host, port) as listener:
+        facts = JobFacts(
+            job_id="JOB",
+            host=host,
+            port=listener.getsockname()[1] if port else 0,
+            listen_fd=-1,
+            cpu_count=available_cpu_count(),
+            checkout_root=checkout_root(),
+            key_file=None if brings_a_key(options, environ) else "KEYFILE",
+        )
+        specs = plan_local(options, facts, environ, service_command)
+        check_server_imports(specs, base_environment(environ), options.server_imports)
+    if options.dry_run:
+        print(rehearsal(specs, os.getcwd()), end="")
+    if not options.check:
+        return 0
+    rows = local_rows(specs, environ)
+    print(table(rows), end="")
+    return 0 if all(row.is_good for row in rows) else 1
 
 
 def available_cpu_count() -> int:

@@ -102,6 +102,7 @@ class LaunchOptions:
     num_servers: int
     command: tuple[str, ...]
     environment: tuple[Assignment, ...] = ()
+    forwarded_names: tuple[str, ...] = ()  # --env NAME: with the value that it has here
     server_environment: tuple[Assignment, ...] = ()
     worker_environment: tuple[Assignment, ...] = ()
     server_imports: tuple[str, ...] = ()
@@ -157,6 +158,7 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
         num_servers=num_servers,
         command=tuple(command),
         environment=_forwarded_assignments(found.env),
+        forwarded_names=tuple(text for text in found.env if "=" not in text),
         server_environment=_assignments("--env-server", found.env_server),
         worker_environment=_assignments("--env-worker", found.env_worker),
         server_imports=_modules(found.server_import),

@@ -21,12 +21,18 @@ LONGEST_COMMAND = 2000
 
 @dataclass(frozen=True)
 class Ended:
-    """One ended process with all that a report says about it. ``at_s`` counts from the start."""
+    """One ended process with all that a report says about it. ``at_s`` counts from the start.
+
+    ``place`` says where it ran, where that is more than a process id of this machine; ``reason``
+    what the cluster says about its end.
+    """
 
     spec: ProcessSpec
     pid: int
     exit: Exit
     last_lines: Sequence[str]
+    place: str = ""
+    reason: str = ""
 
 
 def failure_block(
@@ -43,7 +49,7 @@ def failure_block(
     lines = [
         "",
         FAILURE_HEADING,
-        f"process:  {first.spec.name} (pid {first.pid})",
+        f"process:  {first.spec.name} ({first.place or f'pid {first.pid}'})",
         f"ended:    {_how(first)}, {age_s:.1f} s after the start",
         f"command:  {_command(first.spec.argv)}",
         *_log_lines(shown),
@@ -76,6 +82,8 @@ def _last_words(ended: Ended) -> tuple[str, int, Sequence[str]]:
 
 def _how(ended: Ended) -> str:
     text = describe_status(ended.exit.status)
+    if ended.reason:
+        text = f"{text} ({ended.reason})"
     return f"{text}, while workers still ran" if ended.exit.status == 0 else text
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from kvstore.launch.child import Child, Stream, die_with_launcher, start_child
 from kvstore.launch.console import Console
@@ -26,9 +26,9 @@ from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.lifecycle import Lifecycle, Phase, Say, SendSignal, Timing
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.report import Ended
+from kvstore.launch.signals import ENDING, SignalPipe
 from kvstore.launch.statusline import JobStatus, StatusFeed
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LAST_OUTPUT_S = 2.0
 
 
@@ -70,7 +70,7 @@ class Supervisor:
         self._start_s = time.monotonic()
         # poll, not epoll: the output may be a regular file, which epoll refuses.
         self._selector = selectors.PollSelector()
-        self._signals = _SignalPipe()
+        self._signals = SignalPipe()
         self._output = Console(1)
         self._errors = Console(2)
         self._guardian: GuardianProcess | None = None
@@ -80,7 +80,7 @@ class Supervisor:
 
     def __enter__(self) -> Supervisor:
         self._guardian = GuardianProcess(self._job_id, self._environ)
-        self._signals.open()
+        self._signals.__enter__()
         self._selector.register(self._signals.fd, selectors.EVENT_READ)
         return self
 
@@ -99,7 +99,7 @@ class Supervisor:
         if self._guardian is not None:
             self._guardian.dismiss()
         self._selector.close()
-        self._signals.close()
+        self._signals.__exit__(kind, value, traceback)
 
     def listen_for_joined(self, pipe: socket.socket) -> None:
         """``pipe`` becomes readable when all nodes have joined; the caller owns it."""
@@ -164,7 +164,7 @@ class Supervisor:
         ready = self._selector.select(timeout_s)
         arrived = self._signals.arrived()
         for signal_number in arrived:
-            if signal_number in _FORWARDED:
+            if signal_number in ENDING:
                 self.say(f"got {signal_number.name}: ending the job")
                 self._carry_out(lifecycle.signalled(signal_number, time.monotonic()))
         if signal.SIGCHLD in arrived:
@@ -308,7 +308,7 @@ class Supervisor:
         while self._output.waiting or self._errors.waiting:
             self._adjust_interest()
             ready = self._selector.select(_LAST_OUTPUT_S if is_interrupted else None)
-            if not ready or set(self._signals.arrived()) & set(_FORWARDED):
+            if not ready or set(self._signals.arrived()) & set(ENDING):
                 return
             self._pass_on(ready)
 
@@ -338,41 +338,3 @@ class Supervisor:
             lifecycle.unjoined,
             self._start_failure,
         )
-
-
-class _SignalPipe:
-    """Turns signals into bytes that a selector sees (``signal.set_wakeup_fd``)."""
-
-    def __init__(self) -> None:
-        self.fd = -1
-        self._write_fd = -1
-        self._previous: dict[signal.Signals, object] = {}
-        self._previous_wakeup_fd = -1
-
-    def open(self) -> None:
-        self.fd, self._write_fd = os.pipe()
-        os.set_blocking(self.fd, False)
-        os.set_blocking(self._write_fd, False)
-        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        for number in (*_FORWARDED, signal.SIGCHLD):
-            # A signal that whoever started us has switched off (nohup, &) stays switched off.
-            if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, _do_nothing)
-
-    def arrived(self) -> list[signal.Signals]:
-        """The signals since the last call, in their order."""
-        try:
-            return [signal.Signals(number) for number in os.read(self.fd, 4096)]
-        except BlockingIOError:
-            return []
-
-    def close(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        signal.set_wakeup_fd(self._previous_wakeup_fd)
-        os.close(self.fd)
-        os.close(self._write_fd)
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """A handler must exist for the byte to be written; the loop does the rest."""

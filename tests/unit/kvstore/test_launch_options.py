@@ -87,6 +87,7 @@ def test_variables_are_read_per_role_and_a_value_may_hold_colons_and_equal_signs
         ["-n1", "--env", "HOME", "--env", "A=b=c", *servers, *workers, "true"]
     )
     assert options.environment == (("A", "b=c"),)
+    assert options.forwarded_names == ("HOME",)
     assert options.server_environment == (("URL", "http://h:1/"),)
     assert options.worker_environment == (("EMPTY", ""), ("X", "a=b"))
 
