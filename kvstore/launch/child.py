@@ -12,15 +12,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import IO
 
 from kvstore.launch.lines import LineSplitter
-from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec
-from kvstore.launch.report import SHOWN_LINES
 
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 64 * 1024
@@ -55,12 +51,10 @@ class Stream:
 class Child:
     """A started process. It leads its own session and process group (``group``)."""
 
-    def __init__(
-        self, spec: ProcessSpec, process: subprocess.Popen[bytes], log: IO[bytes] | None
-    ) -> None:
+    def __init__(self, index: int, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
-        self.spec = spec
+        self.index = index
         self.group = process.pid
         self.status: int | None = None
         # Standard output first: of a line there and one on standard error that are both ready,
@@ -69,22 +63,7 @@ class Child:
             Stream(self, process.stdout, is_error=False),
             Stream(self, process.stderr, is_error=True),
         ]
-        self.last_lines: deque[bytes] = deque(maxlen=SHOWN_LINES)
-        self._prefix = f"[{spec.name}] ".encode()
         self._process = process
-        self._log = log
-
-    def record(self, lines: list[bytes]) -> bytes:
-        """Write lines to the log file; return them as they go to the terminal."""
-        self.last_lines.extend(lines)
-        if self._log is not None and lines:
-            self._log.write(b"".join(line + b"\n" for line in lines))
-        return b"".join(self._prefix + line + b"\n" for line in lines)
-
-    def stop_logging(self) -> None:
-        if self._log is not None:
-            self._log.close()
-            self._log = None
 
     def poll(self) -> int | None:
         """The exit status, negative for a signal, or None while it runs.
@@ -111,39 +90,30 @@ class Child:
             pass
         for stream in self.open_streams:
             stream.close()
-        self.stop_logging()
 
 
 def start_child(
+    index: int,
     spec: ProcessSpec,
-    base_environment: Mapping[str, str],
-    log_path: Path,
+    variables: Mapping[str, str],
     prepare: Callable[[], None] | None,
 ) -> Child:
-    """Start ``spec`` without a shell.
+    """Start ``spec``, the job's process ``index``, without a shell.
 
-    Raises OSError when its program cannot be executed, LaunchError when its log cannot be made.
+    Raises OSError when its program cannot be executed.
     """
-    try:
-        log = open(log_path, "wb", buffering=0)  # noqa: SIM115 - the child owns it
-    except OSError as error:
-        raise LaunchError(f"cannot write {log_path}: {error.strerror}", exit_code=1) from error
-    try:
-        process = subprocess.Popen(
-            spec.argv,
-            env={**base_environment, **spec.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            pass_fds=spec.inherited_fds,
-            preexec_fn=prepare,  # safe: the launcher has one thread
-        )
-    except OSError:
-        log.close()
-        raise
-    return Child(spec, process, log)
+    process = subprocess.Popen(
+        spec.argv,
+        env={**variables, **spec.environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+        pass_fds=spec.inherited_fds,
+        preexec_fn=prepare,  # safe: the launcher has one thread
+    )
+    return Child(index, process)
 
 
 def die_with_launcher() -> Callable[[], None] | None:

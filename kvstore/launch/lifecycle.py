@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import enum
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.launch.plan import ProcessSpec
@@ -137,8 +137,10 @@ class Lifecycle:
                 return self._stop(signal_number, now_s)
         return self._next_step(now_s)
 
-    def cannot_start(self, now_s: float) -> list[Effect]:
-        """Not all processes could be started: those of ``specs``, which were, end at once."""
+    def cannot_start(self, now_s: float, unstarted: Collection[int] = ()) -> list[Effect]:
+        """Not all could be started, those in ``unstarted`` not: the others end at once."""
+        for index in unstarted:
+            self.exits[index] = Exit(index, 0, now_s, self._sweep, stopped=True)
         if len(self.exits) == len(self._specs):
             self._enter(Phase.ENDED, None)
             return []

@@ -91,7 +91,7 @@ def run(
                 note_job(key_file, f"{shown_host}:{facts.port}", security_used)
             if options.show_status:
                 supervisor.show_status({**variables, **specs[0].environment})
-            supervisor.start(specs, variables)
+            supervisor.start([(spec, supervisor.local) for spec in specs], variables)
             # Only the scheduler holds the sockets now: when it dies, connections are refused.
             listener.close()
             joined.close()

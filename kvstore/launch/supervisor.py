@@ -1,9 +1,9 @@
 """Starts the processes of a job, passes their output on, and sees all of them end.
 
 The shell around ``lifecycle.py``: everything happens on the main thread in one loop over one
-selector (the children's pipes, the terminal when it is slow, and a pipe into which Python
-writes every signal, SIGCHLD too). No other thread may be started here: children are forked
-with a function to run before exec. Read ``lifecycle.py`` first, ``child.py`` next.
+selector (what the places have to be listened to, the terminal when it is slow, and a pipe into
+which Python writes every signal, SIGCHLD too). No other thread may be started here: children are
+forked with a function to run before exec. Read ``lifecycle.py`` first, ``places.py`` next.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from kvstore.launch.child import Child, Stream, die_with_launcher, start_child
+from kvstore.launch import places
+from kvstore.launch.child import die_with_launcher
 from kvstore.launch.console import Console
-from kvstore.launch.guardian import end_job
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.lifecycle import Lifecycle, Phase, Say, SendSignal, Timing
+from kvstore.launch.places import LocalPlace, Place
 from kvstore.launch.plan import ProcessSpec
+from kvstore.launch.record import ProcessRecord
 from kvstore.launch.report import Ended
 from kvstore.launch.signals import ENDING, SignalPipe
 from kvstore.launch.statusline import JobStatus, StatusFeed
 
 _LAST_OUTPUT_S = 2.0
+_FINISHING_S = 10.0  # for places elsewhere to end what is left, besides the patience with it
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class StartFailure:
 class Outcome:
     """All there is to know when nothing runs any more."""
 
-    specs: Sequence[ProcessSpec]  # all that were started
+    specs: Sequence[ProcessSpec]
     ended: Sequence[Ended]
     start_s: float
     failed: bool
@@ -65,7 +68,11 @@ class Supervisor:
         self._environ = environ
         self._log_dir = log_dir
         self._timing = timing
-        self._children: list[Child] = []
+        self._places: list[Place] = []
+        self._records: list[ProcessRecord] = []
+        self._assigned: list[Place] = []  # by the process's index, as the records
+        self._events: list[places.Event] = []  # from before the lifecycle began
+        self._unfinished = 0
         self._start_failure: StartFailure | None = None
         self._start_s = time.monotonic()
         # poll, not epoll: the output may be a regular file, which epoll refuses.
@@ -80,6 +87,8 @@ class Supervisor:
 
     def __enter__(self) -> Supervisor:
         self._guardian = GuardianProcess(self._job_id, self._environ)
+        self.local = LocalPlace(self._job_id, self._guardian)
+        self._places.append(self.local)
         self._signals.__enter__()
         self._selector.register(self._signals.fd, selectors.EVENT_READ)
         return self
@@ -91,9 +100,10 @@ class Supervisor:
         traceback: TracebackType | None,
     ) -> None:
         self._end_status()
-        end_job(self._job_id, self._groups(), grace_s=0)
-        for child in self._children:
-            child.reap()
+        for place in reversed(self._places):
+            place.close()
+        for record in self._records:
+            record.stop_logging()
         for directory in self._to_remove:
             shutil.rmtree(directory, ignore_errors=True)
         if self._guardian is not None:
@@ -123,38 +133,37 @@ class Supervisor:
         """A line of the launcher's own, on standard error."""
         self._write(self._errors, f"[launcher] {text}\n".encode())
 
-    def start(self, specs: Sequence[ProcessSpec], base_environment: Mapping[str, str]) -> None:
-        """Start all processes; stop at the first that cannot be (:meth:`wait` reports it)."""
-        assert self._guardian is not None
-        prepare = die_with_launcher()
-        for spec in specs:
-            log_path = self._log_dir / f"{spec.name.replace(' ', '-')}.log"
-            try:
-                child = start_child(spec, base_environment, log_path, prepare)
-            except OSError as error:
-                self._start_failure = StartFailure(spec, error)
+    def start(
+        self, assigned: Sequence[tuple[ProcessSpec, Place]], variables: Mapping[str, str]
+    ) -> None:
+        """Start each process at its place; :meth:`wait` reports one that could not be.
+
+        ``variables`` are the environment on this machine, to which each adds its own.
+        """
+        self._records = [ProcessRecord(spec, at.label, self._log_dir) for spec, at in assigned]
+        self._assigned = [place for _, place in assigned]
+        for place in self._places:
+            mine = [(index, one[0]) for index, one in enumerate(assigned) if one[1] is place]
+            self._events += place.start(mine, variables)
+            if any(isinstance(event, places.CannotStart) for event in self._events):
                 return
-            self._guardian.watch(child.group)
-            self._children.append(child)
-            for stream in child.open_streams:
-                self._selector.register(stream, selectors.EVENT_READ, stream)
 
     def wait(self) -> Outcome:
         """Serve the job until none of its processes is left; their output has been written."""
-        lifecycle = Lifecycle([child.spec for child in self._children], self._timing)
-        if self._start_failure is not None:
-            self._carry_out(lifecycle.cannot_start(time.monotonic()))
+        lifecycle = Lifecycle([record.spec for record in self._records], self._timing)
+        early, self._events = self._events, []
+        self._take_in(lifecycle, early)
         self._sweep(lifecycle)
         while lifecycle.phase is not Phase.ENDED:
             due_s = [lifecycle.deadline_s, self._status.due_s if self._status else None]
+            due_s += [self._tick_places(lifecycle)]
             deadline_s = min((due for due in due_s if due is not None), default=None)
             timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             self._serve(lifecycle, timeout_s)
             self._carry_out(lifecycle.tick(time.monotonic()))
             self._tick_status(lifecycle)
         self._ignore_joined()
-        self._end_leftovers()
-        self._read_last_output()
+        self._finish(lifecycle)
         self._write_last_output(is_interrupted=lifecycle.interrupted_by is not None)
         return self._outcome(lifecycle)
 
@@ -171,7 +180,7 @@ class Supervisor:
             self._sweep(lifecycle)
         if any(key.fileobj is self._joined for key, _ in ready):
             self._hear_joined(lifecycle)
-        self._pass_on(ready)
+        self._pass_on(lifecycle, ready)
 
     def _hear_joined(self, lifecycle: Lifecycle) -> None:
         assert self._joined is not None
@@ -188,21 +197,65 @@ class Supervisor:
             self._joined = None
 
     def _sweep(self, lifecycle: Lifecycle) -> None:
-        statuses = {
-            index: status
-            for index, child in enumerate(self._children)
-            if child.status is None and (status := child.poll()) is not None
-        }
-        if statuses:
-            self._carry_out(lifecycle.exited(statuses, time.monotonic()))
+        for place in self._places:
+            self._take_in(lifecycle, place.sweep())
+
+    def _tick_places(self, lifecycle: Lifecycle) -> float | None:
+        """Let the places know the time; when they want to know it again."""
+        due_s = []
+        now_s = time.monotonic()
+        for place in self._places:
+            events, patience_s = place.tick(now_s)
+            self._take_in(lifecycle, events)
+            if patience_s is not None:
+                due_s.append(now_s + patience_s)
+        return min(due_s, default=None)
+
+    def _take_in(self, lifecycle: Lifecycle, events: Sequence[places.Event]) -> None:
+        """What a place has told."""
+        for event in events:
+            if isinstance(event, places.Output):
+                self._show(event)
+            elif isinstance(event, places.Started):
+                self._records[event.index].pid = event.pid
+            elif isinstance(event, places.Ended):
+                for index in event.statuses:
+                    self._records[index].why = event.why
+                self._carry_out(lifecycle.exited(event.statuses, time.monotonic()))
+            elif isinstance(event, places.CannotStart):
+                self._refuse(lifecycle, event)
+            elif isinstance(event, places.Finished):
+                self._unfinished -= 1
+                if event.left_over:
+                    self.say(
+                        f"ended {event.left_over} process(es) that the job's processes had left "
+                        "running"
+                    )
+            else:
+                self.say(event.text)
+
+    def _refuse(self, lifecycle: Lifecycle, event: places.CannotStart) -> None:
+        """No process from ``event.index`` on has started, at its place or one that comes later."""
+        if self._start_failure is None:
+            self._start_failure = StartFailure(self._records[event.index].spec, event.error)
+        order = {id(place): number for number, place in enumerate(self._places)}
+        here = self._assigned[event.index]
+        unstarted = [
+            index
+            for index, place in enumerate(self._assigned)
+            if index not in lifecycle.exits
+            and self._records[index].pid == 0
+            and (place is here or order[id(place)] > order[id(here)])
+        ]
+        self._carry_out(lifecycle.cannot_start(time.monotonic(), unstarted))
 
     def _carry_out(self, effects: Sequence[SendSignal | Say]) -> None:
         for effect in effects:
             if isinstance(effect, Say):
                 self.say(effect.text)
                 continue
-            for child in self._children:
-                child.send_signal(effect.signal_number)
+            for place in self._places:
+                place.send_signal(effect.signal_number)
 
     def _adjust_interest(self) -> None:
         """Listen to a slow terminal while it owes us room, and to children while there is room."""
@@ -213,37 +266,28 @@ class Supervisor:
             elif not console.waiting and console.fd in watched:
                 self._selector.unregister(console.fd)
         full = self._output.full or self._errors.full
-        for stream in self._open_streams():
-            if full and stream in watched:
-                self._selector.unregister(stream)
-            elif not full and stream not in watched:
-                self._selector.register(stream, selectors.EVENT_READ, stream)
+        for place in self._places:
+            place.adjust(self._selector, paused=full)
 
-    def _pass_on(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
+    def _pass_on(
+        self, lifecycle: Lifecycle, ready: Sequence[tuple[selectors.SelectorKey, int]]
+    ) -> None:
         for key, _ in ready:
             if isinstance(key.data, Console):
                 key.data.write_pending()
-            elif isinstance(key.data, Stream):
-                self._read(key.data)
             elif isinstance(key.data, StatusFeed):
                 self._read_status(key.data)
+            elif key.data is not None:
+                self._take_in(lifecycle, key.data.handle(time.monotonic()))
 
-    def _read(self, stream: Stream) -> None:
-        fd = stream.fileno()
-        lines, is_open = stream.read(time.monotonic())
-        if not is_open:
-            stream.child.open_streams.remove(stream)
-            if fd in self._selector.get_map():
-                self._selector.unregister(fd)
-        self._show(stream, lines)
-
-    def _show(self, stream: Stream, lines: list[bytes]) -> None:
-        console = self._errors if stream.is_error else self._output
+    def _show(self, output: places.Output) -> None:
+        record = self._records[output.index]
+        console = self._errors if output.is_error else self._output
         try:
-            self._write(console, stream.child.record(lines))
+            self._write(console, record.record(list(output.lines)))
         except OSError as error:
-            stream.child.stop_logging()
-            self.say(f"the log of {stream.child.spec.name} ends here: {error.strerror}")
+            record.stop_logging()
+            self.say(f"the log of {record.spec.name} ends here: {error.strerror}")
 
     def _write(self, console: Console, lines: bytes) -> None:
         """Whole lines; a status that stands on the same terminal makes room for them."""
@@ -286,22 +330,16 @@ class Supervisor:
         self._errors.write(self._status.end())
         self._status = None
 
-    def _end_leftovers(self) -> None:
-        found = end_job(self._job_id, self._groups(), self._timing.leftover_s)
-        if found:
-            self.say(f"ended {found} process(es) that the job's processes had left running")
-
-    def _read_last_output(self) -> None:
-        """All writers have ended, but a process that escaped may hold a pipe open: not for ever."""
-        until_s = time.monotonic() + _LAST_OUTPUT_S
-        while self._open_streams() and time.monotonic() < until_s:
-            with selectors.PollSelector() as selector:
-                for stream in self._open_streams():
-                    selector.register(stream, selectors.EVENT_READ, stream)
-                ready = selector.select(0.0)
-            if not ready:
-                break
-            self._pass_on(ready)
+    def _finish(self, lifecycle: Lifecycle) -> None:
+        """See that nothing is left at any place, and that its last output has been shown."""
+        leftover_s = self._timing.leftover_s
+        self._unfinished = len(self._places)
+        for place in reversed(self._places):  # those elsewhere at the same time as this machine
+            self._take_in(lifecycle, place.finish(leftover_s))
+        until_s = time.monotonic() + leftover_s + _FINISHING_S
+        while self._unfinished > 0 and time.monotonic() < until_s:
+            self._adjust_interest()
+            self._pass_on(lifecycle, self._selector.select(until_s - time.monotonic()))
 
     def _write_last_output(self, *, is_interrupted: bool) -> None:
         """Wait for a slow reader as any program does, but a signal means: not much longer."""
@@ -310,26 +348,16 @@ class Supervisor:
             ready = self._selector.select(_LAST_OUTPUT_S if is_interrupted else None)
             if not ready or set(self._signals.arrived()) & set(ENDING):
                 return
-            self._pass_on(ready)
-
-    def _open_streams(self) -> list[Stream]:
-        return [stream for child in self._children for stream in child.open_streams]
-
-    def _groups(self) -> set[int]:
-        return {child.group for child in self._children}
+            for key, _ in ready:
+                if isinstance(key.data, Console):
+                    key.data.write_pending()
 
     def _outcome(self, lifecycle: Lifecycle) -> Outcome:
         ended = [
-            Ended(
-                self._children[index].spec,
-                self._children[index].group,
-                found,
-                [line.decode(errors="replace") for line in self._children[index].last_lines],
-            )
-            for index, found in sorted(lifecycle.exits.items())
+            self._records[index].ended(found) for index, found in sorted(lifecycle.exits.items())
         ]
         return Outcome(
-            [child.spec for child in self._children],
+            [record.spec for record in self._records],
             ended,
             self._start_s,
             lifecycle.failed,
