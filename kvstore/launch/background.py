@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from kvstore.launch import parcels
-from kvstore.launch.local import checkout_root
+from kvstore.launch.here import checkout_root
 from kvstore.launch.markers import Output
 from kvstore.launch.options import RESERVED_NAMES
 

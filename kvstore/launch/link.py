@@ -32,7 +32,6 @@ class LinkLost(Exception):
 class Link:
     """Owns ``read_fd`` and ``write_fd`` (the same for a socket) until :meth:`close`.
 
-    ``received`` are bytes that were read from it before, such as those behind a greeting.
     ``seals`` are for what is read and for what is written.
     """
 
@@ -42,7 +41,6 @@ class Link:
         write_fd: int,
         now_s: float,
         *,
-        received: bytes = b"",
         seals: tuple[Seal, Seal] | None = None,
     ) -> None:
         os.set_blocking(read_fd, False)
@@ -51,7 +49,7 @@ class Link:
         self.write_fd = write_fd
         self._reader = FrameReader(None if seals is None else seals[0])
         self._writer = FrameWriter(None if seals is None else seals[1])
-        self._received = received
+        self._received = b""
         self._pending = bytearray()
         self._heard_s = now_s
         self._said_s = now_s
@@ -60,6 +58,32 @@ class Link:
     def waiting(self) -> bool:
         """There are bytes that the connection has not taken yet."""
         return bool(self._pending)
+
+    @property
+    def has_received(self) -> bool:
+        """There are bytes that :meth:`put_back` was given."""
+        return bool(self._received)
+
+    def send_raw(self, data: bytes) -> None:
+        """Queue bytes that are no frame, before the first one."""
+        self._pending += data
+        self.write_pending()
+
+    def receive_raw(self) -> bytes:
+        """Read once, what is no frame. Raises :class:`LinkLost`."""
+        try:
+            data = os.read(self.read_fd, _READ_BYTES)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            raise LinkLost(f"the connection broke: {error.strerror}") from error
+        if not data:
+            raise LinkLost("the connection was closed")
+        return data
+
+    def put_back(self, data: bytes) -> None:
+        """What was read and is not needed there: the next :meth:`receive` begins with it."""
+        self._received = data
 
     def send(self, *message: Any) -> None:
         """Queue a message and write what can be written. Never raises: reading tells of a loss."""
@@ -81,14 +105,9 @@ class Link:
         """Read once; call it when ``read_fd`` is readable. Raises :class:`LinkLost`."""
         data, self._received = self._received, b""
         if not data:
-            try:
-                data = os.read(self.read_fd, _READ_BYTES)
-            except BlockingIOError:
-                return []
-            except OSError as error:
-                raise LinkLost(f"the connection broke: {error.strerror}") from error
+            data = self.receive_raw()
             if not data:
-                raise LinkLost("the connection was closed")
+                return []
         self._heard_s = now_s
         try:
             found = self._reader.feed(data)

@@ -50,7 +50,7 @@ class JobFacts:
     package is installed: adding a ``site-packages`` to PYTHONPATH would give a worker that
     runs under another interpreter the wrong libraries. ``key_file`` is the file with the job's
     key, or None where the user has given one. The scheduler writes a byte to ``joined_fd``
-    once all have joined.
+    once all have joined. ``cluster`` is the launcher's name.
     """
 
     job_id: str
@@ -61,15 +61,16 @@ class JobFacts:
     checkout_root: str | None
     key_file: str | None = None
     joined_fd: int = -1
+    cluster: str = "local"
 
 
-def plan_local(
+def plan_job(
     options: LaunchOptions,
     facts: JobFacts,
     environ: Mapping[str, str],
     service_command: Sequence[str],
 ) -> list[ProcessSpec]:
-    """Plan a job on this machine: the scheduler, then the servers, then the workers.
+    """Plan a job: the scheduler, then the servers, then the workers.
 
     ``environ`` is the launcher's own environment; ``service_command`` starts a scheduler or
     a server, whichever DMLC_ROLE says.
@@ -77,7 +78,7 @@ def plan_local(
     job = _job_variables(options, facts)
     everyone = {
         "PYTHONUNBUFFERED": "1",
-        **security(environ),
+        **(security(environ) if facts.cluster == "local" else {}),
         **dict(options.environment),
     }
     service = {**everyone, **dict.fromkeys(THREAD_COUNT_NAMES, "1")}
@@ -124,7 +125,7 @@ def _job_variables(options: LaunchOptions, facts: JobFacts) -> dict[str, str]:
         "DMLC_PS_ROOT_PORT": str(facts.port),
         "DMLC_NUM_WORKER": str(options.num_workers),
         "DMLC_NUM_SERVER": str(options.num_servers),
-        "DMLC_JOB_CLUSTER": "local",
+        "DMLC_JOB_CLUSTER": facts.cluster,
         "PS_JOB_ID": facts.job_id,
     }
     if facts.key_file is not None:

@@ -24,9 +24,11 @@ from kvstore.launch.child import die_with_launcher
 from kvstore.launch.console import Console
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.lifecycle import Lifecycle, Phase, Say, SendSignal, Timing
+from kvstore.launch.options import LaunchError
 from kvstore.launch.places import LocalPlace, Place
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.record import ProcessRecord
+from kvstore.launch.remote import RemotePlace
 from kvstore.launch.report import Ended
 from kvstore.launch.signals import ENDING, SignalPipe
 from kvstore.launch.statusline import JobStatus, StatusFeed
@@ -132,6 +134,39 @@ class Supervisor:
     def say(self, text: str) -> None:
         """A line of the launcher's own, on standard error."""
         self._write(self._errors, f"[launcher] {text}\n".encode())
+
+    def add_place(self, place: Place) -> None:
+        """Serve ``place`` too, which is closed at the end."""
+        self._places.append(place)
+
+    def guardian(self) -> GuardianProcess:
+        """Who ends what is left should this process be killed."""
+        assert self._guardian is not None
+        return self._guardian
+
+    def connect(self, remote: Sequence[RemotePlace], timeout_s: float) -> None:
+        """Wait until the agents of all ``remote`` places have greeted.
+
+        Raises :class:`LaunchError` when one cannot, when time is up, or on Ctrl-C and the like.
+        """
+        until_s = time.monotonic() + timeout_s
+        while waiting := [place for place in remote if place.greeting is None]:
+            for place in waiting:
+                if place.failure is not None:
+                    raise LaunchError(place.failure, exit_code=1)
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                names = ", ".join(str(place.label) for place in waiting)
+                raise LaunchError(f"no answer from {names} within {timeout_s:g} s", exit_code=1)
+            self._adjust_interest()
+            ready = self._selector.select(left_s)
+            for number in set(self._signals.arrived()) & set(ENDING):
+                raise LaunchError(f"ended by {number.name}", exit_code=128 + number)
+            for key, _ in ready:
+                if isinstance(key.data, Console):
+                    key.data.write_pending()
+                elif key.data is not None:
+                    self._events += key.data.handle(time.monotonic())
 
     def start(
         self, assigned: Sequence[tuple[ProcessSpec, Place]], variables: Mapping[str, str]

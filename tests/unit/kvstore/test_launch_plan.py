@@ -13,7 +13,7 @@ from kvstore.launch.plan import (
     ProcessSpec,
     base_environment,
     brings_a_key,
-    plan_local,
+    plan_job,
     requested_address,
 )
 
@@ -28,7 +28,7 @@ def plan(
     environ: dict[str, str] | None = None,
     facts: JobFacts = FACTS,
 ) -> dict[str, ProcessSpec]:
-    specs = plan_local(options, facts, environ or {}, ("serve", "-m"))
+    specs = plan_job(options, facts, environ or {}, ("serve", "-m"))
     return {spec.name: spec for spec in specs}
 
 
@@ -69,7 +69,7 @@ def test_only_the_scheduler_inherits_the_listening_socket() -> None:
 
 def test_only_the_scheduler_can_say_that_all_have_joined() -> None:
     facts = dataclasses.replace(FACTS, joined_fd=7)
-    for spec in plan_local(OPTIONS, facts, {"PS_JOINED_FD": "5"}, ["service"]):
+    for spec in plan_job(OPTIONS, facts, {"PS_JOINED_FD": "5"}, ["service"]):
         is_scheduler = spec.role == "scheduler"
         assert (spec.environment.get("PS_JOINED_FD") == "7") == is_scheduler
         assert (7 in spec.inherited_fds) == is_scheduler

@@ -1,0 +1,23 @@
+"""What the launcher and its agents have to know of the machine that they run on."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+
+def available_cpu_count() -> int:
+    """The processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def checkout_root() -> str | None:
+    """The directory to put on PYTHONPATH, or None where ``kvstore`` is installed."""
+    root = Path(__file__).resolve().parents[2]
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
+    if root in installed or root.name in ("site-packages", "dist-packages"):
+        return None
+    return str(root)

@@ -1,0 +1,138 @@
+"""Runs a whole job, wherever its processes are.
+
+Brings the parts together, on the main thread: an address that the scheduler will serve on, on
+this machine; a place for the logs; the plan; the supervisor; and at the end the words and the
+exit code. Where servers and workers run is the launchers' matter (``local.py``, ``ssh.py``).
+Read ``plan.py`` and ``supervisor.py`` next.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.launch.address import listen
+from kvstore.launch.conclusion import conclude, make_log_dir
+from kvstore.launch.here import checkout_root
+from kvstore.launch.jobs import note_job
+from kvstore.launch.key import new_key_file, write_key
+from kvstore.launch.lifecycle import Timing
+from kvstore.launch.options import LaunchError, LaunchOptions
+from kvstore.launch.places import Place
+from kvstore.launch.plan import (
+    JobFacts,
+    ProcessSpec,
+    base_environment,
+    brings_a_key,
+    plan_job,
+    requested_address,
+)
+from kvstore.launch.preflight import check_server_imports
+from kvstore.launch.supervisor import Outcome, Supervisor
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Where a job will run: the scheduler's address on this machine and the others' places.
+
+    ``cpu_count`` is of all places together. ``assign`` takes the job's id, the text of its key
+    and the plan, and returns each process with its place.
+    """
+
+    host: str
+    port: int
+    cpu_count: int
+    assign: Callable[[str, str, Sequence[ProcessSpec]], list[tuple[ProcessSpec, Place]]]
+
+
+def run_job(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    service_command: Sequence[str],
+    timing: Timing,
+    arrange: Callable[[Supervisor], Arrangement],
+) -> int:
+    """Run the job to its end and return the exit code. Must be called on the main thread.
+
+    Standard output and error of all processes are passed on; the report of a failure is the
+    last thing on standard error. Raises :class:`LaunchError` when nothing could be started.
+    """
+    log_dir, is_temporary = make_log_dir(options.log_dir)
+    try:
+        outcome = _supervise(options, environ, service_command, timing, arrange, log_dir)
+    except BaseException:
+        if is_temporary:
+            shutil.rmtree(log_dir, ignore_errors=True)
+        raise
+    return conclude(outcome, log_dir, is_temporary)
+
+
+def scheduler_address(environ: Mapping[str, str]) -> tuple[str, int]:
+    """What the user has exported, else loopback and port 0. Raises :class:`LaunchError`."""
+    try:
+        return requested_address(environ)
+    except ValueError as error:
+        raise LaunchError(
+            f"DMLC_PS_ROOT_PORT is not a port number: {environ['DMLC_PS_ROOT_PORT']!r}",
+            exit_code=2,
+        ) from error
+
+
+def _supervise(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    service_command: Sequence[str],
+    timing: Timing,
+    arrange: Callable[[Supervisor], Arrangement],
+    log_dir: Path,
+) -> Outcome:
+    job_id = secrets.token_hex(8)
+    # One end goes to the scheduler, which says on it that all have joined.
+    heard, joined = socket.socketpair()
+    with heard, joined, Supervisor(job_id, environ, log_dir, timing) as supervisor:
+        for note in options.notes:
+            supervisor.say(note)
+        arranged = arrange(supervisor)
+        with listen(arranged.host, arranged.port) as listener:
+            key_file = None if brings_a_key(options, environ) else new_key_file()
+            facts = JobFacts(
+                job_id=job_id,
+                host=arranged.host,
+                port=listener.getsockname()[1],
+                listen_fd=listener.fileno(),
+                cpu_count=arranged.cpu_count,
+                checkout_root=checkout_root(),
+                key_file=None if key_file is None else str(key_file),
+                joined_fd=joined.fileno(),
+                cluster=options.launcher,
+            )
+            specs = plan_job(options, facts, environ, service_command)
+            variables = base_environment(environ)
+            check_server_imports(specs, variables, options.server_imports)
+            if key_file is not None:
+                supervisor.remove_at_the_end(key_file.parent)
+                write_key(key_file)
+            scheduler = {**variables, **specs[0].environment}
+            if key_file is not None:
+                shown_host = f"[{facts.host}]" if ":" in facts.host else facts.host
+                note_job(key_file, f"{shown_host}:{facts.port}", scheduler.get("PS_SECURITY", ""))
+            if options.show_status:
+                supervisor.show_status(scheduler)
+            assigned = arranged.assign(job_id, _key_text(scheduler), specs)
+            supervisor.start(assigned, variables)
+        # Only the scheduler holds the sockets now: when it dies, connections are refused.
+        joined.close()
+        supervisor.listen_for_joined(heard)
+        return supervisor.wait()
+
+
+def _key_text(environment: Mapping[str, str]) -> str:
+    path = environment["PS_JOB_KEY_FILE"]
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"the job key {path} cannot be read: {error}", exit_code=1) from error

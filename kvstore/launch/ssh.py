@@ -1,0 +1,204 @@
+"""The launcher ``ssh``: the scheduler here, servers and workers on the hosts of a file.
+
+One ``ssh`` for each host starts an agent there (``agent.py``), which starts that host's
+processes; the job's key and the variables go through its standard input. Flags and places as in
+dmlc-core's ``tracker/dmlc_tracker/ssh.py``. Read ``jobrun.py`` and ``remote.py`` next.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from kvstore.launch.agent import LOADER, bootstrap
+from kvstore.launch.here import available_cpu_count, checkout_root
+from kvstore.launch.hosts import Host, read_hosts, spread
+from kvstore.launch.jobrun import Arrangement, run_job, scheduler_address
+from kvstore.launch.lifecycle import Timing
+from kvstore.launch.options import RESERVED_NAMES, LaunchError, LaunchOptions
+from kvstore.launch.places import Place
+from kvstore.launch.plan import THREAD_COUNT_NAMES, ProcessSpec
+from kvstore.launch.remote import RemotePlace
+from kvstore.launch.remote_shell import refusal, ssh_argv
+from kvstore.launch.supervisor import Supervisor
+from kvstore.launch.sync import rsync_argv
+from pslite.address import interface_address
+from pslite.errors import ConfigError
+
+_CONNECT_S = 14.0
+
+# What of the launcher's environment the hosts get; the launcher sets RESERVED_NAMES itself, and
+# the others name things of this machine only.
+_FORWARDED_PREFIXES = ("DMLC_", "PS_", "KVSTORE_", "MXNET_KVSTORE_")
+_FORWARDED = (*THREAD_COUNT_NAMES, "KMP_AFFINITY", "LD_LIBRARY_PATH", "PYTHONPATH")
+_OF_THIS_MACHINE = RESERVED_NAMES | {"PS_JOB_KEY_FILE", "DMLC_NODE_HOST", "DMLC_RANK"}
+
+
+def run(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    service_command: Sequence[str],
+    timing: Timing,
+) -> int:
+    """As :func:`kvstore.launch.jobrun.run_job`."""
+    if options.hostfile is None:
+        raise LaunchError(
+            "--launcher ssh needs the hosts: -H FILE, with one host on each line", exit_code=2
+        )
+    hosts = read_hosts(options.hostfile)
+    places = spread(hosts, options.num_servers, options.num_workers)
+    used = sorted({host for _, _, host in places})
+    if options.dry_run:
+        return _print_plan(options, [hosts[index] for index in used])
+    if options.check:
+        return _check(options, environ, timing, [hosts[index] for index in used])
+    if options.sync_dst_dir is not None:
+        for index in used:
+            _copy(options, hosts[index])
+
+    def arrange(supervisor: Supervisor) -> Arrangement:
+        remote = {index: _reach(supervisor, options, hosts[index]) for index in used}
+        supervisor.connect(list(remote.values()), _CONNECT_S)
+        host, port = _scheduler_address(environ, list(remote.values()))
+
+        def assign(
+            job_id: str, key: str, specs: Sequence[ProcessSpec]
+        ) -> list[tuple[ProcessSpec, Place]]:
+            where = {(role, rank): index for role, rank, index in places}
+            for index, place in remote.items():
+                place.prepare(job_id, key, _variables(options, environ, hosts[index]))
+            return [
+                (spec, supervisor.local)
+                if spec.role == "scheduler"
+                else (_for_elsewhere(spec), remote[where[spec.role, spec.rank]])
+                for spec in specs
+            ]
+
+        return Arrangement(host, port, _cores(remote.values()), assign)
+
+    return run_job(options, environ, service_command, timing, arrange)
+
+
+def _reach(supervisor: Supervisor, options: LaunchOptions, host: Host) -> RemotePlace:
+    python = options.python or sys.executable
+    command = ssh_argv(host, options.places.launcher_args, [python, "-c", LOADER])
+    directory = options.sync_dst_dir or os.getcwd()
+    try:
+        place = RemotePlace(
+            host.name,
+            command,
+            bootstrap(directory, checkout_root()),
+            supervisor.guardian(),
+            lambda lines, code: refusal(host, lines, code),
+            time.monotonic(),
+        )
+    except OSError as error:
+        raise LaunchError(f"cannot start ssh: {error.strerror}", exit_code=1) from error
+    supervisor.add_place(place)
+    return place
+
+
+def _scheduler_address(
+    environ: Mapping[str, str], remote: Sequence[RemotePlace]
+) -> tuple[str, int]:
+    """As exported; else of DMLC_INTERFACE; else the address that the hosts were reached from."""
+    host, port = scheduler_address(environ)
+    if host != "127.0.0.1":
+        return host, port
+    if environ.get("DMLC_INTERFACE"):
+        try:
+            return interface_address(environ["DMLC_INTERFACE"]), port
+        except ConfigError as error:
+            raise LaunchError(str(error), exit_code=1) from error
+    seen = [str((place.greeting or {}).get("reached_from") or host) for place in remote]
+    return next((address for address in seen if not _is_loopback(address)), seen[0]), port
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _cores(remote: Sequence[RemotePlace] | object) -> int:
+    found = [int((place.greeting or {}).get("cores", 1)) for place in remote]  # type: ignore[attr-defined]
+    return max(sum(found), 1) if found else available_cpu_count()
+
+
+def _variables(
+    options: LaunchOptions, environ: Mapping[str, str], host: Host
+) -> dict[str, str]:
+    """What all processes on ``host`` get besides what its login gives them."""
+    found = {
+        name: value
+        for name, value in environ.items()
+        if (name.startswith(_FORWARDED_PREFIXES) or name in _FORWARDED)
+        and name not in _OF_THIS_MACHINE
+    }
+    for name in options.forwarded_names:
+        if name in environ:
+            found[name] = environ[name]
+    if host.address is not None:
+        found["DMLC_NODE_HOST"] = host.address
+    return found
+
+
+def _for_elsewhere(spec: ProcessSpec) -> ProcessSpec:
+    """Without what names a file of this machine; the agent adds its own."""
+    environment = {
+        name: value
+        for name, value in spec.environment.items()
+        if name not in ("PS_JOB_KEY_FILE", "PYTHONPATH")
+    }
+    return replace(spec, environment=environment)
+
+
+def _copy(options: LaunchOptions, host: Host) -> None:
+    assert options.sync_dst_dir is not None
+    source = os.getcwd()
+    print(f"[launcher] copying {source} to {host.name}:{options.sync_dst_dir}", file=sys.stderr)
+    command = rsync_argv(host, source, options.sync_dst_dir, options.places.launcher_args)
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+        )
+    except OSError as error:
+        raise LaunchError(f"cannot start {command[0]}: {error.strerror}", exit_code=1) from error
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        reason = refusal(host, lines, done.returncode)
+        raise LaunchError(f"copying to {host.name} failed: {reason}", exit_code=1)
+
+
+def _print_plan(options: LaunchOptions, hosts: Sequence[Host]) -> int:
+    import shlex
+
+    for host in hosts:
+        if options.sync_dst_dir is not None:
+            source = os.getcwd()
+            arguments = options.places.launcher_args
+            print(shlex.join(rsync_argv(host, source, options.sync_dst_dir, arguments)))
+        python = options.python or sys.executable
+        print(shlex.join(ssh_argv(host, options.places.launcher_args, [python, "-c", LOADER])))
+    places = spread(read_hosts(options.hostfile or ""), options.num_servers, options.num_workers)
+    names = read_hosts(options.hostfile or "")
+    print("# scheduler: this machine")
+    for role, rank, index in places:
+        words = shlex.join(options.command if role == "worker" else ("python", "-m", "kvstore.server"))
+        print(f"# {role} {rank} on {names[index].name}: {words}")
+    return 0
+
+
+def _check(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    timing: Timing,
+    hosts: Sequence[Host],
+) -> int:
+    raise NotImplementedError
