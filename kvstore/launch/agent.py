@@ -43,6 +43,7 @@ from kvstore.launch.key import new_key_file
 from kvstore.launch.link import Link, LinkLost, fields
 from kvstore.launch.places import LocalPlace
 from kvstore.launch.plan import ProcessSpec, base_environment
+from kvstore.launch.rehearsal import gpu_count
 from kvstore.launch.signals import ENDING, SignalPipe
 from pslite.version import __version__
 
@@ -140,6 +141,9 @@ def main() -> None:
         "python": sys.version.split()[0],
         "directory": os.getcwd(),
         "cores": available_cpu_count(),
+        "gpus": gpu_count(),
+        "shared_mb": shutil.disk_usage("/dev/shm").free >> 20 if os.path.isdir("/dev/shm") else 0,
+        "time_s": time.time(),
         # "client's address, its port, server's address, its port" (sshd(8), ENVIRONMENT)
         "reached_from": os.environ.get("SSH_CONNECTION", "").split(" ")[0],
     }

@@ -21,6 +21,7 @@ from kvstore.launch.tie import Tie, parse
 # timing) -> exit code, and is imported when it is asked for.
 _MODULES = {
     "local": "kvstore.launch.local",
+    "ssh": "kvstore.launch.ssh",
     "kubernetes": "kvstore.launch.kubernetes",
 }
 

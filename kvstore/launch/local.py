@@ -66,5 +66,3 @@ def rehearse(
     rows = local_rows(specs, environ)
     print(table(rows), end="")
     return 0 if all(row.is_good for row in rows) else 1
-
-

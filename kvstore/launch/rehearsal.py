@@ -69,7 +69,7 @@ def local_rows(specs: Sequence[ProcessSpec], environ: Mapping[str, str]) -> list
         Row("scheduler's address", _address(worker), True),
         _shared_memory(),
         Row("processors", f"{cores} for {len(specs)} processes", True),
-        Row("GPUs", str(_gpu_count()), True),
+        Row("GPUs", str(gpu_count()), True),
     ]
 
 
@@ -88,6 +88,6 @@ def _shared_memory() -> Row:
     return Row("shared memory", text, True)
 
 
-def _gpu_count() -> int:
+def gpu_count() -> int:
     """NVIDIA's device files, without loading any of its libraries."""
     return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])

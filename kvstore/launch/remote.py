@@ -62,9 +62,9 @@ class RemotePlace:
         self.label: str | None = label
         self.greeting: Mapping[str, Any] | None = None
         self.failure: str | None = None
-        self.variables: Mapping[str, str] = {}
-        self.job_id = ""
-        self.key = ""
+        self._variables: Mapping[str, str] = {}
+        self._job_id = ""
+        self._key = ""
         self._refusal = refusal
         self._process = subprocess.Popen(
             list(command),
@@ -90,12 +90,16 @@ class RemotePlace:
         self._owed = 0
         self._is_over = False
 
+    def prepare(self, job_id: str, key: str, variables: Mapping[str, str]) -> None:
+        """What :meth:`start` hands over: the job, the text of its key, all processes' variables."""
+        self._job_id, self._key, self._variables = job_id, key, variables
+
     def start(
         self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
     ) -> list[Event]:
         """The agent answers later; ``variables`` are those of the launcher's machine, not used."""
         self._running = {index for index, _ in specs}
-        start = Start(self.job_id, specs, self.variables, self.key)
+        start = Start(self._job_id, specs, self._variables, self._key)
         self._link.send(START, start.packed())
         return []
 
@@ -253,7 +257,8 @@ class RemotePlace:
                     selector.unregister(fd)
         if self.greeting is None:
             if self.failure is None:
-                self.failure = self._refusal(list(self._complaints), self._exit_code())
+                code = self._exit_code()  # and reads the last complaints
+                self.failure = self._refusal(list(self._complaints), code)
             return []
         lost, self._running = self._running, set()
         last = f" ({self._complaints[-1]})" if self._complaints else ""

@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from kvstore.launch.agent import LOADER, bootstrap
-from kvstore.launch.here import available_cpu_count, checkout_root
+from kvstore.launch.here import checkout_root
 from kvstore.launch.hosts import Host, read_hosts, spread
 from kvstore.launch.jobrun import Arrangement, run_job, scheduler_address
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import RESERVED_NAMES, LaunchError, LaunchOptions
 from kvstore.launch.places import Place
 from kvstore.launch.plan import THREAD_COUNT_NAMES, ProcessSpec
+from kvstore.launch.rehearsal import Row, table
 from kvstore.launch.remote import RemotePlace
-from kvstore.launch.remote_shell import refusal, ssh_argv
+from kvstore.launch.remote_shell import refusal, rsync_argv, ssh_argv
 from kvstore.launch.supervisor import Supervisor
-from kvstore.launch.sync import rsync_argv
 from pslite.address import interface_address
 from pslite.errors import ConfigError
 
@@ -79,7 +83,7 @@ def run(
                 for spec in specs
             ]
 
-        return Arrangement(host, port, _cores(remote.values()), assign)
+        return Arrangement(host, port, _cores(list(remote.values())), assign)
 
     return run_job(options, environ, service_command, timing, arrange)
 
@@ -94,7 +98,7 @@ def _reach(supervisor: Supervisor, options: LaunchOptions, host: Host) -> Remote
             command,
             bootstrap(directory, checkout_root()),
             supervisor.guardian(),
-            lambda lines, code: refusal(host, lines, code),
+            lambda lines, code: refusal(host, lines, code, python),
             time.monotonic(),
         )
     except OSError as error:
@@ -126,14 +130,11 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def _cores(remote: Sequence[RemotePlace] | object) -> int:
-    found = [int((place.greeting or {}).get("cores", 1)) for place in remote]  # type: ignore[attr-defined]
-    return max(sum(found), 1) if found else available_cpu_count()
+def _cores(remote: Sequence[RemotePlace]) -> int:
+    return sum(int((place.greeting or {}).get("cores", 1)) for place in remote)
 
 
-def _variables(
-    options: LaunchOptions, environ: Mapping[str, str], host: Host
-) -> dict[str, str]:
+def _variables(options: LaunchOptions, environ: Mapping[str, str], host: Host) -> dict[str, str]:
     """What all processes on ``host`` get besides what its login gives them."""
     found = {
         name: value
@@ -169,16 +170,17 @@ def _copy(options: LaunchOptions, host: Host) -> None:
             command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
         )
     except OSError as error:
-        raise LaunchError(f"cannot start {command[0]}: {error.strerror}", exit_code=1) from error
+        raise LaunchError(
+            f"cannot start {command[0]} for --sync-dst-dir: {error.strerror}", exit_code=1
+        ) from error
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = refusal(host, lines, done.returncode)
+        # rsync says the same in more words; its own code for a missing program is 12 or 127.
+        reason = refusal(host, lines, None, "rsync")
         raise LaunchError(f"copying to {host.name} failed: {reason}", exit_code=1)
 
 
 def _print_plan(options: LaunchOptions, hosts: Sequence[Host]) -> int:
-    import shlex
-
     for host in hosts:
         if options.sync_dst_dir is not None:
             source = os.getcwd()
@@ -190,7 +192,9 @@ def _print_plan(options: LaunchOptions, hosts: Sequence[Host]) -> int:
     names = read_hosts(options.hostfile or "")
     print("# scheduler: this machine")
     for role, rank, index in places:
-        words = shlex.join(options.command if role == "worker" else ("python", "-m", "kvstore.server"))
+        words = shlex.join(
+            options.command if role == "worker" else ("python", "-m", "kvstore.server")
+        )
         print(f"# {role} {rank} on {names[index].name}: {words}")
     return 0
 
@@ -201,4 +205,33 @@ def _check(
     timing: Timing,
     hosts: Sequence[Host],
 ) -> int:
-    raise NotImplementedError
+    """Look at every host and print what was found in a table; 0, or 1 if one is no good."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as logs, Supervisor("", environ, Path(logs), timing) as one:
+        for host in hosts:
+            place = _reach(one, options, host)
+            try:
+                one.connect([place], _CONNECT_S)
+            except LaunchError as error:
+                if error.exit_code > 128:  # Ctrl-C
+                    raise
+                rows.append(Row(host.name, str(error), False))
+                continue
+            rows.append(_row(host, place.greeting or {}))
+    print(table(rows), end="")
+    return 0 if all(row.is_good for row in rows) else 1
+
+
+def _row(host: Host, found: Mapping[str, Any]) -> Row:
+    """What an agent says of its machine. That it greets proves login, Python and version."""
+    away_s = float(found.get("time_s", 0.0)) - time.time()
+    parts = [
+        f"{found.get('host')}: Python {found.get('python')}, kvstore {found.get('version')}",
+        f"in {found.get('directory')}",
+        f"{found.get('cores')} processors",
+        f"{found.get('gpus')} GPUs",
+        f"{found.get('shared_mb')} MiB of shared memory free",
+        f"clock {away_s:+.0f} s",
+        f"reached from {found.get('reached_from') or 'this machine'}",
+    ]
+    return Row(host.name, ", ".join(parts), True)
