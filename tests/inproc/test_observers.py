@@ -176,9 +176,15 @@ def test_barriers_that_wait_are_told_with_who_is_missing(cluster: InprocCluster)
 
 
 def test_a_node_that_hangs_is_silent_and_holds_nobody_up(cluster: InprocCluster) -> None:
-    go_on = threading.Event()
-    cluster.workers[1].call(lambda: go_on.wait(LIMIT_S) and None)
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        go_on.wait(LIMIT_S)
+
+    cluster.workers[1].call(hang)
     try:
+        assert hangs.wait(LIMIT_S)
         with observer(cluster) as one:
             began = time.monotonic()
             found = by_name(one.ask(LIMIT_S))
@@ -340,7 +346,7 @@ def test_a_report_that_makes_no_sense_is_ignored(cluster: InprocCluster) -> None
     worker.call(send)
     with observer(cluster) as one:
         assert one.ask(LIMIT_S).state == "running"
-    assert any("a message of worker 0" in line for line in cluster.lines)
+    eventually(lambda: any("a message of worker 0" in line for line in cluster.lines))
 
 
 def test_a_numbered_question_of_a_stranger_begins_no_conversation(
