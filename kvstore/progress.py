@@ -23,6 +23,8 @@ from pslite.survey import LEAST_WAIT_S, Progressed, Wait
 #: Rates are over so many marks, which are so far apart or farther.
 _MARKS = 10
 _MARK_S = 1.0
+_MOST_SAMPLES = 1e18
+"""What is said of more is no count, and no number that a report can hold (``survey.py``)."""
 
 
 class _Mark(NamedTuple):
@@ -88,9 +90,10 @@ class Progress:
         self._waits[threading.get_ident()] = self._clock(), future
 
     def end_wait(self) -> None:
-        """It does not any more."""
-        began, _ = self._waits.pop(threading.get_ident())
-        self._waited_s += self._clock() - began
+        """It does not any more. A handler of a signal may have waited within the wait."""
+        wait = self._waits.pop(threading.get_ident(), None)
+        if wait is not None:
+            self._waited_s += self._clock() - wait[0]
 
     # -- from the node's I/O thread ----------------------------------------------------
 
@@ -109,10 +112,10 @@ class Progress:
             per_s = 1 / max(span_s, now - first.at - span_s / steps, 1e-9)
         return Progressed(
             steps=count,
-            samples=round(samples),
+            samples=round(min(samples, _MOST_SAMPLES)),
             steps_per_s=steps * per_s,
-            samples_per_s=(samples - first.samples) * per_s,
-            communication=min(1.0, (waited_s - first.waited_s) / max(now - first.at, 1e-9)),
+            samples_per_s=max(0.0, min(samples, _MOST_SAMPLES) - first.samples) * per_s,
+            communication=min(1.0, max(0.0, waited_s - first.waited_s) / max(now - first.at, 1e-9)),
             since_step_s=max(0.0, now - self._stepped_at) if count else 0.0,
         )
 

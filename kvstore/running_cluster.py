@@ -22,9 +22,12 @@ from types import TracebackType
 from typing import Any
 
 from kvstore.running_job import JobOptions, Outcome, RunningJob, as_words, packed
-from pslite.errors import ClosedError, DeadlineError
+from pslite.errors import ClosedError, DeadlineError, UsageError
 
 START_S = 120.0
+
+MOST_CALLS = 4096
+"""So many may wait: their numbers fit into a worker's pipe, so all workers get the same ones."""
 
 
 class Call:
@@ -141,6 +144,8 @@ class LocalCluster:
         body = packed(fn, args, kwargs or {})
         with self._lock:
             self._check()
+            if len(self._calls) >= MOST_CALLS:
+                raise UsageError(f"{MOST_CALLS} calls wait already; wait for their results first")
             self._last_number += 1
             call = Call(self, self._last_number)
             self._job.leave_call(call._number, body)

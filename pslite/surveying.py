@@ -28,7 +28,7 @@ from pslite.survey import (
     report_from,
     to_plain,
 )
-from pslite.wire.codec import pack_value, unpack_value
+from pslite.wire.codec import MAX_HEADER_BYTES, pack_value, unpack_value
 from pslite.wire.messages import Refused, StatusQuestion, StatusReport, StatusSurvey
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 MAX_REPORT_BYTES = 1 << 18
 """Of one node's report; they are some hundreds, or thousands where it waits for much."""
+MAX_SURVEY_BYTES = MAX_HEADER_BYTES - (64 << 10)
+"""Of what an observer is answered: with the rest of the message it fits into one header."""
 _GROUPS = {1: "the scheduler", 2: "all servers", 4: "all workers", 7: "all nodes"}
 
 
@@ -93,7 +95,7 @@ class Surveyor:
         served = self._surveys.take_served(now)
         if not served:
             return
-        body = pack_value(to_plain(self._survey(now)))
+        body = packed(self._survey(now))
         for peer, question in served:
             self._office.links.send_unnumbered(peer, StatusSurvey(question, body))
 
@@ -152,3 +154,24 @@ class Surveyor:
         names: dict[int, str] = {node.node_id: f"{node.role} {node.rank}" for node in roster}
         names[SCHEDULER_ID] = self._node.role
         return tuple(names.get(node, f"node {node}") for node in nodes)
+
+
+def packed(survey: Survey) -> bytes:
+    """For the wire. Where the nodes have too much to say, it goes without their waits or reports.
+
+    Nodes choose the lengths, and a message that is too long would end the scheduler.
+    """
+    body = pack_value(to_plain(survey))
+    for is_shorter in (_without_waits, _without_report):
+        if len(body) > MAX_SURVEY_BYTES:
+            shorter = survey._replace(nodes=tuple(map(is_shorter, survey.nodes)))
+            body = pack_value(to_plain(shorter))
+    return body
+
+
+def _without_waits(node: NodeStatus) -> NodeStatus:
+    return node if node.report is None else node._replace(report=node.report._replace(waits=()))
+
+
+def _without_report(node: NodeStatus) -> NodeStatus:
+    return node._replace(report=None)

@@ -155,12 +155,20 @@ class BackgroundLauncher:
             self.wait_for_end(_KILL_S)
 
     def close(self) -> None:
-        """End what still runs, and close everything. The last call; idempotent."""
+        """End what still runs, and close everything. The last call; idempotent.
+
+        Garbage may be collected on any thread, on the one that listens too: that cannot wait for
+        itself, and the launcher ends the job alone.
+        """
+        listens = threading.current_thread() is self._thread
         try:
-            if self.status is None:
+            if listens:
+                self._signal(signal.SIGTERM)
+            elif self.status is None:
                 self.stop()
         finally:
-            self._thread.join(_KILL_S)
+            if not listens:
+                self._thread.join(_KILL_S)
             if self._tie >= 0:
                 os.close(self._tie)
                 self._tie = -1
@@ -241,8 +249,13 @@ def show(lines: Sequence[Line]) -> None:
     """Write lines to ``sys.stdout`` and ``sys.stderr`` as they are now: a notebook's, a test's."""
     for is_error, line in lines:
         stream = sys.stderr if is_error else sys.stdout
-        if stream is not None:
+        if stream is None:
+            continue
+        try:
             stream.write(f"{line}\n")
+        except UnicodeEncodeError:  # no reason to end a job
+            encoding = stream.encoding or "ascii"
+            stream.write(f"{line}\n".encode(encoding, "backslashreplace").decode(encoding))
     for stream in (sys.stdout, sys.stderr):
         if lines and stream is not None:
             stream.flush()

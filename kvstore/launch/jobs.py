@@ -41,8 +41,8 @@ def note_job(key_file: Path, address: str, security: str) -> None:
 
 def running_jobs() -> list[FoundJob]:
     """The jobs whose notes are there, by address."""
-    directories = sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))[:_MAX_JOBS]
-    found = (_read(directory) for directory in directories if _is_ours(directory))
+    directories = filter(_is_ours, Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+    found = map(_read, sorted(directories)[:_MAX_JOBS])
     return sorted(job for job in found if job is not None)
 
 

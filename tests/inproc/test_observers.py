@@ -344,7 +344,7 @@ def test_a_report_that_makes_no_sense_is_ignored(cluster: InprocCluster) -> None
     worker.call(send)
     with observer(cluster) as one:
         assert one.ask(LIMIT_S).state == "running"
-    assert any("a message of worker 0" in line for line in cluster.lines)
+    eventually(lambda: any("a message of worker 0" in line for line in cluster.lines))
 
 
 def test_a_numbered_question_of_a_stranger_begins_no_conversation(

@@ -24,8 +24,8 @@ from services.sshd import SshHosts
 from services.sshd import ssh_hosts as _ssh_hosts
 from services.sweeper import swept
 
-# Starting a service belongs to the first test that wants it.
-TEST_S = 120.0
+# Starting a service belongs to the first test that wants it, and Ray's has READY_S two times.
+TEST_S = 240.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -99,6 +99,10 @@ class Cluster:
         text = (self.directory / "calls.log").read_text()
         return [json.loads(line) for line in text.splitlines()]
 
+    def looks(self) -> int:
+        """How often the pods were looked at."""
+        return (self.directory / "calls.log").read_text().count('"get"')
+
     def objects(self) -> set[str]:
         """Everything but events that exists in the cluster."""
         kinds = ("Job", "Pod", "Service", "Secret")
@@ -427,7 +431,9 @@ def test_a_silent_cluster_ends_no_job(cluster: Cluster) -> None:
     assert process.stdout is not None
     assert "sum" in process.stdout.readline()
     cluster.set_faults(silent=True)
-    time.sleep(1.0)
+    before = cluster.looks()
+    # The first may have begun before; when the third begins, the second has had its answer.
+    wait_for(lambda: cluster.looks() >= before + 3)
     cluster.set_faults()
     flag.touch()
     output, error = process.communicate(timeout=30)

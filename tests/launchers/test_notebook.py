@@ -89,11 +89,11 @@ def test_cells_run_functions_show_their_output_and_can_be_interrupted(
     assert sorted(shown) == ["[3, 6]", "[worker 0] at work", "[worker 1] at work"]
     assert notebook.cell("cluster.run(lambda: 1 / 0)") == ["ZeroDivisionError: division by zero"]
 
-    notebook.cell(
-        "import _thread, threading\n"
-        "threading.Timer(1.0, lambda: os.kill(os.getpid(), 2)).start()  # the button 'interrupt'"
+    shown = notebook.cell(
+        "import threading\n"
+        "threading.Timer(1.0, lambda: os.kill(os.getpid(), 2)).start()  # the button 'interrupt'\n"
+        "cluster.run(time.sleep, (50,))"
     )
-    shown = notebook.cell("cluster.run(time.sleep, (50,))")
     assert [line.partition(":")[0] for line in shown] == ["KeyboardInterrupt"]
     assert notebook.cell("cluster.run(work)") == [
         "ClosedError: this cluster has ended: a call was interrupted; make a new one"

@@ -37,7 +37,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setenv("TMPDIR", str(place))
     monkeypatch.setattr("tempfile.tempdir", None)
     yield place
-    give_up_at = time.monotonic() + 5
+    give_up_at = time.monotonic() + 20
     while list(place.iterdir()) and time.monotonic() < give_up_at:
         time.sleep(0.02)
     assert list(place.iterdir()) == []
@@ -93,7 +93,7 @@ def test_what_one_worker_raises_is_raised_and_the_others_are_ended(
     with pytest.raises(Unlucky, match="number 13") as raised:
         mx.run(work, workers=2, servers=1)
     assert capsys.readouterr() == ("", "")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
     cause = raised.value.__cause__
     assert isinstance(cause, WorkerFailed)
     assert (cause.role, cause.rank) == ("worker", 1)
@@ -124,9 +124,9 @@ def test_when_the_time_is_up_the_error_names_who_has_not_returned(tmp_path: Path
         return "done"
 
     with pytest.raises(TimeoutError) as raised:
-        mx.run(work, workers=3, servers=1, timeout_s=5, log_dir=tmp_path / "logs")
+        mx.run(work, workers=3, servers=1, timeout_s=12, log_dir=tmp_path / "logs")
     assert isinstance(raised.value, DeadlineError)
-    assert str(raised.value) == "after 5 s workers 0 and 2 had not returned"
+    assert str(raised.value) == "after 12 s workers 0 and 2 had not returned"
     assert (tmp_path / "logs" / "worker-0.log").exists()
 
 
@@ -164,13 +164,15 @@ def test_where_no_bell_can_be_heard_answers_are_looked_for(
             servers=1,
             share_dir=tmp_path / "shared",
         )
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
     assert list((tmp_path / "shared").iterdir()) == []
 
 
 def test_a_cluster_makes_several_calls_on_the_same_workers(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvstore.running_job.PATIENCE_S", 20.0)  # the machine may be busy
+
     class Point:
         def __init__(self, x: int) -> None:
             self.x = x
@@ -204,7 +206,7 @@ def test_a_cluster_makes_several_calls_on_the_same_workers(
             cluster.run(sys.exit)
         assert cluster.run(rank) == [0, 1]  # it goes on
 
-        slow = cluster.submit(time.sleep, (0.5,))
+        slow = cluster.submit(time.sleep, (2.0,))
         with pytest.raises(DeadlineError, match=r"after 0\.01 s workers 0 and 1 had not"):
             slow.result(0.01)
         assert slow.result(30) == [None, None]

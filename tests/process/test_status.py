@@ -176,7 +176,7 @@ def test_nobody_there_is_said_in_time(make_job: MakeJob, tmp_path: Path) -> None
         address = f"{HOST}:{silent.getsockname()[1]}"
         said = sentence(ask(job, address, "--key-file", str(key)))
     assert "did not answer within 4.5 s" in said
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 20.0
     assert "no address of a scheduler" in sentence(ask(job, "host"))
     assert "DMLC_PS_ROOT_URI" in sentence(ask(job))
     assert "without a job key" in sentence(ask(job, "192.0.2.1:9091"))
@@ -285,8 +285,8 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
     make_job: MakeJob, code: int
 ) -> None:
     with_line, without = make_job(), make_job()
-    quiet = launched(without, STEPS.format(steps=100, code=code), "--no-status")
-    shown = launched(with_line, STEPS.format(steps=100, code=code))
+    quiet = launched(without, STEPS.format(steps=200, code=code), "--no-status")
+    shown = launched(with_line, STEPS.format(steps=200, code=code))
     assert [shown.wait(30.0), quiet.wait(30.0)] == [code, code]
     found = re.findall(r"\r\x1b\[K\[launcher\] (2/2 workers, step \d+, [^\r\n]*)", written(shown))
     assert found, shown.text
@@ -295,7 +295,7 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
     lines = as_shown(written(shown))
     workers = [line for line in lines if line.startswith("[worker")]
     assert sorted(workers) == sorted(
-        f"[worker {rank}] at step {step}" for rank in range(2) for step in range(0, 100, 20)
+        f"[worker {rank}] at step {step}" for rank in range(2) for step in range(0, 200, 20)
     )
     assert not any("2/2 workers" in line for line in lines)
     if code:

@@ -40,6 +40,13 @@ def test_what_others_could_have_written_is_not_looked_at(place: Path) -> None:
     assert running_jobs() == []
 
 
+def test_directories_of_others_hide_no_job(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.launch.jobs._MAX_JOBS", 1)
+    (place / f"{PREFIX}!").mkdir(mode=0o755)
+    made("127.0.0.1:1")
+    assert [job.address for job in running_jobs()] == ["127.0.0.1:1"]
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"address": "a"}', "\xff", "x" * 10_000])
 def test_a_note_that_is_none_is_passed_over(text: str) -> None:
     made("127.0.0.1:1").with_name("job.json").write_text(text, encoding="latin-1")

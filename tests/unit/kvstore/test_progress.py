@@ -113,6 +113,28 @@ def test_communication_is_the_share_of_time_in_waits(clock: Clock, progress: Pro
     assert progress.progressed().communication == pytest.approx(0.25)
 
 
+def test_a_wait_within_a_wait_ends_both(clock: Clock, progress: Progress) -> None:
+    """As of a handler of a signal, which saves what the servers have."""
+    future: Future[Any] = Future("the answer")
+    progress.begin_wait(future)
+    progress.begin_wait(future)
+    progress.end_wait()
+    progress.end_wait()
+    assert progress.waits() == []
+
+
+@pytest.mark.parametrize("samples", [1e300, float("inf")])
+def test_no_number_of_samples_makes_a_report_impossible(
+    clock: Clock, progress: Progress, samples: float
+) -> None:
+    for _ in range(3):
+        progress.step(samples)
+        clock.now += 1.0
+    found = progress.progressed()
+    assert 0 <= found.samples < 1 << 63
+    assert 0.0 <= found.samples_per_s < float("inf")
+
+
 def test_a_wait_that_is_not_over_counts_and_is_named(clock: Clock, progress: Progress) -> None:
     progress.step()
     progress.begin_wait(Future("the servers' answer for 'w'"))

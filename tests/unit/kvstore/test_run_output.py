@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
+from kvstore.launch.background import show
 from kvstore.launch.lifecycle import Exit
 from kvstore.launch.markers import Output, marker, read_block
 from kvstore.launch.plan import ProcessSpec
@@ -81,3 +84,12 @@ def test_words_of_the_launcher_are_shown_until_the_caller_ends_the_job() -> None
     assert [output.show(line, is_error=True) for line in hidden] == [None] * 4
     assert output.show("[worker 0] bye", is_error=False) == "[worker 0] bye"
     assert output.said == ["a note", "got SIGTERM: ending the job"]
+
+
+def test_a_line_that_the_caller_cannot_encode_is_shown_in_other_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "ascii"))
+    show([(False, "[worker 0] naïve 漢"), (False, "[worker 0] next")])
+    assert written.getvalue() == b"[worker 0] na\\xefve \\u6f22\n[worker 0] next\n"

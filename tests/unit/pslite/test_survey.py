@@ -20,7 +20,9 @@ from pslite.survey import (
     survey_from,
     to_plain,
 )
-from pslite.wire.codec import pack_value, unpack_value
+from pslite.surveying import packed
+from pslite.wire.codec import MAX_JOB_BYTES, Envelope, encode, pack_value, unpack_value
+from pslite.wire.messages import StatusSurvey
 
 WAIT = Wait("key 'w'", 7, ("worker 1",), 12.5)
 PROGRESS = Progressed(10, 320, 1.5, 48.0, 0.25, 0.5)
@@ -85,3 +87,19 @@ def test_nodes_have_the_names_that_people_use() -> None:
     assert [node.name for node in (NODE, SILENT)] == ["worker 1", "server 0"]
     assert NODE._replace(rank=-1).name == "worker"
     assert NODE._replace(role="scheduler", rank=0).name == "scheduler"
+
+
+def test_nodes_with_too_much_to_say_together_fit_into_one_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wait = Wait("x" * MAX_TEXT, 1, ("n" * MAX_TEXT,) * MAX_NAMED, 1.0)
+    report = NodeReport("1", 1.0, 1, 1, 1, 1, 1, 1, None, (wait,) * MAX_WAITS)
+    node = NodeStatus("worker", 0, "h", 1, "running", 0.0, "", report)
+    survey = Survey("j", "1", "running", 90, 1, 0.0, (), (node,) * 90)
+    short = packed(survey)
+    encode(Envelope("j" * MAX_JOB_BYTES, 0, 1, 0, 0, 0, (), (), StatusSurvey(1, short)))
+    found = survey_from(unpack_value(short))
+    assert {node.report for node in found.nodes} == {report._replace(waits=())}
+    monkeypatch.setattr("pslite.surveying.MAX_SURVEY_BYTES", len(short) - 1)
+    found = survey_from(unpack_value(packed(survey)))
+    assert [node.report for node in found.nodes] == [None] * 90
