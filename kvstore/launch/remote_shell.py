@@ -64,7 +64,7 @@ def rsync_argv(
     return [
         *("rsync", "-az", "--mkpath", "--exclude=/.git/", "-e"),
         shlex.join(_ssh_words(host, launcher_args)),
-        *("--", f"{source.rstrip('/')}/", f"{user}{name}:{destination.rstrip('/') or '/'}/"),
+        *("--", f"{source.rstrip('/')}/", f"{user}{name}:{destination.rstrip('/')}/"),
     ]
 
 

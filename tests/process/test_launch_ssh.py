@@ -1,0 +1,167 @@
+"""The ssh launcher with a program in the place of ``ssh`` that runs everything on this machine.
+
+Real agents, real jobs, no server: tests/launchers/test_ssh.py has those.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstore.launch.guardian import job_members
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 50.0
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for left processes in /proc"),
+]
+
+# A login shell that greets, on a host whose last word is the command.
+SSH = """#!/bin/sh
+for word in "$@"; do last=$word; done
+echo "Welcome to this host"
+case "$*" in *" -- locked "*) echo "me@locked: Permission denied (publickey)." >&2; exit 255;; esac
+exec sh -c "$last"
+"""
+ROUND = """
+import os, sys
+import numpy as np
+import kvstore as mx
+kv = mx.create("dist_sync")
+kv.init("w", np.zeros(2, np.float32))
+kv.push("w", np.full(2, kv.rank + 1, np.float32))
+print("sum", kv.pull("w")[0], sys.argv[1:], os.environ["KVSTORE_MARK"], flush=True)
+for line in range(int(os.environ.get("KVSTORE_LINES", 0))):
+    print(line, "x" * 1000)
+sys.exit(int(os.environ.get("KVSTORE_CODE", 0)) if kv.rank == 1 else 0)
+"""
+STAY = """
+import os, time
+import kvstore as mx
+kv = mx.create("dist_sync")
+print("here", os.environ["PS_JOB_ID"], os.environ["PS_JOB_KEY_FILE"], flush=True)
+time.sleep(60)
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "ssh").write_text(SSH)
+    (programs / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("one\ntwo\n")
+
+    def start(*own: str, hosts: str = "", **environment: str) -> subprocess.Popen[str]:
+        if hosts:
+            (tmp_path / "hosts").write_text(hosts)
+        launcher = [sys.executable, str(ROOT / "tools" / "launch.py"), "--launcher", "ssh"]
+        return subprocess.Popen(
+            [*launcher, "-H", str(tmp_path / "hosts"), *own],
+            env={**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def ended(job: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        output, errors = job.communicate(timeout=LIMIT_S)
+    finally:
+        job.kill()
+    return job.returncode, output, errors
+
+
+def test_a_job_runs_through_agents_with_its_words_and_variables(start: Start) -> None:
+    words = ["a b", "it's", "$HOME", "two\nlines"]
+    job = start("-n", "2", "-s", "1", sys.executable, "-c", ROUND, *words, KVSTORE_MARK="m n")
+    code, output, errors = ended(job)
+    assert code == 0, errors
+    assert f"[worker 0@one] sum 3.0 {words} m n" in output
+    assert f"[worker 1@two] sum 3.0 {words} m n" in output
+
+
+def test_more_output_than_an_agent_may_send_at_once_arrives_in_order(start: Start) -> None:
+    job = start(
+        *("-n", "2", "-s", "1", sys.executable, "-c", ROUND),
+        KVSTORE_MARK="",
+        KVSTORE_LINES="3000",
+    )
+    code, output, errors = ended(job)
+    assert code == 0, errors
+    for name in ("worker 0@one", "worker 1@two"):
+        lines = [line for line in output.splitlines() if line.startswith(f"[{name}] ")]
+        assert [line.split()[2] for line in lines[1:]] == [str(number) for number in range(3000)]
+
+
+def test_the_first_failure_gives_its_code_and_its_place(start: Start) -> None:
+    job = start(
+        *("-n", "2", "-s", "1", sys.executable, "-c", ROUND), KVSTORE_MARK="", KVSTORE_CODE="7"
+    )
+    code, _, errors = ended(job)
+    assert code == 7
+    block = errors.partition("this was the first failure")[2]
+    assert "process:  worker 1 (pid " in block and " on two)" in block
+    assert "exit code 7" in block
+
+
+def test_a_program_that_is_missing_there_ends_all_with_a_sentence(start: Start) -> None:
+    code, _, errors = ended(start("-n", "2", "-s", "1", "no-such-program"))
+    assert code == 127
+    assert "'no-such-program': there is no such program on the PATH" in errors
+
+
+def test_a_host_that_lets_nobody_in_is_a_sentence(start: Start) -> None:
+    code, output, errors = ended(start("-n", "2", "true", hosts="one\nlocked\n"))
+    assert (code, output) == (1, "")
+    assert errors.startswith("[launcher] locked lets nobody in without a password")
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_stays_when_the_launcher_is_ended(start: Start, number: signal.Signals) -> None:
+    job = start("-n", "2", "-s", "1", sys.executable, "-c", STAY)
+    try:
+        assert job.stdout is not None
+        words = [job.stdout.readline().split() for _ in range(2)]
+        assert [line[2] for line in words] == ["here", "here"]
+        job_id, keys = words[0][3], [Path(line[4]) for line in words]
+        assert keys[0] != keys[1]  # each host has its own copy
+        assert all(key.exists() for key in keys)
+        job.send_signal(number)
+    finally:
+        code, _, _ = ended(job)
+    assert code == (-number if number is signal.SIGKILL else 128 + number)
+    until_s = time.monotonic() + LIMIT_S
+    while job_members(job_id, ()) or any(key.parent.exists() for key in keys):
+        assert time.monotonic() < until_s, job_members(job_id, ())
+        time.sleep(0.05)
+
+
+def test_a_dry_run_prints_the_commands_and_who_goes_where(start: Start) -> None:
+    code, output, errors = ended(start("-n", "2", "-s", "1", "--dry-run", "python", "a b.py"))
+    assert code == 0, errors
+    assert "# worker 1 on two: python 'a b.py'" in output
+    assert output.count("BatchMode=yes") == 2
+
+
+def test_a_check_tells_of_each_host(start: Start) -> None:
+    code, output, errors = ended(start("-n", "2", "--check", "true", hosts="one\nlocked\n"))
+    assert code == 1, errors
+    good, bad = output.splitlines()
+    assert good.startswith("ok  one") and "kvstore " in good
+    assert bad.startswith("NO  locked") and "without a password" in bad

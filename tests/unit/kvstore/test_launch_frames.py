@@ -1,0 +1,112 @@
+"""Frames and links: whole messages come out, whatever the pieces, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.launch.frames import ALIVE_S, SILENT_S, BrokenLink, FrameReader, FrameWriter, Seal
+from kvstore.launch.link import Link, LinkLost, fields
+
+MESSAGES = [["signal", 15], ["lines", 3, True, [b"a", b"\xff\n"]], ["exits", {1: -9}], ["alive"]]
+KEY = b"k" * 32
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_messages_come_back_whatever_the_pieces(is_sealed: bool, size: int) -> None:
+    writer = FrameWriter(Seal(KEY) if is_sealed else None)
+    reader = FrameReader(Seal(KEY) if is_sealed else None)
+    data = b"".join(map(writer.frame, MESSAGES))
+    pieces = [data[start : start + size] for start in range(0, len(data), size)]
+    assert [message for piece in pieces for message in reader.feed(piece)] == MESSAGES
+
+
+@pytest.mark.parametrize("change", ["flip", "repeat", "leave out", "other key"])
+def test_a_sealed_frame_that_was_tampered_with_breaks_the_link(change: str) -> None:
+    writer = FrameWriter(Seal(KEY if change != "other key" else b"x" * 32))
+    first, second = (writer.frame(message) for message in MESSAGES[:2])
+    reader = FrameReader(Seal(KEY))
+    data = {
+        "flip": first[:-1] + bytes([first[-1] ^ 1]),
+        "repeat": first + first,
+        "leave out": second,
+        "other key": first,
+    }[change]
+    with pytest.raises(BrokenLink, match="wrong seal"):
+        reader.feed(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (struct.pack(">I", 1 << 31), "is announced"),
+        (struct.pack(">I", 1) + b"\xc1", "cannot be read"),
+        (struct.pack(">I", 1) + b"\x01", "holds no message"),
+        (struct.pack(">I", 1) + b"\x90", "holds no message"),
+    ],
+)
+def test_what_is_no_frame_breaks_the_link(data: bytes, complaint: str) -> None:
+    with pytest.raises(BrokenLink, match=complaint):
+        FrameReader().feed(data)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Link, Link]]:
+    here_read, there_write = os.pipe()
+    there_read, here_write = os.pipe()
+    here, there = Link(here_read, here_write, 0.0), Link(there_read, there_write, 0.0)
+    yield here, there
+    here.close()
+    there.close()
+
+
+def test_a_link_keeps_what_the_other_end_does_not_take_yet(ends: tuple[Link, Link]) -> None:
+    here, there = ends
+    here.send("lines", 0, False, [b"x" * 1_000_000])
+    assert here.waiting
+    found: list[list[object]] = []
+    while not found:
+        found = there.receive(1.0)
+        here.write_pending()
+    assert not here.waiting
+    assert found == [["lines", 0, False, [b"x" * 1_000_000]]]
+
+
+def test_signs_of_life_are_sent_and_their_absence_is_a_loss(ends: tuple[Link, Link]) -> None:
+    here, there = ends
+    assert here.tick(1.0) == ALIVE_S - 1.0
+    here.tick(ALIVE_S)
+    assert there.receive(SILENT_S - 1.0) == []
+    there.tick(SILENT_S + 1.0)
+    with pytest.raises(LinkLost, match="nothing was heard for 60 s"):
+        here.tick(SILENT_S)
+
+
+def test_an_end_that_closes_is_lost(ends: tuple[Link, Link]) -> None:
+    here, there = ends
+    there.close()
+    here.send("alive")
+    with pytest.raises(LinkLost, match="the connection was closed"):
+        here.receive(1.0)
+
+
+def test_a_greeting_is_read_before_the_frames(ends: tuple[Link, Link]) -> None:
+    here, there = ends
+    there.send_raw(b"hello\n")
+    there.send("pid", 1, 2)
+    data = here.receive_raw()
+    assert data.startswith(b"hello\n")
+    here.put_back(data[6:])
+    assert here.has_received
+    assert here.receive(1.0) == [["pid", 1, 2]]
+
+
+@pytest.mark.parametrize("message", [["pid", 1], ["pid", 1, "2"], ["pid"], ["pid", 1, 2, 3]])
+def test_a_message_with_other_items_is_refused(message: list[object]) -> None:
+    with pytest.raises(LinkLost, match="a message 'pid' cannot be understood"):
+        fields(message, int, int)
+    assert fields(["pid", 1, 2], int, int) == (1, 2)
