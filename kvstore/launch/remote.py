@@ -158,7 +158,7 @@ class RemotePlace:
     def finish(self, leftover_s: float) -> list[Event]:
         if self._is_over:
             return [Finished(0)]
-        self._link.send(FINISH, leftover_s)
+        self._link.send(FINISH, float(leftover_s))
         return []
 
     def close(self) -> None:

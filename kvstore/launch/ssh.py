@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -207,7 +208,11 @@ def _check(
 ) -> int:
     """Look at every host and print what was found in a table; 0, or 1 if one is no good."""
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as logs, Supervisor("", environ, Path(logs), timing) as one:
+    nobody = secrets.token_hex(8)  # the id of a job that has no processes
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        Supervisor(nobody, environ, Path(logs), timing) as one,
+    ):
         for host in hosts:
             place = _reach(one, options, host)
             try:

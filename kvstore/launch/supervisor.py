@@ -73,6 +73,7 @@ class Supervisor:
         self._places: list[Place] = []
         self._records: list[ProcessRecord] = []
         self._assigned: list[Place] = []  # by the process's index, as the records
+        self._told: list[Place] = []  # to start what is theirs
         self._events: list[places.Event] = []  # from before the lifecycle began
         self._unfinished = 0
         self._start_failure: StartFailure | None = None
@@ -178,6 +179,7 @@ class Supervisor:
         self._records = [ProcessRecord(spec, at.label, self._log_dir) for spec, at in assigned]
         self._assigned = [place for _, place in assigned]
         for place in self._places:
+            self._told.append(place)
             mine = [(index, one[0]) for index, one in enumerate(assigned) if one[1] is place]
             self._events += place.start(mine, variables)
             if any(isinstance(event, places.CannotStart) for event in self._events):
@@ -270,17 +272,16 @@ class Supervisor:
                 self.say(event.text)
 
     def _refuse(self, lifecycle: Lifecycle, event: places.CannotStart) -> None:
-        """No process from ``event.index`` on has started, at its place or one that comes later."""
+        """No process from ``event.index`` on has started at its place, nor any elsewhere since."""
         if self._start_failure is None:
             self._start_failure = StartFailure(self._records[event.index].spec, event.error)
-        order = {id(place): number for number, place in enumerate(self._places)}
         here = self._assigned[event.index]
         unstarted = [
             index
             for index, place in enumerate(self._assigned)
             if index not in lifecycle.exits
             and self._records[index].pid == 0
-            and (place is here or order[id(place)] > order[id(here)])
+            and (place is here or place not in self._told)
         ]
         self._carry_out(lifecycle.cannot_start(time.monotonic(), unstarted))
 
