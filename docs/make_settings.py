@@ -32,8 +32,8 @@ that is not on this page is reported when a node starts, with the name that was 
 
 The launcher decides the names with a star, and `--env` cannot set them. (An exported
 `DMLC_PS_ROOT_URI` or `DMLC_PS_ROOT_PORT` tells it where the scheduler is to listen.) All others
-are inherited by every process of a job, on other hosts too: `PS_VERBOSE=1 kvstore-launch -n 2 ...`. To set one for
-servers or workers only: `--env-server NAME:VALUE`, `--env-worker NAME:VALUE`.
+are inherited by every process of a job, on other hosts too: `PS_VERBOSE=1 kvstore-launch -n 2 ...`.
+To set one for servers or workers only: `--env-server NAME:VALUE`, `--env-worker NAME:VALUE`.
 """
 
 WITHOUT = """\
