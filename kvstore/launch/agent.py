@@ -203,6 +203,8 @@ class _Agent:
             if key.fd == self._link.read_fd:
                 for message in self._link.receive(time.monotonic()):
                     self._obey(message)
+                if self._is_finished:
+                    return  # what else was ready is closed
             elif key.fd == self._link.write_fd:
                 self._link.write_pending()
             elif key.data is not None:
@@ -220,12 +222,18 @@ class _Agent:
 
     def _obey(self, message: Message) -> None:
         if message[0] == START:
-            (found,) = fields(message, dict)
-            self._start(Start.unpacked(found))
+            start = Start.unpacked(*fields(message, dict))
+            try:
+                self._start(start)
+            except OSError as error:  # no room for the key, no process for the guardian
+                for index, _ in start.processes[:1]:
+                    text = f"{error.strerror} ({error.filename})"
+                    self._link.send(REFUSED, index, error.errno or 0, text)
         elif message[0] == CREDIT:
             self._credit += fields(message, int)[0]
         elif self._place is None:
             if message[0] == FINISH:
+                self._link.send(FINISHED, 0)
                 self._is_finished = True
         elif message[0] == SIGNAL:
             self._place.send_signal(fields(message, int)[0])

@@ -82,9 +82,11 @@ def _remove(log_dir: Path, is_temporary: bool) -> None:
 def _conclude_start_failure(failure: StartFailure, log_dir: Path, is_temporary: bool) -> int:
     _remove(log_dir, is_temporary)
     argv, error = failure.spec.argv, failure.error
+    name = failure.spec.name if failure.place is None else f"{failure.spec.name} on {failure.place}"
     program = argv[0]
     missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
-    if missing and len(program.split()) > 1 and not os.path.exists(program):
+    elsewhere = failure.place is not None
+    if missing and len(program.split()) > 1 and (elsewhere or not os.path.exists(program)):
         reason = "there is no program of this name; write the command without the quotes around "
         reason += f"it: {shlex.join([*program.split(), *argv[1:]])}"
     elif missing and program.endswith(".py"):
@@ -92,7 +94,7 @@ def _conclude_start_failure(failure: StartFailure, log_dir: Path, is_temporary: 
         reason += shlex.join(["python", *argv])
     elif missing and "/" not in program:
         reason = "there is no such program on the PATH"
-    elif missing and os.path.exists(program):
+    elif missing and not elsewhere and os.path.exists(program):
         reason = "the interpreter that its first line names does not exist"
     elif missing:
         reason = "there is no such program"
@@ -102,7 +104,7 @@ def _conclude_start_failure(failure: StartFailure, log_dir: Path, is_temporary: 
         reason += f"to its interpreter, as in: {shlex.join(example)}"
     else:
         reason = str(error.strerror)
-    _say(f"[launcher] cannot start {failure.spec.name}: '{program}': {reason}\n")
+    _say(f"[launcher] cannot start {name}: '{program}': {reason}\n")
     return EXIT_NOT_FOUND if missing else EXIT_CANNOT_EXECUTE
 
 

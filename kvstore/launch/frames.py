@@ -72,7 +72,9 @@ class FrameWriter:
         self._seal = seal
 
     def frame(self, message: Sequence[Any]) -> bytes:
-        content: bytes = msgpack.packb(list(message), use_bin_type=True)
+        content: bytes = msgpack.packb(
+            list(message), use_bin_type=True, unicode_errors="surrogateescape"
+        )
         seal = b"" if self._seal is None else self._seal.next(content)
         return _HEADER.pack(len(seal) + len(content)) + seal + content
 
@@ -106,7 +108,9 @@ class FrameReader:
             if not hmac.compare_digest(seal, self._seal.next(content)):
                 raise BrokenLink("a frame bears a wrong seal")
         try:
-            message = msgpack.unpackb(content, raw=False, strict_map_key=False)
+            message = msgpack.unpackb(
+                content, raw=False, strict_map_key=False, unicode_errors="surrogateescape"
+            )
         except (ValueError, msgpack.UnpackException) as error:
             raise BrokenLink(f"a frame cannot be read: {error}") from error
         if not isinstance(message, list) or not message or not isinstance(message[0], str):

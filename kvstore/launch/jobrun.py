@@ -61,6 +61,7 @@ def run_job(
     Standard output and error of all processes are passed on; the report of a failure is the
     last thing on standard error. Raises :class:`LaunchError` when nothing could be started.
     """
+    check_imports(options, environ, service_command)
     log_dir, is_temporary = make_log_dir(options.log_dir)
     try:
         outcome = _supervise(options, environ, service_command, timing, arrange, log_dir)
@@ -69,6 +70,22 @@ def run_job(
             shutil.rmtree(log_dir, ignore_errors=True)
         raise
     return conclude(outcome, log_dir, is_temporary)
+
+
+def check_imports(
+    options: LaunchOptions, environ: Mapping[str, str], service_command: Sequence[str]
+) -> None:
+    """Import what ``--server-import`` names, as a server would. Raises :class:`LaunchError`."""
+    facts = JobFacts(
+        job_id="none",
+        host="127.0.0.1",
+        port=0,
+        listen_fd=-1,
+        cpu_count=1,
+        checkout_root=checkout_root(),
+    )
+    specs = plan_job(options, facts, environ, service_command)
+    check_server_imports(specs, base_environment(environ), options.server_imports)
 
 
 def scheduler_address(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -112,7 +129,6 @@ def _supervise(
             )
             specs = plan_job(options, facts, environ, service_command)
             variables = base_environment(environ)
-            check_server_imports(specs, variables, options.server_imports)
             if key_file is not None:
                 supervisor.remove_at_the_end(key_file.parent)
                 write_key(key_file)

@@ -96,6 +96,9 @@ class Place(Protocol):
     def finish(self, leftover_s: float) -> list[Event]:
         """All have ended: end what they have left running; :class:`Finished` says it is done."""
 
+    def hang_up(self) -> None:
+        """Begin to close, without waiting for anything."""
+
     def close(self) -> None:
         """Kill what runs and release everything, whatever state it is in."""
 
@@ -155,6 +158,9 @@ class LocalPlace:
         """Ends the rest at once, which takes ``leftover_s`` at most and a moment."""
         found = end_job(self._job_id, self._groups(), leftover_s)
         return [*self._last_output(), Finished(found)]
+
+    def hang_up(self) -> None:
+        """Nothing to begin with: :meth:`close` kills at once."""
 
     def close(self) -> None:
         end_job(self._job_id, self._groups(), grace_s=0)

@@ -11,7 +11,9 @@ import errno
 import json
 import os
 import selectors
+import signal
 import subprocess
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -87,6 +89,9 @@ class RemotePlace:
         self._complaints: deque[str] = deque(maxlen=_KEPT_LINES)
         self._splitter = LineSplitter()
         self._running: set[int] = set()
+        self._started: set[int] = set()
+        self._has_begun = False
+        self._hung_up_s = 0.0
         self._owed = 0
         self._is_over = False
 
@@ -98,7 +103,11 @@ class RemotePlace:
         self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
     ) -> list[Event]:
         """The agent answers later; ``variables`` are those of the launcher's machine, not used."""
+        if self._is_over:
+            lost = {index: _LOST_STATUS for index, _ in specs}
+            return [Ended(lost, f"{self.label} was lost before it began")] if lost else []
         self._running = {index for index, _ in specs}
+        self._has_begun = True
         start = Start(self._job_id, specs, self._variables, self._key)
         self._link.send(START, start.packed())
         return []
@@ -161,14 +170,18 @@ class RemotePlace:
         self._link.send(FINISH, float(leftover_s))
         return []
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
         """Closing the link makes the agent kill what it has; its command is given a moment."""
         self._is_over = True
+        self._hung_up_s = time.monotonic()
         self._link.close()
+
+    def close(self) -> None:
+        """End the command, and whatever it has started (a jump host's ssh)."""
         try:
-            self._process.wait(_REAP_S)
+            self._process.wait(max(0.0, self._hung_up_s + _REAP_S - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
@@ -225,6 +238,7 @@ class RemotePlace:
             return [Output(self._known(index), is_error, lines)]
         if kind == PID:
             index, pid = fields(message, int, int)
+            self._started.add(index)
             return [Started(self._known(index), pid)]
         if kind == EXITS:
             (statuses,) = fields(message, dict)
@@ -233,7 +247,7 @@ class RemotePlace:
             return [Ended(ended)]
         if kind == REFUSED:
             index, number, text = fields(message, int, int, str)
-            self._running = set()
+            self._running &= self._started
             return [CannotStart(self._known(index), OSError(number or errno.EIO, text))]
         if kind == FINISHED:
             (count,) = fields(message, int)
@@ -260,6 +274,8 @@ class RemotePlace:
                 code = self._exit_code()  # and reads the last complaints
                 self.failure = self._refusal(list(self._complaints), code)
             return []
+        if not self._has_begun:
+            self.failure = f"{self.label} was lost: {how}"
         lost, self._running = self._running, set()
         last = f" ({self._complaints[-1]})" if self._complaints else ""
         why = f"{self.label} was lost: {how}{last}"

@@ -11,7 +11,6 @@ import ipaddress
 import os
 import secrets
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 from kvstore.launch.agent import LOADER, bootstrap
 from kvstore.launch.here import checkout_root
-from kvstore.launch.hosts import Host, read_hosts, spread
+from kvstore.launch.hosts import Host, Placement, read_hosts, spread
 from kvstore.launch.jobrun import Arrangement, run_job, scheduler_address
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import RESERVED_NAMES, LaunchError, LaunchOptions
@@ -30,8 +29,9 @@ from kvstore.launch.places import Place
 from kvstore.launch.plan import THREAD_COUNT_NAMES, ProcessSpec
 from kvstore.launch.rehearsal import Row, table
 from kvstore.launch.remote import RemotePlace
-from kvstore.launch.remote_shell import refusal, rsync_argv, ssh_argv
+from kvstore.launch.remote_shell import check_launcher_args, no_program, refusal, ssh_argv
 from kvstore.launch.supervisor import Supervisor
+from kvstore.launch.sync import copy_to_hosts, rsync_argv
 from pslite.address import interface_address
 from pslite.errors import ConfigError
 
@@ -56,15 +56,18 @@ def run(
             "--launcher ssh needs the hosts: -H FILE, with one host on each line", exit_code=2
         )
     hosts = read_hosts(options.hostfile)
-    places = spread(hosts, options.num_servers, options.num_workers)
+    check_launcher_args(options.places.launcher_args)
+    places = spread(hosts, options.num_servers, options.num_workers, options.hostfile)
     used = sorted({host for _, _, host in places})
     if options.dry_run:
-        return _print_plan(options, [hosts[index] for index in used])
+        return _print_plan(options, hosts, places)
     if options.check:
         return _check(options, environ, timing, [hosts[index] for index in used])
     if options.sync_dst_dir is not None:
-        for index in used:
-            _copy(options, hosts[index])
+        arguments = options.places.launcher_args
+        copy_to_hosts(
+            [hosts[index] for index in used], os.getcwd(), options.sync_dst_dir, arguments, _say
+        )
 
     def arrange(supervisor: Supervisor) -> Arrangement:
         remote = {index: _reach(supervisor, options, hosts[index]) for index in used}
@@ -95,7 +98,7 @@ def _reach(supervisor: Supervisor, options: LaunchOptions, host: Host) -> Remote
     directory = options.sync_dst_dir or os.getcwd()
     try:
         place = RemotePlace(
-            host.name,
+            host.label,
             command,
             bootstrap(directory, checkout_root()),
             supervisor.guardian(),
@@ -103,7 +106,7 @@ def _reach(supervisor: Supervisor, options: LaunchOptions, host: Host) -> Remote
             time.monotonic(),
         )
     except OSError as error:
-        raise LaunchError(f"cannot start ssh: {error.strerror}", exit_code=1) from error
+        raise LaunchError(no_program("ssh", error), exit_code=1) from error
     supervisor.add_place(place)
     return place
 
@@ -153,50 +156,32 @@ def _variables(options: LaunchOptions, environ: Mapping[str, str], host: Host) -
 
 def _for_elsewhere(spec: ProcessSpec) -> ProcessSpec:
     """Without what names a file of this machine; the agent adds its own."""
-    environment = {
-        name: value
-        for name, value in spec.environment.items()
-        if name not in ("PS_JOB_KEY_FILE", "PYTHONPATH")
-    }
+    environment = dict(spec.environment)
+    environment.pop("PS_JOB_KEY_FILE", None)
+    path = environment.pop("PYTHONPATH", "").split(os.pathsep)
+    if given := os.pathsep.join(one for one in path if one and one != checkout_root()):
+        environment["PYTHONPATH"] = given
     return replace(spec, environment=environment)
 
 
-def _copy(options: LaunchOptions, host: Host) -> None:
-    assert options.sync_dst_dir is not None
-    source = os.getcwd()
-    print(f"[launcher] copying {source} to {host.name}:{options.sync_dst_dir}", file=sys.stderr)
-    command = rsync_argv(host, source, options.sync_dst_dir, options.places.launcher_args)
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
-        )
-    except OSError as error:
-        raise LaunchError(
-            f"cannot start {command[0]} for --sync-dst-dir: {error.strerror}", exit_code=1
-        ) from error
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        # rsync says the same in more words; its own code for a missing program is 12 or 127.
-        reason = refusal(host, lines, None, "rsync")
-        raise LaunchError(f"copying to {host.name} failed: {reason}", exit_code=1)
+def _say(text: str) -> None:
+    print(f"[launcher] {text}", file=sys.stderr, flush=True)
 
 
-def _print_plan(options: LaunchOptions, hosts: Sequence[Host]) -> int:
-    for host in hosts:
+def _print_plan(options: LaunchOptions, hosts: Sequence[Host], places: Sequence[Placement]) -> int:
+    for host in [hosts[index] for index in sorted({index for _, _, index in places})]:
         if options.sync_dst_dir is not None:
             source = os.getcwd()
             arguments = options.places.launcher_args
             print(shlex.join(rsync_argv(host, source, options.sync_dst_dir, arguments)))
         python = options.python or sys.executable
         print(shlex.join(ssh_argv(host, options.places.launcher_args, [python, "-c", LOADER])))
-    places = spread(read_hosts(options.hostfile or ""), options.num_servers, options.num_workers)
-    names = read_hosts(options.hostfile or "")
     print("# scheduler: this machine")
     for role, rank, index in places:
         words = shlex.join(
             options.command if role == "worker" else ("python", "-m", "kvstore.server")
         )
-        print(f"# {role} {rank} on {names[index].name}: {words}")
+        print(f"# {role} {rank} on {hosts[index].label}: {words}")
     return 0
 
 
@@ -220,7 +205,7 @@ def _check(
             except LaunchError as error:
                 if error.exit_code > 128:  # Ctrl-C
                     raise
-                rows.append(Row(host.name, str(error), False))
+                rows.append(Row(host.label, str(error), False))
                 continue
             rows.append(_row(host, place.greeting or {}))
     print(table(rows), end="")
@@ -239,4 +224,4 @@ def _row(host: Host, found: Mapping[str, Any]) -> Row:
         f"clock {away_s:+.0f} s",
         f"reached from {found.get('reached_from') or 'this machine'}",
     ]
-    return Row(host.name, ", ".join(parts), True)
+    return Row(host.label, ", ".join(parts), True)

@@ -43,6 +43,7 @@ class StartFailure:
 
     spec: ProcessSpec
     error: OSError
+    place: str | None = None  # None: this machine
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class Supervisor:
         traceback: TracebackType | None,
     ) -> None:
         self._end_status()
+        for place in self._places:
+            place.hang_up()
         for place in reversed(self._places):
             place.close()
         for record in self._records:
@@ -151,10 +154,13 @@ class Supervisor:
         Raises :class:`LaunchError` when one cannot, when time is up, or on Ctrl-C and the like.
         """
         until_s = time.monotonic() + timeout_s
-        while waiting := [place for place in remote if place.greeting is None]:
-            for place in waiting:
+        while True:
+            for place in remote:
                 if place.failure is not None:
                     raise LaunchError(place.failure, exit_code=1)
+            waiting = [place for place in remote if place.greeting is None]
+            if not waiting:
+                return
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 names = ", ".join(str(place.label) for place in waiting)
@@ -274,7 +280,8 @@ class Supervisor:
     def _refuse(self, lifecycle: Lifecycle, event: places.CannotStart) -> None:
         """No process from ``event.index`` on has started at its place, nor any elsewhere since."""
         if self._start_failure is None:
-            self._start_failure = StartFailure(self._records[event.index].spec, event.error)
+            spec, label = self._records[event.index].spec, self._assigned[event.index].label
+            self._start_failure = StartFailure(spec, event.error, label)
         here = self._assigned[event.index]
         unstarted = [
             index
@@ -375,18 +382,25 @@ class Supervisor:
         until_s = time.monotonic() + leftover_s + _FINISHING_S
         while self._unfinished > 0 and time.monotonic() < until_s:
             self._adjust_interest()
-            self._pass_on(lifecycle, self._selector.select(until_s - time.monotonic()))
+            ready = self._selector.select(until_s - time.monotonic())
+            if set(self._signals.arrived()) & set(ENDING):
+                return
+            self._pass_on(lifecycle, ready)
+        if self._unfinished > 0:
+            self.say(f"{self._unfinished} host(s) did not say that nothing is left running there")
 
     def _write_last_output(self, *, is_interrupted: bool) -> None:
         """Wait for a slow reader as any program does, but a signal means: not much longer."""
-        while self._output.waiting or self._errors.waiting:
-            self._adjust_interest()
-            ready = self._selector.select(_LAST_OUTPUT_S if is_interrupted else None)
+        while waiting := [one for one in (self._output, self._errors) if one.waiting]:
+            with selectors.PollSelector() as selector:
+                selector.register(self._signals.fd, selectors.EVENT_READ)
+                for console in waiting:
+                    selector.register(console.fd, selectors.EVENT_WRITE)
+                ready = selector.select(_LAST_OUTPUT_S if is_interrupted else None)
             if not ready or set(self._signals.arrived()) & set(ENDING):
                 return
-            for key, _ in ready:
-                if isinstance(key.data, Console):
-                    key.data.write_pending()
+            for console in waiting:
+                console.write_pending()
 
     def _outcome(self, lifecycle: Lifecycle) -> Outcome:
         ended = [

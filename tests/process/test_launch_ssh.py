@@ -30,6 +30,7 @@ SSH = """#!/bin/sh
 for word in "$@"; do last=$word; done
 echo "Welcome to this host"
 case "$*" in *" -- locked "*) echo "me@locked: Permission denied (publickey)." >&2; exit 255;; esac
+case "$*" in *" -- slow "*) sleep 1.5;; *" -- mayfly "*) exec timeout 1 sh -c "$last";; esac
 exec sh -c "$last"
 """
 ROUND = """
@@ -128,8 +129,28 @@ def test_a_program_that_is_missing_there_ends_all_with_a_sentence(start: Start) 
 def test_a_host_that_lets_nobody_in_is_a_sentence(start: Start) -> None:
     code, output, errors = ended(start("-n", "2", "true", hosts="one\nlocked\n"))
     assert (code, output) == (1, "")
-    assert errors.startswith("[launcher] locked lets nobody in without a password")
+    assert errors.startswith("[launcher] locked asks for a password, or takes none of your keys")
     assert errors.count("\n") == 1
+
+
+def test_a_host_that_is_lost_while_others_are_reached_is_named(start: Start) -> None:
+    code, _, errors = ended(start("-n", "2", "true", hosts="mayfly\nslow\n"))
+    assert code == 1
+    assert "mayfly was lost: the connection was closed" in errors
+
+
+def test_what_a_worker_leaves_running_is_ended_and_a_variable_may_hold_any_bytes(
+    start: Start,
+) -> None:
+    text = "import os, subprocess, kvstore as mx; kv = mx.create('dist_sync')\n"
+    text += "assert os.environb[b'KVSTORE_ODD'] == b'\\xff'\n"
+    text += "subprocess.Popen(['sh', '-c', 'while echo chatter; do :; done'])"
+    job = start("-n", "1", "-s", "1", sys.executable, "-c", text, KVSTORE_ODD="\udcff")
+    code, output, errors = ended(job)
+    assert code == 0, errors
+    assert "Traceback" not in errors
+    assert "that the job's processes had left running" in errors
+    assert "chatter" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -164,4 +185,4 @@ def test_a_check_tells_of_each_host(start: Start) -> None:
     assert code == 1, errors
     good, bad = output.splitlines()
     assert good.startswith("ok  one") and "kvstore " in good
-    assert bad.startswith("NO  locked") and "without a password" in bad
+    assert bad.startswith("NO  locked") and "asks for a password" in bad
