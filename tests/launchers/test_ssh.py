@@ -193,9 +193,9 @@ def test_a_host_that_is_lost_is_named(launcher: Launcher) -> None:
 @pytest.mark.parametrize(
     ("host", "sentence"),
     [
-        ("asks_password", "lets nobody in without a password"),
-        ("unknown_key", "is not known, or has changed"),
-        ("unknown_name", "there is no host of this name"),
+        ("asks_password", "asks for a password"),
+        ("unknown_key", "Host key verification failed"),
+        ("unknown_name", "Could not resolve hostname"),
         ("unreachable", "{host}"),
     ],
 )
@@ -218,10 +218,14 @@ def test_a_host_that_cannot_be_reached_is_a_sentence(
 @pytest.mark.parametrize(
     ("own", "code", "sentence"),
     [
-        (["-n", "3", "true"], 2, "there are 2 slots on 2 host(s), and 3 workers were asked for"),
-        (["-n", "2", "--python", "/no/python", "true"], 1, "there is no /no/python on"),
+        (["-n", "3", "true"], 2, "has 2 slots on 2 hosts, and 3 workers were asked for"),
+        (
+            ["-n", "2", "--python", "/no/python", "true"],
+            1,
+            "has no /no/python, or you may not run it",
+        ),
         (["-n", "2", "no-such-program"], 127, "'no-such-program': there is no such program"),
-        (["-n", "2", "--sync-dst-dir", "/proc/no", "true"], 1, "copying to"),
+        (["-n", "2", "--sync-dst-dir", "/proc/no", "true"], 1, "/proc/no"),
     ],
 )
 def test_what_cannot_start_is_a_sentence(
@@ -259,7 +263,7 @@ def test_a_check_lists_every_host(launcher: Launcher, tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     good, bad = done.stdout.splitlines()
     assert good.startswith("ok  ") and launcher.hosts.names[0] in good
-    assert bad.startswith("NO  ") and "without a password" in bad
+    assert bad.startswith("NO  ") and "asks for a password" in bad
 
 
 def test_lenet_learns_over_two_hosts(launcher: Launcher) -> None:
