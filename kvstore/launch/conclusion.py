@@ -1,6 +1,6 @@
 """How a job ends for whoever started it: the logs, the last words and the exit code.
 
-Used by ``jobrun.py``, on the main thread.
+Used by ``jobrun.py`` and ``kubernetes.py``, on the main thread.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.launch.failure import exit_code, failures_first_cause_first
 from kvstore.launch.options import LaunchError
+from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.report import Ended, failure_block
 from kvstore.launch.supervisor import Outcome, StartFailure
 
@@ -47,12 +49,12 @@ def conclude(outcome: Outcome, log_dir: Path, is_temporary: bool) -> int:
     if outcome.start_failure is not None:
         return _conclude_start_failure(outcome.start_failure, log_dir, is_temporary)
     if outcome.unjoined:
-        _remove(log_dir, is_temporary)  # nothing but what has been on the terminal
-        _say(f"[launcher] {_UNJOINED}\n")
+        remove_logs(log_dir, is_temporary)  # nothing but what has been on the terminal
+        say(_UNJOINED)
         return 1
     if outcome.failed:
-        failures, stopped = _failures(outcome)
-        _say(failure_block(failures, stopped, str(log_dir), start_s=outcome.start_s))
+        failures, stopped = failures_of(outcome.ended, outcome.specs)
+        write_error(failure_block(failures, stopped, str(log_dir), start_s=outcome.start_s))
         if outcome.interrupted_by is None:
             return exit_code(failures[0].exit)
     if outcome.interrupted_by is not None:
@@ -60,9 +62,9 @@ def conclude(outcome: Outcome, log_dir: Path, is_temporary: bool) -> int:
             _conclude_interrupted(outcome.interrupted_by, log_dir, is_temporary)
         return 128 + outcome.interrupted_by
     if outcome.drain_expired:
-        _say(f"[launcher] the workers succeeded; logs of all processes: {log_dir}\n")
+        say(f"the workers succeeded; logs of all processes: {log_dir}")
     else:
-        _remove(log_dir, is_temporary)
+        remove_logs(log_dir, is_temporary)
     return 0
 
 
@@ -70,17 +72,18 @@ def _conclude_interrupted(number: signal.Signals, log_dir: Path, is_temporary: b
     """Whoever pressed Ctrl-C has seen the output; a batch system, or a closed terminal, has not."""
     is_over = number is signal.SIGINT and is_temporary
     where = "" if is_over else f"; logs of all processes: {log_dir}"
-    _remove(log_dir, is_over)
-    _say(f"[launcher] ended by {number.name}{where}\n")
+    remove_logs(log_dir, is_over)
+    say(f"ended by {number.name}{where}")
 
 
-def _remove(log_dir: Path, is_temporary: bool) -> None:
+def remove_logs(log_dir: Path, is_temporary: bool) -> None:
+    """Unless they are the user's, or are to be kept."""
     if is_temporary:
         shutil.rmtree(log_dir, ignore_errors=True)
 
 
 def _conclude_start_failure(failure: StartFailure, log_dir: Path, is_temporary: bool) -> int:
-    _remove(log_dir, is_temporary)
+    remove_logs(log_dir, is_temporary)
     argv, error = failure.spec.argv, failure.error
     name = failure.spec.name if failure.place is None else f"{failure.spec.name} on {failure.place}"
     program = argv[0]
@@ -104,23 +107,30 @@ def _conclude_start_failure(failure: StartFailure, log_dir: Path, is_temporary: 
         reason += f"to its interpreter, as in: {shlex.join(example)}"
     else:
         reason = str(error.strerror)
-    _say(f"[launcher] cannot start {name}: '{program}': {reason}\n")
+    say(f"cannot start {name}: '{program}': {reason}")
     return EXIT_NOT_FOUND if missing else EXIT_CANNOT_EXECUTE
 
 
-def _failures(outcome: Outcome) -> tuple[list[Ended], list[Ended]]:
+def failures_of(
+    ended: Sequence[Ended], specs: Sequence[ProcessSpec]
+) -> tuple[list[Ended], list[Ended]]:
     """Those that failed, the cause first, and those that the launcher ended because of it."""
-    by_index = {one.exit.index: one for one in outcome.ended}
+    by_index = {one.exit.index: one for one in ended}
     lines = {index: one.last_lines for index, one in by_index.items()}
-    exits = [one.exit for one in outcome.ended]
-    failures = failures_first_cause_first(exits, outcome.specs, lines)
-    stopped = [one for one in outcome.ended if one.exit.stopped]
-    return [by_index[found.index] for found in failures], stopped
+    found = failures_first_cause_first([one.exit for one in ended], specs, lines)
+    stopped = [one for one in ended if one.exit.stopped]
+    return [by_index[each.index] for each in found], stopped
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A line of the launcher's own, when no supervisor is there to write it."""
+    write_error(f"[launcher] {text}\n")
+
+
+def write_error(text: str) -> None:
+    """To standard error, whether or not somebody reads it: the exit code says it as well."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-    except OSError:  # nobody reads it; the exit code still says it
+    except OSError:
         pass

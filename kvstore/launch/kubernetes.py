@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import secrets
 import shlex
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvstore.launch.failure import exit_code, failures_first_cause_first
+from kvstore.launch.conclusion import failures_of, make_log_dir, remove_logs, say, write_error
+from kvstore.launch.failure import exit_code
 from kvstore.launch.kube_check import check
 from kvstore.launch.kube_follow import Followed, Follower
 from kvstore.launch.kube_guard import Guard
@@ -36,7 +35,7 @@ from kvstore.launch.kubectl import Kubectl, find_kubectl
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
 from kvstore.launch.plan import ProcessSpec
-from kvstore.launch.report import Ended, failure_block
+from kvstore.launch.report import failure_block
 from kvstore.launch.signals import ENDING, SignalPipe
 from kvstore.launch.yaml_text import to_yaml
 
@@ -72,13 +71,13 @@ def run_with(options: LaunchOptions, environ: Mapping[str, str], patience: Patie
     job = kube_job(options, secrets.token_hex(8), key, options.places.namespace)
     text = _text(options, job, environ)
     for note in options.notes:
-        _say(note)
+        say(note)
     if options.dry_run:
         _write(text + _commands_as_comments(options, job, environ))
         return 0
     if not options.places.apply:
         _write(text)
-        _say(_what_to_do_with_the_text(job))
+        say(_what_to_do_with_the_text(job))
         return 0
     return _apply(options, job, environ, patience)
 
@@ -167,7 +166,7 @@ def _apply(
     kubectl = find_kubectl(environ, options.places.namespace)
     job = replace(job, namespace=kubectl.namespace)
     patience = _with_rendezvous(options, job, environ, patience)
-    log_dir, is_temporary = _make_log_dir(options.log_dir)
+    log_dir, is_temporary = make_log_dir(options.log_dir)
     with SignalPipe() as signals:
         try:
             # Before anything is made, so that nothing can stay.
@@ -175,7 +174,7 @@ def _apply(
                 _call_apply(kubectl, job, _text(options, job, environ), signals, patience)
                 followed = _follow(kubectl, job, plan_pods(options), log_dir, patience, signals)
         except LaunchError:
-            _remove(log_dir, is_temporary)
+            remove_logs(log_dir, is_temporary)
             raise
     return _conclude(followed, kubectl, job, log_dir, is_temporary)
 
@@ -209,7 +208,7 @@ def _call_apply(
     if answer.is_good:
         for line in answer.error.splitlines():
             if line.startswith("Warning:"):  # such as of a pod security standard
-                _say(line)
+                say(line)
         return
     # It names what it has made; where it was ended, nobody knows.
     if answer.output or answer.status < 0:
@@ -248,7 +247,7 @@ def _delete(kubectl: Kubectl, job: KubeJob, signals: SignalPipe, within_s: float
         if time.monotonic() >= until_s or is_hurried:
             break
         time.sleep(_RETRY_S)
-    _say(f"could not delete the job: {answer.sentence}; do it by '{_delete_by_hand(kubectl, job)}'")
+    say(f"could not delete the job: {answer.sentence}; do it by '{_delete_by_hand(kubectl, job)}'")
 
 
 def _conclude(
@@ -257,70 +256,29 @@ def _conclude(
     """Say how it ended and return the exit code."""
     lifecycle = followed.lifecycle
     if followed.lost_sight is not None:
-        _say(
+        say(
             f"{followed.lost_sight}; the job was left alone and may still run: look by "
             f"'{_look_by_hand(kubectl, job)}', end it by "
             f"'{_delete_by_hand(kubectl, job)}'; what was printed so far: {log_dir}"
         )
         return 1
-    failures, stopped = _failures(followed)
+    failures, stopped = failures_of(followed.ended, followed.specs)
     if followed.obstacle is not None:
-        _remove(log_dir, is_temporary)
-        _say(f"the job was not started: {followed.obstacle}")
+        remove_logs(log_dir, is_temporary)
+        say(f"the job was not started: {followed.obstacle}")
         return 1
     if lifecycle.failed:
-        _print(failure_block(failures, stopped, str(log_dir), start_s=followed.start_s))
+        write_error(failure_block(failures, stopped, str(log_dir), start_s=followed.start_s))
         if lifecycle.interrupted_by is None:
             return exit_code(failures[0].exit)
     if lifecycle.interrupted_by is not None:
         if not lifecycle.failed:
-            _remove(log_dir, is_temporary)
+            remove_logs(log_dir, is_temporary)
             where = "" if is_temporary else f"; logs of all processes: {log_dir}"
-            _say(f"ended by {lifecycle.interrupted_by.name}{where}")
+            say(f"ended by {lifecycle.interrupted_by.name}{where}")
         return 128 + lifecycle.interrupted_by
     if lifecycle.drain_expired:
-        _say(f"the workers succeeded; logs of all processes: {log_dir}")
+        say(f"the workers succeeded; logs of all processes: {log_dir}")
     else:
-        _remove(log_dir, is_temporary)
+        remove_logs(log_dir, is_temporary)
     return 0
-
-
-def _failures(followed: Followed) -> tuple[list[Ended], list[Ended]]:
-    """Those that failed, the cause first, and those that were ended because of it."""
-    by_index = {one.exit.index: one for one in followed.ended}
-    lines = {index: one.last_lines for index, one in by_index.items()}
-    exits = [one.exit for one in followed.ended]
-    found = failures_first_cause_first(exits, followed.specs, lines)
-    stopped = [one for one in followed.ended if one.exit.stopped]
-    return [by_index[each.index] for each in found], stopped
-
-
-def _make_log_dir(wanted: str | None) -> tuple[Path, bool]:
-    """The directory and whether it goes away after a success."""
-    if wanted is None:
-        return Path(tempfile.mkdtemp(prefix="kvstore-launch-")), True
-    path = Path(wanted)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(
-            f"cannot make the log directory {wanted}: {error.strerror}", exit_code=1
-        ) from error
-    return path.resolve(), False
-
-
-def _remove(log_dir: Path, is_temporary: bool) -> None:
-    if is_temporary:
-        shutil.rmtree(log_dir, ignore_errors=True)
-
-
-def _say(text: str) -> None:
-    _print(f"[launcher] {text}\n")
-
-
-def _print(text: str) -> None:
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except OSError:  # nobody reads it; the exit code still says it
-        pass

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.launch.address import listen
 from kvstore.launch.here import available_cpu_count, checkout_root
-from kvstore.launch.jobrun import Arrangement, run_job, scheduler_address
+from kvstore.launch.jobrun import Arrangement, check_imports, run_job, scheduler_address
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchOptions
-from kvstore.launch.plan import JobFacts, base_environment, brings_a_key, plan_job
-from kvstore.launch.preflight import check_server_imports
+from kvstore.launch.plan import JobFacts, brings_a_key, plan_job
 from kvstore.launch.rehearsal import local_rows, rehearsal, table
 from kvstore.launch.supervisor import Supervisor
 
@@ -46,6 +45,7 @@ def rehearse(
     Prints to standard output. Returns 0, or with ``--check`` 1 when something is missing.
     Raises :class:`LaunchError` as :func:`run` would.
     """
+    check_imports(options, environ, service_command)
     host, port = scheduler_address(environ)
     with listen(host, port) as listener:
         facts = JobFacts(
@@ -58,7 +58,6 @@ def rehearse(
             key_file=None if brings_a_key(options, environ) else "KEYFILE",
         )
         specs = plan_job(options, facts, environ, service_command)
-        check_server_imports(specs, base_environment(environ), options.server_imports)
     if options.dry_run:
         print(rehearsal(specs, os.getcwd()), end="")
     if not options.check:
