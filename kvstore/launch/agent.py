@@ -38,7 +38,7 @@ from kvstore.launch.frames import (
     Message,
 )
 from kvstore.launch.guardian_process import GuardianProcess
-from kvstore.launch.here import available_cpu_count, checkout_root
+from kvstore.launch.here import available_cores, checkout_root
 from kvstore.launch.key import new_key_file
 from kvstore.launch.link import Link, LinkLost, fields
 from kvstore.launch.places import LocalPlace
@@ -56,9 +56,10 @@ LOADER = 'import json;exec(json.loads(open(0,"rb",0,closefd=False).readline()))'
 
 # Standard library only: says in a greeting why no agent can be had here.
 _PROGRAM = """
-import json, os, sys
+import json, os, socket, sys
 def fail(text):
-    os.write(1, {greeting!r} + json.dumps({{"error": text}}).encode() + b"\\n")
+    found = {{"error": text, "host": socket.gethostname()}}
+    os.write(1, {greeting!r} + json.dumps(found).encode() + b"\\n")
     sys.exit(3)
 if sys.version_info < (3, 10):
     fail("Python " + sys.version.split()[0] + " is too old: 3.10 or later is needed (--python)")
@@ -73,7 +74,7 @@ for path in (root, os.getcwd()):
         sys.path.insert(0, path)
         break
 try:
-    from kvstore.launch.agent import main
+    from kvstore.launch.{module} import main
     from pslite.version import __version__ as version
 except ImportError as error:
     fail("kvstore cannot be imported by " + sys.executable + ": " + str(error))
@@ -83,21 +84,30 @@ main()
 """
 
 
-def bootstrap(directory: str, root: str | None) -> bytes:
-    """The line that :data:`LOADER` reads.
+def agent_program(directory: str, root: str | None, module: str = "agent") -> str:
+    """The Python program that becomes an agent, by the function ``main`` of ``module``.
 
     ``directory`` is where the processes will run; ``root`` the checkout that this package is in,
     or None where it is installed. It is used on the other machine if it is there as well.
     """
-    program = _PROGRAM.format(
-        greeting=GREETING, directory=directory, root=root or "", version=__version__
+    return _PROGRAM.format(
+        greeting=GREETING,
+        directory=directory,
+        root=root or "",
+        version=__version__,
+        module=module,
     )
-    return json.dumps(program).encode() + b"\n"
+
+
+def bootstrap(directory: str, root: str | None) -> bytes:
+    """The line that :data:`LOADER` reads; as :func:`agent_program`."""
+    return json.dumps(agent_program(directory, root)).encode() + b"\n"
 
 
 @dataclass(frozen=True)
 class Start:
-    """What an agent is told to start. ``variables`` go to all processes; ``key`` is the job's.
+    """What an agent is told to start. ``variables`` go to all processes; ``key`` is the job's,
+    or "" where the agent has it already, or its processes bring one.
 
     What serves is this package's on that machine, whatever the command of its process.
     """
@@ -134,22 +144,27 @@ def main() -> None:
     os.dup2(null, 0)  # nothing that runs here may take the launcher's words, or add to ours
     os.dup2(2, 1)
     os.close(null)
-    greeting = {
+    # "client's address, its port, server's address, its port" (sshd(8), ENVIRONMENT)
+    reached_from = os.environ.get("SSH_CONNECTION", "").split(" ")[0]
+    greeting = {**machine(), "reached_from": reached_from}
+    os.write(write_fd, GREETING + json.dumps(greeting).encode() + b"\n")
+    with SignalPipe() as signals:
+        Agent(Link(read_fd, write_fd, time.monotonic()), signals).serve()
+
+
+def machine() -> dict[str, Any]:
+    """What an agent tells the launcher of where it is."""
+    return {
         "version": __version__,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "python": sys.version.split()[0],
         "directory": os.getcwd(),
-        "cores": available_cpu_count(),
+        "cores": available_cores(),
         "gpus": gpu_count(),
         "shared_mb": shutil.disk_usage("/dev/shm").free >> 20 if os.path.isdir("/dev/shm") else 0,
         "time_s": time.time(),
-        # "client's address, its port, server's address, its port" (sshd(8), ENVIRONMENT)
-        "reached_from": os.environ.get("SSH_CONNECTION", "").split(" ")[0],
     }
-    os.write(write_fd, GREETING + json.dumps(greeting).encode() + b"\n")
-    with SignalPipe() as signals:
-        _Agent(Link(read_fd, write_fd, time.monotonic()), signals).serve()
 
 
 def _as_here(spec: ProcessSpec, variables: Mapping[str, str]) -> ProcessSpec:
@@ -166,9 +181,15 @@ def _as_here(spec: ProcessSpec, variables: Mapping[str, str]) -> ProcessSpec:
     return replace(spec, argv=argv, environment=environment)
 
 
-class _Agent:
-    def __init__(self, link: Link, signals: SignalPipe) -> None:
+class Agent:
+    """Serves the launcher at the other end of ``link``, which it owns.
+
+    ``key`` is the job's, if the agent has it before the launcher says what to start.
+    """
+
+    def __init__(self, link: Link, signals: SignalPipe, key: str = "") -> None:
         self._link = link
+        self._key = key
         self._signals = signals
         self._selector = selectors.PollSelector()
         self._place: LocalPlace | None = None
@@ -195,7 +216,9 @@ class _Agent:
         self._adjust()
         ready = self._selector.select(patience_s)
         arrived = self._signals.arrived()
-        if set(arrived) & set(ENDING):
+        for number in set(arrived) & set(ENDING):
+            self._link.send(NOTE, f"the agent got {number.name}: it ends what runs there")
+            self._say_last_words()
             raise LinkLost("told to end")
         if signal.SIGCHLD in arrived and self._place is not None:
             self._tell(self._place.sweep())
@@ -245,8 +268,8 @@ class _Agent:
         self._guardian = GuardianProcess(start.job_id, os.environ)
         self._place = LocalPlace(start.job_id, self._guardian)
         variables = {**base_environment(os.environ), **start.variables}
-        if start.key:
-            variables["PS_JOB_KEY_FILE"] = str(self._write_key(start.key))
+        if key := start.key or self._key:
+            variables["PS_JOB_KEY_FILE"] = str(self._write_key(key))
         mine = [(index, _as_here(spec, variables)) for index, spec in start.processes]
         self._tell(self._place.start(mine, variables))
 

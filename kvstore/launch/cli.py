@@ -22,6 +22,7 @@ from kvstore.launch.tie import Tie, parse
 _MODULES = {
     "local": "kvstore.launch.local",
     "ssh": "kvstore.launch.ssh",
+    "mpi": "kvstore.launch.mpi",
     "kubernetes": "kvstore.launch.kubernetes",
 }
 

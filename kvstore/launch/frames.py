@@ -25,6 +25,7 @@ CREDIT = "credit"  # [CREDIT, bytes]: so much more output may be sent
 FINISH = "finish"  # [FINISH, seconds]: end what is left, then say FINISHED
 
 # From an agent.
+GREET = "greet"  # [GREET, {...}]: over a socket, first of all; what agent.machine says, and a rank
 PID = "pid"  # [PID, index, pid]: this process has started
 REFUSED = "refused"  # [REFUSED, index, errno, text]: it could not; those after it were not tried
 LINES = "lines"  # [LINES, index, is_error, [line, ...]]

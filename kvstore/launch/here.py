@@ -7,11 +7,15 @@ import sysconfig
 from pathlib import Path
 
 
-def available_cpu_count() -> int:
-    """The processors that this process may use."""
+def available_cores() -> list[int]:
+    """The numbers of the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def available_cpu_count() -> int:
+    return len(available_cores())
 
 
 def checkout_root() -> str | None:

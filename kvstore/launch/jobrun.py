@@ -40,13 +40,15 @@ class Arrangement:
     """Where a job will run: the scheduler's address on this machine and the others' places.
 
     ``cpu_count`` is of all places together. ``assign`` takes the job's id, the text of its key
-    and the plan, and returns each process with its place.
+    and the plan, and returns each process with its place. ``key`` is what the job's key shall
+    be, where somebody has been given it already.
     """
 
     host: str
     port: int
     cpu_count: int
     assign: Callable[[str, str, Sequence[ProcessSpec]], list[tuple[ProcessSpec, Place]]]
+    key: str | None = None
 
 
 def run_job(
@@ -131,7 +133,7 @@ def _supervise(
             variables = base_environment(environ)
             if key_file is not None:
                 supervisor.remove_at_the_end(key_file.parent)
-                write_key(key_file)
+                write_key(key_file, arranged.key)
             scheduler = {**variables, **specs[0].environment}
             if key_file is not None:
                 shown_host = f"[{facts.host}]" if ":" in facts.host else facts.host

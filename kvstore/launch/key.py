@@ -23,8 +23,13 @@ def new_key_file() -> Path:
     return Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(8)}" / "job.key"
 
 
-def write_key(path: Path) -> None:
-    """Make the directory (mode 0700) and the key in it (mode 0600), fresh from the kernel.
+def new_key() -> str:
+    """The text of a key, fresh from the kernel."""
+    return secrets.token_urlsafe(_KEY_BYTES)
+
+
+def write_key(path: Path, key: str | None = None) -> None:
+    """Make the directory (mode 0700) and ``key``, or a new one, in it (mode 0600).
 
     Raises :class:`LaunchError` when either cannot be made, or was there.
     """
@@ -32,7 +37,7 @@ def write_key(path: Path) -> None:
         path.parent.mkdir(mode=0o700)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w") as file:
-            file.write(secrets.token_urlsafe(_KEY_BYTES) + "\n")
+            file.write((key or new_key()) + "\n")
     except OSError as error:
         raise LaunchError(
             f"cannot make the job's key in {path.parent}: {error.strerror}; set TMPDIR to a "

@@ -103,6 +103,17 @@ class Place(Protocol):
         """Kill what runs and release everything, whatever state it is in."""
 
 
+class Connecting(Protocol):
+    """What is not there from the start."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why it will never be, once that is known."""
+
+    def awaited(self) -> list[str]:
+        """Who has not come yet, for people; empty once all are there."""
+
+
 class LocalPlace:
     """Processes of this machine, each in a process group of its own."""
 

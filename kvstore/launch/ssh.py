@@ -7,7 +7,6 @@ dmlc-core's ``tracker/dmlc_tracker/ssh.py``. Read ``jobrun.py`` and ``remote.py`
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import shlex
@@ -15,33 +14,31 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kvstore.launch.agent import LOADER, bootstrap
+from kvstore.launch.elsewhere import (
+    agent_row,
+    common_address,
+    core_count,
+    for_elsewhere,
+    forwarded_variables,
+    wished_address,
+)
 from kvstore.launch.here import checkout_root
 from kvstore.launch.hosts import Host, Placement, read_hosts, spread
-from kvstore.launch.jobrun import Arrangement, run_job, scheduler_address
+from kvstore.launch.jobrun import Arrangement, run_job
 from kvstore.launch.lifecycle import Timing
-from kvstore.launch.options import RESERVED_NAMES, LaunchError, LaunchOptions
+from kvstore.launch.options import LaunchError, LaunchOptions
 from kvstore.launch.places import Place
-from kvstore.launch.plan import THREAD_COUNT_NAMES, ProcessSpec
+from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.rehearsal import Row, table
-from kvstore.launch.remote import RemotePlace
 from kvstore.launch.remote_shell import check_launcher_args, no_program, refusal, ssh_argv
+from kvstore.launch.ssh_place import SshPlace
 from kvstore.launch.supervisor import Supervisor
 from kvstore.launch.sync import copy_to_hosts, rsync_argv
-from pslite.address import interface_address
-from pslite.errors import ConfigError
 
 _CONNECT_S = 14.0
-
-# What of the launcher's environment the hosts get; the launcher sets RESERVED_NAMES itself, and
-# the others name things of this machine only.
-_FORWARDED_PREFIXES = ("DMLC_", "PS_", "KVSTORE_", "MXNET_KVSTORE_")
-_FORWARDED = (*THREAD_COUNT_NAMES, "KMP_AFFINITY", "LD_LIBRARY_PATH", "PYTHONPATH")
-_OF_THIS_MACHINE = RESERVED_NAMES | {"PS_JOB_KEY_FILE", "DMLC_NODE_HOST", "DMLC_RANK"}
 
 
 def run(
@@ -72,7 +69,10 @@ def run(
     def arrange(supervisor: Supervisor) -> Arrangement:
         remote = {index: _reach(supervisor, options, hosts[index]) for index in used}
         supervisor.connect(list(remote.values()), _CONNECT_S)
-        host, port = _scheduler_address(environ, list(remote.values()))
+        greetings = [place.greeting or {} for place in remote.values()]
+        wished, port = wished_address(environ)
+        seen = [str(one.get("reached_from") or "127.0.0.1") for one in greetings]
+        host = wished or common_address(seen)
 
         def assign(
             job_id: str, key: str, specs: Sequence[ProcessSpec]
@@ -83,21 +83,21 @@ def run(
             return [
                 (spec, supervisor.local)
                 if spec.role == "scheduler"
-                else (_for_elsewhere(spec), remote[where[spec.role, spec.rank]])
+                else (for_elsewhere(spec), remote[where[spec.role, spec.rank]])
                 for spec in specs
             ]
 
-        return Arrangement(host, port, _cores(list(remote.values())), assign)
+        return Arrangement(host, port, core_count(greetings), assign)
 
     return run_job(options, environ, service_command, timing, arrange)
 
 
-def _reach(supervisor: Supervisor, options: LaunchOptions, host: Host) -> RemotePlace:
+def _reach(supervisor: Supervisor, options: LaunchOptions, host: Host) -> SshPlace:
     python = options.python or sys.executable
     command = ssh_argv(host, options.places.launcher_args, [python, "-c", LOADER])
     directory = options.sync_dst_dir or os.getcwd()
     try:
-        place = RemotePlace(
+        place = SshPlace(
             host.label,
             command,
             bootstrap(directory, checkout_root()),
@@ -111,57 +111,11 @@ def _reach(supervisor: Supervisor, options: LaunchOptions, host: Host) -> Remote
     return place
 
 
-def _scheduler_address(
-    environ: Mapping[str, str], remote: Sequence[RemotePlace]
-) -> tuple[str, int]:
-    """As exported; else of DMLC_INTERFACE; else the address that the hosts were reached from."""
-    host, port = scheduler_address(environ)
-    if host != "127.0.0.1":
-        return host, port
-    if environ.get("DMLC_INTERFACE"):
-        try:
-            return interface_address(environ["DMLC_INTERFACE"]), port
-        except ConfigError as error:
-            raise LaunchError(str(error), exit_code=1) from error
-    seen = [str((place.greeting or {}).get("reached_from") or host) for place in remote]
-    return next((address for address in seen if not _is_loopback(address)), seen[0]), port
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
-def _cores(remote: Sequence[RemotePlace]) -> int:
-    return sum(int((place.greeting or {}).get("cores", 1)) for place in remote)
-
-
 def _variables(options: LaunchOptions, environ: Mapping[str, str], host: Host) -> dict[str, str]:
-    """What all processes on ``host`` get besides what its login gives them."""
-    found = {
-        name: value
-        for name, value in environ.items()
-        if (name.startswith(_FORWARDED_PREFIXES) or name in _FORWARDED)
-        and name not in _OF_THIS_MACHINE
-    }
-    for name in options.forwarded_names:
-        if name in environ:
-            found[name] = environ[name]
+    found = forwarded_variables(options, environ)
     if host.address is not None:
         found["DMLC_NODE_HOST"] = host.address
     return found
-
-
-def _for_elsewhere(spec: ProcessSpec) -> ProcessSpec:
-    """Without what names a file of this machine; the agent adds its own."""
-    environment = dict(spec.environment)
-    environment.pop("PS_JOB_KEY_FILE", None)
-    path = environment.pop("PYTHONPATH", "").split(os.pathsep)
-    if given := os.pathsep.join(one for one in path if one and one != checkout_root()):
-        environment["PYTHONPATH"] = given
-    return replace(spec, environment=environment)
 
 
 def _say(text: str) -> None:
@@ -207,21 +161,6 @@ def _check(
                     raise
                 rows.append(Row(host.label, str(error), False))
                 continue
-            rows.append(_row(host, place.greeting or {}))
+            rows.append(agent_row(host.label, place.greeting or {}))
     print(table(rows), end="")
     return 0 if all(row.is_good for row in rows) else 1
-
-
-def _row(host: Host, found: Mapping[str, Any]) -> Row:
-    """What an agent says of its machine. That it greets proves login, Python and version."""
-    away_s = float(found.get("time_s", 0.0)) - time.time()
-    parts = [
-        f"{found.get('host')}: Python {found.get('python')}, kvstore {found.get('version')}",
-        f"in {found.get('directory')}",
-        f"{found.get('cores')} processors",
-        f"{found.get('gpus')} GPUs",
-        f"{found.get('shared_mb')} MiB of shared memory free",
-        f"clock {away_s:+.0f} s",
-        f"reached from {found.get('reached_from') or 'this machine'}",
-    ]
-    return Row(host.label, ", ".join(parts), True)

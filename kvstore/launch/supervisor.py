@@ -25,10 +25,9 @@ from kvstore.launch.console import Console
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.lifecycle import Lifecycle, Phase, Say, SendSignal, Timing
 from kvstore.launch.options import LaunchError
-from kvstore.launch.places import LocalPlace, Place
+from kvstore.launch.places import Connecting, LocalPlace, Place
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.record import ProcessRecord
-from kvstore.launch.remote import RemotePlace
 from kvstore.launch.report import Ended
 from kvstore.launch.signals import ENDING, SignalPipe
 from kvstore.launch.statusline import JobStatus, StatusFeed
@@ -148,32 +147,53 @@ class Supervisor:
         assert self._guardian is not None
         return self._guardian
 
-    def connect(self, remote: Sequence[RemotePlace], timeout_s: float) -> None:
-        """Wait until the agents of all ``remote`` places have greeted.
+    def connect(self, remote: Sequence[Connecting], timeout_s: float | None) -> None:
+        """Wait until the agents of all ``remote`` places have greeted; None waits without end.
 
         Raises :class:`LaunchError` when one cannot, when time is up, or on Ctrl-C and the like.
         """
-        until_s = time.monotonic() + timeout_s
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             for place in remote:
                 if place.failure is not None:
                     raise LaunchError(place.failure, exit_code=1)
-            waiting = [place for place in remote if place.greeting is None]
-            if not waiting:
+            awaited = [name for place in remote for name in place.awaited()]
+            if not awaited:
                 return
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                names = ", ".join(str(place.label) for place in waiting)
+            if until_s is not None and time.monotonic() >= until_s:
+                names = ", ".join(awaited)
                 raise LaunchError(f"no answer from {names} within {timeout_s:g} s", exit_code=1)
-            self._adjust_interest()
-            ready = self._selector.select(left_s)
-            for number in set(self._signals.arrived()) & set(ENDING):
-                raise LaunchError(f"ended by {number.name}", exit_code=128 + number)
-            for key, _ in ready:
-                if isinstance(key.data, Console):
-                    key.data.write_pending()
-                elif key.data is not None:
-                    self._events += key.data.handle(time.monotonic())
+            self._wait_for_places(until_s)
+
+    def _wait_for_places(self, until_s: float | None) -> None:
+        """Before any process runs: something happens at a place, or it wants to know the time."""
+        now_s = time.monotonic()
+        due_s = [until_s]
+        for place in self._places:
+            events, patience_s = place.tick(now_s)
+            self._hear_early(events)
+            due_s.append(None if patience_s is None else now_s + patience_s)
+        first_s = min((due for due in due_s if due is not None), default=None)
+        self._adjust_interest()
+        ready = self._selector.select(None if first_s is None else max(0.0, first_s - now_s))
+        arrived = self._signals.arrived()
+        for number in set(arrived) & set(ENDING):
+            raise LaunchError(f"ended by {number.name}", exit_code=128 + number)
+        for key, _ in ready:
+            if isinstance(key.data, Console):
+                key.data.write_pending()
+            elif key.data is not None:
+                self._hear_early(key.data.handle(time.monotonic()))
+        if signal.SIGCHLD in arrived:  # after what a child has said
+            for place in self._places:
+                self._hear_early(place.sweep())
+
+    def _hear_early(self, events: Sequence[places.Event]) -> None:
+        for event in events:
+            if isinstance(event, places.Note):
+                self.say(event.text)
+            else:
+                self._events.append(event)
 
     def start(
         self, assigned: Sequence[tuple[ProcessSpec, Place]], variables: Mapping[str, str]

@@ -35,6 +35,7 @@ PUBLIC = frozenset(
     {
         "pslite",
         "pslite.address.interface_address",
+        "pslite.address.local_addresses",
         "pslite.customer",
         "pslite.errors",
         "pslite.future",

@@ -1,0 +1,237 @@
+"""What the launchers share that have another program start their processes: mpirun, srun, qsub.
+
+Such a launcher says in a :class:`Cluster` which command starts as many agents as there are servers
+and workers, and how an agent knows which one it is. The rest is here: a ticket for the agents
+(``ticket.py``), a gate where they come in (``gate.py``), the command itself (``carrier.py``), and
+then the job as everywhere, with the scheduler on this machine. Read ``jobrun.py`` first.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvstore.launch.address import listen
+from kvstore.launch.carrier import Carrier, Explain
+from kvstore.launch.elsewhere import (
+    agent_row,
+    common_address,
+    core_count,
+    for_elsewhere,
+    forwarded_variables,
+    is_loopback,
+    wished_address,
+)
+from kvstore.launch.gate import Gate
+from kvstore.launch.jobrun import Arrangement, run_job
+from kvstore.launch.key import new_key
+from kvstore.launch.lifecycle import Timing
+from kvstore.launch.options import LaunchError, LaunchOptions
+from kvstore.launch.places import Place
+from kvstore.launch.plan import ProcessSpec, brings_a_key
+from kvstore.launch.rehearsal import table
+from kvstore.launch.remote import AgentPlace
+from kvstore.launch.supervisor import Supervisor
+from kvstore.launch.ticket import PROGRAM_NAME, Ticket, job_directory, write_ticket
+from pslite.address import local_addresses
+
+_CHECK_S = 60.0
+_DIRECTORY_SHOWN = Path("JOBDIR")
+
+Member = tuple[str, int]
+"""A role and the rank in it."""
+
+
+def _nothing_is_fatal(line: str) -> str | None:
+    return None
+
+
+def _unknown_state() -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How one kind of cluster starts agents.
+
+    ``members`` is who each agent will be, in the order of the agents' ranks. ``command`` makes
+    the command out of the job's directory, in which all hosts find ``agent.py`` and the
+    ``files`` (their text by name). An agent's rank is in the first of the variables
+    ``rank_names`` that is set, counted from ``first_rank``. ``connect_s`` is how long agents may
+    need to come, None where a job can wait in a queue. See :class:`Carrier` for the others.
+    """
+
+    members: Sequence[Member]
+    command: Callable[[Path], Sequence[str]]
+    environment: Mapping[str, str]
+    rank_names: Sequence[str]
+    explain: Explain
+    first_rank: int = 0
+    files: Mapping[str, str] = field(default_factory=dict)
+    connect_s: float | None = None
+    fatal: Callable[[str], str | None] = _nothing_is_fatal
+    state: Callable[[], str] = _unknown_state
+
+
+def agent_command(options: LaunchOptions, directory: Path) -> list[str]:
+    """What hosts have to run to become agents of the job in ``directory``."""
+    return [options.python or sys.executable, str(directory / PROGRAM_NAME)]
+
+
+def servers_then_workers(options: LaunchOptions) -> list[Member]:
+    return [
+        *(("server", rank) for rank in range(options.num_servers)),
+        *(("worker", rank) for rank in range(options.num_workers)),
+    ]
+
+
+def run_carried(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    service_command: Sequence[str],
+    timing: Timing,
+    cluster: Cluster,
+) -> int:
+    """As :func:`kvstore.launch.jobrun.run_job`, on ``cluster``."""
+    if options.dry_run:
+        return _print_plan(options, cluster)
+    if options.check:
+        return _check(options, environ, timing, cluster)
+
+    def arrange(supervisor: Supervisor) -> Arrangement:
+        key = _job_key(options, environ)
+        crew = _crew(cluster)
+        _embark(supervisor, environ, cluster, crew, key)
+        greetings = [place.greeting or {} for place in crew]
+        wished, port = wished_address(environ)
+        host = wished or common_address([str(one.get("reached_from")) for one in greetings])
+
+        def assign(
+            job_id: str, _: str, specs: Sequence[ProcessSpec]
+        ) -> list[tuple[ProcessSpec, Place]]:
+            variables = forwarded_variables(options, environ)
+            where = dict(zip(cluster.members, crew, strict=True))
+            for place in crew:
+                place.prepare(job_id, "", variables)
+            return [
+                (spec, supervisor.local)
+                if spec.role == "scheduler"
+                else (for_elsewhere(spec), where[spec.role, spec.rank])
+                for spec in specs
+            ]
+
+        cores = (options.places.worker_cores or 0) * options.num_workers
+        return Arrangement(host, port, cores or core_count(greetings), assign, key)
+
+    return run_job(options, environ, service_command, timing, arrange)
+
+
+def _crew(cluster: Cluster) -> list[AgentPlace]:
+    return [AgentPlace(f"{role} {rank}") for role, rank in cluster.members]
+
+
+def _embark(
+    supervisor: Supervisor,
+    environ: Mapping[str, str],
+    cluster: Cluster,
+    crew: Sequence[AgentPlace],
+    key: str,
+) -> None:
+    """Start the agents and wait until all have come. Raises :class:`LaunchError`."""
+    host, _ = wished_address(environ)
+    listener = listen(host, 0) if host else _listen_everywhere()
+    directory = job_directory(environ)
+    supervisor.remove_at_the_end(directory)
+    addresses = [host] if host else own_addresses()
+    port = int(listener.getsockname()[1])
+    ticket = Ticket(addresses, port, key, cluster.rank_names, cluster.first_rank)
+    write_ticket(directory, ticket, os.getcwd(), cluster.files)
+    argv = cluster.command(directory)
+    try:
+        carrier = Carrier(
+            argv,
+            cluster.environment,
+            crew,
+            supervisor.guardian(),
+            cluster.explain,
+            cluster.fatal,
+            cluster.state,
+        )
+    except OSError as error:
+        listener.close()
+        raise LaunchError(f"cannot start '{argv[0]}': {error.strerror}", exit_code=1) from error
+    carrier.serve(Gate(listener, key, carrier.admit))
+    supervisor.add_place(carrier)
+    for place in crew:
+        supervisor.add_place(place)
+    supervisor.connect([carrier], cluster.connect_s)
+
+
+def own_addresses() -> list[str]:
+    """This machine's addresses, those that only it can use itself last."""
+    found = [address for of_one in local_addresses().values() for address in of_one]
+    return sorted(dict.fromkeys(found), key=is_loopback)
+
+
+def _listen_everywhere() -> socket.socket:
+    """On every interface: which one the hosts can reach is seen when they come."""
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+            )
+        return socket.create_server(("", 0), backlog=1024)
+    except OSError as error:
+        raise LaunchError(f"cannot listen for agents: {error.strerror}", exit_code=1) from error
+
+
+def _job_key(options: LaunchOptions, environ: Mapping[str, str]) -> str:
+    """The user's key, or a new one. Raises :class:`LaunchError`."""
+    if not brings_a_key(options, environ):
+        return new_key()
+    path = dict(options.environment).get("PS_JOB_KEY_FILE") or environ["PS_JOB_KEY_FILE"]
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"the job key {path} cannot be read: {error}", exit_code=1) from error
+
+
+def _print_plan(options: LaunchOptions, cluster: Cluster) -> int:
+    print(shlex.join(cluster.command(_DIRECTORY_SHOWN)))
+    for name, text in cluster.files.items():
+        print(f"# {_DIRECTORY_SHOWN / name}:")
+        print("".join(f"#   {line}\n" for line in text.splitlines()), end="")
+    print("# scheduler: this machine")
+    for number, (role, rank) in enumerate(cluster.members):
+        words = options.command if role == "worker" else ("python", "-m", "kvstore.server")
+        print(f"# agent {number + cluster.first_rank}, {role} {rank}: {shlex.join(words)}")
+    return 0
+
+
+def _check(
+    options: LaunchOptions, environ: Mapping[str, str], timing: Timing, cluster: Cluster
+) -> int:
+    """Have the agents started, and print what each says of its machine; 0, or 1 and why."""
+    nobody = secrets.token_hex(8)  # the id of a job that has no processes
+    crew = _crew(cluster)
+    names = [str(place.label) for place in crew]
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        Supervisor(nobody, environ, Path(logs), timing) as one,
+    ):
+        # Who checks wants to know soon, also where a job may wait.
+        limited = replace(cluster, connect_s=cluster.connect_s or _CHECK_S)
+        _embark(one, environ, limited, crew, new_key())
+        rows = [
+            agent_row(f"{name}@{place.label}", place.greeting or {})
+            for name, place in zip(names, crew, strict=True)
+        ]
+    print(table(rows), end="")
+    return 0

@@ -1,0 +1,119 @@
+"""An agent that comes to its launcher: what mpirun, srun, qsub and the like start on the hosts.
+
+:func:`main` reads the ticket beside the program that was started, :func:`enlist` connects to the
+launcher's gate, proves that it knows the job's key and serves from then on (``agent.py``). Runs
+on its process's main thread. The other end is ``gate.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+
+from kvstore.launch.agent import GREETING, Agent, machine
+from kvstore.launch.frames import GREET
+from kvstore.launch.handshake import HELLO, NONCE_BYTES, PROOF_BYTES, Handshake, is_same
+from kvstore.launch.link import Link
+from kvstore.launch.signals import SignalPipe
+from kvstore.launch.ticket import TICKET_NAME, Ticket
+
+_CONNECT_S = 5.0  # for each of the launcher's addresses
+
+
+class NotEnlisted(Exception):
+    """This agent cannot serve; the text says why."""
+
+
+def main() -> None:
+    """Serve the launcher of the ticket beside this program (``sys.argv[0]``), and end."""
+    path = Path(sys.argv[0]).absolute().with_name(TICKET_NAME)
+    try:
+        ticket = Ticket.from_text(path.read_text(encoding="utf-8"))
+        enlist(ticket, own_rank(ticket))
+    except (OSError, ValueError) as error:
+        fail(f"the ticket {path} cannot be read: {error}")
+    except NotEnlisted as error:
+        fail(str(error))
+
+
+def fail(text: str) -> None:
+    """Say why there is no agent, in a line that the launcher finds among others, and end."""
+    found = {"error": text, "host": socket.gethostname()}
+    print(f"{GREETING.decode()}{json.dumps(found)}", flush=True)
+    sys.exit(3)
+
+
+def own_rank(ticket: Ticket) -> int:
+    """Which of the agents this one is, from 0. Raises :class:`NotEnlisted`."""
+    for name in ticket.rank_names:
+        if value := os.environ.get(name):
+            try:
+                return int(value) - ticket.first_rank
+            except ValueError:
+                raise NotEnlisted(f"{name} is no number: {value!r}") from None
+    raise NotEnlisted(f"none of {', '.join(ticket.rank_names)} is set: nothing says who this is")
+
+
+def enlist(ticket: Ticket, rank: int) -> None:
+    """Serve the launcher until it has no more use for this agent, or is gone.
+
+    Raises :class:`NotEnlisted` when it cannot be reached.
+    """
+    connected, handshake, address = _reached(ticket)
+    connected.settimeout(None)
+    read_fd, write_fd = connected.detach(), -1
+    write_fd = os.dup(read_fd)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.close(null)
+    seals = (handshake.seal_to_agent(), handshake.seal_to_launcher())
+    link = Link(read_fd, write_fd, time.monotonic(), seals=seals)
+    link.send(GREET, {**machine(), "rank": rank, "reached_from": address})
+    with SignalPipe() as signals:
+        Agent(link, signals, ticket.key).serve()
+
+
+def _reached(ticket: Ticket) -> tuple[socket.socket, Handshake, str]:
+    """A connection to the launcher, and the address by which it was reached."""
+    failures = []
+    for address in ticket.addresses:
+        try:
+            connected = socket.create_connection((address, ticket.port), _CONNECT_S)
+        except OSError as error:
+            failures.append(f"{address}: {error.strerror or error}")
+            continue
+        try:
+            return connected, _agreed(connected, ticket.key), address
+        except (OSError, NotEnlisted) as error:
+            connected.close()
+            failures.append(f"{address}: {error}")
+    raise NotEnlisted(
+        f"the launcher is not to be reached on port {ticket.port} ({'; '.join(failures)})"
+    )
+
+
+def _agreed(connected: socket.socket, key: str) -> Handshake:
+    """Both sides have proved that they know ``key``."""
+    head = _received(connected, len(HELLO) + NONCE_BYTES)
+    if not head.startswith(HELLO):
+        raise NotEnlisted("who answers is no launcher")
+    handshake = Handshake(key, head[len(HELLO) :], secrets.token_bytes(NONCE_BYTES))
+    connected.sendall(handshake.agent_nonce + handshake.agent_proof())
+    if not is_same(_received(connected, PROOF_BYTES), handshake.launcher_proof()):
+        raise NotEnlisted("who answers is another job's launcher")
+    return handshake
+
+
+def _received(connected: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connected.recv(size - len(data))
+        if not part:
+            raise NotEnlisted("the connection was closed")
+        data += part
+    return data

@@ -1,0 +1,169 @@
+"""Where a launcher lets its agents in: a socket that listens until all are there.
+
+Whoever connects has a few seconds to prove that it knows the job's key (``handshake.py``) and to
+greet; only then is it given to whoever waits for agents. Strangers are closed without a word.
+Never blocks; runs on the launcher's main thread. Read ``carrier.py`` next.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvstore.launch.frames import GREET
+from kvstore.launch.handshake import HELLO, NONCE_BYTES, PROOF_BYTES, Handshake, is_same
+from kvstore.launch.link import Link, LinkLost, fields
+from kvstore.launch.places import Event
+
+VISIT_S = 10.0  # from the connection to the greeting
+MOST_VISITORS = 512  # that have not greeted yet; others wait in the kernel's queue
+
+Admit = Callable[[Link, Mapping[str, Any]], list[Event]]
+
+
+class Gate:
+    """Owns ``listener``. ``admit`` takes the link, with its ownership, and the greeting."""
+
+    def __init__(self, listener: socket.socket, key: str, admit: Admit) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._key = key
+        self._admit = admit
+        self._visitors: list[_Visitor] = []
+        self._selector: selectors.BaseSelector | None = None
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def adjust(self, selector: selectors.BaseSelector) -> None:
+        """Register what is to be listened to."""
+        self._selector = selector
+        watched = selector.get_map()
+        has_room = len(self._visitors) < MOST_VISITORS
+        fd = self._listener.fileno()
+        if fd >= 0 and has_room and fd not in watched:
+            selector.register(fd, selectors.EVENT_READ, self)
+        elif fd >= 0 and not has_room and fd in watched:
+            selector.unregister(fd)
+        for visitor in self._visitors:
+            if visitor.fd not in watched:
+                selector.register(visitor.fd, selectors.EVENT_READ, _Hearing(self, visitor))
+
+    def handle(self, now_s: float) -> list[Event]:
+        """Somebody wants to come in."""
+        try:
+            connected, _ = self._listener.accept()
+        except OSError:  # it has gone again
+            return []
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._visitors.append(_Visitor(connected, self._key, now_s))
+        return []
+
+    def hear(self, visitor: _Visitor, now_s: float) -> list[Event]:
+        """A visitor has said something."""
+        try:
+            found = visitor.hear(now_s)
+        except (LinkLost, OSError):
+            self._send_away(visitor)
+            return []
+        if found is None:
+            return []
+        self._forget(visitor)
+        return self._admit(*found)
+
+    def tick(self, now_s: float) -> float | None:
+        """Send away who takes too long; the seconds until this wants to be called again."""
+        for visitor in [one for one in self._visitors if one.until_s <= now_s]:
+            self._send_away(visitor)
+        return min((one.until_s - now_s for one in self._visitors), default=None)
+
+    def close(self) -> None:
+        """Nobody is let in any more. May be called again."""
+        self._unregister(self._listener.fileno())
+        self._listener.close()
+        for visitor in list(self._visitors):
+            self._send_away(visitor)
+
+    def _send_away(self, visitor: _Visitor) -> None:
+        self._forget(visitor)
+        visitor.close()
+
+    def _forget(self, visitor: _Visitor) -> None:
+        self._visitors.remove(visitor)
+        self._unregister(visitor.fd)
+
+    def _unregister(self, fd: int) -> None:
+        if self._selector is not None and fd >= 0 and fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+
+class _Visitor:
+    """Somebody who has not greeted yet."""
+
+    def __init__(self, connected: socket.socket, key: str, now_s: float) -> None:
+        self.until_s = now_s + VISIT_S
+        self._socket = connected
+        self._key = key
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._said = b""
+        self._link: Link | None = None
+        try:
+            connected.send(HELLO + self._nonce)  # an empty buffer takes so much
+        except OSError:
+            self.until_s = now_s
+
+    @property
+    def fd(self) -> int:
+        return self._socket.fileno() if self._link is None else self._link.read_fd
+
+    def hear(self, now_s: float) -> tuple[Link, Mapping[str, Any]] | None:
+        """The link and the greeting once it has come. Raises LinkLost or OSError."""
+        if self._link is None:
+            self._hear_proof(now_s)
+            return None
+        for message in self._link.receive(now_s):
+            if message[0] != GREET:
+                raise LinkLost("it does not greet")
+            return self._link, fields(message, dict)[0]
+        return None
+
+    def close(self) -> None:
+        if self._link is None:
+            self._socket.close()
+        else:
+            self._link.close()
+
+    def _hear_proof(self, now_s: float) -> None:
+        wanted = NONCE_BYTES + PROOF_BYTES
+        data = self._socket.recv(wanted - len(self._said))
+        if not data:
+            raise LinkLost("the connection was closed")
+        self._said += data
+        if len(self._said) < wanted:
+            return
+        handshake = Handshake(self._key, self._nonce, self._said[:NONCE_BYTES])
+        if not is_same(self._said[NONCE_BYTES:], handshake.agent_proof()):
+            raise LinkLost("it does not know the job's key")
+        self._socket.send(handshake.launcher_proof())
+        seals = (handshake.seal_to_launcher(), handshake.seal_to_agent())
+        read_fd = self._socket.detach()
+        self._link = Link(read_fd, os.dup(read_fd), time.monotonic(), seals=seals)
+
+
+class _Hearing:
+    """A visitor, as a source."""
+
+    def __init__(self, gate: Gate, visitor: _Visitor) -> None:
+        self._gate = gate
+        self._visitor = visitor
+
+    def handle(self, now_s: float) -> list[Event]:
+        return self._gate.hear(self._visitor, now_s)

@@ -1,0 +1,196 @@
+"""The launcher ``mpi``: one ``mpirun`` starts the servers and the workers, by their ranks.
+
+Open MPI and MPICH (and what is built like it) are told apart by what ``mpirun --version`` says;
+they name the same things differently. Nothing here speaks MPI. Flags as in dmlc-core's
+``tracker/dmlc_tracker/mpi.py``, which starts two mpiruns. Read ``carried.py`` next.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvstore.launch.carried import (
+    Cluster,
+    Member,
+    agent_command,
+    run_carried,
+    servers_then_workers,
+)
+from kvstore.launch.hosts import Host, bracketed, read_hosts, spread
+from kvstore.launch.lifecycle import Timing
+from kvstore.launch.options import LaunchError, LaunchOptions
+from kvstore.launch.remote_shell import known_refusal
+
+_VERSION_S = 10.0
+_CONNECT_S = 60.0
+_HOSTS_NAME = "hosts"
+_SHOWN_LINES = 20
+_OF_SSH = re.compile(r"\Assh: |Permission denied \(|[Hh]ost key|HOST IDENTIFICATION")
+
+# Open MPI's and PMIx's (mpirun(1), "Exported Environment Variables"); Hydra's, of MPICH.
+_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+
+# Servers need little of a processor: a machine takes more processes than it has of these. Both
+# the names up to Open MPI 4 and those from 5 on, which leaves this to PRRTE.
+_OPEN_MPI_VARIABLES = {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One family of mpirun: its option for a hosts file, how that names slots, and its extras."""
+
+    name: str
+    hosts_option: str
+    slots: str
+    options: tuple[str, ...]
+    variables: Mapping[str, str]
+
+
+# Open MPI gives each process one processor, all threads of what it starts included, unless told.
+OPEN_MPI = Kind("Open MPI", "--hostfile", " slots=", ("--bind-to", "none"), _OPEN_MPI_VARIABLES)
+MPICH = Kind("MPICH", "-f", ":", (), {})
+
+
+def run(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    service_command: Sequence[str],
+    timing: Timing,
+) -> int:
+    """As :func:`kvstore.launch.jobrun.run_job`."""
+    program = shutil.which("mpirun", path=environ.get("PATH"))
+    if program is None:
+        raise LaunchError(
+            "there is no program 'mpirun' here: install Open MPI or MPICH, or load its module, "
+            "or use --launcher ssh, which needs neither",
+            exit_code=1,
+        )
+    hosts = [] if options.hostfile is None else read_mpi_hosts(options.hostfile)
+    members, counts = placement(options, hosts)
+    kind = kind_of(_version(program, environ))
+    cluster = Cluster(
+        members=members,
+        command=lambda directory: mpirun_argv(options, kind, len(members), directory),
+        # Nobody is there to type a password, on a terminal or in a window (ssh(1)).
+        environment={**kind.variables, "SSH_ASKPASS_REQUIRE": "never", **environ},
+        rank_names=_RANK_NAMES,
+        explain=explain,
+        fatal=lambda line: login_refusal(line, hosts),
+        files={_HOSTS_NAME: hosts_file(counts, kind)} if hosts else {},
+        connect_s=_CONNECT_S,
+    )
+    return run_carried(options, environ, service_command, timing, cluster)
+
+
+def kind_of(version: str) -> Kind:
+    """From what ``mpirun --version`` prints. Raises :class:`LaunchError` for any other."""
+    if any(name in version for name in ("Open MPI", "OpenRTE", "PRRTE", "prte")):
+        return OPEN_MPI
+    if any(name in version for name in ("HYDRA", "MPICH", "Intel(R) MPI")):
+        return MPICH
+    first = version.strip().splitlines()[0] if version.strip() else "nothing"
+    raise LaunchError(
+        f"mpirun is neither of Open MPI nor of MPICH: its --version says '{first}'", exit_code=1
+    )
+
+
+def read_mpi_hosts(path: str) -> list[Host]:
+    """The hosts file as for ssh, or as mpirun has it. Raises :class:`LaunchError`."""
+    return [_as_mpirun_has_it(host) for host in read_hosts(path)]
+
+
+def placement(
+    options: LaunchOptions, hosts: Sequence[Host]
+) -> tuple[list[Member], list[tuple[str, int]]]:
+    """Who each rank is, and how many ranks each host gets; without hosts mpirun decides.
+
+    mpirun fills the first host before the second; so the servers and the workers of the first
+    host come first. Raises :class:`LaunchError` (exit code 2).
+    """
+    if not hosts:
+        return servers_then_workers(options), []
+    file_name = options.hostfile or "hosts"
+    places = spread(hosts, options.num_servers, options.num_workers, file_name)
+    members: list[Member] = []
+    counts: list[tuple[str, int]] = []
+    for index, host in enumerate(hosts):
+        here = [(role, rank) for role, rank, where in places if where == index]
+        members += here
+        if here:
+            counts.append((host.name, len(here)))
+    return members, counts
+
+
+def _as_mpirun_has_it(host: Host) -> Host:
+    """``host:4`` means four slots for Hydra; a port or a user mean nothing to mpirun."""
+    for option, value in (("user=", host.user), ("addr=", host.address)):
+        if value is not None:
+            raise LaunchError(
+                f"{host.name}: {option} is for --launcher ssh; mpirun logs in by itself: write "
+                "what it needs into ~/.ssh/config, and name the network by DMLC_INTERFACE",
+                exit_code=2,
+            )
+    return host if host.port is None else replace(host, slots=host.port, port=None)
+
+
+def hosts_file(counts: Sequence[tuple[str, int]], kind: Kind) -> str:
+    """The hosts as this kind of mpirun reads them."""
+    return "".join(f"{bracketed(name)}{kind.slots}{count}\n" for name, count in counts)
+
+
+def mpirun_argv(options: LaunchOptions, kind: Kind, count: int, directory: Path) -> list[str]:
+    hosts = [] if options.hostfile is None else [kind.hosts_option, str(directory / _HOSTS_NAME)]
+    return [
+        "mpirun",
+        *kind.options,
+        *hosts,
+        *options.places.launcher_args,
+        "-n",
+        str(count),
+        *agent_command(options, directory),
+    ]
+
+
+def explain(lines: Sequence[str], code: int) -> str:
+    """``mpirun`` has ended before all agents had come."""
+    how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    said = "".join(f"\n  {line.strip()}" for line in lines[:_SHOWN_LINES])
+    return f"mpirun ended ({how}) before all processes had started" + (
+        f"; it said:{said}" if said else ""
+    )
+
+
+def login_refusal(line: str, hosts: Sequence[Host]) -> str | None:
+    """A sentence if ``line`` is ssh's, which mpirun logs in with, and says why it could not."""
+    if not _OF_SSH.search(line):
+        return None
+    named = [host for host in hosts if _mentions(line, host.name)]
+    return known_refusal(named[0] if named else Host("a host of the job"), [line])
+
+
+def _mentions(line: str, name: str) -> bool:
+    return re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)", line) is not None
+
+
+def _version(program: str, environ: Mapping[str, str]) -> str:
+    try:
+        found = subprocess.run(
+            [program, "--version"],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_VERSION_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"'{program} --version' gave no answer: {error}", exit_code=1) from error
+    return found.stdout + found.stderr

@@ -1,0 +1,128 @@
+"""The launcher ``mpi`` with real mpiruns, Open MPI's and MPICH's, over ssh to two hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from common import ROUND, SENTENCE_S, STAY, EveryLauncher, Launcher, python, two_lines
+from services.mpi import Mpi
+from services.sshd import SshHosts
+
+
+@pytest.fixture
+def launcher(mpi: Mpi, ssh_hosts: SshHosts, tmp_path: Path) -> Launcher:
+    hostfile = ssh_hosts.write_hostfile(tmp_path / "hosts")
+    return Launcher(
+        own=["--launcher", "mpi", "-H", str(hostfile)],
+        hosts=ssh_hosts.names,
+        processes=ssh_hosts.processes,
+        environment=mpi.environment_for(ssh_hosts),
+    )
+
+
+class TestMpi(EveryLauncher):
+    pass
+
+
+def with_hosts(launcher: Launcher, path: Path, *lines: str) -> Launcher:
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return replace(launcher, own=["--launcher", "mpi", "-H", str(path)])
+
+
+def test_each_host_gets_a_worker(launcher: Launcher) -> None:
+    done = launcher.run("-n", "2", "-s", "1", *python(ROUND))
+    assert done.returncode == 0, done.stderr
+    for rank, host in enumerate(launcher.hosts):
+        assert f"[worker {rank}@{host}] sum 3.0 on {host}" in done.stdout
+
+
+def test_slots_put_both_workers_on_one_host(
+    launcher: Launcher, ssh_hosts: SshHosts, mpi: Mpi, tmp_path: Path
+) -> None:
+    slots = " slots=2" if mpi.kind == "openmpi" else ":2"  # as each writes it
+    one = with_hosts(launcher, tmp_path / "one", f"{ssh_hosts.addresses[0]}{slots}")
+    done = one.run("-n", "2", "-s", "1", *python(ROUND))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"sum 3.0 on {ssh_hosts.names[0]}") == 2
+
+
+def test_without_a_hosts_file_all_run_on_this_machine(mpi: Mpi) -> None:
+    here = Launcher(["--launcher", "mpi"], (), list, mpi.environment)
+    done = here.run("-n", "2", "-s", "2", *python(ROUND))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 3.0") == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "sentence"),
+    [
+        ("asks_password", "asks for a password"),
+        ("unknown_key", "is not known to this machine"),
+        ("unknown_name", "is a name that leads nowhere"),
+    ],
+)
+def test_a_host_that_cannot_be_reached_is_a_sentence(
+    launcher: Launcher, ssh_hosts: SshHosts, tmp_path: Path, host: str, sentence: str
+) -> None:
+    name = getattr(ssh_hosts, host)
+    wrong = with_hosts(launcher, tmp_path / "wrong", ssh_hosts.addresses[0], name)
+    began = time.monotonic()
+    done = wrong.run("-n", "2", "-s", "1", "true")
+    assert time.monotonic() - began < SENTENCE_S
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("[launcher] ")
+    assert sentence in line
+    assert launcher.nothing_runs()
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "sentence"),
+    [
+        (None, [], "there is no hosts file"),
+        (["one"], [], "has 1 slot on 1 host, and 2 workers were asked for"),
+        (["ann@one", "two"], [], "user= is for --launcher ssh"),
+    ],
+)
+def test_hosts_that_are_no_good_are_a_sentence(
+    launcher: Launcher, tmp_path: Path, lines: list[str] | None, words: list[str], sentence: str
+) -> None:
+    path = tmp_path / "some"
+    wrong = replace(launcher, own=["--launcher", "mpi", "-H", str(path)])
+    if lines is not None:
+        wrong = with_hosts(launcher, path, *lines)
+    done = wrong.run("-n", "2", "-s", "1", *words, "true")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert sentence in line
+
+
+def test_without_mpirun_it_says_what_to_install(mpi: Mpi, tmp_path: Path) -> None:
+    nowhere = Launcher(["--launcher", "mpi"], (), list, {"PATH": str(tmp_path)})
+    done = nowhere.run("-n", "2", "true")
+    assert done.returncode == 1
+    assert "there is no program 'mpirun' here: install Open MPI or MPICH" in done.stderr
+
+
+def test_processes_that_mpirun_loses_are_named(launcher: Launcher, ssh_hosts: SshHosts) -> None:
+    with launcher.start("-n", "2", "-s", "1", *python(STAY)) as job:
+        try:
+            two_lines(job)
+            here = ssh_hosts.network.hosts[1].processes()
+            [agent, *_] = [pid for pid, words in here.items() if "agent.py" in words]
+            began = time.monotonic()
+            os.kill(agent, signal.SIGKILL)
+            assert job.stderr is not None
+            said = job.stderr.read()
+            code = job.wait(SENTENCE_S)
+        finally:
+            job.kill()
+    assert code != 0
+    assert f"{ssh_hosts.names[1]} was lost" in said
+    assert time.monotonic() - began < SENTENCE_S
+    assert launcher.nothing_runs()
