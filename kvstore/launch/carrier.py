@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -26,10 +27,13 @@ from kvstore.launch.link import Link
 from kvstore.launch.places import Event, Finished, Note
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.remote import AgentPlace
+from kvstore.launch.ticket import DIRECTORY_NAME, PROGRAM_NAME
 
 _READ_BYTES = 64 * 1024
 _KEPT_LINES = 200
 _ENDING_S = 5.0  # for the command to end by itself once no agent is left, and after SIGTERM
+_SHOWN_NAMES = 8
+_NO_PROGRAM = re.compile(rf"can't open file '([^']*{re.escape(PROGRAM_NAME)})'")
 _ROSTER_S = (5.0, 10.0, 20.0, 40.0, 60.0)  # between one roster and the next
 
 Explain = Callable[[Sequence[str], int], str]
@@ -151,7 +155,7 @@ class Carrier:
             del self._said[_KEPT_LINES:]
             self._said.append(text)
             if self._failure is None:
-                self._failure = self._fatal(text)
+                self._failure = _not_shared(text) or self._fatal(text)
         return notes
 
     def sweep(self) -> list[Event]:
@@ -218,7 +222,11 @@ class Carrier:
         hosts = ", ".join(sorted({str(place.label) for place in here}))
         there = f" ({len(here)} of {len(self._crew)} are there, on {hosts})" if here else ""
         state = self._state()
-        return f"waiting for {', '.join(self.awaited())}{there}" + (f": {state}" if state else "")
+        awaited = self.awaited()
+        names = ", ".join(awaited[:_SHOWN_NAMES])
+        more = len(awaited) - _SHOWN_NAMES
+        others = f" and {more} more" if more > 0 else ""
+        return f"waiting for {names}{others}{there}" + (f": {state}" if state else "")
 
     def _wait(self, until_s: float) -> None:
         """For the command's end, reading what it prints, so that it can."""
@@ -233,6 +241,17 @@ class Carrier:
     def _signal(self, number: int) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, number)
+
+
+def _not_shared(line: str) -> str | None:
+    """A sentence if ``line`` is Python's, which a host was told to give a program it has not."""
+    found = _NO_PROGRAM.search(line)
+    if found is None:
+        return None
+    return (
+        f"a host does not find {found[1]}: set {DIRECTORY_NAME} to a directory that all hosts "
+        f"share ({line})"
+    )
 
 
 class _Stream:

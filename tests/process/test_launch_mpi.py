@@ -29,6 +29,10 @@ pytestmark = [
 MPIRUN = """#!/bin/sh
 case "$*" in *--version*) echo "mpirun (Open MPI) 4.1.4"; exit;; esac
 case "$*" in *--too-few-slots*) echo "There are not enough slots" >&2; exit 1;; esac
+case "$*" in *--not-shared*)
+    echo "python3: can't open file '/home/ann/agent.py': [Errno 2] No such file" >&2
+    exec sleep 60;;
+esac
 while [ "$1" != -n ]; do shift; done
 count=$2; shift 2
 rank=0
@@ -104,6 +108,14 @@ def test_what_mpirun_says_before_it_gives_up_is_the_reason(start: Start, tmp_pat
         "  There are not enough slots",
     ]
     assert list((tmp_path / "jobs").iterdir()) == []
+
+
+def test_a_directory_that_is_not_shared_is_the_reason(start: Start) -> None:
+    done = start("-n", "1", "--launcher-args=--not-shared", "true")
+    _, errors = done.communicate(timeout=LIMIT_S)
+    assert done.returncode == 1
+    [line] = errors.splitlines()
+    assert "does not find /home/ann/agent.py: set KVSTORE_JOB_DIR to a directory" in line
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(start: Start, tmp_path: Path) -> None:
