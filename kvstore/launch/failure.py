@@ -80,7 +80,15 @@ def _ended_too_early(exits: Sequence[Exit], specs: Sequence[ProcessSpec]) -> set
 
     service = [found for found in exits if specs[found.index].role != "worker"]
     last_worker, last_service = end_of(True), end_of(False)
-    whole = all(found.status == 0 and not found.stopped for found in service)
+    servers = [found for found in service if specs[found.index].role == "server"]
+    first_server = min((found.sweep for found in servers), default=0)
+    # Where the scheduler failed before any server ended, the servers are all of the service.
+    is_lost = any(
+        found.status != 0 and not found.stopped and found.sweep < first_server for found in service
+    )
+    whole = all(
+        found.status == 0 and not found.stopped for found in (servers if is_lost else service)
+    )
     if whole and last_service <= last_worker:
         return set()
     return {found.index for found in service if found.status == 0 and found.sweep < last_worker}
