@@ -15,6 +15,7 @@ from kvstore.launch.lifecycle import Exit
 from kvstore.launch.plan import ProcessSpec
 
 FAILURE_HEADING = "======== the job failed; this was the first failure ========"
+GOES_ON = "push and pull go on"
 SHOWN_LINES = 20
 LONGEST_COMMAND = 2000
 
@@ -71,8 +72,8 @@ def without_scheduler(scheduler: Ended) -> str:
     ended = f"was killed by {how.removeprefix('signal ')}" if status < 0 else f"ended with {how}"
     where = scheduler.place or f"pid {scheduler.pid}"
     return (
-        f"the scheduler {ended} ({where}): push and pull go on; barriers, init and joins no longer "
-        f"work; at its end the job counts as failed (exit code {exit_code(scheduler.exit)})"
+        f"the scheduler {ended} ({where}): {GOES_ON}; barriers, init and joins no longer work; "
+        f"at its end the job counts as failed (exit code {exit_code(scheduler.exit)})"
     )
 
 
