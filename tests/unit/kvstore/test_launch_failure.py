@@ -72,6 +72,8 @@ def test_it_is_still_a_failure_when_a_worker_could_not_even_be_killed() -> None:
 def test_a_scheduler_that_was_killed_is_the_cause_and_servers_end_rightly_without_it() -> None:
     exits = [ended(SCHEDULER, -9, 1), ended(SERVER, 0, 2), ended(WORKER_0, 0, 3)]
     assert order([*exits, ended(WORKER_1, 0, 4)]) == [SCHEDULER]
+    late = [ended(SCHEDULER, -9, 1), ended(WORKER_0, 0, 2), ended(SERVER, 0, 3)]
+    assert order([*late, ended(WORKER_1, 0, 4)]) == [SCHEDULER]
     exits.append(ended(WORKER_1, 1, 1))  # noticed together, and it says of whom it has died
     assert order(exits, {WORKER_1: NODE_LOST}) == [SCHEDULER, WORKER_1]
 
@@ -164,3 +166,10 @@ def test_whoever_failed_in_the_same_words_is_only_named() -> None:
     killed = Ended(specs[1], 1, ended(1, -9, 1), logs[1])
     lines = failure_block([failures[0], killed], [], "/logs", start_s=0.0).splitlines()
     assert lines[-2] == "other failures: worker 1 (signal SIGKILL)"
+
+
+def test_one_of_several_servers_may_end_just_before_a_last_worker_that_succeeds() -> None:
+    roles = [("scheduler", 0), ("server", 0), ("server", 1), ("worker", 0)]
+    specs = [ProcessSpec(*role, ("x",), {}) for role in roles]
+    exits = [ended(0, -9, 1), ended(1, 0, 2), ended(3, 0, 3), ended(2, 0, 4)]
+    assert [one.index for one in failures_first_cause_first(exits, specs, {})] == [0]
