@@ -161,7 +161,7 @@ for n in range(1 + kv.rank):
 
 
 def test_a_scheduler_that_is_killed_before_all_have_joined_ends_the_job(make_job: MakeJob) -> None:
-    job = make_job(2, 1, PS_ROSTER_INTERVAL="0.2")
+    job = make_job(2, 1, PS_ROSTER_INTERVAL="0.2", PS_LOST_AFTER="0.5")
     late = 'if os.environ["DMLC_TASK_ID"] == "1": time.sleep(60)\n'
     launcher = job.launch(late + SYNC)
     launcher.wait_for(r"\[worker 0\] .* waiting for 1 of 2 workers since ")
