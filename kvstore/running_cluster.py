@@ -59,8 +59,8 @@ class LocalCluster:
     of the interpreter, and when nothing refers to it any more.
 
     An exception in a function is raised by the call. If all workers have answered, the cluster
-    goes on; if some have not within 2 s, since they wait for the one that raised, or if a process
-    is lost, it ends, and calls raise ``ClosedError``. Nothing is restarted.
+    goes on; if some have not within 2 s, since they wait for the one that raised, or if a worker
+    or server is lost, it ends, and calls raise ``ClosedError``. Nothing is restarted.
     """
 
     def __init__(

@@ -222,7 +222,8 @@ class RunningJob:
         ending = self._ending()
         if ending is not None and ending.report is not None:
             error = first_cause([], ending)
-            show([(True, f"[launcher] all workers had returned, but then {error}")])
+            order = "although" if ending.report.role == "scheduler" else "but then"
+            show([(True, f"[launcher] all workers had returned, {order} {error}")])
         self.end()
 
     def end(self) -> None:
@@ -264,7 +265,10 @@ class RunningJob:
         """Until when other answers, or the launcher's verdict, are awaited after a failure."""
         if failed_at_s is None:
             return float("inf")
-        if all(one.blames_another for one in answers if one.failed):
+        assert self._launcher is not None
+        # Workers that serve go on without the scheduler: the launcher has no verdict to give.
+        is_known = self._mode == "serve" and self._launcher.output.is_without_scheduler
+        if all(one.blames_another for one in answers if one.failed) and not is_known:
             return failed_at_s + VERDICT_S
         if self._mode == "serve" and len(answers) < self.workers:
             return failed_at_s + PATIENCE_S

@@ -25,7 +25,7 @@ from kvstore.launch.kube_manifest import KubeJob, adopted
 from kvstore.launch.kube_state import Pod, Sight, read_sight, read_warnings
 from kvstore.launch.kube_watch import Patience, Watch
 from kvstore.launch.kubectl import Answer, Commands, Kubectl
-from kvstore.launch.lifecycle import Lifecycle, Phase, Say, SendSignal
+from kvstore.launch.lifecycle import Effect, Lifecycle, Phase, Say, SendSignal
 from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.report import Ended
@@ -69,7 +69,7 @@ class Follower:
         now_s = time.monotonic()
         self._lifecycle = Lifecycle(specs, patience.lifecycle)
         # Nobody tells whether all have joined: servers get their time to end in any case.
-        self._lifecycle.joined(now_s)
+        self._lifecycle.joined(now_s, is_certain=False)
         self._watch = Watch(specs, job, patience, now_s)
         self._logs: dict[int, PodLog] = {}
         self._commands = Commands(kubectl, 2 * patience.request_s)
@@ -256,11 +256,12 @@ class Follower:
         if self._watch.gives_up(now_s) is not None:
             self._carry_out(self._lifecycle.cannot_start(now_s))
 
-    def _carry_out(self, effects: Sequence[SendSignal | Say]) -> None:
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
         """The first signal is the deletion of the Jobs here; any further one hurries the pods."""
         for effect in effects:
             if isinstance(effect, Say):
                 self.say(effect.text.replace("even after SIGKILL", "although they are deleted"))
+            if not isinstance(effect, SendSignal):
                 continue
             how = ("pods", "--grace-period=1") if self._watch.is_ending else ("jobs,pods",)
             self._watch.is_ending = True

@@ -249,6 +249,17 @@ class Job:
         """Everything that all processes have written, for the text of a failed assertion."""
         return "\n".join(f"--- {process.name}\n{process.text}" for process in self.processes)
 
+    def launched(self, role: str, rank: int = 0) -> int:
+        """The process id of a scheduler, server or worker that the launcher has started."""
+        wanted = {f"DMLC_ROLE={role}".encode(), f"DMLC_TASK_ID={rank}".encode()}
+        found = [
+            pid
+            for pid in self.left()
+            if wanted <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        ]
+        assert len(found) == 1
+        return found[0]
+
     # -- what is left ------------------------------------------------------------------
 
     def left(self) -> list[int]:
