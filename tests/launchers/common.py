@@ -38,6 +38,18 @@ kv = mx.create("dist_sync")
 print("here", flush=True)
 time.sleep(60)
 """
+GO_ON = """
+import time
+import numpy as np
+import kvstore as mx
+kv = mx.create("dist_sync")
+kv.init("w", np.zeros(3, np.float32))
+print("here", flush=True)
+for _ in range(80):
+    value = kv.pushpull("w", np.ones(3, np.float32))
+    time.sleep(0.05)
+print("the last sum is", kv.pull("w")[0], flush=True)
+"""
 WORDS = ["a b", "it's", '"$HOME"', "two\nlines", "", "-n", "--launcher=local", "*", "!x", "\\"]
 
 
@@ -150,6 +162,21 @@ class EveryLauncher:
         assert code == (-number if number is signal.SIGKILL else 128 + number)
         assert launcher.nothing_runs()
         assert time.monotonic() - began < SENTENCE_S
+
+    def test_the_job_goes_on_without_its_scheduler(self, launcher: Launcher) -> None:
+        with launcher.start("-n", "2", "-s", "1", *python(GO_ON)) as job:
+            try:
+                two_lines(job)
+                children = subprocess.check_output(["pgrep", "-P", str(job.pid), "-f", "service"])
+                [scheduler] = [int(pid) for pid in children.split()]
+                os.kill(scheduler, signal.SIGKILL)
+                output, errors = job.communicate(timeout=JOB_S)
+            finally:
+                job.kill()
+        assert f"[launcher] the scheduler was killed by SIGKILL (pid {scheduler})" in errors
+        assert output.count("the last sum is 2.0") == 2, errors
+        assert job.returncode == 137
+        assert launcher.nothing_runs()
 
     def test_a_missing_program_is_a_sentence(self, launcher: Launcher) -> None:
         began = time.monotonic()
