@@ -18,7 +18,6 @@ from job import (
     HOST,
     PATIENCE_S,
     ROOT,
-    SHORT,
     TRAIN,
     WORKER,
     Job,
@@ -204,14 +203,16 @@ def test_a_worker_that_is_stopped_is_listed_as_silent(make_job: MakeJob) -> None
 
 
 def test_a_job_that_gathers_says_who_is_missing(make_job: MakeJob) -> None:
-    job = make_job(2, 1, **SHORT)
+    job = make_job(2, 1)
     scheduler, server = job.scheduler(), job.server()
     address = f"{HOST}:{job.port}"
     wait_until(lambda: surveyed_or_none(job, address) == 2, "the server has registered")
     found = surveyed(job, address)
     assert (found["state"], found["missing"]) == ("gathering", ["2 of 2 workers"])
     assert found["nodes"][1]["pid"] == server.pid
-    assert [scheduler.wait(), server.wait()] == [1, 1]
+    for process in (server, scheduler):
+        process.send(signal.SIGINT)
+        assert process.wait() == 128 + signal.SIGINT
 
 
 def surveyed_or_none(job: Job, address: str) -> int | None:
