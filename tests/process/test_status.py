@@ -266,6 +266,7 @@ def launched(job: Job, code: str, *options: str) -> Process:
         *("-n", "2", "-s", "1", *options, sys.executable, "-c", WORKER + code),
     ]
     environment = {**clean_environment(), "PROCESS_TEST_MARK": job.mark, "TERM": "xterm"}
+    environment.update(job.settings)
     return job._start("terminal", command, {**environment, "TMPDIR": str(job.directory)})
 
 
@@ -304,8 +305,9 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
         assert "exit code 7" in shown.text
 
 
-def test_the_line_vanishes_with_an_interrupt(make_job: MakeJob) -> None:
-    job = make_job()
+@pytest.mark.parametrize("settings", [{}, {"PYTHONSAFEPATH": "1"}], ids=["", "safe path"])
+def test_the_line_vanishes_with_an_interrupt(make_job: MakeJob, settings: dict[str, str]) -> None:
+    job = make_job(**settings)
     process = launched(job, STEPS.format(steps=2000, code=0))
     process.wait_for(r"\[launcher\] 2/2 workers")
     [launcher] = [
