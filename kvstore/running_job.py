@@ -113,7 +113,8 @@ def _check_agreement(options: JobOptions, understood: LaunchOptions) -> None:
 class RunningJob:
     """A job that has been started; ``mode`` is that of ``worker_main``. End it with :meth:`end`.
 
-    Use it from one thread at a time.
+    One thread at a time gathers answers, finishes or ends it. Meanwhile one other may leave and
+    order calls, until :meth:`finish` or :meth:`end`, and any may stop it.
     """
 
     def __init__(self, options: JobOptions, mode: str) -> None:
@@ -204,6 +205,11 @@ class RunningJob:
         return self._launcher is not None and self._launcher.status is None
 
     # -- the end -----------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End all processes; a thread that gathers answers gets an outcome. Any thread may call."""
+        if self._launcher is not None:
+            self._launcher.stop()
 
     def finish(self) -> None:
         """After the last answer: let all processes end by themselves, showing what they write.
