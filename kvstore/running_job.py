@@ -97,6 +97,7 @@ def checked_command(options: JobOptions, directory: Path, mode: str) -> list[str
     except LaunchError as error:
         raise ArgumentValueError(str(error)) from error
     _check_agreement(options, understood)
+    _check_launcher(understood)
     return arguments
 
 
@@ -107,6 +108,21 @@ def _check_agreement(options: JobOptions, understood: LaunchOptions) -> None:
         raise ArgumentValueError(
             "options are for the launcher's other options: workers, servers and launcher have "
             f"arguments of their own, and the job must run; got {list(options.options)}"
+        )
+
+
+def _check_launcher(understood: LaunchOptions) -> None:
+    """Whether the workers of this launcher can be handed a function."""
+    if understood.launcher == "kubernetes":
+        raise ArgumentValueError(
+            "launcher='kubernetes' cannot run a function: pods share no directory with this "
+            "process; put the function into a script and start that with kvstore-launch "
+            "--launcher kubernetes, or choose another launcher"
+        )
+    if understood.launcher == "ssh" and understood.hostfile is None:
+        raise ArgumentValueError(
+            "launcher='ssh' needs the hosts: options=('--hostfile=FILE',), with one host on each "
+            "line of FILE"
         )
 
 
