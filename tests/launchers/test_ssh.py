@@ -85,7 +85,9 @@ class Launcher:
 
 
 @pytest.fixture
-def launcher(ssh_hosts: SshHosts, tmp_path: Path) -> Launcher:
+def launcher(ssh_hosts: SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # where the logs of failed jobs stay
     return Launcher(ssh_hosts, tmp_path)
 
 
