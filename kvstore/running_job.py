@@ -97,6 +97,7 @@ def checked_command(options: JobOptions, directory: Path, mode: str) -> list[str
     except LaunchError as error:
         raise ArgumentValueError(str(error)) from error
     _check_agreement(options, understood)
+    _check_launcher(understood)
     return arguments
 
 
@@ -110,10 +111,26 @@ def _check_agreement(options: JobOptions, understood: LaunchOptions) -> None:
         )
 
 
+def _check_launcher(understood: LaunchOptions) -> None:
+    """Whether the workers of this launcher can be handed a function."""
+    if understood.launcher == "kubernetes":
+        raise ArgumentValueError(
+            "launcher='kubernetes' cannot run a function: pods share no directory with this "
+            "process; put the function into a script and start that with kvstore-launch "
+            "--launcher kubernetes, or choose another launcher"
+        )
+    if understood.launcher == "ssh" and understood.hostfile is None:
+        raise ArgumentValueError(
+            "launcher='ssh' needs the hosts: options=('--hostfile=FILE',), with one host on each "
+            "line of FILE"
+        )
+
+
 class RunningJob:
     """A job that has been started; ``mode`` is that of ``worker_main``. End it with :meth:`end`.
 
-    Use it from one thread at a time.
+    One thread at a time gathers answers, finishes or ends it. Meanwhile one other may leave and
+    order calls, until :meth:`finish` or :meth:`end`, and any may stop it.
     """
 
     def __init__(self, options: JobOptions, mode: str) -> None:
@@ -204,6 +221,11 @@ class RunningJob:
         return self._launcher is not None and self._launcher.status is None
 
     # -- the end -----------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End all processes; a thread that gathers answers gets an outcome. Any thread may call."""
+        if self._launcher is not None:
+            self._launcher.stop()
 
     def finish(self) -> None:
         """After the last answer: let all processes end by themselves, showing what they write.

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from kvstore.launch.console import Console
@@ -49,7 +48,7 @@ class Followed:
 
 
 class Follower:
-    """Follows one job that has been applied. Use as ``with Follower(...) as f: f.follow()``."""
+    """Follows one job that has been applied; whoever makes one closes it."""
 
     def __init__(
         self,
@@ -78,15 +77,8 @@ class Follower:
         self._adoptions_left = _ADOPTIONS
         self._delete_words: tuple[str, ...] | None = None
 
-    def __enter__(self) -> Follower:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End every kubectl that still runs."""
         self._commands.close()
         for log in self._logs.values():
             log.close()

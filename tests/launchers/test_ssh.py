@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -82,9 +84,30 @@ class Launcher:
             check=False,
         )
 
+    @contextmanager
+    def staying(self) -> Iterator[subprocess.Popen[str]]:
+        """A job whose two workers are here, and stay; it is killed when the block ends."""
+        job = subprocess.Popen(
+            self.argv("-n", "2", "-s", "1", sys.executable, "-c", STAY),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with job:
+            try:
+                assert job.stdout is not None
+                said = [job.stdout.readline(), job.stdout.readline()]
+                assert all("here" in line for line in said), job.stderr and job.stderr.read()
+                yield job
+            finally:
+                job.kill()
+
 
 @pytest.fixture
-def launcher(ssh_hosts: SshHosts, tmp_path: Path) -> Launcher:
+def launcher(ssh_hosts: SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # where the logs of failed jobs stay
     return Launcher(ssh_hosts, tmp_path)
 
 
@@ -161,51 +184,27 @@ def test_the_first_failure_is_named_with_its_host_and_its_exit_code_is_ours(
 def test_nothing_runs_on_when_the_launcher_is_ended(
     launcher: Launcher, number: signal.Signals
 ) -> None:
-    job = subprocess.Popen(
-        launcher.argv("-n", "2", "-s", "1", sys.executable, "-c", STAY),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with job:
-        try:
-            assert job.stdout is not None
-            said = [job.stdout.readline(), job.stdout.readline()]
-            assert all("here" in line for line in said), job.stderr and job.stderr.read()
-            began = time.monotonic()
-            job.send_signal(number)
-            code = job.wait(JOB_S)
-        finally:
-            job.kill()
+    with launcher.staying() as job:
+        began = time.monotonic()
+        job.send_signal(number)
+        code = job.wait(JOB_S)
     assert code == (-number if number is signal.SIGKILL else 128 + number)
     assert time.monotonic() - began < SENTENCE_S
     assert nothing_runs(launcher.hosts)
 
 
 def test_a_host_that_is_lost_is_named(launcher: Launcher) -> None:
-    job = subprocess.Popen(
-        launcher.argv("-n", "2", "-s", "1", sys.executable, "-c", STAY),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with job:
-        try:
-            assert job.stdout is not None and job.stderr is not None
-            assert all("here" in job.stdout.readline() for _ in range(2))
-            reach = next(
-                pid
-                for pid in subprocess.check_output(["pgrep", "-P", str(job.pid), "ssh"]).split()
-                if launcher.hosts.addresses[1].encode()
-                in Path(f"/proc/{int(pid)}/cmdline").read_bytes()
-            )
-            os.kill(int(reach), signal.SIGKILL)
-            said = job.stderr.read()
-            assert job.wait(JOB_S) != 0
-        finally:
-            job.kill()
+    with launcher.staying() as job:
+        reach = next(
+            pid
+            for pid in subprocess.check_output(["pgrep", "-P", str(job.pid), "ssh"]).split()
+            if launcher.hosts.addresses[1].encode()
+            in Path(f"/proc/{int(pid)}/cmdline").read_bytes()
+        )
+        os.kill(int(reach), signal.SIGKILL)
+        assert job.stderr is not None
+        said = job.stderr.read()
+        assert job.wait(JOB_S) != 0
     assert f"{launcher.hosts.addresses[1]} was lost: the connection was closed" in said
     assert nothing_runs(launcher.hosts)
 

@@ -21,6 +21,7 @@ from job import ROOT, MakeJob, Process, clean_environment, needs_proc
 
 import kvstore as mx
 from kvstore.errors import JobFailed, WorkerFailed
+from kvstore.running_cluster import Call
 from pslite.errors import ClosedError, DeadlineError, NodeLostError
 
 pytest.importorskip("cloudpickle")
@@ -288,6 +289,46 @@ def test_a_cluster_makes_several_calls_on_the_same_workers(
         assert slow.result(30) == [None, None]
     with pytest.raises(ClosedError, match="it was closed; make a new one"):
         cluster.run(rank)
+
+
+def test_threads_submit_and_end_a_cluster_while_another_one_waits_for_a_result(
+    tmp_path: Path,
+) -> None:
+    def wait_for(name: str) -> str:
+        while not (tmp_path / name).exists():
+            time.sleep(0.01)
+        return name
+
+    outcomes: list[object] = []
+
+    def await_result(call: Call) -> threading.Thread:
+        def take() -> None:
+            try:
+                outcomes.append(call.result())
+            except ClosedError as error:
+                outcomes.append(str(error))
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        return thread
+
+    with mx.LocalCluster(workers=1, servers=1) as cluster:
+        first = cluster.submit(wait_for, ("go",))
+        waiting = await_result(first)
+        second, third = cluster.submit(os.getpid), cluster.submit(wait_for, ("never",))
+        assert not first.done()
+        (tmp_path / "go").touch()
+        waiting.join(30)
+        assert outcomes == [["go"]]
+        for_third = await_result(third)  # which takes the answer of the second as well
+        assert len(second.result(30)) == 1
+        with pytest.raises(DeadlineError):
+            cluster.run(os.getpid, timeout_s=0.5)
+        for_third.join(30)
+        ended = "a call took longer than its timeout_s"
+        assert outcomes[1] == f"the cluster ended before this call had returned: {ended}"
+        with pytest.raises(ClosedError, match=ended):
+            cluster.submit(os.getpid)
 
 
 def test_a_cluster_whose_workers_wait_for_the_one_that_raised_ends(

@@ -18,7 +18,6 @@ from job import (
     HOST,
     PATIENCE_S,
     ROOT,
-    SHORT,
     TRAIN,
     WORKER,
     Job,
@@ -204,14 +203,16 @@ def test_a_worker_that_is_stopped_is_listed_as_silent(make_job: MakeJob) -> None
 
 
 def test_a_job_that_gathers_says_who_is_missing(make_job: MakeJob) -> None:
-    job = make_job(2, 1, **SHORT)
+    job = make_job(2, 1)
     scheduler, server = job.scheduler(), job.server()
     address = f"{HOST}:{job.port}"
     wait_until(lambda: surveyed_or_none(job, address) == 2, "the server has registered")
     found = surveyed(job, address)
     assert (found["state"], found["missing"]) == ("gathering", ["2 of 2 workers"])
     assert found["nodes"][1]["pid"] == server.pid
-    assert [scheduler.wait(), server.wait()] == [1, 1]
+    for process in (server, scheduler):
+        process.send(signal.SIGINT)
+        assert process.wait() == 128 + signal.SIGINT
 
 
 def surveyed_or_none(job: Job, address: str) -> int | None:
@@ -265,6 +266,7 @@ def launched(job: Job, code: str, *options: str) -> Process:
         *("-n", "2", "-s", "1", *options, sys.executable, "-c", WORKER + code),
     ]
     environment = {**clean_environment(), "PROCESS_TEST_MARK": job.mark, "TERM": "xterm"}
+    environment.update(job.settings)
     return job._start("terminal", command, {**environment, "TMPDIR": str(job.directory)})
 
 
@@ -303,8 +305,9 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
         assert "exit code 7" in shown.text
 
 
-def test_the_line_vanishes_with_an_interrupt(make_job: MakeJob) -> None:
-    job = make_job()
+@pytest.mark.parametrize("settings", [{}, {"PYTHONSAFEPATH": "1"}], ids=["", "safe path"])
+def test_the_line_vanishes_with_an_interrupt(make_job: MakeJob, settings: dict[str, str]) -> None:
+    job = make_job(**settings)
     process = launched(job, STEPS.format(steps=2000, code=0))
     process.wait_for(r"\[launcher\] 2/2 workers")
     [launcher] = [
