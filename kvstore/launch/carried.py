@@ -57,6 +57,14 @@ def _unknown_state() -> str:
     return ""
 
 
+def _no_trouble() -> str | None:
+    return None
+
+
+def _nothing_to_cancel(line: str) -> Sequence[str] | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Cluster:
     """How one kind of cluster starts agents.
@@ -78,6 +86,9 @@ class Cluster:
     connect_s: float | None = None
     fatal: Callable[[str], str | None] = _nothing_is_fatal
     state: Callable[[], str] = _unknown_state
+    trouble: Callable[[], str | None] = _no_trouble
+    cancel: Callable[[str], Sequence[str] | None] = _nothing_to_cancel
+    has_terminal: bool = False
 
 
 def agent_command(options: LaunchOptions, directory: Path) -> list[str]:
@@ -163,6 +174,9 @@ def _embark(
             cluster.explain,
             cluster.fatal,
             cluster.state,
+            trouble=cluster.trouble,
+            cancel=cluster.cancel,
+            has_terminal=cluster.has_terminal,
         )
     except OSError as error:
         listener.close()
