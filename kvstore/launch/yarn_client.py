@@ -3,7 +3,7 @@
 Pure. The client logs as log4j does: a time, a level, a class, and the message, which can have
 several lines. It tells the application's id once it is submitted, and a report each second. The
 words are those of ``Client.java`` (hadoop-yarn-applications-distributedshell) and
-``YarnClientImpl.java`` of Hadoop 2.7 to 3.4. Used by ``yarn.py``.
+``YarnClientImpl.java`` of Hadoop 2.7 to 3.3. Used by ``yarn.py``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kvstore.launch import excuse
 from kvstore.launch.agent import agent_program
 from kvstore.launch.ticket import PROGRAM_NAME, TICKET_NAME, Ticket
 
-RANK_NAME = "YARN_SHELL_ID"  # from Hadoop 2.8 on; the first container has 1
+RANK_NAME = "YARN_SHELL_ID"  # counted from 1; Hadoop 2.7 does not set it
 FIRST_RANK = 1
 _EXCUSE_NAME = "excuse.py"
 _END = "KVSTORE-END"
