@@ -16,6 +16,7 @@ _LOGGED = re.compile(
 )
 _QUIET = ("INFO", "WARN", "DEBUG")
 _FRAME = re.compile(r"\s*(?:at [\w.$/<>]+\(|\.\.\. \d+ more)")  # of a Java stack
+_GRUMBLE = re.compile(r"(?:SLF4J|WARNING|log4j|Picked up \w+): |OpenJDK ")  # not of the application
 _SUBMITTED = re.compile(r"Submitted application (application_\d+_\d+)")
 _RETRYING = re.compile(r"Retrying connect to server: (\S+)\. Already")
 _DIAGNOSTICS = re.compile(r"appDiagnostics=(.*)")
@@ -46,7 +47,7 @@ class ClientWords:
             return False
         self._open = None
         if logged is None:
-            return not _FRAME.match(line)
+            return not _FRAME.match(line) and not _GRUMBLE.match(line)
         level, text = logged.groups()
         self._take_in(text)
         return level not in _QUIET

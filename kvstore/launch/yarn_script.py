@@ -24,12 +24,12 @@ _SCRIPT = """\
 # An agent of kvstore-launch, run by bash in a container. It holds the job's key.
 umask 077
 files=$PWD/kvstore-agent
-mkdir "$files" || exit
+mkdir -p "$files" || exit
 {files}
 # What counts the containers in a Hadoop that does not set it.
 export {rank}="${{{rank}:-${{CONTAINER_ID##*_}}}}"
 python={python}
-if [ -d {directory} ]; then cd {directory} || exit; fi
+cd {directory} 2>/dev/null || true
 if command -v "$python" >/dev/null; then exec "$python" "$files/{program}"; fi
 for other in python3 python /usr/libexec/platform-python; do
     if command -v "$other" >/dev/null; then

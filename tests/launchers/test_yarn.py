@@ -40,6 +40,8 @@ class Hadoop:
         self.home = directory / "hadoop"
         self.jobs = directory / "jobs"
         self.state.mkdir()
+        self.temporary = directory / "tmp"  # where the logs of failed jobs stay
+        self.temporary.mkdir()
         (self.home / "bin").mkdir(parents=True)
         for program in ("yarn", "hadoop"):
             path = self.home / "bin" / program
@@ -53,6 +55,7 @@ class Hadoop:
     def environment(self) -> dict[str, str]:
         return {
             "PATH": f"{self.home / 'bin'}:{os.environ['PATH']}",
+            "TMPDIR": str(self.temporary),
             "YARN_STANDIN": str(self.state),
             "KVSTORE_JOB_DIR": str(self.jobs),
             "HADOOP_ROOT_LOGGER": "WARN,console",  # as some have it; the launcher wants more

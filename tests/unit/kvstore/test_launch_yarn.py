@@ -156,6 +156,7 @@ def test_errors_and_what_is_no_log_are_news_without_the_stack() -> None:
         "org.apache.commons.cli.UnrecognizedOptionException: Unrecognized option: -x",
         "\tat org.apache.commons.cli.Parser.processOption(Parser.java:363)",
         "\t... 3 more",
+        "SLF4J: Class path contains multiple SLF4J bindings.",
     ]
     assert heard(*lines)[1] == [lines[1], lines[2]]
 
