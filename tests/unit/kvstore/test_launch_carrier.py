@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.launch.carrier import Carrier
+from kvstore.launch.carrier import USUAL, Carrier, Habits
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.link import Link
 from kvstore.launch.places import Event, Note
@@ -33,7 +33,7 @@ class Watched:
 class Run:
     """A carrier whose command is a line of sh."""
 
-    def __init__(self, script: str, members: int = 2) -> None:
+    def __init__(self, script: str, members: int = 2, habits: Habits = USUAL) -> None:
         self.crew = [AgentPlace(f"worker {rank}") for rank in range(members)]
         self.guardian = Watched()
         self.began_s = time.monotonic()
@@ -45,6 +45,7 @@ class Run:
             lambda lines, code: f"ended with {code} after {list(lines)}",
             lambda line: "that is fatal" if "fatal" in line else None,
             lambda: "in the queue",
+            habits=habits,
         )
         self.selector = selectors.PollSelector()
         self.links: list[Link] = []
@@ -78,8 +79,8 @@ class Run:
 def start() -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(script: str, members: int = 2) -> Run:
-        runs.append(Run(script, members))
+    def start(script: str, members: int = 2, habits: Habits = USUAL) -> Run:
+        runs.append(Run(script, members, habits))
         return runs[-1]
 
     yield start
@@ -124,7 +125,7 @@ def test_the_roster_tells_who_is_there_and_what_the_queue_says(start: Start) -> 
         "sh: hello",
         f"waiting for {shown} and 3 more (1 of 12 are there, on node1): in the queue",
     ]
-    assert patience_s == 10.0
+    assert patience_s is not None and 0 < patience_s <= 10.0
     assert run.carrier.tick(run.began_s + 6.0)[0] == []
     [again] = texts(run.carrier.tick(run.began_s + 16.0)[0])
     assert again.startswith("waiting for"), "what was said is not said again"
@@ -172,3 +173,41 @@ def test_closing_ends_a_command_that_does_not_want_to(
     [group] = run.guardian.groups
     with pytest.raises(ProcessLookupError):
         os.killpg(group, signal.SIG_DFL)
+
+
+def test_where_ranks_are_wishes_an_agent_gets_a_free_one(start: Start) -> None:
+    run = start("exec sleep 60", members=3, habits=Habits(only_wishes=True))
+    assert run.admit({"rank": 1, "host": "node1"}) == []
+    assert run.admit({"rank": 1, "host": "node2"}) == []
+    assert run.admit({"rank": 7, "host": "node3"}) == []
+    assert [place.label for place in run.crew] == ["node2", "node1", "node3"]
+    [note] = texts(run.admit({"rank": 2, "host": "node4"}))
+    assert note == "node4: a second agent with the rank 2 came and was sent away"
+
+
+def test_an_agent_that_comes_to_say_why_there_is_none_is_the_reason(start: Start) -> None:
+    run = start("exec sleep 60")
+    assert run.admit({"error": "no Python", "host": "node1"}) == []
+    assert run.carrier.failure == "node1: no Python"
+
+
+def test_what_is_no_news_is_kept_from_people_under_another_name(start: Start) -> None:
+    habits = Habits(name="yarn", is_news=lambda line: line != "INFO")
+    run = start("echo INFO; echo ERROR; exec sleep 60", habits=habits)
+    run.until(lambda: "ERROR" in run.carrier._said)
+    events, _ = run.carrier.tick(run.began_s + 5.5)
+    assert texts(events)[0] == "yarn: ERROR"
+
+
+def test_closing_waits_until_it_is_known_how_to_cancel(start: Start) -> None:
+    heard: list[str] = []
+
+    def is_news(line: str) -> bool:
+        heard.append(line)
+        return True
+
+    habits = Habits(is_news=is_news, is_submitting=lambda: heard != ["asked", "submitted"])
+    run = start("echo asked; sleep 0.5; echo submitted; exec sleep 60", habits=habits)
+    run.until(lambda: heard == ["asked"])
+    run.carrier.close()
+    assert heard == ["asked", "submitted"]

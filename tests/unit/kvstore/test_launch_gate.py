@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvstore.launch import enlist, gate
+from kvstore.launch.excuse import excuse
 from kvstore.launch.frames import GREET
 from kvstore.launch.gate import Gate
 from kvstore.launch.handshake import HELLO, NONCE_BYTES, Handshake
@@ -293,3 +294,31 @@ def test_an_agent_does_not_trust_who_does_not_know_the_key() -> None:
         with pytest.raises(enlist.NotEnlisted, match="another job's launcher"):
             enlist.enlist(Ticket(["127.0.0.1"], stranger.getsockname()[1], KEY), 0)
         thread.join(5.0)
+
+
+def test_who_cannot_become_an_agent_tells_why_at_the_gate(door: Door) -> None:
+    """With the standard library alone, by what hosts without this package get."""
+    host, port = door.address
+    ticket = {"addresses": ["127.0.0.254", host], "port": port, "key": KEY}
+    told: list[bool] = []
+    thread = threading.Thread(target=lambda: told.append(excuse(ticket, "no msgpack: \u00e4")))
+    thread.start()
+    while not door.admitted and thread.is_alive():
+        door.turn(0.2)
+    [(link, greeting)] = door.admitted
+    link.close()
+    thread.join(5.0)
+    assert greeting == {"host": socket.gethostname(), "error": "no msgpack: \u00e4"}
+    assert told == [True]
+
+
+def test_an_excuse_is_not_told_to_another_jobs_launcher(door: Door) -> None:
+    host, port = door.address
+    told: list[bool] = []
+    ticket = {"addresses": [host], "port": port, "key": "a-key-of-another-job"}
+    thread = threading.Thread(target=lambda: told.append(excuse(ticket, "none of yours")))
+    thread.start()
+    while thread.is_alive():
+        door.turn(0.1)
+    assert told == [False]
+    assert door.admitted == []
