@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Tests that start no processes are spread over so many.
+# Tests are spread over so many processes.
 JOBS ?= 2
 PYTEST_ARGS ?=
 # For test-launchers: which (tests/launchers/run --list), all of them when empty.
@@ -27,6 +27,8 @@ REQUIREMENTS := setup.py pyproject.toml
 # The stubs of the NumPy for Python 3.12 and later cannot be read as Python 3.10, for which
 # pyproject.toml lets mypy check elsewhere.
 MYPY_FLAGS := $(if $(filter 3.10 3.11,$(PYTHON_VERSION)),,--python-version $(PYTHON_VERSION))
+# The tests start more than a thousand processes: none is to compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
 
@@ -77,7 +79,7 @@ test-unit: $(INSTALLED_DEV) ## pytest: everything that starts no processes
 	$(RUN) -m pytest -n $(JOBS) tests $(WITHOUT_PROCESSES) $(PYTEST_ARGS)
 
 test-process: $(INSTALLED_DEV) ## pytest: whole jobs on this machine, and GPUs where there are any
-	$(RUN) -m pytest -rs tests/process tests/gpu $(PYTEST_ARGS)
+	$(RUN) -m pytest -rs -n $(JOBS) --dist worksteal tests/process tests/gpu $(PYTEST_ARGS)
 
 test-launchers: $(INSTALLED_DEV) ## jobs on real clusters, which it installs and starts (as root)
 	tests/launchers/install $(VENV) $(LAUNCHERS)

@@ -67,8 +67,9 @@ def key_file(directory: Path, name: str) -> Path:
 
 
 def ask(job: Job, *arguments: str, settings: dict[str, str] | None = None) -> Process:
-    """The command, in an environment that knows nothing of the job."""
-    environment = {**clean_environment(), "PROCESS_TEST_MARK": job.mark, **(settings or {})}
+    """The command, in an environment that knows nothing of this job and of no other one."""
+    place = {"PROCESS_TEST_MARK": job.mark, "TMPDIR": str(job.directory)}
+    environment = {**clean_environment(), **place, **(settings or {})}
     command = [sys.executable, "-m", "kvstore.status", *arguments]
     process = job._start(f"status {next(NUMBERS)}", command, environment)
     job.processes.remove(process)  # the job ends without it
@@ -235,24 +236,23 @@ def test_watching_ends_with_the_job(make_job: MakeJob) -> None:
 
 def test_jobs_of_the_launcher_need_no_address_and_no_key(make_job: MakeJob) -> None:
     job, other = make_job(), make_job()
-    place = {"TMPDIR": str(job.directory)}
     other.directory = job.directory
     launchers = [each.launch(STOPPABLE, "--no-status") for each in (job, other)]
     for launcher in launchers:
         launcher.wait_for("joined")
-    several = sentence(ask(job, settings=place))
+    several = sentence(ask(job))
     addresses = re.findall(rf"{HOST}:\d+", several)
     assert several.startswith("kvstore.status: 2 jobs run here, say which: ")
-    found = [ask(job, address, "--line", settings=place) for address in addresses]
+    found = [ask(job, address, "--line") for address in addresses]
     assert [each.wait() for each in found] == [0, 0]
     launchers[1].send(signal.SIGTERM)
     assert launchers[1].wait() == 128 + signal.SIGTERM
-    only = ask(job, "--json", settings=place)
+    only = ask(job, "--json")
     assert only.wait() == 0, only.text
     assert json.loads(only.text)["num_workers"] == 2
     launchers[0].send(signal.SIGTERM)
     assert launchers[0].wait() == 128 + signal.SIGTERM
-    assert "DMLC_PS_ROOT_URI" in sentence(ask(job, settings=place))
+    assert "DMLC_PS_ROOT_URI" in sentence(ask(job))
 
 
 # -- the launcher's line ----------------------------------------------------------------------
