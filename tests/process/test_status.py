@@ -47,16 +47,18 @@ time.sleep(60)
 STEPS = """
 kv = mx.kvstore.create("dist_sync")
 kv.init("w", vector(0, 0))
-began = time.monotonic()
-for step in range({steps}):
+for step in range(100):
     kv.push("w", vector(1, 1))
     kv.pull("w")
-    time.sleep(0.05)
+    time.sleep(0.03)
     if step % 20 == 0:
         print("at step", step, flush=True)
+    if step == 20:
+        wait_for_file("go")
 kv.barrier()
 sys.exit({code})
 """
+"""Two workers that tell of their steps, the later ones when there is a file named ``go``."""
 
 
 def key_file(directory: Path, name: str) -> Path:
@@ -77,7 +79,11 @@ def ask(job: Job, *arguments: str, settings: dict[str, str] | None = None) -> Pr
 
 
 def surveyed(job: Job, *arguments: str) -> dict[str, Any]:
-    process = ask(job, "--json", *arguments)
+    return survey_in(ask(job, "--json", *arguments))
+
+
+def survey_in(process: Process) -> dict[str, Any]:
+    """What the command has found out."""
     assert process.wait() == 0, process.text
     found: dict[str, Any] = json.loads(process.text)
     return found
@@ -107,7 +113,9 @@ def test_a_job_without_a_key_is_shown_to_its_own_machine(make_job: MakeJob) -> N
     job = make_job(2, 1)
     started(job)
     address = f"{HOST}:{job.port}"
-    found = surveyed(job, address)
+    survey, table = ask(job, address, "--json"), ask(job, address)
+    line = ask(job, address, "--line", settings={"DMLC_PS_ROOT_PORT": "1"})
+    found = survey_in(survey)
     assert (found["state"], found["job"]) == ("running", f"job-{job.mark}")
     assert [(node["role"], node["rank"], node["pid"]) for node in found["nodes"]] == [
         ("scheduler", 0, job.processes[0].pid),
@@ -118,10 +126,8 @@ def test_a_job_without_a_key_is_shown_to_its_own_machine(make_job: MakeJob) -> N
     worker = found["nodes"][1]["report"]
     assert worker["progress"]["steps"] > 0
     assert worker["sent_bytes_per_s"] > 0
-    table = ask(job, address)
     assert table.wait() == 0
     assert re.search(rf"^worker 1 .* {job.processes[3].pid} .* running", table.text, re.M)
-    line = ask(job, address, "--line", settings={"DMLC_PS_ROOT_PORT": "1"})
     assert line.wait() == 0
     assert re.match(r"2/2 workers, step \d+, [\d.]+ steps/s, \d+% communication", line.text)
     ends_well(job)
@@ -136,16 +142,8 @@ def test_a_job_with_a_key_is_shown_to_who_has_it_and_to_nobody_else(
     started(job)
     address = f"{HOST}:{job.port}"
     ours = ("--key-file", str(key), "--security", security)
-    assert surveyed(job, address, *ours)["state"] == "running"
     theirs = ("--key-file", str(another), "--security", security)
     other = "plain" if security == "curve" else "curve"
-    commands = [
-        ask(job, address),
-        ask(job, address, *theirs),
-        ask(job, address, "--key-file", str(key), "--security", other),
-    ]
-    for command in commands:
-        assert "the job key (PS_JOB_KEY_FILE)" in sentence(command)
     settings = {
         "DMLC_PS_ROOT_URI": HOST,
         "DMLC_PS_ROOT_PORT": str(job.port),
@@ -153,9 +151,18 @@ def test_a_job_with_a_key_is_shown_to_who_has_it_and_to_nobody_else(
         "PS_SECURITY": security,
         "PS_JOB_ID": f"job-{job.mark}",
     }
-    assert ask(job, "--line", settings=settings).wait() == 0
+    refused = [
+        ask(job, address),
+        ask(job, address, *theirs),
+        ask(job, address, "--key-file", str(key), "--security", other),
+    ]
+    answered, named = ask(job, "--json", address, *ours), ask(job, "--line", settings=settings)
     elsewhere = ask(job, "--line", settings={**settings, "PS_JOB_ID": "another"})
+    assert survey_in(answered)["state"] == "running"
+    assert named.wait() == 0
     assert f"job-{job.mark}" in sentence(elsewhere)
+    for command in refused:
+        assert "the job key (PS_JOB_KEY_FILE)" in sentence(command)
     ends_well(job)
 
 
@@ -172,15 +179,18 @@ def test_nobody_there_is_said_in_time(make_job: MakeJob, tmp_path: Path) -> None
     job = make_job()
     key = key_file(tmp_path, "one.key")
     began = time.monotonic()
-    assert "no scheduler is at" in sentence(ask(job, f"{HOST}:{free_port()}"))
     with socket.create_server((HOST, 0)) as silent:
         address = f"{HOST}:{silent.getsockname()[1]}"
-        said = sentence(ask(job, address, "--key-file", str(key)))
-    assert "did not answer within 4.5 s" in said
+        said = {
+            "no scheduler is at": ask(job, f"{HOST}:{free_port()}"),
+            "did not answer within 4.5 s": ask(job, address, "--key-file", str(key)),
+            "no address of a scheduler": ask(job, "host"),
+            "DMLC_PS_ROOT_URI": ask(job),
+            "without a job key": ask(job, "192.0.2.1:9091"),
+        }
+        for words, process in said.items():
+            assert words in sentence(process)
     assert time.monotonic() - began < 20.0
-    assert "no address of a scheduler" in sentence(ask(job, "host"))
-    assert "DMLC_PS_ROOT_URI" in sentence(ask(job))
-    assert "without a job key" in sentence(ask(job, "192.0.2.1:9091"))
 
 
 def test_a_worker_that_is_stopped_is_listed_as_silent(make_job: MakeJob) -> None:
@@ -285,8 +295,11 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
     make_job: MakeJob, code: int
 ) -> None:
     with_line, without = make_job(), make_job()
-    quiet = launched(without, STEPS.format(steps=200, code=code), "--no-status")
-    shown = launched(with_line, STEPS.format(steps=200, code=code))
+    quiet = launched(without, STEPS.format(code=code), "--no-status")
+    shown = launched(with_line, STEPS.format(code=code))
+    shown.wait_for(r"\[launcher\] 2/2 workers, step 2\d, ")
+    for job in with_line, without:
+        job.allow("go")
     assert [shown.wait(30.0), quiet.wait(30.0)] == [code, code]
     found = re.findall(r"\r\x1b\[K\[launcher\] (2/2 workers, step \d+, [^\r\n]*)", written(shown))
     assert found, shown.text
@@ -295,7 +308,7 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
     lines = as_shown(written(shown))
     workers = [line for line in lines if line.startswith("[worker")]
     assert sorted(workers) == sorted(
-        f"[worker {rank}] at step {step}" for rank in range(2) for step in range(0, 200, 20)
+        f"[worker {rank}] at step {step}" for rank in range(2) for step in range(0, 100, 20)
     )
     assert not any("2/2 workers" in line for line in lines)
     if code:
@@ -305,7 +318,7 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
 
 def test_the_line_vanishes_with_an_interrupt(make_job: MakeJob) -> None:
     job = make_job()
-    process = launched(job, STEPS.format(steps=2000, code=0))
+    process = launched(job, STEPS.format(code=0))
     process.wait_for(r"\[launcher\] 2/2 workers")
     [launcher] = [
         int(entry.name)
