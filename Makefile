@@ -3,8 +3,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Tests are spread over so many processes.
-JOBS ?= 2
+# Tests are spread over so many processes; one more than two cores, since many only wait.
+JOBS ?= 3
 PYTEST_ARGS ?=
 # For test-launchers: which (tests/launchers/run --list), all of them when empty.
 LAUNCHERS ?=
@@ -76,7 +76,7 @@ types: $(INSTALLED_DEV) ## mypy --strict on both packages
 	$(VENV)/bin/mypy --strict $(MYPY_FLAGS) pslite kvstore
 
 test-unit: $(INSTALLED_DEV) ## pytest: everything that starts no processes
-	$(RUN) -m pytest -n $(JOBS) tests $(WITHOUT_PROCESSES) $(PYTEST_ARGS)
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal tests $(WITHOUT_PROCESSES) $(PYTEST_ARGS)
 
 test-process: $(INSTALLED_DEV) ## pytest: whole jobs on this machine, and GPUs where there are any
 	$(RUN) -m pytest -rs -n $(JOBS) --dist worksteal tests/process tests/gpu $(PYTEST_ARGS)
