@@ -18,7 +18,6 @@ from job import (
     HOST,
     PATIENCE_S,
     ROOT,
-    SHORT,
     TRAIN,
     WORKER,
     Job,
@@ -28,7 +27,6 @@ from job import (
     clean_environment,
     free_port,
     needs_proc,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.process, needs_proc]
@@ -215,20 +213,14 @@ def test_a_worker_that_is_stopped_is_listed_as_silent(make_job: MakeJob) -> None
 
 
 def test_a_job_that_gathers_says_who_is_missing(make_job: MakeJob) -> None:
-    job = make_job(2, 1, **SHORT)
+    job = make_job(2, 1, PS_RENDEZVOUS_TIMEOUT="6", PS_ROSTER_INTERVAL="0.1")
     scheduler, server = job.scheduler(), job.server()
-    address = f"{HOST}:{job.port}"
-    wait_until(lambda: surveyed_or_none(job, address) == 2, "the server has registered")
-    found = surveyed(job, address)
+    scheduler.wait_for("there: server")
+    found = surveyed(job, f"{HOST}:{job.port}")
     assert (found["state"], found["missing"]) == ("gathering", ["2 of 2 workers"])
+    assert [node["role"] for node in found["nodes"]] == ["scheduler", "server"]
     assert found["nodes"][1]["pid"] == server.pid
     assert [scheduler.wait(), server.wait()] == [1, 1]
-
-
-def surveyed_or_none(job: Job, address: str) -> int | None:
-    """How many nodes there are; None while the scheduler does not listen."""
-    process = ask(job, "--json", address)
-    return None if process.wait() else len(json.loads(process.text)["nodes"])
 
 
 def test_watching_ends_with_the_job(make_job: MakeJob) -> None:
