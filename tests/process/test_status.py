@@ -192,7 +192,7 @@ def test_nobody_there_is_said_in_time(make_job: MakeJob, tmp_path: Path) -> None
 
 
 def test_a_worker_that_is_stopped_is_listed_as_silent(make_job: MakeJob) -> None:
-    job = make_job(2, 1)
+    job = make_job(2, 1, PS_LOST_AFTER="50")
     started(job)
     stopped = job.processes[3]
     stopped.send(signal.SIGSTOP)
