@@ -57,9 +57,13 @@ while not os.path.exists(f"stop{kv.rank}"):
     if kv.rank == 0 and os.path.exists("stop"):
         open("stop1", "w"), open("stop0", "w")
     kv.barrier()
+    time.sleep(0.002)
 print("rounds are right", flush=True)
 """
-"""Two workers that train, round by round checked, until there is a file named ``stop``."""
+"""Two workers that train, round by round checked, until there is a file named ``stop``.
+
+They leave the processors a moment for the test whose background they are.
+"""
 
 SHORT = {"PS_RENDEZVOUS_TIMEOUT": "3", "PS_ROSTER_INTERVAL": "0.5"}
 """Settings for jobs that never become complete."""

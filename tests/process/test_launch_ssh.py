@@ -31,7 +31,7 @@ SSH = """#!/bin/sh
 for word in "$@"; do last=$word; done
 echo "Welcome to this host"
 case "$*" in *" -- locked "*) echo "me@locked: Permission denied (publickey)." >&2; exit 255;; esac
-case "$*" in *" -- slow "*) sleep 1.5;; *" -- mayfly "*) exec timeout 1 sh -c "$last";; esac
+case "$*" in *" -- slow "*) sleep 4;; *" -- mayfly "*) exec timeout 3 sh -c "$last";; esac
 exec sh -c "$last"
 """
 ROUND = """
