@@ -7,6 +7,7 @@ Never blocks; runs on the launcher's main thread. Read ``carrier.py`` next.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import selectors
@@ -18,10 +19,12 @@ from typing import Any
 from kvstore.launch.frames import GREET
 from kvstore.launch.handshake import HELLO, NONCE_BYTES, PROOF_BYTES, Handshake, is_same
 from kvstore.launch.link import Link, LinkLost, fields
-from kvstore.launch.places import Event
+from kvstore.launch.places import Event, Note
 
 VISIT_S = 10.0  # from the connection to the greeting
-MOST_VISITORS = 512  # that have not greeted yet; others wait in the kernel's queue
+MOST_VISITORS = 512  # that have not greeted yet
+_PAUSE_S = 1.0  # while no more files can be opened
+_AT_ONCE = 64  # connections that one turn takes
 
 Admit = Callable[[Link, Mapping[str, Any]], list[Event]]
 
@@ -35,6 +38,8 @@ class Gate:
         self._key = key
         self._admit = admit
         self._visitors: list[_Visitor] = []
+        self._paused_until_s: float | None = None
+        self._has_complained = False
         self._selector: selectors.BaseSelector | None = None
 
     @property
@@ -45,30 +50,36 @@ class Gate:
         """Register what is to be listened to."""
         self._selector = selector
         watched = selector.get_map()
-        has_room = len(self._visitors) < MOST_VISITORS
+        is_paused = self._paused_until_s is not None
         fd = self._listener.fileno()
-        if fd >= 0 and has_room and fd not in watched:
+        if fd >= 0 and not is_paused and fd not in watched:
             selector.register(fd, selectors.EVENT_READ, self)
-        elif fd >= 0 and not has_room and fd in watched:
+        elif fd >= 0 and is_paused and fd in watched:
             selector.unregister(fd)
         for visitor in self._visitors:
             if visitor.fd not in watched:
                 selector.register(visitor.fd, selectors.EVENT_READ, _Hearing(self, visitor))
 
     def handle(self, now_s: float) -> list[Event]:
-        """Somebody wants to come in."""
-        try:
-            connected, _ = self._listener.accept()
-        except OSError:  # it has gone again
-            return []
-        connected.setblocking(False)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._visitors.append(_Visitor(connected, self._key, now_s))
+        """Some want to come in."""
+        for _ in range(_AT_ONCE):
+            try:
+                connected, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    return self._pause(now_s, error)
+                return []  # nobody is left, or has gone again
+            connected.setblocking(False)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._make_room()
+            self._visitors.append(_Visitor(connected, self._key, now_s))
         return []
 
     def hear(self, visitor: _Visitor, now_s: float) -> list[Event]:
         """A visitor has said something."""
+        if visitor not in self._visitors:
+            return []  # it was sent away meanwhile
         try:
             found = visitor.hear(now_s)
         except (LinkLost, OSError):
@@ -83,7 +94,11 @@ class Gate:
         """Send away who takes too long; the seconds until this wants to be called again."""
         for visitor in [one for one in self._visitors if one.until_s <= now_s]:
             self._send_away(visitor)
-        return min((one.until_s - now_s for one in self._visitors), default=None)
+        if self._paused_until_s is not None and self._paused_until_s <= now_s:
+            self._paused_until_s = None
+        due_s = [one.until_s for one in self._visitors]
+        due_s += [] if self._paused_until_s is None else [self._paused_until_s]
+        return min(due_s) - now_s if due_s else None
 
     def close(self) -> None:
         """Nobody is let in any more. May be called again."""
@@ -91,6 +106,19 @@ class Gate:
         self._listener.close()
         for visitor in list(self._visitors):
             self._send_away(visitor)
+
+    def _pause(self, now_s: float, error: OSError) -> list[Event]:
+        self._paused_until_s = now_s + _PAUSE_S
+        if self._has_complained:
+            return []
+        self._has_complained = True
+        return [Note(f"cannot let all agents in: {error.strerror}; raise 'ulimit -n'")]
+
+    def _make_room(self) -> None:
+        """Strangers, who say nothing, keep nobody else out."""
+        if len(self._visitors) >= MOST_VISITORS:
+            strangers = [one for one in self._visitors if not one.is_known]
+            self._send_away((strangers or self._visitors)[0])
 
     def _send_away(self, visitor: _Visitor) -> None:
         self._forget(visitor)
@@ -121,6 +149,11 @@ class _Visitor:
             self.until_s = now_s
 
     @property
+    def is_known(self) -> bool:
+        """Whether it has proved that it knows the key."""
+        return self._link is not None
+
+    @property
     def fd(self) -> int:
         return self._socket.fileno() if self._link is None else self._link.read_fd
 
@@ -129,11 +162,12 @@ class _Visitor:
         if self._link is None:
             self._hear_proof(now_s)
             return None
-        for message in self._link.receive(now_s):
-            if message[0] != GREET:
-                raise LinkLost("it does not greet")
-            return self._link, fields(message, dict)[0]
-        return None
+        messages = self._link.receive(now_s)
+        if not messages:
+            return None
+        if messages[0][0] != GREET or len(messages) > 1:  # it is not its turn to say more
+            raise LinkLost("it does not greet")
+        return self._link, fields(messages[0], dict)[0]
 
     def close(self) -> None:
         if self._link is None:
@@ -154,8 +188,8 @@ class _Visitor:
             raise LinkLost("it does not know the job's key")
         self._socket.send(handshake.launcher_proof())
         seals = (handshake.seal_to_launcher(), handshake.seal_to_agent())
-        read_fd = self._socket.detach()
-        self._link = Link(read_fd, os.dup(read_fd), time.monotonic(), seals=seals)
+        write_fd = os.dup(self._socket.fileno())  # may fail, and then all is as it was
+        self._link = Link(self._socket.detach(), write_fd, time.monotonic(), seals=seals)
 
 
 class _Hearing:

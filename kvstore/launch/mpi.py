@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstore.launch.carried import (
@@ -29,11 +29,8 @@ from kvstore.launch.remote_shell import known_refusal
 _VERSION_S = 10.0
 _CONNECT_S = 60.0
 _HOSTS_NAME = "hosts"
-_SHOWN_LINES = 20
+_FIRST_LINES, _LAST_LINES = 10, 10  # of what it said, around which the reason may be
 _OF_SSH = re.compile(r"\Assh: |Permission denied \(|[Hh]ost key|HOST IDENTIFICATION")
-
-# Open MPI's and PMIx's (mpirun(1), "Exported Environment Variables"); Hydra's, of MPICH.
-_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 # Servers need little of a processor: a machine takes more processes than it has of these. Both
 # the names up to Open MPI 4 and those from 5 on, which leaves this to PRRTE.
@@ -50,13 +47,22 @@ class Kind:
     name: str
     hosts_option: str
     slots: str
-    options: tuple[str, ...]
-    variables: Mapping[str, str]
+    rank_names: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 # Open MPI gives each process one processor, all threads of what it starts included, unless told.
-OPEN_MPI = Kind("Open MPI", "--hostfile", " slots=", ("--bind-to", "none"), _OPEN_MPI_VARIABLES)
-MPICH = Kind("MPICH", "-f", ":", (), {})
+OPEN_MPI = Kind(
+    "Open MPI",
+    "--hostfile",
+    " slots=",
+    ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"),  # mpirun(1), "Exported Environment Variables"
+    ("--bind-to", "none"),
+    _OPEN_MPI_VARIABLES,
+)
+# Hydra; what it calls pinning is Intel MPI's, and has to be off for the same reason.
+MPICH = Kind("MPICH", "-f", ":", ("PMI_RANK",), (), {"I_MPI_PIN": "off"})
 
 
 def run(
@@ -80,8 +86,8 @@ def run(
         members=members,
         command=lambda directory: mpirun_argv(options, kind, len(members), directory),
         # Nobody is there to type a password, on a terminal or in a window (ssh(1)).
-        environment={**kind.variables, "SSH_ASKPASS_REQUIRE": "never", **environ},
-        rank_names=_RANK_NAMES,
+        environment={**kind.variables, "SSH_ASKPASS_REQUIRE": "never", **_outside(environ)},
+        rank_names=kind.rank_names,
         explain=explain,
         fatal=lambda line: login_refusal(line, hosts),
         files={_HOSTS_NAME: hosts_file(counts, kind)} if hosts else {},
@@ -159,10 +165,17 @@ def mpirun_argv(options: LaunchOptions, kind: Kind, count: int, directory: Path)
     ]
 
 
+def _outside(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without what an MPI around this launcher says of its own ranks."""
+    ranks = {name for kind in (OPEN_MPI, MPICH) for name in kind.rank_names}
+    return {name: value for name, value in environ.items() if name not in ranks}
+
+
 def explain(lines: Sequence[str], code: int) -> str:
     """``mpirun`` has ended before all agents had come."""
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    said = "".join(f"\n  {line.strip()}" for line in lines[:_SHOWN_LINES])
+    shown = [*lines[:_FIRST_LINES], *lines[_FIRST_LINES:][-_LAST_LINES:]]
+    said = "".join(f"\n  {line.strip()}" for line in shown)
     return f"mpirun ended ({how}) before all processes had started" + (
         f"; it said:{said}" if said else ""
     )

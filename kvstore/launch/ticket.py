@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,8 +53,17 @@ class Ticket:
 
 
 def job_directory(environ: Mapping[str, str]) -> Path:
-    """Where the directory of a new job will be; nothing is made, and nobody can guess the name."""
-    parent = environ.get(DIRECTORY_NAME) or os.path.expanduser(_DEFAULT_DIRECTORY)
+    """Where the directory of a new job will be; nothing is made, and nobody can guess the name.
+
+    Raises :class:`LaunchError` where there is no place for it.
+    """
+    parent = os.path.expanduser(environ.get(DIRECTORY_NAME) or _DEFAULT_DIRECTORY)
+    if parent.startswith("~"):
+        raise LaunchError(
+            f"there is no home directory for {parent}: set {DIRECTORY_NAME} to a directory that "
+            "all hosts of the job share and you can write to",
+            exit_code=1,
+        )
     return Path(parent).absolute() / secrets.token_hex(8)
 
 
@@ -66,6 +76,7 @@ def write_ticket(
     """
     try:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_parent(directory.parent)
         directory.mkdir(mode=0o700)
         _write(directory / TICKET_NAME, ticket.to_text())
         program = agent_program(working_directory, checkout_root(), "enlist")
@@ -77,6 +88,19 @@ def write_ticket(
             "all hosts of the job share and you can write to",
             exit_code=1,
         ) from error
+
+
+def _check_parent(parent: Path) -> None:
+    """Who may rename what is in it could put a program of their own there, which hosts run."""
+    found = parent.stat()
+    is_ours = found.st_uid in (0, os.geteuid())
+    is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    if not is_ours or is_open:
+        raise LaunchError(
+            f"others may rename what is in {parent}: 'chmod go-w' it, or set {DIRECTORY_NAME} to a "
+            "directory that is yours",
+            exit_code=1,
+        )
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import selectors
 import socket
 import threading
@@ -14,7 +16,7 @@ import pytest
 
 from kvstore.launch import enlist, gate
 from kvstore.launch.excuse import excuse
-from kvstore.launch.frames import GREET
+from kvstore.launch.frames import GREET, FrameWriter
 from kvstore.launch.gate import Gate
 from kvstore.launch.handshake import HELLO, NONCE_BYTES, Handshake
 from kvstore.launch.link import Link
@@ -174,16 +176,75 @@ def test_who_says_nothing_is_closed_after_a_while(door: Door) -> None:
         assert is_closed(visitor)
 
 
-def test_only_so_many_are_heard_at_a_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_keep_nobody_out(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for two: the first stranger goes, and not who has proved who it is."""
     monkeypatch.setattr(gate, "MOST_VISITORS", 2)
-    first, second = door.visit(), door.visit()
-    with first, second, socket.create_connection(door.address, 0.2) as third:
-        door.turn(0.0)
-        with pytest.raises(TimeoutError):
-            third.recv(1)
-        door.gate.tick(gate.VISIT_S)  # the first two have had their time
+    with door.visit() as agent:
+        handshake = agreed(door, agent)
+        assert received(agent, 32) == handshake.launcher_proof()
+        with door.visit() as stranger, door.visit() as another:
+            assert received(another, len(HELLO)) == HELLO
+            assert is_closed(stranger)
+        seals = (handshake.seal_to_agent(), handshake.seal_to_launcher())
+        fd = agent.detach()
+        link = Link(fd, fd, 0.0, seals=seals)
+        link.send(GREET, {"rank": 0})
+        while not door.admitted:
+            door.turn()
+        link.close()
+
+
+def test_who_was_sent_away_in_the_same_turn_is_not_heard(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "MOST_VISITORS", 1)
+    with door.visit() as first:
+        first.sendall(b"x")
+        with socket.create_connection(door.address, 5.0) as second:
+            door.gate.adjust(door.selector)
+            until = [key for key, _ in door.selector.select(5.0)]
+            while len(until) < 2:
+                until = [key for key, _ in door.selector.select(5.0)]
+            for key in sorted(until, key=lambda key: key.data is not door.gate):
+                assert key.data.handle(0.0) == []
+            assert received(second, len(HELLO)) == HELLO
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_without_files_it_pauses_and_says_so_once(
+    door: Door, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refused() -> None:
+        raise OSError(number, os.strerror(number))
+
+    class Full:
+        fileno, close, getsockname = (
+            door.listener.fileno, door.listener.close, door.listener.getsockname,
+        )  # fmt: skip
+        accept = staticmethod(refused)
+
+    door.gate.adjust(door.selector)
+    monkeypatch.setattr(door.gate, "_listener", Full())
+    [note] = door.gate.handle(10.0)
+    assert "raise 'ulimit -n'" in str(note)
+    door.gate.adjust(door.selector)
+    assert door.listener.fileno() not in door.selector.get_map()
+    assert door.gate.tick(10.5) == 0.5
+    door.gate.tick(11.0)
+    door.gate.adjust(door.selector)
+    assert door.listener.fileno() in door.selector.get_map()
+    assert door.gate.handle(12.0) == []
+
+
+def test_who_says_more_than_a_greeting_is_closed(door: Door) -> None:
+    with door.visit() as visitor:
+        handshake = agreed(door, visitor)
+        received(visitor, 32)
+        writer = FrameWriter(handshake.seal_to_launcher())
+        visitor.sendall(writer.frame([GREET, {"rank": 0}]) + writer.frame(["note", "hello"]))
         door.turn()
-        assert received(third, len(HELLO)) == HELLO
+        assert is_closed(visitor)
+    assert door.admitted == []
 
 
 def test_a_closed_gate_lets_nobody_in(door: Door) -> None:
@@ -226,6 +287,23 @@ def test_a_ticket_is_for_its_user_only(tmp_path: Path) -> None:
 def test_two_jobs_have_two_directories() -> None:
     assert job_directory({}) != job_directory({})
     assert job_directory({}).parent == Path("~/.kvstore/jobs").expanduser()
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_directory_in_which_others_may_rename_is_refused(tmp_path: Path, mode: int) -> None:
+    parent = tmp_path / "shared"
+    parent.mkdir()
+    parent.chmod(mode)
+    with pytest.raises(LaunchError, match="others may rename what is in"):
+        write_ticket(parent / "job", Ticket([], 1, KEY), "/", {})
+    parent.chmod(mode | 0o1000)  # as /tmp is
+    write_ticket(parent / "job2", Ticket([], 1, KEY), "/", {})
+
+
+def test_without_a_home_it_asks_for_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(LaunchError, match="there is no home directory"):
+        job_directory({})
 
 
 def test_a_directory_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
