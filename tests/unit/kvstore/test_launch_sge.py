@@ -23,8 +23,8 @@ job-ID  prior   name       user         state submit/start at     queue         
 """
 DESCRIBED = """\
 job_name:                   j4
-error reason          1:      11/22/2026 08:18:35 [0:27200]: error: can't chdir to /data: No such file
-error reason          2:      11/22/2026 08:18:35 [0:27199]: error: can't chdir to /data: No such file
+error reason          1:      11/22/2026 08:18:35 [0:27200]: error: can't chdir to /data: Not there
+error reason          2:      11/22/2026 08:18:35 [0:27199]: error: can't chdir to /data: Not there
 scheduling info:            Job is in error state
 """
 QUEUES = """\
@@ -93,7 +93,7 @@ def test_only_the_states_of_the_own_job_count() -> None:
 
 
 def test_why_a_job_is_in_error_is_told_without_dates_and_process_ids() -> None:
-    expected = "can't chdir to /data: No such file"
+    expected = "can't chdir to /data: Not there"
     assert sge_words.error_reason(DESCRIBED) == expected
     assert sge_words.error_reason("job_name: j4") is None
 
