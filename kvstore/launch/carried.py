@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstore.launch.address import listen
-from kvstore.launch.carrier import Carrier, Explain
+from kvstore.launch.carrier import USUAL, Carrier, Explain, Habits
 from kvstore.launch.elsewhere import (
     agent_row,
     common_address,
@@ -65,6 +65,10 @@ def _nothing_to_cancel(line: str) -> Sequence[str] | None:
     return None
 
 
+def _no_files(ticket: Ticket) -> Mapping[str, str]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Cluster:
     """How one kind of cluster starts agents.
@@ -73,7 +77,8 @@ class Cluster:
     the command out of the job's directory, in which all hosts find ``agent.py`` and the
     ``files`` (their text by name). An agent's rank is in the first of the variables
     ``rank_names`` that is set, counted from ``first_rank``. ``connect_s`` is how long agents may
-    need to come, None where a job can wait in a queue. See :class:`Carrier` for the others.
+    need to come, None where a job can wait in a queue. ``bundle`` makes further files of the
+    ticket, for hosts that share no directory. See :class:`Carrier` for the others.
     """
 
     members: Sequence[Member]
@@ -89,6 +94,8 @@ class Cluster:
     trouble: Callable[[], str | None] = _no_trouble
     cancel: Callable[[str], Sequence[str] | None] = _nothing_to_cancel
     has_terminal: bool = False
+    habits: Habits = USUAL
+    bundle: Callable[[Ticket], Mapping[str, str]] = _no_files
 
 
 def agent_command(options: LaunchOptions, directory: Path) -> list[str]:
@@ -163,7 +170,8 @@ def _embark(
     addresses = [host] if host else own_addresses()
     port = int(listener.getsockname()[1])
     ticket = Ticket(addresses, port, key, cluster.rank_names, cluster.first_rank)
-    write_ticket(directory, ticket, os.getcwd(), cluster.files)
+    files = {**cluster.files, **cluster.bundle(ticket)}
+    write_ticket(directory, ticket, os.getcwd(), files)
     argv = cluster.command(directory)
     try:
         carrier = Carrier(
@@ -177,6 +185,7 @@ def _embark(
             trouble=cluster.trouble,
             cancel=cluster.cancel,
             has_terminal=cluster.has_terminal,
+            habits=cluster.habits,
         )
     except OSError as error:
         listener.close()
@@ -219,7 +228,8 @@ def _job_key(options: LaunchOptions, environ: Mapping[str, str]) -> str:
 
 def _print_plan(options: LaunchOptions, cluster: Cluster) -> int:
     print(shlex.join(cluster.command(_DIRECTORY_SHOWN)))
-    for name, text in cluster.files.items():
+    shown = Ticket(["LAUNCHER"], 0, "KEY", cluster.rank_names, cluster.first_rank)
+    for name, text in {**cluster.files, **cluster.bundle(shown)}.items():
         print(f"# {_DIRECTORY_SHOWN / name}:")
         print("".join(f"#   {line}\n" for line in text.splitlines()), end="")
     print("# scheduler: this machine")

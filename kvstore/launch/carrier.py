@@ -11,11 +11,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any
 
 from kvstore.launch.agent import GREETING
@@ -27,16 +29,40 @@ from kvstore.launch.link import Link
 from kvstore.launch.places import Event, Finished, Note
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.remote import AgentPlace
+from kvstore.launch.ticket import DIRECTORY_NAME, PROGRAM_NAME
 
 _READ_BYTES = 64 * 1024
 _KEPT_LINES = 200
 _ENDING_S = 5.0  # for the command to end by itself once no agent is left, and after SIGTERM
+_SHOWN_NAMES = 8
+_NO_PROGRAM = re.compile(rf"can't open file '([^']*{re.escape(PROGRAM_NAME)})'")
 _CANCEL_S = 10.0
 _TROUBLE_S = 1.0  # between one look for it and the next
 _ROSTER_S = (5.0, 10.0, 20.0, 40.0, 60.0)  # between one roster and the next
 
 Explain = Callable[[Sequence[str], int], str]
 """What a command said and its exit code (negative for a signal), as a sentence."""
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a command differs from others.
+
+    ``name`` is what people are told it is, where its first word is not. ``is_news`` is given each
+    line that it prints and says whether people shall see it. ``is_submitting`` says whether the
+    job may be in the cluster without that it is known yet how to take it out. ``ending_s`` is how
+    long the command may need to end once no agent is left. Where ranks are ``only_wishes``, an
+    agent whose rank is none, or taken, gets a free one.
+    """
+
+    name: str | None = None
+    is_news: Callable[[str], bool] = lambda line: True
+    is_submitting: Callable[[], bool] = lambda: False
+    ending_s: float = _ENDING_S
+    only_wishes: bool = False
+
+
+USUAL = Habits()
 
 
 class Carrier:
@@ -48,7 +74,7 @@ class Carrier:
     sentence if something else shows that one cannot. ``cancel`` is given each line until it makes
     of one, which tells how the job is known to the cluster, the command that takes it out of
     there. To a command that ``has_terminal`` its output is one: on a pipe many a program keeps
-    its lines to itself for long.
+    its lines to itself for long. ``habits`` are what else may be special about the command.
     """
 
     label: str | None = None
@@ -66,9 +92,11 @@ class Carrier:
         trouble: Callable[[], str | None] = lambda: None,
         cancel: Callable[[str], Sequence[str] | None] = lambda line: None,
         has_terminal: bool = False,
+        habits: Habits = USUAL,
     ) -> None:
         self._failure: str | None = None
-        self._name = os.path.basename(argv[0])
+        self._name = habits.name or os.path.basename(argv[0])
+        self._habits = habits
         self._crew = crew
         self._explain = explain
         self._fatal = fatal
@@ -106,9 +134,18 @@ class Carrier:
         return [name for place in self._crew for name in place.awaited()]
 
     def admit(self, link: Link, greeting: Mapping[str, Any]) -> list[Event]:
-        """An agent has greeted at the gate. A rank that is none, or taken, is sent away."""
+        """An agent has greeted at the gate. A rank that is none, or taken, is sent away.
+
+        Or there is no agent, and it says why.
+        """
         rank = greeting.get("rank")
         host = str(greeting.get("host"))
+        if "error" in greeting:
+            link.close()
+            self._fail(f"{host}: {greeting['error']}")
+            return []
+        if self._habits.only_wishes and not self._is_free(rank):
+            rank = next((one for one in range(len(self._crew)) if self._is_free(one)), rank)
         if not isinstance(rank, int) or not 0 <= rank < len(self._crew):
             link.close()
             return [Note(f"{host}: an agent with the rank {rank} came, and there is no such rank")]
@@ -119,6 +156,11 @@ class Carrier:
         place.label = host
         place.greet(link, greeting)
         return []
+
+    def _is_free(self, rank: object) -> bool:
+        if not isinstance(rank, int) or not 0 <= rank < len(self._crew):
+            return False
+        return not self._crew[rank].is_connected
 
     def start(
         self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
@@ -156,15 +198,15 @@ class Carrier:
             if self._cancellation is None and (command := self._cancel(text)):
                 self._cancellation = command
                 self._guardian.cancel_at_the_end(command)
-            if self._is_over:
-                continue  # that agents end is no news
+            if not self._habits.is_news(text) or self._is_over:
+                continue  # that agents end is none
             if self._has_begun:
                 notes.append(Note(f"{self._name}: {text}"))
                 continue
             del self._said[_KEPT_LINES:]
             self._said.append(text)
             if self._failure is None:
-                self._failure = self._fatal(text)
+                self._failure = _not_shared(text) or self._fatal(text)
         return notes
 
     def sweep(self) -> list[Event]:
@@ -213,7 +255,8 @@ class Carrier:
         if self._gate is not None:
             self._gate.close()
         if self._has_begun:
-            self._wait(self._hung_up_s + _ENDING_S)
+            self._wait(self._hung_up_s + self._habits.ending_s)
+        self._wait(time.monotonic() + _ENDING_S, self._habits.is_submitting)
         self._take_out()
         self._signal(signal.SIGTERM)
         self._wait(time.monotonic() + _ENDING_S)
@@ -228,24 +271,35 @@ class Carrier:
 
     def _refuse(self, line: bytes) -> None:
         """One that would have become an agent says why it cannot; the first reason counts."""
+        self._fail(refusal(line))
+
+    def _fail(self, reason: str) -> None:
         if self._failure is None and not self._has_begun:
-            self._failure = refusal(line)
+            self._failure = reason
 
     def _roster(self) -> str:
         here = [place for place in self._crew if place.is_connected]
         hosts = ", ".join(sorted({str(place.label) for place in here}))
         there = f" ({len(here)} of {len(self._crew)} are there, on {hosts})" if here else ""
         state = self._state()
-        return f"waiting for {', '.join(self.awaited())}{there}" + (f": {state}" if state else "")
+        awaited = self.awaited()
+        names = ", ".join(awaited[:_SHOWN_NAMES])
+        more = len(awaited) - _SHOWN_NAMES
+        others = f" and {more} more" if more > 0 else ""
+        return f"waiting for {names}{others}{there}" + (f": {state}" if state else "")
 
-    def _wait(self, until_s: float) -> None:
+    def _wait(self, until_s: float, is_to_go_on: Callable[[], bool] = lambda: True) -> None:
         """For the command's end, reading what it prints, so that it can."""
         with selectors.PollSelector() as selector:
             for stream in self._streams:
                 selector.register(stream.fd, selectors.EVENT_READ, stream)
-            while self._process.poll() is None and (left_s := until_s - time.monotonic()) > 0:
+            while is_to_go_on() and self._process.poll() is None:
+                if (left_s := until_s - time.monotonic()) <= 0:
+                    return
                 for key, _ in selector.select(min(left_s, 0.05)):
-                    if not key.data.read()[1]:
+                    lines, is_open = key.data.read()
+                    self.heard(lines)
+                    if not is_open:
                         selector.unregister(key.fd)
 
     def _take_out(self) -> None:
@@ -269,6 +323,17 @@ class Carrier:
     def _signal(self, number: int) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, number)
+
+
+def _not_shared(line: str) -> str | None:
+    """A sentence if ``line`` is Python's, which a host was told to give a program it has not."""
+    found = _NO_PROGRAM.search(line)
+    if found is None:
+        return None
+    return (
+        f"a host does not find {found[1]}: set {DIRECTORY_NAME} to a directory that all hosts "
+        f"share ({line})"
+    )
 
 
 def refusal(line: bytes) -> str:

@@ -24,6 +24,7 @@ _MODULES = {
     "ssh": "kvstore.launch.ssh",
     "mpi": "kvstore.launch.mpi",
     "sge": "kvstore.launch.sge",
+    "yarn": "kvstore.launch.yarn",
     "kubernetes": "kvstore.launch.kubernetes",
 }
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from kvstore.launch import sge_words
 from kvstore.launch.agent import GREETING
 from kvstore.launch.carried import Cluster, agent_command, run_carried, servers_then_workers
-from kvstore.launch.carrier import refusal
+from kvstore.launch.carrier import Habits, refusal
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
 
@@ -78,6 +78,7 @@ def run(
         trouble=job.trouble,
         cancel=job.cancel,
         has_terminal=True,
+        habits=Habits(is_submitting=job.is_submitting),
     )
     return run_carried(options, environ, service_command, timing, cluster)
 
@@ -113,6 +114,10 @@ class ArrayJob:
         """The command that deletes the job, once ``line`` of qsub's names it."""
         self._number = sge_words.job_number(line)
         return None if self._number is None else ["qdel", self._number]
+
+    def is_submitting(self) -> bool:
+        """Whether there may be a job of which no number is known yet."""
+        return self._number is None
 
     def fatal(self, line: str) -> str | None:
         over = sge_words.task_over(line)
