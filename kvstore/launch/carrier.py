@@ -249,7 +249,8 @@ class Carrier:
     def close(self) -> None:
         """Agents whose links are closed end, and so does the command; it is given a moment.
 
-        If it has not ended well by then, the job is taken out of the cluster.
+        If it has not ended well by then, or the job has not begun, that is taken out of the
+        cluster.
         """
         if self._gate is not None:
             self._gate.close()
@@ -302,7 +303,8 @@ class Carrier:
                         selector.unregister(key.fd)
 
     def _take_out(self) -> None:
-        if self._cancellation is None or self._process.poll() == 0:
+        has_done_well = self._has_begun and self._process.poll() == 0
+        if self._cancellation is None or has_done_well:
             return
         try:
             subprocess.run(

@@ -21,6 +21,8 @@ LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "ray", "yarn", "kubernetes")
 
 # Where an option means something; with any other launcher it is an error.
 _CLUSTERS = ("slurm", "sge", "ray", "yarn", "kubernetes")
+# An array job of sge asks the same for all, and each cell has names of its own for memory.
+_TWO_KINDS = ("slurm", "ray", "yarn", "kubernetes")
 _MEANT_FOR: dict[str, tuple[str, ...]] = {
     "--hostfile": ("ssh", "mpi"),
     "--python": ("ssh", "mpi", "slurm", "sge", "yarn", "kubernetes"),
@@ -28,9 +30,9 @@ _MEANT_FOR: dict[str, tuple[str, ...]] = {
     "--jobname": _CLUSTERS,
     "--queue": ("slurm", "sge", "yarn"),
     "--worker-cores": _CLUSTERS,
-    "--server-cores": _CLUSTERS,
-    "--worker-memory": _CLUSTERS,
-    "--server-memory": _CLUSTERS,
+    "--server-cores": _TWO_KINDS,
+    "--worker-memory": _TWO_KINDS,
+    "--server-memory": _TWO_KINDS,
     "--worker-gpus": ("slurm", "sge", "ray", "kubernetes"),
     "--image": ("kubernetes",),
     "--namespace": ("kubernetes",),

@@ -1,0 +1,264 @@
+"""The launcher ``sge``: one array job of Grid Engine, with a task for each server and worker.
+
+``qsub -sync y`` stays as long as the array does, and says of each task that ends. A task's own
+words go into the job's directory, where the launcher finds them. An array has one request for all
+its tasks: what the workers ask for, the servers get, too. Flags as in dmlc-core's
+``tracker/dmlc_tracker/sge.py``. Read ``carried.py`` first, ``sge_words.py`` next.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvstore.launch import sge_words
+from kvstore.launch.agent import GREETING
+from kvstore.launch.carried import Cluster, agent_command, run_carried, servers_then_workers
+from kvstore.launch.carrier import Habits, refusal
+from kvstore.launch.lifecycle import Timing
+from kvstore.launch.options import LaunchError, LaunchOptions
+
+_ASKING_S = 5.0  # for all that is asked of the cluster at one time
+_LAST_WORDS_S = 2.0  # for a shared file system to show what a task has said
+_SHOWN_LINES = 20
+_SCRIPT_NAME = "task.sh"
+_ENDED = "ended."
+_NO_DIRECTORY = 66
+
+# Called with the agent's command. What it says is not the task's output (qsub -o), because Grid
+# Engine holds a job for ever, in an error state, when that file cannot be made.
+_SCRIPT = f"""\
+#!/bin/sh
+directory=${{2%/*}}
+[ -d "$directory" ] || exit {_NO_DIRECTORY}
+said=$directory/said.$SGE_TASK_ID
+"$@" >"$said" 2>&1
+code=$?
+[ -d "$directory" ] || exit $code
+[ $code -eq 0 ] || echo "(exit code $code on $(uname -n))" >>"$said"
+mv "$said" "$directory/{_ENDED}$SGE_TASK_ID"
+exit $code
+"""
+
+
+def run(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    service_command: Sequence[str],
+    timing: Timing,
+) -> int:
+    """As :func:`kvstore.launch.jobrun.run_job`."""
+    if shutil.which("qsub", path=environ.get("PATH")) is None:
+        raise LaunchError(
+            "there is no program 'qsub' here: start the job on a submit host of Grid Engine, "
+            "after its settings.sh, or use --launcher ssh",
+            exit_code=1,
+        )
+    name = options.places.jobname
+    if name is not None and not sge_words.is_job_name(name):
+        raise LaunchError(
+            f"--jobname '{name}' is no name for Grid Engine: it may not begin with a digit, '.' or "
+            "'#', and may not hold spaces or any of / : @ \\ * ? ' \" [ ] { } | ( ) , %",
+            exit_code=2,
+        )
+    job = ArrayJob(options, environ)
+    cluster = Cluster(
+        members=job.members,
+        command=job.command,
+        environment=environ,
+        rank_names=("SGE_TASK_ID",),
+        first_rank=1,
+        files={_SCRIPT_NAME: _SCRIPT},
+        explain=job.explain,
+        fatal=job.fatal,
+        state=job.state,
+        trouble=job.trouble,
+        cancel=job.cancel,
+        has_terminal=True,
+        habits=Habits(is_submitting=job.is_submitting),
+    )
+    return run_carried(options, environ, service_command, timing, cluster)
+
+
+class ArrayJob:
+    """What the launcher knows of the job until all its tasks are there."""
+
+    def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
+        self.members = servers_then_workers(options)
+        self._options = options
+        self._environ = dict(environ)
+        self._slots = _slots(options, self._environ)
+        self._directory: Path | None = None
+        self._number: str | None = None
+        self._error: str | None = None
+
+    def command(self, directory: Path) -> list[str]:
+        self._directory = directory
+        places = self._options.places
+        return [
+            *("qsub", "-sync", "y", "-t", f"1-{len(self.members)}", "-w", "w", "-r", "n"),
+            *("-N", places.jobname or "kvstore", "-S", "/bin/sh", "-wd", "/"),
+            *("-j", "y", "-o", "/dev/null"),
+            *(() if places.queue is None else ("-q", places.queue)),
+            *self._slots,
+            *(("-l", f"gpu={places.worker_gpus}") if places.worker_gpus else ()),
+            *places.launcher_args,
+            str(directory / _SCRIPT_NAME),
+            *agent_command(self._options, directory),
+        ]
+
+    def cancel(self, line: str) -> list[str] | None:
+        """The command that deletes the job, once ``line`` of qsub's names it."""
+        self._number = sge_words.job_number(line)
+        return None if self._number is None else ["qdel", self._number]
+
+    def is_submitting(self) -> bool:
+        """Whether there may be a job of which no number is known yet."""
+        return self._number is None
+
+    def fatal(self, line: str) -> str | None:
+        over = sge_words.task_over(line)
+        if over is None or not 1 <= over.task <= len(self.members):
+            return sge_words.deletion(line)
+        until_s = time.monotonic() + _LAST_WORDS_S
+        while (why := self._last_words(over.task)) is None and time.monotonic() < until_s:
+            time.sleep(0.1)
+        if why is not None:
+            return why
+        if over.how.endswith(f"code {_NO_DIRECTORY}"):
+            return (
+                f"the host of task {over.task} does not see {self._directory}: set "
+                "KVSTORE_JOB_DIR to a directory that all hosts of the job share"
+            )
+        return f"{self._name(over.task)} {over.how} before it had reached the launcher"
+
+    def trouble(self) -> str | None:
+        """Whether a task has ended that would have become an agent, or the job is in error."""
+        assert self._directory is not None
+        try:
+            names = [path.name for path in self._directory.iterdir()]
+        except OSError:  # a file system that is away for the moment
+            return self._error
+        ended = sorted(name.removeprefix(_ENDED) for name in names if name.startswith(_ENDED))
+        found = (self._last_words(int(task)) for task in ended if task.isdigit())
+        return next((why for why in found if why is not None), self._error)
+
+    def state(self) -> str:
+        """What Grid Engine has to say of tasks that are not there."""
+        number = self._number
+        if number is None:
+            return "qsub has not said yet which number the job has"
+        until_s = time.monotonic() + _ASKING_S
+        found = sge_words.states(self._ask(until_s, "qstat"), number)
+        if any("E" in state for state in found):
+            self._error = self._error_state(until_s)
+        shown = ", ".join(f"{count} {state}" for state, count in sorted(found.items()))
+        parts = [f"tasks of job {number} by state: {shown}" if shown else f"job {number}"]
+        if any("qw" in state for state in found):
+            parts.append(sge_words.obstacles(self._ask(until_s, "qalter", "-w", "p", number)))
+            parts.append(self._shortage(until_s))
+        return "; ".join(part for part in parts if part)
+
+    def explain(self, lines: Sequence[str], code: int) -> str:
+        """``qsub`` has ended before all agents had come."""
+        why = sge_words.refusal_of_job(lines)
+        if why is not None:
+            hint = ""
+            if self._options.places.worker_gpus and '"gpu"' in why:
+                hint = ": --worker-gpus asks for it; use --launcher-args='-l NAME=COUNT' instead"
+            return f"Grid Engine does not take the job: {why}{hint}"
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        said = "".join(f"\n  {line.strip()}" for line in lines[:_SHOWN_LINES])
+        return f"qsub ended ({how}) before all processes had started" + (
+            f"; it said:{said}" if said else ""
+        )
+
+    def _last_words(self, task: int) -> str | None:
+        """A sentence of what task ``task`` has left behind, None as long as there is nothing."""
+        assert self._directory is not None
+        try:
+            said = (self._directory / f"{_ENDED}{task}").read_bytes()
+        except OSError:
+            return None
+        lines = said.splitlines()
+        for line in lines:
+            if GREETING in line:
+                return refusal(line)
+        texts = [line.decode(errors="replace").strip() for line in lines[-_SHOWN_LINES:]]
+        shown = "".join(f"\n  {text}" for text in texts)
+        if texts and texts[-1].startswith(("(exit code 126 ", "(exit code 127 ")):
+            python = agent_command(self._options, self._directory)[0]
+            host = texts[-1].rpartition(" on ")[2].rstrip(")")
+            why = texts[0].rpartition(": ")[2]  # of the shell's words
+            return f"{host}: '{python}' cannot be run there ({why}); --python names another"
+        return f"{self._name(task)} ended before it had reached the launcher; it said:{shown}"
+
+    def _name(self, task: int) -> str:
+        role, rank = self.members[task - 1]
+        return f"{role} {rank} (task {task} of job {self._number})"
+
+    def _error_state(self, until_s: float) -> str:
+        number = str(self._number)
+        reason = sge_words.error_reason(self._ask(until_s, "qstat", "-j", number))
+        return f"Grid Engine cannot run job {number}, which is in an error state (E): " + (
+            reason or f"qstat -j {number} did not say why"
+        )
+
+    def _shortage(self, until_s: float) -> str:
+        """Whether the tasks can never be there all at the same time, as the cluster is now."""
+        queue = self._options.places.queue
+        chosen = () if queue is None else ("-q", queue)
+        total = sge_words.slot_total(self._ask(until_s, "qstat", "-g", "c", *chosen))
+        each = int(self._slots[-1]) if self._slots else 1
+        needed = each * len(self.members)
+        if total is None or needed <= total:
+            return ""
+        where = "the cluster" if queue is None else f"queue {queue}"
+        return f"{where} has {total} slots in all, and {needed} are needed at the same time"
+
+    def _ask(self, until_s: float, *words: str) -> str:
+        return _answer(words, self._environ, until_s)
+
+
+def _slots(options: LaunchOptions, environ: Mapping[str, str]) -> list[str]:
+    """The words that give each task its processors. Raises :class:`LaunchError`."""
+    cores, given = options.places.worker_cores, options.places.launcher_args
+    if cores is None or cores == 1 or "-pe" in given:
+        return []
+    until_s = time.monotonic() + _ASKING_S
+    found = [
+        name
+        for name in _answer(["qconf", "-spl"], environ, until_s).split()
+        if sge_words.gives_slots_of_one_host(_answer(["qconf", "-sp", name], environ, until_s))
+    ]
+    if not found:
+        raise LaunchError(
+            f"--worker-cores {cores} needs a parallel environment that gives a task slots of one "
+            "host (allocation_rule $pe_slots), and this cluster has none: ask who runs it for "
+            "one, or leave --worker-cores out",
+            exit_code=1,
+        )
+    return ["-pe", "smp" if "smp" in found else found[0], str(cores)]
+
+
+def _answer(words: Sequence[str], environ: Mapping[str, str], until_s: float) -> str:
+    """What a command of Grid Engine's prints; "" when it does not do well until then."""
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        return ""
+    try:
+        done = subprocess.run(
+            list(words),
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=left_s,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
