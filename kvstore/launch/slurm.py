@@ -19,6 +19,7 @@ from pathlib import Path
 from kvstore.launch import slurm_queue
 from kvstore.launch.agent import GREETING
 from kvstore.launch.carried import Cluster, agent_command, run_carried, servers_then_workers
+from kvstore.launch.carrier import Habits
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
 from kvstore.launch.slurm_allocation import (
@@ -79,7 +80,6 @@ def own_job(options: LaunchOptions, environ: Mapping[str, str]) -> Cluster:
     """A job of Slurm's, which may have to wait in its queue."""
     environment = without_redirection(environ)
     queued = _QueuedJob(options, environment)
-    script = str(Path(slurm_queue.__file__).resolve())
     return Cluster(
         members=servers_then_workers(options),
         command=queued.command,
@@ -89,7 +89,8 @@ def own_job(options: LaunchOptions, environ: Mapping[str, str]) -> Cluster:
         fatal=AgentsEnd().fatal,
         state=queued.state,
         # The allocation stays when srun is killed, where slurm.conf has no InactiveLimit.
-        cancel=lambda directory: [sys.executable, "-I", "-S", script, str(directory)],
+        cancel=queued.cancel,
+        habits=Habits(clears_up=True),
         if_lost=("scancel", "--quiet", "$SLURM_JOB_ID"),
     )
 
@@ -119,6 +120,10 @@ class _QueuedJob:
     def command(self, directory: Path) -> list[str]:
         self._directory = str(directory)
         return job_argv(self._options, directory)
+
+    def cancel(self, line: str) -> list[str]:
+        script = str(Path(slurm_queue.__file__).resolve())
+        return [sys.executable, "-I", "-S", script, self._directory]
 
     def state(self) -> str:
         try:

@@ -66,15 +66,16 @@ def describe(jobs: list[Queued]) -> str:
     return ", ".join(words)
 
 
-def cancel(directory: str, environ: Mapping[str, str]) -> None:
-    """Take the jobs of ``directory`` out of the queue, or end them."""
-    were_seen = False
+def cancel(directory: str, environ: Mapping[str, str]) -> bool:
+    """Take the jobs of ``directory`` out of the queue, or end them; whether Slurm answered."""
+    were_seen = has_answered = False
     for pause_s in _PAUSES_S:
         time.sleep(pause_s)
         try:
             jobs = look(directory, environ)
+            has_answered = True
             if were_seen and not jobs:
-                return
+                break
             were_seen = were_seen or bool(jobs)
             if found := [job.job_id for job in jobs if job.state != "COMPLETING"]:
                 subprocess.run(
@@ -86,7 +87,8 @@ def cancel(directory: str, environ: Mapping[str, str]) -> None:
                 )
         except (OSError, subprocess.SubprocessError):
             continue  # the controller may answer the next time
+    return has_answered
 
 
 if __name__ == "__main__":
-    cancel(sys.argv[1], os.environ)
+    sys.exit(0 if cancel(sys.argv[1], os.environ) else 1)
