@@ -37,6 +37,7 @@ from kvstore.launch.frames import (
     START,
     Message,
 )
+from kvstore.launch.gpus import visible_gpus
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.here import available_cores, checkout_root
 from kvstore.launch.key import new_key_file
@@ -168,6 +169,7 @@ def machine() -> dict[str, Any]:
         "directory": os.getcwd(),
         "cores": available_cores(),
         "gpus": gpu_count(),
+        "gpu_names": visible_gpus(os.environ),
         "shared_mb": shutil.disk_usage("/dev/shm").free >> 20 if os.path.isdir("/dev/shm") else 0,
         "time_s": time.time(),
     }
@@ -203,9 +205,10 @@ class Agent:
         self._key_directory: Path | None = None
         self._credit = CREDIT_BYTES
         self._is_finished = False
+        self._is_told = False  # by a signal
 
-    def serve(self) -> None:
-        """Until the launcher says that all is over, or is gone."""
+    def serve(self) -> bool:
+        """Until the launcher says that all is over, or is gone; whether it was lost."""
         self._selector.register(self._link.read_fd, selectors.EVENT_READ)
         self._selector.register(self._signals.fd, selectors.EVENT_READ)
         try:
@@ -216,6 +219,7 @@ class Agent:
             pass
         finally:
             self._close()
+        return not self._is_finished and not self._is_told
 
     def _turn(self) -> None:
         patience_s = self._link.tick(time.monotonic())
@@ -225,6 +229,7 @@ class Agent:
         for number in set(arrived) & set(ENDING):
             self._link.send(NOTE, f"the agent got {number.name}: it ends what runs there")
             self._say_last_words()
+            self._is_told = True
             raise LinkLost("told to end")
         if signal.SIGCHLD in arrived and self._place is not None:
             self._tell(self._place.sweep())

@@ -28,8 +28,10 @@ from kvstore.launch.elsewhere import (
     forwarded_variables,
     is_loopback,
     wished_address,
+    with_variables,
 )
 from kvstore.launch.gate import Gate
+from kvstore.launch.gpus import share_gpus
 from kvstore.launch.jobrun import Arrangement, run_job
 from kvstore.launch.key import new_key
 from kvstore.launch.lifecycle import Timing
@@ -78,7 +80,9 @@ class Cluster:
     ``files`` (their text by name). An agent's rank is in the first of the variables
     ``rank_names`` that is set, counted from ``first_rank``. ``connect_s`` is how long agents may
     need to come, None where a job can wait in a queue. ``bundle`` makes further files of the
-    ticket, for hosts that share no directory. See :class:`Carrier` for the others.
+    ticket, for hosts that share no directory. ``if_lost`` is what agents run that have lost their
+    launcher. Of the GPUs that its agent sees, each worker gets ``worker_gpus``; 0 leaves that to
+    the cluster. See :class:`Carrier` for the others.
     """
 
     members: Sequence[Member]
@@ -96,6 +100,8 @@ class Cluster:
     has_terminal: bool = False
     habits: Habits = USUAL
     bundle: Callable[[Ticket], Mapping[str, str]] = _no_files
+    if_lost: Sequence[str] = ()
+    worker_gpus: int = 0
 
 
 def agent_command(options: LaunchOptions, directory: Path) -> list[str]:
@@ -130,6 +136,9 @@ def run_carried(
         greetings = [place.greeting or {} for place in crew]
         wished, port = wished_address(environ)
         host = wished or common_address([str(one.get("reached_from")) for one in greetings])
+        gpus: Mapping[Member, Mapping[str, str]] = {}
+        if cluster.worker_gpus:
+            gpus = share_gpus(cluster.members, greetings, cluster.worker_gpus)
 
         def assign(
             job_id: str, _: str, specs: Sequence[ProcessSpec]
@@ -141,7 +150,10 @@ def run_carried(
             return [
                 (spec, supervisor.local)
                 if spec.role == "scheduler"
-                else (for_elsewhere(spec), where[spec.role, spec.rank])
+                else (
+                    with_variables(for_elsewhere(spec), gpus.get((spec.role, spec.rank), {})),
+                    where[spec.role, spec.rank],
+                )
                 for spec in specs
             ]
 
@@ -169,7 +181,8 @@ def _embark(
     supervisor.remove_at_the_end(directory)
     addresses = [host] if host else own_addresses()
     port = int(listener.getsockname()[1])
-    ticket = Ticket(addresses, port, key, cluster.rank_names, cluster.first_rank)
+    names, first_rank = cluster.rank_names, cluster.first_rank
+    ticket = Ticket(addresses, port, key, names, first_rank, cluster.if_lost)
     files = {**cluster.files, **cluster.bundle(ticket)}
     write_ticket(directory, ticket, os.getcwd(), files)
     argv = cluster.command(directory)

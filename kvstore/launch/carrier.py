@@ -52,7 +52,8 @@ class Habits:
     line that it prints and says whether people shall see it. ``is_submitting`` says whether the
     job may be in the cluster without that it is known yet how to take it out. ``ending_s`` is how
     long the command may need to end once no agent is left. Where ranks are ``only_wishes``, an
-    agent whose rank is none, or taken, gets a free one.
+    agent whose rank is none, or taken, gets a free one. A command that ``clears_up`` takes the
+    job out of the cluster by itself when it is ended.
     """
 
     name: str | None = None
@@ -60,6 +61,7 @@ class Habits:
     is_submitting: Callable[[], bool] = lambda: False
     ending_s: float = _ENDING_S
     only_wishes: bool = False
+    clears_up: bool = False
 
 
 USUAL = Habits()
@@ -71,10 +73,11 @@ class Carrier:
     ``explain`` is asked when the command ends too early; ``fatal`` of each line that it prints
     before, and gives a sentence when no agent can come after such a line; ``state`` what the job
     waits for, in a few words or none; ``trouble`` each second until all agents have come, for a
-    sentence if something else shows that one cannot. ``cancel`` is given each line until it makes
-    of one, which tells how the job is known to the cluster, the command that takes it out of
-    there. To a command that ``has_terminal`` its output is one: on a pipe many a program keeps
-    its lines to itself for long. ``habits`` are what else may be special about the command.
+    sentence if something else shows that one cannot. ``cancel`` is given "" before the command
+    starts, and then each line, until it makes of one, which tells how the job is known to the
+    cluster, the command that takes it out of there. To a command that ``has_terminal`` its output
+    is one: on a pipe many a program keeps its lines to itself for long. ``habits`` are what else
+    may be special about the command.
     """
 
     label: str | None = None
@@ -116,6 +119,7 @@ class Carrier:
         self._rosters = 0
         self._roster_s = self._hung_up_s + _ROSTER_S[0]
         self._trouble_s = self._hung_up_s + _TROUBLE_S
+        self._learn_to_cancel("")
         self._process, pipes = _started(argv, self._environment, has_terminal)
         guardian.watch(self._process.pid)
         self._streams = [_Stream(self, pipe) for pipe in pipes]
@@ -195,13 +199,11 @@ class Carrier:
             text = line.decode(errors="replace").rstrip()
             if not text.strip(" -="):
                 continue  # an ornament
-            if self._cancellation is None and (command := self._cancel(text)):
-                self._cancellation = command
-                self._guardian.cancel_at_the_end(command)
+            self._learn_to_cancel(text)
             if not self._habits.is_news(text) or self._is_over:
                 continue  # that agents end is none
             if self._has_begun:
-                notes.append(Note(f"{self._name}: {text}"))
+                notes.append(self._note(text))
                 continue
             del self._said[_KEPT_LINES:]
             self._said.append(text)
@@ -231,7 +233,7 @@ class Carrier:
             self._trouble_s = now_s + _TROUBLE_S
         events: list[Event] = []
         if now_s >= self._roster_s:
-            events += [Note(f"{self._name}: {text}") for text in self._said[self._shown :]]
+            events += [self._note(text) for text in self._said[self._shown :]]
             events.append(Note(self._roster()))
             self._shown = len(self._said)
             self._rosters += 1
@@ -257,9 +259,12 @@ class Carrier:
         if self._has_begun:
             self._wait(self._hung_up_s + self._habits.ending_s)
         self._wait(time.monotonic() + _ENDING_S, self._habits.is_submitting)
-        self._take_out()
+        if not self._habits.clears_up:
+            self._take_out()
         self._signal(signal.SIGTERM)
         self._wait(time.monotonic() + _ENDING_S)
+        if self._habits.clears_up and self._process.poll() is None:
+            self._take_out()
         self._signal(signal.SIGKILL)
         self._process.wait()
         for stream in list(self._streams):
@@ -276,6 +281,11 @@ class Carrier:
     def _fail(self, reason: str) -> None:
         if self._failure is None and not self._has_begun:
             self._failure = reason
+
+    def _note(self, text: str) -> Note:
+        """With the command's name in front, once."""
+        prefix = f"{self._name}: "
+        return Note(text if text.startswith(prefix) else prefix + text)
 
     def _roster(self) -> str:
         here = [place for place in self._crew if place.is_connected]
@@ -301,6 +311,11 @@ class Carrier:
                     self.heard(lines)
                     if not is_open:
                         selector.unregister(key.fd)
+
+    def _learn_to_cancel(self, line: str) -> None:
+        if self._cancellation is None and (command := self._cancel(line)):
+            self._cancellation = command
+            self._guardian.cancel_at_the_end(command)
 
     def _take_out(self) -> None:
         has_done_well = self._has_begun and self._process.poll() == 0

@@ -23,6 +23,7 @@ _MODULES = {
     "local": "kvstore.launch.local",
     "ssh": "kvstore.launch.ssh",
     "mpi": "kvstore.launch.mpi",
+    "slurm": "kvstore.launch.slurm",
     "sge": "kvstore.launch.sge",
     "yarn": "kvstore.launch.yarn",
     "kubernetes": "kvstore.launch.kubernetes",

@@ -53,6 +53,11 @@ def for_elsewhere(spec: ProcessSpec) -> ProcessSpec:
     return replace(spec, environment=environment)
 
 
+def with_variables(spec: ProcessSpec, more: Mapping[str, str]) -> ProcessSpec:
+    """``more`` does not replace what the user has set."""
+    return replace(spec, environment={**more, **spec.environment})
+
+
 def wished_address(environ: Mapping[str, str]) -> tuple[str | None, int]:
     """Where the user wants the scheduler: as exported, else DMLC_INTERFACE's address, else None.
 

@@ -11,8 +11,10 @@ import json
 import os
 import secrets
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.launch.agent import GREETING, Agent, machine
@@ -23,6 +25,9 @@ from kvstore.launch.signals import SignalPipe
 from kvstore.launch.ticket import TICKET_NAME, Ticket
 
 _CONNECT_S = 5.0  # for each of the launcher's addresses
+_COMMAND_S = 20.0
+_TURN_S = 0.2  # the first agent's command ends the others, mostly before it is their turn
+_LAST_TURN_S = 10.0
 
 
 class NotEnlisted(Exception):
@@ -75,7 +80,24 @@ def enlist(ticket: Ticket, rank: int) -> None:
     link = Link(read_fd, write_fd, time.monotonic(), seals=seals)
     link.send(GREET, {**machine(), "rank": rank, "reached_from": address})
     with SignalPipe() as signals:
-        Agent(link, signals, ticket.key).serve()
+        is_lost = Agent(link, signals, ticket.key).serve()
+    if is_lost and ticket.if_lost:
+        _run_if_lost(ticket.if_lost, rank)
+
+
+def _run_if_lost(command: Sequence[str], rank: int) -> None:
+    time.sleep(min(rank * _TURN_S, _LAST_TURN_S))
+    words = [os.path.expandvars(word) for word in command]
+    try:
+        subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_COMMAND_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        pass  # nobody is left to be told
 
 
 def _reached(ticket: Ticket) -> tuple[socket.socket, Handshake, str]:

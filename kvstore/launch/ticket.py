@@ -31,7 +31,8 @@ class Ticket:
     """Where the launcher listens and what it takes to be let in.
 
     An agent tries the ``addresses`` in their order. Its rank is in the first of the variables
-    ``rank_names`` that is set, where the first rank is ``first_rank``.
+    ``rank_names`` that is set, where the first rank is ``first_rank``. ``if_lost`` is a command
+    that it runs when it has lost its launcher; variables in it are the agent's.
     """
 
     addresses: Sequence[str]
@@ -39,6 +40,7 @@ class Ticket:
     key: str
     rank_names: Sequence[str] = ()
     first_rank: int = 0
+    if_lost: Sequence[str] = ()
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))

@@ -7,6 +7,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -25,15 +26,21 @@ class Watched:
 
     def __init__(self) -> None:
         self.groups: list[int] = []
+        self.commands: list[Sequence[str]] = []
 
     def watch(self, group: int) -> None:
         self.groups.append(group)
+
+    def cancel_at_the_end(self, argv: Sequence[str]) -> None:
+        self.commands.append(argv)
 
 
 class Run:
     """A carrier whose command is a line of sh."""
 
-    def __init__(self, script: str, members: int = 2, habits: Habits = USUAL) -> None:
+    def __init__(
+        self, script: str, members: int = 2, habits: Habits = USUAL, cancel: Sequence[str] = ()
+    ) -> None:
         self.crew = [AgentPlace(f"worker {rank}") for rank in range(members)]
         self.guardian = Watched()
         self.began_s = time.monotonic()
@@ -45,6 +52,7 @@ class Run:
             lambda lines, code: f"ended with {code} after {list(lines)}",
             lambda line: "that is fatal" if "fatal" in line else None,
             lambda: "in the queue",
+            cancel=lambda line: cancel,
             habits=habits,
         )
         self.selector = selectors.PollSelector()
@@ -211,3 +219,24 @@ def test_closing_waits_until_it_is_known_how_to_cancel(start: Start) -> None:
     run.until(lambda: heard == ["asked"])
     run.carrier.close()
     assert heard == ["asked", "submitted"]
+
+
+def test_a_command_that_clears_up_is_asked_to_before_its_job_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("kvstore.launch.carrier._ENDING_S", 0.5)
+    mark = tmp_path / "cancelled"
+    cancel = ["sh", "-c", f"echo >> {mark}"]
+    for script, is_cancelled in (("", False), ("trap '' TERM; ", True)):
+        run = Run(f"{script}echo there; exec sleep 60", 1, Habits(clears_up=True), cancel)
+        assert run.guardian.commands == [cancel], "before the command could be killed"
+        run.until(lambda one=run: bool(one.carrier._said))
+        run.close()
+        assert mark.exists() == is_cancelled
+
+
+def test_the_commands_name_is_in_front_of_what_it_says_once(start: Start) -> None:
+    run = start("echo sh: queued; echo granted; exec sleep 60")
+    run.until(lambda: len(run.carrier._said) == 2)
+    said = texts(run.carrier.tick(run.began_s + 5.5)[0])
+    assert said[:2] == ["sh: queued", "sh: granted"]

@@ -276,7 +276,7 @@ def test_proofs_and_seals_are_of_one_connection_and_one_side() -> None:
 def test_a_ticket_is_for_its_user_only(tmp_path: Path) -> None:
     directory = job_directory({"KVSTORE_JOB_DIR": str(tmp_path / "jobs")})
     assert directory.parent == tmp_path / "jobs" and not directory.exists()
-    sent = Ticket(["10.0.0.1"], 4711, KEY, ["RANK"], 1)
+    sent = Ticket(["10.0.0.1"], 4711, KEY, ["RANK"], 1, ["end", "$JOB"])
     write_ticket(directory, sent, "/work", {"hosts": "one\n"})
     assert directory.stat().st_mode & 0o777 == 0o700
     names = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
