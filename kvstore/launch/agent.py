@@ -67,8 +67,7 @@ directory, root = {directory!r}, {root!r}
 try:
     os.chdir(os.path.expanduser(directory))
 except OSError as error:
-    fail("there is no directory " + directory + " (" + error.strerror + "): --sync-dst-dir copies "
-         "this one there")
+    fail("there is no directory " + directory + " (" + error.strerror + "): " + {remedy!r})
 for path in (root, os.getcwd()):
     if path and os.path.isdir(os.path.join(path, "kvstore", "launch")):
         sys.path.insert(0, path)
@@ -84,11 +83,17 @@ main()
 """
 
 
-def agent_program(directory: str, root: str | None, module: str = "agent") -> str:
+def agent_program(
+    directory: str,
+    root: str | None,
+    module: str = "agent",
+    remedy: str = "--sync-dst-dir copies this one there",
+) -> str:
     """The Python program that becomes an agent, by the function ``main`` of ``module``.
 
     ``directory`` is where the processes will run; ``root`` the checkout that this package is in,
     or None where it is installed. It is used on the other machine if it is there as well.
+    ``remedy`` is what to do where there is no such directory.
     """
     return _PROGRAM.format(
         greeting=GREETING,
@@ -96,6 +101,7 @@ def agent_program(directory: str, root: str | None, module: str = "agent") -> st
         root=root or "",
         version=__version__,
         module=module,
+        remedy=remedy,
     )
 
 

@@ -27,6 +27,7 @@ from kvstore.launch.elsewhere import (
     for_elsewhere,
     forwarded_variables,
     is_loopback,
+    seen_from_away,
     wished_address,
 )
 from kvstore.launch.gate import Gate
@@ -65,7 +66,9 @@ class Cluster:
     the command out of the job's directory, in which all hosts find ``agent.py`` and the
     ``files`` (their text by name). An agent's rank is in the first of the variables
     ``rank_names`` that is set, counted from ``first_rank``. ``connect_s`` is how long agents may
-    need to come, None where a job can wait in a queue. See :class:`Carrier` for the others.
+    need to come, None where a job can wait in a queue. ``name`` is the command's for people, ""
+    for that of its program. ``replaces``: an agent that is lost before the job has begun is
+    replaced by the cluster. See :class:`Carrier` for the others.
     """
 
     members: Sequence[Member]
@@ -78,6 +81,8 @@ class Cluster:
     connect_s: float | None = None
     fatal: Callable[[str], str | None] = _nothing_is_fatal
     state: Callable[[], str] = _unknown_state
+    name: str = ""
+    replaces: bool = False
 
 
 def agent_command(options: LaunchOptions, directory: Path) -> list[str]:
@@ -111,7 +116,7 @@ def run_carried(
         _embark(supervisor, environ, cluster, crew, key)
         greetings = [place.greeting or {} for place in crew]
         wished, port = wished_address(environ)
-        host = wished or common_address([str(one.get("reached_from")) for one in greetings])
+        host = wished or common_address(seen_from_away(greetings))
 
         def assign(
             job_id: str, _: str, specs: Sequence[ProcessSpec]
@@ -134,7 +139,10 @@ def run_carried(
 
 
 def _crew(cluster: Cluster) -> list[AgentPlace]:
-    return [AgentPlace(f"{role} {rank}") for role, rank in cluster.members]
+    return [
+        AgentPlace(f"{role} {rank}", is_replaceable=cluster.replaces)
+        for role, rank in cluster.members
+    ]
 
 
 def _embark(
@@ -163,6 +171,7 @@ def _embark(
             cluster.explain,
             cluster.fatal,
             cluster.state,
+            cluster.name,
         )
     except OSError as error:
         listener.close()

@@ -41,7 +41,7 @@ class Carrier:
 
     ``explain`` is asked when the command ends too early; ``fatal`` of each line that it prints
     before, and gives a sentence when no agent can come after such a line; ``state`` what the job
-    waits for, in a few words or none.
+    waits for, in a few words or none. ``name`` is the command's for people.
     """
 
     label: str | None = None
@@ -55,9 +55,10 @@ class Carrier:
         explain: Explain,
         fatal: Callable[[str], str | None],
         state: Callable[[], str],
+        name: str = "",
     ) -> None:
         self._failure: str | None = None
-        self._name = os.path.basename(argv[0])
+        self._name = name or os.path.basename(argv[0])
         self._crew = crew
         self._explain = explain
         self._fatal = fatal
@@ -105,12 +106,14 @@ class Carrier:
             link.close()
             return [Note(f"{host}: an agent with the rank {rank} came, and there is no such rank")]
         place = self._crew[rank]
-        if place.is_connected:
+        if place.is_connected and not place.is_replaceable:
             link.close()
             return [Note(f"{host}: a second agent with the rank {rank} came and was sent away")]
+        # The cluster starts another where it knows that the first is lost.
+        events = place.leave("is replaced by another") if place.is_connected else []
         place.label = host
         place.greet(link, greeting)
-        return []
+        return events
 
     def start(
         self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]

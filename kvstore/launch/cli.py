@@ -23,6 +23,7 @@ _MODULES = {
     "local": "kvstore.launch.local",
     "ssh": "kvstore.launch.ssh",
     "mpi": "kvstore.launch.mpi",
+    "ray": "kvstore.launch.ray_cluster",
     "kubernetes": "kvstore.launch.kubernetes",
 }
 

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from kvstore.launch.agent import GREETING, Agent, machine
 from kvstore.launch.frames import GREET
@@ -41,7 +42,7 @@ def main() -> None:
         fail(str(error))
 
 
-def fail(text: str) -> None:
+def fail(text: str) -> NoReturn:
     """Say why there is no agent, in a line that the launcher finds among others, and end."""
     found = {"error": text, "host": socket.gethostname()}
     print(f"{GREETING.decode()}{json.dumps(found)}", flush=True)

@@ -46,13 +46,14 @@ class Launcher:
     """One launcher on the hosts of the tests.
 
     ``own`` is how it is called; ``hosts`` are the names that prefixes can show, one for each
-    host; ``processes`` is what of a job still runs there.
+    host; ``processes`` is what of a job still runs there; ``agent`` is on an agent's command line.
     """
 
     own: Sequence[str]
     hosts: Collection[str]
     processes: Callable[[], Collection[object]]
     environment: Mapping[str, str] = field(default_factory=dict)
+    agent: str = "agent.py"
 
     def argv(self, *words: str) -> list[str]:
         return [sys.executable, str(ROOT / "tools" / "launch.py"), *self.own, *words]
@@ -203,7 +204,7 @@ class EveryLauncher:
             KVSTORE_TOKEN="another-secret",
         )
         assert done.returncode == 0, done.stderr
-        assert "agent.py" in done.stdout
+        assert launcher.agent in done.stdout
         assert "a-secret" not in done.stdout
         assert "another-secret" not in done.stdout
 

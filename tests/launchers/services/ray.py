@@ -6,6 +6,7 @@ It takes the Ray of the Python that runs the tests.
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,6 +53,9 @@ def ray_cluster(directory: Path) -> Iterator[Ray]:
             "RAY_ADDRESS": address,
             "RAY_TMPDIR": str(directory),
             "RAY_USAGE_STATS_ENABLED": "0",
+            # Or it would depend on a token in ~/.ray, and only some of Ray's commands look for one.
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }
         cluster = Ray(address, environment, network)
         # Workers leave their node's session, and a node that is killed leaves them to notice.
