@@ -49,7 +49,7 @@ def run(
     cluster = Cluster(
         members=plan.members,
         command=directory.command,
-        environment=driver_environment(environ),
+        environment={"RAY_USAGE_STATS_ENABLED": "0", **environ},
         rank_names=(),
         explain=directory.explain,
         files={PLAN_NAME: plan.to_text()},
@@ -81,15 +81,6 @@ def make_plan(options: LaunchOptions, directory: str, root: str | None) -> RayPl
         max_retries=given.max_retries,
         runtime_env=_runtime_env(given),
     )
-
-
-def driver_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Nobody is asked anything, and tasks without GPUs see none, whatever Ray's version does."""
-    return {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
-        **environ,
-    }
 
 
 class _Parser(argparse.ArgumentParser):

@@ -214,6 +214,8 @@ def nurse(
     import ray
 
     host = socket.gethostname()
+    if not ray.get_gpu_ids():  # whether they are hidden by itself differs between Ray's versions
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     is_shipped = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
     program = programs[1] if is_shipped and not os.path.isdir(directory) else programs[0]
     try:

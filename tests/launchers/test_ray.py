@@ -16,7 +16,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from common import JOB_S, ROOT, ROUND, SENTENCE_S, STAY, EveryLauncher, Launcher, python, two_lines
+from common import (
+    JOB_S,
+    ROOT,
+    ROUND,
+    SENTENCE_S,
+    STAY,
+    EveryLauncher,
+    Launcher,
+    python,
+    said,
+    two_lines,
+)
 from services.daemon import free_ports
 from services.ray import CPUS, Ray
 from services.sweeper import processes_naming
@@ -92,13 +103,21 @@ def test_large_processes_run_on_both_nodes(launcher: Launcher) -> None:
     assert sorted(found) == sorted((host, host) for host in launcher.hosts)
 
 
-def test_workers_have_threads_for_their_processors_and_see_no_gpu(launcher: Launcher) -> None:
+def test_workers_have_the_threads_and_gpus_that_were_asked_for_and_servers_none(
+    launcher: Launcher,
+) -> None:
     text = "import os, kvstore; kvstore.create('dist_sync'); "
-    text += "print(os.environ['OMP_NUM_THREADS'], os.environ.get('CUDA_VISIBLE_DEVICES'))"
-    done = launcher.run("-n", "2", "-s", "1", "--worker-cores", "3", *python(text))
+    text += "print(os.environ['OMP_NUM_THREADS'], os.environ['CUDA_VISIBLE_DEVICES'])"
+    words = ["-n", "4", "-s", "1", "--worker-cores", "3"]
+    done = launcher.run(*words, "--worker-gpus", "1", *python(text))
     assert done.returncode == 0, done.stderr
-    said = [line.partition("] ")[2] for line in done.stdout.splitlines()]
-    assert said == ["3 ", "3 "]
+    found = re.findall(r"^\[worker \d@(\S+)\] 3 (\S+)$", done.stdout, re.M)
+    assert len(set(found)) == 4, "each has a device of its own"
+    assert {device for _, device in found} == {"0", "1"}
+
+    done = launcher.run(*words, *python(text))
+    assert done.returncode == 0, done.stderr
+    assert {line.partition("] ")[2] for line in done.stdout.splitlines()} == {"3 "}
 
 
 def test_what_no_node_has_is_named_while_waiting_and_leaves_nothing_when_interrupted(
@@ -107,11 +126,11 @@ def test_what_no_node_has_is_named_while_waiting_and_leaves_nothing_when_interru
     words = ["--worker-gpus", "4", "--jobname", "too-large"]
     with launcher.start("-n", "2", "-s", "1", *words, "true") as job:
         try:
-            said = read_until(job, "no node of the Ray cluster")
+            lines = read_until(job, "no node of the Ray cluster")
             assert (
                 "waiting for server 0, worker 0, worker 1: no node of the Ray cluster has 4 GPUs, "
-                "which a worker needs (the most on one: 0 GPUs)"
-            ) in said
+                "which a worker needs (the most on one: 2 GPUs)"
+            ) in lines
             assert groups(ray_cluster) == [("too-large", "PENDING")]
             job.send_signal(signal.SIGINT)
             assert job.wait(SENTENCE_S) == 130
@@ -138,22 +157,31 @@ def test_a_launcher_that_is_ended_while_it_waits_leaves_nothing(
     assert groups(ray_cluster) == []
 
 
-def test_a_job_waits_for_the_room_that_another_uses(launcher: Launcher) -> None:
-    both = [f"--{role}-cores={CPUS - 1}" for role in ("worker", "server")]
-    with launcher.start("-n", "1", "-s", "1", *both, *python(STAY.replace("60", "9"))) as first:
+def test_a_job_waits_for_the_room_that_another_uses(launcher: Launcher, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    text = "import os, time, kvstore; kvstore.create('dist_sync'); print('here', flush=True)\n"
+    text += f"while not os.path.exists({str(go)!r}): time.sleep(0.1)"
+    words = ["-n", "1", "-s", "1", *(f"--{one}-cores={CPUS - 1}" for one in ("worker", "server"))]
+    with launcher.start(*words, *python(text)) as first:
         try:
             assert first.stdout is not None
             assert "here" in first.stdout.readline()
-            second = launcher.run("-n", "1", "-s", "1", *both, *python("print('second')"))
+            with launcher.start(*words, *python(text)) as second:
+                try:
+                    read_until(
+                        second,
+                        f"the job needs {2 * CPUS - 2} CPUs, and free are 2 CPUs of the Ray "
+                        f"cluster's {2 * CPUS} CPUs",
+                    )
+                    go.touch()
+                    stdout, stderr = second.communicate(timeout=JOB_S)
+                finally:
+                    second.kill()
             assert first.wait(JOB_S) == 0
         finally:
             first.kill()
-    assert second.returncode == 0
-    assert "second" in second.stdout
-    assert (
-        f"the job needs {2 * CPUS - 2} CPUs, and free are 2 CPUs of the Ray cluster's {2 * CPUS}"
-        in second.stderr
-    )
+    assert second.returncode == 0, stderr
+    assert "here" in stdout
 
 
 #: Stands for Python: the agent of worker 1 comes late, so that the job does not begin before.
@@ -174,8 +202,8 @@ def test_ray_replaces_an_agent_that_is_lost_before_the_job_begins(
             read_until(job, r"waiting for worker 1 \(2 of 3 are there")
             # Its Ray worker is killed as it is when its node fails, and the agent dies with it.
             os.kill(_parent(_agent_of("worker 0", launcher)), signal.SIGKILL)
-            said = read_until(job, "the agent of worker 0 was lost before the job began")
-            assert "the connection was closed" in said
+            lines = read_until(job, "the agent of worker 0 was lost before the job began")
+            assert "the connection was closed" in lines
             read_until(job, r"waiting for worker 1 \(2 of 3 are there")
             go.touch()
             stdout, stderr = job.communicate(timeout=JOB_S)
@@ -211,13 +239,13 @@ def test_a_worker_that_is_lost_later_ends_the_job_and_is_named(launcher: Launche
             began = time.monotonic()
             os.kill(_parent(_agent_of("worker 1", launcher)), signal.SIGKILL)
             assert job.stderr is not None
-            said = job.stderr.read()
+            lines = job.stderr.read()
             code = job.wait(SENTENCE_S)
         finally:
             job.kill()
     assert code != 0
-    assert re.search(r"process:  worker 1 \(pid \d+ on \S+\)", said)
-    assert "was lost: the connection was closed" in said
+    assert re.search(r"process:  worker 1 \(pid \d+ on \S+\)", lines)
+    assert "was lost: the connection was closed" in lines
     assert time.monotonic() - began < SENTENCE_S
     assert launcher.nothing_runs()
 
@@ -239,40 +267,39 @@ def test_a_working_directory_is_shipped(launcher: Launcher, tmp_path: Path) -> N
     assert len(re.findall(r"shipped \S*/working_dir_files/_ray_pkg_", done.stdout)) == 2
 
 
-def test_within_a_submitted_job_its_directory_and_packages_are_used(
-    launcher: Launcher, tmp_path: Path
+@pytest.fixture
+def only_here() -> Iterator[Path]:
+    """A directory that this machine has and the other node has not."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def test_within_a_submitted_job_the_directory_is_the_one_that_ray_has_shipped(
+    launcher: Launcher, only_here: Path
 ) -> None:
-    """What ``ray job submit --working-dir`` sets for its command, on a node without the path."""
-    (tmp_path / "mine.py").write_text("WORD = 'submitted'\n")
-    gone = Path(tempfile.mkdtemp())
-    submitted = {"runtime_env": {"working_dir": str(tmp_path)}, "metadata": {}}
+    (only_here / "mine.py").write_text("WORD = 'submitted'\n")
     text = "import mine, kvstore; kvstore.create('dist_sync'); print(mine.WORD)"
-    with launcher.start(
-        *("-n", "1", "-s", "1", *python(text)),
-        cwd=gone,
+    # What the command of `ray job submit --working-dir` finds in its environment.
+    submitted = {"runtime_env": {"working_dir": str(only_here)}, "metadata": {}}
+    done = launcher.run(
+        *("-n", "2", "-s", "1", "--worker-cores", "5", *python(text)),
+        cwd=only_here,
         RAY_JOB_CONFIG_JSON_ENV_VAR=json.dumps(submitted),
-    ) as job:
-        gone.rmdir()
-        stdout, stderr = job.communicate(timeout=JOB_S)
-    assert job.returncode == 0, stderr
-    assert "submitted" in stdout
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("submitted") == 2
 
 
 def test_a_directory_that_a_node_has_not_is_a_sentence(
-    launcher: Launcher, ray_cluster: Ray
+    launcher: Launcher, ray_cluster: Ray, only_here: Path
 ) -> None:
     (host,) = ray_cluster.network.hosts
-    own = tempfile.mkdtemp(dir="/dev/shm")  # which each host has for itself
-    try:
-        words = ["-n", "2", "-s", "1", "--worker-cores", "5", "true"]
-        began = time.monotonic()
-        done = launcher.run(*words, cwd=Path(own))
-    finally:
-        os.rmdir(own)
+    began = time.monotonic()
+    done = launcher.run("-n", "2", "-s", "1", "--worker-cores", "5", "true", cwd=only_here)
     assert time.monotonic() - began < SENTENCE_S
     assert done.returncode == 1
-    [line] = done.stderr.splitlines()
-    assert f"{host.name}: there is no directory {own}" in line
+    [line] = said(done)
+    assert f"{host.name}: there is no directory {only_here}" in line
     assert "--working-dir ." in line
     assert launcher.nothing_runs()
 
@@ -280,7 +307,7 @@ def test_a_directory_that_a_node_has_not_is_a_sentence(
 def test_a_python_that_a_node_has_not_is_a_sentence(launcher: Launcher) -> None:
     done = launcher.run("-n", "1", "-s", "1", "--python", "/no/python", "true", limit_s=SENTENCE_S)
     assert done.returncode == 1
-    [line] = done.stderr.splitlines()
+    [line] = said(done)
     assert "/no/python: No such file or directory" in line
 
 
@@ -298,7 +325,7 @@ def test_where_there_is_no_ray_it_says_so(launcher: Launcher, address: str, sent
         *("-n", "1", "true"), limit_s=SENTENCE_S, RAY_ADDRESS=address.format(port=port)
     )
     assert done.returncode == 1
-    [line] = done.stderr.splitlines()
+    [line] = said(done)
     assert sentence.format(port=port) in line
 
 
@@ -311,7 +338,7 @@ def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
     without = Launcher(["--launcher", "ray"], (), list)
     done = without.run("-n", "2", "true", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 2
-    [line] = done.stderr.splitlines()
+    [line] = said(done)
     assert "pip install 'kvstore-pslite[ray]'" in line
 
 

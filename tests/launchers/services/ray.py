@@ -20,6 +20,7 @@ from services.hosts import Network, network_of_hosts
 from services.sweeper import processes_naming
 
 CPUS = 8  # of each node
+GPUS = 2  # of each node, by what Ray believes
 OBJECT_STORE_BYTES = 100_000_000
 READY_S = 90.0
 RUN_S = 90.0
@@ -76,7 +77,8 @@ def _node(
     cluster: Ray, directory: Path, name: str, options: list[str], enter: list[str]
 ) -> Iterator[Daemon]:
     words = [*enter, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options]
-    words += [f"--num-cpus={CPUS}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+    words += [f"--num-cpus={CPUS}", f"--num-gpus={GPUS}"]
+    words += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
     words += ["--dashboard-agent-listen-port=0", "--disable-usage-stats"]
     environment = {**os.environ, **cluster.environment}
     del environment["RAY_ADDRESS"]
