@@ -3,8 +3,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Tests that start no processes are spread over so many.
-JOBS ?= 2
+# Tests are spread over so many processes; one more than two cores, since many only wait.
+JOBS ?= 3
 PYTEST_ARGS ?=
 # For test-launchers: which (tests/launchers/run --list), all of them when empty.
 LAUNCHERS ?=
@@ -27,12 +27,14 @@ REQUIREMENTS := setup.py pyproject.toml
 # The stubs of the NumPy for Python 3.12 and later cannot be read as Python 3.10, for which
 # pyproject.toml lets mypy check elsewhere.
 MYPY_FLAGS := $(if $(filter 3.10 3.11,$(PYTHON_VERSION)),,--python-version $(PYTHON_VERSION))
+# The tests start more than a thousand processes: none is to compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
 
 TRAIN := examples/image_classification/train_mnist.py
 WITHOUT_PROCESSES := --ignore=tests/process --ignore=tests/gpu --ignore=tests/launchers
-CHECKS := lint format-check types test-unit test-process
+CHECKS := lint format-check types test-unit test-process test-gpu
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -74,10 +76,14 @@ types: $(INSTALLED_DEV) ## mypy --strict on both packages
 	$(VENV)/bin/mypy --strict $(MYPY_FLAGS) pslite kvstore
 
 test-unit: $(INSTALLED_DEV) ## pytest: everything that starts no processes
-	$(RUN) -m pytest -n $(JOBS) tests $(WITHOUT_PROCESSES) $(PYTEST_ARGS)
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal tests $(WITHOUT_PROCESSES) $(PYTEST_ARGS)
 
-test-process: $(INSTALLED_DEV) ## pytest: whole jobs on this machine, and GPUs where there are any
-	$(RUN) -m pytest -rs tests/process tests/gpu $(PYTEST_ARGS)
+test-process: $(INSTALLED_DEV) ## pytest: whole jobs on this machine
+	$(RUN) -m pytest -rs -n $(JOBS) --dist worksteal tests/process $(PYTEST_ARGS)
+
+# Alone: JAX starts threads in the process of the tests, and others fork there.
+test-gpu: $(INSTALLED_DEV) ## pytest: GPUs, where there are any
+	$(RUN) -m pytest -rs tests/gpu $(PYTEST_ARGS)
 
 test-launchers: $(INSTALLED_DEV) ## jobs on real clusters, which it installs and starts (as root)
 	tests/launchers/install $(VENV) $(LAUNCHERS)
@@ -91,7 +97,7 @@ test-oldest: ## the tests with the oldest libraries that setup.py allows (needs 
 	$(MAKE) --no-print-directory VENV=.venv-oldest dev
 	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet \
 	    $$(sed -nE 's/^REQUIREMENTS = \[(.*)\]/\1/p' setup.py | tr -d '",' | sed 's/>=/==/g')
-	$(MAKE) --no-print-directory VENV=.venv-oldest test-unit test-process
+	$(MAKE) --no-print-directory VENV=.venv-oldest test-unit test-process test-gpu
 
 bench: $(INSTALLED) ## how long an exchange of whole models takes (on a quiet machine)
 	$(RUN) benchmarks/exchange.py

@@ -1,9 +1,10 @@
 """The loop of a fit: devices that compute, epochs over batches, and an evaluation.
 
 ``Replica`` is one device with its own copy of the parameters, ``Training`` runs epochs over
-several of them, ``Evaluation`` fills metrics. Devices compute on the pool that they are given;
-stores and callbacks are only called from the caller's thread. Nothing here knows of files. Read
-next: ``fit_store.py`` for what a store does in it, ``model.py``, which puts all together.
+several of them, ``Evaluation`` fills metrics, ``Validation`` does so after each epoch. Devices
+compute on the pool that they are given; stores and callbacks are only called from the caller's
+thread. Nothing here knows of files. Read next: ``fit_store.py`` for what a store does in it,
+``model.py``, which puts all together.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from numpy.typing import NDArray
 from kvstore.arrays import Array, adapter_on
 from kvstore.context import Context
 from kvstore.fit_store import Updates
+from kvstore.io import NDArrayIter
 from kvstore.metric import Accuracy, BatchResult, EvalMetric
 from kvstore.progress import note_step
-from kvstore.training import HostArray, Progress, has_aux
+from kvstore.training import HostArray, Progress, checked_data, has_aux
 from pslite.errors import UsageError
 
 Callback = Callable[[Progress], Any]
 Callbacks = Callback | Sequence[Callback] | None
 Labels = NDArray[np.int64]
+Data = tuple[HostArray, Labels]
+"""Samples and their labels."""
 
 
 class DeviceResult(NamedTuple):
@@ -66,7 +70,7 @@ class Replica:
         """Go on from copies of these."""
         self._aux = self._to_device(aux)
 
-    def compute(self, batch: tuple[HostArray, Labels], wants_predictions: bool) -> DeviceResult:
+    def compute(self, batch: Data, wants_predictions: bool) -> DeviceResult:
         """Loss sum, right answers and gradients of this device's share of a batch."""
         with self._adapter.on(self._context):
             x, y = (self._adapter.to_context(part[self._part], self._context) for part in batch)
@@ -129,7 +133,7 @@ class Training:
         self,
         epoch: int,
         order: Labels,
-        data: tuple[HostArray, Labels],
+        data: Data,
         metric: EvalMetric,
         callbacks: Callbacks,
     ) -> Progress:
@@ -173,7 +177,7 @@ class Training:
         """Wait until every worker's last update is in, then take the final weights."""
         self._updates.finish(self._names, self._weights)
 
-    def _step(self, batch: tuple[HostArray, Labels], wants_predictions: bool) -> BatchResult:
+    def _step(self, batch: Data, wants_predictions: bool) -> BatchResult:
         """Gradients on all devices, then one round through the store for the whole model."""
         count = len(self._replicas)
         results: list[DeviceResult] = list(
@@ -206,9 +210,7 @@ class Evaluation:
         self._batch_size = batch_size
         self._callbacks = callbacks
 
-    def run(
-        self, replica: Replica, data: tuple[HostArray, Labels], progress: Progress
-    ) -> tuple[Progress, float]:
+    def run(self, replica: Replica, data: Data, progress: Progress) -> tuple[Progress, float]:
         """The last batch's progress, whose ``eval_metric`` has all, and the accuracy."""
         samples, labels = data
         accuracy = Accuracy()
@@ -225,17 +227,27 @@ class Evaluation:
             call(self._callbacks, progress)
         return progress, accuracy.get()[1]
 
-    def end_epoch(
+
+class Validation:
+    """What a fit evaluates at the end of each epoch: nothing where it was given no ``data``."""
+
+    def __init__(
         self,
-        replica: Replica,
-        data: tuple[HostArray, Labels],
-        progress: Progress,
-        callbacks: Callbacks,
-    ) -> Progress:
-        """The progress of an epoch's end, with what ``run`` has found."""
-        last, accuracy = self.run(replica, data, progress)
-        call(callbacks, last)
-        values = tuple(self.metric.get_global_name_value())
+        data: Data | None,
+        evaluation: Evaluation,
+        callbacks: Callbacks = None,
+    ) -> None:
+        self._data = data
+        self._evaluation = evaluation
+        self._callbacks = callbacks
+
+    def end_epoch(self, replica: Replica, progress: Progress) -> Progress:
+        """The progress of an epoch's end, with what was found."""
+        if self._data is None:
+            return progress
+        last, accuracy = self._evaluation.run(replica, self._data, progress)
+        call(self._callbacks, last)
+        values = tuple(self._evaluation.metric.get_global_name_value())
         return replace(progress, eval_accuracy=accuracy, validation=values)
 
 
@@ -259,3 +271,20 @@ def takes_four(callback: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # ValueError: written in C, without a signature
         return False
     return True
+
+
+def checked_pair(x: Any, y: Any) -> Data:
+    """Samples and labels as arrays; an iterator brings both."""
+    return checked_data(x.data, x.label) if isinstance(x, NDArrayIter) else checked_data(x, y)
+
+
+def checked_eval_data(data: Any) -> Data:
+    """The same of ``eval_data``, a pair or an iterator. Raises ``UsageError``."""
+    if isinstance(data, NDArrayIter):
+        return checked_pair(data, None)
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        raise UsageError(
+            f"eval_data must be a pair of samples and labels, or an NDArrayIter, got "
+            f"{type(data).__name__}"
+        )
+    return checked_pair(*data)

@@ -29,11 +29,15 @@ from kvstore.fit_store import Here, OnStore, Updates, adds_all_workers, agree, o
 from kvstore.fit_store import create_kvstore as _create_kvstore
 from kvstore.fitting import (
     Callbacks,
+    Data,
     Evaluation,
     Labels,
     Replica,
     Training,
+    Validation,
     as_list,
+    checked_eval_data,
+    checked_pair,
     takes_four,
 )
 from kvstore.io import NDArrayIter
@@ -51,7 +55,6 @@ from kvstore.training import (
     Progress,
     StatefulNetwork,
     check_network,
-    checked_data,
     describe_data,
     initial_aux,
     initial_params,
@@ -74,7 +77,6 @@ __all__ = [
     "split_input_slice",
 ]
 
-Data = tuple[HostArray, Labels]
 EpochCallbacks = Callable[..., Any] | Sequence[Callable[..., Any]] | None
 
 _logger = logging.getLogger(__name__)
@@ -193,15 +195,18 @@ class FeedForward:
         """
         if isinstance(X, NDArrayIter):
             self.numpy_batch_size, shuffle = X.batch_size, X.shuffle
-        data = _checked_pair(X, y)
+        data = checked_pair(X, y)
         if self.num_epoch is None:
             raise UsageError("fit needs num_epoch, the number of epochs after which training stops")
         slices = self._slices(work_load_list)
-        evaluation = None if eval_data is None else _checked_eval_data(eval_data)
         metric = create_metric(eval_metric)
         # Another object: the training metric is still to be read when this one is reset.
-        eval_metric = create_metric(copy.deepcopy(eval_metric))
-        validation = Evaluation(eval_metric, self.numpy_batch_size, eval_batch_end_callback)
+        own_metric = create_metric(copy.deepcopy(eval_metric))
+        validation = Validation(
+            None if eval_data is None else checked_eval_data(eval_data),
+            Evaluation(own_metric, self.numpy_batch_size, eval_batch_end_callback),
+            eval_end_callback,
+        )
         params, aux = self._first_values(data[0].shape[1:])
         with opened(kvstore) as store, ThreadPoolExecutor(len(slices)) as pool:
             updates = self._updates(store)
@@ -212,17 +217,12 @@ class FeedForward:
             ]
             training = Training(updates, replicas, pool)
             training.start(params)
-            if self._load_states_from is not None:
-                updates.states.load_optimizer_states(self._load_states_from)
-                self._load_states_from = None
+            self._load_states(updates)
             for epoch in range(self.begin_epoch, self.num_epoch):
                 order = self._order(plan, len(data[1]), epoch, shuffle)
                 progress = training.run_epoch(epoch, order, data, metric, batch_end_callback)
                 self.arg_params, self.aux_params = training.gather()
-                if evaluation is not None:
-                    progress = validation.end_epoch(
-                        replicas[0], evaluation, progress, eval_end_callback
-                    )
+                progress = validation.end_epoch(replicas[0], progress)
                 if logger is not None:
                     logger.info("%s", progress)
                 self._end_epoch(updates, progress, epoch_end_callback)
@@ -242,7 +242,7 @@ class FeedForward:
 
         ``X`` and ``y`` as in ``fit``. Raises ``UsageError`` when there are no parameters yet.
         """
-        data = _checked_pair(X, y)
+        data = checked_pair(X, y)
         metric = create_metric(eval_metric)
         start = Progress(self.begin_epoch, 0, 0, 0.0, float("nan"), float("nan"))
         evaluation = Evaluation(metric, self.numpy_batch_size, batch_end_callback)
@@ -380,6 +380,12 @@ class FeedForward:
             shuffle=shuffle,
         )
 
+    def _load_states(self, updates: Updates) -> None:
+        """Those of the checkpoint that this model was loaded from, once."""
+        if self._load_states_from is not None:
+            updates.states.load_optimizer_states(self._load_states_from)
+            self._load_states_from = None
+
     def _save_states(self, prefix: Prefix, epoch: int) -> bool:
         """Whether there was a store to save the optimizer's states from."""
         if self._states is None:
@@ -402,19 +408,3 @@ class FeedForward:
             else:
                 callback(progress)
         self._states = None
-
-
-def _checked_pair(x: Any, y: Any) -> Data:
-    """Samples and labels as arrays; an iterator brings both."""
-    return checked_data(x.data, x.label) if isinstance(x, NDArrayIter) else checked_data(x, y)
-
-
-def _checked_eval_data(data: Any) -> Data:
-    if isinstance(data, NDArrayIter):
-        return _checked_pair(data, None)
-    if not isinstance(data, tuple | list) or len(data) != 2:
-        raise UsageError(
-            f"eval_data must be a pair of samples and labels, or an NDArrayIter, got "
-            f"{type(data).__name__}"
-        )
-    return _checked_pair(*data)

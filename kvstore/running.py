@@ -49,7 +49,8 @@ def run(
     ``sys.stderr`` of the caller.
 
     Args:
-        launcher: how processes are started, as ``--launcher`` of ``kvstore-launch``.
+        launcher: how processes are started, as ``--launcher`` of ``kvstore-launch``; not
+            ``kubernetes``, whose pods share no directory with this process.
         timeout_s: seconds for everything together; None waits for as long as it takes.
         env: variables for all processes of the job.
         options: further options of the launcher, such as ``("--hostfile=hosts",)``.

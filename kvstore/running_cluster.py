@@ -7,7 +7,8 @@
         accuracies = cluster.run(train, args=(0.1,))
 
 Calls are made one after the other, in the order in which they were submitted. Importing has no
-effect. Any thread may call. Read ``running_job.py`` next; ``running.py`` is for one call.
+effect. Any thread may call, also while another one waits for a result. Read ``running_job.py``
+next; ``running.py`` is for one call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -59,8 +61,8 @@ class LocalCluster:
     of the interpreter, and when nothing refers to it any more.
 
     An exception in a function is raised by the call. If all workers have answered, the cluster
-    goes on; if some have not within 2 s, since they wait for the one that raised, or if a process
-    is lost, it ends, and calls raise ``ClosedError``. Nothing is restarted.
+    goes on; if some have not within 2 s, since they wait for the one that raised, or if a worker
+    or server is lost, it ends, and calls raise ``ClosedError``. Nothing is restarted.
     """
 
     def __init__(
@@ -82,11 +84,13 @@ class LocalCluster:
             log_dir=log_dir,
             python=python,
         )
-        # Guards all below. Held while results are awaited: calls are answered in their order.
-        self._lock = threading.RLock()
+        # Guards all below and every outcome; never held for long.
+        self._condition = threading.Condition()
         self._calls: deque[Call] = deque()
         self._last_number = 0
         self._why_closed = ""
+        # One thread at a time awaits answers or ends the job: calls are answered in their order.
+        self._is_turn_taken = False
         self._job = RunningJob(wanted, "serve")
         self._end = weakref.finalize(self, self._job.end)
         try:
@@ -142,7 +146,7 @@ class LocalCluster:
     ) -> Call:
         """Have ``fn`` called after the calls before it, without waiting."""
         body = packed(fn, args, kwargs or {})
-        with self._lock:
+        with self._condition:
             self._check()
             if len(self._calls) >= MOST_CALLS:
                 raise UsageError(f"{MOST_CALLS} calls wait already; wait for their results first")
@@ -158,16 +162,16 @@ class LocalCluster:
 
         Errors of calls whose result nobody has asked for are not raised.
         """
-        with self._lock:
-            if self._calls:
-                try:
-                    self._settle(self._calls[-1], None)
-                except KeyboardInterrupt:
-                    self._end_because("closing it was interrupted")
-                    raise
+        while (last := self._last_call_or_closed()) is not None:
+            try:
+                self._settle(last, None)
+            except KeyboardInterrupt:
+                self._end_because("closing it was interrupted")
+                raise
+        with self._turn():
             if self._end.alive and self._job.goes_on:
                 self._job.finish()
-            self._end_because("it was closed")
+        self._end_because("it was closed")
 
     # -- for Call ----------------------------------------------------------------------
 
@@ -175,34 +179,87 @@ class LocalCluster:
         return not self._job.goes_on or self._job.is_answered(number)
 
     def _settle(self, call: Call, timeout_s: float | None) -> Outcome:
-        """Take the answers of all calls up to ``call``. Raises ``DeadlineError``."""
+        """Take the answers of all calls up to ``call``. Raises ``DeadlineError``.
+
+        Another thread may take some of them meanwhile, and end the job.
+        """
         began_s = time.monotonic()
-        if not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise DeadlineError(f"after {timeout_s:g} s a call before this one had not returned")
-        try:
-            while call._outcome is None:
-                self._settle_first(timeout_s, began_s)
-            return call._outcome
-        finally:
-            self._lock.release()
+        while call._outcome is None:
+            left_s = None if timeout_s is None else began_s + timeout_s - time.monotonic()
+            with self._turn(call, left_s) as has_turn:
+                if has_turn:
+                    self._settle_first(timeout_s, began_s)
+                elif call._outcome is None:
+                    raise DeadlineError(
+                        f"after {timeout_s:g} s a call before this one had not returned"
+                    )
+        return call._outcome
 
     def _settle_first(self, timeout_s: float | None, began_s: float) -> None:
-        first = self._calls[0]
-        first._outcome = self._job.gather(first._number, timeout_s, began_s)
-        self._calls.popleft()
+        """On this thread's turn: take the answers of the first call that has none."""
+        with self._condition:
+            if not self._calls:  # another thread has just ended the job
+                return
+            first = self._calls[0]
+        outcome = self._job.gather(first._number, timeout_s, began_s)
+        with self._condition:
+            if first._outcome is None:
+                first._outcome = outcome
+                self._calls.popleft()
         if not self._job.goes_on:
-            self._end_because(f"a call failed: {first._outcome.error}")
+            self._refuse_calls(f"a call failed: {outcome.error}")
+            self._end()
+
+    @contextmanager
+    def _turn(self, call: Call | None = None, timeout_s: float | None = None) -> Iterator[bool]:
+        """Be the one thread that awaits answers or ends the job.
+
+        Yields False without a turn when ``call`` has its outcome, or ``timeout_s`` are over.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: not self._is_turn_taken or _is_over(call), timeout_s)
+            is_mine = not self._is_turn_taken and not _is_over(call)
+            self._is_turn_taken = self._is_turn_taken or is_mine
+        try:
+            yield is_mine
+        finally:
+            if is_mine:
+                with self._condition:
+                    self._is_turn_taken = False
+                    self._condition.notify_all()
 
     def _check(self) -> None:
         if self._why_closed:
             raise ClosedError(f"this cluster has ended: {self._why_closed}; make a new one")
 
-    def _end_because(self, why: str) -> None:
-        """End all processes; calls that have no answer yet fail."""
-        with self._lock:
+    def _last_call_or_closed(self) -> Call | None:
+        """The last call that has no outcome; where there is none, none will follow."""
+        with self._condition:
+            if self._calls:
+                return self._calls[-1]
+            self._why_closed = self._why_closed or "it was closed"
+            return None
+
+    def _refuse_calls(self, why: str) -> None:
+        """Calls that have no answer yet fail, and so will any further one."""
+        with self._condition:
             self._why_closed = self._why_closed or why
             for call in self._calls:
                 error = ClosedError(f"the cluster ended before this call had returned: {why}")
                 call._outcome = Outcome([], error)
             self._calls.clear()
+            self._condition.notify_all()
+
+    def _end_because(self, why: str) -> None:
+        """End all processes, also while another thread waits for their answers."""
+        self._refuse_calls(why)
+        with self._condition:
+            is_awaited = self._is_turn_taken
+        if is_awaited:
+            self._job.stop()
+        with self._turn():
             self._end()
+
+
+def _is_over(call: Call | None) -> bool:
+    return call is not None and call._outcome is not None

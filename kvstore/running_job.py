@@ -97,6 +97,7 @@ def checked_command(options: JobOptions, directory: Path, mode: str) -> list[str
     except LaunchError as error:
         raise ArgumentValueError(str(error)) from error
     _check_agreement(options, understood)
+    _check_launcher(understood)
     return arguments
 
 
@@ -110,10 +111,26 @@ def _check_agreement(options: JobOptions, understood: LaunchOptions) -> None:
         )
 
 
+def _check_launcher(understood: LaunchOptions) -> None:
+    """Whether the workers of this launcher can be handed a function."""
+    if understood.launcher == "kubernetes":
+        raise ArgumentValueError(
+            "launcher='kubernetes' cannot run a function: pods share no directory with this "
+            "process; put the function into a script and start that with kvstore-launch "
+            "--launcher kubernetes, or choose another launcher"
+        )
+    if understood.launcher == "ssh" and understood.hostfile is None:
+        raise ArgumentValueError(
+            "launcher='ssh' needs the hosts: options=('--hostfile=FILE',), with one host on each "
+            "line of FILE"
+        )
+
+
 class RunningJob:
     """A job that has been started; ``mode`` is that of ``worker_main``. End it with :meth:`end`.
 
-    Use it from one thread at a time.
+    One thread at a time gathers answers, finishes or ends it. Meanwhile one other may leave and
+    order calls, until :meth:`finish` or :meth:`end`, and any may stop it.
     """
 
     def __init__(self, options: JobOptions, mode: str) -> None:
@@ -205,6 +222,11 @@ class RunningJob:
 
     # -- the end -----------------------------------------------------------------------
 
+    def stop(self) -> None:
+        """End all processes; a thread that gathers answers gets an outcome. Any thread may call."""
+        if self._launcher is not None:
+            self._launcher.stop()
+
     def finish(self) -> None:
         """After the last answer: let all processes end by themselves, showing what they write.
 
@@ -222,7 +244,8 @@ class RunningJob:
         ending = self._ending()
         if ending is not None and ending.report is not None:
             error = first_cause([], ending)
-            show([(True, f"[launcher] all workers had returned, but then {error}")])
+            order = "although" if ending.report.role == "scheduler" else "but then"
+            show([(True, f"[launcher] all workers had returned, {order} {error}")])
         self.end()
 
     def end(self) -> None:
@@ -264,7 +287,10 @@ class RunningJob:
         """Until when other answers, or the launcher's verdict, are awaited after a failure."""
         if failed_at_s is None:
             return float("inf")
-        if all(one.blames_another for one in answers if one.failed):
+        assert self._launcher is not None
+        # Workers that serve go on without the scheduler: the launcher has no verdict to give.
+        is_known = self._mode == "serve" and self._launcher.output.is_without_scheduler
+        if all(one.blames_another for one in answers if one.failed) and not is_known:
             return failed_at_s + VERDICT_S
         if self._mode == "serve" and len(answers) < self.workers:
             return failed_at_s + PATIENCE_S

@@ -140,6 +140,9 @@ class Simulation:
         }
         self._prepare = prepare
         self.nodes: dict[str, Postoffice] = {}
+        #: When each node has something to do by itself. It changes only in a step, and whatever
+        #: else might change it wakes the node.
+        self._dues: dict[str, float] = {}
         self._vans: dict[str, FaultyVan] = {}
         self._dead: set[str] = set()
         self._tasks: list[_Task] = []
@@ -175,6 +178,7 @@ class Simulation:
         self.nodes[uid] = node
         self._vans[uid] = van
         node.begin()
+        self._dues[uid] = node.next_due()
         self._wake(uid)
         return node
 
@@ -213,6 +217,7 @@ class Simulation:
     def kill(self, node: Postoffice) -> None:
         """The node's process dies: it is never stepped again, its script and connections end."""
         self._dead.add(node.van.uid)
+        self._dues.pop(node.van.uid, None)
         node.van.close()
         for task in self._tasks:
             if task.node is node:
@@ -279,19 +284,19 @@ class Simulation:
         if name in self._dead:
             return
         self.steps += 1
-        self.nodes[name].step(0.0)
+        node = self.nodes[name]
+        node.step(0.0)
+        self._dues[name] = node.next_due()
 
     def _next_due(self) -> float:
-        dues = [node.next_due() for name, node in self.nodes.items() if name not in self._dead]
-        if self._events:
-            dues.append(self._events[0][0])
-        return min(dues)
+        due = min(self._dues.values())
+        return min(due, self._events[0][0]) if self._events else due
 
     def _wake_due(self) -> None:
         while self._events and self._events[0][0] <= self.now:
             heapq.heappop(self._events)[2]()
-        for name, node in self.nodes.items():
-            if name not in self._dead and node.next_due() <= self.now:
+        for name, due in self._dues.items():
+            if due <= self.now:
                 self._wake(name)
 
     def counts(self) -> Counter[str]:

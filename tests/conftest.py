@@ -36,10 +36,13 @@ THREAD_PREFIXES = ("pslite-", "kvstore-")
 LASTING_THREADS = "kvstore-core-"
 SEGMENT_PREFIX = "psl"
 SHARED_MEMORY = Path("/dev/shm")
+MANY_MODULES = 100
 # Started once by the standard library and meant to outlive whoever needed them.
 LASTING_CHILDREN = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
 _contexts: weakref.WeakSet[zmq.Context[Any]] = weakref.WeakSet()
+#: How many modules there were when what stays was last set aside.
+_num_modules = 0
 
 
 def _record_contexts() -> None:
@@ -116,15 +119,28 @@ def leaks() -> set[str]:
     return _threads() | _open_contexts() | _child_processes() | _segments()
 
 
+def _set_aside_what_stays() -> None:
+    """What was imported until now stays: collecting garbage need not look at it each time.
+
+    Several hundred tests collect garbage, and PyTorch alone makes each time a tenth of a second
+    longer; so this is done again when a test has imported much.
+    """
+    global _num_modules
+    if len(sys.modules) >= _num_modules + MANY_MODULES:
+        _num_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_collection_finish() -> None:
-    """What was imported until now stays: collecting garbage need not look at it each time."""
-    gc.collect()
-    gc.freeze()
+    """Everything that the files of tests import is there."""
+    _set_aside_what_stays()
 
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """Fail the test that leaves something of the project running or open."""
+    _set_aside_what_stays()
     before = leaks()
     yield
     left = leaks() - before

@@ -60,6 +60,9 @@ import json, os, socket, sys
 def fail(text):
     found = {{"error": text, "host": socket.gethostname()}}
     os.write(1, {greeting!r} + json.dumps(found).encode() + b"\\n")
+    if {excuse!r}:
+        path = os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), {excuse!r})
+        os.execv(sys.executable, [sys.executable, path, text])
     sys.exit(3)
 if sys.version_info < (3, 10):
     fail("Python " + sys.version.split()[0] + " is too old: 3.10 or later is needed (--python)")
@@ -87,13 +90,16 @@ def agent_program(
     directory: str,
     root: str | None,
     module: str = "agent",
+    *,
+    excuse: str = "",
     remedy: str = "--sync-dst-dir copies this one there",
 ) -> str:
     """The Python program that becomes an agent, by the function ``main`` of ``module``.
 
     ``directory`` is where the processes will run; ``root`` the checkout that this package is in,
     or None where it is installed. It is used on the other machine if it is there as well.
-    ``remedy`` is what to do where there is no such directory.
+    ``excuse`` is the name of a program in the same directory that is told why there is no agent,
+    where nobody reads what this one prints. ``remedy`` is what to do where there is no such directory.
     """
     return _PROGRAM.format(
         greeting=GREETING,
@@ -102,6 +108,7 @@ def agent_program(
         version=__version__,
         module=module,
         remedy=remedy,
+        excuse=excuse,
     )
 
 

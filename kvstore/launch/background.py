@@ -31,9 +31,10 @@ MOST_LINES = 20_000
 _READ_BYTES = 64 * 1024
 _END_S = 20.0
 _KILL_S = 5.0
-# sys.argv[1] is the directory of a checkout, or empty where the package is installed.
+# sys.argv[1] is the directory of a checkout, or empty where the package is installed. It takes
+# the place of the current directory, which is first unless PYTHONSAFEPATH is set.
 _START = (
-    "import sys; root = sys.argv.pop(1); sys.path[:1] = [root] if root else []; "
+    "import sys; root = sys.argv.pop(1); sys.path[: sys.path[0] == ''] = [root] if root else []; "
     "from kvstore.launch.cli import main; sys.exit(main())"
 )
 # What a job gives its processes besides; a job within it has its own.

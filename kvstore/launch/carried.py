@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstore.launch.address import listen
-from kvstore.launch.carrier import Carrier, Explain
+from kvstore.launch.carrier import USUAL, Carrier, Explain, Habits
 from kvstore.launch.elsewhere import (
     agent_row,
     common_address,
@@ -58,6 +58,18 @@ def _unknown_state() -> str:
     return ""
 
 
+def _no_trouble() -> str | None:
+    return None
+
+
+def _nothing_to_cancel(line: str) -> Sequence[str] | None:
+    return None
+
+
+def _no_files(ticket: Ticket) -> Mapping[str, str]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Cluster:
     """How one kind of cluster starts agents.
@@ -66,9 +78,9 @@ class Cluster:
     the command out of the job's directory, in which all hosts find ``agent.py`` and the
     ``files`` (their text by name). An agent's rank is in the first of the variables
     ``rank_names`` that is set, counted from ``first_rank``. ``connect_s`` is how long agents may
-    need to come, None where a job can wait in a queue. ``name`` is the command's for people, ""
-    for that of its program. ``replaces``: an agent that is lost before the job has begun is
-    replaced by the cluster. See :class:`Carrier` for the others.
+    need to come, None where a job can wait in a queue. ``bundle`` makes further files of the
+    ticket, for hosts that share no directory. ``replaces``: an agent that is lost before the job
+    has begun is replaced by the cluster. See :class:`Carrier` for the others.
     """
 
     members: Sequence[Member]
@@ -81,7 +93,11 @@ class Cluster:
     connect_s: float | None = None
     fatal: Callable[[str], str | None] = _nothing_is_fatal
     state: Callable[[], str] = _unknown_state
-    name: str = ""
+    trouble: Callable[[], str | None] = _no_trouble
+    cancel: Callable[[str], Sequence[str] | None] = _nothing_to_cancel
+    has_terminal: bool = False
+    habits: Habits = USUAL
+    bundle: Callable[[Ticket], Mapping[str, str]] = _no_files
     replaces: bool = False
 
 
@@ -160,7 +176,8 @@ def _embark(
     addresses = [host] if host else own_addresses()
     port = int(listener.getsockname()[1])
     ticket = Ticket(addresses, port, key, cluster.rank_names, cluster.first_rank)
-    write_ticket(directory, ticket, os.getcwd(), cluster.files)
+    files = {**cluster.files, **cluster.bundle(ticket)}
+    write_ticket(directory, ticket, os.getcwd(), files)
     argv = cluster.command(directory)
     try:
         carrier = Carrier(
@@ -171,7 +188,10 @@ def _embark(
             cluster.explain,
             cluster.fatal,
             cluster.state,
-            cluster.name,
+            trouble=cluster.trouble,
+            cancel=cluster.cancel,
+            has_terminal=cluster.has_terminal,
+            habits=cluster.habits,
         )
     except OSError as error:
         listener.close()
@@ -214,7 +234,8 @@ def _job_key(options: LaunchOptions, environ: Mapping[str, str]) -> str:
 
 def _print_plan(options: LaunchOptions, cluster: Cluster) -> int:
     print(shlex.join(cluster.command(_DIRECTORY_SHOWN)))
-    for name, text in cluster.files.items():
+    shown = Ticket(["LAUNCHER"], 0, "KEY", cluster.rank_names, cluster.first_rank)
+    for name, text in {**cluster.files, **cluster.bundle(shown)}.items():
         print(f"# {_DIRECTORY_SHOWN / name}:")
         print("".join(f"#   {line}\n" for line in text.splitlines()), end="")
     print("# scheduler: this machine")

@@ -8,13 +8,16 @@ itself. Runs on the main thread. Read ``remote.py`` and ``gate.py`` first, ``car
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any
 
 from kvstore.launch.agent import GREETING
@@ -26,14 +29,40 @@ from kvstore.launch.link import Link
 from kvstore.launch.places import Event, Finished, Note
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.remote import AgentPlace
+from kvstore.launch.ticket import DIRECTORY_NAME, PROGRAM_NAME
 
 _READ_BYTES = 64 * 1024
 _KEPT_LINES = 200
 _ENDING_S = 5.0  # for the command to end by itself once no agent is left, and after SIGTERM
+_SHOWN_NAMES = 8
+_NO_PROGRAM = re.compile(rf"can't open file '([^']*{re.escape(PROGRAM_NAME)})'")
+_CANCEL_S = 10.0
+_TROUBLE_S = 1.0  # between one look for it and the next
 _ROSTER_S = (5.0, 10.0, 20.0, 40.0, 60.0)  # between one roster and the next
 
 Explain = Callable[[Sequence[str], int], str]
 """What a command said and its exit code (negative for a signal), as a sentence."""
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a command differs from others.
+
+    ``name`` is what people are told it is, where its first word is not. ``is_news`` is given each
+    line that it prints and says whether people shall see it. ``is_submitting`` says whether the
+    job may be in the cluster without that it is known yet how to take it out. ``ending_s`` is how
+    long the command may need to end once no agent is left. Where ranks are ``only_wishes``, an
+    agent whose rank is none, or taken, gets a free one.
+    """
+
+    name: str | None = None
+    is_news: Callable[[str], bool] = lambda line: True
+    is_submitting: Callable[[], bool] = lambda: False
+    ending_s: float = _ENDING_S
+    only_wishes: bool = False
+
+
+USUAL = Habits()
 
 
 class Carrier:
@@ -41,7 +70,11 @@ class Carrier:
 
     ``explain`` is asked when the command ends too early; ``fatal`` of each line that it prints
     before, and gives a sentence when no agent can come after such a line; ``state`` what the job
-    waits for, in a few words or none. ``name`` is the command's for people.
+    waits for, in a few words or none; ``trouble`` each second until all agents have come, for a
+    sentence if something else shows that one cannot. ``cancel`` is given each line until it makes
+    of one, which tells how the job is known to the cluster, the command that takes it out of
+    there. To a command that ``has_terminal`` its output is one: on a pipe many a program keeps
+    its lines to itself for long. ``habits`` are what else may be special about the command.
     """
 
     label: str | None = None
@@ -55,35 +88,37 @@ class Carrier:
         explain: Explain,
         fatal: Callable[[str], str | None],
         state: Callable[[], str],
-        name: str = "",
+        *,
+        trouble: Callable[[], str | None] = lambda: None,
+        cancel: Callable[[str], Sequence[str] | None] = lambda line: None,
+        has_terminal: bool = False,
+        habits: Habits = USUAL,
     ) -> None:
         self._failure: str | None = None
-        self._name = name or os.path.basename(argv[0])
+        self._name = habits.name or os.path.basename(argv[0])
+        self._habits = habits
         self._crew = crew
         self._explain = explain
         self._fatal = fatal
         self._state = state
+        self._trouble = trouble
+        self._cancel = cancel
+        self._cancellation: Sequence[str] | None = None
+        self._environment = dict(environment)
+        self._guardian = guardian
         self._gate: Gate | None = None
         self._said: list[str] = []
         self._shown = 0  # of what it said, by a roster
         self._has_ended = False
         self._has_begun = False
+        self._is_over = False
         self._hung_up_s = time.monotonic()
         self._rosters = 0
         self._roster_s = self._hung_up_s + _ROSTER_S[0]
-        self._process = subprocess.Popen(
-            list(argv),
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            preexec_fn=die_with_launcher(),  # safe: the launcher has one thread
-        )
+        self._trouble_s = self._hung_up_s + _TROUBLE_S
+        self._process, pipes = _started(argv, self._environment, has_terminal)
         guardian.watch(self._process.pid)
-        assert self._process.stdout and self._process.stderr
-        self._streams = [_Stream(self, self._process.stdout), _Stream(self, self._process.stderr)]
+        self._streams = [_Stream(self, pipe) for pipe in pipes]
 
     @property
     def failure(self) -> str | None:
@@ -99,9 +134,18 @@ class Carrier:
         return [name for place in self._crew for name in place.awaited()]
 
     def admit(self, link: Link, greeting: Mapping[str, Any]) -> list[Event]:
-        """An agent has greeted at the gate. A rank that is none, or taken, is sent away."""
+        """An agent has greeted at the gate. A rank that is none, or taken, is sent away.
+
+        Or there is no agent, and it says why.
+        """
         rank = greeting.get("rank")
         host = str(greeting.get("host"))
+        if "error" in greeting:
+            link.close()
+            self._fail(f"{host}: {greeting['error']}")
+            return []
+        if self._habits.only_wishes and not self._is_free(rank):
+            rank = next((one for one in range(len(self._crew)) if self._is_free(one)), rank)
         if not isinstance(rank, int) or not 0 <= rank < len(self._crew):
             link.close()
             return [Note(f"{host}: an agent with the rank {rank} came, and there is no such rank")]
@@ -114,6 +158,11 @@ class Carrier:
         place.label = host
         place.greet(link, greeting)
         return events
+
+    def _is_free(self, rank: object) -> bool:
+        if not isinstance(rank, int) or not 0 <= rank < len(self._crew):
+            return False
+        return not self._crew[rank].is_connected
 
     def start(
         self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
@@ -148,13 +197,18 @@ class Carrier:
             text = line.decode(errors="replace").rstrip()
             if not text.strip(" -="):
                 continue  # an ornament
+            if self._cancellation is None and (command := self._cancel(text)):
+                self._cancellation = command
+                self._guardian.cancel_at_the_end(command)
+            if not self._habits.is_news(text) or self._is_over:
+                continue  # that agents end is none
             if self._has_begun:
                 notes.append(Note(f"{self._name}: {text}"))
                 continue
             del self._said[_KEPT_LINES:]
             self._said.append(text)
             if self._failure is None:
-                self._failure = self._fatal(text)
+                self._failure = _not_shared(text) or self._fatal(text)
         return notes
 
     def sweep(self) -> list[Event]:
@@ -162,7 +216,8 @@ class Carrier:
             return []
         self._has_ended = True
         if not self.awaited():
-            return [Note(f"{self._name} ended with exit code {code}")] if code else []
+            is_news = code != 0 and not self._is_over
+            return [Note(f"{self._name} ended with exit code {code}")] if is_news else []
         for stream in list(self._streams):
             stream.read_rest()
         if self._failure is None:
@@ -173,6 +228,9 @@ class Carrier:
         patience_s = None if self._gate is None or self._has_begun else self._gate.tick(now_s)
         if self._has_begun or not self.awaited():
             return [], patience_s
+        if now_s >= self._trouble_s and self._failure is None:
+            self._failure = self._trouble()
+            self._trouble_s = now_s + _TROUBLE_S
         events: list[Event] = []
         if now_s >= self._roster_s:
             events += [Note(f"{self._name}: {text}") for text in self._said[self._shown :]]
@@ -180,21 +238,27 @@ class Carrier:
             self._shown = len(self._said)
             self._rosters += 1
             self._roster_s = now_s + _ROSTER_S[min(self._rosters, len(_ROSTER_S) - 1)]
-        left_s = self._roster_s - now_s
+        left_s = min(self._roster_s, self._trouble_s) - now_s
         return events, left_s if patience_s is None else min(left_s, patience_s)
 
     def finish(self, leftover_s: float) -> list[Event]:
+        self._is_over = True
         return [Finished(0)]
 
     def hang_up(self) -> None:
         self._hung_up_s = time.monotonic()
 
     def close(self) -> None:
-        """Agents whose links are closed end, and so does the command; it is given a moment."""
+        """Agents whose links are closed end, and so does the command; it is given a moment.
+
+        If it has not ended well by then, the job is taken out of the cluster.
+        """
         if self._gate is not None:
             self._gate.close()
         if self._has_begun:
-            self._wait(self._hung_up_s + _ENDING_S)
+            self._wait(self._hung_up_s + self._habits.ending_s)
+        self._wait(time.monotonic() + _ENDING_S, self._habits.is_submitting)
+        self._take_out()
         self._signal(signal.SIGTERM)
         self._wait(time.monotonic() + _ENDING_S)
         self._signal(signal.SIGKILL)
@@ -208,11 +272,9 @@ class Carrier:
 
     def _refuse(self, line: bytes) -> None:
         """One that would have become an agent says why it cannot; the first reason counts."""
-        try:
-            found = json.loads(line[line.index(GREETING) + len(GREETING) :])
-            reason = f"{found['host']}: {found['error']}"
-        except (ValueError, KeyError, TypeError):
-            reason = line.decode(errors="replace")
+        self._fail(refusal(line))
+
+    def _fail(self, reason: str) -> None:
         if self._failure is None and not self._has_begun:
             self._failure = reason
 
@@ -221,21 +283,94 @@ class Carrier:
         hosts = ", ".join(sorted({str(place.label) for place in here}))
         there = f" ({len(here)} of {len(self._crew)} are there, on {hosts})" if here else ""
         state = self._state()
-        return f"waiting for {', '.join(self.awaited())}{there}" + (f": {state}" if state else "")
+        awaited = self.awaited()
+        names = ", ".join(awaited[:_SHOWN_NAMES])
+        more = len(awaited) - _SHOWN_NAMES
+        others = f" and {more} more" if more > 0 else ""
+        return f"waiting for {names}{others}{there}" + (f": {state}" if state else "")
 
-    def _wait(self, until_s: float) -> None:
+    def _wait(self, until_s: float, is_to_go_on: Callable[[], bool] = lambda: True) -> None:
         """For the command's end, reading what it prints, so that it can."""
         with selectors.PollSelector() as selector:
             for stream in self._streams:
                 selector.register(stream.fd, selectors.EVENT_READ, stream)
-            while self._process.poll() is None and (left_s := until_s - time.monotonic()) > 0:
+            while is_to_go_on() and self._process.poll() is None:
+                if (left_s := until_s - time.monotonic()) <= 0:
+                    return
                 for key, _ in selector.select(min(left_s, 0.05)):
-                    if not key.data.read()[1]:
+                    lines, is_open = key.data.read()
+                    self.heard(lines)
+                    if not is_open:
                         selector.unregister(key.fd)
+
+    def _take_out(self) -> None:
+        if self._cancellation is None or self._process.poll() == 0:
+            return
+        try:
+            subprocess.run(
+                list(self._cancellation),
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=_CANCEL_S,
+                start_new_session=True,  # Ctrl-C is not for it
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return  # what the command does when it is ended has to do
+        self._wait(time.monotonic() + _ENDING_S)
 
     def _signal(self, number: int) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, number)
+
+
+def _not_shared(line: str) -> str | None:
+    """A sentence if ``line`` is Python's, which a host was told to give a program it has not."""
+    found = _NO_PROGRAM.search(line)
+    if found is None:
+        return None
+    return (
+        f"a host does not find {found[1]}: set {DIRECTORY_NAME} to a directory that all hosts "
+        f"share ({line})"
+    )
+
+
+def refusal(line: bytes) -> str:
+    """A sentence of the line by which a program says that it cannot become an agent, and why."""
+    try:
+        found = json.loads(line[line.index(GREETING) + len(GREETING) :])
+        return f"{found['host']}: {found['error']}"
+    except (ValueError, KeyError, TypeError):
+        return line.decode(errors="replace")
+
+
+def _started(
+    argv: Sequence[str], environment: Mapping[str, str], has_terminal: bool
+) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
+    """The command, and the reading ends of its output and its errors. Raises OSError."""
+    ours, theirs = os.openpty() if has_terminal else (-1, subprocess.PIPE)
+    try:
+        process = subprocess.Popen(
+            list(argv),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=die_with_launcher(),  # safe: the launcher has one thread
+        )
+    except OSError:
+        if has_terminal:
+            os.close(ours)
+        raise
+    finally:
+        if has_terminal:
+            os.close(theirs)
+    output = os.fdopen(ours, "rb", 0) if has_terminal else process.stdout
+    assert output is not None and process.stderr is not None
+    return process, [output, process.stderr]
 
 
 class _Stream:
@@ -261,6 +396,10 @@ class _Stream:
             data = os.read(self.fd, _READ_BYTES)
         except BlockingIOError:
             return [], True
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            data = b""  # how the end of a terminal reads
         return (self._splitter.feed(data, 0.0), True) if data else (self._splitter.finish(), False)
 
     def read_rest(self) -> None:

@@ -24,6 +24,7 @@ _MODULES = {
     "ssh": "kvstore.launch.ssh",
     "mpi": "kvstore.launch.mpi",
     "ray": "kvstore.launch.ray_cluster",
+    "yarn": "kvstore.launch.yarn",
     "kubernetes": "kvstore.launch.kubernetes",
 }
 

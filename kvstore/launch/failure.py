@@ -68,6 +68,8 @@ def _ended_too_early(exits: Sequence[Exit], specs: Sequence[ProcessSpec]) -> set
     """Service processes that ended with 0 while workers ran and others of the service stayed.
 
     When all of the service ended with 0 first, the workers had said goodbye: nothing is wrong.
+    Nor is it when the workers succeeded, who would have missed them. A scheduler that failed
+    before any server ended is not counted: the servers are the service then.
     """
     by_index = {found.index: found for found in exits}
 
@@ -78,10 +80,17 @@ def _ended_too_early(exits: Sequence[Exit], specs: Sequence[ProcessSpec]) -> set
             return math.inf
         return max(by_index[index].sweep for index in group)
 
+    def is_good(group: Sequence[Exit]) -> bool:
+        return all(found.status == 0 and not found.stopped for found in group)
+
+    workers = [found for found in exits if specs[found.index].role == "worker"]
+    servers = [found for found in exits if specs[found.index].role == "server"]
     service = [found for found in exits if specs[found.index].role != "worker"]
     last_worker, last_service = end_of(True), end_of(False)
-    whole = all(found.status == 0 and not found.stopped for found in service)
-    if whole and last_service <= last_worker:
+    first_server = min((found.sweep for found in servers), default=0)
+    is_lost = any(not is_good([found]) and found.sweep < first_server for found in service)
+    whole = is_good(servers if is_lost else service)
+    if whole and (last_service <= last_worker or is_good(workers)):
         return set()
     return {found.index for found in service if found.status == 0 and found.sweep < last_worker}
 

@@ -3,10 +3,11 @@
 Standard library only, and no import of this project: it runs as ``python -I -S guardian.py``
 beside the launcher, in a session of its own, and reads a pipe whose other end only the
 launcher holds. The launcher writes the process groups that it starts, one number a line; the
-directory of the job's key, as ``remove`` and its name in hexadecimal digits; and ``done`` when
-it has ended and removed everything itself. A pipe that ends without ``done`` means that the
-launcher was killed (``kill -9``, out of memory); then everything that belongs to the job is
-killed at once, and the key removed.
+directory of the job's key, as ``remove`` and its name in hexadecimal digits; a command that takes
+the job out of a cluster, as ``cancel`` and its words in such digits; and ``done`` when it has ended
+and removed everything itself. A pipe that ends without ``done`` means that the launcher was killed
+(``kill -9``, out of memory); then everything that belongs to the job is killed at once, the
+commands are run, and the key is removed.
 
 A process belongs to the job when it is in one of those groups (sessions), or when the
 environment that it was started with holds the job's id; so a grandchild that made its own
@@ -19,12 +20,15 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 KILL_ROUNDS = 50
 ROUND_S = 0.05
+_CANCEL_S = 30.0
+_CANCEL_PAUSES_S = (0.0, 2.0, 10.0, 30.0)  # the cluster may be busy, or the network down
 
 
 def end_job(job_id: str, groups: Collection[int], grace_s: float) -> int:
@@ -97,21 +101,43 @@ def _signal_all(members: Collection[int], signal_number: signal.Signals) -> None
             continue
 
 
+def cancel(argv: Sequence[str]) -> None:
+    """Run ``argv`` until it succeeds, a few times at the most."""
+    for pause_s in _CANCEL_PAUSES_S:
+        time.sleep(pause_s)
+        try:
+            null = subprocess.DEVNULL
+            done = subprocess.run(argv, stdin=null, stdout=null, stderr=null, timeout=_CANCEL_S)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0:
+            return
+
+
 def main(job_id: str) -> None:
     """Read the launcher's pipe on standard input to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     groups: set[int] = set()
     directories: list[str] = []
+    commands: list[list[str]] = []
     for line in sys.stdin:
         if line == "done\n":
             return
         if line.startswith("remove "):
-            directories.append(os.fsdecode(bytes.fromhex(line[len("remove ") :])))
+            directories.append(_text(line.split()[1]))
+        elif line.startswith("cancel "):
+            commands.append([_text(word) for word in line.split()[1:]])
         else:
             groups.add(int(line))
     end_job(job_id, groups, grace_s=0)
+    for command in commands:
+        cancel(command)
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _text(digits: str) -> str:
+    return os.fsdecode(bytes.fromhex(digits))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvstore.launch import guardian
@@ -42,6 +42,10 @@ class GuardianProcess:
     def remove_at_the_end(self, directory: Path) -> None:
         """Have ``directory``, which may not be there yet, removed should the launcher be killed."""
         self._tell(f"remove {os.fsencode(directory).hex()}\n")
+
+    def cancel_at_the_end(self, argv: Sequence[str]) -> None:
+        """Have ``argv`` run, without an empty word, should the launcher be killed."""
+        self._tell(f"cancel {' '.join(os.fsencode(word).hex() for word in argv)}\n")
 
     def dismiss(self) -> None:
         """Everything has ended: nothing is left for it to do."""

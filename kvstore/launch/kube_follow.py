@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from kvstore.launch.console import Console
@@ -25,7 +24,7 @@ from kvstore.launch.kube_manifest import KubeJob, adopted
 from kvstore.launch.kube_state import Pod, Sight, read_sight, read_warnings
 from kvstore.launch.kube_watch import Patience, Watch
 from kvstore.launch.kubectl import Answer, Commands, Kubectl
-from kvstore.launch.lifecycle import Lifecycle, Phase, Say, SendSignal
+from kvstore.launch.lifecycle import Effect, Lifecycle, Phase, Say, SendSignal
 from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.report import Ended
@@ -49,7 +48,7 @@ class Followed:
 
 
 class Follower:
-    """Follows one job that has been applied. Use as ``with Follower(...) as f: f.follow()``."""
+    """Follows one job that has been applied; whoever makes one closes it."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class Follower:
         now_s = time.monotonic()
         self._lifecycle = Lifecycle(specs, patience.lifecycle)
         # Nobody tells whether all have joined: servers get their time to end in any case.
-        self._lifecycle.joined(now_s)
+        self._lifecycle.joined(now_s, is_certain=False)
         self._watch = Watch(specs, job, patience, now_s)
         self._logs: dict[int, PodLog] = {}
         self._commands = Commands(kubectl, 2 * patience.request_s)
@@ -78,15 +77,8 @@ class Follower:
         self._adoptions_left = _ADOPTIONS
         self._delete_words: tuple[str, ...] | None = None
 
-    def __enter__(self) -> Follower:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End every kubectl that still runs."""
         self._commands.close()
         for log in self._logs.values():
             log.close()
@@ -256,11 +248,12 @@ class Follower:
         if self._watch.gives_up(now_s) is not None:
             self._carry_out(self._lifecycle.cannot_start(now_s))
 
-    def _carry_out(self, effects: Sequence[SendSignal | Say]) -> None:
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
         """The first signal is the deletion of the Jobs here; any further one hurries the pods."""
         for effect in effects:
             if isinstance(effect, Say):
                 self.say(effect.text.replace("even after SIGKILL", "although they are deleted"))
+            if not isinstance(effect, SendSignal):
                 continue
             how = ("pods", "--grace-period=1") if self._watch.is_ending else ("jobs,pods",)
             self._watch.is_ending = True

@@ -9,8 +9,8 @@ Main thread; used by ``kubernetes.py``.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from kvstore.launch.options import LaunchError
 
@@ -25,41 +25,33 @@ done
 _END_S = 2.0
 
 
-class Guard:
-    """Use as ``with Guard(command, environ)``: ``command`` runs when this process is killed."""
+@contextmanager
+def guarded(command: Sequence[str], environ: Mapping[str, str]) -> Iterator[None]:
+    """Run ``command`` when this process is killed within the block. Raises :class:`LaunchError`."""
+    try:
+        shell = subprocess.Popen(
+            ["sh", "-c", _SCRIPT, "sh", *command],
+            env=dict(environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LaunchError(f"cannot run sh: {error.strerror}", exit_code=1) from error
+    try:
+        yield
+    finally:
+        _dismiss(shell)
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        self._command = command
-        self._environ = dict(environ)
-        self._shell: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Guard:
-        try:
-            self._shell = subprocess.Popen(
-                ["sh", "-c", _SCRIPT, "sh", *self._command],
-                env=self._environ,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise LaunchError(f"cannot run sh: {error.strerror}", exit_code=1) from error
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        assert self._shell is not None
-        assert self._shell.stdin is not None
-        try:
-            self._shell.stdin.write(b"all is well\n")
-            self._shell.stdin.close()
-            self._shell.wait(_END_S)
-        except (OSError, subprocess.TimeoutExpired):  # somebody has ended or stopped it
-            self._shell.kill()
-            self._shell.wait()
+def _dismiss(shell: subprocess.Popen[bytes]) -> None:
+    assert shell.stdin is not None
+    try:
+        shell.stdin.write(b"all is well\n")
+        shell.stdin.close()
+        shell.wait(_END_S)
+    except (OSError, subprocess.TimeoutExpired):  # somebody has ended or stopped it
+        shell.kill()
+        shell.wait()

@@ -13,6 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from kvstore.launch.conclusion import failures_of, make_log_dir, remove_logs, sa
 from kvstore.launch.failure import exit_code
 from kvstore.launch.kube_check import check
 from kvstore.launch.kube_follow import Followed, Follower
-from kvstore.launch.kube_guard import Guard
+from kvstore.launch.kube_guard import guarded
 from kvstore.launch.kube_manifest import (
     RENDEZVOUS_NAME,
     ROLES,
@@ -170,7 +171,7 @@ def _apply(
     with SignalPipe() as signals:
         try:
             # Before anything is made, so that nothing can stay.
-            with Guard(kubectl.argv(*_delete_words(job)), environ):
+            with guarded(kubectl.argv(*_delete_words(job)), environ):
                 _call_apply(kubectl, job, _text(options, job, environ), signals, patience)
                 followed = _follow(kubectl, job, plan_pods(options), log_dir, patience, signals)
         except LaunchError:
@@ -189,7 +190,7 @@ def _follow(
 ) -> Followed:
     """Follow the job to its end and delete it, unless the cluster has not been heard for long."""
     try:
-        with Follower(kubectl, job, specs, log_dir, patience, signals) as follower:
+        with closing(Follower(kubectl, job, specs, log_dir, patience, signals)) as follower:
             follower.say(f"job {job.name}: {len(specs)} pods, label {job.selector}")
             followed = follower.follow()
     except BaseException:

@@ -10,12 +10,20 @@ prints nothing. ``supervisor.py`` feeds it from the main thread and carries the 
        │                                     │ drain_s over: warn, stop; alone_s over and
        │                                     │ nobody had ever joined: a failure, stop
        ├──a process failed──> FAILING ───────┤ failure_s over: stop; or alone_s, once no
-       │                                     │ worker is left: it is nobody's to wait for
+       │    │                                │ worker is left: it is nobody's to wait for
+       │<───┘ failure_s over, and it was the scheduler alone: as if it had been killed
+       │
+       ├──the scheduler was killed after all had joined──> RUNNING, as a failure
+       │
        └──SIGINT, SIGTERM, SIGHUP──> STOPPING: one signal after the other until all have ended
 
 Service processes (scheduler, servers) end with 0 once every worker has said goodbye to them,
 which may be long before the workers themselves exit. So their ending is no failure as long as
 the service ends as a whole; one that ends alone, while others and the workers stay, is.
+
+The scheduler is not needed for push and pull, nor for the others' end. So when a signal kills it
+under the workers, the job goes on, and has failed at its end. One that ends by itself with an
+error usually says that another node is lost: then the others end as well, or it was its own.
 """
 
 from __future__ import annotations
@@ -76,7 +84,14 @@ class Say:
     text: str
 
 
-Effect = SendSignal | Say
+@dataclass(frozen=True)
+class SchedulerLost:
+    """Say that the scheduler has failed, and how, and that the job goes on."""
+
+    exit: Exit
+
+
+Effect = SendSignal | Say | SchedulerLost
 
 _LADDERS: dict[signal.Signals, tuple[signal.Signals, ...]] = {
     signal.SIGINT: (signal.SIGINT, signal.SIGTERM, signal.SIGKILL),
@@ -95,7 +110,9 @@ class Lifecycle:
         self.failed = False
         self.drain_expired = False
         self.unjoined = False
+        self.scheduler_lost = False
         self._joined = False
+        self._is_certain = False
         self._specs = specs
         self._timing = timing
         self._sweep = 0
@@ -117,13 +134,19 @@ class Lifecycle:
         if len(self.exits) == len(self._specs):
             self.failed = self.failed or (failed and not stopped)
             self._enter(Phase.ENDED, None)
+        elif self.phase is Phase.RUNNING and self._is_only_the_scheduler(statuses, killed=True):
+            return self._go_on_without_scheduler(now_s)
         elif self.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FAILING):
             self._settle(failed, now_s)
         return []
 
-    def joined(self, now_s: float) -> None:
-        """The scheduler says that all nodes have joined the cluster."""
+    def joined(self, now_s: float, *, is_certain: bool = True) -> None:
+        """The scheduler says that all nodes have joined the cluster.
+
+        Not ``is_certain`` where nobody says so: then the job does not go on without it.
+        """
         self._joined = True
+        self._is_certain = is_certain
         if self.phase is Phase.DRAINING:
             self._enter(Phase.DRAINING, now_s + self._timing.drain_s)
 
@@ -162,6 +185,10 @@ class Lifecycle:
                 f"{self._timing.drain_s:g} s of the last worker; ending what is left"
             )
             return [warning, *self._stop(signal.SIGTERM, now_s)]
+        statuses = {index: found.status for index, found in self.exits.items()}
+        is_failing = self.phase is Phase.FAILING
+        if is_failing and self._is_only_the_scheduler(statuses, killed=False):
+            return self._go_on_without_scheduler(now_s)
         self.failed = True
         return self._stop(signal.SIGTERM, now_s)
 
@@ -186,6 +213,22 @@ class Lifecycle:
             self._deadline_s = None
         elif self._deadline_s is None and self._any_service_ended():
             self._deadline_s = now_s + self._timing.service_s
+
+    def _is_only_the_scheduler(self, statuses: Mapping[int, int], *, killed: bool) -> bool:
+        """Whether nobody else failed of these, and there are joined workers that may go on."""
+        failed = [index for index, status in statuses.items() if status != 0]
+        if len(failed) != 1 or self._specs[failed[0]].role != "scheduler":
+            return False
+        is_meant = statuses[failed[0]] < 0 or not killed
+        return is_meant and self._is_certain and not self._all_ended(worker=True)
+
+    def _go_on_without_scheduler(self, now_s: float) -> list[Effect]:
+        self.failed = self.scheduler_lost = True
+        if self.phase is Phase.FAILING:
+            self._enter(Phase.RUNNING, None)
+        self._settle(False, now_s)
+        schedulers = (i for i, spec in enumerate(self._specs) if spec.role == "scheduler")
+        return [SchedulerLost(self.exits[next(schedulers)])]
 
     def _stop(self, first: signal.Signals, now_s: float) -> list[Effect]:
         self._enter(Phase.STOPPING, None)
@@ -221,7 +264,8 @@ class Lifecycle:
         )
 
     def _any_service_ended(self) -> bool:
-        return any(self._specs[index].role != "worker" for index in self.exits)
+        missed = {"worker", "scheduler"} if self.scheduler_lost else {"worker"}
+        return any(self._specs[index].role not in missed for index in self.exits)
 
     def _running_names(self) -> str:
         return ", ".join(

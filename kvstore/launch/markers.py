@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from kvstore.launch.report import FAILURE_HEADING
+from kvstore.launch.report import FAILURE_HEADING, GOES_ON
 
 _MARK = "\x1fkvstore call "
 _MARKED = re.compile(r"(?P<before>.*)\x1fkvstore call (?P<call>\d+)\Z", re.DOTALL)
@@ -69,6 +69,11 @@ class Output:
             for rank in range(ranks)
             for is_error in (False, True)
         )
+
+    @property
+    def is_without_scheduler(self) -> bool:
+        """Whether the launcher has said that the scheduler is lost and the job goes on."""
+        return any(GOES_ON in text for text in self.said)
 
     def _without_mark(self, line: str, is_error: bool) -> str | None:
         found = _MARKED.match(line)

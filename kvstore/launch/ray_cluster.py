@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvstore.launch.carried import Cluster, run_carried, servers_then_workers
+from kvstore.launch.carrier import Habits
 from kvstore.launch.here import checkout_root
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
@@ -54,7 +55,7 @@ def run(
         explain=directory.explain,
         files={PLAN_NAME: plan.to_text()},
         state=directory.state,
-        name="ray",
+        habits=Habits(name="ray"),
         replaces=True,
     )
     return run_carried(options, environ, service_command, timing, cluster)

@@ -10,11 +10,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.launch.failure import describe_status
+from kvstore.launch.failure import describe_status, exit_code
 from kvstore.launch.lifecycle import Exit
 from kvstore.launch.plan import ProcessSpec
 
 FAILURE_HEADING = "======== the job failed; this was the first failure ========"
+GOES_ON = "push and pull go on"
 SHOWN_LINES = 20
 LONGEST_COMMAND = 2000
 
@@ -55,11 +56,25 @@ def failure_block(
         *_log_lines(shown),
     ]
     lines += _other_failures(first, failures[1:])
+    if first.spec.role == "scheduler" and not failures[1:] and not stopped:
+        lines.append("all others ended with exit code 0")
     if stopped:
         names = ", ".join(one.spec.name for one in stopped)
         lines.append(f"ended by the launcher: {names}")
     lines.append(f"logs of all processes: {log_dir}")
     return "\n".join(lines) + "\n"
+
+
+def without_scheduler(scheduler: Ended) -> str:
+    """What the launcher says when the scheduler has failed and the workers go on."""
+    status = scheduler.exit.status
+    how = describe_status(status)
+    ended = f"was killed by {how.removeprefix('signal ')}" if status < 0 else f"ended with {how}"
+    where = scheduler.place or f"pid {scheduler.pid}"
+    return (
+        f"the scheduler {ended} ({where}): {GOES_ON}; barriers, init and joins no longer work; "
+        f"at its end the job counts as failed (exit code {exit_code(scheduler.exit)})"
+    )
 
 
 def _other_failures(first: Ended, others: Sequence[Ended]) -> list[str]:

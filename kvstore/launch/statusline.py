@@ -23,9 +23,10 @@ FIRST_AFTER_S = 3.0
 TERMINAL_INTERVAL_S = 2.0
 PLAIN_INTERVAL_S = 60.0
 _ERASE = b"\r\x1b[K"
+# Without the current directory, which is first unless PYTHONSAFEPATH is set.
 _COMMAND = (
-    "import os, sys; os.nice(10); sys.path.pop(0); from kvstore.status import main; "
-    "sys.exit(main(['--line', '--watch', sys.argv[1]]))"
+    "import os, sys; os.nice(10); del sys.path[: sys.path[0] == '']; "
+    "from kvstore.status import main; sys.exit(main(['--line', '--watch', sys.argv[1]]))"
 )
 _READ_BYTES = 64 * 1024
 _REAP_S = 1.0

@@ -23,12 +23,12 @@ from kvstore.launch import places
 from kvstore.launch.child import die_with_launcher
 from kvstore.launch.console import Console
 from kvstore.launch.guardian_process import GuardianProcess
-from kvstore.launch.lifecycle import Lifecycle, Phase, Say, SendSignal, Timing
+from kvstore.launch.lifecycle import Effect, Lifecycle, Phase, SchedulerLost, SendSignal, Timing
 from kvstore.launch.options import LaunchError
 from kvstore.launch.places import Connecting, LocalPlace, Place
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.record import ProcessRecord
-from kvstore.launch.report import Ended
+from kvstore.launch.report import Ended, without_scheduler
 from kvstore.launch.signals import ENDING, SignalPipe
 from kvstore.launch.statusline import JobStatus, StatusFeed
 
@@ -239,10 +239,10 @@ class Supervisor:
             if signal_number in ENDING:
                 self.say(f"got {signal_number.name}: ending the job")
                 self._carry_out(lifecycle.signalled(signal_number, time.monotonic()))
+        if any(key.fileobj is self._joined for key, _ in ready):
+            self._hear_joined(lifecycle)  # before its end, which may have come meanwhile
         if signal.SIGCHLD in arrived:
             self._sweep(lifecycle)
-        if any(key.fileobj is self._joined for key, _ in ready):
-            self._hear_joined(lifecycle)
         self._pass_on(lifecycle, ready)
 
     def _hear_joined(self, lifecycle: Lifecycle) -> None:
@@ -312,13 +312,16 @@ class Supervisor:
         ]
         self._carry_out(lifecycle.cannot_start(time.monotonic(), unstarted))
 
-    def _carry_out(self, effects: Sequence[SendSignal | Say]) -> None:
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Say):
+            if isinstance(effect, SendSignal):
+                for place in self._places:
+                    place.send_signal(effect.signal_number)
+            elif isinstance(effect, SchedulerLost):
+                self._end_status()  # it was the one to ask
+                self.say(without_scheduler(self._records[effect.exit.index].ended(effect.exit)))
+            else:
                 self.say(effect.text)
-                continue
-            for place in self._places:
-                place.send_signal(effect.signal_number)
 
     def _adjust_interest(self) -> None:
         """Listen to a slow terminal while it owes us room, and to children while there is room."""

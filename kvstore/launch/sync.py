@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import subprocess
 import tempfile
 import time
@@ -22,6 +23,7 @@ from kvstore.launch.hosts import Host, bracketed
 from kvstore.launch.kubectl import end_process, kill
 from kvstore.launch.options import LaunchError
 from kvstore.launch.remote_shell import known_refusal, login, no_program, shell_line, ssh_options
+from kvstore.launch.signals import ENDING, SignalPipe
 
 _AT_ONCE = 8
 _STALLED_S = 300  # without a byte in either direction
@@ -48,11 +50,12 @@ def copy_to_hosts(
     """Copy what is in ``source`` into ``destination`` on all hosts; return when it is there.
 
     ``say`` gets a line for each host at the start and at the end, and one every 10 s meanwhile.
-    The first failure ends the other copies and is raised as :class:`LaunchError` (exit code 1).
+    The first failure ends the other copies and is raised as :class:`LaunchError` (exit code 1),
+    and so is a Ctrl-C or the like (128 and the signal's number).
     """
     waiting = list(hosts)
     begun_s = told_s = time.monotonic()
-    with ExitStack() as cleanup:
+    with SignalPipe() as signals, ExitStack() as cleanup:
         running: list[_Copy] = []
         while waiting or running:
             while waiting and len(running) < _AT_ONCE:
@@ -62,7 +65,7 @@ def copy_to_hosts(
                 copy = _Copy(host, argv)
                 cleanup.callback(copy.close)
                 running.append(copy)
-            time.sleep(_LOOK_EVERY_S)
+            _pause(signals)
             now_s = time.monotonic()
             for copy in [copy for copy in running if copy.has_ended()]:
                 running.remove(copy)
@@ -72,6 +75,19 @@ def copy_to_hosts(
                 told_s = now_s
                 names = ", ".join(host.label for host in [*(one.host for one in running), *waiting])
                 say(f"still copying after {now_s - begun_s:.0f} s: {names}")
+
+
+def _pause(signals: SignalPipe) -> None:
+    """For a moment, or until a copy may have ended. Raises :class:`LaunchError` at Ctrl-C."""
+    poll = select.poll()
+    poll.register(signals.fd, select.POLLIN)
+    poll.poll(_LOOK_EVERY_S * 1000)
+    for number in signals.arrived():
+        if number in ENDING:
+            raise LaunchError(
+                f"ended by {number.name} while copying; what the hosts have got stays there",
+                exit_code=128 + number,
+            )
 
 
 def rsync_argv(

@@ -44,6 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
     directory_name, mode = sys.argv[1:] if arguments is None else arguments
     directory = Path(directory_name)
     rank = int(os.environ["DMLC_TASK_ID"])
+    try:
+        parcels.check_directory(directory)
+    except parcels.NotReadable as error:  # an answer would not reach the caller either
+        print(error, file=sys.stderr, flush=True)
+        return EXIT_FAILED
     if mode == "once":
         answer = _joined_call(directory, 1)
         _leave_answer(directory, 1, rank, answer)

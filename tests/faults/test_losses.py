@@ -39,12 +39,18 @@ def endless(errors: dict[int, tuple[float, BaseException]], clock: Any) -> Any:
     return script
 
 
-def run_until_killed(seed: int, role: str, rank: int) -> dict[int, tuple[float, BaseException]]:
+def run_until_killed(
+    seed: int, role: str, rank: int, *, without_scheduler_s: float | None = None
+) -> dict[int, tuple[float, BaseException]]:
+    """``without_scheduler_s``: so long before, the scheduler has died, too."""
     simulation = Simulation(seed, 3, 2, FAULTS, prepare=install)
     errors: dict[int, tuple[float, BaseException]] = {}
     when = 1.0 + random.Random(seed).random()
     victim = {"worker": simulation.workers, "server": simulation.servers}[role][rank]
     simulation.at(when, lambda: simulation.kill(victim))
+    if without_scheduler_s is not None:
+        at_s = when - without_scheduler_s
+        simulation.at(at_s, lambda: simulation.kill(simulation.scheduler))
     scripts = [endless(errors, lambda: simulation.now) for _ in simulation.workers]
     if role == "worker":
         scripts[rank] = idle
@@ -96,6 +102,53 @@ def test_without_the_scheduler_push_and_pull_go_on_and_barriers_name_it() -> Non
     simulation.run(script)
     simulation.finish()
     assert results == [([2.0, 2.0, 2.0], "scheduler")] * 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("role", "survivors"), [("worker", 2), ("server", 3)])
+def test_a_loss_without_the_scheduler_is_named_on_every_survivor(
+    seed: int, role: str, survivors: int
+) -> None:
+    """Whoever notices it tells the nodes that it talks to."""
+    errors = run_until_killed(seed, role, seed % 2, without_scheduler_s=0.5)
+    assert len(errors) == survivors
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("seed", range(10))
+def test_without_the_scheduler_rounds_are_right_and_servers_end_after_the_goodbyes(
+    seed: int, kind: str
+) -> None:
+    from kvstore import optimizer
+
+    simulation = Simulation(seed, 3, 2, FAULTS, prepare=install)
+    values: list[Any] = []
+
+    def script(node: Postoffice) -> Generator[Any, Any, None]:
+        yield node.ready
+        store = create_dist(kind, kind, node=node)
+        out = np.zeros(40)
+        if kind == "dist_async":
+            yield store.set_optimizer_async(optimizer.create("sgd", learning_rate=1.0))
+        yield store.init_async("w", out)
+        yield node.barrier(WORKER_GROUP)
+        yield 3.0  # for all to hear that the barrier is over, also when a message is lost
+        if node.rank == 0:
+            simulation.kill(simulation.scheduler)
+        for number in range(1, 11):
+            store.push_async("w", -np.ones(40) * number)
+            yield store.pull_async("w", out)
+            if kind == "dist_sync":
+                values.append((out.min(), out.max()) == (-3.0 * number, -3.0 * number))
+            yield 0.2 * node.rank
+        yield 20.0
+        yield store.pull_async("w", out)
+        values.append(out.min() == out.max() == (-30.0 if kind == "dist_sync" else 165.0))
+
+    simulation.run(script)
+    simulation.finish()
+    assert all(values), values
+    assert all(server.finished.error() is None for server in simulation.servers)
 
 
 def test_a_worker_that_leaves_early_is_named_where_its_pushes_are_missed() -> None:

@@ -24,7 +24,7 @@ from pslite.simulator import Simulation
 from tests.faults import witness
 
 SEEDS = 2000
-BLOCK = 50
+BLOCK = 25
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))

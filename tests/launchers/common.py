@@ -6,6 +6,7 @@ A file has a class ``Test...(EveryLauncher)`` and a fixture ``launcher`` that re
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import signal
@@ -37,6 +38,37 @@ import kvstore as mx
 kv = mx.create("dist_sync")
 print("here", flush=True)
 time.sleep(60)
+"""
+GO_ON = """
+import time
+import numpy as np
+import kvstore as mx
+kv = mx.create("dist_sync")
+kv.init("w", np.zeros(3, np.float32))
+print("here", flush=True)
+for _ in range(80):
+    value = kv.pushpull("w", np.ones(3, np.float32))
+    time.sleep(0.05)
+print("the last sum is", kv.pull("w")[0], flush=True)
+"""
+FUNCTION = """
+import sys
+import kvstore
+
+def whoami(name):
+    import socket
+    import numpy as np
+    kv = kvstore.create("dist_sync")
+    kv.init("w", np.zeros(2, np.float32))
+    kv.push("w", np.ones(2, np.float32))
+    return name, kv.rank, float(kv.pull("w")[0]), socket.gethostname()
+
+if __name__ == "__main__":
+    _, launcher, *options = sys.argv
+    found = kvstore.run(
+        whoami, ["ann"], workers=2, servers=1, launcher=launcher, options=options, timeout_s=100
+    )
+    print(found)
 """
 WORDS = ["a b", "it's", '"$HOME"', "two\nlines", "", "-n", "--launcher=local", "*", "!x", "\\"]
 
@@ -157,6 +189,40 @@ class EveryLauncher:
         assert code == (-number if number is signal.SIGKILL else 128 + number)
         assert launcher.nothing_runs()
         assert time.monotonic() - began < SENTENCE_S
+
+    def test_the_job_goes_on_without_its_scheduler(self, launcher: Launcher) -> None:
+        with launcher.start("-n", "2", "-s", "1", *python(GO_ON)) as job:
+            try:
+                two_lines(job)
+                children = subprocess.check_output(["pgrep", "-P", str(job.pid), "-f", "service"])
+                [scheduler] = [int(pid) for pid in children.split()]
+                os.kill(scheduler, signal.SIGKILL)
+                output, errors = job.communicate(timeout=JOB_S)
+            finally:
+                job.kill()
+        assert f"[launcher] the scheduler was killed by SIGKILL (pid {scheduler})" in errors
+        assert output.count("the last sum is 2.0") == 2, errors
+        assert job.returncode == 137
+        assert launcher.nothing_runs()
+
+    def test_a_function_runs_on_the_hosts(self, launcher: Launcher, tmp_path: Path) -> None:
+        (tmp_path / "call.py").write_text(FUNCTION)
+        flag, *words = launcher.own
+        assert flag == "--launcher"
+        done = subprocess.run(
+            [sys.executable, "call.py", *words],
+            cwd=tmp_path,
+            env=launcher.variables(),
+            capture_output=True,
+            text=True,
+            timeout=JOB_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found = ast.literal_eval(done.stdout)
+        assert [one[:3] for one in found] == [("ann", 0, 2.0), ("ann", 1, 2.0)]
+        assert {one[3] for one in found} <= set(launcher.hosts)
+        assert launcher.nothing_runs()
 
     def test_a_missing_program_is_a_sentence(self, launcher: Launcher) -> None:
         began = time.monotonic()

@@ -7,7 +7,6 @@ nothing here has seen a real cluster.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packages import needed
 
 pytestmark = [
     pytest.mark.process,
@@ -48,13 +48,6 @@ patience = Patience(
 kubernetes.run = lambda options, environ, *rest: kubernetes.run_with(options, environ, patience)
 sys.exit(cli.main(sys.argv[3:]))
 """
-
-
-def needed(name: str) -> Any:
-    """A package of the launchers' tests: missing, it is a failure where they are to run."""
-    if os.environ.get("KVSTORE_LAUNCHER_TESTS") == "1":
-        return importlib.import_module(name)
-    return pytest.importorskip(name)
 
 
 @dataclass
@@ -152,6 +145,17 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     found = Cluster(tmp_path)
     yield found
     found.end()
+
+
+def test_a_missing_package_is_a_failure_where_the_launchers_tests_are_to_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVSTORE_LAUNCHER_TESTS", "1")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        needed("no_such_package")
+    monkeypatch.delenv("KVSTORE_LAUNCHER_TESTS")
+    with pytest.raises(pytest.skip.Exception, match="no_such_package"):
+        needed("no_such_package")
 
 
 def wait_for(what: Callable[[], object], within_s: float = 20.0) -> None:
@@ -358,13 +362,14 @@ def test_a_cluster_without_room_is_named_and_waited_for_until_the_rendezvous_is_
     cluster: Cluster,
 ) -> None:
     cluster.set_faults(unschedulable=["worker"])
-    words = ("--env", "PS_RENDEZVOUS_TIMEOUT=3")
+    # The worker's alone, which counts for the launcher: the scheduler does not give up first.
+    words = ("--env-worker", "PS_RENDEZVOUS_TIMEOUT:6")
     done = cluster.run("-n", "1", *APPLY, *words, *worker(""))
     assert done.returncode == 1
     reason = "worker 0 (Unschedulable: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.)"
     assert f", waiting for {reason}" in done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.endswith(f"not all pods have started within 3 s (PS_RENDEZVOUS_TIMEOUT): {reason}")
+    assert last.endswith(f"not all pods have started within 6 s (PS_RENDEZVOUS_TIMEOUT): {reason}")
     assert cluster.remains() == []
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packages import needed
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL_S = 50.0
 
-pytest.importorskip("ipykernel", reason="the notebook's kernel is not installed")
-manager = pytest.importorskip("jupyter_client.manager", reason="its client is not installed")
+needed("ipykernel")
+manager = needed("jupyter_client.manager")
 pytestmark = [
     pytest.mark.process,
     pytest.mark.timeout(180),

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,26 @@ import kvstore as mx
 kv = mx.create("dist_sync")
 print("here", flush=True)
 time.sleep(60)
+"""
+WITHOUT_SCHEDULER = """
+import time
+import numpy as np
+import kvstore as mx
+from pslite.errors import PSError
+kv = mx.create("dist_sync")
+kv.init("w", np.zeros(2, np.float32))
+kv.barrier()
+print("here", flush=True)
+for n in range(1, 41):
+    kv.push("w", np.full(2, n, np.float32))
+    assert kv.pull("w").tolist() == [2 * n, 2 * n]
+    time.sleep(0.05)
+try:
+    kv.barrier()
+except PSError as error:
+    print(f"barrier: {type(error).__name__}: {error}", flush=True)
+kv.push("w", np.ones(2, np.float32))
+print("last", kv.pull("w")[0], flush=True)
 """
 
 
@@ -62,9 +84,30 @@ class Launcher:
             check=False,
         )
 
+    @contextmanager
+    def staying(self) -> Iterator[subprocess.Popen[str]]:
+        """A job whose two workers are here, and stay; it is killed when the block ends."""
+        job = subprocess.Popen(
+            self.argv("-n", "2", "-s", "1", sys.executable, "-c", STAY),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with job:
+            try:
+                assert job.stdout is not None
+                said = [job.stdout.readline(), job.stdout.readline()]
+                assert all("here" in line for line in said), job.stderr and job.stderr.read()
+                yield job
+            finally:
+                job.kill()
+
 
 @pytest.fixture
-def launcher(ssh_hosts: SshHosts, tmp_path: Path) -> Launcher:
+def launcher(ssh_hosts: SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # where the logs of failed jobs stay
     return Launcher(ssh_hosts, tmp_path)
 
 
@@ -141,31 +184,34 @@ def test_the_first_failure_is_named_with_its_host_and_its_exit_code_is_ours(
 def test_nothing_runs_on_when_the_launcher_is_ended(
     launcher: Launcher, number: signal.Signals
 ) -> None:
-    job = subprocess.Popen(
-        launcher.argv("-n", "2", "-s", "1", sys.executable, "-c", STAY),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with job:
-        try:
-            assert job.stdout is not None
-            said = [job.stdout.readline(), job.stdout.readline()]
-            assert all("here" in line for line in said), job.stderr and job.stderr.read()
-            began = time.monotonic()
-            job.send_signal(number)
-            code = job.wait(JOB_S)
-        finally:
-            job.kill()
+    with launcher.staying() as job:
+        began = time.monotonic()
+        job.send_signal(number)
+        code = job.wait(JOB_S)
     assert code == (-number if number is signal.SIGKILL else 128 + number)
     assert time.monotonic() - began < SENTENCE_S
     assert nothing_runs(launcher.hosts)
 
 
 def test_a_host_that_is_lost_is_named(launcher: Launcher) -> None:
+    with launcher.staying() as job:
+        reach = next(
+            pid
+            for pid in subprocess.check_output(["pgrep", "-P", str(job.pid), "ssh"]).split()
+            if launcher.hosts.addresses[1].encode()
+            in Path(f"/proc/{int(pid)}/cmdline").read_bytes()
+        )
+        os.kill(int(reach), signal.SIGKILL)
+        assert job.stderr is not None
+        said = job.stderr.read()
+        assert job.wait(JOB_S) != 0
+    assert f"{launcher.hosts.addresses[1]} was lost: the connection was closed" in said
+    assert nothing_runs(launcher.hosts)
+
+
+def test_the_job_goes_on_when_the_scheduler_is_killed(launcher: Launcher) -> None:
     job = subprocess.Popen(
-        launcher.argv("-n", "2", "-s", "1", sys.executable, "-c", STAY),
+        launcher.argv("-n", "2", "-s", "2", sys.executable, "-c", WITHOUT_SCHEDULER),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -175,18 +221,26 @@ def test_a_host_that_is_lost_is_named(launcher: Launcher) -> None:
         try:
             assert job.stdout is not None and job.stderr is not None
             assert all("here" in job.stdout.readline() for _ in range(2))
-            reach = next(
-                pid
-                for pid in subprocess.check_output(["pgrep", "-P", str(job.pid), "ssh"]).split()
-                if launcher.hosts.addresses[1].encode()
-                in Path(f"/proc/{int(pid)}/cmdline").read_bytes()
+            scheduler = next(
+                int(pid)
+                for pid in subprocess.check_output(["pgrep", "-P", str(job.pid)]).split()
+                if b"DMLC_ROLE=scheduler" in Path(f"/proc/{int(pid)}/environ").read_bytes()
             )
-            os.kill(int(reach), signal.SIGKILL)
-            said = job.stderr.read()
-            assert job.wait(JOB_S) != 0
+            os.kill(scheduler, signal.SIGKILL)
+            killed_at = time.monotonic()
+            line = next(line for line in job.stderr if line.startswith("[launcher] "))
+            assert time.monotonic() - killed_at < 1
+            output, errors = job.communicate(timeout=JOB_S)
         finally:
             job.kill()
-    assert f"{launcher.hosts.addresses[1]} was lost: the connection was closed" in said
+    assert line.startswith(f"[launcher] the scheduler was killed by SIGKILL (pid {scheduler}")
+    assert "push and pull go on; barriers, init and joins no longer work" in line
+    assert job.returncode == 137, errors
+    assert output.count(f"barrier: NodeLostError: scheduler (pid {scheduler} on ") == 2, output
+    assert output.count("] last 2.0") == 2
+    block = errors.partition("this was the first failure")[2]
+    assert f"process:  scheduler (pid {scheduler}" in block
+    assert "all others ended with exit code 0" in block
     assert nothing_runs(launcher.hosts)
 
 

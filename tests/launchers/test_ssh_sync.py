@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,17 @@ from kvstore.launch.hosts import Host
 from kvstore.launch.options import LaunchError
 from kvstore.launch.remote_shell import ssh_options
 from kvstore.launch.sync import copy_to_hosts, place, rsync_argv, sync_refusal
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Whoever runs the tests may have switched SIGINT off, which is inherited.
+LAUNCH = """
+import signal, sys
+sys.path.insert(0, sys.argv.pop(1))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from kvstore.launch.cli import main
+sys.exit(main())
+"""
 
 needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
 
@@ -25,6 +39,7 @@ host=$2; shift 2
 cd {home}
 case $host in
     slow) exec sleep 60 ;;
+    silent) while read -r line; do :; done; exit ;;
     refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255 ;;
     bare) PATH=/nonexistent; export PATH ;;
     chatty) echo "Welcome to this host, which greets everybody at some length" ;;
@@ -177,6 +192,71 @@ def test_the_first_failure_ends_the_other_copies(source: Path) -> None:
     with pytest.raises(LaunchError, match="refuses the connection"):
         copy(source, "x", "slow", "refused")
     assert time.monotonic() - begun_s < 20
+
+
+@needs_rsync
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for left processes in /proc")
+@pytest.mark.parametrize(
+    ("number", "host", "code"),
+    [
+        (signal.SIGINT, "slow", 130),
+        (signal.SIGTERM, "slow", 143),
+        (signal.SIGKILL, "silent", -9),  # like a real ssh, which ends with its input
+    ],
+)
+def test_a_launcher_that_is_ended_while_it_copies_leaves_nothing_running(
+    home: Path, source: Path, number: signal.Signals, host: str, code: int
+) -> None:
+    (home.parent / "hosts").write_text(f"{host}\n")
+    launcher = subprocess.Popen(
+        [
+            *(sys.executable, "-c", LAUNCH, str(ROOT), "--launcher", "ssh", "-n", "1"),
+            *("-H", str(home.parent / "hosts"), "--sync-dst-dir", "x", "true"),
+        ],
+        env={**os.environ, "SYNC_TEST": str(home)},
+        cwd=source,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(lambda: len(marked(home)) >= 3)  # the launcher, rsync and ssh
+        wait_until(lambda: (home.parent / "log").exists())
+        begun_s = time.monotonic()
+        launcher.send_signal(number)
+        _, errors = launcher.communicate(timeout=30)
+        wait_until(lambda: not marked(home))
+        assert time.monotonic() - begun_s < 15
+    finally:
+        for pid in marked(home):
+            os.kill(pid, signal.SIGKILL)
+        launcher.communicate()
+    assert launcher.returncode == code
+    said = errors.splitlines()[1:]  # after "copying ..."
+    sentence = (
+        f"[launcher] ended by {number.name} while copying; what the hosts have got stays there"
+    )
+    assert said == ([] if number is signal.SIGKILL else [sentence])
+
+
+def marked(home: Path) -> list[int]:
+    """Running processes of the test whose home directory this is."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"SYNC_TEST={home}".encode() in (
+                entry.joinpath("environ").read_bytes().split(b"\0")
+            ):
+                found.append(int(entry.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up_at_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < give_up_at_s, "it did not come about"
+        time.sleep(0.02)
 
 
 @needs_rsync

@@ -57,9 +57,13 @@ while not os.path.exists(f"stop{kv.rank}"):
     if kv.rank == 0 and os.path.exists("stop"):
         open("stop1", "w"), open("stop0", "w")
     kv.barrier()
+    time.sleep(0.002)
 print("rounds are right", flush=True)
 """
-"""Two workers that train, round by round checked, until there is a file named ``stop``."""
+"""Two workers that train, round by round checked, until there is a file named ``stop``.
+
+They leave the processors a moment for the test whose background they are.
+"""
 
 SHORT = {"PS_RENDEZVOUS_TIMEOUT": "3", "PS_ROSTER_INTERVAL": "0.5"}
 """Settings for jobs that never become complete."""
@@ -248,6 +252,17 @@ class Job:
     def output(self) -> str:
         """Everything that all processes have written, for the text of a failed assertion."""
         return "\n".join(f"--- {process.name}\n{process.text}" for process in self.processes)
+
+    def launched(self, role: str, rank: int = 0) -> int:
+        """The process id of a scheduler, server or worker that the launcher has started."""
+        wanted = {f"DMLC_ROLE={role}".encode(), f"DMLC_TASK_ID={rank}".encode()}
+        found = [
+            pid
+            for pid in self.left()
+            if wanted <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        ]
+        assert len(found) == 1
+        return found[0]
 
     # -- what is left ------------------------------------------------------------------
 

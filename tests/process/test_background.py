@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -9,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch.background import BackgroundLauncher
+from kvstore.launch.background import _START, BackgroundLauncher
 from kvstore.launch.markers import Output
+from pslite.version import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
     pytest.mark.process,
@@ -42,3 +47,19 @@ def test_a_launcher_that_is_closed_on_its_own_thread_ends_without_a_wait(tmp_pat
     assert len(took_s) == 1
     assert took_s[0] < 5
     assert not any(thread.name.startswith("kvstore-run-") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("safe_path", ["", "1"])
+def test_the_launcher_keeps_the_path_of_modules_but_for_the_current_directory(
+    tmp_path: Path, safe_path: str
+) -> None:
+    """As where the package lies in a directory that only PYTHONPATH names."""
+    (tmp_path / "kvstore.py").write_text("raise ImportError('the current directory counts')")
+    shown = subprocess.run(
+        [sys.executable, "-c", _START, "", "--version"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": safe_path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert __version__ in shown.stdout, shown.stderr

@@ -7,6 +7,9 @@ from job import MakeJob, assert_no_traceback, needs_proc
 
 pytestmark = [pytest.mark.process, needs_proc]
 
+LIMIT_S = 40.0
+"""Each job moves a gigabyte, under CURVE in five seconds of a whole core."""
+
 TRAIN = """
 import socket
 
@@ -50,7 +53,7 @@ def test_large_values_go_by_as_many_connections_as_are_set(
     job = make_job(2, 1)
     job.settings = {"PS_SHM": "0", "PS_CONNECTIONS": "4", "PS_SECURITY": security}
     launcher = job.launch(TRAIN)
-    assert launcher.wait() == 0, launcher.text
+    assert launcher.wait(LIMIT_S) == 0, launcher.text
     assert launcher.text.count("at most 4 connections") == 2
     assert_no_traceback(launcher)
 
@@ -60,7 +63,7 @@ def test_a_lost_connection_of_several_costs_no_value(make_job: MakeJob) -> None:
     job.settings = {"PS_SHM": "0", "PS_CONNECTIONS": "4", "CUT": "1"}
     job.service()
     workers = job.workers(TRAIN)
-    assert set(job.wait_all()) == {0}, job.output()
+    assert set(job.wait_all(LIMIT_S)) == {0}, job.output()
     assert all("at most 4 connections" in worker.text for worker in workers)
     assert_no_traceback(*workers)
 
@@ -70,5 +73,5 @@ def test_on_one_machine_with_shared_memory_one_connection_is_enough(make_job: Ma
     job.settings = {"PS_CONNECTIONS": "4"}
     job.service()
     workers = job.workers(TRAIN)
-    assert set(job.wait_all()) == {0}, job.output()
+    assert set(job.wait_all(LIMIT_S)) == {0}, job.output()
     assert all("at most 1 connections" in worker.text for worker in workers)

@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 from job import MARK, ROOT, MakeJob, clean_environment, needs_proc
 
-pytestmark = [pytest.mark.process, needs_proc]
+LIMIT_S = 110.0
+"""Some train for ten seconds on two cores of their own, and other tests run beside them."""
+
+pytestmark = [pytest.mark.process, needs_proc, pytest.mark.timeout(LIMIT_S + 10)]
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"
@@ -35,7 +38,7 @@ def launch(
         env={**clean_environment(), MARK: job.mark, "TMPDIR": str(job.directory)},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,7 +57,7 @@ def alone(script: str, *flags: str) -> list[str]:
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

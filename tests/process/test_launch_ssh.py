@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import kvstore as mx
 from kvstore.launch.guardian import job_members
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +31,7 @@ SSH = """#!/bin/sh
 for word in "$@"; do last=$word; done
 echo "Welcome to this host"
 case "$*" in *" -- locked "*) echo "me@locked: Permission denied (publickey)." >&2; exit 255;; esac
-case "$*" in *" -- slow "*) sleep 1.5;; *" -- mayfly "*) exec timeout 1 sh -c "$last";; esac
+case "$*" in *" -- slow "*) sleep 4;; *" -- mayfly "*) exec timeout 3 sh -c "$last";; esac
 exec sh -c "$last"
 """
 ROUND = """
@@ -57,7 +58,9 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Start:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # where the logs of failed jobs stay
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "ssh").write_text(SSH)
@@ -171,6 +174,27 @@ def test_nothing_stays_when_the_launcher_is_ended(start: Start, number: signal.S
     while job_members(job_id, ()) or any(key.parent.exists() for key in keys):
         assert time.monotonic() < until_s, job_members(job_id, ())
         time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("start")
+def test_a_function_runs_on_hosts_that_share_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    (tmp_path / "shared").mkdir()
+    results = mx.run(
+        subprocess.getoutput,
+        ("echo $DMLC_JOB_CLUSTER $DMLC_TASK_ID $MARK",),
+        workers=2,
+        servers=1,
+        launcher="ssh",
+        options=(f"--hostfile={tmp_path / 'hosts'}",),
+        share_dir=tmp_path / "shared",
+        env={"MARK": "a b"},
+        timeout_s=LIMIT_S,
+    )
+    assert results == ["ssh 0 a b", "ssh 1 a b"]
+    assert list((tmp_path / "shared").iterdir()) == []
 
 
 def test_a_dry_run_prints_the_commands_and_who_goes_where(start: Start) -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from job import Job, MakeJob, Process, assert_no_traceback, needs_proc, wait_until
@@ -173,17 +172,6 @@ def test_a_killed_worker_ends_an_asynchronous_job_as_well(make_job: MakeJob) -> 
 # -- through the launcher -----------------------------------------------------------------
 
 
-def process_of(job: Job, role: str) -> int:
-    """The process id of the launched job's only process of a role."""
-    found = [
-        pid
-        for pid in job.left()
-        if f"DMLC_ROLE={role}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    ]
-    assert len(found) == 1
-    return found[0]
-
-
 @pytest.mark.parametrize("role", ["worker", "server", "scheduler"])
 def test_the_launcher_passes_a_killed_process_on_as_137_and_names_it_last(
     make_job: MakeJob, role: str
@@ -191,7 +179,7 @@ def test_the_launcher_passes_a_killed_process_on_as_137_and_names_it_last(
     job = make_job(1, 1)
     launcher = job.launch(SYNC + "kv.barrier()\n" + 'wait_for_file("go"); kv.barrier()\n')
     launcher.wait_for("rank")
-    victim = process_of(job, role)
+    victim = job.launched(role)
     os.kill(victim, signal.SIGKILL)
     launcher.wait_for(rf"{role} (0 )?\(pid {victim} on \S+\) is lost")
     job.allow("go")

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,8 @@ from job import ROOT, MakeJob, Process, clean_environment, needs_proc
 
 import kvstore as mx
 from kvstore.errors import JobFailed, WorkerFailed
-from pslite.errors import ClosedError, DeadlineError
+from kvstore.running_cluster import Call
+from pslite.errors import ClosedError, DeadlineError, NodeLostError
 
 pytest.importorskip("cloudpickle")
 pytestmark = [pytest.mark.process, needs_proc]
@@ -115,6 +116,82 @@ def test_a_worker_that_is_killed_is_named_with_its_signal_and_its_last_lines() -
     assert text.startswith("worker 1 ended with signal SIGKILL, before it had returned; ")
     assert re.findall(r"line (\d+)$", text, re.MULTILINE) == [str(i) for i in range(10, 30)]
     assert "logs of all processes" not in text  # they are gone
+
+
+def kill_the_scheduler() -> None:
+    """On a worker: the process that the same launcher has started as the scheduler."""
+    mine = f"\nPPid:\t{os.getppid()}\n"
+    for entry in Path("/proc").iterdir():
+        try:
+            is_sibling = entry.name.isdigit() and mine in (entry / "status").read_text()
+            if is_sibling and b"DMLC_ROLE=scheduler" in (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+        except OSError:  # it has ended meanwhile
+            continue
+
+
+def by_value(function: Callable[[], None]) -> Callable[[], None]:
+    """The same function, which is sent as a whole: workers do not have this module."""
+    return type(function)(function.__code__, {**function.__globals__, "__name__": "__main__"})
+
+
+def test_a_call_that_needs_no_barrier_returns_though_the_scheduler_was_killed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kill = by_value(kill_the_scheduler)
+
+    def work() -> list[float]:
+        kv = mx.create("dist_sync")
+        kv.init("w", np.zeros(2, np.float32))
+        kv.barrier()
+        if kv.rank == 0:
+            kill()
+        kv.push("w", np.ones(2, np.float32))
+        return [float(x) for x in kv.pull("w")]
+
+    assert mx.run(work, workers=2, servers=1) == [[2.0, 2.0]] * 2
+    err = capsys.readouterr().err
+    assert "[launcher] the scheduler was killed by SIGKILL (pid " in err
+    assert "[launcher] all workers had returned, although scheduler ended with signal SIG" in err
+
+
+def test_a_call_that_needs_a_barrier_names_the_scheduler_that_was_killed() -> None:
+    kill = by_value(kill_the_scheduler)
+
+    def work() -> None:
+        kv = mx.create("dist_sync")
+        if kv.rank == 0:
+            kill()
+        kv.barrier()
+
+    with pytest.raises(JobFailed, match=r"^scheduler ended with signal SIGKILL; "):
+        mx.run(work, workers=2, servers=1)
+
+
+def test_a_cluster_goes_on_without_its_scheduler_until_a_call_needs_it() -> None:
+    kill = by_value(kill_the_scheduler)
+
+    def prepare() -> None:
+        kv = mx.create("dist_sync")
+        kv.init("w", np.zeros(2, np.float32))
+        kv.barrier()
+        mx.kept = kv  # type: ignore[attr-defined]
+        if kv.rank == 0:
+            kill()
+
+    def exchange() -> list[float]:
+        mx.kept.push("w", np.ones(2, np.float32))  # type: ignore[attr-defined]
+        return [float(x) for x in mx.kept.pull("w")]  # type: ignore[attr-defined]
+
+    with mx.LocalCluster(workers=2, servers=1) as cluster:
+        cluster.run(prepare)
+        assert cluster.run(exchange) == [[2.0, 2.0]] * 2
+        began = time.monotonic()
+        with pytest.raises(NodeLostError, match=r"^scheduler "):
+            cluster.run(lambda: mx.kept.barrier())  # type: ignore[attr-defined]
+        assert time.monotonic() - began < 10
+        with pytest.raises(ClosedError):
+            cluster.run(exchange)
 
 
 def test_when_the_time_is_up_the_error_names_who_has_not_returned(tmp_path: Path) -> None:
@@ -212,6 +289,46 @@ def test_a_cluster_makes_several_calls_on_the_same_workers(
         assert slow.result(30) == [None, None]
     with pytest.raises(ClosedError, match="it was closed; make a new one"):
         cluster.run(rank)
+
+
+def test_threads_submit_and_end_a_cluster_while_another_one_waits_for_a_result(
+    tmp_path: Path,
+) -> None:
+    def wait_for(name: str) -> str:
+        while not (tmp_path / name).exists():
+            time.sleep(0.01)
+        return name
+
+    outcomes: list[object] = []
+
+    def await_result(call: Call) -> threading.Thread:
+        def take() -> None:
+            try:
+                outcomes.append(call.result())
+            except ClosedError as error:
+                outcomes.append(str(error))
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        return thread
+
+    with mx.LocalCluster(workers=1, servers=1) as cluster:
+        first = cluster.submit(wait_for, ("go",))
+        waiting = await_result(first)
+        second, third = cluster.submit(os.getpid), cluster.submit(wait_for, ("never",))
+        assert not first.done()
+        (tmp_path / "go").touch()
+        waiting.join(30)
+        assert outcomes == [["go"]]
+        for_third = await_result(third)  # which takes the answer of the second as well
+        assert len(second.result(30)) == 1
+        with pytest.raises(DeadlineError):
+            cluster.run(os.getpid, timeout_s=0.5)
+        for_third.join(30)
+        ended = "a call took longer than its timeout_s"
+        assert outcomes[1] == f"the cluster ended before this call had returned: {ended}"
+        with pytest.raises(ClosedError, match=ended):
+            cluster.submit(os.getpid)
 
 
 def test_a_cluster_whose_workers_wait_for_the_one_that_raised_ends(

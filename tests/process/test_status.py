@@ -18,7 +18,6 @@ from job import (
     HOST,
     PATIENCE_S,
     ROOT,
-    SHORT,
     TRAIN,
     WORKER,
     Job,
@@ -28,7 +27,6 @@ from job import (
     clean_environment,
     free_port,
     needs_proc,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.process, needs_proc]
@@ -47,16 +45,18 @@ time.sleep(60)
 STEPS = """
 kv = mx.kvstore.create("dist_sync")
 kv.init("w", vector(0, 0))
-began = time.monotonic()
-for step in range({steps}):
+for step in range(100):
     kv.push("w", vector(1, 1))
     kv.pull("w")
-    time.sleep(0.05)
+    time.sleep(0.03)
     if step % 20 == 0:
         print("at step", step, flush=True)
+    if step == 20:
+        wait_for_file("go")
 kv.barrier()
 sys.exit({code})
 """
+"""Two workers that tell of their steps, the later ones when there is a file named ``go``."""
 
 
 def key_file(directory: Path, name: str) -> Path:
@@ -67,8 +67,9 @@ def key_file(directory: Path, name: str) -> Path:
 
 
 def ask(job: Job, *arguments: str, settings: dict[str, str] | None = None) -> Process:
-    """The command, in an environment that knows nothing of the job."""
-    environment = {**clean_environment(), "PROCESS_TEST_MARK": job.mark, **(settings or {})}
+    """The command, in an environment that knows nothing of this job and of no other one."""
+    place = {"PROCESS_TEST_MARK": job.mark, "TMPDIR": str(job.directory)}
+    environment = {**clean_environment(), **place, **(settings or {})}
     command = [sys.executable, "-m", "kvstore.status", *arguments]
     process = job._start(f"status {next(NUMBERS)}", command, environment)
     job.processes.remove(process)  # the job ends without it
@@ -76,7 +77,11 @@ def ask(job: Job, *arguments: str, settings: dict[str, str] | None = None) -> Pr
 
 
 def surveyed(job: Job, *arguments: str) -> dict[str, Any]:
-    process = ask(job, "--json", *arguments)
+    return survey_in(ask(job, "--json", *arguments))
+
+
+def survey_in(process: Process) -> dict[str, Any]:
+    """What the command has found out."""
     assert process.wait() == 0, process.text
     found: dict[str, Any] = json.loads(process.text)
     return found
@@ -106,7 +111,9 @@ def test_a_job_without_a_key_is_shown_to_its_own_machine(make_job: MakeJob) -> N
     job = make_job(2, 1)
     started(job)
     address = f"{HOST}:{job.port}"
-    found = surveyed(job, address)
+    survey, table = ask(job, address, "--json"), ask(job, address)
+    line = ask(job, address, "--line", settings={"DMLC_PS_ROOT_PORT": "1"})
+    found = survey_in(survey)
     assert (found["state"], found["job"]) == ("running", f"job-{job.mark}")
     assert [(node["role"], node["rank"], node["pid"]) for node in found["nodes"]] == [
         ("scheduler", 0, job.processes[0].pid),
@@ -117,10 +124,8 @@ def test_a_job_without_a_key_is_shown_to_its_own_machine(make_job: MakeJob) -> N
     worker = found["nodes"][1]["report"]
     assert worker["progress"]["steps"] > 0
     assert worker["sent_bytes_per_s"] > 0
-    table = ask(job, address)
     assert table.wait() == 0
     assert re.search(rf"^worker 1 .* {job.processes[3].pid} .* running", table.text, re.M)
-    line = ask(job, address, "--line", settings={"DMLC_PS_ROOT_PORT": "1"})
     assert line.wait() == 0
     assert re.match(r"2/2 workers, step \d+, [\d.]+ steps/s, \d+% communication", line.text)
     ends_well(job)
@@ -135,16 +140,8 @@ def test_a_job_with_a_key_is_shown_to_who_has_it_and_to_nobody_else(
     started(job)
     address = f"{HOST}:{job.port}"
     ours = ("--key-file", str(key), "--security", security)
-    assert surveyed(job, address, *ours)["state"] == "running"
     theirs = ("--key-file", str(another), "--security", security)
     other = "plain" if security == "curve" else "curve"
-    commands = [
-        ask(job, address),
-        ask(job, address, *theirs),
-        ask(job, address, "--key-file", str(key), "--security", other),
-    ]
-    for command in commands:
-        assert "the job key (PS_JOB_KEY_FILE)" in sentence(command)
     settings = {
         "DMLC_PS_ROOT_URI": HOST,
         "DMLC_PS_ROOT_PORT": str(job.port),
@@ -152,9 +149,18 @@ def test_a_job_with_a_key_is_shown_to_who_has_it_and_to_nobody_else(
         "PS_SECURITY": security,
         "PS_JOB_ID": f"job-{job.mark}",
     }
-    assert ask(job, "--line", settings=settings).wait() == 0
+    refused = [
+        ask(job, address),
+        ask(job, address, *theirs),
+        ask(job, address, "--key-file", str(key), "--security", other),
+    ]
+    answered, named = ask(job, "--json", address, *ours), ask(job, "--line", settings=settings)
     elsewhere = ask(job, "--line", settings={**settings, "PS_JOB_ID": "another"})
+    assert survey_in(answered)["state"] == "running"
+    assert named.wait() == 0
     assert f"job-{job.mark}" in sentence(elsewhere)
+    for command in refused:
+        assert "the job key (PS_JOB_KEY_FILE)" in sentence(command)
     ends_well(job)
 
 
@@ -171,19 +177,22 @@ def test_nobody_there_is_said_in_time(make_job: MakeJob, tmp_path: Path) -> None
     job = make_job()
     key = key_file(tmp_path, "one.key")
     began = time.monotonic()
-    assert "no scheduler is at" in sentence(ask(job, f"{HOST}:{free_port()}"))
     with socket.create_server((HOST, 0)) as silent:
         address = f"{HOST}:{silent.getsockname()[1]}"
-        said = sentence(ask(job, address, "--key-file", str(key)))
-    assert "did not answer within 4.5 s" in said
+        said = {
+            "no scheduler is at": ask(job, f"{HOST}:{free_port()}"),
+            "did not answer within 4.5 s": ask(job, address, "--key-file", str(key)),
+            "no address of a scheduler": ask(job, "host"),
+            "DMLC_PS_ROOT_URI": ask(job),
+            "without a job key": ask(job, "192.0.2.1:9091"),
+        }
+        for words, process in said.items():
+            assert words in sentence(process)
     assert time.monotonic() - began < 20.0
-    assert "no address of a scheduler" in sentence(ask(job, "host"))
-    assert "DMLC_PS_ROOT_URI" in sentence(ask(job))
-    assert "without a job key" in sentence(ask(job, "192.0.2.1:9091"))
 
 
 def test_a_worker_that_is_stopped_is_listed_as_silent(make_job: MakeJob) -> None:
-    job = make_job(2, 1)
+    job = make_job(2, 1, PS_LOST_AFTER="50")
     started(job)
     stopped = job.processes[3]
     stopped.send(signal.SIGSTOP)
@@ -204,20 +213,16 @@ def test_a_worker_that_is_stopped_is_listed_as_silent(make_job: MakeJob) -> None
 
 
 def test_a_job_that_gathers_says_who_is_missing(make_job: MakeJob) -> None:
-    job = make_job(2, 1, **SHORT)
+    job = make_job(2, 1, PS_ROSTER_INTERVAL="0.1")
     scheduler, server = job.scheduler(), job.server()
-    address = f"{HOST}:{job.port}"
-    wait_until(lambda: surveyed_or_none(job, address) == 2, "the server has registered")
-    found = surveyed(job, address)
+    scheduler.wait_for("there: server")
+    found = surveyed(job, f"{HOST}:{job.port}")
     assert (found["state"], found["missing"]) == ("gathering", ["2 of 2 workers"])
+    assert [node["role"] for node in found["nodes"]] == ["scheduler", "server"]
     assert found["nodes"][1]["pid"] == server.pid
-    assert [scheduler.wait(), server.wait()] == [1, 1]
-
-
-def surveyed_or_none(job: Job, address: str) -> int | None:
-    """How many nodes there are; None while the scheduler does not listen."""
-    process = ask(job, "--json", address)
-    return None if process.wait() else len(json.loads(process.text)["nodes"])
+    for process in (server, scheduler):
+        process.send(signal.SIGINT)
+        assert process.wait() == 128 + signal.SIGINT
 
 
 def test_watching_ends_with_the_job(make_job: MakeJob) -> None:
@@ -235,24 +240,23 @@ def test_watching_ends_with_the_job(make_job: MakeJob) -> None:
 
 def test_jobs_of_the_launcher_need_no_address_and_no_key(make_job: MakeJob) -> None:
     job, other = make_job(), make_job()
-    place = {"TMPDIR": str(job.directory)}
     other.directory = job.directory
     launchers = [each.launch(STOPPABLE, "--no-status") for each in (job, other)]
     for launcher in launchers:
         launcher.wait_for("joined")
-    several = sentence(ask(job, settings=place))
+    several = sentence(ask(job))
     addresses = re.findall(rf"{HOST}:\d+", several)
     assert several.startswith("kvstore.status: 2 jobs run here, say which: ")
-    found = [ask(job, address, "--line", settings=place) for address in addresses]
+    found = [ask(job, address, "--line") for address in addresses]
     assert [each.wait() for each in found] == [0, 0]
     launchers[1].send(signal.SIGTERM)
     assert launchers[1].wait() == 128 + signal.SIGTERM
-    only = ask(job, "--json", settings=place)
+    only = ask(job, "--json")
     assert only.wait() == 0, only.text
     assert json.loads(only.text)["num_workers"] == 2
     launchers[0].send(signal.SIGTERM)
     assert launchers[0].wait() == 128 + signal.SIGTERM
-    assert "DMLC_PS_ROOT_URI" in sentence(ask(job, settings=place))
+    assert "DMLC_PS_ROOT_URI" in sentence(ask(job))
 
 
 # -- the launcher's line ----------------------------------------------------------------------
@@ -265,6 +269,7 @@ def launched(job: Job, code: str, *options: str) -> Process:
         *("-n", "2", "-s", "1", *options, sys.executable, "-c", WORKER + code),
     ]
     environment = {**clean_environment(), "PROCESS_TEST_MARK": job.mark, "TERM": "xterm"}
+    environment.update(job.settings)
     return job._start("terminal", command, {**environment, "TMPDIR": str(job.directory)})
 
 
@@ -285,8 +290,11 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
     make_job: MakeJob, code: int
 ) -> None:
     with_line, without = make_job(), make_job()
-    quiet = launched(without, STEPS.format(steps=200, code=code), "--no-status")
-    shown = launched(with_line, STEPS.format(steps=200, code=code))
+    quiet = launched(without, STEPS.format(code=code), "--no-status")
+    shown = launched(with_line, STEPS.format(code=code))
+    shown.wait_for(r"\[launcher\] 2/2 workers, step 2\d, ")
+    for job in with_line, without:
+        job.allow("go")
     assert [shown.wait(30.0), quiet.wait(30.0)] == [code, code]
     found = re.findall(r"\r\x1b\[K\[launcher\] (2/2 workers, step \d+, [^\r\n]*)", written(shown))
     assert found, shown.text
@@ -295,7 +303,7 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
     lines = as_shown(written(shown))
     workers = [line for line in lines if line.startswith("[worker")]
     assert sorted(workers) == sorted(
-        f"[worker {rank}] at step {step}" for rank in range(2) for step in range(0, 200, 20)
+        f"[worker {rank}] at step {step}" for rank in range(2) for step in range(0, 100, 20)
     )
     assert not any("2/2 workers" in line for line in lines)
     if code:
@@ -303,9 +311,10 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
         assert "exit code 7" in shown.text
 
 
-def test_the_line_vanishes_with_an_interrupt(make_job: MakeJob) -> None:
-    job = make_job()
-    process = launched(job, STEPS.format(steps=2000, code=0))
+@pytest.mark.parametrize("settings", [{}, {"PYTHONSAFEPATH": "1"}], ids=["", "safe path"])
+def test_the_line_vanishes_with_an_interrupt(make_job: MakeJob, settings: dict[str, str]) -> None:
+    job = make_job(**settings)
+    process = launched(job, STEPS.format(code=0))
     process.wait_for(r"\[launcher\] 2/2 workers")
     [launcher] = [
         int(entry.name)

@@ -16,8 +16,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.daemon import Daemon, ServiceError, command, free_ports, needed
-from services.hosts import Host, Network, network_of_hosts
+from services.batch import BatchSystem
+from services.daemon import Daemon, ServiceError, free_ports, needed
+from services.hosts import Host, network_of_hosts
 
 SLOTS = 16  # of each host
 QUEUE = "kvstore.q"
@@ -98,31 +99,17 @@ _WITHOUT_LIMIT = ("rt", "cpu", "fsize", "data", "stack", "core", "rss", "vmem")
 
 
 @dataclass(frozen=True)
-class GridEngine:
+class GridEngine(BatchSystem):
     """A cell that takes jobs. ``environment`` is what qsub, qstat and qdel need."""
+
+    own_processes = (f"{_PROGRAMS}/sge_execd", "sge_shepherd")
 
     queue: str
     hosts: tuple[str, ...]
-    environment: dict[str, str]
-    network: Network
-
-    def run(self, *words: str, timeout_s: float = 60.0) -> str:
-        """What a Grid Engine command printed, which must succeed."""
-        environment = {**os.environ, **self.environment}
-        return command(*words, env=environment, timeout_s=timeout_s)
 
     def jobs(self) -> list[str]:
         """The ids of jobs that wait or run."""
         return sorted({line.split()[0] for line in self.run("qstat").splitlines()[2:]})
-
-    def processes(self) -> dict[int, str]:
-        """What jobs run on the hosts: process ids and command lines, without gridengine's own."""
-        return {
-            pid: words
-            for host in self.network.hosts
-            for pid, words in host.processes().items()
-            if not words.startswith((f"{_PROGRAMS}/sge_execd", "sge_shepherd"))
-        }
 
 
 @contextmanager
@@ -139,7 +126,7 @@ def gridengine(directory: Path) -> Iterator[GridEngine]:
             "SGE_QMASTER_PORT": str(ports[0]),
             "SGE_EXECD_PORT": str(ports[1]),
         }
-        cell = GridEngine(QUEUE, hosts, environment, network)
+        cell = GridEngine(environment, network, QUEUE, hosts)
         _make_cell(directory, cell)
         master = stack.enter_context(_master(directory, cell))
         _make_queue(directory, cell, master)

@@ -15,7 +15,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.daemon import Daemon, ServiceError, command, free_ports, needed
+from services.batch import BatchSystem
+from services.daemon import Daemon, ServiceError, free_ports, needed
 from services.hosts import Host, Network, network_of_hosts
 
 CPUS = 8
@@ -58,31 +59,17 @@ PartitionName={partition} Nodes=ALL Default=YES OverSubscribe=YES MaxTime=INFINI
 
 
 @dataclass(frozen=True)
-class Slurm:
+class Slurm(BatchSystem):
     """A cluster that takes jobs. ``environment`` is what srun, sbatch and squeue need."""
+
+    own_processes = ("/usr/sbin/slurmd ", "slurmstepd:")
 
     partition: str
     nodes: tuple[str, ...]
-    environment: dict[str, str]
-    network: Network
-
-    def run(self, *words: str, timeout_s: float = 60.0) -> str:
-        """What a Slurm command printed, which must succeed."""
-        environment = {**os.environ, **self.environment}
-        return command(*words, env=environment, timeout_s=timeout_s)
 
     def jobs(self) -> list[str]:
         """The ids of jobs that wait or run."""
         return self.run("squeue", "--noheader", "--format=%i").split()
-
-    def processes(self) -> dict[int, str]:
-        """What jobs run on the hosts: process ids and command lines, without Slurm's own."""
-        return {
-            pid: words
-            for host in self.network.hosts
-            for pid, words in host.processes().items()
-            if not words.startswith(("/usr/sbin/slurmd ", "slurmstepd:"))
-        }
 
 
 @contextmanager
@@ -98,7 +85,7 @@ def slurm(directory: Path) -> Iterator[Slurm]:
         for host in network.hosts:
             stack.enter_context(_node(host, configuration))
         nodes = tuple(host.name for host in network.hosts)
-        cluster = Slurm(PARTITION, nodes, environment, network)
+        cluster = Slurm(environment, network, PARTITION, nodes)
         controller.wait_until("idle hosts", lambda: _idle_nodes(cluster) == set(nodes), READY_S)
         try:
             yield cluster

@@ -133,7 +133,9 @@ def test_the_launcher_s_command_line_holds_no_values_of_variables(tmp_path: Path
 
 
 def test_a_python_of_other_hosts_is_the_launcher_s_too(tmp_path: Path) -> None:
-    remote = checked_command(JobOptions(1, 1, "ssh", python="/opt/py"), tmp_path, "once")
+    remote = checked_command(
+        JobOptions(1, 1, "ssh", options=("-H", "h"), python="/opt/py"), tmp_path, "once"
+    )
     assert remote[remote.index("--python") + 1] == "/opt/py"
     local = checked_command(JobOptions(1, 1, python="/opt/py"), tmp_path, "once")
     assert "--python" not in local
@@ -145,6 +147,8 @@ def test_a_python_of_other_hosts_is_the_launcher_s_too(tmp_path: Path) -> None:
     [
         ({"workers": 0}, "--num-workers must be at least 1, not 0"),
         ({"launcher": "lsf"}, "--launcher: invalid choice: 'lsf'"),
+        ({"launcher": "kubernetes"}, "cannot run a function: pods share no directory .* script"),
+        ({"launcher": "ssh"}, r"needs the hosts: options=\('--hostfile=FILE',\)"),
         ({"options": ("--nope",)}, "unrecognized arguments: --nope"),
         ({"options": ("-n", "7")}, "have arguments of their own"),
         ({"options": ("--dry-run",)}, "the job must run"),
@@ -156,6 +160,7 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_starts(
     wanted: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ArgumentValueError, match=words):
         mx.run(os.getpid, **wanted)
     assert list(tmp_path.iterdir()) == []

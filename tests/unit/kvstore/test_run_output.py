@@ -10,7 +10,7 @@ from kvstore.launch.background import show
 from kvstore.launch.lifecycle import Exit
 from kvstore.launch.markers import Output, marker, read_block
 from kvstore.launch.plan import ProcessSpec
-from kvstore.launch.report import Ended, failure_block
+from kvstore.launch.report import Ended, failure_block, without_scheduler
 
 
 def block(*lines: str, role: str = "worker", rank: int = 1, status: int = -9) -> str:
@@ -64,7 +64,17 @@ def test_a_block_about_the_service_names_it(role: str) -> None:
     report = read_block(block(role=role, rank=0, status=7).splitlines())
     assert report is not None
     assert (report.role, report.rank, report.how) == (role, 0, "exit code 7")
-    assert report.text == "its log is empty\nlogs of all processes: /tmp/kvstore-run-x/logs"
+    first, *_, last = report.text.splitlines()
+    assert (first, last) == ("its log is empty", "logs of all processes: /tmp/kvstore-run-x/logs")
+
+
+def test_the_output_knows_that_the_job_goes_on_without_its_scheduler() -> None:
+    output = Output()
+    output.show("[worker 0] push and pull go on", is_error=True)
+    assert not output.is_without_scheduler
+    lost = Ended(ProcessSpec("scheduler", 0, ("x",), {}), 7, Exit(0, -9, 1.0, 1), [])
+    output.show(f"[launcher] {without_scheduler(lost)}", is_error=True)
+    assert output.is_without_scheduler
 
 
 def test_a_block_that_is_cut_off_is_none() -> None:

@@ -96,6 +96,16 @@ def test_modules_are_found_where_the_caller_has_them(directory: Path, tmp_path: 
     assert path[1] not in sys.path
 
 
-def test_a_worker_that_cannot_see_the_directory_says_so(tmp_path: Path) -> None:
-    answer = worker_main._call(tmp_path / "elsewhere", 1)
-    assert "all hosts of the job need it under this name" in answer.header["text"]
+@pytest.mark.parametrize("mode", ["once", "serve"])
+def test_a_worker_that_cannot_see_the_directory_says_so_and_ends(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mode: str,
+) -> None:
+    monkeypatch.setenv("DMLC_TASK_ID", "0")
+    assert worker_main.main([str(tmp_path / "elsewhere"), mode]) == 1
+    said = capsys.readouterr().err
+    assert "all hosts of the job need it under this name" in said
+    assert "share_dir=" in said
+    assert said.count("\n") == 1

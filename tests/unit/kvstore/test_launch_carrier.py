@@ -1,0 +1,213 @@
+"""The command that starts agents: what it says, who is awaited, and what ends the wait."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+
+from kvstore.launch.carrier import USUAL, Carrier, Habits
+from kvstore.launch.guardian_process import GuardianProcess
+from kvstore.launch.link import Link
+from kvstore.launch.places import Event, Note
+from kvstore.launch.remote import AgentPlace
+
+LIMIT_S = 20.0
+
+
+class Watched:
+    """In the place of the guardian."""
+
+    def __init__(self) -> None:
+        self.groups: list[int] = []
+
+    def watch(self, group: int) -> None:
+        self.groups.append(group)
+
+
+class Run:
+    """A carrier whose command is a line of sh."""
+
+    def __init__(self, script: str, members: int = 2, habits: Habits = USUAL) -> None:
+        self.crew = [AgentPlace(f"worker {rank}") for rank in range(members)]
+        self.guardian = Watched()
+        self.began_s = time.monotonic()
+        self.carrier = Carrier(
+            ["sh", "-c", script],
+            os.environ,
+            self.crew,
+            cast(GuardianProcess, self.guardian),
+            lambda lines, code: f"ended with {code} after {list(lines)}",
+            lambda line: "that is fatal" if "fatal" in line else None,
+            lambda: "in the queue",
+            habits=habits,
+        )
+        self.selector = selectors.PollSelector()
+        self.links: list[Link] = []
+
+    def until(self, happened: Callable[[], bool]) -> list[Event]:
+        """Serve what the command says until then."""
+        events: list[Event] = []
+        until_s = time.monotonic() + LIMIT_S
+        while not happened() and time.monotonic() < until_s:
+            self.carrier.adjust(self.selector, paused=False)
+            for key, _ in self.selector.select(0.02):
+                events += key.data.handle(0.0)
+            events += self.carrier.sweep()
+        assert happened()
+        return events
+
+    def admit(self, greeting: dict[str, Any]) -> list[Event]:
+        here, there = os.pipe()
+        link = Link(here, there, 0.0)
+        self.links.append(link)
+        return self.carrier.admit(link, greeting)
+
+    def close(self) -> None:
+        self.carrier.close()
+        for link in self.links:
+            link.close()
+        self.selector.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start(script: str, members: int = 2, habits: Habits = USUAL) -> Run:
+        runs.append(Run(script, members, habits))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+Start = Callable[..., Run]
+
+
+def texts(events: Sequence[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, Note)]
+
+
+def test_an_early_end_is_explained_by_what_was_said(start: Start) -> None:
+    run = start("echo out; echo err >&2; echo ------; exit 3")
+    run.until(lambda: run.carrier.failure is not None)
+    assert run.carrier.failure in (
+        "ended with 3 after ['out', 'err']",
+        "ended with 3 after ['err', 'out']",
+    )
+
+
+def test_a_fatal_line_ends_the_wait_while_the_command_runs(start: Start) -> None:
+    run = start("echo fatal; exec sleep 60")
+    run.until(lambda: run.carrier.failure == "that is fatal")
+
+
+def test_who_cannot_become_an_agent_says_why(start: Start) -> None:
+    run = start("""echo '0: KVSTORE-AGENT {"error": "too old", "host": "node1"}'; exec sleep 60""")
+    run.until(lambda: run.carrier.failure == "node1: too old")
+
+
+def test_the_roster_tells_who_is_there_and_what_the_queue_says(start: Start) -> None:
+    run = start("echo hello; exec sleep 60", members=12)
+    run.until(lambda: "hello" in run.carrier._said)
+    assert run.admit({"rank": 1, "host": "node1"}) == []
+    events, patience_s = run.carrier.tick(run.began_s + 5.5)
+    names = ", ".join(f"worker {rank}" for rank in range(12) if rank != 1)
+    shown = ", ".join(names.split(", ")[:8])
+    assert texts(events) == [
+        "sh: hello",
+        f"waiting for {shown} and 3 more (1 of 12 are there, on node1): in the queue",
+    ]
+    assert patience_s is not None and 0 < patience_s <= 10.0
+    assert run.carrier.tick(run.began_s + 6.0)[0] == []
+    [again] = texts(run.carrier.tick(run.began_s + 16.0)[0])
+    assert again.startswith("waiting for"), "what was said is not said again"
+
+
+@pytest.mark.parametrize("rank", [-1, 2, None, "0"])
+def test_a_rank_that_is_none_is_sent_away(start: Start, rank: object) -> None:
+    run = start("exec sleep 60")
+    [note] = texts(run.admit({"rank": rank, "host": "node1"}))
+    assert note.startswith("node1: an agent with the rank")
+    assert run.carrier.awaited() == ["worker 0", "worker 1"]
+
+
+def test_a_second_agent_of_a_rank_is_sent_away(start: Start) -> None:
+    run = start("exec sleep 60")
+    assert run.admit({"rank": 0, "host": "node1"}) == []
+    [note] = texts(run.admit({"rank": 0, "host": "node2"}))
+    assert note == "node2: a second agent with the rank 0 came and was sent away"
+    assert run.crew[0].label == "node1"
+
+
+def test_after_the_start_its_lines_and_its_end_are_notes(start: Start) -> None:
+    run = start("read line; echo fatal now; exit 4")
+    run.admit({"rank": 0, "host": "node1"})
+    run.admit({"rank": 1, "host": "node2"})
+    run.carrier.start([], {})
+    events: list[Event] = []
+    while len(texts(events)) < 2:
+        events += run.until(lambda: True)
+        run.carrier.adjust(run.selector, paused=False)
+        for key, _ in run.selector.select(0.02):
+            events += key.data.handle(0.0)
+        events += run.carrier.sweep()
+    assert sorted(texts(events)) == ["sh ended with exit code 4", "sh: fatal now"]
+    assert run.carrier.failure is None
+
+
+def test_closing_ends_a_command_that_does_not_want_to(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.launch.carrier._ENDING_S", 0.2)
+    run = start("trap '' TERM; echo there; exec sleep 60")
+    run.until(lambda: bool(run.carrier._said))
+    run.carrier.close()
+    [group] = run.guardian.groups
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, signal.SIG_DFL)
+
+
+def test_where_ranks_are_wishes_an_agent_gets_a_free_one(start: Start) -> None:
+    run = start("exec sleep 60", members=3, habits=Habits(only_wishes=True))
+    assert run.admit({"rank": 1, "host": "node1"}) == []
+    assert run.admit({"rank": 1, "host": "node2"}) == []
+    assert run.admit({"rank": 7, "host": "node3"}) == []
+    assert [place.label for place in run.crew] == ["node2", "node1", "node3"]
+    [note] = texts(run.admit({"rank": 2, "host": "node4"}))
+    assert note == "node4: a second agent with the rank 2 came and was sent away"
+
+
+def test_an_agent_that_comes_to_say_why_there_is_none_is_the_reason(start: Start) -> None:
+    run = start("exec sleep 60")
+    assert run.admit({"error": "no Python", "host": "node1"}) == []
+    assert run.carrier.failure == "node1: no Python"
+
+
+def test_what_is_no_news_is_kept_from_people_under_another_name(start: Start) -> None:
+    habits = Habits(name="yarn", is_news=lambda line: line != "INFO")
+    run = start("echo INFO; echo ERROR; exec sleep 60", habits=habits)
+    run.until(lambda: "ERROR" in run.carrier._said)
+    events, _ = run.carrier.tick(run.began_s + 5.5)
+    assert texts(events)[0] == "yarn: ERROR"
+
+
+def test_closing_waits_until_it_is_known_how_to_cancel(start: Start) -> None:
+    heard: list[str] = []
+
+    def is_news(line: str) -> bool:
+        heard.append(line)
+        return True
+
+    habits = Habits(is_news=is_news, is_submitting=lambda: heard != ["asked", "submitted"])
+    run = start("echo asked; sleep 0.5; echo submitted; exec sleep 60", habits=habits)
+    run.until(lambda: heard == ["asked"])
+    run.carrier.close()
+    assert heard == ["asked", "submitted"]

@@ -1,0 +1,324 @@
+"""Who is let in at the gate: agents that know the job's key, and nobody else."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.launch import enlist, gate
+from kvstore.launch.excuse import excuse
+from kvstore.launch.frames import GREET
+from kvstore.launch.gate import Gate
+from kvstore.launch.handshake import HELLO, NONCE_BYTES, Handshake
+from kvstore.launch.link import Link
+from kvstore.launch.options import LaunchError
+from kvstore.launch.ticket import PROGRAM_NAME, TICKET_NAME, Ticket, job_directory, write_ticket
+
+KEY = "a-key-of-one-job"
+HANDSHAKE = Handshake(KEY, b"l" * NONCE_BYTES, b"a" * NONCE_BYTES)
+
+
+class Door:
+    """A gate on loopback, turned by hand; the time is what the test says."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self.listener.getsockname()
+        self.admitted: list[tuple[Link, Mapping[str, Any]]] = []
+        self.gate = Gate(self.listener, KEY, self._admit)
+        self.selector = selectors.PollSelector()
+
+    def _admit(self, link: Link, greeting: Mapping[str, Any]) -> list[Any]:
+        self.admitted.append((link, greeting))
+        return []
+
+    def turn(self, timeout_s: float = 5.0) -> None:
+        """Until something has happened, and it has been served."""
+        self.gate.adjust(self.selector)
+        for key, _ in self.selector.select(timeout_s):
+            key.data.handle(0.0)
+
+    def visit(self) -> socket.socket:
+        visitor = socket.create_connection(self.address, 5.0)
+        self.turn()
+        return visitor
+
+    def close(self) -> None:
+        for link, _ in self.admitted:
+            link.close()
+        self.gate.close()
+        self.selector.close()
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    door = Door()
+    yield door
+    door.close()
+
+
+def received(visitor: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = visitor.recv(size - len(data))
+        assert part, "closed"
+        data += part
+    return data
+
+
+def is_closed(visitor: socket.socket) -> bool:
+    try:
+        while visitor.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def agreed(door: Door, visitor: socket.socket, key: str = KEY) -> Handshake:
+    """Prove to the gate that ``key`` is known."""
+    head = received(visitor, len(HELLO) + NONCE_BYTES)
+    assert head.startswith(HELLO)
+    handshake = Handshake(key, head[len(HELLO) :], b"n" * NONCE_BYTES)
+    visitor.sendall(handshake.agent_nonce + handshake.agent_proof())
+    door.turn()
+    return handshake
+
+
+def test_who_knows_the_key_and_greets_is_let_in(door: Door) -> None:
+    with door.visit() as visitor:
+        handshake = agreed(door, visitor)
+        assert received(visitor, 32) == handshake.launcher_proof()
+        seals = (handshake.seal_to_agent(), handshake.seal_to_launcher())
+        fd = visitor.detach()
+        link = Link(fd, fd, 0.0, seals=seals)
+        link.send(GREET, {"rank": 3})
+        door.turn()
+        [(other, greeting)] = door.admitted
+        assert greeting == {"rank": 3}
+        other.send("start", 1)
+        selectors_wait(fd)
+        assert link.receive(0.0) == [["start", 1]]
+        link.close()
+
+
+def selectors_wait(fd: int) -> None:
+    with selectors.PollSelector() as selector:
+        selector.register(fd, selectors.EVENT_READ)
+        assert selector.select(5.0)
+
+
+def test_a_proof_may_come_in_pieces(door: Door) -> None:
+    with door.visit() as visitor:
+        head = received(visitor, len(HELLO) + NONCE_BYTES)
+        handshake = Handshake(KEY, head[len(HELLO) :], b"n" * NONCE_BYTES)
+        words = handshake.agent_nonce + handshake.agent_proof()
+        for part in (words[:1], words[1:40], words[40:]):
+            visitor.sendall(part)
+            door.turn()
+        assert received(visitor, 32) == handshake.launcher_proof()
+
+
+@pytest.mark.parametrize("words", [b"x" * 64, b"GET / HTTP/1.1\r\n" + b"h" * 100])
+def test_who_does_not_know_the_key_is_closed_without_a_word(door: Door, words: bytes) -> None:
+    with door.visit() as visitor:
+        received(visitor, len(HELLO) + NONCE_BYTES)
+        visitor.sendall(words)
+        door.turn()
+        assert is_closed(visitor)
+    assert door.admitted == []
+
+
+def test_another_jobs_agent_is_closed(door: Door) -> None:
+    with door.visit() as visitor:
+        agreed(door, visitor, key="a-key-of-another-job")
+        assert is_closed(visitor)
+
+
+def test_the_gates_own_proof_lets_nobody_in(door: Door) -> None:
+    """Sent back, as by somebody who has two connections and knows no key."""
+    with door.visit() as visitor:
+        head = received(visitor, len(HELLO) + NONCE_BYTES)
+        handshake = Handshake(KEY, head[len(HELLO) :], b"n" * NONCE_BYTES)
+        visitor.sendall(handshake.agent_nonce + handshake.launcher_proof())
+        door.turn()
+        assert is_closed(visitor)
+
+
+def test_who_greets_with_something_else_is_closed(door: Door) -> None:
+    with door.visit() as visitor:
+        handshake = agreed(door, visitor)
+        received(visitor, 32)
+        fd = visitor.detach()
+        link = Link(fd, fd, 0.0, seals=(handshake.seal_to_agent(), handshake.seal_to_launcher()))
+        link.send("pid", 1, 2)
+        door.turn()
+        with socket.socket(fileno=fd) as again:
+            again.settimeout(5.0)
+            assert is_closed(again)
+    assert door.admitted == []
+
+
+def test_who_says_nothing_is_closed_after_a_while(door: Door) -> None:
+    with door.visit() as visitor:
+        received(visitor, len(HELLO) + NONCE_BYTES)
+        assert door.gate.tick(1.0) == gate.VISIT_S - 1.0
+        assert door.gate.tick(gate.VISIT_S) is None
+        assert is_closed(visitor)
+
+
+def test_only_so_many_are_heard_at_a_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MOST_VISITORS", 2)
+    first, second = door.visit(), door.visit()
+    with first, second, socket.create_connection(door.address, 0.2) as third:
+        door.turn(0.0)
+        with pytest.raises(TimeoutError):
+            third.recv(1)
+        door.gate.tick(gate.VISIT_S)  # the first two have had their time
+        door.turn()
+        assert received(third, len(HELLO)) == HELLO
+
+
+def test_a_closed_gate_lets_nobody_in(door: Door) -> None:
+    with door.visit() as visitor:
+        door.gate.close()
+        assert is_closed(visitor)
+        with pytest.raises(OSError):
+            socket.create_connection(door.address, 0.2)
+
+
+# -- the handshake -------------------------------------------------------------------------
+
+
+def test_proofs_and_seals_are_of_one_connection_and_one_side() -> None:
+    others = [
+        replace(HANDSHAKE, key="another"),
+        replace(HANDSHAKE, launcher_nonce=b"x" * NONCE_BYTES),
+        replace(HANDSHAKE, agent_nonce=b"x" * NONCE_BYTES),
+    ]
+    found = [one.agent_proof() for one in (HANDSHAKE, *others)]
+    found += [one.launcher_proof() for one in (HANDSHAKE, *others)]
+    found += [HANDSHAKE.seal_to_agent().next(b""), HANDSHAKE.seal_to_launcher().next(b"")]
+    assert len(set(found)) == len(found)
+
+
+# -- the ticket ----------------------------------------------------------------------------
+
+
+def test_a_ticket_is_for_its_user_only(tmp_path: Path) -> None:
+    directory = job_directory({"KVSTORE_JOB_DIR": str(tmp_path / "jobs")})
+    assert directory.parent == tmp_path / "jobs" and not directory.exists()
+    sent = Ticket(["10.0.0.1"], 4711, KEY, ["RANK"], 1)
+    write_ticket(directory, sent, "/work", {"hosts": "one\n"})
+    assert directory.stat().st_mode & 0o777 == 0o700
+    names = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
+    assert names == {TICKET_NAME: 0o600, PROGRAM_NAME: 0o600, "hosts": 0o600}
+    assert Ticket.from_text((directory / TICKET_NAME).read_text()) == sent
+
+
+def test_two_jobs_have_two_directories() -> None:
+    assert job_directory({}) != job_directory({})
+    assert job_directory({}).parent == Path("~/.kvstore/jobs").expanduser()
+
+
+def test_a_directory_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError, match="set KVSTORE_JOB_DIR to a directory that all hosts"):
+        write_ticket(tmp_path / "file" / "job", Ticket([], 1, KEY), "/", {})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"port": 1}'])
+def test_what_is_no_ticket_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        Ticket.from_text(text)
+
+
+# -- an agent that comes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank"), [({"A": "3"}, 2), ({"B": "1"}, 0), ({"A": "2", "B": "1"}, 1)]
+)
+def test_an_agent_has_its_rank_from_the_first_variable_that_is_set(
+    variables: dict[str, str], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert enlist.own_rank(Ticket([], 1, KEY, ["A", "B"], first_rank=1)) == rank
+
+
+def test_an_agent_without_a_rank_says_what_it_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(enlist.NotEnlisted, match="none of A, B is set"):
+        enlist.own_rank(Ticket([], 1, KEY, ["A", "B"]))
+    monkeypatch.setenv("A", "undefined")  # as Grid Engine says outside of an array
+    with pytest.raises(enlist.NotEnlisted, match="A is no number: 'undefined'"):
+        enlist.own_rank(Ticket([], 1, KEY, ["A", "B"]))
+
+
+def test_an_agent_tells_whom_it_tried_and_why_it_failed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+
+        def answer() -> None:
+            connected, _ = stranger.accept()
+            with connected:
+                connected.sendall(b"SSH-2.0-OpenSSH_9.2p1 and some more so that it is enough\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(enlist.NotEnlisted) as found:
+            enlist.enlist(Ticket(["127.0.0.1", "127.0.0.2"], port, KEY), 0)
+        thread.join(5.0)
+    assert "127.0.0.1: who answers is no launcher" in str(found.value)
+    assert "127.0.0.2: Connection refused" in str(found.value)
+
+
+def test_an_agent_does_not_trust_who_does_not_know_the_key() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def answer() -> None:
+            connected, _ = stranger.accept()
+            with connected:
+                connected.sendall(HELLO + b"n" * NONCE_BYTES + b"p" * 32)
+                connected.recv(4096)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(enlist.NotEnlisted, match="another job's launcher"):
+            enlist.enlist(Ticket(["127.0.0.1"], stranger.getsockname()[1], KEY), 0)
+        thread.join(5.0)
+
+
+def test_who_cannot_become_an_agent_tells_why_at_the_gate(door: Door) -> None:
+    """With the standard library alone, by what hosts without this package get."""
+    host, port = door.address
+    ticket = {"addresses": ["127.0.0.254", host], "port": port, "key": KEY}
+    told: list[bool] = []
+    thread = threading.Thread(target=lambda: told.append(excuse(ticket, "no msgpack: \u00e4")))
+    thread.start()
+    while not door.admitted and thread.is_alive():
+        door.turn(0.2)
+    [(link, greeting)] = door.admitted
+    link.close()
+    thread.join(5.0)
+    assert greeting == {"host": socket.gethostname(), "error": "no msgpack: \u00e4"}
+    assert told == [True]
+
+
+def test_an_excuse_is_not_told_to_another_jobs_launcher(door: Door) -> None:
+    host, port = door.address
+    told: list[bool] = []
+    ticket = {"addresses": [host], "port": port, "key": "a-key-of-another-job"}
+    thread = threading.Thread(target=lambda: told.append(excuse(ticket, "none of yours")))
+    thread.start()
+    while thread.is_alive():
+        door.turn(0.1)
+    assert told == [False]
+    assert door.admitted == []
