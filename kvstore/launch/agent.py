@@ -90,7 +90,6 @@ def agent_program(
     directory: str,
     root: str | None,
     module: str = "agent",
-    *,
     excuse: str = "",
     remedy: str = "--sync-dst-dir copies this one there",
 ) -> str:
@@ -99,7 +98,8 @@ def agent_program(
     ``directory`` is where the processes will run; ``root`` the checkout that this package is in,
     or None where it is installed. It is used on the other machine if it is there as well.
     ``excuse`` is the name of a program in the same directory that is told why there is no agent,
-    where nobody reads what this one prints. ``remedy`` is what to do where there is no such directory.
+    where nobody reads what this one prints. ``remedy`` is what to do where there is no such
+    directory.
     """
     return _PROGRAM.format(
         greeting=GREETING,

@@ -137,7 +137,7 @@ class Driver:
         plan = self._plan
         ticket = (self._directory / TICKET_NAME).read_text(encoding="utf-8")
         there, shipped = (
-            agent_program(where, plan.root or None, "ray_agent", _REMEDY)
+            agent_program(where, plan.root or None, "ray_agent", remedy=_REMEDY)
             for where in (plan.directory, ".")
         )
         programs = (shipped if "working_dir" in plan.runtime_env else there, shipped)
