@@ -395,3 +395,10 @@ def test_what_this_machine_alone_cannot_give_is_an_error(alone: Launcher) -> Non
     assert "no node of the Ray cluster has 64 GPUs" in done.stderr
     assert "name a cluster by RAY_ADDRESS" in done.stderr
     assert alone.nothing_runs()
+
+
+def test_an_autoscaler_sees_what_the_job_needs_and_adds_nodes(growing_ray_cluster: Ray) -> None:
+    own = Launcher(["--launcher", "ray"], (), list, growing_ray_cluster.environment)
+    done = own.run("-n", "2", "-s", "1", "--worker-cores", "3", *python(ROUND))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 3.0") == 2
