@@ -71,8 +71,7 @@ directory, root = {directory!r}, {root!r}
 try:
     os.chdir(os.path.expanduser(directory))
 except OSError as error:
-    fail("there is no directory " + directory + " (" + error.strerror + "): --sync-dst-dir copies "
-         "this one there")
+    fail("there is no directory " + directory + " (" + error.strerror + "): " + {remedy!r})
 for path in (root, os.getcwd()):
     if path and os.path.isdir(os.path.join(path, "kvstore", "launch")):
         sys.path.insert(0, path)
@@ -88,13 +87,20 @@ main()
 """
 
 
-def agent_program(directory: str, root: str | None, module: str = "agent", excuse: str = "") -> str:
+def agent_program(
+    directory: str,
+    root: str | None,
+    module: str = "agent",
+    excuse: str = "",
+    remedy: str = "--sync-dst-dir copies this one there",
+) -> str:
     """The Python program that becomes an agent, by the function ``main`` of ``module``.
 
     ``directory`` is where the processes will run; ``root`` the checkout that this package is in,
     or None where it is installed. It is used on the other machine if it is there as well.
     ``excuse`` is the name of a program in the same directory that is told why there is no agent,
-    where nobody reads what this one prints.
+    where nobody reads what this one prints. ``remedy`` is what to do where there is no such
+    directory.
     """
     return _PROGRAM.format(
         greeting=GREETING,
@@ -102,6 +108,7 @@ def agent_program(directory: str, root: str | None, module: str = "agent", excus
         root=root or "",
         version=__version__,
         module=module,
+        remedy=remedy,
         excuse=excuse,
     )
 

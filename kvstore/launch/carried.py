@@ -27,6 +27,7 @@ from kvstore.launch.elsewhere import (
     for_elsewhere,
     forwarded_variables,
     is_loopback,
+    seen_from_away,
     wished_address,
     with_variables,
 )
@@ -82,7 +83,8 @@ class Cluster:
     need to come, None where a job can wait in a queue. ``bundle`` makes further files of the
     ticket, for hosts that share no directory. ``if_lost`` is what agents run that have lost their
     launcher. Of the GPUs that its agent sees, each worker gets ``worker_gpus``; 0 leaves that to
-    the cluster. See :class:`Carrier` for the others.
+    the cluster. ``replaces``: an agent that is lost before the job has begun is replaced by the
+    cluster. See :class:`Carrier` for the others.
     """
 
     members: Sequence[Member]
@@ -102,6 +104,7 @@ class Cluster:
     bundle: Callable[[Ticket], Mapping[str, str]] = _no_files
     if_lost: Sequence[str] = ()
     worker_gpus: int = 0
+    replaces: bool = False
 
 
 def agent_command(options: LaunchOptions, directory: Path) -> list[str]:
@@ -135,7 +138,7 @@ def run_carried(
         _embark(supervisor, environ, cluster, crew, key)
         greetings = [place.greeting or {} for place in crew]
         wished, port = wished_address(environ)
-        host = wished or common_address([str(one.get("reached_from")) for one in greetings])
+        host = wished or common_address(seen_from_away(greetings))
         gpus: Mapping[Member, Mapping[str, str]] = {}
         if cluster.worker_gpus:
             gpus = share_gpus(cluster.members, greetings, cluster.worker_gpus)
@@ -164,7 +167,10 @@ def run_carried(
 
 
 def _crew(cluster: Cluster) -> list[AgentPlace]:
-    return [AgentPlace(f"{role} {rank}") for role, rank in cluster.members]
+    return [
+        AgentPlace(f"{role} {rank}", is_replaceable=cluster.replaces)
+        for role, rank in cluster.members
+    ]
 
 
 def _embark(

@@ -154,12 +154,14 @@ class Carrier:
             link.close()
             return [Note(f"{host}: an agent with the rank {rank} came, and there is no such rank")]
         place = self._crew[rank]
-        if place.is_connected:
+        if place.is_connected and not place.is_replaceable:
             link.close()
             return [Note(f"{host}: a second agent with the rank {rank} came and was sent away")]
+        # The cluster starts another where it knows that the first is lost.
+        events = place.leave("is replaced by another") if place.is_connected else []
         place.label = host
         place.greet(link, greeting)
-        return []
+        return events
 
     def _is_free(self, rank: object) -> bool:
         if not isinstance(rank, int) or not 0 <= rank < len(self._crew):

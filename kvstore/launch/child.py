@@ -131,6 +131,14 @@ def die_with_launcher() -> Callable[[], None] | None:
     return prepare
 
 
+def die_with_parent(parent: int) -> None:
+    """Have this process killed when ``parent`` is gone, whose child it was to be; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
 def _exit_status(process: subprocess.Popen[bytes]) -> int | None:
     if not hasattr(os, "waitid"):  # macOS before Python 3.13: reaps at once
         return process.poll()

@@ -25,6 +25,7 @@ _MODULES = {
     "mpi": "kvstore.launch.mpi",
     "slurm": "kvstore.launch.slurm",
     "sge": "kvstore.launch.sge",
+    "ray": "kvstore.launch.ray_cluster",
     "yarn": "kvstore.launch.yarn",
     "kubernetes": "kvstore.launch.kubernetes",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,13 @@ def common_address(seen: Sequence[str]) -> str:
         if not is_loopback(address):
             return address
     return seen[0] if seen else "127.0.0.1"
+
+
+def seen_from_away(greetings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """By which addresses agents reached this machine; those that are on it can use any of them."""
+    here = socket.gethostname()
+    away = [one for one in greetings if one.get("host") != here]
+    return [str(one.get("reached_from")) for one in away or greetings]
 
 
 def is_loopback(address: str) -> bool:

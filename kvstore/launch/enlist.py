@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from kvstore.launch.agent import GREETING, Agent, machine
 from kvstore.launch.frames import GREET
@@ -46,7 +47,7 @@ def main() -> None:
         fail(str(error))
 
 
-def fail(text: str) -> None:
+def fail(text: str) -> NoReturn:
     """Say why there is no agent, in a line that the launcher finds among others, and end."""
     found = {"error": text, "host": socket.gethostname()}
     print(f"{GREETING.decode()}{json.dumps(found)}", flush=True)

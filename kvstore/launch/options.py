@@ -25,8 +25,8 @@ _CLUSTERS = ("slurm", "sge", "ray", "yarn", "kubernetes")
 _TWO_KINDS = ("slurm", "ray", "yarn", "kubernetes")
 _MEANT_FOR: dict[str, tuple[str, ...]] = {
     "--hostfile": ("ssh", "mpi"),
-    "--python": ("ssh", "mpi", "slurm", "sge", "yarn", "kubernetes"),
-    "--launcher-args": ("ssh", "mpi", "slurm", "sge", "yarn"),
+    "--python": ("ssh", "mpi", "slurm", "sge", "ray", "yarn", "kubernetes"),
+    "--launcher-args": ("ssh", "mpi", "slurm", "sge", "ray", "yarn"),
     "--jobname": _CLUSTERS,
     "--queue": ("slurm", "sge", "yarn"),
     "--worker-cores": _CLUSTERS,
@@ -274,7 +274,8 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="WORDS",
-        help="further options of ssh, mpirun, srun, qsub or yarn, as in --launcher-args='-p gpu'",
+        help="further options of ssh, mpirun, srun, qsub, yarn or a Ray job, as in "
+        "--launcher-args='-p gpu'",
     )
     add("--jobname", metavar="NAME", help="the job's name in the cluster's lists")
     add("--queue", metavar="NAME", help="queue or partition")

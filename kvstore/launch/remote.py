@@ -37,14 +37,18 @@ class AgentPlace:
     """What one agent serves. ``label`` is the host's name in prefixes.
 
     ``greeting`` is what the agent has told of its machine, None before :meth:`greet`;
-    ``failure`` says why there will be none.
+    ``failure`` says why there will be none. An agent that ``is_replaceable`` may be lost before
+    the job begins: another is then awaited.
     """
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, *, is_replaceable: bool = False) -> None:
         self.label: str | None = label
+        self.is_replaceable = is_replaceable
+        self._name = label
         self.greeting: Mapping[str, Any] | None = None
         self.failure: str | None = None
         self._link: Link | None = None
+        self._selector: selectors.BaseSelector | None = None
         self._variables: Mapping[str, str] = {}
         self._job_id = ""
         self._key = ""
@@ -96,6 +100,7 @@ class AgentPlace:
             self._owed = 0
         if self._link is None:
             return
+        self._selector = selector
         watched = selector.get_map()
         read_fd, write_fd = self._link.read_fd, self._link.write_fd
         for fd, kind, is_wanted in (
@@ -146,6 +151,20 @@ class AgentPlace:
     def close(self) -> None:
         """Nothing is left to release once the link is closed."""
 
+    def leave(self, how: str) -> list[Event]:
+        """Its agent is gone, in the way of ``how``, before the job has begun: await another."""
+        if self._link is not None:
+            self._unregister(self._selector, self._link)
+            self._link.close()
+        gone, self.label = self.label, self._name
+        self._link = self.greeting = None
+        return [Note(f"{gone}: the agent of {self._name} {how}")]
+
+    def _unregister(self, selector: selectors.BaseSelector | None, link: Link) -> None:
+        for fd in (link.read_fd, link.write_fd):
+            if selector is not None and fd in selector.get_map():
+                selector.unregister(fd)
+
     def _send(self, *message: Any) -> None:
         if not self._is_over and self._link is not None:
             self._link.send(*message)
@@ -188,11 +207,11 @@ class AgentPlace:
 
     def _lose(self, how: str, selector: selectors.BaseSelector | None) -> list[Event]:
         """The link is gone, and with it all that ran there."""
+        if self.is_replaceable and not self._has_begun:
+            return self.leave(f"was lost before the job began ({how}): waiting for another")
         self._is_over = True
-        if selector is not None and self._link is not None:
-            for fd in (self._link.read_fd, self._link.write_fd):
-                if fd in selector.get_map():
-                    selector.unregister(fd)
+        if self._link is not None:
+            self._unregister(selector, self._link)
         why = f"{self.label} was lost: {how}{self._last_words()}"
         if not self._has_begun:
             self.failure = why

@@ -17,6 +17,7 @@ from services.gridengine import gridengine as _gridengine
 from services.mpi import KINDS, Mpi
 from services.mpi import mpi as _mpi
 from services.ray import Ray
+from services.ray import growing_ray_cluster as _growing_ray_cluster
 from services.ray import ray_cluster as _ray_cluster
 from services.slurm import Slurm
 from services.slurm import slurm as _slurm
@@ -82,4 +83,10 @@ def gridengine(service_directory: Path) -> Iterator[GridEngine]:
 @pytest.fixture(scope="session")
 def ray_cluster(service_directory: Path) -> Iterator[Ray]:
     with _ray_cluster(_directory(service_directory, "ray")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def growing_ray_cluster(service_directory: Path) -> Iterator[Ray]:
+    with _growing_ray_cluster(_directory(service_directory, "g")) as cluster:
         yield cluster

@@ -41,7 +41,9 @@ its own.
 
     launch("--launcher", "ray", ..., env={**os.environ, **ray_cluster.environment})
 
-  ``address`` (HOST:PORT, also RAY_ADDRESS in ``environment``), 8 processors on each node;
-  ``run_python(text)`` runs a driver. Drivers are processes of their own: ``ray.init()`` in the
-  process of pytest would leave threads and children behind.
+  ``address`` (HOST:PORT, also RAY_ADDRESS in ``environment``), 8 processors and 2 GPUs (that are
+  none) on each node; ``run_python(text)`` runs a driver. Drivers are processes of their own:
+  ``ray.init()`` in the process of pytest would leave threads and children behind.
+  ``growing_ray_cluster`` (scope: function) is a head with one processor and Ray's autoscaler,
+  which adds up to two nodes of 4 processors to it.
 """

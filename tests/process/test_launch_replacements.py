@@ -1,0 +1,128 @@
+"""Agents that come, go and come again before their job begins."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvstore.launch.carrier import Carrier
+from kvstore.launch.guardian_process import GuardianProcess
+from kvstore.launch.link import Link
+from kvstore.launch.places import Event, Note
+from kvstore.launch.remote import AgentPlace
+
+pytestmark = pytest.mark.process
+
+
+class Agents:
+    """Both ends of links; ``there`` are the agents' ends."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.there: list[socket.socket] = []
+        self._stack = stack
+
+    def link(self) -> Link:
+        here, there = socket.socketpair()
+        there.settimeout(5.0)
+        self.there.append(self._stack.enter_context(there))
+        fd = here.detach()
+        return Link(fd, os.dup(fd), time.monotonic())
+
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    with ExitStack() as stack:
+        yield Agents(stack)
+
+
+def carrier_of(crew: list[AgentPlace]) -> Iterator[Carrier]:
+    guardian = GuardianProcess("0123456789abcdef", os.environ)
+    carrier = Carrier(
+        ["sleep", "60"],
+        os.environ,
+        crew,
+        guardian,
+        lambda lines, code: "it ended",
+        lambda line: None,
+        lambda: "",
+    )
+    try:
+        yield carrier
+    finally:
+        for place in crew:
+            place.hang_up()
+        carrier.close()
+        guardian.dismiss()
+
+
+@pytest.fixture
+def crew(request: pytest.FixtureRequest) -> list[AgentPlace]:
+    return [AgentPlace("worker 0", is_replaceable=request.param)]
+
+
+@pytest.fixture
+def carrier(crew: list[AgentPlace]) -> Iterator[Carrier]:
+    yield from carrier_of(crew)
+
+
+def texts(events: list[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, Note)]
+
+
+def ready(place: AgentPlace) -> list[Event]:
+    """What the place makes of what there is to read."""
+    with selectors.PollSelector() as selector:
+        place.adjust(selector, paused=False)
+        found: list[Event] = []
+        for key, _ in selector.select(5.0):
+            found += key.data.handle(time.monotonic())
+        assert not selector.get_map() or place.is_connected
+        return found
+
+
+@pytest.mark.parametrize("crew", [True], indirect=True)
+def test_an_agent_that_is_lost_is_awaited_again(
+    carrier: Carrier, crew: list[AgentPlace], agents: Agents
+) -> None:
+    carrier.admit(agents.link(), {"rank": 0, "host": "node1"})
+    assert carrier.awaited() == []
+    agents.there[0].close()
+    assert texts(ready(crew[0])) == [
+        "node1: the agent of worker 0 was lost before the job began (the connection was closed): "
+        "waiting for another"
+    ]
+    assert carrier.failure is None
+    assert carrier.awaited() == ["worker 0"]
+    carrier.admit(agents.link(), {"rank": 0, "host": "node2"})
+    assert carrier.awaited() == []
+    assert crew[0].label == "node2"
+
+
+@pytest.mark.parametrize("crew", [True], indirect=True)
+def test_the_agent_that_comes_last_is_the_one_that_serves(
+    carrier: Carrier, crew: list[AgentPlace], agents: Agents
+) -> None:
+    carrier.admit(agents.link(), {"rank": 0, "host": "node1"})
+    notes = carrier.admit(agents.link(), {"rank": 0, "host": "node2"})
+    assert texts(notes) == ["node1: the agent of worker 0 is replaced by another"]
+    assert agents.there[0].recv(1) == b"", "the first one is let go, and ends"
+    assert crew[0].label == "node2"
+
+
+@pytest.mark.parametrize("crew", [False], indirect=True)
+def test_where_nothing_starts_another_a_loss_ends_the_wait(
+    carrier: Carrier, crew: list[AgentPlace], agents: Agents
+) -> None:
+    carrier.admit(agents.link(), {"rank": 0, "host": "node1"})
+    notes = carrier.admit(agents.link(), {"rank": 0, "host": "node2"})
+    assert texts(notes) == ["node2: a second agent with the rank 0 came and was sent away"]
+    assert agents.there[1].recv(1) == b""
+    agents.there[0].close()
+    ready(crew[0])
+    assert carrier.failure == "node1 was lost: the connection was closed"

@@ -1,0 +1,31 @@
+"""What launchers that reach other machines have in common."""
+
+from __future__ import annotations
+
+import socket
+
+from kvstore.launch.elsewhere import common_address, seen_from_away
+
+
+def greeting(host: str, address: str) -> dict[str, str]:
+    return {"host": host, "reached_from": address}
+
+
+def test_the_scheduler_serves_where_other_machines_saw_this_one() -> None:
+    here = socket.gethostname()
+    greetings = [
+        greeting(here, "192.0.2.2"),
+        greeting(here, "192.0.2.2"),
+        greeting(f"not-{here}", "10.0.0.1"),
+    ]
+    assert common_address(seen_from_away(greetings)) == "10.0.0.1"
+
+
+def test_agents_that_are_all_on_this_machine_count() -> None:
+    here = socket.gethostname()
+    assert seen_from_away([greeting(here, "192.0.2.2")]) == ["192.0.2.2"]
+
+
+def test_an_address_of_this_machine_alone_is_the_last_choice() -> None:
+    assert common_address(["127.0.0.1", "127.0.0.1", "10.0.0.1"]) == "10.0.0.1"
+    assert common_address(["127.0.0.1"]) == "127.0.0.1"
