@@ -187,8 +187,8 @@ class Driver:
         if GREETING.decode() in said:  # why it is no agent; the launcher knows what to do with it
             print(said, flush=True)
         elif code:
-            last = said.strip().splitlines()[-1:]
-            raise CannotRun(f"{host}: the agent of {name} ended with code {code} {last}")
+            last = (said.strip() or "it said nothing").splitlines()[-1]
+            raise CannotRun(f"{host}: the agent of {name} ended with exit code {code}: {last}")
 
     def _say(self, state: str) -> None:
         new = self._directory / f"{STATE_NAME}.new"

@@ -308,7 +308,8 @@ def test_a_python_that_a_node_has_not_is_a_sentence(launcher: Launcher) -> None:
     done = launcher.run("-n", "1", "-s", "1", "--python", "/no/python", "true", limit_s=SENTENCE_S)
     assert done.returncode == 1
     [line] = said(done)
-    assert "/no/python: No such file or directory" in line
+    assert "the agent of " in line
+    assert line.endswith("ended with exit code 127: /no/python: No such file or directory")
 
 
 @pytest.mark.parametrize(
