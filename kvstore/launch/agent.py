@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -38,6 +39,7 @@ from kvstore.launch.frames import (
     Message,
 )
 from kvstore.launch.gpus import visible_gpus
+from kvstore.launch.guardian import AGENT_ID_NAME
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.here import available_cores, checkout_root
 from kvstore.launch.key import new_key_file
@@ -46,10 +48,12 @@ from kvstore.launch.places import LocalPlace
 from kvstore.launch.plan import ProcessSpec, base_environment
 from kvstore.launch.rehearsal import gpu_count
 from kvstore.launch.signals import ENDING, SignalPipe
+from pslite.address import machine_id
 from pslite.version import __version__
 
 GREETING = b"KVSTORE-AGENT "
 _LAST_WORDS_S = 5.0
+_GOODBYE_S = 5.0
 
 # What another machine's Python is given to run: it reads the rest of the program, one line of
 # JSON, from standard input, byte by byte, so that what follows is left for the agent.
@@ -171,6 +175,7 @@ def machine() -> dict[str, Any]:
     return {
         "version": __version__,
         "host": socket.gethostname(),
+        "machine": machine_id(),
         "pid": os.getpid(),
         "python": sys.version.split()[0],
         "directory": os.getcwd(),
@@ -222,6 +227,7 @@ class Agent:
             while not self._is_finished:
                 self._turn()
             self._say_last_words()
+            self._link.say_goodbye(_GOODBYE_S)
         except LinkLost:
             pass
         finally:
@@ -236,6 +242,7 @@ class Agent:
         for number in set(arrived) & set(ENDING):
             self._link.send(NOTE, f"the agent got {number.name}: it ends what runs there")
             self._say_last_words()
+            self._link.say_goodbye(_GOODBYE_S)
             self._is_told = True
             raise LinkLost("told to end")
         if signal.SIGCHLD in arrived and self._place is not None:
@@ -283,9 +290,10 @@ class Agent:
             self._is_finished = True
 
     def _start(self, start: Start) -> None:
-        self._guardian = GuardianProcess(start.job_id, os.environ)
-        self._place = LocalPlace(start.job_id, self._guardian)
-        variables = {**base_environment(os.environ), **start.variables}
+        agent_id = secrets.token_hex(8)
+        self._guardian = GuardianProcess(start.job_id, os.environ, agent_id)
+        self._place = LocalPlace(start.job_id, self._guardian, agent_id)
+        variables = {**base_environment(os.environ), **start.variables, AGENT_ID_NAME: agent_id}
         if key := start.key or self._key:
             variables["PS_JOB_KEY_FILE"] = str(self._write_key(key))
         mine = [(index, _as_here(spec, variables)) for index, spec in start.processes]

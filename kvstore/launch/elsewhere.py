@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,17 +16,15 @@ from typing import Any
 
 from kvstore.launch.here import checkout_root
 from kvstore.launch.jobrun import scheduler_address
-from kvstore.launch.options import RESERVED_NAMES, LaunchError, LaunchOptions
+from kvstore.launch.options import OF_ONE_MACHINE, LaunchError, LaunchOptions
 from kvstore.launch.plan import THREAD_COUNT_NAMES, ProcessSpec
 from kvstore.launch.rehearsal import Row
-from pslite.address import interface_address
+from pslite.address import interface_address, machine_id
 from pslite.errors import ConfigError
 
-# What of the launcher's environment the hosts get; the launcher sets RESERVED_NAMES itself, and
-# the others name things of this machine only.
+# What of the launcher's environment the hosts get, but for OF_ONE_MACHINE.
 _FORWARDED_PREFIXES = ("DMLC_", "PS_", "KVSTORE_", "MXNET_KVSTORE_")
 _FORWARDED = (*THREAD_COUNT_NAMES, "KMP_AFFINITY", "LD_LIBRARY_PATH", "PYTHONPATH")
-_OF_THIS_MACHINE = RESERVED_NAMES | {"PS_JOB_KEY_FILE", "DMLC_NODE_HOST", "DMLC_RANK"}
 
 
 def forwarded_variables(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, str]:
@@ -36,7 +33,7 @@ def forwarded_variables(options: LaunchOptions, environ: Mapping[str, str]) -> d
         name: value
         for name, value in environ.items()
         if (name.startswith(_FORWARDED_PREFIXES) or name in _FORWARDED)
-        and name not in _OF_THIS_MACHINE
+        and name not in OF_ONE_MACHINE
     }
     for name in options.forwarded_names:
         if name in environ:
@@ -85,8 +82,8 @@ def common_address(seen: Sequence[str]) -> str:
 
 def seen_from_away(greetings: Sequence[Mapping[str, Any]]) -> list[str]:
     """By which addresses agents reached this machine; those that are on it can use any of them."""
-    here = socket.gethostname()
-    away = [one for one in greetings if one.get("host") != here]
+    here = machine_id()
+    away = [one for one in greetings if one.get("machine") != here]
     return [str(one.get("reached_from")) for one in away or greetings]
 
 
@@ -116,5 +113,5 @@ def core_count(greetings: Sequence[Mapping[str, Any]]) -> int:
     """The processors of all agents together; those on one machine may share some."""
     found: dict[str, set[int]] = {}
     for greeting in greetings:
-        found.setdefault(str(greeting.get("host")), set()).update(greeting.get("cores", ()))
+        found.setdefault(str(greeting.get("machine")), set()).update(greeting.get("cores", ()))
     return max(1, sum(map(len, found.values())))

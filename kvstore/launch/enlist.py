@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import secrets
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,10 +23,14 @@ from kvstore.launch.agent import GREETING, Agent, machine
 from kvstore.launch.frames import GREET
 from kvstore.launch.handshake import HELLO, NONCE_BYTES, PROOF_BYTES, Handshake, is_same
 from kvstore.launch.link import Link
+from kvstore.launch.options import OF_ONE_MACHINE
 from kvstore.launch.signals import SignalPipe
 from kvstore.launch.ticket import TICKET_NAME, Ticket
 
 _CONNECT_S = 5.0  # for each of the launcher's addresses
+_PATIENCE_S = 45.0
+_PAUSE_S = 1.0
+_OF_MPI = ("OMPI_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
 _COMMAND_S = 20.0
 _TURN_S = 0.2  # the first agent's command ends the others, mostly before it is their turn
 _LAST_TURN_S = 10.0
@@ -35,14 +40,19 @@ class NotEnlisted(Exception):
     """This agent cannot serve; the text says why."""
 
 
+class _Unanswered(NotEnlisted):
+    """Nor is it clear that it never can: the launcher may be busy, or stopped."""
+
+
 def main() -> None:
     """Serve the launcher of the ticket beside this program (``sys.argv[0]``), and end."""
     path = Path(sys.argv[0]).absolute().with_name(TICKET_NAME)
     try:
         ticket = Ticket.from_text(path.read_text(encoding="utf-8"))
-        enlist(ticket, own_rank(ticket))
     except (OSError, ValueError) as error:
         fail(f"the ticket {path} cannot be read: {error}")
+    try:
+        enlist(ticket, own_rank(ticket))
     except NotEnlisted as error:
         fail(str(error))
 
@@ -70,6 +80,7 @@ def enlist(ticket: Ticket, rank: int) -> None:
 
     Raises :class:`NotEnlisted` when it cannot be reached.
     """
+    forget_outside(os.environ)
     connected, handshake, address = _reached(ticket)
     connected.settimeout(None)
     read_fd, write_fd = connected.detach(), -1
@@ -84,6 +95,17 @@ def enlist(ticket: Ticket, rank: int) -> None:
         is_lost = Agent(link, signals, ticket.key).serve()
     if is_lost and ticket.if_lost:
         _run_if_lost(ticket.if_lost, rank)
+
+
+def forget_outside(environ: MutableMapping[str, str]) -> None:
+    """Drop what whoever started this agent has said of it, and of the launcher's machine.
+
+    To an MPI of its own a process would seem to be a rank of the mpirun that started agents.
+    """
+    for name in list(environ):
+        is_mpi = name.startswith(_OF_MPI) and not name.startswith("OMPI_ALLOW_")
+        if is_mpi or name in OF_ONE_MACHINE:
+            del environ[name]
 
 
 def _run_if_lost(command: Sequence[str], rank: int) -> None:
@@ -103,21 +125,35 @@ def _run_if_lost(command: Sequence[str], rank: int) -> None:
 
 def _reached(ticket: Ticket) -> tuple[socket.socket, Handshake, str]:
     """A connection to the launcher, and the address by which it was reached."""
+    until_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return _reached_now(ticket)
+        except _Unanswered:
+            if time.monotonic() >= until_s:
+                raise
+        time.sleep(random.uniform(0.5, 1.5) * _PAUSE_S)
+
+
+def _reached_now(ticket: Ticket) -> tuple[socket.socket, Handshake, str]:
     failures = []
+    kind: type[NotEnlisted] = NotEnlisted
     for address in ticket.addresses:
         try:
             connected = socket.create_connection((address, ticket.port), _CONNECT_S)
         except OSError as error:
             failures.append(f"{address}: {error.strerror or error}")
+            if isinstance(error, TimeoutError):
+                kind = _Unanswered
             continue
         try:
             return connected, _agreed(connected, ticket.key), address
         except (OSError, NotEnlisted) as error:
             connected.close()
             failures.append(f"{address}: {error}")
-    raise NotEnlisted(
-        f"the launcher is not to be reached on port {ticket.port} ({'; '.join(failures)})"
-    )
+            if isinstance(error, OSError | _Unanswered):
+                kind = _Unanswered
+    raise kind(f"the launcher is not to be reached on port {ticket.port} ({'; '.join(failures)})")
 
 
 def _agreed(connected: socket.socket, key: str) -> Handshake:
@@ -137,6 +173,6 @@ def _received(connected: socket.socket, size: int) -> bytes:
     while len(data) < size:
         part = connected.recv(size - len(data))
         if not part:
-            raise NotEnlisted("the connection was closed")
+            raise _Unanswered("the connection was closed")
         data += part
     return data

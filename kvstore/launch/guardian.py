@@ -23,46 +23,60 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+AGENT_ID_NAME = "PS_AGENT_ID"
+_AGENT = AGENT_ID_NAME.encode() + b"="
 KILL_ROUNDS = 50
 ROUND_S = 0.05
 _CANCEL_S = 30.0
 _CANCEL_PAUSES_S = (0.0, 2.0, 10.0, 30.0)  # the cluster may be busy, or the network down
 
 
-def end_job(job_id: str, groups: Collection[int], grace_s: float) -> int:
+def end_job(
+    job_id: str, groups: Collection[int], grace_s: float, agent_id: str | None = None
+) -> int:
     """SIGTERM to all processes of the job, SIGKILL after ``grace_s``; return how many there were.
 
     ``grace_s`` 0 kills at once. Nobody tells us when a grandchild ends, so this looks again
-    every 50 ms; it only waits while there are any.
+    every 50 ms; it only waits while there are any. ``agent_id`` as in :func:`job_members`.
     """
-    members = job_members(job_id, groups)
+    members = job_members(job_id, groups, agent_id)
     found = len(members)
     if found and grace_s > 0:
         _signal_all(members, signal.SIGTERM)
         deadline_s = time.monotonic() + grace_s
         while members and time.monotonic() < deadline_s:
             time.sleep(ROUND_S)
-            members = job_members(job_id, groups)
+            members = job_members(job_id, groups, agent_id)
     for _ in range(KILL_ROUNDS):  # a process may fork while we look
         if not members:
             break
         _signal_all(members, signal.SIGKILL)
         time.sleep(ROUND_S)
-        members = job_members(job_id, groups)
+        members = job_members(job_id, groups, agent_id)
     return found
 
 
-def job_members(job_id: str, groups: Collection[int]) -> list[int]:
-    """Process ids of the job that are alive, this process excepted."""
+def job_members(job_id: str, groups: Collection[int], agent_id: str | None = None) -> list[int]:
+    """Process ids of the job that are alive, this process excepted.
+
+    Several agents of one job may be on a machine: only what ``agent_id`` has started, only what
+    no agent has for "", or all for None.
+    """
     if not os.path.isdir("/proc/self"):
         return [-group for group in groups if _group_exists(group)]
-    wanted = b"PS_JOB_ID=" + job_id.encode()
+
+    def belongs(environment: Collection[bytes]) -> bool:
+        if b"PS_JOB_ID=" + job_id.encode() not in environment:
+            return False
+        agents = [one[len(_AGENT) :] for one in environment if one.startswith(_AGENT)] or [b""]
+        return agent_id is None or agent_id.encode() in agents
+
     return [
         pid
         for pid in _process_ids()
-        if pid != os.getpid() and _is_alive_member(pid, wanted, groups)
+        if pid != os.getpid() and _is_alive_member(pid, belongs, groups)
     ]
 
 
@@ -70,7 +84,9 @@ def _process_ids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
-def _is_alive_member(pid: int, wanted: bytes, groups: Collection[int]) -> bool:
+def _is_alive_member(
+    pid: int, belongs: Callable[[Collection[bytes]], bool], groups: Collection[int]
+) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # After the command's name, which may hold anything: state, parent, group, session.
@@ -80,7 +96,7 @@ def _is_alive_member(pid: int, wanted: bytes, groups: Collection[int]) -> bool:
         if int(fields[2]) in groups or int(fields[3]) in groups:
             return True
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return wanted in file.read().split(b"\0")
+            return belongs(file.read().split(b"\0"))
     except (OSError, IndexError):  # it has ended meanwhile, or belongs to somebody else
         return False
 
@@ -114,7 +130,7 @@ def cancel(argv: Sequence[str]) -> None:
             return
 
 
-def main(job_id: str) -> None:
+def main(job_id: str, agent_id: str | None = None) -> None:
     """Read the launcher's pipe on standard input to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     groups: set[int] = set()
@@ -129,7 +145,7 @@ def main(job_id: str) -> None:
             commands.append([_text(word) for word in line.split()[1:]])
         else:
             groups.add(int(line))
-    end_job(job_id, groups, grace_s=0)
+    end_job(job_id, groups, 0, agent_id)
     for command in commands:
         cancel(command)
     for directory in directories:
@@ -141,4 +157,4 @@ def _text(digits: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

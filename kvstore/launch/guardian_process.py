@@ -20,12 +20,17 @@ _DONE_WAIT_S = 5.0
 
 
 class GuardianProcess:
-    """A running guardian of the job ``job_id``. Close it with :meth:`dismiss`."""
+    """A running guardian of the job ``job_id``, or of what an agent of it starts.
 
-    def __init__(self, job_id: str, environ: Mapping[str, str]) -> None:
+    Close it with :meth:`dismiss`.
+    """
+
+    def __init__(
+        self, job_id: str, environ: Mapping[str, str], agent_id: str | None = None
+    ) -> None:
         script = str(Path(guardian.__file__).resolve())
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", script, job_id],
+            [sys.executable, "-I", "-S", script, job_id, *([agent_id] if agent_id else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -8,6 +8,9 @@ Runs on the main thread. Used by ``remote.py`` and ``agent.py``.
 from __future__ import annotations
 
 import os
+import socket
+import stat
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -127,6 +130,25 @@ class Link:
             if not self._pending:
                 self.send(ALIVE)
         return self._said_s + ALIVE_S - now_s
+
+    def say_goodbye(self, patience_s: float) -> None:
+        """Wait until the other end has closed, which has read everything then.
+
+        A socket that is closed while something comes in drops what it has not sent yet (RFC 1122,
+        4.2.2.13); a pipe does not, and is not waited for.
+        """
+        if not stat.S_ISSOCK(os.fstat(self.write_fd).st_mode):
+            return
+        until_s = time.monotonic() + patience_s
+        with socket.socket(fileno=os.dup(self.write_fd)) as connected:
+            try:
+                connected.shutdown(socket.SHUT_WR)
+                while (left_s := until_s - time.monotonic()) > 0:
+                    connected.settimeout(left_s)
+                    if not connected.recv(_READ_BYTES):
+                        return
+            except OSError:  # closed, or time is up
+                return
 
     def close(self) -> None:
         for fd in {self.read_fd, self.write_fd}:

@@ -56,6 +56,9 @@ RESERVED_NAMES = frozenset(
     }
 )
 
+# These and what else means something on the launcher's machine only.
+OF_ONE_MACHINE = RESERVED_NAMES | {"PS_JOB_KEY_FILE", "DMLC_NODE_HOST", "DMLC_RANK"}
+
 _MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\Z")
 _MEMORY = re.compile(r"([0-9]{1,9})([gGmM]?)[bB]?\Z")
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")

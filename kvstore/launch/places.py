@@ -115,11 +115,15 @@ class Connecting(Protocol):
 
 
 class LocalPlace:
-    """Processes of this machine, each in a process group of its own."""
+    """Processes of this machine, each in a process group of its own.
 
-    def __init__(self, job_id: str, guardian: GuardianProcess, label: str | None = None) -> None:
-        self.label = label
+    ``agent_id`` is "" for the launcher's own; what it ends is what bears the same.
+    """
+
+    def __init__(self, job_id: str, guardian: GuardianProcess, agent_id: str = "") -> None:
+        self.label: str | None = None
         self._job_id = job_id
+        self._agent_id = agent_id
         self._guardian = guardian
         self._children: list[Child] = []
         self._selector: selectors.BaseSelector | None = None
@@ -167,14 +171,14 @@ class LocalPlace:
 
     def finish(self, leftover_s: float) -> list[Event]:
         """Ends the rest at once, which takes ``leftover_s`` at most and a moment."""
-        found = end_job(self._job_id, self._groups(), leftover_s)
+        found = end_job(self._job_id, self._groups(), leftover_s, self._agent_id)
         return [*self._last_output(), Finished(found)]
 
     def hang_up(self) -> None:
         """Nothing to begin with: :meth:`close` kills at once."""
 
     def close(self) -> None:
-        end_job(self._job_id, self._groups(), grace_s=0)
+        end_job(self._job_id, self._groups(), 0, self._agent_id)
         for child in self._children:
             child.reap()
         self._children = []

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvstore.launch.guardian import AGENT_ID_NAME
 from kvstore.launch.options import LaunchOptions
 
 THREAD_COUNT_NAMES = (
@@ -22,7 +23,7 @@ THREAD_COUNT_NAMES = (
 )
 
 # What a job around this one left in the environment, and no process of this job may see.
-_FOREIGN_NAMES = ("PS_LISTEN_FD", "PS_JOINED_FD", "PS_JOB_KEY_FD", "DMLC_RANK")
+_FOREIGN_NAMES = ("PS_LISTEN_FD", "PS_JOINED_FD", "PS_JOB_KEY_FD", "DMLC_RANK", AGENT_ID_NAME)
 SERVER_IMPORT_NAME = "KVSTORE_SERVER_IMPORT"
 
 

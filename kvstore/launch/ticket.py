@@ -22,6 +22,7 @@ from kvstore.launch.options import LaunchError
 
 DIRECTORY_NAME = "KVSTORE_JOB_DIR"
 _DEFAULT_DIRECTORY = "~/.kvstore/jobs"
+_REMEDY = "begin in one that all hosts share"
 TICKET_NAME = "ticket.json"
 PROGRAM_NAME = "agent.py"
 
@@ -81,7 +82,7 @@ def write_ticket(
         _check_parent(directory.parent)
         directory.mkdir(mode=0o700)
         _write(directory / TICKET_NAME, ticket.to_text())
-        program = agent_program(working_directory, checkout_root(), "enlist")
+        program = agent_program(working_directory, checkout_root(), "enlist", remedy=_REMEDY)
         for name, text in {PROGRAM_NAME: program, **files}.items():
             _write(directory / name, text)
     except OSError as error:

@@ -136,11 +136,6 @@ def python(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
 
-def said(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What the launcher said, without its rosters: a busy machine needs some seconds."""
-    return [line for line in done.stderr.splitlines() if "[launcher] waiting for " not in line]
-
-
 def two_lines(job: subprocess.Popen[str]) -> list[str]:
     """What the two workers say when they are there."""
     assert job.stdout is not None and job.stderr is not None

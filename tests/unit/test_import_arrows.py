@@ -36,6 +36,7 @@ PUBLIC = frozenset(
         "pslite",
         "pslite.address.interface_address",
         "pslite.address.local_addresses",
+        "pslite.address.machine_id",
         "pslite.customer",
         "pslite.errors",
         "pslite.future",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import socket
+from kvstore.launch.elsewhere import common_address, core_count, seen_from_away
+from pslite.address import machine_id
 
-from kvstore.launch.elsewhere import common_address, seen_from_away
 
-
-def greeting(host: str, address: str) -> dict[str, str]:
-    return {"host": host, "reached_from": address}
+def greeting(machine: str, address: str) -> dict[str, str]:
+    return {"host": "localhost", "machine": machine, "reached_from": address}
 
 
 def test_the_scheduler_serves_where_other_machines_saw_this_one() -> None:
-    here = socket.gethostname()
+    here = machine_id()
     greetings = [
         greeting(here, "192.0.2.2"),
         greeting(here, "192.0.2.2"),
@@ -22,10 +21,20 @@ def test_the_scheduler_serves_where_other_machines_saw_this_one() -> None:
 
 
 def test_agents_that_are_all_on_this_machine_count() -> None:
-    here = socket.gethostname()
+    here = machine_id()
     assert seen_from_away([greeting(here, "192.0.2.2")]) == ["192.0.2.2"]
 
 
 def test_an_address_of_this_machine_alone_is_the_last_choice() -> None:
     assert common_address(["127.0.0.1", "127.0.0.1", "10.0.0.1"]) == "10.0.0.1"
     assert common_address(["127.0.0.1"]) == "127.0.0.1"
+
+
+def test_agents_of_one_machine_share_its_processors() -> None:
+    found = [
+        {"host": "localhost", "machine": "a", "cores": [0, 1]},
+        {"host": "localhost", "machine": "a", "cores": [1, 2]},
+        {"host": "localhost", "machine": "b", "cores": [0, 1]},
+    ]
+    assert core_count(found) == 5
+    assert core_count([]) == 1

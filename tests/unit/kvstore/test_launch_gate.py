@@ -358,6 +358,40 @@ def test_an_agent_tells_whom_it_tried_and_why_it_failed() -> None:
     assert "127.0.0.2: Connection refused" in str(found.value)
 
 
+def test_an_agent_that_was_sent_away_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enlist, "_PAUSE_S", 0.001)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+
+        def answer() -> None:
+            for words in (b"", HELLO, b"x" * 100):
+                connected, _ = busy.accept()
+                with connected:
+                    connected.sendall(words)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(enlist.NotEnlisted, match="who answers is no launcher"):
+            enlist.enlist(Ticket(["127.0.0.1"], busy.getsockname()[1], KEY), 0)
+        thread.join(5.0)
+
+
+def test_an_agent_forgets_what_started_it() -> None:
+    environ = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "PMI_FD": "7",
+        "PMIX_RANK": "1",
+        "MPI_LOCALRANKID": "0",
+        "DMLC_NODE_HOST": "10.0.0.1",
+        "DMLC_ROLE": "worker",
+        "PS_JOB_KEY_FILE": "/x",
+        "PATH": "/bin",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "DMLC_INTERFACE": "eth0",
+    }
+    enlist.forget_outside(environ)
+    assert set(environ) == {"PATH", "OMPI_ALLOW_RUN_AS_ROOT", "DMLC_INTERFACE"}
+
+
 def test_an_agent_does_not_trust_who_does_not_know_the_key() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 

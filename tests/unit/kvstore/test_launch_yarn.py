@@ -22,7 +22,7 @@ from kvstore.launch.yarn import (
 from kvstore.launch.yarn_client import ClientWords, short
 from kvstore.launch.yarn_script import container_script
 
-TICKET = Ticket(["10.0.0.7"], 4711, "the-key", ["YARN_SHELL_ID"], 1)
+TICKET = Ticket(["10.0.0.7"], 4711, "the-key", ["YARN_SHELL_ID"], 1, [])
 INFO = "2026-11-22 08:00:00,123 INFO distributedshell.Client: "
 
 
