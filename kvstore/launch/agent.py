@@ -41,7 +41,7 @@ from kvstore.launch.frames import (
 from kvstore.launch.gpus import visible_gpus
 from kvstore.launch.guardian import AGENT_ID_NAME
 from kvstore.launch.guardian_process import GuardianProcess
-from kvstore.launch.here import available_cores, checkout_root
+from kvstore.launch.here import available_cores, checkout_root, network_id
 from kvstore.launch.key import new_key_file
 from kvstore.launch.link import Link, LinkLost, fields
 from kvstore.launch.places import LocalPlace
@@ -176,6 +176,7 @@ def machine() -> dict[str, Any]:
         "version": __version__,
         "host": socket.gethostname(),
         "machine": machine_id(),
+        "network": network_id(),
         "pid": os.getpid(),
         "python": sys.version.split()[0],
         "directory": os.getcwd(),

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvstore.launch.here import checkout_root
+from kvstore.launch.here import checkout_root, network_id
 from kvstore.launch.jobrun import scheduler_address
 from kvstore.launch.options import OF_ONE_MACHINE, LaunchError, LaunchOptions
 from kvstore.launch.plan import THREAD_COUNT_NAMES, ProcessSpec
 from kvstore.launch.rehearsal import Row
-from pslite.address import interface_address, machine_id
+from pslite.address import interface_address
 from pslite.errors import ConfigError
 
 # What of the launcher's environment the hosts get, but for OF_ONE_MACHINE.
@@ -82,8 +82,8 @@ def common_address(seen: Sequence[str]) -> str:
 
 def seen_from_away(greetings: Sequence[Mapping[str, Any]]) -> list[str]:
     """By which addresses agents reached this machine; those that are on it can use any of them."""
-    here = machine_id()
-    away = [one for one in greetings if one.get("machine") != here]
+    here = network_id()
+    away = [one for one in greetings if one.get("network") != here]
     return [str(one.get("reached_from")) for one in away or greetings]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sysconfig
 from pathlib import Path
 
@@ -16,6 +17,19 @@ def available_cores() -> list[int]:
 
 def available_cpu_count() -> int:
     return len(available_cores())
+
+
+def network_id() -> str:
+    """Names what this process sees of networks: equal for processes that have the same addresses.
+
+    Containers on one machine may have processes in common and addresses of their own, and the
+    other way round.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return socket.gethostname()
 
 
 def checkout_root() -> str | None:

@@ -15,7 +15,7 @@ import secrets
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 if __name__ == "__main__" and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
     # By its path this file's directory comes first, whose modules have names of no concern to Ray.
@@ -48,24 +48,28 @@ class CannotRun(Exception):
 
 def main(directory: Path) -> int:
     plan = RayPlan.from_text((directory / PLAN_NAME).read_text(encoding="utf-8"))
-    # Ray is talkative there; the launcher reads it when this program ends without a sentence.
+    # Ray is talkative on both; the launcher reads it when this program ends without a sentence.
+    own_fd = os.dup(1)
     log_fd = os.open(directory / LOG_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
     os.close(log_fd)
-    try:
-        Driver(plan, directory).run()
-    except CannotRun as error:
-        print(" ".join(str(error).split()), flush=True)
-        return 1
+    with os.fdopen(own_fd, "w", encoding="utf-8", buffering=1) as own:
+        try:
+            Driver(plan, directory, own).run()
+        except CannotRun as error:
+            print(" ".join(str(error).split()), file=own)
+            return 1
     return 0
 
 
 class Driver:
-    """Runs once. All methods raise :class:`CannotRun`."""
+    """Runs once. All methods raise :class:`CannotRun`. The launcher reads ``own`` by lines."""
 
-    def __init__(self, plan: RayPlan, directory: Path) -> None:
+    def __init__(self, plan: RayPlan, directory: Path, own: TextIO) -> None:
         self._plan = plan
         self._directory = directory
+        self._own = own
         self._is_own = False  # the cluster, which began with this program and ends with it
         self._names: dict[Any, str] = {}  # of the members, by their tasks
         self._group: Any = None
@@ -185,7 +189,7 @@ class Driver:
         except Exception as error:
             raise CannotRun(f"Ray gave up {name}: {getattr(error, 'cause', error)}") from error
         if GREETING.decode() in said:  # why it is no agent; the launcher knows what to do with it
-            print(said, flush=True)
+            print(said, file=self._own)
         elif code:
             last = (said.strip() or "it said nothing").splitlines()[-1]
             raise CannotRun(f"{host}: the agent of {name} ended with exit code {code}: {last}")

@@ -204,13 +204,14 @@ def test_ray_replaces_an_agent_that_is_lost_before_the_job_begins(
             os.kill(_parent(_agent_of("worker 0", launcher)), signal.SIGKILL)
             lines = read_until(job, "the agent of worker 0 was lost before the job began")
             assert "the connection was closed" in lines
-            read_until(job, r"waiting for worker 1 \(2 of 3 are there")
+            lines += read_until(job, r"waiting for worker 1 \(2 of 3 are there")
             go.touch()
             stdout, stderr = job.communicate(timeout=JOB_S)
         finally:
             job.kill()
     assert job.returncode == 0, stderr
     assert stdout.count("sum 3.0") == 2
+    assert "[launcher] ray: " not in lines + stderr, "Ray's own long words stay in its logs"
     assert launcher.nothing_runs()
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from kvstore.launch.elsewhere import common_address, core_count, seen_from_away
-from pslite.address import machine_id
+from kvstore.launch.here import network_id
 
 
-def greeting(machine: str, address: str) -> dict[str, str]:
-    return {"host": "localhost", "machine": machine, "reached_from": address}
+def greeting(network: str, address: str) -> dict[str, str]:
+    return {"host": "localhost", "machine": "this", "network": network, "reached_from": address}
 
 
 def test_the_scheduler_serves_where_other_machines_saw_this_one() -> None:
-    here = machine_id()
+    here = network_id()
     greetings = [
         greeting(here, "192.0.2.2"),
         greeting(here, "192.0.2.2"),
@@ -21,7 +21,7 @@ def test_the_scheduler_serves_where_other_machines_saw_this_one() -> None:
 
 
 def test_agents_that_are_all_on_this_machine_count() -> None:
-    here = machine_id()
+    here = network_id()
     assert seen_from_away([greeting(here, "192.0.2.2")]) == ["192.0.2.2"]
 
 
