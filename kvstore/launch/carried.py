@@ -48,6 +48,7 @@ from kvstore.launch.ticket import PROGRAM_NAME, Ticket, job_directory, write_tic
 from pslite.address import local_addresses
 
 _CHECK_S = 60.0
+_OWN_FILES = 256
 _DIRECTORY_SHOWN = Path("JOBDIR")
 
 
@@ -71,7 +72,7 @@ def run_carried(
     cluster: Cluster,
 ) -> int:
     """As :func:`kvstore.launch.jobrun.run_job`, on ``cluster``."""
-    _allow_many_files()
+    _allow_files_for(len(cluster.members))
     if options.dry_run:
         return _print_plan(options, cluster)
     if options.check:
@@ -111,11 +112,18 @@ def run_carried(
     return run_job(options, environ, service_command, timing, arrange)
 
 
-def _allow_many_files() -> None:
-    """An agent is two of this process's files, and its log one more: as many as there may be."""
+def _allow_files_for(agents: int) -> None:
+    """Each is two of this process's files, and its log one more.
+
+    No more than needed: programs that close all that they may have inherit the limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    wanted = _OWN_FILES + 3 * agents
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _crew(cluster: Cluster) -> list[AgentPlace]:
