@@ -9,17 +9,19 @@ then the job as everywhere, with the scheduler on this machine. Read ``jobrun.py
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvstore.launch.address import listen
-from kvstore.launch.carrier import USUAL, Carrier, Explain, Habits
+from kvstore.launch.carrier import Carrier
+from kvstore.launch.cluster import Cluster, Member
 from kvstore.launch.elsewhere import (
     agent_row,
     common_address,
@@ -46,65 +48,8 @@ from kvstore.launch.ticket import PROGRAM_NAME, Ticket, job_directory, write_tic
 from pslite.address import local_addresses
 
 _CHECK_S = 60.0
+_OWN_FILES = 256
 _DIRECTORY_SHOWN = Path("JOBDIR")
-
-Member = tuple[str, int]
-"""A role and the rank in it."""
-
-
-def _nothing_is_fatal(line: str) -> str | None:
-    return None
-
-
-def _unknown_state() -> str:
-    return ""
-
-
-def _no_trouble() -> str | None:
-    return None
-
-
-def _nothing_to_cancel(line: str) -> Sequence[str] | None:
-    return None
-
-
-def _no_files(ticket: Ticket) -> Mapping[str, str]:
-    return {}
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """How one kind of cluster starts agents.
-
-    ``members`` is who each agent will be, in the order of the agents' ranks. ``command`` makes
-    the command out of the job's directory, in which all hosts find ``agent.py`` and the
-    ``files`` (their text by name). An agent's rank is in the first of the variables
-    ``rank_names`` that is set, counted from ``first_rank``. ``connect_s`` is how long agents may
-    need to come, None where a job can wait in a queue. ``bundle`` makes further files of the
-    ticket, for hosts that share no directory. ``if_lost`` is what agents run that have lost their
-    launcher. Of the GPUs that its agent sees, each worker gets ``worker_gpus``; 0 leaves that to
-    the cluster. ``replaces``: an agent that is lost before the job has begun is replaced by the
-    cluster. See :class:`Carrier` for the others.
-    """
-
-    members: Sequence[Member]
-    command: Callable[[Path], Sequence[str]]
-    environment: Mapping[str, str]
-    rank_names: Sequence[str]
-    explain: Explain
-    first_rank: int = 0
-    files: Mapping[str, str] = field(default_factory=dict)
-    connect_s: float | None = None
-    fatal: Callable[[str], str | None] = _nothing_is_fatal
-    state: Callable[[], str] = _unknown_state
-    trouble: Callable[[], str | None] = _no_trouble
-    cancel: Callable[[str], Sequence[str] | None] = _nothing_to_cancel
-    has_terminal: bool = False
-    habits: Habits = USUAL
-    bundle: Callable[[Ticket], Mapping[str, str]] = _no_files
-    if_lost: Sequence[str] = ()
-    worker_gpus: int = 0
-    replaces: bool = False
 
 
 def agent_command(options: LaunchOptions, directory: Path) -> list[str]:
@@ -127,6 +72,7 @@ def run_carried(
     cluster: Cluster,
 ) -> int:
     """As :func:`kvstore.launch.jobrun.run_job`, on ``cluster``."""
+    _allow_files_for(len(cluster.members))
     if options.dry_run:
         return _print_plan(options, cluster)
     if options.check:
@@ -166,6 +112,20 @@ def run_carried(
     return run_job(options, environ, service_command, timing, arrange)
 
 
+def _allow_files_for(agents: int) -> None:
+    """Each is two of this process's files, and its log one more.
+
+    No more than needed: programs that close all that they may have inherit the limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OWN_FILES + 3 * agents
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _crew(cluster: Cluster) -> list[AgentPlace]:
     return [
         AgentPlace(f"{role} {rank}", is_replaceable=cluster.replaces)
@@ -193,19 +153,7 @@ def _embark(
     write_ticket(directory, ticket, os.getcwd(), files)
     argv = cluster.command(directory)
     try:
-        carrier = Carrier(
-            argv,
-            cluster.environment,
-            crew,
-            supervisor.guardian(),
-            cluster.explain,
-            cluster.fatal,
-            cluster.state,
-            trouble=cluster.trouble,
-            cancel=cluster.cancel,
-            has_terminal=cluster.has_terminal,
-            habits=cluster.habits,
-        )
+        carrier = Carrier(cluster, argv, crew, supervisor.guardian())
     except OSError as error:
         listener.close()
         raise LaunchError(f"cannot start '{argv[0]}': {error.strerror}", exit_code=1) from error
@@ -213,12 +161,13 @@ def _embark(
     supervisor.add_place(carrier)
     for place in crew:
         supervisor.add_place(place)
-    supervisor.connect([carrier], cluster.connect_s)
+    supervisor.connect([carrier], None)
 
 
 def own_addresses() -> list[str]:
     """This machine's addresses, those that only it can use itself last."""
     found = [address for of_one in local_addresses().values() for address in of_one]
+    found += [socket.gethostname(), "127.0.0.1"]  # where the system cannot be asked
     return sorted(dict.fromkeys(found), key=is_loopback)
 
 

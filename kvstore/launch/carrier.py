@@ -16,12 +16,13 @@ import selectors
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import IO, Any
 
 from kvstore.launch.agent import GREETING
 from kvstore.launch.child import die_with_launcher
+from kvstore.launch.cluster import Cluster
 from kvstore.launch.gate import Gate
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.lines import LineSplitter
@@ -32,7 +33,7 @@ from kvstore.launch.remote import AgentPlace
 from kvstore.launch.ticket import DIRECTORY_NAME, PROGRAM_NAME
 
 _READ_BYTES = 64 * 1024
-_KEPT_LINES = 200
+_KEPT_LINES = 200  # the last of them
 _ENDING_S = 5.0  # for the command to end by itself once no agent is left, and after SIGTERM
 _SHOWN_NAMES = 8
 _NO_PROGRAM = re.compile(rf"can't open file '([^']*{re.escape(PROGRAM_NAME)})'")
@@ -40,78 +41,28 @@ _CANCEL_S = 10.0
 _TROUBLE_S = 1.0  # between one look for it and the next
 _ROSTER_S = (5.0, 10.0, 20.0, 40.0, 60.0)  # between one roster and the next
 
-Explain = Callable[[Sequence[str], int], str]
-"""What a command said and its exit code (negative for a signal), as a sentence."""
-
-
-@dataclass(frozen=True)
-class Habits:
-    """How a command differs from others.
-
-    ``name`` is what people are told it is, where its first word is not. ``is_news`` is given each
-    line that it prints and says whether people shall see it. ``is_submitting`` says whether the
-    job may be in the cluster without that it is known yet how to take it out. ``ending_s`` is how
-    long the command may need to end once no agent is left. Where ranks are ``only_wishes``, an
-    agent whose rank is none, or taken, gets a free one. A command that ``clears_up`` takes the
-    job out of the cluster by itself when it is ended.
-    """
-
-    name: str | None = None
-    is_news: Callable[[str], bool] = lambda line: True
-    is_submitting: Callable[[], bool] = lambda: False
-    ending_s: float = _ENDING_S
-    only_wishes: bool = False
-    clears_up: bool = False
-
-
-USUAL = Habits()
-
 
 class Carrier:
-    """``crew`` are the places of the agents by their rank.
-
-    ``explain`` is asked when the command ends too early; ``fatal`` of each line that it prints
-    before, and gives a sentence when no agent can come after such a line; ``state`` what the job
-    waits for, in a few words or none; ``trouble`` each second until all agents have come, for a
-    sentence if something else shows that one cannot. ``cancel`` is given "" before the command
-    starts, and then each line, until it makes of one, which tells how the job is known to the
-    cluster, the command that takes it out of there. To a command that ``has_terminal`` its output
-    is one: on a pipe many a program keeps its lines to itself for long. ``habits`` are what else
-    may be special about the command.
-    """
+    """Runs ``argv``, a command of ``cluster``; ``crew`` are its agents' places by their rank."""
 
     label: str | None = None
 
     def __init__(
         self,
+        cluster: Cluster,
         argv: Sequence[str],
-        environment: Mapping[str, str],
         crew: Sequence[AgentPlace],
         guardian: GuardianProcess,
-        explain: Explain,
-        fatal: Callable[[str], str | None],
-        state: Callable[[], str],
-        *,
-        trouble: Callable[[], str | None] = lambda: None,
-        cancel: Callable[[str], Sequence[str] | None] = lambda line: None,
-        has_terminal: bool = False,
-        habits: Habits = USUAL,
     ) -> None:
-        self._failure: str | None = None
-        self._name = habits.name or os.path.basename(argv[0])
-        self._habits = habits
+        self._cluster = cluster
+        self._habits = cluster.habits
+        self._name = cluster.habits.name or os.path.basename(argv[0])
         self._crew = crew
-        self._explain = explain
-        self._fatal = fatal
-        self._state = state
-        self._trouble = trouble
-        self._cancel = cancel
-        self._cancellation: Sequence[str] | None = None
-        self._environment = dict(environment)
         self._guardian = guardian
+        self._failure: str | None = None
+        self._cancellation: Sequence[str] | None = None
         self._gate: Gate | None = None
-        self._said: list[str] = []
-        self._shown = 0  # of what it said, by a roster
+        self._said: deque[str] = deque(maxlen=_KEPT_LINES)  # and not shown yet
         self._has_ended = False
         self._has_begun = False
         self._is_over = False
@@ -119,8 +70,9 @@ class Carrier:
         self._rosters = 0
         self._roster_s = self._hung_up_s + _ROSTER_S[0]
         self._trouble_s = self._hung_up_s + _TROUBLE_S
+        self._last_came_s = self._hung_up_s
         self._learn_to_cancel("")
-        self._process, pipes = _started(argv, self._environment, has_terminal)
+        self._process, pipes = _started(argv, cluster.environment, cluster.has_terminal)
         guardian.watch(self._process.pid)
         self._streams = [_Stream(self, pipe) for pipe in pipes]
 
@@ -161,6 +113,7 @@ class Carrier:
         events = place.leave("is replaced by another") if place.is_connected else []
         place.label = host
         place.greet(link, greeting)
+        self._last_came_s = time.monotonic()
         return events
 
     def _is_free(self, rank: object) -> bool:
@@ -207,23 +160,23 @@ class Carrier:
             if self._has_begun:
                 notes.append(self._note(text))
                 continue
-            del self._said[_KEPT_LINES:]
             self._said.append(text)
             if self._failure is None:
-                self._failure = _not_shared(text) or self._fatal(text)
+                self._failure = _not_shared(text) or self._cluster.fatal(text)
         return notes
 
     def sweep(self) -> list[Event]:
         if self._has_ended or (code := self._process.poll()) is None:
             return []
         self._has_ended = True
+        self._end_group()
         if not self.awaited():
             is_news = code != 0 and not self._is_over
             return [Note(f"{self._name} ended with exit code {code}")] if is_news else []
         for stream in list(self._streams):
             stream.read_rest()
         if self._failure is None:
-            self._failure = self._explain(self._said[self._shown :], code)
+            self._failure = self._cluster.explain(list(self._said), code)
         return []
 
     def tick(self, now_s: float) -> tuple[list[Event], float | None]:
@@ -231,16 +184,21 @@ class Carrier:
         if self._has_begun or not self.awaited():
             return [], patience_s
         if now_s >= self._trouble_s and self._failure is None:
-            self._failure = self._trouble()
+            self._failure = self._cluster.trouble()
             self._trouble_s = now_s + _TROUBLE_S
+        due_s = [self._trouble_s]
+        if (connect_s := self._cluster.connect_s) is not None:
+            due_s.append(self._last_came_s + connect_s)
+            if now_s >= due_s[-1]:
+                self._give_up(connect_s)
         events: list[Event] = []
         if now_s >= self._roster_s:
-            events += [self._note(text) for text in self._said[self._shown :]]
+            events += [self._note(text) for text in self._said]
             events.append(Note(self._roster()))
-            self._shown = len(self._said)
+            self._said.clear()
             self._rosters += 1
             self._roster_s = now_s + _ROSTER_S[min(self._rosters, len(_ROSTER_S) - 1)]
-        left_s = min(self._roster_s, self._trouble_s) - now_s
+        left_s = max(0.0, min(self._roster_s, *due_s) - now_s)
         return events, left_s if patience_s is None else min(left_s, patience_s)
 
     def finish(self, leftover_s: float) -> list[Event]:
@@ -291,14 +249,19 @@ class Carrier:
 
     def _roster(self) -> str:
         here = [place for place in self._crew if place.is_connected]
-        hosts = ", ".join(sorted({str(place.label) for place in here}))
+        hosts = _some(sorted({str(place.label) for place in here}))
         there = f" ({len(here)} of {len(self._crew)} are there, on {hosts})" if here else ""
-        state = self._state()
-        awaited = self.awaited()
-        names = ", ".join(awaited[:_SHOWN_NAMES])
-        more = len(awaited) - _SHOWN_NAMES
-        others = f" and {more} more" if more > 0 else ""
-        return f"waiting for {names}{others}{there}" + (f": {state}" if state else "")
+        state = self._cluster.state()
+        return f"waiting for {_some(self.awaited())}{there}" + (f": {state}" if state else "")
+
+    def _give_up(self, after_s: float) -> None:
+        said = "".join(f"\n  {line.strip()}" for line in self._said)
+        state = self._cluster.state()
+        self._fail(
+            f"no answer from {_some(self.awaited())} within {after_s:g} s"
+            + (f": {state}" if state else "")
+            + (f"; {self._name} said:{said}" if said else "")
+        )
 
     def _wait(self, until_s: float, is_to_go_on: Callable[[], bool] = lambda: True) -> None:
         """For the command's end, reading what it prints, so that it can."""
@@ -315,7 +278,7 @@ class Carrier:
                         selector.unregister(key.fd)
 
     def _learn_to_cancel(self, line: str) -> None:
-        if self._cancellation is None and (command := self._cancel(line)):
+        if self._cancellation is None and (command := self._cluster.cancel(line)):
             self._cancellation = command
             self._guardian.cancel_at_the_end(command)
 
@@ -326,7 +289,7 @@ class Carrier:
         try:
             subprocess.run(
                 list(self._cancellation),
-                env=self._environment,
+                env=dict(self._cluster.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -337,9 +300,22 @@ class Carrier:
             return  # what the command does when it is ended has to do
         self._wait(time.monotonic() + _ENDING_S)
 
+    def _end_group(self) -> None:
+        """What the command has left behind, at once: its number may soon be another's."""
+        try:
+            os.killpg(self._process.pid, signal.SIGTERM)
+        except OSError:
+            pass
+
     def _signal(self, number: int) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, number)
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(names) - _SHOWN_NAMES
+    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _not_shared(line: str) -> str | None:

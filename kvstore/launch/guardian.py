@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-AGENT_ID_NAME = "PS_AGENT_ID"
+AGENT_ID_NAME = "KVSTORE_AGENT_ID"
 _AGENT = AGENT_ID_NAME.encode() + b"="
 KILL_ROUNDS = 50
 ROUND_S = 0.05

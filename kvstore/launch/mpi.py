@@ -15,12 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstore.launch.carried import (
-    Cluster,
-    Member,
     agent_command,
     run_carried,
     servers_then_workers,
 )
+from kvstore.launch.cluster import Cluster, Member
 from kvstore.launch.hosts import Host, bracketed, read_hosts, spread
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions

@@ -215,6 +215,7 @@ class AgentPlace:
         why = f"{self.label} was lost: {how}{self._last_words()}"
         if not self._has_begun:
             self.failure = why
+            return [Finished(0)]  # the failure says it
         lost, self._running = self._running, set()
         events: list[Event] = [Note(why)]
         if lost:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from kvstore.launch import sge_words
 from kvstore.launch.agent import GREETING
-from kvstore.launch.carried import Cluster, agent_command, run_carried, servers_then_workers
-from kvstore.launch.carrier import Habits, refusal
+from kvstore.launch.carried import agent_command, run_carried, servers_then_workers
+from kvstore.launch.carrier import refusal
+from kvstore.launch.cluster import Cluster, Habits
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
 

@@ -43,7 +43,7 @@ def look(directory: str, environ: Mapping[str, str]) -> list[Queued]:
     """The jobs of ``directory`` now. Raises OSError or subprocess.SubprocessError."""
     done = subprocess.run(
         ["squeue", "--noheader", f"--user={os.getuid()}", f"--format={_FORMAT}"],
-        env=dict(environ),
+        env=_without_wishes(environ),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -52,6 +52,12 @@ def look(directory: str, environ: Mapping[str, str]) -> list[Queued]:
         check=True,
     )
     return parse(done.stdout, directory)
+
+
+def _without_wishes(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a user likes to see of the queue, and to be asked, is not for us."""
+    wishes = ("SQUEUE_", "SCANCEL_")
+    return {name: value for name, value in environ.items() if not name.startswith(wishes)}
 
 
 def describe(jobs: list[Queued]) -> str:
@@ -80,7 +86,7 @@ def cancel(directory: str, environ: Mapping[str, str]) -> bool:
             if found := [job.job_id for job in jobs if job.state != "COMPLETING"]:
                 subprocess.run(
                     ["scancel", *found],
-                    env=dict(environ),
+                    env=_without_wishes(environ),
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
                     timeout=_ANSWER_S,

@@ -158,7 +158,7 @@ class EveryLauncher:
         assert sorted(rank for rank, _, _, _ in found) == ["0", "1"], done.stdout
         assert {words for _, _, _, words in found} == {str(WORDS)}
         assert {host for _, host, _, _ in found} <= set(launcher.hosts)
-        assert said(done) == [], "a job that does well says nothing of itself"
+        assert said(done) == [], done.stderr + "a job that does well says nothing of itself"
         assert launcher.nothing_runs()
 
     def test_the_first_failure_is_named_with_its_host_and_its_exit_code_is_ours(

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -282,6 +283,20 @@ class TestOptions:
         assert done.returncode == 1
         assert "there is no program 'srun' here: start the job where" in done.stderr
 
+    def test_a_directory_that_is_not_shared_is_a_sentence(
+        self, launcher: Launcher, request: pytest.FixtureRequest
+    ) -> None:
+        own = Path(tempfile.mkdtemp(dir="/dev/shm"))  # each host has another /dev/shm
+        request.addfinalizer(own.rmdir)
+        began = time.monotonic()
+        done = launcher.run("-n", "2", "-s", "1", "true", KVSTORE_JOB_DIR=str(own))
+        assert time.monotonic() - began < SENTENCE_S
+        assert done.returncode == 1
+        [line] = said(done)
+        assert "a host does not find /dev/shm/" in line
+        assert "set KVSTORE_JOB_DIR to a directory that all hosts share" in line
+        assert launcher.nothing_runs()
+
     def test_a_dry_run_prints_the_command(self, launcher: Launcher, slurm: Slurm) -> None:
         done = launcher.run("-n", "2", "-s", "1", "--worker-gpus", "1", "--dry-run", "true")
         assert done.returncode == 0, done.stderr
@@ -443,3 +458,17 @@ def test_variables_that_srun_would_read_change_nothing(launcher: Launcher) -> No
     done = odd.run("-n", "2", "-s", "1", *python(ROUND))
     assert done.returncode == 0, done.stderr
     assert said(done) == []
+
+
+def test_what_a_user_likes_to_see_of_the_queue_changes_nothing(
+    launcher: Launcher, slurm: Slurm
+) -> None:
+    wishes = {"SQUEUE_STATES": "RUNNING", "SQUEUE_PARTITION": "other", "SCANCEL_INTERACTIVE": "1"}
+    odd = replace(launcher, environment={**launcher.environment, **wishes})
+    with all_hosts_taken(slurm) as taken:
+        with odd.start("-n", "2", "-s", "1", "true") as job:
+            try:
+                assert " is PENDING (Resources)" in waiting_line(job)
+            finally:
+                job.kill()
+        wait_for("empty queue", lambda: slurm.jobs() == [taken], SENTENCE_S)

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from kvstore.launch.carrier import Carrier
+from kvstore.launch.cluster import Cluster
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.link import Link
 from kvstore.launch.places import Event, Note
@@ -43,15 +44,14 @@ def agents() -> Iterator[Agents]:
 
 def carrier_of(crew: list[AgentPlace]) -> Iterator[Carrier]:
     guardian = GuardianProcess("0123456789abcdef", os.environ)
-    carrier = Carrier(
-        ["sleep", "60"],
-        os.environ,
-        crew,
-        guardian,
-        lambda lines, code: "it ended",
-        lambda line: None,
-        lambda: "",
+    cluster = Cluster(
+        members=[("worker", rank) for rank in range(len(crew))],
+        command=lambda directory: [],
+        environment=os.environ,
+        rank_names=[],
+        explain=lambda lines, code: "it ended",
     )
+    carrier = Carrier(cluster, ["sleep", "60"], crew, guardian)
     try:
         yield carrier
     finally:

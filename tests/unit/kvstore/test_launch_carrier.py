@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.launch.carrier import USUAL, Carrier, Habits
+from kvstore.launch.carrier import Carrier
+from kvstore.launch.cluster import USUAL, Cluster, Habits
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.link import Link
 from kvstore.launch.places import Event, Note
@@ -39,22 +40,30 @@ class Run:
     """A carrier whose command is a line of sh."""
 
     def __init__(
-        self, script: str, members: int = 2, habits: Habits = USUAL, cancel: Sequence[str] = ()
+        self,
+        script: str,
+        members: int = 2,
+        habits: Habits = USUAL,
+        cancel: Sequence[str] = (),
+        connect_s: float | None = None,
     ) -> None:
         self.crew = [AgentPlace(f"worker {rank}") for rank in range(members)]
         self.guardian = Watched()
         self.began_s = time.monotonic()
-        self.carrier = Carrier(
-            ["sh", "-c", script],
-            os.environ,
-            self.crew,
-            cast(GuardianProcess, self.guardian),
-            lambda lines, code: f"ended with {code} after {list(lines)}",
-            lambda line: "that is fatal" if "fatal" in line else None,
-            lambda: "in the queue",
+        cluster = Cluster(
+            members=[("worker", rank) for rank in range(members)],
+            command=lambda directory: [],
+            environment=os.environ,
+            rank_names=[],
+            explain=lambda lines, code: f"ended with {code} after {list(lines)}",
+            fatal=lambda line: "that is fatal" if "fatal" in line else None,
+            state=lambda: "in the queue",
             cancel=lambda line: cancel,
             habits=habits,
+            connect_s=connect_s,
         )
+        guardian = cast(GuardianProcess, self.guardian)
+        self.carrier = Carrier(cluster, ["sh", "-c", script], self.crew, guardian)
         self.selector = selectors.PollSelector()
         self.links: list[Link] = []
 
@@ -87,8 +96,13 @@ class Run:
 def start() -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(script: str, members: int = 2, habits: Habits = USUAL) -> Run:
-        runs.append(Run(script, members, habits))
+    def start(
+        script: str,
+        members: int = 2,
+        habits: Habits = USUAL,
+        connect_s: float | None = None,
+    ) -> Run:
+        runs.append(Run(script, members, habits, connect_s=connect_s))
         return runs[-1]
 
     yield start
@@ -137,6 +151,26 @@ def test_the_roster_tells_who_is_there_and_what_the_queue_says(start: Start) -> 
     assert run.carrier.tick(run.began_s + 6.0)[0] == []
     [again] = texts(run.carrier.tick(run.began_s + 16.0)[0])
     assert again.startswith("waiting for"), "what was said is not said again"
+
+
+def test_time_is_up_when_nobody_has_come_for_so_long(start: Start) -> None:
+    run = start("echo a hint; exec sleep 60", connect_s=20.0)
+    run.until(lambda: "a hint" in run.carrier._said)
+    run.admit({"rank": 0, "host": "node1"})
+    assert run.carrier.tick(time.monotonic() + 4.0)[1] is not None
+    assert run.carrier.failure is None
+    run.carrier.tick(time.monotonic() + 20.0)
+    assert run.carrier.failure == (
+        "no answer from worker 1 within 20 s: in the queue; sh said:\n  a hint"
+    )
+
+
+def test_only_the_last_lines_are_kept_and_the_rest_is_shown_once(start: Start) -> None:
+    run = start("seq 1000; echo the end; exec sleep 60")
+    run.until(lambda: "the end" in run.carrier._said)
+    shown = texts(run.carrier.tick(run.began_s + 5.5)[0])
+    assert (shown[0], shown[-2]) == ("sh: 802", "sh: the end")
+    assert len(texts(run.carrier.tick(run.began_s + 16.0)[0])) == 1
 
 
 @pytest.mark.parametrize("rank", [-1, 2, None, "0"])
