@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvstore.launch.address import listen
 from kvstore.launch.carrier import Carrier
-from kvstore.launch.cluster import Cluster, Member
+from kvstore.launch.clusters import Cluster, Member
 from kvstore.launch.elsewhere import (
     agent_row,
     common_address,

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from kvstore.launch.agent import GREETING
 from kvstore.launch.child import die_with_launcher
-from kvstore.launch.cluster import Cluster
+from kvstore.launch.clusters import Cluster
 from kvstore.launch.gate import Gate
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.lines import LineSplitter

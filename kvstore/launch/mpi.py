@@ -19,7 +19,7 @@ from kvstore.launch.carried import (
     run_carried,
     servers_then_workers,
 )
-from kvstore.launch.cluster import Cluster, Member
+from kvstore.launch.clusters import Cluster, Member
 from kvstore.launch.hosts import Host, bracketed, read_hosts, spread
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions

@@ -18,7 +18,7 @@ from kvstore.launch import sge_words
 from kvstore.launch.agent import GREETING
 from kvstore.launch.carried import agent_command, run_carried, servers_then_workers
 from kvstore.launch.carrier import refusal
-from kvstore.launch.cluster import Cluster, Habits
+from kvstore.launch.clusters import Cluster, Habits
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
 

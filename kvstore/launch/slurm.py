@@ -19,7 +19,7 @@ from pathlib import Path
 from kvstore.launch import slurm_queue
 from kvstore.launch.agent import GREETING
 from kvstore.launch.carried import agent_command, run_carried, servers_then_workers
-from kvstore.launch.cluster import Cluster, Habits
+from kvstore.launch.clusters import Cluster, Habits
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
 from kvstore.launch.slurm_allocation import (

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from kvstore.launch.carried import run_carried, servers_then_workers
-from kvstore.launch.cluster import Cluster, Habits
+from kvstore.launch.clusters import Cluster, Habits
 from kvstore.launch.here import checkout_root
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions, Places

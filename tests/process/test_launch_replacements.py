@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from kvstore.launch.carrier import Carrier
-from kvstore.launch.cluster import Cluster
+from kvstore.launch.clusters import Cluster
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.link import Link
 from kvstore.launch.places import Event, Note

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore.launch.carrier import Carrier
-from kvstore.launch.cluster import USUAL, Cluster, Habits
+from kvstore.launch.clusters import USUAL, Cluster, Habits
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.link import Link
 from kvstore.launch.places import Event, Note
