@@ -95,6 +95,7 @@ setup(
         "torch": ["torch>=2.1"],
         "jax": ["jax>=0.4.30"],
         "notebook": ["cloudpickle>=3.0"],
+        "ray": ["ray>=2.9"],
         "plot": ["matplotlib>=3.8"],
         "docs": DOCUMENTATION,
         "dev": DEVELOPMENT,
