@@ -1,0 +1,301 @@
+"""``RowTable``: the rows of one key that are there, and what the optimizer keeps for them.
+
+A row that is not there is zero. What a store in one process holds of a row-sparse key; a server
+can hold its share of the rows the same way, under ids of its own. Values and states are 2-D
+arrays with a row in the same place in each of them:
+
+* direct: the place is the id. For tables that are wholly there and for those of at most
+  ``DIRECT_BYTES``, whose memory the system gives when a row is touched.
+* by index: places are given out as rows come; a sorted index finds them. The number of rows that
+  the shape speaks of costs nothing then.
+
+Which of the two it is changes no result. No threads: whoever owns the table lets one thread in at
+a time. Read next: ``kvstore/local_rows.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore.aggregate import Flat, Workspace
+from kvstore.dtypes import accumulation_dtype
+from kvstore.errors import NotSupportedError
+from kvstore.keys import KeySpec
+from kvstore.optimizer.base import Optimizer
+from kvstore.sparse.array import width_of
+from kvstore.sparse.ids import Ids
+from kvstore.sparse.sums import Contribution, RowValues, Sum
+from kvstore.sparse.update import assign, is_lazy, keeps_zero, update_all, update_lazily
+
+DIRECT_BYTES = 1 << 30
+"""1 GiB of values: a million rows of 256 float32."""
+
+
+class RowTable:
+    """The rows of a key of this shape and dtype, none of them there at first."""
+
+    def __init__(self, spec: KeySpec, *, is_whole: bool = False) -> None:
+        """``is_whole`` says that all rows are about to come."""
+        self.num_rows = spec.shape[0]
+        self.width = width_of(spec.shape)
+        self.dtype = spec.dtype
+        self.states: tuple[RowValues, ...] | None = None
+        """As ``values``, one for each of the optimizer's arrays; None before the first update."""
+        row_bytes = max(self.width * self.dtype.itemsize, 1)
+        is_direct = is_whole or self.num_rows * row_bytes <= DIRECT_BYTES
+        self._places: _Direct | _Indexed = _Direct(self.num_rows) if is_direct else _Indexed()
+        self.values: RowValues = np.zeros((self._places.num_places, self.width), self.dtype)
+        """A row at each place; zero where no row is."""
+
+    # -- reading -------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """How many rows are there."""
+        return self._places.num_used
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the rows that are there."""
+        return len(self) * self.width * self.dtype.itemsize
+
+    def ids(self) -> Ids:
+        """The rows that are there, sorted; only to be read."""
+        return self._places.ids()
+
+    def read(self, ids: Ids) -> RowValues:
+        """Copies of the rows ``ids``, in this order, repeated where they are."""
+        if not len(self):
+            return np.zeros((len(ids), self.width), self.dtype)
+        found: RowValues = self.values.take(self._places.find(ids), axis=0, mode="clip")
+        if isinstance(self._places, _Indexed):
+            found[~self._places.has(ids)] = 0
+        return found
+
+    def read_states(self, ids: Ids, optimizer: Optimizer | None) -> list[RowValues]:
+        """Copies of the states of rows that are there; as they begin if no update was made."""
+        if self.states is None:
+            rows = self.values[self._places.find(ids)]
+            return [] if optimizer is None else self._fresh(optimizer, rows)
+        places = self._places.find(ids)
+        return [state[places] for state in self.states]
+
+    def dense(self) -> RowValues:
+        """All rows; the table's own memory where that is what it holds, else new."""
+        if isinstance(self._places, _Direct):
+            return self.values
+        out = np.zeros((self.num_rows, self.width), self.dtype)
+        ids = self.ids()
+        out[ids] = self.values[self._places.find(ids)]
+        return out
+
+    # -- writing -------------------------------------------------------------------------
+
+    def replace(self, contributions: Sequence[Contribution], workspace: Workspace) -> None:
+        """Hold the sum of these, and no other rows. Their ids are in range."""
+        total = Sum(contributions)
+        self.states = None
+        if len(total) < self.num_rows:
+            self.clear()
+        places = self._add(total.ids, None)
+        assign(self.values, places, total, workspace)
+
+    def clear(self) -> None:
+        """Hold no rows, and no states."""
+        self.states = None
+        if isinstance(self._places, _Indexed):
+            self._places = _Indexed()
+            self.values = self.values[:0]
+        else:
+            self.values[self._places.used()] = 0
+            self._places = _Direct(self.num_rows)
+
+    def update(
+        self,
+        contributions: Sequence[Contribution],
+        optimizer: Optimizer,
+        count: int,
+        workspace: Workspace,
+    ) -> None:
+        """One update, of number ``count``, with the sum of these as the gradient.
+
+        Raises ``NotSupportedError`` where all rows would have to be updated and are not there;
+        then nothing has changed.
+        """
+        total = Sum(contributions)
+        if is_lazy(optimizer):
+            places = self._ready(total.ids, optimizer)
+            update_lazily(
+                self.values, self.states or (), places, total, optimizer, count, workspace
+            )
+            return
+        self._check_wholeness(optimizer, count)
+        places = self._ready(total.ids, optimizer)
+        used = slice(0, self._places.num_places_used)
+        states = [state[used] for state in self.states or ()]
+        update_all(self.values[used], states, places, total, optimizer, count, workspace)
+
+    def set_rows(self, ids: Ids, values: RowValues) -> None:
+        """Set these rows, sorted and each there once, of a table without states."""
+        places = self._add(ids, None)
+        self.values[places] = values
+
+    def restore(
+        self, ids: Ids, values: RowValues | None, states: Sequence[RowValues], optimizer: Any
+    ) -> None:
+        """Set the states, and where there are any the values, of these rows: sorted, in range.
+
+        Without ``values`` the rows keep theirs, and rows that are not in ``ids`` begin afresh.
+        """
+        if values is not None:
+            self.clear()
+        self.states = None
+        places = self._add(ids, None)
+        if values is not None:
+            self.values[places] = values
+        if optimizer is not None:
+            self._make_states(optimizer)
+        own: tuple[RowValues, ...] = self.states or ()
+        for array, state in zip(own, states, strict=True):
+            array[places] = state
+
+    def take_over(
+        self, previous: Optimizer | None, optimizer: Optimizer, count: int
+    ) -> tuple[tuple[Flat, ...], int]:
+        """``Optimizer.take_over`` of all rows; ``keep_states`` makes it so."""
+        flat = [state.reshape(-1) for state in self.states or ()]
+        return optimizer.take_over(previous, self.values.reshape(-1), flat, count)
+
+    def keep_states(self, states: Sequence[Flat] | None) -> None:
+        """Take these for the states, flat, of all places; None for none."""
+        self.states = None if states is None else tuple(map(self._shaped, states))
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _ready(self, ids: Ids, optimizer: Optimizer) -> Ids:
+        """The places of these rows, which are there from now on, with states."""
+        if self.states is None:
+            self._make_states(optimizer)
+        return self._add(ids, optimizer)
+
+    def _add(self, ids: Ids, optimizer: Optimizer | None) -> Ids:
+        """The places of these rows, which are there from now on: zero if they were not."""
+        places = self._places.add(ids)
+        if self._places.num_places > len(self.values):
+            self._grow(optimizer)
+        return places
+
+    def _grow(self, optimizer: Optimizer | None) -> None:
+        before, needed = len(self.values), self._places.num_places
+        capacity = max(needed, before + before // 2)
+        added = np.zeros((capacity - before, self.width), self.dtype)
+        if self.states is not None and optimizer is not None:
+            fresh = self._fresh(optimizer, added)
+            self.states = tuple(map(_joined, self.states, fresh))
+        self.values = _joined(self.values, added)
+
+    def _make_states(self, optimizer: Optimizer) -> None:
+        if type(optimizer).create_state is Optimizer.create_state:
+            dtype = accumulation_dtype(self.dtype)
+            # Memory that the system gives when it is touched, unlike that of zeros_like.
+            self.states = tuple(np.zeros(self.values.shape, dtype) for _ in optimizer.state_names())
+        else:
+            self.states = tuple(self._fresh(optimizer, self.values))
+
+    def _fresh(self, optimizer: Optimizer, rows: RowValues) -> list[RowValues]:
+        return [self._shaped(state) for state in optimizer.create_state(rows.reshape(-1))]
+
+    def _shaped(self, flat: Flat) -> RowValues:
+        return flat.reshape(len(flat) // max(self.width, 1), self.width)
+
+    def _check_wholeness(self, optimizer: Optimizer, count: int) -> None:
+        """Whether rows that are not there may be left out of an update of all rows."""
+        is_whole = len(self) == self.num_rows
+        if optimizer.scope != "key" and (is_whole or keeps_zero(optimizer, self.dtype, count)):
+            return
+        if isinstance(self._places, _Direct):
+            self._places.use_all()
+            return
+        raise NotSupportedError(
+            f"{optimizer.name} would change all {self.num_rows} rows of this key, of which only "
+            f"{len(self)} are held; use lazy_update=True, or an optimizer other than LARS and LAMB"
+        )
+
+
+class _Direct:
+    """The place of a row is its id."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_places = self.num_places_used = num_rows
+        self._is_used: np.ndarray[Any, np.dtype[np.bool_]] | None = np.zeros(num_rows, np.bool_)
+        self.num_used = 0
+
+    def find(self, ids: Ids) -> Ids:
+        return ids
+
+    def used(self) -> Any:
+        """An index of the places of rows."""
+        return slice(None) if self._is_used is None else self._is_used
+
+    def ids(self) -> Ids:
+        if self._is_used is None:
+            return np.arange(self.num_places)
+        return np.flatnonzero(self._is_used)
+
+    def add(self, ids: Ids) -> Ids:
+        if self._is_used is not None:
+            self.num_used += len(ids) - int(np.count_nonzero(self._is_used[ids]))
+            self._is_used[ids] = True
+            if self.num_used == self.num_places:
+                self._is_used = None
+        return ids
+
+    def use_all(self) -> None:
+        self._is_used, self.num_used = None, self.num_places
+
+
+class _Indexed:
+    """Places in the order in which rows came; found in a sorted index."""
+
+    def __init__(self) -> None:
+        self._ids: Ids = np.empty(0, np.int64)
+        self._places: Ids = np.empty(0, np.int64)
+
+    @property
+    def num_places(self) -> int:
+        return len(self._ids)
+
+    num_used = num_places_used = num_places
+
+    def find(self, ids: Ids) -> Ids:
+        """The places of rows; of one that is not there, some place of another, or 0."""
+        if not len(self._ids):
+            return np.zeros(len(ids), np.int64)
+        at = np.searchsorted(self._ids, ids)
+        return self._places.take(at, mode="clip")
+
+    def has(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which of these rows are there."""
+        if not len(self._ids):
+            return np.zeros(len(ids), np.bool_)
+        at = np.searchsorted(self._ids, ids)
+        found: np.ndarray[Any, np.dtype[np.bool_]] = self._ids.take(at, mode="clip") == ids
+        return found
+
+    def ids(self) -> Ids:
+        return self._ids
+
+    def add(self, ids: Ids) -> Ids:
+        new = ids[~self.has(ids)]
+        if len(new):
+            at = np.searchsorted(self._ids, new)
+            places = np.arange(len(self._ids), len(self._ids) + len(new))
+            self._ids = np.insert(self._ids, at, new)
+            self._places = np.insert(self._places, at, places)
+        return self.find(ids)
+
+
+def _joined(rows: RowValues, added: RowValues) -> RowValues:
+    return np.concatenate([rows, added])
