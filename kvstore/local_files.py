@@ -6,6 +6,7 @@ here. Read next: ``saving.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -16,9 +17,7 @@ from kvstore.keys import Key
 from kvstore.optimizer.base import Optimizer
 from kvstore.saving import Checkpoint, Content, Piece, SavedStates
 from kvstore.shelf import Entry
-from kvstore.sparse.array import width_of
-from kvstore.sparse.files import stored_spec
-from kvstore.sparse.table import RowTable
+from kvstore.sparse.sums import RowValues
 
 
 def contents_of(entries: Iterable[Entry]) -> dict[Key, Content]:
@@ -50,11 +49,10 @@ def take_values(entry: Entry, saved: Checkpoint, optimizer: Optimizer | None) ->
     """Set value, states and count of a key to those in a checkpoint that was checked."""
     if entry.table is not None:
         ids = saved.states.rows_of(entry.key)
-        spec = stored_spec(entry.spec, len(ids))
-        piece = saved.read(entry.key, 0, spec.num_elements, optimizer)
-        assert piece.values is not None
-        rows = piece.values.reshape(len(ids), width_of(spec.shape))
-        entry.table.restore(ids, rows, _by_rows(entry.table, piece.states), optimizer)
+        shape = len(ids), entry.table.width
+        piece = saved.read(entry.key, 0, math.prod(shape), optimizer)
+        rows = np.asarray(piece.values).reshape(shape)
+        entry.table.restore(ids, rows, _by_rows(piece.states, rows.shape), optimizer)
         entry.count = piece.num_updates
         return
     piece = saved.read(entry.key, 0, entry.spec.num_elements, optimizer)
@@ -67,9 +65,9 @@ def take_states(entry: Entry, saved: SavedStates, optimizer: Optimizer | None) -
     """Set states and count of a key to those in a file that was checked."""
     if entry.table is not None:
         ids = saved.rows_of(entry.key)
-        size = stored_spec(entry.spec, len(ids)).num_elements
-        states, entry.count = saved.read(entry.key, 0, size, optimizer)
-        entry.table.restore(ids, None, _by_rows(entry.table, states), optimizer)
+        shape = len(ids), entry.table.width
+        states, entry.count = saved.read(entry.key, 0, math.prod(shape), optimizer)
+        entry.table.restore(ids, None, _by_rows(states, shape), optimizer)
         return
     states, count = saved.read(entry.key, 0, entry.spec.num_elements, optimizer)
     _keep(entry, states, count)
@@ -80,6 +78,5 @@ def _keep(entry: Entry, states: Sequence[Flat], count: int) -> None:
     entry.keep_state((adapter.to_context(array, entry.home) for array in states), count)
 
 
-def _by_rows(table: RowTable, states: Sequence[Flat]) -> list[Flat]:
-    width = max(table.width, 1)
-    return [state.reshape(len(state) // width, table.width) for state in states]
+def _by_rows(states: Sequence[Flat], shape: tuple[int, ...]) -> list[RowValues]:
+    return [state.reshape(shape) for state in states]

@@ -152,11 +152,8 @@ def fill(entry: Entry, outs: Sequence[Array]) -> None:
 
 def value_of(entry: Entry) -> RowSparseArray:
     """A copy of the rows that are there; of a dense key all."""
-    if entry.table is None:
-        ids: Ids = np.arange(entry.spec.shape[0])
-        return _row_sparse(ids, _read(entry, ids), entry.spec)
-    ids = entry.table.ids().copy()
-    return _row_sparse(ids, entry.table.read(ids), entry.spec)
+    ids = np.arange(entry.spec.shape[0]) if entry.table is None else entry.table.ids()
+    return _row_sparse(ids.copy(), _read(entry, ids, None), entry.spec)
 
 
 class Wanted(NamedTuple):
@@ -174,26 +171,38 @@ class Wanted(NamedTuple):
 
 def pull_rows(wanted: Sequence[Wanted]) -> list[RowSparseArray | None]:
     """Fill the arrays; new arrays where there are none."""
-    found: dict[tuple[int, int], RowValues] = {}
-    results: list[RowSparseArray | None] = []
-    for entry, out, shape, ids, unique in wanted:
-        is_dense = out is not None and not isinstance(out, RowSparseArray)
-        asked = ids if is_dense else unique
-        # Several devices often ask for the same rows.
-        rows = found.get((id(entry), id(asked)))
-        if rows is None:
-            rows = found[id(entry), id(asked)] = _read(entry, asked)
-        if is_dense:
-            adapter_for(out).assign(rows.reshape(*shape, *entry.spec.shape[1:]), out)
-            results.append(None)
-            continue
-        result = _row_sparse(unique, rows, entry.spec)
-        if out is None:
-            results.append(result.copy() if entry.home is HOST else result)
-        else:
-            out.assign(result.indices, result.values)
-            results.append(None)
-    return results
+    return [_pull_rows(*each) for each in wanted]
+
+
+def _pull_rows(
+    entry: Entry, out: Array | None, shape: tuple[int, ...], ids: Ids, unique: Ids
+) -> RowSparseArray | None:
+    spec = entry.spec
+    if out is None:
+        result = RowSparseArray.zeros(spec.shape, spec.dtype)
+        _read(entry, unique, _flat_rows(result.room_for(unique)))
+        return result
+    if not isinstance(out, RowSparseArray):
+        into = _plain_rows(out, spec)
+        rows = _read(entry, ids, into)
+        if into is None:
+            adapter_for(out).assign(rows.reshape(*shape, *spec.shape[1:]), out)
+    elif out.dtype == spec.dtype:
+        _read(entry, unique, _flat_rows(out.room_for(unique)))
+    else:
+        rows = _read(entry, unique, None)
+        out.assign(unique, rows.reshape(len(unique), *spec.shape[1:]))
+    return None
+
+
+def _plain_rows(out: Array, spec: KeySpec) -> RowValues | None:
+    """NumPy's array by rows, if rows can be taken right into it."""
+    is_plain = type(out) is np.ndarray and out.dtype == spec.dtype and out.flags.carray
+    return out.reshape(-1, width_of(spec.shape)) if is_plain and out.size else None
+
+
+def _flat_rows(values: RowValues) -> RowValues:
+    return values.reshape(len(values), width_of(values.shape))
 
 
 def nbytes_of(wanted: Wanted) -> int:
@@ -306,16 +315,21 @@ def _by_rows(array: Array, spec: KeySpec) -> Array:
     return array.reshape(spec.shape[0], width_of(spec.shape))
 
 
-def _read(entry: Entry, ids: Ids) -> RowValues:
-    """New rows on the host."""
+def _read(entry: Entry, ids: Ids, out: RowValues | None) -> RowValues:
+    """Copies of rows, on the host: in ``out``, contiguous and of the key's dtype, or new."""
     if entry.table is not None:
-        return entry.table.read(ids)
+        return entry.table.read(ids, out)
     weight = _by_rows(entry.weight, entry.spec)
     if entry.home is HOST:
-        rows: RowValues = weight[ids]
+        # With "raise", NumPy would take the rows into a buffer of its own first.
+        rows: RowValues = np.take(weight, ids, axis=0, out=out, mode="clip")
         return rows
     adapter = adapter_on(entry.home)
     places = adapter.to_context(np.ascontiguousarray(ids), entry.home)
     with adapter.on(entry.home):
         chosen = weight[places]
-    return adapter.to_host(chosen)
+    host = adapter.to_host(chosen)
+    if out is None:
+        return host
+    out[...] = host
+    return out

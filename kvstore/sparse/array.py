@@ -147,12 +147,19 @@ class RowSparseArray:
         these. Raises what the constructor does; then nothing has changed.
         """
         ids, rows = self._checked(indices, adapter_for(values).to_host(values))
-        own = self._values
-        if own.shape != rows.shape or not own.flags.carray:
-            own = np.empty(rows.shape, self.dtype)
         with np.errstate(all="ignore"):
-            np.copyto(own, rows, casting="unsafe")
-        self._indices, self._values = np.array(ids), own
+            np.copyto(self.room_for(ids), rows, casting="unsafe")
+
+    def room_for(self, ids: Ids) -> np.ndarray[Any, Any]:
+        """Hold these rows, copied ids that are in range; returns their memory, to be filled.
+
+        C-contiguous, and that of the present values where these are as many.
+        """
+        shape = (len(ids), *self._shape[1:])
+        if self._values.shape != shape or not self._values.flags.carray:
+            self._values = np.empty(shape, self.dtype)
+        self._indices = np.array(ids)
+        return self._values
 
     def _checked(
         self, indices: object, values: np.ndarray[Any, Any]

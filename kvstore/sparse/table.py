@@ -65,14 +65,19 @@ class RowTable:
         """The rows that are there, sorted; only to be read."""
         return self._places.ids()
 
-    def read(self, ids: Ids) -> RowValues:
-        """Copies of the rows ``ids``, in this order, repeated where they are."""
-        if not len(self):
-            return np.zeros((len(ids), self.width), self.dtype)
-        found: RowValues = self.values.take(self._places.find(ids), axis=0, mode="clip")
-        if isinstance(self._places, _Indexed):
-            found[~self._places.has(ids)] = 0
-        return found
+    def read(self, ids: Ids, out: RowValues | None = None) -> RowValues:
+        """Copies of the rows ``ids``, in this order, repeated where they are.
+
+        In ``out``, which is C-contiguous and of the table's dtype, or in new memory.
+        """
+        if out is None:
+            out = np.empty((len(ids), self.width), self.dtype)
+        if len(self.values):
+            self.values.take(self._places.find(ids), axis=0, out=out, mode="clip")
+        absent = self._places.absent(ids)
+        if absent is not None:
+            out[absent] = 0
+        return out
 
     def read_states(self, ids: Ids, optimizer: Optimizer | None) -> list[RowValues]:
         """Copies of the states of rows that are there; as they begin if no update was made."""
@@ -170,7 +175,8 @@ class RowTable:
 
     def keep_states(self, states: Sequence[Flat] | None) -> None:
         """Take these for the states, flat, of all places; None for none."""
-        self.states = None if states is None else tuple(map(self._shaped, states))
+        shape = self.values.shape
+        self.states = None if states is None else tuple(state.reshape(shape) for state in states)
 
     # -- inside --------------------------------------------------------------------------
 
@@ -205,10 +211,7 @@ class RowTable:
             self.states = tuple(self._fresh(optimizer, self.values))
 
     def _fresh(self, optimizer: Optimizer, rows: RowValues) -> list[RowValues]:
-        return [self._shaped(state) for state in optimizer.create_state(rows.reshape(-1))]
-
-    def _shaped(self, flat: Flat) -> RowValues:
-        return flat.reshape(len(flat) // max(self.width, 1), self.width)
+        return [state.reshape(rows.shape) for state in optimizer.create_state(rows.reshape(-1))]
 
     def _check_wholeness(self, optimizer: Optimizer, count: int) -> None:
         """Whether rows that are not there may be left out of an update of all rows."""
@@ -234,6 +237,9 @@ class _Direct:
 
     def find(self, ids: Ids) -> Ids:
         return ids
+
+    def absent(self, ids: Ids) -> None:
+        """Rows that are not there are zero."""
 
     def used(self) -> Any:
         """An index of the places of rows."""
@@ -276,20 +282,21 @@ class _Indexed:
         at = np.searchsorted(self._ids, ids)
         return self._places.take(at, mode="clip")
 
-    def has(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which of these rows are there."""
+    def absent(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+        """Which of these rows are not there; None if all are."""
         if not len(self._ids):
-            return np.zeros(len(ids), np.bool_)
+            return np.ones(len(ids), np.bool_)
         at = np.searchsorted(self._ids, ids)
-        found: np.ndarray[Any, np.dtype[np.bool_]] = self._ids.take(at, mode="clip") == ids
-        return found
+        found: np.ndarray[Any, np.dtype[np.bool_]] = self._ids.take(at, mode="clip") != ids
+        return found if found.any() else None
 
     def ids(self) -> Ids:
         return self._ids
 
     def add(self, ids: Ids) -> Ids:
-        new = ids[~self.has(ids)]
-        if len(new):
+        absent = self.absent(ids)
+        if absent is not None:
+            new = ids[absent]
             at = np.searchsorted(self._ids, new)
             places = np.arange(len(self._ids), len(self._ids) + len(new))
             self._ids = np.insert(self._ids, at, new)

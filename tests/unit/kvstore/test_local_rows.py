@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore import KVStore, RowSparseArray, create, optimizer
+from kvstore import KVStore, RowSparseArray, create, local_rows, optimizer
 from kvstore.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -20,6 +20,7 @@ from kvstore.errors import (
     ValueMismatchError,
 )
 from kvstore.sparse import table
+from kvstore.sparse.sums import Contribution, Sum
 
 Array = np.ndarray[Any, Any]
 SHAPE = (6, 2)
@@ -56,7 +57,7 @@ def rows(ids: list[int], value: float = 1.0, shape: tuple[int, ...] = SHAPE) -> 
     return RowSparseArray(ids, values, shape)
 
 
-def random_rows(seed: int, num_ids: int = 4, dtype: str = "f4") -> RowSparseArray:
+def random_rows(seed: int, num_ids: int = 4, dtype: Any = "f4") -> RowSparseArray:
     random = np.random.default_rng(seed)
     values = random.standard_normal((num_ids, *SHAPE[1:])).astype(dtype)
     return RowSparseArray(random.integers(0, SHAPE[0], num_ids), values, SHAPE)
@@ -449,6 +450,70 @@ def test_statistics_count_the_bytes_of_rows(store: KVStore) -> None:
     store.row_sparse_pull("w", row_ids=[3, 3])
     counted = store.stats()["store"]
     assert (counted["bytes_pushed"], counted["bytes_pulled"]) == (2 * 8 + 2 * 2 * 4, 8)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, None])
+def test_what_is_done_on_a_gpu_gives_the_bits_of_the_host(name: str | None, lazy: bool) -> None:
+    """The functions are NumPy's and CuPy's alike, so an entry of the host will do."""
+    found = None if name is None else OPTIMIZERS[name].replace(lazy_update=lazy)
+    here, there = create("local"), create("local")
+    for each in (here, there):
+        each.init("w", np.arange(12, dtype="f4").reshape(SHAPE))
+        if found is not None:
+            each.set_optimizer(found)
+    entry = there._entries["w"]  # type: ignore[attr-defined]
+    for seed in range(3):
+        value = random_rows(seed).unique()
+        here.push("w", value)
+        if found is not None and entry.state is None:
+            entry.keep_state(found.create_state(entry.flat), 0)
+        total = Sum([Contribution(value.indices, value.values)])
+        local_rows._apply_on_device(entry, total, found, seed + 1)
+        assert dense(there).tobytes() == dense(here).tobytes()
+
+
+def test_bfloat16_is_added_and_updated_in_float32(store: KVStore) -> None:
+    kind = pytest.importorskip("ml_dtypes").bfloat16
+    store.init(["w", "d"], [RowSparseArray.zeros(SHAPE, kind), np.zeros(SHAPE, kind)])
+    store.set_optimizer(OPTIMIZERS["momentum"].replace(lazy_update=False))
+    for seed in range(3):
+        ones = random_rows(seed, 6, kind), random_rows(seed + 9, 6, kind)
+        store.push("w", list(ones))
+        store.push("d", [one.to_dense() for one in ones])
+        assert dense(store).tobytes() == dense(store, "d").tobytes()
+
+
+def test_rows_without_numbers_are_rows(store: KVStore) -> None:
+    shape = (4, 0)
+    store.set_optimizer(OPTIMIZERS["adam"])
+    store.init("w", RowSparseArray.zeros(shape))
+    store.push("w", RowSparseArray([2, 2], np.zeros((2, 0), "f4"), shape))
+    assert store.row_sparse_pull("w", row_ids=[3, 2]).values.shape == (2, 0)
+    assert store.pull("w").indices.tolist() == [2]
+
+
+def test_rows_may_be_numbers_or_matrices(store: KVStore) -> None:
+    for shape in ((5,), (5, 2, 3)):
+        value = RowSparseArray([4, 1], np.ones((2, *shape[1:]), "f4"), shape)
+        key = str(shape)
+        store.init(key, value)
+        store.push(key, [value, value])
+        out = np.zeros((2, *shape[1:]), "f4")
+        store.row_sparse_pull(key, out=out, row_ids=[1, 0])
+        np.testing.assert_array_equal(out[0], np.full(shape[1:], 2))
+        assert not out[1:].any()
+
+
+def test_ids_may_be_those_of_the_array_to_fill(store: KVStore) -> None:
+    store.init("w", rows([1, 3, 4]))
+    out = rows([4, 1], 9)
+    store.row_sparse_pull("w", out=out, row_ids=out.indices)
+    assert (out.indices.tolist(), out.values.tolist()) == ([1, 4], [[1, 1], [3, 3]])
+    ids = np.array([1, 3])
+    found = store.row_sparse_pull("w", row_ids=ids)
+    ids[:] = 0
+    assert found.indices.tolist() == [1, 3]
 
 
 # -- other libraries ----------------------------------------------------------------------
