@@ -16,7 +16,7 @@ a time. Read next: ``kvstore/local_rows.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -26,9 +26,11 @@ from kvstore.errors import NotSupportedError
 from kvstore.keys import KeySpec
 from kvstore.optimizer.base import Optimizer
 from kvstore.sparse.array import width_of
-from kvstore.sparse.ids import Ids
+from kvstore.sparse.ids import Ids, is_increasing
 from kvstore.sparse.sums import Contribution, RowValues, Sum
 from kvstore.sparse.update import assign, is_lazy, keeps_zero, update_all, update_lazily
+
+Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 DIRECT_BYTES = 1 << 30
 """1 GiB of values: a million rows of 256 float32."""
@@ -72,19 +74,18 @@ class RowTable:
         """
         if out is None:
             out = np.empty((len(ids), self.width), self.dtype)
+        places, absent = self._places.look_up(ids)
         if len(self.values):
-            self.values.take(self._places.find(ids), axis=0, out=out, mode="clip")
-        absent = self._places.absent(ids)
+            self.values.take(places, axis=0, out=out, mode="clip")
         if absent is not None:
             out[absent] = 0
         return out
 
     def read_states(self, ids: Ids, optimizer: Optimizer | None) -> list[RowValues]:
         """Copies of the states of rows that are there; as they begin if no update was made."""
+        places, _ = self._places.look_up(ids)
         if self.states is None:
-            rows = self.values[self._places.find(ids)]
-            return [] if optimizer is None else self._fresh(optimizer, rows)
-        places = self._places.find(ids)
+            return [] if optimizer is None else self._fresh(optimizer, self.values[places])
         return [state[places] for state in self.states]
 
     def dense(self) -> RowValues:
@@ -93,7 +94,7 @@ class RowTable:
             return self.values
         out = np.zeros((self.num_rows, self.width), self.dtype)
         ids = self.ids()
-        out[ids] = self.values[self._places.find(ids)]
+        out[ids] = self.read(ids)
         return out
 
     # -- writing -------------------------------------------------------------------------
@@ -221,9 +222,10 @@ class RowTable:
         if isinstance(self._places, _Direct):
             self._places.use_all()
             return
+        name = optimizer.name or type(optimizer).__name__
         raise NotSupportedError(
-            f"{optimizer.name} would change all {self.num_rows} rows of this key, of which only "
-            f"{len(self)} are held; use lazy_update=True, or an optimizer other than LARS and LAMB"
+            f"{name} would change all {self.num_rows} rows of this key, of which only {len(self)} "
+            "are held; use lazy_update=True, or an optimizer other than LARS and LAMB"
         )
 
 
@@ -232,14 +234,12 @@ class _Direct:
 
     def __init__(self, num_rows: int) -> None:
         self.num_places = self.num_places_used = num_rows
-        self._is_used: np.ndarray[Any, np.dtype[np.bool_]] | None = np.zeros(num_rows, np.bool_)
+        self._is_used: Mask | None = np.zeros(num_rows, np.bool_)
         self.num_used = 0
 
-    def find(self, ids: Ids) -> Ids:
-        return ids
-
-    def absent(self, ids: Ids) -> None:
-        """Rows that are not there are zero."""
+    def look_up(self, ids: Ids) -> tuple[Ids, Mask | None]:
+        """The places of rows; those that are not there are zero."""
+        return ids, None
 
     def used(self) -> Any:
         """An index of the places of rows."""
@@ -275,33 +275,37 @@ class _Indexed:
 
     num_used = num_places_used = num_places
 
-    def find(self, ids: Ids) -> Ids:
-        """The places of rows; of one that is not there, some place of another, or 0."""
+    def look_up(self, ids: Ids) -> tuple[Ids, Mask | None]:
+        """The places of rows, and which are not there (their place is any), or None."""
         if not len(self._ids):
-            return np.zeros(len(ids), np.int64)
-        at = np.searchsorted(self._ids, ids)
-        return self._places.take(at, mode="clip")
+            return np.zeros(len(ids), np.int64), np.ones(len(ids), np.bool_)
+        at = self._search(ids)
+        absent: Mask = self._ids.take(at, mode="clip") != ids
+        return self._places.take(at, mode="clip"), absent if absent.any() else None
 
-    def absent(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-        """Which of these rows are not there; None if all are."""
-        if not len(self._ids):
-            return np.ones(len(ids), np.bool_)
-        at = np.searchsorted(self._ids, ids)
-        found: np.ndarray[Any, np.dtype[np.bool_]] = self._ids.take(at, mode="clip") != ids
-        return found if found.any() else None
+    def _search(self, ids: Ids) -> Ids:
+        if is_increasing(ids):
+            return np.searchsorted(self._ids, ids)
+        # A search in order goes through the index once; at random it misses the cache.
+        order = np.argsort(ids)
+        at = np.empty(len(ids), np.int64)
+        at[order] = np.searchsorted(self._ids, ids[order])
+        return at
 
     def ids(self) -> Ids:
         return self._ids
 
     def add(self, ids: Ids) -> Ids:
-        absent = self.absent(ids)
-        if absent is not None:
-            new = ids[absent]
-            at = np.searchsorted(self._ids, new)
-            places = np.arange(len(self._ids), len(self._ids) + len(new))
-            self._ids = np.insert(self._ids, at, new)
-            self._places = np.insert(self._places, at, places)
-        return self.find(ids)
+        """The places of different rows, sorted, which are there from now on."""
+        places, absent = self.look_up(ids)
+        if absent is None:
+            return places
+        new = ids[absent]
+        places[absent] = np.arange(len(self._ids), len(self._ids) + len(new))
+        at = np.searchsorted(self._ids, new)
+        self._ids = np.insert(self._ids, at, new)
+        self._places = np.insert(self._places, at, places[absent])
+        return places
 
 
 def _joined(rows: RowValues, added: RowValues) -> RowValues:
