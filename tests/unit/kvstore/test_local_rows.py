@@ -604,3 +604,19 @@ def test_a_huge_table_is_saved_by_its_rows(store: KVStore, tmp_path: Path) -> No
     again.load_checkpoint(tmp_path)
     assert again.info(7).shape == (2**63, 2)
     assert again.pull(7).indices.tolist() == [2**62]
+
+
+# -- Trainer ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["local", "device"])
+def test_a_trainer_hands_sparse_gradients_of_pytorch_to_the_store(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    net = torch.nn.Embedding(6, 2, sparse=True)
+    before = net.weight.detach().clone()
+    params, numbers = dict(net.named_parameters()), {"learning_rate": 0.5}
+    trainer = kvstore.gluon.Trainer(params, "sgd", numbers, name, update_on_kvstore=True)
+    net(torch.tensor([1, 1, 4])).sum().backward()
+    trainer.step(2)
+    moved = (before - net.weight.detach()).numpy()
+    np.testing.assert_allclose(moved[:, 0], [0, 0.5, 0, 0, 0.25, 0], atol=1e-6)

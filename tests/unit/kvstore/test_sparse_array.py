@@ -9,7 +9,12 @@ import pytest
 
 import kvstore
 from kvstore import RowSparseArray
-from kvstore.errors import ArgumentTypeError, ArgumentValueError, ValueMismatchError
+from kvstore.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NotSupportedError,
+    ValueMismatchError,
+)
 from kvstore.sparse.convert import is_row_sparse, row_sparse
 from kvstore.sparse.ids import checked_ids
 
@@ -205,3 +210,51 @@ def test_a_tensor_of_three_dimensions_keeps_its_rows_whole() -> None:
         found = row_sparse(dense.to_sparse(sparse_dims))
         assert (found.indices.tolist(), found.values.shape) == ([2], (1, 2, 3))
         np.testing.assert_array_equal(found.to_dense(), dense.numpy())
+
+
+# -- as in MXNet --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ((ROWS, np.array([4, 0, 1])), "f4"),
+        ((ROWS.astype("f8"), [4, 0, 1]), "f8"),
+        ((ROWS.tolist(), [4, 0, 1]), "f4"),
+        ((kvstore.nd.array(ROWS), kvstore.nd.array([4, 0, 1])), "f4"),
+    ],
+)
+def test_a_pair_of_data_and_indices_makes_an_array(given: Any, dtype: str) -> None:
+    array = kvstore.nd.sparse.row_sparse_array(given)
+    assert (array.shape, array.dtype, array.indices.tolist()) == ((5, 2), dtype, [4, 0, 1])
+    np.testing.assert_array_equal(array.data, ROWS)
+    assert not np.shares_memory(array.values, ROWS)
+    wide = kvstore.nd.sparse.row_sparse_array(given, shape=(9, 2), dtype="f2")
+    assert (wide.shape, wide.dtype) == ((9, 2), np.float16)
+
+
+def test_shapes_and_arrays_make_arrays_too() -> None:
+    sparse = kvstore.nd.sparse
+    empty = sparse.row_sparse_array((6, 2), ctx=kvstore.cpu())
+    assert (empty.shape, empty.dtype, len(empty.indices)) == ((6, 2), np.float32, 0)
+    dense = np.array([[0, 0], [1, 2]], "f8")
+    assert sparse.row_sparse_array(dense).indices.tolist() == [1]
+    again = sparse.row_sparse_array(sparse.row_sparse_array(dense))
+    np.testing.assert_array_equal(again.asnumpy(), dense)
+    assert sparse.zeros("row_sparse", (3, 2), dtype="f8").dtype == np.float64
+    assert sparse.zeros("default", (3, 2)).shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda sparse: sparse.zeros("csr", (3, 2)), NotSupportedError),
+        (lambda sparse: sparse.zeros("dense", (3, 2)), ArgumentValueError),
+        (lambda sparse: sparse.row_sparse_array((ROWS, ROWS, ROWS)), ArgumentTypeError),
+        (lambda sparse: sparse.row_sparse_array(ROWS, shape=(9, 2)), ArgumentValueError),
+        (lambda sparse: sparse.row_sparse_array((ROWS, [0, 1])), ValueMismatchError),
+    ],
+)
+def test_what_makes_no_row_sparse_array_is_an_error(call: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        call(kvstore.nd.sparse)

@@ -87,3 +87,10 @@ def test_a_sum_is_that_of_the_dense_arrays_to_the_last_bit(
     touched = sorted({int(id_) for array in arrays for id_ in array.indices})
     assert total.ids.tolist() == touched
     assert total.whole().tobytes() == rows.tobytes()
+
+
+def test_zeros_have_the_sign_that_the_dense_sum_gives_them() -> None:
+    """-0.0 + -0.0 is -0.0; where a contribution lacks the row, it adds 0.0."""
+    zeros = np.full((2, 1), -0.0)
+    parts = [Contribution(np.array(ids), zeros) for ids in ([0, 1], [0, 2])]
+    assert np.signbit(Sum(parts).whole()[:, 0]).tolist() == [True, False, False]
