@@ -139,9 +139,10 @@ class RowTable:
             return
         self._check_wholeness(optimizer, count)
         places = self._ready(total.ids, optimizer)
+        held = self._places.held()
         used = slice(0, self._places.num_places_used)
         states = [state[used] for state in self.states or ()]
-        update_all(self.values[used], states, places, total, optimizer, count, workspace)
+        update_all(self.values[used], states, places, total, optimizer, count, workspace, held)
 
     def set_rows(self, ids: Ids, values: RowValues) -> None:
         """Set these rows, sorted and each there once, of a table without states."""
@@ -250,6 +251,10 @@ class _Direct:
             return np.arange(self.num_places)
         return np.flatnonzero(self._is_used)
 
+    def held(self) -> Ids | None:
+        """The places of rows, sorted; None for all."""
+        return None if self._is_used is None else np.flatnonzero(self._is_used)
+
     def add(self, ids: Ids) -> Ids:
         if self._is_used is not None:
             self.num_used += len(ids) - int(np.count_nonzero(self._is_used[ids]))
@@ -294,6 +299,9 @@ class _Indexed:
 
     def ids(self) -> Ids:
         return self._ids
+
+    def held(self) -> None:
+        """All places that were given out."""
 
     def add(self, ids: Ids) -> Ids:
         """The places of different rows, sorted, which are there from now on."""

@@ -51,20 +51,7 @@ def update_lazily(
         for start, stop in row_blocks(len(total), total.width):
             gradient = _block(workspace, _GRADIENT, total.dtype, stop - start, total.width)
             total.rows(start, stop, gradient)
-            at = places[start:stop]
-            if _is_stretch(at):
-                rows = slice(int(at[0]), int(at[0]) + len(at))
-                mine = [array[rows] for array in state]
-                _apply(weight[rows], gradient, mine, optimizer, count, workspace)
-                continue
-            block = _gathered(weight, at, workspace, _WEIGHT)
-            mine = [
-                _gathered(array, at, workspace, _STATE + index) for index, array in enumerate(state)
-            ]
-            _apply(block, gradient, mine, optimizer, count, workspace)
-            weight[at] = block
-            for array, rows_of_it in zip(state, mine, strict=True):
-                array[at] = rows_of_it
+            _update_rows(weight, state, places[start:stop], gradient, optimizer, count, workspace)
 
 
 def update_all(
@@ -75,21 +62,26 @@ def update_all(
     optimizer: Optimizer,
     count: int,
     workspace: Workspace,
+    held: Ids | None = None,
 ) -> None:
-    """Update all rows: ``places`` by the rows of ``total``, the others by a gradient of zero."""
-    sums, ordered = total.whole(), places
-    if not is_increasing(places):
-        order = np.argsort(places)
-        sums, ordered = sums[order], places[order]
-    blocks = row_blocks(len(weight), total.width)
+    """Update all rows: ``places`` by the rows of ``total``, the others by a gradient of zero.
+
+    With ``held``, sorted, these are all rows, ``places`` among them.
+    """
+    sums, ordered = total.whole(), places if held is None else np.searchsorted(held, places)
+    if not is_increasing(ordered):
+        order = np.argsort(ordered)
+        sums, ordered = sums[order], ordered[order]
+    num_rows = len(weight) if held is None else len(held)
+    blocks = row_blocks(num_rows, total.width)
     with np.errstate(all="ignore"):
-        for start, stop in [(0, len(weight))] if optimizer.scope == "key" else blocks:
+        for start, stop in [(0, num_rows)] if optimizer.scope == "key" else blocks:
             gradient = _block(workspace, _GRADIENT, total.dtype, stop - start, total.width)
             gradient.fill(0)
             low, high = np.searchsorted(ordered, (start, stop))
             gradient[ordered[low:high] - start] = sums[low:high]
-            mine = [array[start:stop] for array in state]
-            _apply(weight[start:stop], gradient, mine, optimizer, count, workspace)
+            at = np.arange(start, stop) if held is None else held[start:stop]
+            _update_rows(weight, state, at, gradient, optimizer, count, workspace)
 
 
 def assign(weight: RowValues, places: Ids, total: Sum, workspace: Workspace) -> None:
@@ -122,6 +114,29 @@ def row_blocks(num_rows: int, width: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, num_rows)
 
 
+def _update_rows(
+    weight: RowValues,
+    state: Sequence[RowValues],
+    at: Ids,
+    gradient: RowValues,
+    optimizer: Optimizer,
+    count: int,
+    workspace: Workspace,
+) -> None:
+    """Update the rows ``at``, of which there is one at least: where they lie, or in copies."""
+    if _is_stretch(at):
+        rows = slice(int(at[0]), int(at[0]) + len(at))
+        mine = [array[rows] for array in state]
+        _apply(weight[rows], gradient, mine, optimizer, count, workspace)
+        return
+    block = _gathered(weight, at, workspace, _WEIGHT)
+    mine = [_gathered(array, at, workspace, _STATE + index) for index, array in enumerate(state)]
+    _apply(block, gradient, mine, optimizer, count, workspace)
+    weight[at] = block
+    for array, updated in zip(state, mine, strict=True):
+        array[at] = updated
+
+
 def _apply(
     weight: RowValues,
     gradient: RowValues,
@@ -137,6 +152,8 @@ def _apply(
 
 
 def _is_stretch(places: Ids) -> bool:
+    if not len(places):
+        return False
     return int(places[-1]) - int(places[0]) == len(places) - 1 and is_increasing(places)
 
 
