@@ -44,6 +44,7 @@ _LAZY = {
 #: The same for single functions and classes, by their module.
 _LAZY_MEMBERS = {
     "LocalCluster": "kvstore.running_cluster",
+    "RowSparseArray": "kvstore.sparse",
     "run": "kvstore.running",
 }
 

@@ -36,7 +36,10 @@ _PROFILE = (
     "use a profiler for Python, such as cProfile or py-spy, and kv.stats() for the store's counters"
 )
 _MONITOR = "use an eval_metric and the callbacks of mx.model.FeedForward.fit"
-_SPARSE = "all arrays and keys are dense: embeddings are pulled and pushed whole"
+_SPARSE = (
+    "row-sparse arrays are mx.RowSparseArray(indices, values, shape), also by "
+    "mx.nd.sparse.row_sparse_array; others are SciPy's or PyTorch's, which stores take"
+)
 _OPERATORS = (
     "use NumPy on array.asnumpy(), PyTorch or JAX; mx.nd has only the arithmetic that a script "
     "around a store needs"
@@ -77,7 +80,7 @@ INSTEAD: dict[str, dict[str, str]] = {
     },
     "kvstore.nd": {
         **dict.fromkeys(("save", "load"), _FILES),
-        **dict.fromkeys(("sparse", "CSRNDArray", "RowSparseNDArray"), _SPARSE),
+        **dict.fromkeys(("CSRNDArray", "RowSparseNDArray"), _SPARSE),
         **dict.fromkeys(
             ("linalg", "contrib", "image", "op", "Custom", "FullyConnected", "Convolution"),
             _OPERATORS,

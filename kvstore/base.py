@@ -26,7 +26,7 @@ from numpy.typing import DTypeLike
 from kvstore.commands import check_command
 from kvstore.dtypes import check_dtype
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
-from kvstore.keys import Key, Keys, KeySpec, KeyTable, UpdateFunction, Values
+from kvstore.keys import ROWS_REFUSED, Key, Keys, KeySpec, KeyTable, UpdateFunction, Values
 from kvstore.optimizer.base import Number, Optimizer
 from pslite.future import Future
 
@@ -138,6 +138,8 @@ class KeyInfo(NamedTuple):
     """In how many parts its value travels and is updated; 1 for stores in one process."""
     generation: int
     """1 after the first ``init``; ``delete`` and ``init`` again count it up."""
+    stype: str = "default"
+    """``"row_sparse"`` for a key that was initialised so; MXNet's words."""
 
 
 class Version(int):
@@ -165,7 +167,9 @@ class KVStore(KVStoreBase, abc.ABC):
 
     **Keys** are ``int`` or ``str``; a store's keys are all of one kind. **Values** are arrays
     of NumPy, CuPy, PyTorch or JAX, or ``mx.nd.NDArray``; a push must have exactly the shape
-    and dtype of the key.
+    and dtype of the key. The stores of one process take row-sparse values too
+    (``RowSparseArray``, SciPy's sparse matrices, PyTorch's sparse tensors): as the first value of
+    a key, which is row-sparse then, and as gradients of any key.
 
     Every call takes one key or a list of keys. With one key, a list of arrays means one for
     each device. With a list of keys, the values are a parallel list whose items are again an
@@ -227,7 +231,9 @@ class KVStore(KVStoreBase, abc.ABC):
         ``with_version`` a pair of that and the ``Version`` (or list of them).
 
         When all arrays of ``out`` are ``mx.nd.NDArray``, the call returns at once and reading
-        them waits. ``ignore_sparse`` is accepted for MXNet's sake: there is nothing sparse.
+        them waits. A row-sparse key fills dense arrays whole, and without ``out`` gives the rows
+        it holds as a ``RowSparseArray``. A ``RowSparseArray`` in ``out`` is left as it is, with a
+        warning, as in MXNet; with ``ignore_sparse`` False it gets all rows that the key holds.
         Raises ``UnknownKeyError`` and ``ValueMismatchError``.
         """
 
@@ -461,9 +467,25 @@ class KVStore(KVStoreBase, abc.ABC):
 
     def row_sparse_pull(
         self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
-    ) -> None:
-        """Raises ``NotSupportedError``: this version's keys are dense."""
-        raise NotSupportedError("this version has dense keys only: pull the whole array with pull")
+    ) -> Any:
+        """Copy rows ``row_ids`` of each key into ``out``.
+
+        ``row_ids`` is an array of ids: any integer dtype, any shape, any order, repeated or not,
+        or none at all; a list of ints will do. With a list of arrays for a single key, a list of
+        them is one for each; a single one is for all. With a list of keys, both are parallel
+        lists of these.
+
+        A ``RowSparseArray`` in ``out`` holds exactly the requested rows afterwards, ids sorted and
+        each there once, cast to its dtype; rows that the store does not have are zero. Any other
+        array has the shape of its ids and behind it that of a row, and gets the rows in the order
+        of the ids. Without ``out``, returns a new ``RowSparseArray`` (a list of them where
+        ``row_ids`` is one). Dense keys give their rows, too.
+
+        Raises ``ArgumentTypeError`` for ids that are no integers, ``ArgumentValueError`` for ids
+        out of range and where there are none, ``ValueMismatchError`` for lists and arrays that
+        do not fit. The stores of one process have it, others raise ``NotSupportedError``.
+        """
+        raise NotSupportedError(ROWS_REFUSED)
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Raises ``NotSupportedError``: this version sends gradients as they are."""

@@ -23,9 +23,12 @@ from kvstore.errors import (
     ArgumentTypeError,
     DuplicateKeyError,
     KeyTypeError,
+    NotSupportedError,
     UnknownKeyError,
     ValueMismatchError,
 )
+from kvstore.sparse.array import RowSparseArray
+from kvstore.sparse.convert import is_row_sparse, row_sparse
 from kvstore.suggest import nearest
 
 Key: TypeAlias = int | str
@@ -43,6 +46,11 @@ _PLAIN = {np.ndarray}
 
 _look_to_read = attrgetter("shape", "dtype", "flags.c_contiguous")
 _look_to_write = attrgetter("shape", "dtype", "flags.carray")
+
+ROWS_REFUSED = (
+    "row-sparse values are for the stores local and device in this version; give this store dense "
+    "arrays, such as value.to_dense(), and pull whole keys"
+)
 
 #: Results are kept for lists of so many keys altogether.
 _MOST_KEPT_KEYS = 100_000
@@ -67,10 +75,12 @@ class KeySpec(NamedTuple):
 
 
 def spec_of(array: Array) -> KeySpec:
-    """Shape and dtype of an array that ``adapter_for`` accepts.
+    """Shape and dtype of a ``RowSparseArray``, or of an array that ``adapter_for`` accepts.
 
     Raises ``ArgumentTypeError`` for a dtype that cannot be stored.
     """
+    if isinstance(array, RowSparseArray):
+        return KeySpec(array.shape, array.dtype)
     adapter = adapter_for(array)
     dtype = adapter.dtype(array)
     check_dtype(dtype)
@@ -102,11 +112,12 @@ def check_priority(priority: object) -> None:
         )
 
 
-def group_values(key: object, value: object) -> dict[Key, list[Array]]:
+def group_values(key: object, value: object, *, takes_rows: bool = False) -> dict[Key, list[Array]]:
     """The arrays of each key, keys in order of first appearance, arrays in the caller's order.
 
-    Raises ``KeyTypeError``, ``ArgumentTypeError`` (no array, or a dtype that cannot be stored)
-    and ``ValueMismatchError`` (as many keys as values are needed).
+    Row-sparse values of any library stay what they are with ``takes_rows``; else they raise
+    ``NotSupportedError``. Raises ``KeyTypeError``, ``ArgumentTypeError`` (no array, or a dtype
+    that cannot be stored) and ``ValueMismatchError`` (as many keys as values are needed).
     """
     keys, single = normalise_keys(key)
     values = [value] if single else value
@@ -122,7 +133,10 @@ def group_values(key: object, value: object) -> dict[Key, list[Array]]:
         if not several:
             raise ValueMismatchError(f"key {item!r} needs at least one array, got an empty list")
         for array in several:
-            check_dtype(adapter_for(array).dtype(array))
+            if not is_row_sparse(array):
+                check_dtype(adapter_for(array).dtype(array))
+            elif not takes_rows:
+                raise NotSupportedError(ROWS_REFUSED)
         groups.setdefault(item, []).extend(several)
     return groups
 
@@ -201,7 +215,8 @@ class KeyTable:
     returned. Calls that only look may come from any thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_rows: bool = False) -> None:
+        self._takes_rows = takes_rows
         self._specs: dict[Key, KeySpec] = {}
         self._lists: ByKeys[Key, KeyList] = ByKeys(
             lambda keys: KeyList(keys, [self.spec(key) for key in keys])
@@ -256,7 +271,7 @@ class KeyTable:
     def check_init(self, key: object, value: object) -> dict[Key, Array]:
         """The one array of each new key."""
         keys, _ = normalise_keys(key)
-        groups = group_values(key, value)
+        groups = self._grouped(key, value)
         for item, arrays in groups.items():
             self._check_kind(item)
             if item in self._specs:
@@ -270,7 +285,7 @@ class KeyTable:
 
     def check_push(self, key: object, value: object) -> dict[Key, list[Array]]:
         """The arrays of each key; all have exactly its shape and dtype."""
-        groups = group_values(key, value)
+        groups = self._grouped(key, value)
         for item, arrays in groups.items():
             spec = self.spec(item)
             for array in arrays:
@@ -283,7 +298,7 @@ class KeyTable:
 
     def check_out(self, key: object, out: object) -> dict[Key, list[Array]]:
         """The arrays to fill for each key; all have its shape and can be written."""
-        groups = group_values(key, out)
+        groups = group_values(key, out, takes_rows=self._takes_rows)
         for item, arrays in groups.items():
             check_outs(item, self.spec(item), arrays)
         return groups
@@ -293,7 +308,7 @@ class KeyTable:
     ) -> tuple[dict[Key, Array], dict[Key, list[Array]]]:
         """The one array of each new key, and the arrays to fill."""
         values = self.check_init(key, value)
-        filled = group_values(key, out)
+        filled = group_values(key, out, takes_rows=self._takes_rows)
         for item, arrays in filled.items():
             check_outs(item, spec_of(values[item]), arrays)
         return values, filled
@@ -307,6 +322,16 @@ class KeyTable:
         for key in keys:
             self._specs.pop(key, None)
         self._lists.forget()
+
+    def _grouped(self, key: object, value: object) -> dict[Key, list[Array]]:
+        """The arrays of values that callers give; row-sparse ones of any library as ours."""
+        groups = group_values(key, value, takes_rows=self._takes_rows)
+        if not self._takes_rows:
+            return groups
+        return {
+            item: [row_sparse(array) if is_row_sparse(array) else array for array in arrays]
+            for item, arrays in groups.items()
+        }
 
     def _unknown(self, key: Key) -> str:
         # Another thread may add keys meanwhile.
@@ -329,8 +354,13 @@ class KeyTable:
 def check_outs(key: Key, spec: KeySpec, outs: Sequence[Array]) -> None:
     """Raise ``ValueMismatchError`` unless values of ``spec`` can be copied into all ``outs``."""
     for out in outs:
-        adapter = adapter_for(out)
-        shape, dtype = adapter.shape(out), adapter.dtype(out)
+        if is_row_sparse(out) and not isinstance(out, RowSparseArray):
+            raise ArgumentTypeError(
+                f"a {type(out).__name__} cannot be filled; pull into a kvstore.RowSparseArray and "
+                "make another library's array from its indices and values"
+            )
+        adapter = None if isinstance(out, RowSparseArray) else adapter_for(out)
+        shape, dtype = spec_of(out) if adapter is None else (adapter.shape(out), adapter.dtype(out))
         if shape != spec.shape:
             raise ValueMismatchError(
                 f"key {key!r} has shape {spec.shape}, the array to fill has {shape}"
@@ -339,7 +369,7 @@ def check_outs(key: Key, spec: KeySpec, outs: Sequence[Array]) -> None:
             raise ValueMismatchError(
                 f"key {key!r} is {spec.dtype}; an array of {dtype} would lose the imaginary parts"
             )
-        reason = adapter.why_read_only(out)
+        reason = None if adapter is None else adapter.why_read_only(out)
         if reason is not None:
             raise ValueMismatchError(f"the array to fill for key {key!r} is read-only: {reason}")
 

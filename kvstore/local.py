@@ -10,11 +10,12 @@ the key.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
+from kvstore import local_rows
 from kvstore.aggregate import Flat
 from kvstore.arrays import Array, adapter_for, adapter_on
 from kvstore.base import KeyInfo, KVStore, Path, Version, check_optimizer
@@ -31,11 +32,13 @@ from kvstore.keys import (
     single_key,
     spec_of,
 )
+from kvstore.local_files import contents_of, pieces_of, take_states, take_values
 from kvstore.operation import futures_in
 from kvstore.optimizer.base import Optimizer
-from kvstore.rows import RowReader, Rows
-from kvstore.saving import Checkpoint, Content, Piece, SavedStates, write_checkpoint, write_states
+from kvstore.rows import RowReader, Rows, check_dense_outs
+from kvstore.saving import Checkpoint, SavedStates, write_checkpoint, write_states
 from kvstore.shelf import HOST, Entry, Shelves
+from kvstore.sparse.array import RowSparseArray
 from pslite.errors import ClosedError, PSError
 from pslite.future import Future, completed, failed
 
@@ -50,7 +53,7 @@ class LocalKVStore(KVStore):
         # Guards everything below: a caller may push from one thread for each device. The same
         # thread may come again, from inside an updater.
         self._lock = threading.RLock()
-        self._table = KeyTable()
+        self._table = KeyTable(takes_rows=True)
         self._entries: dict[Key, Entry] = {}
         self._generations: dict[Key, int] = {}
         self._optimizer: Optimizer | None = None
@@ -99,21 +102,21 @@ class LocalKVStore(KVStore):
         with self._lock:
             self._check_open()
             check_priority(priority)
-            values = self._pulled(key, out)
+            values = self._pulled(key, out, ignore_sparse)
             if not with_version:
                 return values
             keys, single = normalise_keys(key)
             versions = [Version([self._entries[item].version]) for item in keys]
             return values, versions[0] if single else versions
 
-    def _pulled(self, key: Keys, out: Values | None) -> Any:
+    def _pulled(self, key: Keys, out: Values | None, ignore_sparse: bool) -> Any:
         if out is not None:
-            self._fill(self._rows.filled(key, out))
+            self._fill(self._rows.filled(key, out, ignores_sparse=bool(ignore_sparse)))
             return None
         keys, single = normalise_keys(key)
         for item in keys:
             self._table.spec(item)
-        copies = [_copy(self._entries[item].weight) for item in keys]
+        copies = [_copy(self._entries[item]) for item in keys]
         self._count("pulls", keys)
         return copies[0] if single else copies
 
@@ -138,8 +141,25 @@ class LocalKVStore(KVStore):
             self._check_open()
             check_priority(priority)
             values, filled = self._table.check_broadcast(key, value, out)
+            check_dense_outs(filled)
             self._add(values)
-            self._fill(Rows(tuple(filled), list(filled.values())))
+            self._fill(self._rows.split(filled))
+
+    def row_sparse_pull(
+        self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
+    ) -> Any:
+        with self._lock:
+            self._check_open()
+            check_priority(priority)
+            wanted, is_single = local_rows.check_wanted(
+                self._entries, self._table, key, out, row_ids
+            )
+            pulled = local_rows.pull_rows(wanted)
+            self._counters["pulls"] += 1
+            self._counters["bytes_pulled"] += sum(map(local_rows.nbytes_of, wanted))
+            if out is not None:
+                return None
+            return pulled[0] if is_single else pulled
 
     # -- the same as futures: all is done when the call returns ------------------------
 
@@ -170,7 +190,7 @@ class LocalKVStore(KVStore):
         optimizer = check_optimizer(optimizer)
         with self._lock:
             self._check_open()
-            updated = [entry for entry in self._entries.values() if entry.state is not None]
+            updated = [entry for entry in self._entries.values() if entry.has_state]
             taken = [self._taken_over(entry, optimizer) for entry in updated]
             for entry, (state, count) in zip(updated, taken, strict=True):
                 entry.keep_state(state, count)
@@ -206,7 +226,9 @@ class LocalKVStore(KVStore):
             self._check_open()
             key = single_key(key)
             spec = self._table.spec(key)
-            return KeyInfo(*spec, spec.nbytes, 1, self._entries[key].generation)
+            entry = self._entries[key]
+            stype = "default" if entry.table is None else RowSparseArray.stype
+            return KeyInfo(*spec, spec.nbytes, 1, entry.generation, stype)
 
     def delete(self, key: Keys) -> None:
         with self._lock:
@@ -224,61 +246,45 @@ class LocalKVStore(KVStore):
     def save_checkpoint(self, directory: Path) -> None:
         with self._lock:
             self._check_open()
-            write_checkpoint(directory, self._contents(), self._optimizer, self._pieces())
+            entries = self._entries.values()
+            pieces = pieces_of(entries, self._optimizer)
+            write_checkpoint(directory, contents_of(entries), self._optimizer, pieces)
 
     def load_checkpoint(self, directory: Path) -> None:
-        with self._lock, Checkpoint(directory) as saved:
+        with self._lock, Checkpoint(directory, takes_rows=True) as saved:
             self._check_open()
             optimizer = saved.states.optimizer or self._optimizer
-            saved.check(self._contents())
-            saved.states.check(self._contents(), optimizer)
+            contents = contents_of(self._entries.values())
+            saved.check(contents)
+            saved.states.check(contents, optimizer)
             missing = {key: spec for key, spec in saved.specs.items() if key not in self._entries}
-            self._add({key: np.zeros(*spec) for key, spec in missing.items()})
+            self._add(
+                {
+                    key: (RowSparseArray.zeros if saved.is_row_sparse(key) else np.zeros)(*spec)
+                    for key, spec in missing.items()
+                }
+            )
             if optimizer is not None:
                 self.set_optimizer(optimizer)
-            for key, entry in self._entries.items():
-                piece = saved.read(key, 0, entry.spec.num_elements, optimizer)
-                values = np.asarray(piece.values).reshape(entry.spec.shape)
-                adapter_for(entry.weight).from_host(values, entry.weight)
-                self._take_states(entry, piece.states, piece.num_updates)
+            for entry in self._entries.values():
+                take_values(entry, saved, optimizer)
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
         with self._lock:
             self._check_open()
-            write_states(
-                fname,
-                self._contents(),
-                self._optimizer,
-                self._pieces(),
-                dump_optimizer=dump_optimizer,
-            )
+            entries, optimizer = self._entries.values(), self._optimizer
+            contents, pieces = contents_of(entries), pieces_of(entries, optimizer)
+            write_states(fname, contents, optimizer, pieces, dump_optimizer=dump_optimizer)
 
     def load_optimizer_states(self, fname: Path) -> None:
-        with self._lock, SavedStates(fname) as saved:
+        with self._lock, SavedStates(fname, takes_rows=True) as saved:
             self._check_open()
             optimizer = saved.optimizer or self._optimizer
-            saved.check(self._contents(), optimizer)
+            saved.check(contents_of(self._entries.values()), optimizer)
             if optimizer is not None:
                 self.set_optimizer(optimizer)
-            for key, entry in self._entries.items():
-                states, count = saved.read(key, 0, entry.spec.num_elements, optimizer)
-                self._take_states(entry, states, count)
-
-    def _contents(self) -> dict[Key, Content]:
-        return {key: Content(entry.spec, 1) for key, entry in self._entries.items()}
-
-    def _pieces(self) -> Iterator[Piece]:
-        for key, entry in self._entries.items():
-            values = adapter_for(entry.weight).to_host(entry.weight).reshape(-1)
-            state = entry.state
-            if state is None:
-                state = () if self._optimizer is None else self._optimizer.create_state(values)
-            states = [adapter_for(array).to_host(array) for array in state]
-            yield Piece(key, 0, values, states, entry.count)
-
-    def _take_states(self, entry: Entry, states: Sequence[Flat], count: int) -> None:
-        adapter = adapter_on(entry.home)
-        entry.keep_state((adapter.to_context(array, entry.home) for array in states), count)
+            for entry in self._entries.values():
+                take_states(entry, saved, optimizer)
 
     # -- the rest ----------------------------------------------------------------------
 
@@ -305,17 +311,25 @@ class LocalKVStore(KVStore):
 
     def _add(self, values: dict[Key, Array]) -> None:
         specs = {key: spec_of(array) for key, array in values.items()}
-        hosts = {key: adapter_for(array).to_host(array) for key, array in values.items()}
-        self._table.add(specs)
+        hosts = {
+            key: array if isinstance(array, RowSparseArray) else adapter_for(array).to_host(array)
+            for key, array in values.items()
+        }
         for key, host in hosts.items():
-            generation = self._generations[key] = self._generations.get(key, 0) + 1
-            self._entries[key] = self._shelves.place(key, host, generation)
+            generation = self._generations.get(key, 0) + 1
+            if isinstance(host, RowSparseArray):
+                self._entries[key] = local_rows.new_entry(key, host, generation)
+            else:
+                self._entries[key] = self._shelves.place(key, host, generation)
+            self._generations[key] = generation
+        self._table.add(specs)
 
     def _merge(self, pushed: Rows, outs: Sequence[Row] | None = None) -> None:
         """Add up and update; ``outs``, of the same keys and plain as well, get the new values."""
         entries = [self._entries[key] for key in pushed.keys]
+        sparse = [self._entries[key] for key, _ in pushed.sparse]
         if self._optimizer is not None:
-            for dtype in dict.fromkeys(entry.spec.dtype for entry in entries):
+            for dtype in dict.fromkeys(entry.spec.dtype for entry in (*entries, *sparse)):
                 self._optimizer.check_dtype(dtype)
         if pushed.blocks is None:
             self._settle(entries, pushed.rows)
@@ -327,7 +341,18 @@ class LocalKVStore(KVStore):
             self._apply(entries, pushed.rows)
         else:
             pushed.blocks.apply(pushed.rows, self._optimizer, self._workspaces, outs)
+        for entry, (_, arrays) in zip(sparse, pushed.sparse, strict=True):
+            self._merge_rows(entry, arrays)
         self._count("pushes", pushed.keys, pushed.blocks)
+
+    def _merge_rows(self, entry: Entry, arrays: Sequence[Array]) -> None:
+        self._counters["bytes_pushed"] += max(map(local_rows.size_of, arrays))
+        if self._updater is not None:
+            local_rows.apply_updater(self._updater, entry, arrays)
+            return
+        workspace = self._workspaces.take()
+        local_rows.apply(entry, arrays, self._optimizer, workspace)
+        self._workspaces.give(workspace)
 
     def _settle(self, entries: Sequence[Entry], rows: Sequence[Sequence[Array]]) -> None:
         """Choose where keys live, given the arrays of a push."""
@@ -363,6 +388,8 @@ class LocalKVStore(KVStore):
         entry.set_weight(local)
 
     def _taken_over(self, entry: Entry, optimizer: Optimizer) -> tuple[tuple[Flat, ...], int]:
+        if entry.table is not None:
+            return entry.table.take_over(self._optimizer, optimizer, entry.count)
         with adapter_on(entry.home).on(entry.home):
             return optimizer.take_over(
                 self._optimizer, entry.weight.reshape(-1), entry.state or (), entry.count
@@ -374,7 +401,9 @@ class LocalKVStore(KVStore):
             self._fill_any([self._entries[key] for key in filled.keys], filled.rows)
         else:
             filled.blocks.fill(filled.rows)
-        self._count("pulls", filled.keys, filled.blocks)
+        for key, outs in filled.sparse:
+            local_rows.fill(self._entries[key], outs)
+        self._count("pulls", [*filled.keys, *dict(filled.sparse)], filled.blocks)
 
     def _fill_any(self, entries: Sequence[Entry], rows: Sequence[Sequence[Array]]) -> None:
         here: list[Key] = []
@@ -409,10 +438,7 @@ class LocalKVStore(KVStore):
                 adapter_for(out).assign(entry.weight, out)
 
     def _count(self, what: str, keys: Sequence[Key], blocks: Blocks | None = None) -> None:
-        if blocks is None:
-            nbytes = sum(self._entries[key].spec.nbytes for key in keys)
-        else:
-            nbytes = blocks.nbytes
+        nbytes = blocks.nbytes if blocks else sum(self._entries[key].nbytes for key in keys)
         self._counters[what] += 1
         self._counters["bytes_pushed" if what == "pushes" else "bytes_pulled"] += nbytes
 
@@ -428,8 +454,10 @@ def _memory(out: Array) -> HostArray | None:
     return None if memory is None else memory.view(adapter.dtype(out))
 
 
-def _copy(array: Array) -> Array:
-    return adapter_for(array).copy(array)
+def _copy(entry: Entry) -> Array:
+    if entry.table is not None:
+        return local_rows.value_of(entry)
+    return adapter_for(entry.weight).copy(entry.weight)
 
 
 def _done(call: Callable[[], T]) -> Future[T]:

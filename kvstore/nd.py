@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import importlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -285,4 +286,6 @@ def _of_two(ufunc: np.ufunc, lhs: Any, rhs: Any) -> NDArray:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "sparse":
+        return importlib.import_module("kvstore.ndsparse")
     raise missing("kvstore.nd", name, __all__)

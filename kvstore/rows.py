@@ -8,13 +8,21 @@ store's lock guards everything here. Read next: ``blocks.py``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstore.arrays import Array
 from kvstore.blocks import Blocks
+from kvstore.errors import NotSupportedError
 from kvstore.keys import Key, Keys, KeyTable, Values
 from kvstore.shelf import HOST, Entry
+from kvstore.sparse.array import RowSparseArray
+
+IGNORED = (
+    "pull leaves a RowSparseArray as it is (key {key!r}): use row_sparse_pull with row_ids, or "
+    "pull with ignore_sparse=False for all rows"
+)
 
 MOST_LISTS = 1000
 """So many lists of keys are remembered; then all are forgotten."""
@@ -27,6 +35,8 @@ class Rows(NamedTuple):
     rows: Sequence[Sequence[Array]]
     blocks: Blocks | None = None
     """Of these keys, if all of them are on the host and all arrays what ``plain_rows`` wants."""
+    sparse: Sequence[tuple[Key, Sequence[Array]]] = ()
+    """Further keys and their arrays: where the key is row-sparse, or an array is."""
 
 
 class RowReader:
@@ -36,22 +46,52 @@ class RowReader:
         self._table = table
         self._entries = entries
         self._blocks: dict[tuple[Key, ...], Blocks] = {}
+        self._warned: set[Key] = set()
 
     def pushed(self, key: Keys, value: Values) -> Rows:
         """What a call pushes. Raises what ``KeyTable.check_push`` does."""
         found = self._plain(key, value, are_written=False)
         if found is not None:
             return found
-        groups = self._table.check_push(key, value)
-        return Rows(tuple(groups), list(groups.values()))
+        return self.split(self._table.check_push(key, value))
 
-    def filled(self, key: Keys, out: Values) -> Rows:
-        """What a call fills. Raises what ``KeyTable.check_out`` does."""
+    def filled(self, key: Keys, out: Values, *, ignores_sparse: bool | None = None) -> Rows:
+        """What a call fills. Raises what ``KeyTable.check_out`` does.
+
+        Of ``RowSparseArray`` among the arrays, ``ignores_sparse`` leaves them out, and warns once
+        for a key; without a value for it, they raise ``NotSupportedError``.
+        """
         found = self._plain(key, out, are_written=True)
         if found is not None:
             return found
         groups = self._table.check_out(key, out)
-        return Rows(tuple(groups), list(groups.values()))
+        if ignores_sparse is None:
+            check_dense_outs(groups)
+        elif ignores_sparse:
+            groups = self._without_sparse(groups)
+        return self.split(groups)
+
+    def split(self, groups: Mapping[Key, Sequence[Array]]) -> Rows:
+        """The keys and arrays of a call, those apart that have to do with rows."""
+        sparse = {key: arrays for key, arrays in groups.items() if self._is_sparse(key, arrays)}
+        dense = {key: arrays for key, arrays in groups.items() if key not in sparse}
+        return Rows(tuple(dense), list(dense.values()), None, list(sparse.items()))
+
+    def _is_sparse(self, key: Key, arrays: Sequence[Array]) -> bool:
+        if self._entries[key].table is not None:
+            return True
+        return any(isinstance(array, RowSparseArray) for array in arrays)
+
+    def _without_sparse(self, groups: Mapping[Key, list[Array]]) -> dict[Key, list[Array]]:
+        kept: dict[Key, list[Array]] = {}
+        for key, arrays in groups.items():
+            dense = [array for array in arrays if not isinstance(array, RowSparseArray)]
+            if dense:
+                kept[key] = dense
+            if len(dense) < len(arrays) and key not in self._warned:
+                self._warned.add(key)
+                warnings.warn(IGNORED.format(key=key), stacklevel=4)
+        return kept
 
     def blocks_of(self, keys: tuple[Key, ...]) -> Blocks:
         """The blocks of different keys, all on the host."""
@@ -84,4 +124,14 @@ class RowReader:
 
     def _is_at_home(self, key: Key) -> bool:
         entry = self._entries.get(key)
-        return entry is not None and entry.home is HOST
+        return entry is not None and entry.home is HOST and entry.table is None
+
+
+def check_dense_outs(groups: Mapping[Key, Sequence[Array]]) -> None:
+    """Raise ``NotSupportedError`` if an array to fill is a ``RowSparseArray``."""
+    for key, arrays in groups.items():
+        if any(isinstance(array, RowSparseArray) for array in arrays):
+            raise NotSupportedError(
+                f"key {key!r}: pushpull and broadcast fill dense arrays only; give out=array, or "
+                "push (or init) and then row_sparse_pull the rows you need"
+            )

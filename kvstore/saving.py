@@ -7,6 +7,8 @@ larger than the memory can be saved. Two kinds of files of named arrays (``tenso
   (first element, updates) for each piece; what ``save_optimizer_states`` writes.
 * values: an array ``KEY`` for each key.
 
+Of a row-sparse key both have the rows that are there (``sparse/files.py``).
+
 A checkpoint is a directory with one of each and ``manifest.json``, which names them and is
 written last, by rename. Each save writes files of new names and removes the old ones after
 the manifest, so a save that is interrupted leaves the checkpoint before it as it was.
@@ -30,6 +32,8 @@ from kvstore.errors import CheckpointError, OptimizerNotSet
 from kvstore.keys import Key, KeySpec
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain, to_plain
+from kvstore.sparse.files import ids_name, read_ids, read_shapes, shapes_text, stored_spec
+from kvstore.sparse.ids import Ids
 from kvstore.tensorfile import TensorReader, TensorWriter, read_json, write_json
 from pslite.errors import PSError
 
@@ -47,6 +51,13 @@ class Content(NamedTuple):
 
     spec: KeySpec
     num_pieces: int
+    rows: Ids | None = None
+    """Of a row-sparse key: the sorted ids of the rows that are there. Its pieces have these."""
+
+    @property
+    def stored(self) -> KeySpec:
+        """Shape and dtype of what is written."""
+        return self.spec if self.rows is None else stored_spec(self.spec, len(self.rows))
 
 
 class Piece(NamedTuple):
@@ -86,13 +97,19 @@ class _StatesWriter:
             metadata["optimizer_name"] = optimizer.name
             if dump:
                 metadata["optimizer"] = json.dumps(to_plain(optimizer))
+        rows = {key: each.rows for key, each in contents.items() if each.rows is not None}
+        metadata |= shapes_text({key: contents[key].spec.shape for key in rows})
         arrays: dict[str, KeySpec] = {}
-        for key, (spec, num_pieces) in contents.items():
-            arrays[f"count/{key}"] = KeySpec((num_pieces, 2), _INT64)
-            dtypes = state_dtypes(optimizer, spec.dtype)
+        for key, content in contents.items():
+            arrays[f"count/{key}"] = KeySpec((content.num_pieces, 2), _INT64)
+            dtypes = state_dtypes(optimizer, content.spec.dtype)
             for name, dtype in zip(self._names, dtypes, strict=True):
-                arrays[f"{name}/{key}"] = KeySpec(spec.shape, dtype)
+                arrays[f"{name}/{key}"] = KeySpec(content.stored.shape, dtype)
+        for key, ids in rows.items():
+            arrays[ids_name(key)] = KeySpec(ids.shape, _INT64)
         self.file = TensorWriter(path, arrays, metadata)
+        for key, ids in rows.items():
+            self.file.write(ids_name(key), 0, ids)
 
     def add(self, piece: Piece) -> None:
         for name, state in zip(self._names, piece.states, strict=True):
@@ -144,7 +161,7 @@ def write_checkpoint(
         raise CheckpointError(f"{directory} cannot be made: {error}") from error
     name = secrets.token_hex(4)
     files = {"values": f"values-{name}.safetensors", "states": f"states-{name}.safetensors"}
-    specs = {str(key): content.spec for key, content in contents.items()}
+    specs = {str(key): content.stored for key, content in contents.items()}
     if "__metadata__" in specs:
         raise CheckpointError(
             "the key '__metadata__' cannot be saved: the file format uses the name"
@@ -175,13 +192,22 @@ def _key_type(keys: Iterable[Key]) -> str:
 
 
 class SavedStates:
-    """A states file that is open for reading. Raises ``CheckpointError``."""
+    """A states file that is open for reading. Raises ``CheckpointError``.
 
-    def __init__(self, path: FilePath) -> None:
+    Without ``takes_rows``, also for a file with states of row-sparse keys.
+    """
+
+    def __init__(self, path: FilePath, *, takes_rows: bool = False) -> None:
         self.path = Path(path)
         self._file = TensorReader(path)
         try:
             self.optimizer = self._read_optimizer()
+            self.row_shapes = read_shapes(self._file, path)
+            if self.row_shapes and not takes_rows:
+                raise CheckpointError(
+                    f"{path} has row-sparse keys ({', '.join(self.row_shapes)}), which only the "
+                    "stores local and device take in this version; load it there"
+                )
         except BaseException:
             self._file.close()
             raise
@@ -212,12 +238,30 @@ class SavedStates:
                 f"{self.path} has states of the optimizer {self.optimizer_name or 'none'}, the "
                 f"store uses {optimizer.name}"
             )
-        for key, (spec, _) in contents.items():
+        for key, content in contents.items():
+            spec = self._stored_spec(key, content)
             dtypes = state_dtypes(optimizer, spec.dtype)
             for name, dtype in zip(optimizer.state_names(), dtypes, strict=True):
                 self._check_array(f"{name}/{key}", KeySpec(spec.shape, dtype))
             if f"count/{key}" not in self._file.names:
                 raise CheckpointError(f"{self.path} has nothing of key {key!r}")
+
+    def rows_of(self, key: Key) -> Ids:
+        """The rows of a row-sparse key, sorted. Raises ``CheckpointError``."""
+        return read_ids(self._file, self.path, str(key), self.row_shapes[str(key)])
+
+    def _stored_spec(self, key: Key, content: Content) -> KeySpec:
+        shape = self.row_shapes.get(str(key))
+        if content.rows is None and shape is None:
+            return content.spec
+        if content.rows is None or shape is None:
+            kinds = ("dense", "row-sparse") if shape is None else ("row-sparse", "dense")
+            raise CheckpointError(f"key {key!r} is {kinds[0]} in {self.path}, {kinds[1]} here")
+        if shape != content.spec.shape:
+            raise CheckpointError(
+                f"key {key!r} has shape {shape} in {self.path}, {content.spec.shape} here"
+            )
+        return stored_spec(content.spec, len(self.rows_of(key)))
 
     def _check_array(self, name: str, wanted: KeySpec) -> None:
         if name not in self._file.names:
@@ -263,16 +307,18 @@ class SavedStates:
 class Checkpoint:
     """A checkpoint that is open for reading. Raises ``CheckpointError``.
 
-    ``specs`` are shape and dtype of each key, ``states`` the states file.
+    ``specs`` are shape and dtype of each key, ``states`` the states file. Without ``takes_rows``,
+    a checkpoint with row-sparse keys raises as well.
     """
 
-    def __init__(self, directory: FilePath) -> None:
+    def __init__(self, directory: FilePath, *, takes_rows: bool = False) -> None:
         directory = Path(directory)
         manifest = read_json(directory / MANIFEST, _MAX_MANIFEST_BYTES)
         paths = _files_of(directory, manifest)
         with ExitStack() as stack:
             self._values = stack.enter_context(TensorReader(paths["values"]))
-            self.states = stack.enter_context(SavedStates(paths["states"]))
+            states = SavedStates(paths["states"], takes_rows=takes_rows)
+            self.states = stack.enter_context(states)
             is_int = self._values.metadata.get("key_type") == "int"
             try:
                 self.specs: dict[Key, KeySpec] = {
@@ -281,11 +327,31 @@ class Checkpoint:
                 }
             except ValueError as error:
                 raise CheckpointError(f"{paths['values']} has a malformed key: {error}") from error
+            self._take_whole_shapes()
             self._stack = stack.pop_all()
+
+    def is_row_sparse(self, key: Key) -> bool:
+        """Whether the key was row-sparse."""
+        return str(key) in self.states.row_shapes
+
+    def _take_whole_shapes(self) -> None:
+        """Let ``specs`` speak of all rows, where the file has some."""
+        for key, spec in self.specs.items():
+            shape = self.states.row_shapes.get(str(key))
+            if shape is None:
+                continue
+            whole = KeySpec(shape, spec.dtype)
+            if spec != stored_spec(whole, len(self.states.rows_of(key))):
+                raise CheckpointError(
+                    f"key {key!r} has values of shape {spec.shape} in {self.states.path.parent}, "
+                    "which do not fit the ids of its rows"
+                )
+            self.specs[key] = whole
 
     def check(self, contents: Mapping[Key, Content]) -> None:
         """Whether these keys are in it, with these shapes and dtypes."""
-        for key, (spec, _) in contents.items():
+        for key, content in contents.items():
+            spec = content.spec
             found = self.specs.get(key)
             if found != spec:
                 has = "not in it" if found is None else f"{found.shape} of {found.dtype} in it"

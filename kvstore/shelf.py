@@ -10,7 +10,7 @@ lock guards it. Read next: ``blocks.py``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from kvstore.aggregate import BLOCK_ELEMENTS, Flat
 from kvstore.arrays import Array
 from kvstore.context import Context
 from kvstore.keys import Key, KeySpec
+
+if TYPE_CHECKING:
+    from kvstore.sparse.table import RowTable
 
 HOST = Context("cpu", 0)
 
@@ -65,6 +68,8 @@ class Entry:
         """Updates so far; the optimizer's own number of this key."""
         self.version = 0
         """Pushes so far."""
+        self.table: RowTable | None = None
+        """What a row-sparse key holds in place of ``weight`` and ``state``."""
         self.shelf: Shelf | None = None
         """Where a small key on the host lies, its elements from ``start`` to ``stop``."""
         self.start = 0
@@ -78,6 +83,16 @@ class Entry:
         flat: Flat = self.weight.reshape(-1)
         return flat
 
+    @property
+    def has_state(self) -> bool:
+        """Whether an optimizer has begun to keep something for the key."""
+        return (self.state if self.table is None else self.table.states) is not None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the values that the store holds."""
+        return self.spec.nbytes if self.table is None else self.table.nbytes
+
     def set_weight(self, weight: Array) -> None:
         """Replace the value by an array that becomes the store's, or is copied to the shelf."""
         if self.shelf is None:
@@ -89,6 +104,9 @@ class Entry:
         """Replace what the optimizer keeps; the arrays become the store's."""
         self.count = count
         arrays = None if state is None else tuple(state)
+        if self.table is not None:
+            self.table.keep_states(arrays)
+            return
         if _are_the_same(arrays, self.state):
             return
         if arrays is None or self.shelf is None or not all(map(self._fits, arrays)):

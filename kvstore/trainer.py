@@ -318,8 +318,8 @@ class Trainer:
             optimizer = saved.optimizer or self._optimizer
             saved.check(contents, optimizer)
             states = {}
-            for key, (spec, _) in contents.items():
-                arrays, count = saved.read(key, 0, spec.num_elements, optimizer)
+            for key, content in contents.items():
+                arrays, count = saved.read(key, 0, content.spec.num_elements, optimizer)
                 states[key] = count, arrays
             self._optimizer = optimizer
             for updater in self._updaters:

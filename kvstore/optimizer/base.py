@@ -71,8 +71,10 @@ class Optimizer:
 
     Every optimizer also takes, by keyword: ``lr_scheduler``, a schedule of the learning rate;
     ``lr_mult`` and ``wd_mult``, mappings of keys to factors for their learning rate and decay
-    (kept as sorted pairs). A ``base_lr`` of the schedule becomes the ``learning_rate`` where
-    that was left at its default, and else gives way to it, as in MXNet.
+    (kept as sorted pairs); ``lazy_update``, whether a row-sparse gradient leaves rows alone that
+    it does not have (else they are updated with a gradient of zero). A ``base_lr`` of the schedule
+    becomes the ``learning_rate`` where that was left at its default, and else gives way to it, as
+    in MXNet.
     """
 
     scope: ClassVar[str] = "element"
@@ -84,6 +86,7 @@ class Optimizer:
     lr_scheduler: Schedule | None = dataclasses.field(default=None, kw_only=True)
     lr_mult: Multipliers = dataclasses.field(default=(), kw_only=True)
     wd_mult: Multipliers = dataclasses.field(default=(), kw_only=True)
+    lazy_update: bool = dataclasses.field(default=True, kw_only=True)
 
     _factors: dict[Key, tuple[float, float]] = dataclasses.field(
         default_factory=dict, init=False, compare=False, kw_only=True
@@ -143,12 +146,15 @@ class Optimizer:
     def params(self) -> dict[str, Any]:
         """The parameters by name; ``create(optimizer.name, **params)`` makes an equal one.
 
-        Schedule and multipliers are there when they are set. What travels is ``to_plain``.
+        Schedule and multipliers are there when they are set, ``lazy_update`` when it is off. What
+        travels is ``to_plain``.
         """
         values = {name: getattr(self, name) for name in parameter_names(type(self))}
         for name in ("lr_scheduler", "lr_mult", "wd_mult"):
             if not values[name]:
                 del values[name]
+        if self.lazy_update:
+            del values["lazy_update"]
         return values
 
     def replace(self: _Self, **numbers: Any) -> _Self:

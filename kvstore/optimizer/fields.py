@@ -40,7 +40,6 @@ NOT_TAKEN = {
     "param_idx2name": "leave it out; lr_mult and wd_mult name the keys of the store",
     "param_dict": "leave it out; lr_mult and wd_mult name the keys of the store",
     "sym": "leave it out; lr_mult and wd_mult name the keys of the store",
-    "lazy_update": "leave it out; all gradients are dense, so every element is updated",
     "use_fused_step": "leave it out; there is one way to compute an update",
     "aggregate_num": "leave it out; give many keys in one call, and they are updated together",
 }

@@ -16,7 +16,7 @@ from misuse import KINDS, LARGE, PARTS, Misuse, grown, misused, ready
 from workers import Workers
 
 import kvstore
-from kvstore import KVStore, optimizer
+from kvstore import KVStore, RowSparseArray, optimizer
 from kvstore.aggregate import Flat
 from kvstore.errors import (
     ArgumentTypeError,
@@ -183,11 +183,6 @@ def test_an_output_of_another_dtype_is_cast(workers: Workers) -> None:
 # -- what this version does not have ------------------------------------------------------
 
 ABSENT: dict[str, Misuse] = {
-    "row_sparse_pull": lambda kv: kv.row_sparse_pull("w", out=ONES.copy(), row_ids=np.arange(3)),
-    "row_sparse_pull of several ids": lambda kv: kv.row_sparse_pull(
-        "w", out=[ONES, ONES], row_ids=[np.arange(3), np.arange(4)]
-    ),
-    "row_sparse_pull without ids": lambda kv: kv.row_sparse_pull("w"),
     "compression": lambda kv: kv.set_gradient_compression({"type": "2bit", "threshold": 0.5}),
     "compression of an unknown type": lambda kv: kv.set_gradient_compression({"type": "3bit"}),
     "compression without a type": lambda kv: kv.set_gradient_compression({}),
@@ -201,11 +196,37 @@ ABSENT: dict[str, Misuse] = {
 def test_what_this_version_lacks_is_an_error_that_says_so(
     workers: Workers, case: str, by: str
 ) -> None:
-    """Rows on row_sparse and gradient compression, which fail in many ways in the original.
-
-    Some of them only on dist, or at the next push, or by corrupting memory (L17, L19, L22).
-    """
+    """Gradient compression, which fails in many ways in the original (L19, L22)."""
     misused(ready(workers), ABSENT[case], NotSupportedError, "this version", by=by)
+
+
+ROWS = RowSparseArray.zeros((LARGE,), "f8")
+SPARSE: dict[str, Misuse] = {
+    "init": lambda kv: kv.init("v", ROWS),
+    "push": lambda kv: kv.push("w", ROWS),
+    "push of a list": lambda kv: kv.push("w", [ONES, ROWS]),
+    "push_async": lambda kv: kv.push_async("w", ROWS),
+    "pull": lambda kv: kv.pull("w", out=ROWS),
+    "pull of all rows": lambda kv: kv.pull("w", out=ROWS, ignore_sparse=False),
+    "pull_async": lambda kv: kv.pull_async("w", out=ROWS),
+    "pushpull": lambda kv: kv.pushpull("w", ROWS, out=ONES.copy()),
+    "pushpull into it": lambda kv: kv.pushpull("w", ONES, out=ROWS),
+    "pushpull_async": lambda kv: kv.pushpull_async("w", ROWS, out=ONES.copy()),
+    "broadcast": lambda kv: kv.broadcast("v", ROWS, ONES.copy()),
+    "row_sparse_pull": lambda kv: kv.row_sparse_pull("w", out=ROWS, row_ids=np.arange(3)),
+    "row_sparse_pull of several ids": lambda kv: kv.row_sparse_pull(
+        "w", out=[ROWS, ROWS], row_ids=[np.arange(3), np.arange(4)]
+    ),
+    "row_sparse_pull without ids": lambda kv: kv.row_sparse_pull("w"),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("case", SPARSE)
+def test_row_sparse_values_on_servers_are_one_error(case: str, by: str) -> None:
+    """On dist they abort servers, shift rows and corrupt memory in the original (L17)."""
+    with Workers("dist_sync", **PARTS) as workers:
+        misused(ready(workers), SPARSE[case], NotSupportedError, "local and device", by=by)
 
 
 @pytest.mark.parametrize("ignore_sparse", [True, False])
@@ -225,7 +246,8 @@ def test_a_compressed_matrix_is_no_value(workers: Workers, by: str) -> None:
     torch = pytest.importorskip("torch")
     csr = torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 3), check_invariants=True)
     misuse: Misuse = lambda kv: kv.push("w", csr)  # noqa: E731
-    misused(ready(workers), misuse, ArgumentTypeError, "sparse|dense", by=by)
+    errors = (NotSupportedError, ValueMismatchError)  # taken by local, of another shape there
+    misused(ready(workers), misuse, errors, "sparse|shape", by=by)
 
 
 @pytest.mark.parametrize("name", ["nccl", "FooBar", "dist_anything", "dist_nccl", "device1"])

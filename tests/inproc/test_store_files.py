@@ -11,6 +11,7 @@ import pytest
 from workers import Workers
 
 import kvstore
+import kvstore.local
 from kvstore import KVStore, optimizer
 from kvstore.errors import CheckpointError, OptimizerNotSet
 
@@ -241,13 +242,13 @@ def test_an_interrupted_save_leaves_the_checkpoint_before_it(
     kv.save_checkpoint(tmp_path)
     before = kv.pull(list(SHAPES))
     train(kv, range(2))
-    for broken in ("_pieces", "_contents"):
+    for broken in ("pieces_of", "contents_of"):
 
         def interrupted(*_: Any) -> Any:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(kv, broken, interrupted)
+            patch.setattr(kvstore.local, broken, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 kv.save_checkpoint(tmp_path)
     other = kvstore.create("local")

@@ -71,7 +71,7 @@ def test_the_page_of_examples_has_a_command_for_each() -> None:
         for path in (ROOT / "examples").rglob("*.py")
         if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
     ]
-    assert len(runnable) == 6
+    assert len(runnable) == 7
     assert [path for path in runnable if f"python {path}" not in page] == []
     for path in re.findall(r"\]\(([^)]+)\)", page):
         assert (ROOT / "examples" / path).exists()
@@ -105,6 +105,17 @@ def test_push_pull_of_two_workers_shows_sums_over_both(make_job: MakeJob) -> Non
             f"updated: {everywhere(16 - 2 * 4)}",
         ]
     }
+
+
+def test_an_embedding_learns_with_the_rows_of_its_batches_alone() -> None:
+    script = "examples/kvstore/embedding.py"
+    assert len((ROOT / script).read_text(encoding="utf-8").splitlines()) <= 80
+    *epochs, traffic = alone(script, "--users", "20000", "--items", "5000", "--epochs", "4")
+    errors = [float(line.split()[-1]) for line in epochs]
+    assert len(errors) == 4
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.5 * errors[0]
+    assert float(traffic.split()[1]) < 12
 
 
 def test_asynchronous_gradients_are_stale_and_still_find_the_line(make_job: MakeJob) -> None:

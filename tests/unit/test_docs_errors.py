@@ -178,7 +178,7 @@ MISTAKES: dict[str, list[Callable[[], object]]] = {
     ],
     "CheckpointError": [lambda: kvstore.create("local").load_checkpoint("checkpoint")],
     "NotSupportedError": [
-        with_w(lambda kv: kv.row_sparse_pull("w")),
+        lambda: kvstore.create("teststore").pushpull("w", kvstore.RowSparseArray.zeros((3, 2))),
         lambda: SGD().set_learning_rate(0.1),
     ],
     "MissingDependencyError": [without_cupy],

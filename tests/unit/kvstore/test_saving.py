@@ -249,3 +249,70 @@ def test_a_key_whose_name_the_format_uses_is_refused_by_name(tmp_path: Path) -> 
     kv.init("__metadata__", np.zeros(3))
     with pytest.raises(CheckpointError, match="the file format uses the name"):
         kv.save_checkpoint(tmp_path)
+
+
+# -- row-sparse keys ----------------------------------------------------------------------
+
+ROWS = np.array([1, 5])
+ROW_CONTENTS = {"w": Content(KeySpec((2**40, 3), FLOAT), 1, ROWS)}
+
+
+def saved_rows(directory: Path) -> None:
+    values = np.arange(6, dtype=FLOAT)
+    write_checkpoint(directory, ROW_CONTENTS, MOMENTUM, [Piece("w", 0, values, [values + 10], 4)])
+
+
+def test_of_a_row_sparse_key_the_rows_are_saved_with_their_ids(tmp_path: Path) -> None:
+    saved_rows(tmp_path)
+    with Checkpoint(tmp_path, takes_rows=True) as checkpoint:
+        checkpoint.check(ROW_CONTENTS)
+        checkpoint.states.check(ROW_CONTENTS, MOMENTUM)
+        assert checkpoint.specs == {"w": KeySpec((2**40, 3), FLOAT)}
+        assert checkpoint.is_row_sparse("w")
+        assert checkpoint.states.rows_of("w").tolist() == [1, 5]
+        piece = checkpoint.read("w", 0, 6, MOMENTUM)
+        assert (piece.values.tolist(), piece.num_updates) == ([0, 1, 2, 3, 4, 5], 4)  # type: ignore[union-attr]
+        assert piece.states[0].tolist() == [10, 11, 12, 13, 14, 15]
+
+
+def test_who_takes_no_row_sparse_keys_is_told_which_there_are(tmp_path: Path) -> None:
+    saved_rows(tmp_path)
+    with pytest.raises(CheckpointError, match=r"row-sparse keys \(w\).*local and device"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ids", "shapes", "text"),
+    [
+        ([5, 1], '{"w": [10, 3]}', "no sorted ids"),
+        ([1, 1], '{"w": [10, 3]}', "no sorted ids"),
+        ([-1, 1], '{"w": [10, 3]}', "no sorted ids"),
+        ([1, 10], '{"w": [10, 3]}', "no sorted ids"),
+        ([1, 2, 3], '{"w": [10, 3]}', "do not fit"),
+        ([1, 2], '{"w": [10, 4]}', "do not fit"),
+        ([1, 2], '{"w": [10.5, 3]}', "malformed"),
+        ([1, 2], '{"w": []}', "malformed"),
+        ([1, 2], '{"w": 3}', "malformed"),
+        ([1, 2], f'{{"w": [{2**64}, 3]}}', "malformed"),
+        ([1, 2], "[1]", "malformed"),
+        ([1, 2], "{", "malformed"),
+        (None, '{"w": [10, 3]}', "has no row-ids/w"),
+    ],
+)
+def test_ids_and_shapes_in_a_file_are_checked(
+    tmp_path: Path, ids: list[int] | None, shapes: str, text: str
+) -> None:
+    saved_rows(tmp_path)
+    (path,) = tmp_path.glob("states-*")
+    arrays = {"mom/w": np.zeros((2, 3), FLOAT), "count/w": np.zeros((1, 2), np.int64)}
+    if ids is not None:
+        arrays["row-ids/w"] = np.array(ids)
+    specs = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+    with TensorWriter(path, specs, {"optimizer_name": "sgd", "row_sparse": shapes}) as file:
+        for name, array in arrays.items():
+            file.write(name, 0, array.reshape(-1))
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["sizes"]["states"] = path.stat().st_size
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=text):
+        Checkpoint(tmp_path, takes_rows=True)

@@ -1,0 +1,82 @@
+"""What a store of one process writes into files, and how it takes it back, key by key.
+
+Row-sparse keys are written with the rows that are there. The store's lock guards everything
+here. Read next: ``saving.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from kvstore.aggregate import Flat
+from kvstore.arrays import adapter_for, adapter_on
+from kvstore.keys import Key
+from kvstore.optimizer.base import Optimizer
+from kvstore.saving import Checkpoint, Content, Piece, SavedStates
+from kvstore.shelf import Entry
+from kvstore.sparse.sums import RowValues
+
+
+def contents_of(entries: Iterable[Entry]) -> dict[Key, Content]:
+    """What ``pieces_of`` will hand over."""
+    return {
+        entry.key: Content(entry.spec, 1, None if entry.table is None else entry.table.ids())
+        for entry in entries
+    }
+
+
+def pieces_of(entries: Iterable[Entry], optimizer: Optimizer | None) -> Iterator[Piece]:
+    """A piece for each key, with its values."""
+    for entry in entries:
+        if entry.table is not None:
+            ids = entry.table.ids()
+            values = entry.table.read(ids).reshape(-1)
+            rows = entry.table.read_states(ids, optimizer)
+            yield Piece(entry.key, 0, values, [row.reshape(-1) for row in rows], entry.count)
+            continue
+        values = adapter_for(entry.weight).to_host(entry.weight).reshape(-1)
+        state = entry.state
+        if state is None:
+            state = () if optimizer is None else optimizer.create_state(values)
+        states = [adapter_for(array).to_host(array) for array in state]
+        yield Piece(entry.key, 0, values, states, entry.count)
+
+
+def take_values(entry: Entry, saved: Checkpoint, optimizer: Optimizer | None) -> None:
+    """Set value, states and count of a key to those in a checkpoint that was checked."""
+    if entry.table is not None:
+        ids = saved.states.rows_of(entry.key)
+        shape = len(ids), entry.table.width
+        piece = saved.read(entry.key, 0, math.prod(shape), optimizer)
+        rows = np.asarray(piece.values).reshape(shape)
+        entry.table.restore(ids, rows, _by_rows(piece.states, rows.shape), optimizer)
+        entry.count = piece.num_updates
+        return
+    piece = saved.read(entry.key, 0, entry.spec.num_elements, optimizer)
+    values = np.asarray(piece.values).reshape(entry.spec.shape)
+    adapter_for(entry.weight).from_host(values, entry.weight)
+    _keep(entry, piece.states, piece.num_updates)
+
+
+def take_states(entry: Entry, saved: SavedStates, optimizer: Optimizer | None) -> None:
+    """Set states and count of a key to those in a file that was checked."""
+    if entry.table is not None:
+        ids = saved.rows_of(entry.key)
+        shape = len(ids), entry.table.width
+        states, entry.count = saved.read(entry.key, 0, math.prod(shape), optimizer)
+        entry.table.restore(ids, None, _by_rows(states, shape), optimizer)
+        return
+    states, count = saved.read(entry.key, 0, entry.spec.num_elements, optimizer)
+    _keep(entry, states, count)
+
+
+def _keep(entry: Entry, states: Sequence[Flat], count: int) -> None:
+    adapter = adapter_on(entry.home)
+    entry.keep_state((adapter.to_context(array, entry.home) for array in states), count)
+
+
+def _by_rows(states: Sequence[Flat], shape: tuple[int, ...]) -> list[RowValues]:
+    return [state.reshape(shape) for state in states]

@@ -1,0 +1,192 @@
+"""``RowSparseArray``: some rows of a large array; all others are zero.
+
+What stores take and fill. It owns no arithmetic and knows no store. Not for several threads at
+once. Source of the idea and of some names: ``RowSparseNDArray`` of MXNet
+(python/mxnet/ndarray/sparse.py); here ids may come in any order, and repeatedly. Read next:
+``convert.py``, which makes them from sparse matrices and tensors of other libraries.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.dtypes import check_dtype
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, ValueMismatchError
+from kvstore.sparse.ids import Ids, check_num_rows, checked_ids, is_increasing
+from kvstore.sparse.sums import sum_repeated
+
+
+class RowSparseArray:
+    """Rows ``indices`` of an array of shape ``shape`` are ``values``; the others are zero.
+
+    ::
+
+        RowSparseArray([3, 0], numpy.ones((2, 64), "float32"), (1_000_000, 64))
+
+    ``indices`` are the ids of the rows: an array of any integer dtype, or a list of ints; kept
+    as int64, flat. ``values`` is an array of any library, of shape ``(number of ids,
+    *shape[1:])``. An id that stands several times means the sum of its rows. NumPy's arrays are
+    kept as they are, without a copy, and so are the caller's; those of other libraries are
+    brought to the host.
+
+    Raises ``ArgumentTypeError`` for ids that are no integers and values that are no array,
+    ``ArgumentValueError`` for ids out of range, ``ValueMismatchError`` for values of another
+    shape.
+    """
+
+    __slots__ = ("_indices", "_shape", "_values")
+
+    __array_ufunc__ = None  # NumPy would take it for a number and give an array of objects
+
+    stype: ClassVar[str] = "row_sparse"
+    """MXNet's name of the storage type."""
+
+    def __init__(self, indices: Array | Iterable[int], values: Array, shape: Iterable[int]) -> None:
+        self._shape = _checked_shape(shape)
+        adapter = adapter_for(values)
+        check_dtype(adapter.dtype(values))
+        self._indices, self._values = self._checked(indices, adapter.to_host(values))
+
+    @classmethod
+    def zeros(cls, shape: Iterable[int], dtype: Any = np.float32) -> RowSparseArray:
+        """An array of which no row is there: all zero."""
+        shape = _checked_shape(shape)
+        return cls([], np.empty((0, *shape[1:]), dtype), shape)
+
+    @classmethod
+    def from_dense(cls, array: Array) -> RowSparseArray:
+        """The rows of an array of any library that are not all zero, copied; NaN is not zero."""
+        host = adapter_for(array).to_host(array)
+        if host.ndim == 0:
+            raise ValueMismatchError("an array without dimensions has no rows")
+        kept = np.flatnonzero((host != 0).reshape(len(host), -1).any(axis=1))
+        return cls(kept, host[kept], host.shape)
+
+    # -- what it is ----------------------------------------------------------------------
+
+    @property
+    def indices(self) -> Ids:
+        """The ids, int64, shape (n,)."""
+        return self._indices
+
+    @property
+    def values(self) -> np.ndarray[Any, Any]:
+        """The rows, shape (n, \\*shape[1:]): the array's own memory."""
+        return self._values
+
+    data = values
+    """MXNet's name of ``values``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        dtype: np.dtype[Any] = self._values.dtype
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The size of ids and values."""
+        return self._indices.nbytes + self._values.nbytes
+
+    @property
+    def is_unique(self) -> bool:
+        """Whether the ids are sorted, and each there once."""
+        return is_increasing(self._indices)
+
+    def __repr__(self) -> str:
+        return f"<RowSparseArray {self._shape} of {self.dtype}, {len(self._indices)} rows>"
+
+    # -- other forms ---------------------------------------------------------------------
+
+    def unique(self) -> RowSparseArray:
+        """The same with sorted ids, each there once: rows of one id are added, in their order.
+
+        The array itself if it is so already. Sums of 16-bit floats are made in float32.
+        """
+        if self.is_unique:
+            return self
+        flat = self._values.reshape(len(self._indices), width_of(self._shape))
+        ids, values = sum_repeated(self._indices, flat)
+        return RowSparseArray(ids, values.reshape(len(ids), *self._shape[1:]), self._shape)
+
+    def copy(self) -> RowSparseArray:
+        """The same in memory of its own."""
+        return RowSparseArray(self._indices.copy(), self._values.copy(), self._shape)
+
+    def to_dense(self) -> np.ndarray[Any, Any]:
+        """All rows, as a new NumPy array of the whole shape."""
+        unique = self.unique()
+        dense = np.zeros(self._shape, self.dtype)
+        dense[unique._indices] = unique._values
+        return dense
+
+    def asnumpy(self) -> np.ndarray[Any, Any]:
+        """MXNet's name of ``to_dense``."""
+        return self.to_dense()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+        raise ArgumentTypeError("a RowSparseArray is no dense array; use its to_dense()")
+
+    # -- for the stores ------------------------------------------------------------------
+
+    def assign(self, indices: Array | Iterable[int], values: Array) -> None:
+        """Hold these rows from now on, cast to the dtype of the array; all others are zero.
+
+        Both are copied: into the memory of the present values where it has room for exactly
+        these. Raises what the constructor does; then nothing has changed.
+        """
+        ids, rows = self._checked(indices, adapter_for(values).to_host(values))
+        with np.errstate(all="ignore"):
+            np.copyto(self.room_for(ids), rows, casting="unsafe")
+
+    def room_for(self, ids: Ids) -> np.ndarray[Any, Any]:
+        """Hold these rows, copied ids that are in range; returns their memory, to be filled.
+
+        C-contiguous, and that of the present values where these are as many.
+        """
+        shape = (len(ids), *self._shape[1:])
+        if self._values.shape != shape or not self._values.flags.carray:
+            self._values = np.empty(shape, self.dtype)
+        self._indices = np.array(ids)
+        return self._values
+
+    def _checked(
+        self, indices: object, values: np.ndarray[Any, Any]
+    ) -> tuple[Ids, np.ndarray[Any, Any]]:
+        ids = checked_ids(indices, self._shape[0], f"an array of shape {self._shape}")
+        wanted = (len(ids), *self._shape[1:])
+        if values.shape != wanted:
+            raise ValueMismatchError(
+                f"{len(ids)} rows of an array of shape {self._shape} have shape {wanted}, "
+                f"got values of shape {values.shape}"
+            )
+        return ids, values
+
+
+def _checked_shape(shape: Iterable[int]) -> tuple[int, ...]:
+    try:
+        sizes = tuple(map(operator.index, shape))
+    except TypeError as error:
+        raise ArgumentTypeError(f"a shape is a list of ints, got {shape!r}") from error
+    if not sizes or any(size < 0 for size in sizes):
+        raise ArgumentValueError(
+            f"a row-sparse array has one dimension or more, of no negative size, got {sizes}"
+        )
+    check_num_rows(sizes[0])
+    return sizes
+
+
+def width_of(shape: tuple[int, ...]) -> int:
+    """How many numbers a row has."""
+    return math.prod(shape[1:])

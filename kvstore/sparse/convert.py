@@ -1,0 +1,92 @@
+"""Sparse matrices of SciPy and sparse tensors of PyTorch as row-sparse arrays.
+
+They are recognised by their classes and asked by their own methods, so neither library is
+imported here. Pure; any thread may call. Read next: ``sums.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from kvstore.arrays import adapter_for
+from kvstore.errors import ArgumentTypeError
+from kvstore.sparse.array import RowSparseArray
+from kvstore.sparse.ids import starts_of
+
+_TORCH_LAYOUTS = ("torch.sparse_coo", "torch.sparse_csr")
+
+_libraries: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
+"""By class, as long as there is the class: every value of a call is asked."""
+
+
+def is_row_sparse(value: object) -> bool:
+    """Whether ``row_sparse`` takes this: a ``RowSparseArray`` or another library's sparse one."""
+    library = _library_of(type(value))
+    if library != "torch":
+        return library is not None
+    return str(getattr(value, "layout", None)) in _TORCH_LAYOUTS
+
+
+def row_sparse(value: Any) -> RowSparseArray:
+    """A value that ``is_row_sparse`` as a ``RowSparseArray``; itself if it is one.
+
+    Of a matrix with single elements (SciPy's, or a tensor whose rows are sparse too), the rows
+    that hold any are taken whole. A tensor may stand on a GPU, and repeat ids, as gradients of
+    ``torch.nn.Embedding(sparse=True)`` do. May share memory with ``value``. Raises
+    ``ArgumentTypeError`` for layouts that are not by rows.
+    """
+    if isinstance(value, RowSparseArray):
+        return value
+    is_of_scipy = _library_of(type(value)) == "scipy"
+    return _from_scipy(value) if is_of_scipy else _from_torch(value)
+
+
+def _library_of(kind: type) -> str | None:
+    """Whose class this is: of values that are row-sparse, or may be."""
+    if kind not in _libraries:
+        _libraries[kind] = _library_by_name(kind)
+    return _libraries[kind]
+
+
+def _library_by_name(kind: type) -> str | None:
+    for base in kind.__mro__:
+        if base is RowSparseArray:
+            return "kvstore"
+        if base.__module__.startswith("scipy.sparse"):
+            return "scipy"
+        if base.__name__ == "Tensor" and base.__module__.partition(".")[0] == "torch":
+            return "torch"
+    return None
+
+
+def _from_scipy(matrix: Any) -> RowSparseArray:
+    if len(matrix.shape) != 2:
+        raise ArgumentTypeError(
+            f"of SciPy's sparse arrays, those with two dimensions are taken, got {matrix.shape}"
+        )
+    by_row = matrix.tocsr()
+    ids = np.flatnonzero(np.diff(by_row.indptr))
+    return RowSparseArray(ids, by_row[ids].toarray(), matrix.shape)
+
+
+def _from_torch(tensor: Any) -> RowSparseArray:
+    plain = tensor.detach()
+    if str(plain.layout) == "torch.sparse_csr":
+        plain = plain.to_sparse_coo()
+    shape = tuple(plain.shape)
+    if plain.sparse_dim() == 1:
+        # The attributes with an underscore are there for tensors whose ids repeat.
+        return RowSparseArray(plain._indices()[0], plain._values(), shape)
+    summed = plain.coalesce()
+    indices = adapter_for(summed.indices()).to_host(summed.indices())
+    elements = adapter_for(summed.values()).to_host(summed.values())
+    if not len(elements):
+        return RowSparseArray.zeros(shape, elements.dtype)
+    starts = starts_of(indices[0])
+    rows = np.zeros((len(starts), *shape[1:]), elements.dtype)
+    place = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(elements))))
+    rows[tuple([place, *indices[1:]])] = elements  # noqa: C409
+    return RowSparseArray(indices[0][starts], rows, shape)

@@ -1,0 +1,111 @@
+"""Row ids: what callers pass, as flat int64 that is known to be in range.
+
+Ids are integers, and exact up to 2**63 - 1. Floats are taken only where each of them can be told
+from its neighbours: whole numbers below the largest up to which the dtype has all of them (2**24
+for float32, as for float64, so that a script behaves alike with both). Pure; any thread may call.
+Read next: ``array.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvstore.arrays import adapter_for
+from kvstore.dtypes import is_bfloat16, is_float
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
+
+Ids: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+"""A flat array of row ids."""
+
+_INTEGERS = (int, np.integer)
+_EXACT_FLOATS = 2**24
+_EXACT_FLOAT16 = 2**11
+_EXACT_BFLOAT16 = 2**8
+
+_MOST_ROWS = 2**63
+
+
+def checked_ids(ids: object, num_rows: int, owner: str) -> Ids:
+    """The ids as flat int64, in the caller's order, repeated ones kept.
+
+    ``ids`` is an array of any library and any shape, or an int, or a list of ints. ``owner`` has
+    ``num_rows`` rows and is named in errors. The result may share the memory of ``ids`` and is
+    only to be read. Raises ``ArgumentTypeError`` for what is no integer, ``ArgumentValueError``
+    for ids out of range.
+    """
+    if isinstance(ids, (list, tuple, range, *_INTEGERS)):
+        return _of_numbers(ids, num_rows, owner)
+    adapter = adapter_for(ids)
+    dtype = adapter.dtype(ids)
+    if dtype.kind not in "iu" and not is_float(dtype):
+        raise ArgumentTypeError(f"row ids are integers, got {dtype}; pass an int64 array")
+    flat = adapter.to_host(ids).reshape(-1)
+    if is_float(dtype):
+        _check_whole(flat)
+    if len(flat):
+        for id_ in (flat.min(), flat.max()):
+            _check_range(int(id_), num_rows, owner)
+    return flat.astype(np.int64, copy=False)
+
+
+def check_num_rows(num_rows: int) -> None:
+    """Raise ``ArgumentValueError`` for more rows than int64 ids can name."""
+    if num_rows > _MOST_ROWS:
+        raise ArgumentValueError(f"ids are int64, so there can be 2**63 rows, not {num_rows}")
+
+
+def is_increasing(ids: Ids) -> bool:
+    """Whether ids are sorted, and each there once."""
+    return bool((ids[1:] > ids[:-1]).all())
+
+
+def unique_ids(ids: Ids) -> Ids:
+    """The different ids, sorted; ``ids`` itself if it is that already."""
+    if is_increasing(ids):
+        return ids
+    # Stable, since that is a merge where sorted stretches follow each other. numpy.unique of
+    # NumPy 2.3 and later hashes, at ten times the price.
+    ordered = np.sort(ids, kind="stable")
+    return ordered[starts_of(ordered)]
+
+
+def starts_of(ordered: Ids) -> Ids:
+    """Where each of the different ids begins in a sorted array of at least one."""
+    is_new = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
+    return np.flatnonzero(is_new)
+
+
+def _of_numbers(ids: Any, num_rows: int, owner: str) -> Ids:
+    numbers = [ids] if isinstance(ids, _INTEGERS) else list(ids)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, _INTEGERS):
+            raise ArgumentTypeError(
+                f"row ids are an array or a list of ints, got {type(number).__name__}: {number!r}"
+            )
+        _check_range(int(number), num_rows, owner)
+    return np.array(numbers, np.int64)
+
+
+def _check_range(id_: int, num_rows: int, owner: str) -> None:
+    if not 0 <= id_ < num_rows:
+        has = f"rows 0 to {num_rows - 1}" if num_rows else "no rows"
+        raise ArgumentValueError(f"row id {id_} is out of range: {owner} has {has}")
+
+
+def _check_whole(flat: np.ndarray[Any, Any]) -> None:
+    limit = _EXACT_FLOATS
+    if is_bfloat16(flat.dtype):
+        limit = _EXACT_BFLOAT16
+    elif flat.dtype == np.float16:
+        limit = _EXACT_FLOAT16
+    with np.errstate(all="ignore"):
+        is_exact = (np.abs(flat) < limit) & (np.trunc(flat) == flat)
+    if not is_exact.all():
+        worst = float(flat[~is_exact][0])
+        raise ArgumentTypeError(
+            f"row ids are integers; of {flat.dtype} only whole numbers below {limit} are taken, "
+            f"since larger ones may have been rounded, got {worst}; pass an int64 array"
+        )

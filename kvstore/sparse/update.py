@@ -1,0 +1,169 @@
+"""Optimizers on some rows of a table: lazily, or as a dense gradient would have it.
+
+One path for every optimizer: a block of rows of the weight and of each state is gathered, updated
+by the optimizer's own dense formula, and written back. Blocks stay in the processor's cache; rows
+that follow each other are updated where they lie. Arrays are 2-D, (rows, numbers in a row), on
+the host, and the caller's. No threads of its own; others may work on other rows meanwhile, with
+another workspace. Read next: ``table.py``.
+
+**Lazy** (``lazy_update=True``, the default as in MXNet 1.9.1): rows without a gradient stay as they
+are, their momentum and decay too. **Not lazy**: they are updated with a gradient of zero, and the
+outcome is that of the dense gradient to the last bit. An optimizer that needs whole keys (LARS,
+LAMB) is never lazy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvstore import kernels
+from kvstore.aggregate import BLOCK_ELEMENTS, Flat, Workspace, update_block
+from kvstore.dtypes import accumulation_dtype
+from kvstore.optimizer.base import Optimizer
+from kvstore.sparse.ids import Ids, is_increasing
+from kvstore.sparse.sums import RowValues, Sum
+
+_GRADIENT, _WEIGHT, _SUM, _STATE = 0, 10, 11, 12
+"""Slots of a workspace; ``update_block`` takes the gradient in slot 0, and 1 and 2 for itself."""
+
+
+def is_lazy(optimizer: Optimizer) -> bool:
+    """Whether the optimizer leaves rows alone that have no gradient."""
+    return optimizer.lazy_update and optimizer.scope != "key"
+
+
+def update_lazily(
+    weight: RowValues,
+    state: Sequence[RowValues],
+    places: Ids,
+    total: Sum,
+    optimizer: Optimizer,
+    count: int,
+    workspace: Workspace,
+) -> None:
+    """Update the rows ``places`` of ``weight`` and ``state``, one for each row of ``total``.
+
+    ``places`` are different ones, in any order.
+    """
+    with np.errstate(all="ignore"):
+        for start, stop in row_blocks(len(total), total.width):
+            gradient = _block(workspace, _GRADIENT, total.dtype, stop - start, total.width)
+            total.rows(start, stop, gradient)
+            _update_rows(weight, state, places[start:stop], gradient, optimizer, count, workspace)
+
+
+def update_all(
+    weight: RowValues,
+    state: Sequence[RowValues],
+    places: Ids,
+    total: Sum,
+    optimizer: Optimizer,
+    count: int,
+    workspace: Workspace,
+    held: Ids | None = None,
+) -> None:
+    """Update all rows: ``places`` by the rows of ``total``, the others by a gradient of zero.
+
+    With ``held``, sorted, these are all rows, ``places`` among them.
+    """
+    sums, ordered = total.whole(), places if held is None else np.searchsorted(held, places)
+    if not is_increasing(ordered):
+        order = np.argsort(ordered)
+        sums, ordered = sums[order], ordered[order]
+    num_rows = len(weight) if held is None else len(held)
+    blocks = row_blocks(num_rows, total.width)
+    with np.errstate(all="ignore"):
+        for start, stop in [(0, num_rows)] if optimizer.scope == "key" else blocks:
+            gradient = _block(workspace, _GRADIENT, total.dtype, stop - start, total.width)
+            gradient.fill(0)
+            low, high = np.searchsorted(ordered, (start, stop))
+            gradient[ordered[low:high] - start] = sums[low:high]
+            at = np.arange(start, stop) if held is None else held[start:stop]
+            _update_rows(weight, state, at, gradient, optimizer, count, workspace)
+
+
+def assign(weight: RowValues, places: Ids, total: Sum, workspace: Workspace) -> None:
+    """Set the rows ``places`` of ``weight`` to those of ``total``, rounded to its dtype."""
+    with np.errstate(all="ignore"):
+        for start, stop in row_blocks(len(total), total.width):
+            block = _block(workspace, _SUM, total.dtype, stop - start, total.width)
+            total.rows(start, stop, block)
+            weight[places[start:stop]] = block
+
+
+def keeps_zero(optimizer: Optimizer, dtype: np.dtype[np.generic], count: int) -> bool:
+    """Whether update number ``count`` leaves a weight of zero, never touched, exactly as it is.
+
+    Then rows that nobody ever pushed need no memory, even where updates are not lazy.
+    """
+    weight: Flat = np.zeros(1, dtype)
+    state = optimizer.create_state(weight)
+    before = [array.tobytes() for array in (weight, *state)]
+    gradient: Flat = np.zeros(1, accumulation_dtype(dtype))
+    with np.errstate(all="ignore"):
+        update_block(weight, gradient, optimizer, state, count, Workspace())
+    return before == [array.tobytes() for array in (weight, *state)]
+
+
+def row_blocks(num_rows: int, width: int) -> Iterator[tuple[int, int]]:
+    """Stretches of rows that fit the processor's cache, as (start, stop)."""
+    step = max(BLOCK_ELEMENTS // max(width, 1), 1)
+    for start in range(0, num_rows, step):
+        yield start, min(start + step, num_rows)
+
+
+def _update_rows(
+    weight: RowValues,
+    state: Sequence[RowValues],
+    at: Ids,
+    gradient: RowValues,
+    optimizer: Optimizer,
+    count: int,
+    workspace: Workspace,
+) -> None:
+    """Update the rows ``at``, of which there is one at least: where they lie, or in copies."""
+    if _is_stretch(at):
+        rows = slice(int(at[0]), int(at[0]) + len(at))
+        mine = [array[rows] for array in state]
+        _apply(weight[rows], gradient, mine, optimizer, count, workspace)
+        return
+    block = _gathered(weight, at, workspace, _WEIGHT)
+    mine = [_gathered(array, at, workspace, _STATE + index) for index, array in enumerate(state)]
+    _apply(block, gradient, mine, optimizer, count, workspace)
+    weight[at] = block
+    for array, updated in zip(state, mine, strict=True):
+        array[at] = updated
+
+
+def _apply(
+    weight: RowValues,
+    gradient: RowValues,
+    state: Sequence[RowValues],
+    optimizer: Optimizer,
+    count: int,
+    workspace: Workspace,
+) -> None:
+    flat, total = weight.reshape(-1), gradient.reshape(-1)
+    states = [array.reshape(-1) for array in state]
+    if not kernels.apply(flat, ([total],), optimizer, states, count):
+        update_block(flat, total, optimizer, states, count, workspace)
+
+
+def _is_stretch(places: Ids) -> bool:
+    if not len(places):
+        return False
+    return int(places[-1]) - int(places[0]) == len(places) - 1 and is_increasing(places)
+
+
+def _gathered(array: RowValues, places: Ids, workspace: Workspace, slot: int) -> RowValues:
+    out = _block(workspace, slot, array.dtype, len(places), array.shape[1])
+    # With "raise", NumPy would take the rows into a buffer of its own first.
+    return np.take(array, places, axis=0, out=out, mode="clip")
+
+
+def _block(
+    workspace: Workspace, slot: int, dtype: np.dtype[np.generic], num_rows: int, width: int
+) -> RowValues:
+    return workspace.block(slot, dtype, num_rows * width).reshape(num_rows, width)
