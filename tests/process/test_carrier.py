@@ -21,6 +21,8 @@ from kvstore.launch.remote import AgentPlace
 
 LIMIT_S = 20.0
 
+pytestmark = pytest.mark.process
+
 
 class Watched:
     """In the place of the guardian."""
