@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Start a job from a checkout: ``python tools/launch.py -n 2 python examples/...``.
 
 The same as the installed command ``kvstore-launch``; see ``kvstore/launch/cli.py``. Makes the

@@ -184,8 +184,29 @@ def machine() -> dict[str, Any]:
         "gpus": gpu_count(),
         "gpu_names": visible_gpus(os.environ),
         "shared_mb": shutil.disk_usage("/dev/shm").free >> 20 if os.path.isdir("/dev/shm") else 0,
+        "has_free_port": _has_free_port(),
         "time_s": time.time(),
     }
+
+
+def _has_free_port() -> bool:
+    try:
+        with socket.create_server(("", 0)):
+            return True
+    except OSError:
+        return False
+
+
+def with_environment_of_python(variables: Mapping[str, str]) -> dict[str, str]:
+    """As if the virtual environment of this Python, if it is in one, had been activated.
+
+    A login without a terminal has not done that, and ``python`` would mean another.
+    """
+    if sys.prefix == sys.base_prefix:
+        return dict(variables)
+    programs = os.path.join(sys.prefix, "bin")
+    path = [programs, variables.get("PATH", os.defpath)]
+    return {**variables, "VIRTUAL_ENV": sys.prefix, "PATH": os.pathsep.join(path)}
 
 
 def _as_here(spec: ProcessSpec, variables: Mapping[str, str]) -> ProcessSpec:
@@ -294,7 +315,8 @@ class Agent:
         agent_id = secrets.token_hex(8)
         self._guardian = GuardianProcess(start.job_id, os.environ, agent_id)
         self._place = LocalPlace(start.job_id, self._guardian, agent_id)
-        variables = {**base_environment(os.environ), **start.variables, AGENT_ID_NAME: agent_id}
+        here = with_environment_of_python(base_environment(os.environ))
+        variables = {**here, **start.variables, AGENT_ID_NAME: agent_id}
         if key := start.key or self._key:
             variables["PS_JOB_KEY_FILE"] = str(self._write_key(key))
         mine = [(index, _as_here(spec, variables)) for index, spec in start.processes]

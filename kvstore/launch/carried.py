@@ -141,7 +141,9 @@ def _embark(
     key: str,
 ) -> None:
     """Start the agents and wait until all have come. Raises :class:`LaunchError`."""
-    host, _ = wished_address(environ)
+    host, scheduler_port = wished_address(environ)
+    if scheduler_port:  # is it in use? Not after hours in a queue
+        listen(host or "0.0.0.0", scheduler_port).close()
     listener = listen(host, 0) if host else _listen_everywhere()
     directory = job_directory(environ)
     supervisor.remove_at_the_end(directory)
@@ -226,4 +228,4 @@ def _check(
             for name, place in zip(names, crew, strict=True)
         ]
     print(table(rows), end="")
-    return 0
+    return 0 if all(row.is_good for row in rows) else 1

@@ -103,10 +103,11 @@ def agent_row(label: str, found: Mapping[str, Any]) -> Row:
         f"{len(found.get('cores', ()))} processors",
         f"{found.get('gpus')} GPUs",
         f"{found.get('shared_mb')} MiB of shared memory free",
+        "a free port" if found.get("has_free_port") else "NO FREE PORT",
         f"clock {away_s:+.0f} s",
         f"reached from {found.get('reached_from') or 'this machine'}",
     ]
-    return Row(label, ", ".join(parts), True)
+    return Row(label, ", ".join(parts), bool(found.get("has_free_port")))
 
 
 def core_count(greetings: Sequence[Mapping[str, Any]]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -108,6 +109,18 @@ def test_what_mpirun_says_before_it_gives_up_is_the_reason(start: Start, tmp_pat
         "  There are not enough slots",
     ]
     assert list((tmp_path / "jobs").iterdir()) == []
+
+
+def test_a_port_that_is_in_use_is_said_before_anything_is_asked_for(start: Start) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = other.getsockname()[1]
+        done = start(
+            "-n", "1", "--launcher-args=--too-few-slots", "true", DMLC_PS_ROOT_PORT=str(port)
+        )
+        _, errors = done.communicate(timeout=LIMIT_S)
+    assert done.returncode == 1
+    [line] = errors.splitlines()
+    assert f"port {port} on 0.0.0.0 is in use by process {os.getpid()}" in line
 
 
 def test_a_directory_that_is_not_shared_is_the_reason(start: Start) -> None:

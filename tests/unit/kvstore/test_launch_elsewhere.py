@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kvstore.launch.elsewhere import common_address, core_count, seen_from_away
+import pytest
+
+from kvstore.launch.agent import with_environment_of_python
+from kvstore.launch.elsewhere import agent_row, common_address, core_count, seen_from_away
 from kvstore.launch.here import network_id
 
 
@@ -38,3 +41,20 @@ def test_agents_of_one_machine_share_its_processors() -> None:
     ]
     assert core_count(found) == 5
     assert core_count([]) == 1
+
+
+def test_python_is_the_agents_own_where_it_is_in_a_virtual_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.base_prefix", "/usr")
+    monkeypatch.setattr("sys.prefix", "/home/ann/venv")
+    found = with_environment_of_python({"PATH": "/bin", "A": "b"})
+    assert found == {"PATH": "/home/ann/venv/bin:/bin", "VIRTUAL_ENV": "/home/ann/venv", "A": "b"}
+    monkeypatch.setattr("sys.prefix", "/usr")
+    assert with_environment_of_python({"PATH": "/bin"}) == {"PATH": "/bin"}
+
+
+def test_a_machine_without_a_free_port_is_no_good() -> None:
+    assert agent_row("node1", {"has_free_port": True}).is_good
+    row = agent_row("node1", {"has_free_port": False})
+    assert not row.is_good and "NO FREE PORT" in row.found
