@@ -70,6 +70,9 @@ if __name__ == "__main__":
     )
     print(found)
 """
+_OF_WAITING = re.compile(
+    r"\[launcher\] (waiting for |qsub: Your job-array .* has been submitted|srun: job \d+ )"
+)
 WORDS = ["a b", "it's", '"$HOME"', "two\nlines", "", "-n", "--launcher=local", "*", "!x", "\\"]
 
 
@@ -127,9 +130,8 @@ class Launcher:
 
 
 def said(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What is on standard error, without whom a slow cluster was waited for."""
-    lines = done.stderr.splitlines()
-    return [line for line in lines if not line.startswith("[launcher] waiting for ")]
+    """What is on standard error, but for what is said while a slow cluster is waited for."""
+    return [line for line in done.stderr.splitlines() if not _OF_WAITING.match(line)]
 
 
 def python(text: str) -> list[str]:
