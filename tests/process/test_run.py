@@ -143,7 +143,8 @@ def test_a_call_that_needs_no_barrier_returns_though_the_scheduler_was_killed(
     def work() -> list[float]:
         kv = mx.create("dist_sync")
         kv.init("w", np.zeros(2, np.float32))
-        kv.barrier()
+        kv.push("w", np.zeros(2, np.float32))
+        kv.pull("w")  # waits for the other's push, which needs nothing of the scheduler any more
         if kv.rank == 0:
             kill()
         kv.push("w", np.ones(2, np.float32))
@@ -174,7 +175,8 @@ def test_a_cluster_goes_on_without_its_scheduler_until_a_call_needs_it() -> None
     def prepare() -> None:
         kv = mx.create("dist_sync")
         kv.init("w", np.zeros(2, np.float32))
-        kv.barrier()
+        kv.push("w", np.zeros(2, np.float32))
+        kv.pull("w")  # as above
         mx.kept = kv  # type: ignore[attr-defined]
         if kv.rank == 0:
             kill()
