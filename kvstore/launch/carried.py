@@ -106,7 +106,7 @@ def run_carried(
                 for spec in specs
             ]
 
-        cores = (options.places.worker_cores or 0) * options.num_workers
+        cores = (cluster.worker_cores or options.places.worker_cores or 0) * options.num_workers
         return Arrangement(host, port, cores or core_count(greetings), assign, key)
 
     return run_job(options, environ, service_command, timing, arrange)
@@ -221,8 +221,10 @@ def _check(
         Supervisor(nobody, environ, Path(logs), timing) as one,
     ):
         # Who checks wants to know soon, also where a job may wait.
-        limited = replace(cluster, connect_s=cluster.connect_s or _CHECK_S)
+        limited = replace(cluster, connect_s=min(cluster.connect_s or _CHECK_S, _CHECK_S))
         _embark(one, environ, limited, crew, new_key())
+        for place in crew:
+            place.finish(0.0)  # else they would take their launcher for lost
         rows = [
             agent_row(f"{name}@{place.label}", place.greeting or {})
             for name, place in zip(names, crew, strict=True)

@@ -37,7 +37,7 @@ _KEPT_LINES = 200  # the last of them
 _ENDING_S = 5.0  # for the command to end by itself once no agent is left, and after SIGTERM
 _SHOWN_NAMES = 8
 _NO_PROGRAM = re.compile(rf"can't open file '([^']*{re.escape(PROGRAM_NAME)})'")
-_CANCEL_S = 10.0
+_CANCEL_S = 30.0
 _TROUBLE_S = 1.0  # between one look for it and the next
 _ROSTER_S = (5.0, 10.0, 20.0, 40.0, 60.0)  # between one roster and the next
 
@@ -219,12 +219,13 @@ class Carrier:
         if self._has_begun:
             self._wait(self._hung_up_s + self._habits.ending_s)
         self._wait(time.monotonic() + _ENDING_S, self._habits.is_submitting)
+        was_killed = (self._process.poll() or 0) < 0
         if not self._habits.clears_up:
             self._take_out()
         self._signal(signal.SIGTERM)
         self._wait(time.monotonic() + _ENDING_S)
-        if self._habits.clears_up and self._process.poll() is None:
-            self._take_out()
+        if self._habits.clears_up and (was_killed or self._process.poll() is None):
+            self._take_out()  # it could not
         self._signal(signal.SIGKILL)
         self._process.wait()
         for stream in list(self._streams):

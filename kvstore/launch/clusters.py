@@ -79,6 +79,9 @@ class Cluster:
     habits: Habits = USUAL
     #: What agents run that have lost their launcher; variables in it are theirs.
     if_lost: Sequence[str] = ()
+    #: The processors of each worker where no option names them but the cluster gives so many;
+    #: None: those that agents see.
+    worker_cores: int | None = None
     #: Of the GPUs that its agent sees, each worker gets so many; 0 leaves that to the cluster.
     worker_gpus: int = 0
     #: The cluster starts another agent for one that is lost before the job has begun.

@@ -114,6 +114,8 @@ def _run_if_lost(command: Sequence[str], rank: int) -> None:
     try:
         subprocess.run(
             words,
+            # What a user likes of scancel by hand (scancel(1)), such as to be asked.
+            env={name: one for name, one in os.environ.items() if not name.startswith("SCANCEL_")},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -42,10 +42,6 @@ class Gate:
         self._has_complained = False
         self._selector: selectors.BaseSelector | None = None
 
-    @property
-    def port(self) -> int:
-        return int(self._listener.getsockname()[1])
-
     def adjust(self, selector: selectors.BaseSelector) -> None:
         """Register what is to be listened to."""
         self._selector = selector

@@ -240,9 +240,11 @@ def nurse(
 
 def _started_here() -> str | None:
     """The address of the cluster that ``ray start`` has left word of on this machine."""
-    parent = os.environ.get("RAY_TMPDIR") or "/tmp"
+    path = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
     try:
-        return Path(parent, "ray", "ray_current_cluster").read_text(encoding="utf-8").strip()
+        if path.stat().st_uid not in (0, os.geteuid()):
+            return None  # the job's key would go to somebody else's Ray
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return None
 

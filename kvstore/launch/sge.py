@@ -45,6 +45,15 @@ exit $code
 """
 
 
+def slots_of_a_task(options: LaunchOptions) -> int:
+    """As --worker-cores or ``-pe NAME N`` ask for; one without."""
+    words = options.places.launcher_args
+    for index, word in enumerate(words[:-2]):
+        if word == "-pe" and words[index + 2].isdecimal():
+            return int(words[index + 2])
+    return options.places.worker_cores or 1
+
+
 def run(
     options: LaunchOptions,
     environ: Mapping[str, str],
@@ -72,6 +81,7 @@ def run(
         environment=environ,
         rank_names=("SGE_TASK_ID",),
         first_rank=1,
+        worker_cores=slots_of_a_task(options),
         files={_SCRIPT_NAME: _SCRIPT},
         explain=job.explain,
         fatal=job.fatal,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_NUMBER = re.compile(r"Your job(?:-array)? (\d+)|(\d+)(?:\.\d+-\d+:\d+)?\Z")  # the latter: -terse
+_NUMBER = re.compile(r"Your job(?:-array)? (\d+)|(\d+)\.\d+-\d+:\d+\Z")  # the latter: -terse
 _TASK_OVER = re.compile(r"Job (\d+)\.(\d+) (exited .*?)\.?\Z")
 _DELETED = re.compile(r"Unable to run job (\d+)\.\d+")
 _REFUSED = ("Unable to run job: ", "Unable to initialize environment because of error: ")

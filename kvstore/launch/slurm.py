@@ -27,6 +27,7 @@ from kvstore.launch.slurm_allocation import (
     allocation,
     check_meaning,
     refuse_copies,
+    refuse_others_job,
     step_environment,
     without_redirection,
 )
@@ -78,6 +79,7 @@ def run(
 
 def own_job(options: LaunchOptions, environ: Mapping[str, str]) -> Cluster:
     """A job of Slurm's, which may have to wait in its queue."""
+    refuse_others_job(options.places.launcher_args)
     environment = without_redirection(environ)
     queued = _QueuedJob(options, environment)
     return Cluster(
@@ -97,6 +99,7 @@ def own_job(options: LaunchOptions, environ: Mapping[str, str]) -> Cluster:
 
 def step(options: LaunchOptions, within: Allocation, environ: Mapping[str, str]) -> Cluster:
     """A step in an allocation, which is the user's and stays."""
+    wanted_gpus = options.places.worker_gpus
     return Cluster(
         members=servers_then_workers(options),
         command=lambda directory: step_argv(options, within, directory),
@@ -105,7 +108,7 @@ def step(options: LaunchOptions, within: Allocation, environ: Mapping[str, str])
         explain=explain,
         fatal=AgentsEnd().fatal,
         connect_s=_STEP_S,
-        worker_gpus=options.places.worker_gpus or within.gpus_per_task,
+        worker_gpus=within.gpus_per_task if wanted_gpus is None else wanted_gpus,
     )
 
 
@@ -196,6 +199,9 @@ def _srun(
             *options.places.launcher_args,
             *last,
             "--mpi=none",
+            # An agent's reason is heard by srun.
+            "--output=all",
+            "--error=all",
             # The launcher ends the job, and knows why.
             "--kill-on-bad-exit=0",
             "--wait=0",

@@ -8,7 +8,7 @@ environment out. The variables are those of srun(1), "INPUT ENVIRONMENT VARIABLE
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.launch.options import LaunchError, LaunchOptions
@@ -92,6 +92,19 @@ def refuse_copies(environ: Mapping[str, str]) -> None:
         raise LaunchError(
             f"this is one of {copies} launchers that srun has started: write the launcher's "
             "command without srun in front, which it calls itself",
+            exit_code=2,
+        )
+
+
+def refuse_others_job(launcher_args: Sequence[str]) -> None:
+    """Raise :class:`LaunchError` where srun would make a step in a job that is not this one's.
+
+    Agents that lose their launcher give back the allocation that they are in.
+    """
+    if any(word.split("=")[0] == "--jobid" for word in launcher_args):
+        raise LaunchError(
+            "--jobid in --launcher-args names an allocation that is there already: start this in "
+            "it (SLURM_JOB_ID), by salloc or in a script of sbatch",
             exit_code=2,
         )
 

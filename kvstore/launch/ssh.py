@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvstore.launch.address import listen
 from kvstore.launch.agent import LOADER, bootstrap
 from kvstore.launch.elsewhere import (
     agent_row,
@@ -60,6 +61,9 @@ def run(
         return _print_plan(options, hosts, places)
     if options.check:
         return _check(options, environ, timing, [hosts[index] for index in used])
+    wished, wished_port = wished_address(environ)
+    if wished_port:  # is it in use? Not after all has been copied
+        listen(wished or "0.0.0.0", wished_port).close()
     if options.sync_dst_dir is not None:
         arguments = options.places.launcher_args
         copy_to_hosts(

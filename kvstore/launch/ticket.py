@@ -79,7 +79,8 @@ def write_ticket(
     """
     try:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_parent(directory.parent)
+        for parent in directory.resolve().parents:
+            _check_parent(parent)
         directory.mkdir(mode=0o700)
         _write(directory / TICKET_NAME, ticket.to_text())
         program = agent_program(working_directory, checkout_root(), "enlist", remedy=_REMEDY)

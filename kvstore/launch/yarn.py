@@ -28,6 +28,7 @@ from kvstore.launch.ticket import Ticket
 from kvstore.launch.yarn_client import ClientWords, submitted_application
 from kvstore.launch.yarn_script import FIRST_RANK, RANK_NAME, container_script
 
+_OWN_OPTIONS = ("appname", "num_containers", "shell_script", "shell_command")
 _CLIENT = "org.apache.hadoop.yarn.applications.distributedshell.Client"
 _JAR = "hadoop-yarn-applications-distributedshell"
 _CLASSPATH_S = 20.0
@@ -65,6 +66,7 @@ def run(
     timing: Timing,
 ) -> int:
     """As :func:`kvstore.launch.jobrun.run_job`."""
+    refuse_own_options(options.places.launcher_args)
     name = application_name(options.places.jobname)
     for program in ("yarn", "hadoop"):
         if shutil.which(program, path=environ.get("PATH")) is None:
@@ -93,6 +95,7 @@ def run(
         command=command,
         environment={**environ, **_LOGGERS},
         rank_names=[RANK_NAME],
+        worker_cores=container_size(options.places)[1],
         first_rank=FIRST_RANK,
         explain=words.explain,
         state=words.state,
@@ -110,6 +113,20 @@ def run(
         },
     )
     return run_carried(options, environ, service_command, timing, cluster)
+
+
+def refuse_own_options(launcher_args: Sequence[str]) -> None:
+    """Raise :class:`LaunchError` for what the launcher has to say itself.
+
+    The name is also that of the directory in HDFS that nobody else can read.
+    """
+    for word in launcher_args:
+        if word.startswith("-") and word.lstrip("-").split("=")[0] in _OWN_OPTIONS:
+            raise LaunchError(
+                f"{word} in --launcher-args is for the launcher to say: the name is --jobname, "
+                "and -n and -s are how many containers there are",
+                exit_code=2,
+            )
 
 
 def application_name(jobname: str | None) -> str:

@@ -134,6 +134,16 @@ def said(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if not _OF_WAITING.match(line)]
 
 
+def scheduler_of(job: subprocess.Popen[str]) -> int:
+    """The process id of the scheduler, which runs beside the launcher."""
+    children = subprocess.check_output(["pgrep", "-P", str(job.pid)]).split()
+    return next(
+        pid
+        for pid in map(int, children)
+        if b"DMLC_ROLE=scheduler" in Path(f"/proc/{pid}/environ").read_bytes()
+    )
+
+
 def python(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
@@ -168,8 +178,10 @@ class EveryLauncher:
     ) -> None:
         text = "import sys, kvstore as mx; kv = mx.create('dist_sync'); print('last words')\n"
         text += "sys.exit(7 if kv.rank == 1 else 0)"
+        began = time.monotonic()
         done = launcher.run("-n", "2", "-s", "1", *python(text))
         assert done.returncode == 7, done.stderr
+        assert time.monotonic() - began < SENTENCE_S
         block = done.stderr.partition("this was the first failure")[2]
         assert re.search(r"process:  worker 1 \(pid \d+ on (\S+)\)", block)
         assert "exit code 7" in block
@@ -196,8 +208,7 @@ class EveryLauncher:
         with launcher.start("-n", "2", "-s", "1", *python(GO_ON)) as job:
             try:
                 two_lines(job)
-                children = subprocess.check_output(["pgrep", "-P", str(job.pid), "-f", "service"])
-                [scheduler] = [int(pid) for pid in children.split()]
+                scheduler = scheduler_of(job)
                 os.kill(scheduler, signal.SIGKILL)
                 output, errors = job.communicate(timeout=JOB_S)
             finally:

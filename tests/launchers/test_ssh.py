@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from common import JOB_S, ROOT, ROUND, SENTENCE_S, STAY, EveryLauncher, Launcher, python, two_lines
+from common import (
+    JOB_S,
+    ROOT,
+    ROUND,
+    SENTENCE_S,
+    STAY,
+    EveryLauncher,
+    Launcher,
+    python,
+    scheduler_of,
+    two_lines,
+)
 from services.sshd import SshHosts
 
 WITHOUT_SCHEDULER = """
@@ -101,7 +113,19 @@ def test_each_host_gets_a_worker(launcher: Launcher, ssh_hosts: SshHosts) -> Non
 def test_the_interface_is_the_users_choice(launcher: Launcher, ssh_hosts: SshHosts) -> None:
     environment = {"DMLC_INTERFACE": ssh_hosts.interface, "PS_VERBOSE": "1"}
     done = launcher.run("-n", "2", "-s", "1", *python(ROUND), **environment)
+    assert done.returncode == 0, done.stderr
     assert ssh_hosts.launcher_address in done.stderr, done.stderr
+
+
+def test_a_port_that_is_in_use_is_a_sentence(launcher: Launcher) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = other.getsockname()[1]
+        began = time.monotonic()
+        done = launcher.run("-n", "2", "true", DMLC_PS_ROOT_PORT=str(port))
+    assert time.monotonic() - began < SENTENCE_S
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert f"port {port} on 0.0.0.0 is in use by process {os.getpid()}" in line
 
 
 def test_slots_put_two_workers_on_a_host(
@@ -154,11 +178,7 @@ def test_the_job_goes_on_when_the_scheduler_is_killed(
         try:
             assert job.stdout is not None and job.stderr is not None
             assert all("here" in job.stdout.readline() for _ in range(2))
-            scheduler = next(
-                int(pid)
-                for pid in subprocess.check_output(["pgrep", "-P", str(job.pid)]).split()
-                if b"DMLC_ROLE=scheduler" in Path(f"/proc/{int(pid)}/environ").read_bytes()
-            )
+            scheduler = scheduler_of(job)
             os.kill(scheduler, signal.SIGKILL)
             killed_at = time.monotonic()
             line = next(line for line in job.stderr if line.startswith("[launcher] "))

@@ -120,14 +120,17 @@ def _host(name: str, addresses: tuple[str, ...], directory: Path) -> Iterator[Ho
 
 
 def _plug_in(bridge: str, host: Host) -> None:
-    """Give a host a network cable to the bridge; it vanishes with the host."""
+    """Give a host a network cable to the bridge; it vanishes with the host.
+
+    Its end has the bridge's name: DMLC_INTERFACE is one name for all machines of a job.
+    """
     ours = f"kvv{host.holder.pid}"
-    peer = ["peer", "name", "eth0", "netns", str(host.holder.pid)]
+    peer = ["peer", "name", bridge, "netns", str(host.holder.pid)]
     command("ip", "link", "add", ours, "type", "veth", *peer)
     command("ip", "link", "set", ours, "master", bridge, "up")
     for address in host.addresses:
-        command(*host.enter, "ip", "address", "add", f"{address}/24", "dev", "eth0")
-    command(*host.enter, "ip", "link", "set", "eth0", "up")
+        command(*host.enter, "ip", "address", "add", f"{address}/24", "dev", bridge)
+    command(*host.enter, "ip", "link", "set", bridge, "up")
 
 
 def _note(file: Path, name: str) -> None:

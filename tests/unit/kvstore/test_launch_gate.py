@@ -294,8 +294,10 @@ def test_a_directory_in_which_others_may_rename_is_refused(tmp_path: Path, mode:
     parent = tmp_path / "shared"
     parent.mkdir()
     parent.chmod(mode)
-    with pytest.raises(LaunchError, match="others may rename what is in"):
-        write_ticket(parent / "job", Ticket([], 1, KEY), "/", {})
+    for directory in (parent / "job", parent / "mine" / "job"):
+        with pytest.raises(LaunchError, match=f"others may rename what is in {parent}:"):
+            write_ticket(directory, Ticket([], 1, KEY), "/", {})
+        assert not directory.exists()
     parent.chmod(mode | 0o1000)  # as /tmp is
     write_ticket(parent / "job2", Ticket([], 1, KEY), "/", {})
 

@@ -11,7 +11,7 @@ import pytest
 from kvstore.launch import sge_words
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, parse_arguments
-from kvstore.launch.sge import ArrayJob, run
+from kvstore.launch.sge import ArrayJob, run, slots_of_a_task
 
 QSTAT = """\
 job-ID  prior   name       user         state submit/start at     queue            slots ja-task-ID
@@ -52,13 +52,29 @@ def job_of(*words: str, environ: dict[str, str] | None = None) -> ArrayJob:
         ('Your job-array 26.1-2:1 ("j7") has been submitted', "26"),
         ('Your job 4 ("s.sh") has been submitted', "4"),
         ("26.1-2:1", "26"),
-        ("4", "4"),
+        ("4", None),
         ("warning: no suitable queues", None),
         ("Unable to run job: denied", None),
     ],
 )
 def test_qsub_says_the_number_of_the_job(line: str, number: str | None) -> None:
     assert sge_words.job_number(line) == number
+
+
+@pytest.mark.parametrize(
+    ("words", "slots"),
+    [
+        ([], 1),
+        (["--worker-cores", "4"], 4),
+        (["--launcher-args=-l gpu=1 -pe smp 3"], 3),
+        (["--worker-cores", "4", "--launcher-args=-pe smp 3"], 3),
+        (["--launcher-args=-pe smp"], 1),
+        (["--launcher-args=-pe smp 2-4"], 1),
+    ],
+)
+def test_a_task_has_the_slots_that_were_asked_for(words: list[str], slots: int) -> None:
+    options = parse_arguments(["--launcher", "sge", "-n", "2", *words, "true"])
+    assert slots_of_a_task(options) == slots
 
 
 def test_a_line_tells_that_a_task_is_over_and_how() -> None:

@@ -14,6 +14,7 @@ from kvstore.launch.slurm_allocation import (
     allocation,
     check_meaning,
     refuse_copies,
+    refuse_others_job,
     step_environment,
     without_redirection,
 )
@@ -156,6 +157,16 @@ def test_a_launcher_that_srun_has_copied_is_refused() -> None:
     refuse_copies({"SLURM_NTASKS": "6"})
     within_a_worker = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "6", "DMLC_ROLE": "worker"}
     refuse_copies(within_a_worker)
+
+
+@pytest.mark.parametrize("words", [["--jobid", "7"], ["-v", "--jobid=7"]])
+def test_a_step_in_a_job_that_is_not_ours_is_refused(words: list[str]) -> None:
+    with pytest.raises(
+        LaunchError, match="--jobid in --launcher-args names an allocation"
+    ) as caught:
+        refuse_others_job(words)
+    assert caught.value.exit_code == 2
+    refuse_others_job(["--job-name=7", "--account", "7"])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kvstore.launch.yarn import (
     client_argv,
     container_size,
     own_jar,
+    refuse_own_options,
     submit_script,
 )
 from kvstore.launch.yarn_client import ClientWords, short
@@ -89,6 +90,16 @@ def test_a_name_is_the_jobs_own_and_fit_for_a_directory() -> None:
 )
 def test_the_users_own_jar(words: list[str], jar: str | None) -> None:
     assert own_jar(words) == jar
+
+
+@pytest.mark.parametrize("word", ["-appname", "--num_containers", "-shell_script=x"])
+def test_what_the_launcher_says_itself_is_refused(word: str) -> None:
+    with pytest.raises(
+        LaunchError, match=f"{word} in --launcher-args is for the launcher"
+    ) as caught:
+        refuse_own_options(["-priority", "1", word, "x"])
+    assert caught.value.exit_code == 2
+    refuse_own_options(["-priority", "1", "-shell_env", "shell_script=1", "appname"])
 
 
 @pytest.mark.parametrize("code", [0, 2])
