@@ -26,6 +26,7 @@ from kvstore import kernels, optimizer
 from kvstore.aggregate import Workspace, apply_round
 from kvstore.dtypes import bfloat16
 from kvstore.optimizer import Optimizer
+from kvstore.optimizer.states import create_state
 
 SGD = optimizer.create("sgd", learning_rate=1e-3, momentum=0.9)
 ADAM = optimizer.create("adam", learning_rate=1e-3)
@@ -56,7 +57,7 @@ class Work:
         self.weight, *self.values = (
             draw.standard_normal(elements, np.float32).astype(kind) for _ in range(count + 1)
         )
-        self.state = () if chosen is None else chosen.create_state(self.weight)
+        self.state = () if chosen is None else create_state(chosen, self.weight)
         self.workspace = Workspace()
         self.count = 0
 

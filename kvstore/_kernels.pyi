@@ -1,6 +1,7 @@
 """The module that setup.py builds from native/kernels.c where there is a compiler.
 
-``kvstore/kernels.py`` is the one door to it.
+``kvstore/kernels.py`` is the one door to it. ``states`` are those of the rule and, where it
+updates weights of 16 bits, their float32 master.
 """
 
 from collections.abc import Sequence

@@ -14,8 +14,9 @@ of the blocks nor cutting a key into parts can change a bit.
 contributions is added, then updated, then the next. Whole-array NumPy calls would carry each
 operand through memory once per operation.
 
-**Dtypes.** float16 and bfloat16 are added and updated in float32 and rounded once at the end;
-float32, float64, integers (which wrap), bool (logical or) and complex stay what they are.
+**Dtypes.** float16 and bfloat16 are added in float32 and rounded once at the end; what an optimizer
+updates is their float32 master (``optimizer/states.py``), which they are rounded from. float32,
+float64, integers (which wrap), bool (logical or) and complex stay what they are.
 Overflow and NaN follow IEEE 754 without warnings: a training run that diverges shows it in its
 loss.
 """
@@ -105,9 +106,9 @@ def apply_round(
     """Apply one complete round to a key or to one part of it, in place.
 
     Without an optimizer ``weight`` is set to the sum; it never accumulates. With one, each
-    block of the sum goes to ``optimizer.update`` with the same block of ``weight`` (in the
-    accumulation dtype, rounded back once) and of each array of ``state``, in one pass.
-    ``count`` is the update's own number, from 1 on.
+    block of the sum goes to ``optimizer.update`` with the same block of ``weight`` (for 16 bits
+    of the master, the last of ``state``, which is rounded to ``weight``) and of each array of
+    ``state``, in one pass. ``count`` is the update's own number, from 1 on.
 
     ``weight``, ``contributions`` and the arrays of ``state`` are 1-D on the host and of one
     length; ``weight`` and contributions share one dtype. ``weight`` and ``state`` are the
@@ -175,10 +176,9 @@ def update_block(
     if weight.dtype == gradient.dtype:
         optimizer.update(weight, gradient, state, count, scratch)
         return
-    wide = workspace.block(2, gradient.dtype, len(gradient))
-    np.copyto(wide, weight)
-    optimizer.update(wide, gradient, state, count, scratch)
-    np.copyto(weight, wide, casting="unsafe")
+    *own, master = state
+    optimizer.update(master, gradient, own, count, scratch)
+    np.copyto(weight, master, casting="unsafe")
 
 
 def _blocks(length: int, block_elements: int) -> Iterator[tuple[int, int]]:

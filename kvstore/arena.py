@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvstore.aggregate import Flat, Workspace, apply_round
 from kvstore.base import Key
-from kvstore.errors import OptimizerNotSet
+from kvstore.errors import OptimizerNotSet, ValueMismatchError
+from kvstore.optimizer import states
 from kvstore.optimizer.base import Optimizer
 from kvstore.protocol import PartEntry
 from pslite.errors import UsageError
@@ -77,7 +78,9 @@ class Arena:
         On the lane's thread.
         """
         if optimizer is not self._optimizer and optimizer is not None:
-            self._state, kept = optimizer.take_over(self._optimizer, self.weight, self._state, 1)
+            self._state, kept = states.take_over(
+                optimizer, self._optimizer, self.weight, self._state, 1
+            )
             if not kept:
                 for part in self.parts:
                     part.count = 0
@@ -109,6 +112,40 @@ class Part:
     def state(self, optimizer: Optimizer | None) -> list[Flat]:
         """Its share of the optimizer's state, shared. On the lane's thread."""
         return [array[self.start : self.stop] for array in self.arena.state(optimizer)]
+
+    @property
+    def num_states(self) -> int:
+        """How many arrays its store's optimizer keeps. On any thread."""
+        optimizer = self.arena.store.optimizer
+        return 0 if optimizer is None else len(states.state_names(optimizer, self.entry.dtype))
+
+    def write(self, count: int, frames: Sequence[Any], *, has_values: bool) -> None:
+        """Set the count and the bytes of its values, where there are any, and of its states.
+
+        A master is set to the value wherever it would not round to it, and if its frame is empty.
+        Raises ``ValueMismatchError`` for other sizes; then nothing has changed. On the lane's
+        thread.
+        """
+        arrays = self.state(self.arena.store.optimizer)
+        master = arrays[-1] if arrays and states.has_master(self.entry.dtype) else None
+        if has_values:
+            arrays.insert(0, self.weight)
+        sizes = [array.nbytes for array in arrays]
+        lengths = [len(frame) for frame in frames]
+        if lengths != sizes and (master is None or lengths != [*sizes[:-1], 0]):
+            raise ValueMismatchError(
+                f"the values and states for key {self.entry.key!r} do not fit: "
+                f"{len(frames)} arrays came, {len(arrays)} are there"
+            )
+        self.arena.changes += 1
+        for array, frame in zip(arrays, frames, strict=True):
+            if len(frame):
+                array.view(np.uint8)[:] = np.frombuffer(frame, np.uint8)
+        if master is not None and not lengths[-1]:
+            np.copyto(master, self.weight)
+        elif master is not None:
+            states.follow(self.weight, master)
+        self.count = count
 
 
 class _Stretch(NamedTuple):

@@ -23,6 +23,7 @@ from kvstore.aggregate import Flat, Workspace, add_up, update_block
 from kvstore.cores import Cores, Failure, Task, shared
 from kvstore.dtypes import accumulation_dtype
 from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.states import create_state
 from kvstore.overlap import are_apart
 from kvstore.shelf import Entry, Shelf
 
@@ -182,7 +183,7 @@ class Blocks:
                 self._optimizer = optimizer
             for entry in self.entries:
                 if entry.state is None:
-                    entry.keep_state(optimizer.create_state(entry.flat), entry.count)
+                    entry.keep_state(create_state(optimizer, entry.flat), entry.count)
         for entry in self.entries:
             entry.version += 1
             entry.count += optimizer is not None

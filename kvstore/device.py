@@ -30,6 +30,7 @@ from kvstore.context import Context
 from kvstore.dtypes import accumulation_dtype
 from kvstore.fused import Job, are_apart, jobs_of
 from kvstore.local import LocalKVStore
+from kvstore.optimizer.states import create_state, has_master
 from kvstore.shelf import Entry
 
 Work = Sequence[tuple[Entry, Sequence[Array]]]
@@ -94,7 +95,7 @@ class DeviceKVStore(LocalKVStore):
         for entry, _ in work:
             if entry.state is None and self._optimizer is not None:
                 with adapter_on(home).on(home):
-                    entry.keep_state(self._optimizer.create_state(entry.flat), entry.count)
+                    entry.keep_state(create_state(self._optimizer, entry.flat), entry.count)
             own.append([entry.weight, *(entry.state or ())])
         update(home.device_id, job.kernel, job.numbers, copies, own)
         for entry, _ in work:
@@ -112,12 +113,14 @@ class DeviceKVStore(LocalKVStore):
                 weight[...] = gradient
             else:
                 if entry.state is None:
-                    entry.keep_state(self._optimizer.create_state(weight), entry.count)
+                    entry.keep_state(create_state(self._optimizer, weight), entry.count)
                 entry.count += 1
                 scratch = np.empty_like(gradient)
-                wide = weight.astype(working, copy=False)
                 optimizer = self._optimizer.for_key(entry.key)
-                optimizer.update(wide, gradient, entry.state or (), entry.count, scratch)
+                own, wide = entry.state or (), weight
+                if has_master(weight.dtype):
+                    own, wide = own[:-1], own[-1]
+                optimizer.update(wide, gradient, own, entry.count, scratch)
                 if wide is not weight:
                     weight[...] = wide
         entry.version += 1

@@ -215,6 +215,7 @@ class DistControl(KVStore):
                 entries = list(self._exchange.entries.values())
                 self._servers.write(
                     entries,
+                    optimizer,
                     lambda key, start, stop: saved.read(key, start, stop, optimizer),
                     self._wait,
                 )
@@ -238,7 +239,7 @@ class DistControl(KVStore):
                 def read(key: Key, start: int, stop: int) -> Piece:
                     return Piece(key, start, None, *saved.read(key, start, stop, optimizer))
 
-                self._servers.write(entries, read, self._wait)
+                self._servers.write(entries, optimizer, read, self._wait)
             return ()
 
         self._check_may_wait()

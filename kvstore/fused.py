@@ -31,9 +31,9 @@ class Job(NamedTuple):
 def kernel_for(dtype: np.dtype[Any], num_copies: int, optimizer: Optimizer | None) -> Kernel | None:
     """The kernel that adds and updates keys of ``dtype``; None if there is none.
 
-    There is one for sums of floats and integers, and for plain SGD on floats, of up to
-    ``MOST_COPIES`` values. bool, complex and bfloat16 have none, nor has any other optimizer, a
-    subclass of SGD for instance.
+    There is one for sums of floats and integers, and for plain SGD on floats (of float16, on
+    their masters), of up to ``MOST_COPIES`` values. bool, complex and bfloat16 have none, nor has
+    any other optimizer, a subclass of SGD for instance.
     """
     name = f"uint{8 * dtype.itemsize}" if dtype.kind == "i" else dtype.name
     if name not in C_TYPES or num_copies > MOST_COPIES:

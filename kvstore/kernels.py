@@ -32,7 +32,7 @@ Array = np.ndarray[Any, Any]
 Row = Sequence[Array]
 _Optimizer = TypeVar("_Optimizer", bound="Optimizer")
 
-INTERFACE = 1
+INTERFACE = 2
 """A module built from another version of the sources has another number, and is not used."""
 
 # The numbers of native/kernels.h.
@@ -144,8 +144,9 @@ def apply(
     """``aggregate.apply_round`` for neighbouring keys; returns whether that was done.
 
     Each row has the contributions to one key. The keys' elements are those of ``weight``, one
-    after the other; ``state`` is as long. Where there are ``outs``, one row for each key, the new
-    values are written there too. Raises ``ValueError`` for lengths that do not fit.
+    after the other; ``state`` is as long, and for weights of 16 bits its last array is the master.
+    Where there are ``outs``, one row for each key, the new values are written there too. Raises
+    ``ValueError`` for lengths that do not fit.
 
     ``weight``, ``state`` and ``outs`` are the caller's, are changed in place and must not overlap
     each other, nor a contribution (one that is its key's out, from the first element to the last,

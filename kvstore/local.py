@@ -35,6 +35,7 @@ from kvstore.keys import (
 from kvstore.local_files import contents_of, pieces_of, take_states, take_values
 from kvstore.operation import futures_in
 from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.states import take_over
 from kvstore.rows import RowReader, Rows, check_dense_outs
 from kvstore.saving import Checkpoint, SavedStates, write_checkpoint, write_states
 from kvstore.shelf import HOST, Entry, Shelves
@@ -391,9 +392,7 @@ class LocalKVStore(KVStore):
         if entry.table is not None:
             return entry.table.take_over(self._optimizer, optimizer, entry.count)
         with adapter_on(entry.home).on(entry.home):
-            return optimizer.take_over(
-                self._optimizer, entry.weight.reshape(-1), entry.state or (), entry.count
-            )
+            return take_over(optimizer, self._optimizer, entry.flat, entry.state or (), entry.count)
 
     def _fill(self, filled: Rows) -> None:
         """Write the values into the arrays of a call."""

@@ -15,6 +15,7 @@ from kvstore.aggregate import Flat
 from kvstore.arrays import adapter_for, adapter_on
 from kvstore.keys import Key
 from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.states import create_state, has_master, restored
 from kvstore.saving import Checkpoint, Content, Piece, SavedStates
 from kvstore.shelf import Entry
 from kvstore.sparse.sums import RowValues
@@ -40,7 +41,7 @@ def pieces_of(entries: Iterable[Entry], optimizer: Optimizer | None) -> Iterator
         values = adapter_for(entry.weight).to_host(entry.weight).reshape(-1)
         state = entry.state
         if state is None:
-            state = () if optimizer is None else optimizer.create_state(values)
+            state = () if optimizer is None else create_state(optimizer, values)
         states = [adapter_for(array).to_host(array) for array in state]
         yield Piece(entry.key, 0, values, states, entry.count)
 
@@ -58,7 +59,7 @@ def take_values(entry: Entry, saved: Checkpoint, optimizer: Optimizer | None) ->
     piece = saved.read(entry.key, 0, entry.spec.num_elements, optimizer)
     values = np.asarray(piece.values).reshape(entry.spec.shape)
     adapter_for(entry.weight).from_host(values, entry.weight)
-    _keep(entry, piece.states, piece.num_updates)
+    _keep(entry, restored(optimizer, values.reshape(-1), piece.states), piece.num_updates)
 
 
 def take_states(entry: Entry, saved: SavedStates, optimizer: Optimizer | None) -> None:
@@ -70,6 +71,9 @@ def take_states(entry: Entry, saved: SavedStates, optimizer: Optimizer | None) -
         entry.table.restore(ids, None, _by_rows(states, shape), optimizer)
         return
     states, count = saved.read(entry.key, 0, entry.spec.num_elements, optimizer)
+    if has_master(entry.spec.dtype):
+        weight = adapter_for(entry.weight).to_host(entry.weight).reshape(-1)
+        states = list(restored(optimizer, weight, states))
     _keep(entry, states, count)
 
 

@@ -26,6 +26,7 @@ from kvstore.keys import (
     spec_of,
 )
 from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.states import create_state, has_master
 from kvstore.shelf import HOST, Entry
 from kvstore.sparse.array import RowSparseArray, width_of
 from kvstore.sparse.convert import is_row_sparse
@@ -73,7 +74,7 @@ def _apply_to_dense(
 ) -> None:
     if optimizer is not None and entry.state is None:
         with adapter_on(entry.home).on(entry.home):
-            entry.keep_state(optimizer.create_state(entry.flat), entry.count)
+            entry.keep_state(create_state(optimizer, entry.flat), entry.count)
     if entry.home is not HOST:
         _apply_on_device(entry, total, optimizer, count)
         return
@@ -103,12 +104,12 @@ def _apply_on_device(entry: Entry, total: Sum, optimizer: Optimizer | None, coun
             gradient = np.zeros_like(weight, dtype=total.dtype)
             gradient[places] = rows
             rows, places = gradient, slice(None)
-        gathered = weight[places].astype(total.dtype)
         mine = [state[places].copy() for state in states]
+        wide = mine[-1] if has_master(weight.dtype) else weight[places].copy()
+        own = [state.reshape(-1) for state in mine if state is not wide]
         scratch = np.empty_like(rows).reshape(-1)
-        flat = [state.reshape(-1) for state in mine]
-        optimizer.update(gathered.reshape(-1), rows.reshape(-1), flat, count, scratch)
-        weight[places] = gathered
+        optimizer.update(wide.reshape(-1), rows.reshape(-1), own, count, scratch)
+        weight[places] = wide
         for state, updated in zip(states, mine, strict=True):
             state[places] = updated
 

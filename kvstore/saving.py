@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -32,6 +32,7 @@ from kvstore.errors import CheckpointError, OptimizerNotSet
 from kvstore.keys import Key, KeySpec
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain, to_plain
+from kvstore.optimizer.states import MASTER, create_state, state_names
 from kvstore.sparse.files import ids_name, read_ids, read_shapes, shapes_text, stored_spec
 from kvstore.sparse.ids import Ids
 from kvstore.tensorfile import TensorReader, TensorWriter, read_json, write_json
@@ -68,7 +69,8 @@ class Piece(NamedTuple):
     values: Flat | None
     """None where only the states are meant."""
     states: list[Flat]
-    """Flat, as long as ``values``, in the order of the optimizer's ``state_names``."""
+    """Flat, as long as ``values``, in the order of ``optimizer.states.state_names``. Read from a
+    file that has no masters, they end before the master."""
     num_updates: int
     """So many so far."""
 
@@ -77,7 +79,7 @@ def state_dtypes(optimizer: Optimizer | None, dtype: np.dtype[Any]) -> list[np.d
     """The dtypes of the states that an optimizer keeps for values of ``dtype``."""
     if optimizer is None:
         return []
-    return [array.dtype for array in optimizer.create_state(np.zeros(1, dtype))]
+    return [array.dtype for array in create_state(optimizer, np.zeros(1, dtype))]
 
 
 # -- writing ------------------------------------------------------------------------------
@@ -89,8 +91,7 @@ class _StatesWriter:
     def __init__(
         self, path: Path, contents: Mapping[Key, Content], optimizer: Optimizer | None, dump: bool
     ) -> None:
-        self._names = () if optimizer is None else optimizer.state_names()
-        _check_names(self._names, optimizer)
+        self._names = _names_of(contents, optimizer)
         self._num_written = dict.fromkeys(contents, 0)
         metadata = {"key_type": _key_type(contents)}
         if optimizer is not None:
@@ -103,7 +104,7 @@ class _StatesWriter:
         for key, content in contents.items():
             arrays[f"count/{key}"] = KeySpec((content.num_pieces, 2), _INT64)
             dtypes = state_dtypes(optimizer, content.spec.dtype)
-            for name, dtype in zip(self._names, dtypes, strict=True):
+            for name, dtype in zip(self._names[key], dtypes, strict=True):
                 arrays[f"{name}/{key}"] = KeySpec(content.stored.shape, dtype)
         for key, ids in rows.items():
             arrays[ids_name(key)] = KeySpec(ids.shape, _INT64)
@@ -112,7 +113,7 @@ class _StatesWriter:
             self.file.write(ids_name(key), 0, ids)
 
     def add(self, piece: Piece) -> None:
-        for name, state in zip(self._names, piece.states, strict=True):
+        for name, state in zip(self._names[piece.key], piece.states, strict=True):
             self.file.write(f"{name}/{piece.key}", piece.start, state)
         row = self._num_written[piece.key]
         self._num_written[piece.key] = row + 1
@@ -120,14 +121,23 @@ class _StatesWriter:
         self.file.write(f"count/{piece.key}", 2 * row, counted)
 
 
-def _check_names(names: Sequence[str], optimizer: Optimizer | None) -> None:
-    """Names of states become names in files; ``count`` is taken."""
-    wrong = [name for name in names if not name.isidentifier() or name == "count"]
-    if optimizer is not None and (wrong or len(set(names)) != len(names)):
-        raise CheckpointError(
-            f"the states of the optimizer {optimizer.name} cannot be saved: state_names() gives "
-            f"{names!r}; they must be different identifiers other than 'count'"
-        )
+def _names_of(
+    contents: Mapping[Key, Content], optimizer: Optimizer | None
+) -> dict[Key, tuple[str, ...]]:
+    """The names of each key's states, which become names in files; ``count`` is taken there."""
+    if optimizer is None:
+        return dict.fromkeys(contents, ())
+    dtypes = {content.spec.dtype for content in contents.values()}
+    names_of = {dtype: state_names(optimizer, dtype) for dtype in dtypes}
+    for names in (optimizer.state_names(), *names_of.values()):
+        wrong = [name for name in names if not name.isidentifier() or name == "count"]
+        if wrong or len(set(names)) != len(names):
+            raise CheckpointError(
+                f"the states of the optimizer {optimizer.name} cannot be saved: state_names() "
+                f"gives {optimizer.state_names()!r}; they must be different identifiers other than "
+                f"'count', and for float16 and bfloat16 keys other than {MASTER!r}"
+            )
+    return {key: names_of[content.spec.dtype] for key, content in contents.items()}
 
 
 def write_states(
@@ -240,8 +250,9 @@ class SavedStates:
             )
         for key, content in contents.items():
             spec = self._stored_spec(key, content)
+            # The last dtype may be that of a master which the file lacks.
             dtypes = state_dtypes(optimizer, spec.dtype)
-            for name, dtype in zip(optimizer.state_names(), dtypes, strict=True):
+            for name, dtype in zip(self._names_of(key, optimizer), dtypes, strict=False):
                 self._check_array(f"{name}/{key}", KeySpec(spec.shape, dtype))
             if f"count/{key}" not in self._file.names:
                 raise CheckpointError(f"{self.path} has nothing of key {key!r}")
@@ -279,12 +290,18 @@ class SavedStates:
         self, key: Key, start: int, stop: int, optimizer: Optimizer | None
     ) -> tuple[list[Flat], int]:
         """States and update count of some elements of a key that ``check`` has passed."""
-        names = () if optimizer is None else optimizer.state_names()
+        names = self._names_of(key, optimizer)
         states = [self._file.read(f"{name}/{key}", start, stop) for name in names]
         counts = self._counts_of(key)
         # Pieces cut as they were have their own count; else that of the first element.
         reached = int(np.searchsorted(counts[:, 0], start, side="right"))
         return states, int(counts[reached - 1, 1]) if reached else 0
+
+    def _names_of(self, key: Key, optimizer: Optimizer | None) -> tuple[str, ...]:
+        """The states of a key that are wanted: with the master if there is one."""
+        names = () if optimizer is None else optimizer.state_names()
+        has_master = optimizer is not None and f"{MASTER}/{key}" in self._file.names
+        return (*names, MASTER) if has_master and MASTER not in names else names
 
     def _counts_of(self, key: Key) -> np.ndarray[Any, np.dtype[np.int64]]:
         """A key's rows (first element, updates), sorted; kept for its next piece."""

@@ -8,6 +8,7 @@ the pool thread of its lane, so that no value is read or written while it is upd
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ import numpy as np
 from kvstore.aggregate import Flat
 from kvstore.arena import Arena, Part, PartTable, StoreState
 from kvstore.commands import run_command
-from kvstore.errors import ValueMismatchError
 from kvstore.freed import return_freed_memory
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain, to_plain
@@ -277,32 +277,22 @@ class ServerStores:
         self._on_lanes(incoming, parts, copy, answer)
 
     def _write_parts(self, incoming: Incoming) -> None:
-        """Set states and counts (and values) from what ``_read_parts`` gave."""
+        """Set states and counts (and values) from what ``_read_parts`` gave: ``Part.write``."""
         numbers, counts, has_values = unpack(incoming.body, list, list, bool)
         parts = self._found(numbers)
         if len(counts) != len(parts) or not all(type(n) is int and n >= 0 for n in counts):
             raise ProtocolError("a count is malformed, or there are too few")
-        frames = incoming.frames
-        width = len(frames) // max(len(parts), 1)
-        rows = {
-            part.entry.part: (counts[index], frames[index * width : (index + 1) * width])
-            for index, part in enumerate(parts)
+        rest = iter(incoming.frames)
+        rows = [list(itertools.islice(rest, has_values + part.num_states)) for part in parts]
+        if rows:
+            rows[-1] += rest
+        found = {
+            part.entry.part: (count, row)
+            for part, count, row in zip(parts, counts, rows, strict=True)
         }
 
         def write(part: Part) -> None:
-            count, row = rows[part.entry.part]
-            arrays = part.state(part.arena.store.optimizer)
-            if has_values:
-                arrays.insert(0, part.weight)
-            if [len(frame) for frame in row] != [array.nbytes for array in arrays]:
-                raise ValueMismatchError(
-                    f"the values and states for key {part.entry.key!r} do not fit: "
-                    f"{len(row)} arrays came, {len(arrays)} are there"
-                )
-            part.arena.changes += 1
-            for array, frame in zip(arrays, row, strict=True):
-                array.view(np.uint8)[:] = np.frombuffer(frame, np.uint8)
-            part.count = count
+            part.write(*found[part.entry.part], has_values=has_values)
 
         self._on_lanes(incoming, parts, write, incoming.respond)
 

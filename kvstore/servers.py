@@ -230,25 +230,28 @@ class Servers:
             wait,
         ):
             (counts,) = unpack(reply.body, list)
-            width = len(reply.frames) // max(len(group.parts), 1)
-            if len(counts) != len(group.parts) or width * len(counts) != len(reply.frames):
+            specs = [entries[position].spec for position, _, _ in group.slices]
+            dtypes = [[spec.dtype, *state_dtypes(optimizer, spec.dtype)] for spec in specs]
+            if len(counts) != len(specs) or sum(map(len, dtypes)) != len(reply.frames):
                 raise ProtocolError("a server's copy of values and states is malformed")
-            for index, (position, start, _) in enumerate(group.slices):
-                key, spec = entries[position][:2]
-                dtypes = [spec.dtype, *state_dtypes(optimizer, spec.dtype)]
-                row = reply.frames[index * width : (index + 1) * width]
-                values, *states = [
-                    np.frombuffer(frame, dtype) for frame, dtype in zip(row, dtypes, strict=True)
-                ]
-                yield Piece(key, start // spec.dtype.itemsize, values, states, counts[index])
+            frames = iter(reply.frames)
+            for (position, start, _), row, count in zip(group.slices, dtypes, counts, strict=True):
+                values, *states = [np.frombuffer(next(frames), dtype) for dtype in row]
+                start //= values.itemsize
+                yield Piece(entries[position].key, start, values, states, count)
 
     def write(
         self,
         entries: Sequence[KeyEntry],
+        optimizer: Optimizer | None,
         read: Reader,
         wait: Callable[[Future[Any]], Any],
     ) -> None:
-        """Set states and counts of these keys, and values if there are any, to what it reads."""
+        """Set states and counts of these keys, and values if there are any, to what it reads.
+
+        An empty frame stands for a master that it does not read: the servers make it.
+        """
+        empty = np.empty(0, np.uint8)
 
         def write_group(group: Group) -> Future[Reply]:
             counts: list[int] = []
@@ -261,7 +264,8 @@ class Servers:
                 counts.append(piece.num_updates)
                 has_values = piece.values is not None
                 arrays = piece.states if piece.values is None else [piece.values, *piece.states]
-                frames += [flat_bytes(array).data for array in arrays]
+                missing = len(state_dtypes(optimizer, spec.dtype)) - len(piece.states)
+                frames += [flat_bytes(array).data for array in (*arrays, *[empty] * missing)]
             body = pack(list(group.parts), counts, has_values)
             return self._ask_group(group, StoreCall.WRITE, body, frames)
 

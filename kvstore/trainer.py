@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from kvstore.agreement import Plan, fingerprint
-from kvstore.arrays import Array
+from kvstore.arrays import Array, adapter_for
 from kvstore.base import KVStoreBase
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.keys import Key
 from kvstore.optimizer import Optimizer, Updater, create
 from kvstore.optimizer.fields import parameter_names
+from kvstore.optimizer.states import create_state
 from kvstore.parameter import Parameter, collect
 from kvstore.progress import note_step
 from kvstore.saving import Content, FilePath, Piece, SavedStates, write_states
@@ -308,8 +309,9 @@ class Trainer:
         for key, parameter in self._params.items():
             count, arrays = states.get(key, (0, None))
             if arrays is None:
-                weight = np.zeros(parameter.spec.num_elements, parameter.spec.dtype)
-                arrays = self._optimizer.create_state(weight)
+                data = parameter.list_data()[0]
+                weight = adapter_for(data).to_host(data).reshape(-1)
+                arrays = create_state(self._optimizer, weight)
             yield Piece(key, 0, None, list(arrays), count)
 
     def _load_here(self, fname: FilePath) -> None:

@@ -60,7 +60,7 @@ SLOTS = 3
 def update(home: int, kernel: Kernel, numbers: Numbers, copies: Rows, own: Rows) -> None:
     """Add the copies of each key up and set or update its weight, in place on GPU ``home``.
 
-    ``own`` has for each key its weight and, for the formula ``"momentum"``, its velocity, on
+    ``own`` has for each key the arrays that ``Kernel.num_columns`` speaks of after copies, on
     ``home``; they are the store's. ``copies`` are only read and may be on any GPUs: what is on
     another one passes through scratch memory of ``home``, while earlier blocks are added.
     """

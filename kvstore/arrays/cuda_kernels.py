@@ -5,15 +5,17 @@ given. Imports no CuPy and does nothing on a GPU; ``cuda.py`` launches it. Any t
 Read next: ``cuda.py``.
 
 **The table.** A launch works on rows. A row is a key or a part of one: the addresses of its
-copies (one value for each device), of what it sets (the weight, or where the sum goes) and of
-the velocity if there is one, and its length. The table travels with the launch as an argument
-by value, so it is no memory of the GPU and need not outlive the call; an argument has at most 4 KiB
-(CUDA C++ Programming Guide, "Function Parameters"), which is what bounds the rows of a launch.
+copies (one value for each device), of what it sets (the weight, or where the sum goes), of the
+velocity and of the float32 master if there are any, and its length. The table travels with the
+launch as an argument by value, so it is no memory of the GPU and need not outlive the call; an
+argument has at most 4 KiB (CUDA C++ Programming Guide, "Function Parameters"), which is what bounds
+the rows of a launch.
 The grid has blocks of ``BLOCK_ELEMENTS`` elements; each finds its row by ``first_blocks``.
 
 **Bits.** Copies are added left to right, then come the operations of ``optimizer/sgd.py`` in
 their order, each rounded by itself: ``OPTIONS`` forbids the compiler to join a multiplication
-and an addition. float16 is added and updated in float32 and rounded once. So the bits are those
+and an addition. float16 is added in float32 and rounded once; its master is updated, and the
+weight is what that rounds to. So the bits are those
 of ``kvstore/aggregate.py`` on the host, but for NaN: a GPU has one NaN, a processor keeps the
 sign and the payload of an operand's.
 """
@@ -82,8 +84,13 @@ class Kernel(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """Addresses in a row: copies, then what is set, then the velocity if there is one."""
-        return self.num_copies + (2 if self.formula == "momentum" else 1)
+        """Addresses in a row: copies, what is set, the velocity and the master if there are any."""
+        return self.num_copies + 1 + (self.formula == "momentum") + self.has_master
+
+    @property
+    def has_master(self) -> bool:
+        """Whether a float32 master is updated, which the weight is rounded from."""
+        return self.dtype == "float16" and self.formula != "sum"
 
     @property
     def num_rows(self) -> int:
@@ -93,7 +100,7 @@ class Kernel(NamedTuple):
 
     @property
     def working(self) -> np.dtype[Any]:
-        """The dtype of the arithmetic, the velocity and the numbers."""
+        """The dtype of the arithmetic, the velocity, the master and the numbers."""
         return accumulation_dtype(np.dtype(self.dtype))
 
 
@@ -154,7 +161,7 @@ def rows_of(
     """
     table = np.array(spans, np.int64).reshape(-1, 3)
     keys, starts, lengths = table[:, 0], table[:, 1].astype(np.uint64), table[:, 2] - table[:, 1]
-    # The velocity, which comes last, has elements of another size than a float16 weight.
+    # Velocity and master, which come last, have elements of another size than a float16 weight.
     sizes = np.full(kernel.num_columns, np.dtype(kernel.dtype).itemsize, np.uint64)
     sizes[kernel.num_copies + 1 :] = kernel.working.itemsize
     pointers = np.concatenate([copies[keys], own[keys]], axis=1)
@@ -180,6 +187,7 @@ def source_of(kernel: Kernel) -> str:
         "COPIES": kernel.num_copies,
         "COLUMNS": kernel.num_columns,
         "FORMULA": FORMULAS.index(kernel.formula),
+        "MASTER": int(kernel.has_master),
         "THREADS": THREADS,
         "UNROLLED": _UNROLLED,
         "BLOCK_ELEMENTS": BLOCK_ELEMENTS,
@@ -236,7 +244,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused(
     for (int copy = 0; copy < COPIES; ++copy)
         copies[copy] = (const Stored*)table.pointers[row][copy];
     Stored* target = (Stored*)table.pointers[row][COPIES];
-    Working* velocity = (Working*)table.pointers[row][COLUMNS - 1];  // with momentum only
+    // What there is of these follows the target, the master last.
+    Working* velocity = (Working*)table.pointers[row][COLUMNS - 1 - MASTER];
+    Working* master = (Working*)table.pointers[row][COLUMNS - 1];
 
     const long long start = (long long)(blockIdx.x - table.first_blocks[row]) * BLOCK_ELEMENTS;
     const long long end = start + BLOCK_ELEMENTS;
@@ -254,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused(
             #pragma unroll
             for (int copy = 1; copy < COPIES; ++copy)
                 total[u] = total[u] + widened(copies[copy][index]);
-            if (FORMULA >= 1) weight[u] = widened(target[index]);
+            if (FORMULA >= 1) weight[u] = MASTER ? master[index] : widened(target[index]);
             if (FORMULA == 2) speed[u] = velocity[index];
         }
         #pragma unroll
@@ -276,6 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused(
                 } else {
                     result = weight[u] - result;
                 }
+                if (MASTER) master[index] = result;
             }
             target[index] = rounded(result);
         }

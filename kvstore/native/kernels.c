@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#define INTERFACE 1 /* must be that of kernels.py, which leaves an older or newer build alone */
+#define INTERFACE 2 /* must be that of kernels.py, which leaves an older or newer build alone */
 
 /* Calls on fewer bytes keep the interpreter's lock: to hand it over can cost more than they do. */
 #define BRIEF 65536
@@ -83,9 +83,9 @@ static PyObject *use(PyObject *self, PyObject *name)
 
 struct call {
     struct numbers numbers;
-    int rule, kind, weight_kind;
+    int rule, kind, weight_kind, has_master;
     PyObject *weight, *states, *rows, *outs;
-    Py_buffer *views; /* weight, states, then of each row its contributions and its outs */
+    Py_buffer *views; /* weight, states and master, then of each row contributions and outs */
     Py_ssize_t num_views, most_views, num_bytes;
     struct work *works; /* one for each row */
 };
@@ -118,7 +118,8 @@ static enum outcome prepare(struct call *call)
     const Py_ssize_t num_states = PySequence_Fast_GET_SIZE(call->states);
     const Py_ssize_t num_rows = PySequence_Fast_GET_SIZE(call->rows);
     const Py_ssize_t num_outs = PySequence_Fast_GET_SIZE(call->outs);
-    if (num_states != NUM_STATES[call->rule])
+    call->has_master = call->rule != ASSIGN && SIZES[call->weight_kind] == 2;
+    if (num_states != NUM_STATES[call->rule] + call->has_master)
         return DECLINED;
     if (num_outs != 0 && num_outs != num_rows)
         return refuse("outs must have as many rows as there are rows, or none");
@@ -179,11 +180,13 @@ static enum outcome plan_row(struct call *call, Py_ssize_t index, size_t *elemen
         .kind = call->kind,
         .weight_kind = call->weight_kind,
         .weight = (char *)call->views[0].buf + *element * weight_size,
-        .num_states = (int)PySequence_Fast_GET_SIZE(call->states),
+        .num_states = NUM_STATES[call->rule],
         .contributions = &call->views[call->num_views],
     };
     for (int i = 0; i < work->num_states; i++)
         work->states[i] = (char *)call->views[1 + i].buf + *element * wide_size;
+    if (call->has_master)
+        work->master = (char *)call->views[1 + work->num_states].buf + *element * wide_size;
     enum outcome outcome = view_all(call, row, PyBUF_SIMPLE);
     if (outcome != DONE)
         return outcome;

@@ -52,6 +52,7 @@ struct work {
     char *weight;
     int num_states;
     char *states[MOST_STATES]; /* in the type that is computed in */
+    char *master;              /* what is updated in place of 16-bit weights, as states; or NULL */
     size_t num_contributions, num_outs;
     const Py_buffer *contributions, *outs;
 };

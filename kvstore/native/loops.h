@@ -67,7 +67,7 @@ static TARGET void SET(widen)(enum kind kind, float *restrict to, const void *fr
         to[i] = SET(up)(halves[i]);
 }
 
-static TARGET void SET(narrow)(enum kind kind, void *to, const float *restrict from, size_t n)
+static TARGET void SET(narrow)(enum kind kind, void *to, const loose_float *restrict from, size_t n)
 {
     loose_half *halves = to;
     size_t i = 0;

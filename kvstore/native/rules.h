@@ -137,11 +137,12 @@ static TARGET void NAME(sum)(LOOSE *total, const struct work *work, size_t start
     }
 }
 
-/* A block of weights from the block of summed gradients, which is overwritten. */
+/* A block of weights from the block of summed gradients, which is overwritten. 16-bit weights are
+ * what their master rounds to. */
 static TARGET void NAME(update)(const struct work *work, REAL *grad, size_t start, size_t n)
 {
-    REAL scratch[BLOCK];
-    LOOSE *weight = NAME(load)(work->weight_kind, work->weight, start, n, scratch);
+    char *stored = work->weight + start * SIZES[work->weight_kind];
+    LOOSE *weight = (LOOSE *)(work->master == NULL ? stored : work->master + start * sizeof(REAL));
     LOOSE *states[MOST_STATES] = {NULL};
     for (int i = 0; i < work->num_states; i++)
         states[i] = (LOOSE *)work->states[i] + start;
@@ -149,8 +150,8 @@ static TARGET void NAME(update)(const struct work *work, REAL *grad, size_t star
         NAME(adam)(work->numbers, weight, states[0], states[1], grad, n);
     else
         NAME(sgd)(work->numbers, weight, states[0], grad, n);
-    if (work->weight_kind != WIDE_KIND)
-        NARROW(work->weight_kind, work->weight + start * SIZES[work->weight_kind], scratch, n);
+    if (work->master != NULL)
+        NARROW(work->weight_kind, stored, weight, n);
 }
 
 /* One block of the weight. */

@@ -2,7 +2,8 @@
 
 Pure: formulas over arrays that the caller owns; no I/O, no threads, no clock. An optimizer is
 an immutable value, so that a store, its servers and the caller can share one; the arrays that
-change (weight and state) belong to the store. Read next: ``arithmetic.py``, then ``sgd.py``.
+change (weight and state) belong to the store. Read next: ``arithmetic.py``, then ``sgd.py``;
+``states.py`` for what is kept of a 16-bit weight.
 
 Arithmetic is written as NumPy ufuncs with ``out=`` and ``dtype=``: CuPy arrays carry the same
 calls out on their device. Only elementwise operations may be used by an optimizer of scope
@@ -72,9 +73,9 @@ class Optimizer:
     Every optimizer also takes, by keyword: ``lr_scheduler``, a schedule of the learning rate;
     ``lr_mult`` and ``wd_mult``, mappings of keys to factors for their learning rate and decay
     (kept as sorted pairs); ``lazy_update``, whether a row-sparse gradient leaves rows alone that
-    it does not have (else they are updated with a gradient of zero). A ``base_lr`` of the schedule
-    becomes the ``learning_rate`` where that was left at its default, and else gives way to it, as
-    in MXNet.
+    it does not have (else they are updated with a gradient of zero); ``multi_precision``, MXNet's
+    name for float32 masters, which is always on. A ``base_lr`` of the schedule becomes the
+    ``learning_rate`` where that was left at its default, and else gives way to it, as in MXNet.
     """
 
     scope: ClassVar[str] = "element"
@@ -87,6 +88,7 @@ class Optimizer:
     lr_mult: Multipliers = dataclasses.field(default=(), kw_only=True)
     wd_mult: Multipliers = dataclasses.field(default=(), kw_only=True)
     lazy_update: bool = dataclasses.field(default=True, kw_only=True)
+    multi_precision: bool = dataclasses.field(default=True, kw_only=True)
 
     _factors: dict[Key, tuple[float, float]] = dataclasses.field(
         default_factory=dict, init=False, compare=False, kw_only=True
@@ -114,6 +116,11 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         convert_fields(self)
+        if not self.multi_precision:
+            raise OptimizerParameterError(
+                "multi_precision=False is not possible, leave it out: float16 and bfloat16 weights "
+                "always have a float32 master, and those of other dtypes never have one"
+            )
         for needed, given in (
             ("learning_rate", self.lr_scheduler is not None or self.lr_mult),
             ("wd", self.wd_mult),
@@ -146,10 +153,11 @@ class Optimizer:
     def params(self) -> dict[str, Any]:
         """The parameters by name; ``create(optimizer.name, **params)`` makes an equal one.
 
-        Schedule and multipliers are there when they are set, ``lazy_update`` when it is off. What
-        travels is ``to_plain``.
+        Schedule and multipliers are there when they are set, ``lazy_update`` when it is off, and
+        ``multi_precision``, which is always on, never. What travels is ``to_plain``.
         """
         values = {name: getattr(self, name) for name in parameter_names(type(self))}
+        del values["multi_precision"]
         for name in ("lr_scheduler", "lr_mult", "wd_mult"):
             if not values[name]:
                 del values[name]
@@ -277,7 +285,8 @@ class Optimizer:
 
         New 1-D arrays, one for each of ``state_names``, zero, as long as ``weight``, on its
         device, owned by the caller, in the accumulation dtype: a float16 weight has float32
-        state, since squares of gradients leave float16's range.
+        state, since squares of gradients leave float16's range. Stores come here by way of
+        ``states.py``, with the float32 master of such a weight.
         """
         dtype = accumulation_dtype(weight.dtype)
         return tuple(np.zeros_like(weight, dtype=dtype) for _ in self.state_names())
@@ -287,10 +296,11 @@ class Optimizer:
     ) -> None:
         """Update ``weight`` and ``state`` in place from the summed gradient.
 
-        All arrays are 1-D, of one length, on one device and the caller's. ``grad`` and
-        ``scratch`` have the accumulation dtype (see ``kvstore/aggregate.py``), in which all
-        arithmetic is done, and may be overwritten; ``scratch`` holds nothing at entry.
-        ``count`` is the number of this update of this part, from 1 on.
+        All arrays are 1-D, of one length, on one device and the caller's. ``weight``, ``grad``
+        and ``scratch`` have the accumulation dtype (see ``kvstore/aggregate.py``), in which all
+        arithmetic is done: for a float16 key, ``weight`` is its float32 master. ``grad`` and
+        ``scratch`` may be overwritten; ``scratch`` holds nothing at entry. ``count`` is the
+        number of this update of this part, from 1 on.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define update()")
 

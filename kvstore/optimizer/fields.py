@@ -32,9 +32,6 @@ ALIASES = {"lr": "learning_rate", "weight_decay": "wd", "mom": "momentum", "eps"
 """What parameters are called elsewhere; only ``replace`` takes one of them, ``lr``."""
 
 NOT_TAKEN = {
-    "multi_precision": "leave it out; float16 and bfloat16 weights are updated in float32 and "
-    "rounded once an update. For a float32 master copy, keep the key in float32 and pull it into "
-    "a float16 array",
     "begin_num_update": "leave it out; each key counts its own updates from 1 on, and "
     "load_optimizer_states or load_checkpoint brings saved counts back",
     "param_idx2name": "leave it out; lr_mult and wd_mult name the keys of the store",

@@ -19,9 +19,10 @@ from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import ArgumentTypeError, ValueMismatchError
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.fields import Key
+from kvstore.optimizer.states import create_state, follow, has_master, restored, take_over
 
 States = dict[Key, tuple[int, tuple[Flat, ...]]]
-"""For each key the number of its updates, and its arrays in the order of ``state_names``."""
+"""For each key the number of its updates, and its arrays in the order of ``states.state_names``."""
 
 
 class Updater:
@@ -29,7 +30,8 @@ class Updater:
 
     A key's state is made at its first update; keys have counts of their own. ``optimizer`` may
     be set to another at any time: of the same class keeps state and counts, any other begins
-    anew, as in the stores.
+    anew, as in the stores. float16 and bfloat16 weights have a float32 master here; where the
+    caller has changed a weight since its last update, the weight counts and not the master.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -72,14 +74,14 @@ class Updater:
     def set_states(self, states: Mapping[Key, tuple[int, Sequence[Flat]]]) -> None:
         """Go on from what ``states`` gave, of an optimizer of the same kind; keeps copies.
 
-        Replaces all keys. Raises ``ValueMismatchError`` where a key has another number of
-        arrays than the optimizer keeps, or a count below 0; then nothing has changed. Lengths
-        and dtypes are checked at the key's next update.
+        Replaces all keys. Masters may be missing. Raises ``ValueMismatchError`` where a key has
+        another number of arrays than the optimizer keeps, or a count below 0; then nothing has
+        changed. Lengths and dtypes are checked at the key's next update.
         """
         names = self.optimizer.state_names()
         entries: dict[Key, tuple[Optimizer, int, tuple[Flat, ...]]] = {}
         for key, (count, arrays) in states.items():
-            if len(arrays) != len(names) or count < 0:
+            if len(arrays) - len(names) not in (0, 1) or count < 0:
                 raise ValueMismatchError(
                     f"key {key!r} has {len(arrays)} arrays and {count} updates; "
                     f"{self.optimizer.name} keeps {len(names)} ({', '.join(names)})"
@@ -117,17 +119,23 @@ class Updater:
 
     def _taken_over(self, key: Key, weight: Flat) -> tuple[tuple[Flat, ...], int]:
         if key not in self._entries:
-            return self.optimizer.create_state(weight), 0
+            return create_state(self.optimizer, weight), 0
         previous, count, state = self._entries[key]
         dtype = accumulation_dtype(weight.dtype)
-        if any(array.shape != weight.shape or array.dtype != dtype for array in state):
+        is_fit = all(array.shape == weight.shape and array.dtype == dtype for array in state)
+        num_masters = len(state) - len(previous.state_names())
+        if not is_fit or num_masters > has_master(weight.dtype):
             raise ValueMismatchError(
                 f"the state of key {key!r} does not fit a weight of {len(weight)} elements and "
                 f"dtype {weight.dtype}"
             )
+        if num_masters:
+            follow(weight, state[-1])
+        else:
+            state = restored(previous, weight, state)
         if previous is self.optimizer:
             return state, count
-        return self.optimizer.take_over(previous, weight, state, count)
+        return take_over(self.optimizer, previous, weight, state, count)
 
 
 def get_updater(optimizer: Optimizer) -> Updater:

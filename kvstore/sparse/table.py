@@ -25,6 +25,13 @@ from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import NotSupportedError
 from kvstore.keys import KeySpec
 from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.states import (
+    create_state,
+    has_master,
+    restored,
+    state_names,
+    take_over,
+)
 from kvstore.sparse.array import width_of
 from kvstore.sparse.ids import Ids, is_increasing
 from kvstore.sparse.sums import Contribution, RowValues, Sum
@@ -165,15 +172,17 @@ class RowTable:
         if optimizer is not None:
             self._make_states(optimizer)
         own: tuple[RowValues, ...] = self.states or ()
+        flat = [state.reshape(-1) for state in states]
+        states = restored(optimizer, self.values[places].reshape(-1), flat)
         for array, state in zip(own, states, strict=True):
-            array[places] = state
+            array[places] = state.reshape(len(ids), self.width)
 
     def take_over(
         self, previous: Optimizer | None, optimizer: Optimizer, count: int
     ) -> tuple[tuple[Flat, ...], int]:
         """``Optimizer.take_over`` of all rows; ``keep_states`` makes it so."""
         flat = [state.reshape(-1) for state in self.states or ()]
-        return optimizer.take_over(previous, self.values.reshape(-1), flat, count)
+        return take_over(optimizer, previous, self.values.reshape(-1), flat, count)
 
     def keep_states(self, states: Sequence[Flat] | None) -> None:
         """Take these for the states, flat, of all places; None for none."""
@@ -208,12 +217,17 @@ class RowTable:
         if type(optimizer).create_state is Optimizer.create_state:
             dtype = accumulation_dtype(self.dtype)
             # Memory that the system gives when it is touched, unlike that of zeros_like.
-            self.states = tuple(np.zeros(self.values.shape, dtype) for _ in optimizer.state_names())
+            names = state_names(optimizer, self.dtype)
+            self.states = tuple(np.zeros(self.values.shape, dtype) for _ in names)
+            if has_master(self.dtype):
+                held = self._places.held()
+                used = slice(None) if held is None else held
+                self.states[-1][used] = self.values[used]
         else:
             self.states = tuple(self._fresh(optimizer, self.values))
 
     def _fresh(self, optimizer: Optimizer, rows: RowValues) -> list[RowValues]:
-        return [state.reshape(rows.shape) for state in optimizer.create_state(rows.reshape(-1))]
+        return [state.reshape(rows.shape) for state in create_state(optimizer, rows.reshape(-1))]
 
     def _check_wholeness(self, optimizer: Optimizer, count: int) -> None:
         """Whether rows that are not there may be left out of an update of all rows."""

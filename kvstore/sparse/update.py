@@ -22,11 +22,12 @@ from kvstore import kernels
 from kvstore.aggregate import BLOCK_ELEMENTS, Flat, Workspace, update_block
 from kvstore.dtypes import accumulation_dtype
 from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.states import create_state, has_master
 from kvstore.sparse.ids import Ids, is_increasing
 from kvstore.sparse.sums import RowValues, Sum
 
 _GRADIENT, _WEIGHT, _SUM, _STATE = 0, 10, 11, 12
-"""Slots of a workspace; ``update_block`` takes the gradient in slot 0, and 1 and 2 for itself."""
+"""Slots of a workspace; ``update_block`` takes the gradient in slot 0, and 1 for itself."""
 
 
 def is_lazy(optimizer: Optimizer) -> bool:
@@ -99,7 +100,7 @@ def keeps_zero(optimizer: Optimizer, dtype: np.dtype[np.generic], count: int) ->
     Then rows that nobody ever pushed need no memory, even where updates are not lazy.
     """
     weight: Flat = np.zeros(1, dtype)
-    state = optimizer.create_state(weight)
+    state = create_state(optimizer, weight)
     before = [array.tobytes() for array in (weight, *state)]
     gradient: Flat = np.zeros(1, accumulation_dtype(dtype))
     with np.errstate(all="ignore"):
@@ -129,7 +130,10 @@ def _update_rows(
         mine = [array[rows] for array in state]
         _apply(weight[rows], gradient, mine, optimizer, count, workspace)
         return
-    block = _gathered(weight, at, workspace, _WEIGHT)
+    if has_master(weight.dtype):  # which the weight is made from
+        block = _block(workspace, _WEIGHT, weight.dtype, len(at), weight.shape[1])
+    else:
+        block = _gathered(weight, at, workspace, _WEIGHT)
     mine = [_gathered(array, at, workspace, _STATE + index) for index, array in enumerate(state)]
     _apply(block, gradient, mine, optimizer, count, workspace)
     weight[at] = block

@@ -20,17 +20,22 @@ OPTIMIZERS = {
     "adam": optimizer.create("adam", learning_rate=0.1),
     "stateless": optimizer.create("sgd", learning_rate=0.5),
 }
-SHAPES = {"w": (25, 40), "b": (3,), "scalar": (), "empty": (0,)}
+SHAPES = {"w": (25, 40), "b": (3,), "half": (151,), "scalar": (), "empty": (0,)}
+DTYPES = {"half": np.float16}
 
 
 def first_values() -> list[np.ndarray[Any, Any]]:
     generator = np.random.default_rng(0)
-    return [generator.normal(size=shape).astype(np.float32) for shape in SHAPES.values()]
+    return [drawn(generator, key) for key in SHAPES]
+
+
+def drawn(generator: np.random.Generator, key: str) -> np.ndarray[Any, Any]:
+    return generator.normal(size=SHAPES[key]).astype(DTYPES.get(key, np.float32))
 
 
 def gradients(step: int) -> list[np.ndarray[Any, Any]]:
     generator = np.random.default_rng(step + 1)
-    return [generator.normal(size=shape).astype(np.float32) for shape in SHAPES.values()]
+    return [drawn(generator, key) for key in SHAPES]
 
 
 def train(kv: KVStore, steps: range) -> None:

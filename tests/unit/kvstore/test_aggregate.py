@@ -15,6 +15,7 @@ from kvstore.aggregate import Workspace, apply_round, sum_in_order
 from kvstore.dtypes import accumulation_dtype, bfloat16
 from kvstore.errors import ValueMismatchError
 from kvstore.optimizer import Optimizer
+from kvstore.optimizer.states import create_state
 
 Array = np.ndarray[Any, Any]
 LENGTH = 3001
@@ -100,25 +101,29 @@ def test_halves_are_summed_in_float32_and_rounded_once(name: str, block: int) ->
 
 
 @pytest.mark.parametrize("name", ["f2", "bfloat16"])
-def test_halves_are_updated_in_float32_and_rounded_once(name: str) -> None:
+def test_the_masters_of_halves_are_updated_and_rounded_once(name: str) -> None:
     class TwoSteps(Optimizer):
         def update(
             self, weight: Array, grad: Array, state: object, count: int, scratch: Array
         ) -> None:
-            # The first change alone is too small for a weight of 16 bits.
+            # Either change alone is too small for a weight of 16 bits.
             np.multiply(weight, 1 + 2.0**-12, out=weight)
-            np.multiply(weight, 1 + 2.0**-9, out=weight)
+            np.multiply(weight, 1 + 2.0**-13, out=weight)
             np.subtract(weight, grad, out=weight)
 
     values = halves(3, name)
     weight = np.linspace(1, 2, LENGTH).astype(values[0].dtype)
     wide = [value.astype(np.float32) for value in values]
     expected = weight.astype(np.float32)
-    expected *= np.float32(1 + 2.0**-12)
-    expected *= np.float32(1 + 2.0**-9)
-    expected -= (wide[0] + wide[1]) + wide[2]
-    apply_round(weight, values, TwoSteps(), (), 1, Workspace(), block_elements=64)
-    assert weight.tobytes() == expected.astype(weight.dtype).tobytes()
+    chosen = TwoSteps()
+    (master,) = create_state(chosen, weight)
+    for count in (1, 2, 3):
+        expected *= np.float32(1 + 2.0**-12)
+        expected *= np.float32(1 + 2.0**-13)
+        expected -= (wide[0] + wide[1]) + wide[2]
+        apply_round(weight, values, chosen, (master,), count, Workspace(), block_elements=64)
+        assert master.tobytes() == expected.tobytes()
+        assert weight.tobytes() == expected.astype(weight.dtype).tobytes()
 
 
 def test_one_contribution_is_copied_exactly() -> None:
@@ -153,8 +158,9 @@ def test_views_of_received_frames_are_added_where_they_lie(
     assert not any(view.flags.writeable for view in views)
     assert dtype.itemsize == 1 or not any(view.flags.aligned for view in views)
     out, expected = np.zeros(LENGTH, dtype), np.zeros(LENGTH, dtype)
-    apply_round(out, views, chosen, (), 1, Workspace())
-    apply_round(expected, values, chosen, (), 1, Workspace())
+    for into, contributions in ((out, views), (expected, values)):
+        state = () if chosen is None else create_state(chosen, into)
+        apply_round(into, contributions, chosen, state, 1, Workspace())
     np.testing.assert_array_equal(out, expected)  # a long double has bytes without meaning
     assert out.any()
 
@@ -206,7 +212,7 @@ def run_rounds(
     """Three rounds of three contributions on the pieces between ``borders``."""
     drawn = halves(3, dtype) if dtype == "bfloat16" else gradients(3, dtype)
     weight = np.linspace(-2, 2, LENGTH).astype(drawn[0].dtype)
-    state = chosen.create_state(weight)
+    state = create_state(chosen, weight)
     workspace = Workspace()
     for count in (1, 2, 3):
         values = [value * np.array(count, weight.dtype) for value in drawn]

@@ -16,6 +16,7 @@ from kvstore.cores import Cores
 from kvstore.dtypes import bfloat16
 from kvstore.errors import UnknownKeyError, ValueMismatchError
 from kvstore.optimizer import Optimizer
+from kvstore.optimizer.states import create_state
 
 Array = np.ndarray[Any, Any]
 Values = dict[Any, list[Array]]
@@ -71,7 +72,7 @@ def loop(chosen: Optimizer | None, start: Values, rounds: list[Values]) -> dict[
     result = {}
     for key, (value,) in start.items():
         weight = value.reshape(-1).copy()
-        state = () if chosen is None else chosen.create_state(weight)
+        state = () if chosen is None else create_state(chosen, weight)
         count = 0
         for values in rounds:
             if key in values:

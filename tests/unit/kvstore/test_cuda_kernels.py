@@ -8,6 +8,7 @@ rounding are compared with ``kvstore/aggregate.py`` here; how it runs on a GPU i
 from __future__ import annotations
 
 import ctypes
+import platform
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import pytest
 
 from kvstore import optimizer
 from kvstore.aggregate import Workspace, apply_round
+from kvstore.arrays import cuda_kernels
 from kvstore.arrays.cuda_kernels import (
     ARGUMENT_BYTES,
     BLOCK_ELEMENTS,
@@ -33,6 +35,7 @@ from kvstore.arrays.cuda_kernels import (
 )
 from kvstore.fused import kernel_for, numbers_of
 from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.states import create_state
 from kvstore.pipeline import Span, cut
 
 KERNELS = [Kernel(dtype, copies, formula) for dtype in ("float16", "float64")
@@ -104,10 +107,10 @@ def test_rows_that_are_all_empty_are_no_launch() -> None:
 def test_a_span_begins_at_its_element_in_every_array_of_its_key() -> None:
     kernel = Kernel("float16", 2, "momentum")
     copies = np.array([[1000, 2000], [3000, 4000]], np.uint64)
-    own = np.array([[5000, 6000], [7000, 8000]], np.uint64)
+    own = np.array([[5000, 6000, 9000], [7000, 8000, 10000]], np.uint64)
     pointers, lengths = rows_of(kernel, [Span(1, 10, 15), Span(0, 0, 3)], copies, own)
-    # The velocity has 4 bytes for each number, all others 2.
-    assert pointers.tolist() == [[3020, 4020, 7020, 8040], [1000, 2000, 5000, 6000]]
+    # Velocity and master have 4 bytes for each number, all others 2.
+    assert pointers.tolist() == [[3020, 4020, 7020, 8040, 10040], [1000, 2000, 5000, 6000, 9000]]
     assert lengths.tolist() == [5, 3]
     assert packed(kernel, [Span(1, 10, 15), Span(0, 0, 3)], 100).tolist() == [100, 110]
 
@@ -120,6 +123,11 @@ _BEFORE = """
 #define __launch_bounds__(threads)
 struct Position { unsigned int x; };
 static Position blockIdx, threadIdx;
+"""
+_HOSTS_FLOAT16 = """
+#include <immintrin.h>
+static float widened(unsigned short value) { return _cvtsh_ss(value); }
+static unsigned short rounded(float value) { return _cvtss_sh(value, 0); }
 """
 _AFTER = """
 extern "C" void run(
@@ -140,9 +148,14 @@ def compiled(kernel: Kernel, folder: Path) -> Launch:
     if compiler is None:
         pytest.skip("no C++ compiler (g++) on this machine")
     name = folder / "-".join(map(str, kernel))
-    name.with_suffix(".cc").write_text(_BEFORE + source_of(kernel) + _AFTER)
+    source = source_of(kernel).replace(cuda_kernels._FLOAT16, _HOSTS_FLOAT16)
+    name.with_suffix(".cc").write_text(_BEFORE + source + _AFTER)
     # As --fmad=false: no multiplication is joined with an addition.
     options = ["-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
+    if kernel.dtype == "float16":
+        if platform.machine() != "x86_64":
+            pytest.skip("float16 is converted by instructions of x86-64")
+        options.append("-mf16c")
     files = ["-o", str(name.with_suffix(".so")), str(name.with_suffix(".cc"))]
     subprocess.run([compiler, *options, *files], check=True)
     function = ctypes.CDLL(str(name.with_suffix(".so"))).run
@@ -179,6 +192,9 @@ FULL = {"learning_rate": 0.1, "wd": 1e-2, "rescale_grad": 0.37, "clip_gradient":
         ("float32", 4, optimizer.create("sgd", momentum=0.9, **FULL)),
         ("float64", 5, optimizer.create("sgd", momentum=0.9, learning_rate=0.3)),
         ("int32", 3, None),
+        ("float16", 3, None),
+        ("float16", 2, optimizer.create("sgd", **FULL)),
+        ("float16", 3, optimizer.create("sgd", momentum=0.9, **FULL)),
     ],
 )
 @pytest.mark.parametrize("most_elements", [10**9, 3000])
@@ -188,10 +204,10 @@ def test_the_kernels_bits_are_those_of_the_host(
     rng = np.random.default_rng(5)
     copies = [[values(rng, size, dtype) for _ in range(num_copies)] for size in SIZES]
     weights = [values(rng, size, dtype) for size in SIZES]
-    states = [[] if used is None else list(used.create_state(weight)) for weight in weights]
+    states = [[] if used is None else list(create_state(used, weight)) for weight in weights]
     for state in states:
         for array in state:
-            array[:] = values(rng, len(array), "float32")
+            array[:] += values(rng, len(array), "float32")
     expected = [weight.copy() for weight in weights]
     expected_states = [[array.copy() for array in state] for state in states]
     for index in range(len(SIZES)):

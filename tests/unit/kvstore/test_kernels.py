@@ -19,6 +19,7 @@ from kvstore import kernels, optimizer
 from kvstore.aggregate import Workspace, apply_round, sum_in_order
 from kvstore.dtypes import accumulation_dtype, bfloat16
 from kvstore.optimizer import SGD, Optimizer
+from kvstore.optimizer.states import create_state
 
 Array = np.ndarray[Any, Any]
 ORIGINAL = kernels.native
@@ -120,7 +121,7 @@ def test_updates_have_the_bits_of_numpys(
     dtype = kind(name)
     weight = drawn(seed, dtype, length)
     mine, others = moved(weight, offset, is_written=True), weight.copy()
-    state, other_state = chosen.create_state(weight), chosen.create_state(weight)
+    state, other_state = create_state(chosen, weight), create_state(chosen, weight)
     for number in (1, 2, 3):
         values = [drawn(seed + 10 * number + i, dtype, length) for i in range(count)]
         frames = [moved(value, offset) for value in values]

@@ -19,6 +19,7 @@ from kvstore.errors import (
     UnknownKeyError,
     ValueMismatchError,
 )
+from kvstore.optimizer.states import create_state
 from kvstore.sparse import table
 from kvstore.sparse.sums import Contribution, Sum
 
@@ -467,7 +468,7 @@ def test_what_is_done_on_a_gpu_gives_the_bits_of_the_host(name: str | None, lazy
         value = random_rows(seed).unique()
         here.push("w", value)
         if found is not None and entry.state is None:
-            entry.keep_state(found.create_state(entry.flat), 0)
+            entry.keep_state(create_state(found, entry.flat), 0)
         total = Sum([Contribution(value.indices, value.values)])
         local_rows._apply_on_device(entry, total, found, seed + 1)
         assert dense(there).tobytes() == dense(here).tobytes()

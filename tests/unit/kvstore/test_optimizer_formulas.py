@@ -22,6 +22,7 @@ from kvstore.lr_scheduler import FactorScheduler
 from kvstore.optimizer import Optimizer, arithmetic
 from kvstore.optimizer.arithmetic import NORM_ELEMENTS, norm
 from kvstore.optimizer.base import _registry
+from kvstore.optimizer.states import create_state
 
 Array = Any
 State = dict[str, Any]
@@ -246,7 +247,7 @@ def problem(length: int = 200, steps: int = 20, dtype: Any = np.float64) -> tupl
 
 def updated(chosen: Optimizer, weight: Array, gradients: list[Array], block: int = 64) -> Array:
     weight = weight.copy()
-    state = chosen.create_state(weight)
+    state = create_state(chosen, weight)
     workspace = Workspace()
     for count, gradient in enumerate(gradients, start=1):
         apply_round(weight, [gradient], chosen, state, count, workspace, block_elements=block)
@@ -267,7 +268,7 @@ def test_there_is_a_formula_for_every_optimizer_of_the_package() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(np.float64, 1e-12), (np.float32, 2e-5), (np.float16, 2e-2)]
+    ("dtype", "tolerance"), [(np.float64, 1e-12), (np.float32, 2e-5), (np.float16, 1e-3)]
 )
 @pytest.mark.parametrize("chosen", CASES)
 def test_twenty_updates_follow_the_formula(chosen: Optimizer, dtype: Any, tolerance: float) -> None:
@@ -275,11 +276,7 @@ def test_twenty_updates_follow_the_formula(chosen: Optimizer, dtype: Any, tolera
     result = updated(chosen, weight, gradients)
     assert result.dtype == dtype
     expected = by_formula(chosen, weight, gradients)
-    if chosen.name in ("signum", "signsgd", "test") or dtype != np.float16:
-        np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance)
-    else:
-        # Steps below half of float16's spacing are rounded away, one by one.
-        assert np.median(np.abs(result - expected)) < tolerance
+    np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("chosen", ONE_OF_EACH)
@@ -290,13 +287,14 @@ def test_the_size_of_blocks_changes_no_bit(chosen: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("chosen", CASES)
-def test_bfloat16_weights_are_updated_in_float32_and_rounded_once(chosen: Optimizer) -> None:
+def test_bfloat16_weights_are_what_their_float32_masters_round_to(chosen: Optimizer) -> None:
     bfloat16 = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
-    weight, gradients = problem(dtype=np.float32, steps=1)
-    weight, gradients = weight.astype(bfloat16), [gradients[0].astype(bfloat16)]
+    weight, gradients = problem(dtype=np.float32, steps=5)
+    weight, gradients = weight.astype(bfloat16), [each.astype(bfloat16) for each in gradients]
     chosen.check_dtype(bfloat16)
     assert {array.dtype for array in chosen.create_state(weight)} <= {np.dtype(np.float32)}
-    exact = updated(chosen, weight.astype(np.float32), [gradients[0].astype(np.float32)])
+    wide = [gradient.astype(np.float32) for gradient in gradients]
+    exact = updated(chosen, weight.astype(np.float32), wide)
     result = updated(chosen, weight, gradients)
     assert result.dtype == bfloat16
     assert result.tobytes() == exact.astype(bfloat16).tobytes()

@@ -64,6 +64,7 @@ def test_equal_optimizers_give_equal_data_with_all_parameters() -> None:
             "lr_mult": [[3, 4.0], ["a", 1.0], ["b", 2.0]],
             "wd_mult": [],
             "lazy_update": True,
+            "multi_precision": True,
         },
     ]
     same = to_plain(opt.SGD(learning_rate=1.0, lr_mult=[(3, 4), ("a", 1), ("b", 2)]))

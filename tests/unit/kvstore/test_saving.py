@@ -143,7 +143,7 @@ def test_an_interrupted_write_leaves_no_file(tmp_path: Path) -> None:
     [
         (None, "f4", []),
         (MOMENTUM, "f4", ["f4"]),
-        (MOMENTUM, "f2", ["f4"]),
+        (MOMENTUM, "f2", ["f4", "f4"]),
         (ADAM, "f8", ["f8", "f8"]),
     ],
 )

@@ -1,0 +1,111 @@
+"""What an optimizer keeps for a weight: its own arrays and, for 16 bits, a float32 master.
+
+float16 and bfloat16 weights are too coarse to be added to: near 1, a float16 has steps of 0.001,
+and what is less than half of that is lost. So wherever an optimizer updates such a weight, a
+float32 copy of it, the **master**, is the last array of its state. The optimizer updates the
+master, and the weight is what the master rounds to, always. An optimizer knows nothing of this; it
+sees a float32 weight. All who keep state come here in place of the optimizer's own methods. Other
+dtypes have no master.
+
+Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740), section 3.1; MXNet's
+``multi_precision`` (``python/mxnet/optimizer/optimizer.py``). Pure; arrays are the caller's. Read
+next: ``kvstore/aggregate.py``, which updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstore import kernels
+from kvstore.dtypes import accumulation_dtype
+
+if TYPE_CHECKING:
+    from kvstore.aggregate import Flat
+    from kvstore.optimizer.base import Optimizer
+
+MASTER = "master"
+"""The name of the master among the states, in files too."""
+
+_BLOCK_ELEMENTS = 65536
+"""Elements that are rounded at a time: 128 KiB of 16-bit floats."""
+
+
+def has_master(dtype: np.dtype[Any]) -> bool:
+    """Whether weights of ``dtype`` have a master."""
+    return accumulation_dtype(dtype) != dtype
+
+
+def state_names(optimizer: Optimizer, dtype: np.dtype[Any]) -> tuple[str, ...]:
+    """Names of the arrays that are kept for weights of ``dtype``, in order."""
+    names = optimizer.state_names()
+    return (*names, MASTER) if has_master(dtype) else names
+
+
+def create_state(optimizer: Optimizer, weight: Flat) -> tuple[Flat, ...]:
+    """New arrays for ``weight``, which is 1-D, on its device: one for each of ``state_names``."""
+    if not has_master(weight.dtype):
+        return optimizer.create_state(weight)
+    master = _widened(weight)
+    return (*optimizer.create_state(master), master)
+
+
+def take_over(
+    optimizer: Optimizer,
+    previous: Optimizer | None,
+    weight: Flat,
+    state: Sequence[Flat],
+    count: int,
+) -> tuple[tuple[Flat, ...], int]:
+    """State and update count of a weight of which ``optimizer`` takes charge.
+
+    As ``Optimizer.take_over``. A master stays, whatever the optimizers; it is made from the weight
+    where ``state`` is empty.
+    """
+    if not has_master(weight.dtype):
+        return optimizer.take_over(previous, weight, state, count)
+    own, master = (state[:-1], state[-1]) if state else ((), _widened(weight))
+    taken, count = optimizer.take_over(previous, master, own, count)
+    return (*taken, master), count
+
+
+def restored(optimizer: Optimizer | None, weight: Flat, saved: Sequence[Flat]) -> tuple[Flat, ...]:
+    """The state of ``weight``, on the host, from arrays that were saved.
+
+    A master that was not saved is made from the weight, and one of another weight is corrected
+    (``follow``). Arrays of ``saved`` are only read; all others are new.
+    """
+    if optimizer is None or not has_master(weight.dtype):
+        return tuple(saved)
+    num_own = len(optimizer.state_names())
+    master = _widened(weight)
+    if len(saved) > num_own:
+        master = np.array(saved[num_own])
+        follow(weight, master)
+    return (*saved[:num_own], master)
+
+
+def follow(weight: Flat, master: Flat) -> None:
+    """Set ``master`` to ``weight`` wherever it does not round to it, in place, on the host.
+
+    For weights that somebody else may have set. Both are 1-D and of one length; the bits are
+    compared, so a NaN equals itself.
+    """
+    step = min(len(weight), _BLOCK_ELEMENTS)
+    block = np.empty(step, weight.dtype)
+    with np.errstate(all="ignore"):
+        for start in range(0, len(weight), max(step, 1)):
+            mine, values = master[start : start + step], weight[start : start + step]
+            rounded = block[: len(mine)]
+            if not kernels.add_up((mine,), rounded):
+                np.copyto(rounded, mine, casting="unsafe")
+            differs = rounded.view(np.uint16) != values.view(np.uint16)
+            if differs.any():
+                np.copyto(mine, values, where=differs)
+
+
+def _widened(weight: Flat) -> Flat:
+    master: Flat = weight.astype(accumulation_dtype(weight.dtype))
+    return master
