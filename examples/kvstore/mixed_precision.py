@@ -3,8 +3,8 @@
     python examples/kvstore/mixed_precision.py
     kvstore-launch -n 2 -s 1 python examples/kvstore/mixed_precision.py --kv-store dist_sync
 
-Fits a line to made-up data three times, with the same gradients in 16 bits: with a float32 key, with
-a float16 key, and with float16 weights that the script updates itself, as it would without masters.
+Fits a line to made-up data three times: with a float32 key, with a float16 key, and with float16
+weights that the script updates itself, which shows what becomes of them without a master.
 """
 
 from __future__ import annotations

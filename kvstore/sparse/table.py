@@ -172,10 +172,12 @@ class RowTable:
         if optimizer is not None:
             self._make_states(optimizer)
         own: tuple[RowValues, ...] = self.states or ()
-        flat = [state.reshape(-1) for state in states]
-        states = restored(optimizer, self.values[places].reshape(-1), flat)
+        if has_master(self.dtype):
+            flat = [state.reshape(-1) for state in states]
+            flat = list(restored(optimizer, self.values[places].reshape(-1), flat))
+            states = [state.reshape(len(ids), self.width) for state in flat]
         for array, state in zip(own, states, strict=True):
-            array[places] = state.reshape(len(ids), self.width)
+            array[places] = state
 
     def take_over(
         self, previous: Optimizer | None, optimizer: Optimizer, count: int

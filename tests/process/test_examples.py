@@ -118,6 +118,18 @@ def test_an_embedding_learns_with_the_rows_of_its_batches_alone() -> None:
     assert float(traffic.split()[1]) < 12
 
 
+def test_float16_weights_with_masters_learn_like_float32_ones(make_job: MakeJob) -> None:
+    script = "examples/kvstore/mixed_precision.py"
+    assert len((ROOT / script).read_text(encoding="utf-8").splitlines()) <= 80
+    wide, half, lone = [float(line.split()[-1]) for line in alone(script)]
+    assert max(wide, half) < 0.05
+    assert lone > 1
+    flags = ["--steps", "1000", "--rate", "0.008", "--kv-store", "dist_sync"]
+    wide, half, lone = [float(line.split()[-1]) for line in launch(make_job, script, *flags)[0]]
+    assert max(wide, half) < 0.1
+    assert lone > max(wide, half)
+
+
 def test_asynchronous_gradients_are_stale_and_still_find_the_line(make_job: MakeJob) -> None:
     lines = launch(make_job, "examples/kvstore/async_sgd.py")
     num_stale = 0
