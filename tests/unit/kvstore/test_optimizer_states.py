@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from kvstore.dtypes import bfloat16
 from kvstore.errors import ValueMismatchError
 from kvstore.optimizer import states
 from kvstore.optimizer.base import Optimizer
+from kvstore.parameter import Parameter
+from kvstore.trainer import Trainer
 
 MOMENTUM = opt.SGD(momentum=0.5, learning_rate=1.0)
 
@@ -131,3 +134,20 @@ def test_multi_precision_is_taken_and_says_nothing_new() -> None:
     assert repr(asked) == repr(opt.SGD(learning_rate=0.5))
     assert opt.from_plain(opt.to_plain(asked)) == asked
     assert dataclasses.replace(asked, multi_precision=True) == asked
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_trainer_that_updates_by_itself_saves_its_masters(
+    tmp_path: Path, num_before: int
+) -> None:
+    """Two steps of half a spacing, with a file after the first or before it."""
+    weight, grad = half(64, 64), half(2**-6, 2**-6)
+    for steps in (num_before, 2 - num_before):
+        parameter = Parameter(weight, grad)
+        trainer = Trainer({"w": parameter}, "sgd", {"learning_rate": 1.0}, kvstore=None)
+        if (tmp_path / "states").exists():
+            trainer.load_states(tmp_path / "states")
+        for _ in range(steps):
+            trainer.step(1)
+        trainer.save_states(tmp_path / "states")
+    assert weight.tolist() == [64 - 2**-5] * 2
