@@ -324,12 +324,11 @@ def make_chain(parameters: Mapping[str, Any], statistics: Statistics | None = No
                 f"{', '.join(map(repr, sorted(known)))}{did_you_mean(each, known)}"
             )
         given[each] = known[each].check(each, value)
-    if given.get("k") is not None:
-        given.setdefault("ratio", 1.0)  # says nothing then
-        if parameters.get("ratio", 1.0) != 1.0:
-            raise ArgumentValueError(
-                "the compression parameters 'ratio' and 'k' are two ways to say the same; give one"
-            )
+    # A ratio of 1, which says nothing, is the plain form with a count.
+    if given.get("k") is not None and given.setdefault("ratio", 1.0) != 1.0:
+        raise ArgumentValueError(
+            "the compression parameters 'ratio' and 'k' are two ways to say the same; give one"
+        )
     pick, codec = _classes(name)
     made: list[Any] = [
         None if each is None else each(**{

@@ -35,15 +35,15 @@ from pslite.errors import ProtocolError
 
 VERSION = 1
 
-_VALUE_CODECS: tuple[type[ValueCodec], ...] = (TwoBit, OneBit, Fp16, Bf16, Int8)
+_ALL_CODECS: tuple[type[ValueCodec], ...] = (Exact, TwoBit, OneBit, Fp16, Bf16, Int8)
 _PICKS: tuple[type[Pick], ...] = (TopK, RandomK)
 
-VALUE_CODECS: Mapping[str, type[ValueCodec]] = {codec.name: codec for codec in _VALUE_CODECS}
+VALUE_CODECS: Mapping[str, type[ValueCodec]] = {codec.name: codec for codec in _ALL_CODECS[1:]}
 """By the names that users may choose."""
 
 PICKS: Mapping[str, type[Pick]] = {pick.name: pick for pick in _PICKS}
 
-_BY_CODE: Mapping[int, type[ValueCodec]] = {codec.code: codec for codec in (Exact, *_VALUE_CODECS)}
+_BY_CODE: Mapping[int, type[ValueCodec]] = {codec.code: codec for codec in _ALL_CODECS}
 _PICKS_BY_CODE: Mapping[int, type[Pick]] = {pick.code: pick for pick in _PICKS}
 
 _DTYPES: Mapping[np.dtype[Any], int] = {np.dtype("f4"): 0, np.dtype("f8"): 1, np.dtype("f2"): 2}

@@ -224,7 +224,8 @@ def _borders(stretches: int, num_elements: int) -> Ids:
         return np.zeros(1, np.uint64)
     each, more = divmod(num_elements, stretches)
     numbers: Ids = np.arange(stretches + 1, dtype=np.uint64)
-    return numbers * np.uint64(each) + np.minimum(numbers, np.uint64(more))
+    borders: Ids = numbers * np.uint64(each) + np.minimum(numbers, np.uint64(more))
+    return borders
 
 
 def _ids_dtype(num_elements: int) -> np.dtype[Any]:
