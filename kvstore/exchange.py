@@ -23,6 +23,7 @@ from kvstore.plan import (
     Group,
     Places,
     gather,
+    group_bytes,
     group_parts,
     message_bytes,
     places_of,
@@ -73,8 +74,10 @@ class Exchange:
         self.pushes = UnderWay()
         self.pulls = UnderWay()
         self.counters = {"pushes": 0, "pulls": 0, "bytes_pushed": 0, "bytes_pulled": 0}
-        #: How large messages should be.
-        self.message_bytes = message_bytes(node.config, by_tcp=not node.is_on_one_machine)
+        by_tcp = not node.is_on_one_machine
+        #: How large messages of gathered values should be.
+        self.message_bytes = message_bytes(node.config, by_tcp=by_tcp)
+        self._group_bytes = group_bytes(node.config, by_tcp=by_tcp)
 
     def name_of(self, part: int) -> str | None:
         """The key that a part belongs to, for reports (``pslite/traffic.py``)."""
@@ -376,7 +379,7 @@ class Exchange:
         return transfers
 
     def _plan(self, keys: Sequence[Key]) -> list[Group]:
-        return group_parts([self._places[key] for key in keys], self.message_bytes)
+        return group_parts([self._places[key] for key in keys], self._group_bytes)
 
     def version(self, key: Key, versions: dict[int, int]) -> Version:
         """The version of a key whose parts' versions were noted."""

@@ -62,8 +62,18 @@ def places_of(entry: KeyEntry) -> Places:
 
 
 def message_bytes(config: Config, *, by_tcp: bool) -> int:
-    """How large messages should be: over TCP larger ones are slower, else smaller ones are."""
+    """How large messages of gathered values should be; over TCP larger ones are slower."""
     return min((2 if by_tcp else 4) * config.chunk_bytes, config.max_message_bytes)
+
+
+def group_bytes(config: Config, *, by_tcp: bool) -> int:
+    """How much of the keys' values goes in one message.
+
+    Between processes of one machine a message only says where they lie, so there can be much.
+    """
+    if by_tcp:
+        return message_bytes(config, by_tcp=True)
+    return min(16 * config.chunk_bytes, config.max_message_bytes)
 
 
 def plan(entries: Sequence[KeyEntry], group_bytes: int) -> list[Group]:

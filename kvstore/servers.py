@@ -17,7 +17,7 @@ import numpy as np
 from kvstore.keys import Key, KeySpec
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain
-from kvstore.plan import Group, flat_bytes, message_bytes, part_entries, plan, views
+from kvstore.plan import Group, flat_bytes, group_bytes, part_entries, plan, views
 from kvstore.protocol import (
     DIRECTORY_APP,
     STORE_APP,
@@ -112,7 +112,7 @@ class Servers:
         arrays = [flat_bytes(values[index]) for index in new]
         asked = []
         # Parts that are created together lie together; so they should travel together later.
-        for group in plan(entries, message_bytes(self._node.config, by_tcp=False)):
+        for group in plan(entries, group_bytes(self._node.config, by_tcp=False)):
             body = pack(self._number, self._synchronous, pack_parts(part_entries(group, entries)))
             frames = [view.data for view in views(group, arrays)]
             asked.append(self._ask_group(group, StoreCall.INIT, body, frames))
