@@ -162,6 +162,10 @@ class Version(int):
         return f"Version({list(self.parts)})"
 
 
+CompressionParams = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+"""What ``set_gradient_compression`` takes."""
+
+
 class KVStore(KVStoreBase, abc.ABC):
     """Maps keys to arrays; pushed values are added up and merged into the stored ones.
 
@@ -487,8 +491,17 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         raise NotSupportedError(ROWS_REFUSED)
 
-    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Raises ``NotSupportedError``: this version sends gradients as they are."""
+    def set_gradient_compression(self, compression_params: CompressionParams) -> None:
+        """Let pushed values travel encoded from now on: ``{"type": "2bit", "threshold": 0.5}``.
+
+        A dictionary, or a list of such, of which the first that is for a key counts; None turns
+        compression off. ``docs/compression.md`` has the codecs and their parameters. What
+        codecs leave out is added to the next push of the key (error feedback) where they do
+        that; it is forgotten by this call. With several workers all of them have to call it, with
+        the same parameters.
+
+        Raises ``ArgumentTypeError`` and ``ArgumentValueError``, which list what there is.
+        """
         raise NotSupportedError(
             f"gradient compression is not supported by this version (asked for on a {self.type} "
             "store); leave the call out, or push float16 values"

@@ -22,6 +22,7 @@ from kvstore.keys import KeyList, Keys, Values, check_priority, normalise_keys, 
 from kvstore.laziness import begin_writing
 from kvstore.nodes import worker_node
 from kvstore.operation import Landing, Operation, futures_in
+from kvstore.plan import Bytes
 from pslite import Future, Postoffice
 from pslite.future import settled
 
@@ -188,7 +189,7 @@ class DistKVStore(DistControl):
 
     def _push(self, pushed: Checked, priority: int, *, copy: bool) -> Future[None]:
         """Push; with ``copy`` the arrays are the caller's again at once."""
-        sources, are_ours = pushed.memory_to_send(self._add_up)
+        sources, are_ours = self._to_send(pushed)
         if self._is_small(pushed.keys):
             return self._exchange.join(pushed.keys, sources, None, priority)
         copy = copy and not are_ours
@@ -210,7 +211,7 @@ class DistKVStore(DistControl):
     def _begin_pushpull(
         self, pushed: Checked, filled: Checked, priority: int
     ) -> tuple[Operation, Landing]:
-        sources, _ = pushed.memory_to_send(self._add_up)
+        sources, _ = self._to_send(pushed)
         landing = filled.landing()
         operation = self._exchange.begin(
             pushed.keys, sources, landing.memories, priority, copy=False
@@ -222,7 +223,7 @@ class DistKVStore(DistControl):
     ) -> tuple[Future[None], Landing]:
         """The pushed arrays are the caller's again at once."""
         keys = pushed.keys
-        sources, are_ours = pushed.memory_to_send(self._add_up)
+        sources, are_ours = self._to_send(pushed)
         landing = filled.landing()
         if self._is_small(keys):
             return self._exchange.join(keys, sources, landing.memories, priority), landing
@@ -241,7 +242,18 @@ class DistKVStore(DistControl):
 
     def _is_small(self, keys: KeyList) -> bool:
         """Whether there is room for others in the same message."""
-        return keys.nbytes <= self._exchange.message_bytes
+        coding = self._exchange.coding
+        is_coded = coding is not None and coding.concerns(keys.keys)
+        return keys.nbytes <= self._exchange.message_bytes and not is_coded
+
+    def _to_send(self, pushed: Checked) -> tuple[Sequence[Bytes], bool]:
+        """What travels for each key, and whether none of it is the caller's memory."""
+        sources, are_ours = pushed.memory_to_send(self._add_up)
+        coding = self._exchange.coding
+        if coding is None or not coding.concerns(pushed.keys.keys):
+            return sources, are_ours
+        sources, all_coded = coding.encode(pushed.keys, sources, self._node.buffer)
+        return sources, are_ours or all_coded
 
     def _keep_to_window(self, keys: KeyList) -> None:
         """Wait while this worker's pushes of a key are too far ahead of the others'."""

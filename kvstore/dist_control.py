@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.base import KeyInfo, KVStore, Path, check_optimizer
+from kvstore.base import CompressionParams, KeyInfo, KVStore, Path, check_optimizer
+from kvstore.coding import Coding
 from kvstore.commands import check_command
+from kvstore.compression import Compression
 from kvstore.errors import (
     NotSupportedError,
     OptimizerMismatch,
@@ -149,6 +151,23 @@ class DistControl(KVStore):
             "(--server-import), or let the store only add up and update on the workers"
         )
 
+    # -- compression -------------------------------------------------------------------
+
+    def set_gradient_compression(self, compression_params: CompressionParams) -> None:
+        compression = Compression.of(compression_params)
+        self._check_may_wait()
+        self._settle()
+        coding = Coding(compression, self._exchange.entries) if compression.rules else None
+        plain = compression.plain()
+
+        def tell() -> Sequence[Key]:
+            entries = list(self._exchange.entries.values())
+            self._wait(self._servers.set_compression(plain, entries, coding))
+            return ()
+
+        self._together(f"set_gradient_compression({plain})", tell)
+        self._exchange.set_coding(coding)
+
     # -- keys --------------------------------------------------------------------------
 
     def keys(self) -> list[Key]:
@@ -275,8 +294,11 @@ class DistControl(KVStore):
 
     def stats(self) -> dict[str, Any]:
         self._check()
-        store = {"keys": len(self._table.keys()), **self._exchange.counters}
+        store: dict[str, Any] = {"keys": len(self._table.keys()), **self._exchange.counters}
         store["unfinished"] = len(self._exchange.unfinished())
+        coding = self._exchange.coding
+        if coding is not None:
+            store["compression"] = coding.compression.statistics.plain()
         return {"store": store, "servers": self._wait(self._servers.stats())}
 
     def num_dead_node(self, node_id: int = 7, timeout: float = 60) -> int:
@@ -324,7 +346,9 @@ class DistControl(KVStore):
     ) -> Future[None]:
         # Sizes are checked by the directory: a rank that raised here would leave others waiting.
         whole = self._optimizer is not None and self._optimizer.scope == "key"
-        made = self._servers.init(specs, hosts, self._exchange.entries, whole=whole)
+        made = self._servers.init(
+            specs, hosts, self._exchange.entries, self._exchange.coding, whole=whole
+        )
         added = made.map(self._add)
         self._inits.add(("",), added)
         return added

@@ -54,6 +54,7 @@ class StoreCall(enum.IntEnum):
     STATS = 7
     COMMAND = 8
     CLOSE = 9
+    SET_COMPRESSION = 10
 
 
 class KeyEntry(NamedTuple):

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.aggregate import Flat
-from kvstore.arena import Arena, Part, PartTable, StoreState
+from kvstore.arena import Arena, Part, PartTable, StoreState, codecs_of
 from kvstore.commands import run_command
+from kvstore.compression import Compression
 from kvstore.errors import ValueMismatchError
 from kvstore.freed import return_freed_memory
 from kvstore.optimizer.base import Optimizer
@@ -79,6 +80,7 @@ class ServerStores:
             StoreCall.STATS: self._stats,
             StoreCall.COMMAND: self._command,
             StoreCall.CLOSE: self._close,
+            StoreCall.SET_COMPRESSION: self._set_compression,
         }
 
     def name_of(self, part: int) -> str | None:
@@ -110,6 +112,8 @@ class ServerStores:
         part = self._parts.get(job.parts[0])
         if not job.wanted or part is None or part.arena.store.ranks is not None:
             return None
+        if job.push_sizes != job.sizes:
+            return None
         return self._node.buffer(sum(job.sizes))
 
     def read(self, parts: Sequence[int]) -> list[Any]:
@@ -118,7 +122,10 @@ class ServerStores:
         if copied is not None and copied.is_current:
             return [copied.values.data]
         frames = []
-        for arena, start, stop in self._parts.frames(tuple(parts)):
+        for arena, start, stop, part in self._parts.frames(tuple(parts)):
+            if part is not None:
+                frames.append(part.encoded(self._node.buffer).data)
+                continue
             values = arena.weight[start:stop].view(np.uint8)
             # A synchronous value stays as it is until everybody who wants it has it; an
             # asynchronous one may change as soon as this returns.
@@ -140,11 +147,14 @@ class ServerStores:
 
     def _init(self, incoming: Incoming) -> None:
         """Create parts with the values in the frames, one after the other."""
-        number, synchronous, table = unpack(incoming.body, int, bool, list)
+        number, synchronous, table, rules = unpack(incoming.body, int, bool, list, list)
         entries = unpack_parts(table)
+        if len(rules) != len(entries):
+            raise ProtocolError("each part needs the number of a rule")
         sizes = [entry.num_elements * entry.dtype.itemsize for entry in entries]
         pieces = cut(sizes, incoming.frames)
         store = self._store(number, synchronous)
+        codecs = [codecs_of(store.compression, rule) for rule in rules]
         cut_keys = [entry.key for entry in entries if not entry.is_whole]
         if cut_keys and store.optimizer is not None and store.optimizer.scope == "key":
             raise UsageError(
@@ -158,8 +168,11 @@ class ServerStores:
             mine = [entries[index] for index in group]
             arena = Arena(store, self._lane_of(values), mine, values, self._node.buffer)
             for index, part in zip(group, arena.parts, strict=True):
+                part.codecs = codecs[index]
                 self._parts.add(part)
-                self._plane.open_part(part.entry.part, sizes[index], store.ranks, arena.lane)
+                self._plane.open_part(
+                    part.entry.part, part.pull_bytes, store.ranks, arena.lane, part.push_bytes
+                )
                 if not part.entry.is_whole:
                     count = store.cut_keys.get(part.entry.key, 0)
                     store.cut_keys[part.entry.key] = count + 1
@@ -225,6 +238,25 @@ class ServerStores:
                     del cut_keys[part.entry.key]
             gone = UsageError(f"the key {part.entry.key!r} was deleted")
             self._node.traffic.carry_out(self._plane.close_part(number_of_part, gone))
+
+    def _set_compression(self, incoming: Incoming) -> None:
+        """All workers are here, and nothing is under way."""
+        number, synchronous, plain, rows = unpack(incoming.body, int, bool, list, list)
+        store = self._store(number, synchronous)
+        compression = Compression.from_plain(plain)
+        codecs = {}
+        for row in rows:
+            if type(row) is not list or len(row) != 2 or type(row[0]) is not int:
+                raise ProtocolError("a part's rule is malformed")
+            codecs[row[0]] = codecs_of(compression, row[1])
+        store.compression = compression
+        self._copies.clear()
+        for part in self._parts:
+            if part.arena.store is store and part.entry.part in codecs:
+                part.codecs = codecs[part.entry.part]
+                self._plane.resize_part(part.entry.part, part.pull_bytes, part.push_bytes)
+        self._parts.forget_lists()
+        incoming.respond()
 
     def _set_optimizer(self, incoming: Incoming) -> None:
         number, synchronous, only_check, plain = unpack(incoming.body, int, bool, bool, list)
@@ -358,6 +390,11 @@ class ServerStores:
                     "value_bytes": sum(arena.weight.nbytes for arena in arenas),
                     "state_bytes": sum(arena.state_bytes for arena in arenas),
                     "rounds": self._num_rounds,
+                    "compression": {
+                        str(number): store.compression.statistics.plain()
+                        for number, store in self._stores.items()
+                        if store.compression.rules
+                    },
                     "waiting_contributions": self._plane.num_waiting,
                 }
             )

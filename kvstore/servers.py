@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.coding import Coding
 from kvstore.keys import Key, KeySpec
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain
@@ -80,6 +81,7 @@ class Servers:
         specs: Mapping[Key, KeySpec],
         values: Sequence[np.ndarray[Any, Any]],
         known: Mapping[Key, KeyEntry],
+        coding: Coding | None,
         *,
         whole: bool,
     ) -> Future[list[KeyEntry]]:
@@ -93,7 +95,9 @@ class Servers:
         def declared(body: bytes) -> Future[list[KeyEntry]]:
             decides, rows = unpack(body, bool, bytes)
             entries = unpack_entries(rows)
-            made = self._create_parts(entries, values, known) if decides else completed(None)
+            if not decides:
+                return completed(entries)
+            made = self._create_parts(entries, values, known, coding)
             return made.map(lambda _: entries)
 
         names = ", ".join(repr(key) for key in list(specs)[:5])
@@ -105,6 +109,7 @@ class Servers:
         entries: Sequence[KeyEntry],
         values: Sequence[np.ndarray[Any, Any]],
         known: Mapping[Key, KeyEntry],
+        coding: Coding | None,
     ) -> Future[None]:
         """Put the first values on the servers, then let the other ranks know."""
         new = [index for index, entry in enumerate(entries) if entry.key not in known]
@@ -113,7 +118,9 @@ class Servers:
         asked = []
         # Parts that are created together lie together; so they should travel together later.
         for group in plan(entries, group_bytes(self._node.config, by_tcp=False)):
-            body = pack(self._number, self._synchronous, pack_parts(part_entries(group, entries)))
+            parts = pack_parts(part_entries(group, entries))
+            rules = _rules(group, entries, coding)
+            body = pack(self._number, self._synchronous, parts, rules)
             frames = [view.data for view in views(group, arrays)]
             asked.append(self._ask_group(group, StoreCall.INIT, body, frames))
 
@@ -170,6 +177,23 @@ class Servers:
         """All keys of the store, and how many times its optimizer was set."""
         rows, num_optimizer_calls = unpack(body, bytes, int)
         return unpack_entries(rows), num_optimizer_calls
+
+    # -- compression -------------------------------------------------------------------
+
+    def set_compression(
+        self, plain: Sequence[Any], entries: Iterable[KeyEntry], coding: Coding | None
+    ) -> Future[None]:
+        """Have all servers take values of these keys as ``coding`` has it; None: as they are.
+
+        ``plain`` are its rules. Nothing may be under way on any worker.
+        """
+        rows = [
+            [part, -1 if coding is None else coding.rule_of(entry)]
+            for entry in entries
+            for part in entry.parts
+        ]
+        body = pack(self._number, self._synchronous, list(plain), rows)
+        return self._ask_all(StoreCall.SET_COMPRESSION, body).map(lambda _: None)
 
     # -- optimizers --------------------------------------------------------------------
 
@@ -307,6 +331,13 @@ class Servers:
         """What each server answers to a command, in rank order."""
         asked = self._ask_all(StoreCall.COMMAND, pack(head, body))
         return asked.map(lambda replies: [unpack(reply.body, str)[0] for reply in replies])
+
+
+def _rules(group: Group, entries: Sequence[KeyEntry], coding: Coding | None) -> list[int]:
+    """The rule of compression for each part of a group; -1 for none."""
+    if coding is None:
+        return [-1] * len(group.parts)
+    return [coding.rule_of(entries[piece.position]) for piece in group.slices]
 
 
 def _one_optimizer(body: bytes) -> Optimizer | None:

@@ -13,7 +13,7 @@ made. Pure; any thread may call, with different arrays. Read next: ``codec.py``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +79,46 @@ class Chain:
             ids, count = self.pick.ids_bytes(num_elements), self.pick.count(num_elements)
         return ids + self.codec.payload_bytes(count, dtype)
 
+    @cached_property
+    def header_bytes(self) -> int:
+        """The length of every header."""
+        return len(self._header(np.dtype(np.float32), 0, _NO_DRAW).packed())
+
+    def encoded_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
+        """The length of every header with its payload behind it, of a part of this size."""
+        return self.header_bytes + self.payload_bytes(num_elements, dtype)
+
+    def check(self, array: np.ndarray[Any, Any], cores: Cores | None = None) -> None:
+        """Raise what ``encode`` raises for these numbers: ``ArgumentValueError`` for NaN."""
+        if not self.codec.carries_all:
+            check_finite(_flat(array), self.name, cores)
+
+    def encode_into(
+        self,
+        array: np.ndarray[Any, Any],
+        out: Payload,
+        *,
+        residual: Flat | None = None,
+        draw: Draw = _NO_DRAW,
+        cores: Cores | None = None,
+    ) -> None:
+        """``encode`` for numbers that were checked; ``out`` gets the header, then the payload."""
+        payload = out[self.header_bytes :]
+        encoded = self._encode(array, payload, residual, draw, cores)
+        out[: self.header_bytes] = np.frombuffer(encoded.header, np.uint8)
+
+    def decode_from(
+        self,
+        data: Payload,
+        out: np.ndarray[Any, Any],
+        *,
+        add: bool = False,
+        cores: Cores | None = None,
+    ) -> None:
+        """``decode`` (with ``add``, ``decode_add``) of what ``encode_into`` wrote."""
+        header = data[: self.header_bytes].tobytes()
+        self._decode(header, data[self.header_bytes :], out, None, cores, add=add)
+
     def encode(
         self,
         array: np.ndarray[Any, Any],
@@ -100,12 +140,21 @@ class Chain:
         what cannot carry them, and ``ValueMismatchError`` for arrays that do not fit; then neither
         ``out`` nor ``residual`` has changed.
         """
+        self.check(array, cores)
+        return self._encode(array, out, residual, draw, cores)
+
+    def _encode(
+        self,
+        array: np.ndarray[Any, Any],
+        out: Payload | None,
+        residual: Flat | None,
+        draw: Draw,
+        cores: Cores | None,
+    ) -> Encoded:
         source = _flat(array)
         header = self._header(source.dtype, len(source), draw).packed()
         payload = self._checked_out(out, self.payload_bytes(len(source), source.dtype))
         self._check_residual(residual, source)
-        if not self.codec.carries_all:
-            check_finite(source, self.name, cores)
         with np.errstate(all="ignore"):
             if self.pick is None:
                 self.codec.encode(source.dtype, source, residual, payload, cores)

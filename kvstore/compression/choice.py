@@ -123,6 +123,11 @@ class Compression:
         rule = self._rule_for(key, nbytes, dtype)
         return None if rule is None else rule.pull
 
+    def rule_number(self, key: Key, nbytes: int, dtype: np.dtype[Any]) -> int:
+        """Which of ``rules`` is for a key; -1: none."""
+        rule = self._rule_for(key, nbytes, dtype)
+        return -1 if rule is None else self.rules.index(rule)
+
     def _rule_for(self, key: Key, nbytes: int, dtype: np.dtype[Any]) -> Rule | None:
         if not can_encode(dtype):
             return None

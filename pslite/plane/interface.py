@@ -78,7 +78,9 @@ class Job(NamedTuple):
 
     parts: Ints
     sizes: Ints
-    """Bytes of each part."""
+    """Bytes of each part's value."""
+    push_sizes: Ints
+    """Bytes of each part in a contribution."""
     batch: Batch
     """Its payloads are ``Piece`` values, which hold the parts' bytes one after the other:
     read-only, valid until the job is done."""

@@ -116,12 +116,20 @@ class ServerPlane:
 
     # -- parts -------------------------------------------------------------------------
 
-    def open_part(self, part: int, size: int, ranks: Sequence[int] | None, lane: int) -> None:
+    def open_part(
+        self,
+        part: int,
+        size: int,
+        ranks: Sequence[int] | None,
+        lane: int,
+        push_size: int | None = None,
+    ) -> None:
         """Accept requests for a part of ``size`` bytes from now on.
 
         Args:
             ranks: the worker ranks that every round needs; None applies pushes one by one.
             lane: parts of one lane are applied by the same pool thread.
+            push_size: the bytes of what is pushed, where they differ from those of its value.
         """
         if part in self._units:
             raise UsageError(f"part {part} is open already")
@@ -132,7 +140,21 @@ class ServerPlane:
             rounds = SyncRounds(ranks, self._window)
             for rank in self._gone:
                 rounds.abandon(rank)
-        self._units[part] = Unit((part,), (size,), rounds, lane)
+        push_sizes = None if push_size is None else (push_size,)
+        self._units[part] = Unit((part,), (size,), rounds, lane, push_sizes)
+        self._sizes[part] = size
+
+    def resize_part(self, part: int, size: int, push_size: int) -> None:
+        """Values and pushes of a part have so many bytes from now on.
+
+        Raises ``UsageError`` if there is no such part, or if any push or pull of it is not over.
+        """
+        unit = self._single(part)
+        if unit is None or unit.rounds.waiting() or unit.rounds.running or unit.pulls:
+            raise UsageError(f"part {part} is not there, or has pushes and pulls under way")
+        resized = Unit((part,), (size,), unit.rounds, unit.lane, (push_size,))
+        resized.refused = unit.refused
+        self._units[part] = resized
         self._sizes[part] = size
 
     def close_part(self, part: int, error: BaseException) -> list[Effect]:
@@ -228,7 +250,8 @@ class ServerPlane:
         """The pool has applied jobs; each one's round is over, also when it raised."""
         replies = _Replies()
         ready: list[Unit] = []
-        for (parts, _, batch, _), outcome in zip(jobs, outcomes, strict=True):
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            parts, batch = job.parts, job.batch
             unit = self._units.get(parts[0])
             if outcome is None and unit is not None and unit.parts == parts:
                 self._finish(unit, batch, None, replies)
@@ -309,7 +332,8 @@ class ServerPlane:
             raise ProtocolError("a push needs a size for each part")
         if frames and _is_uniform(rounds):
             unit = self._whole(parts)
-            piece = None if unit is None or unit.sizes != sizes else _whole_piece(unit, frames)
+            is_fit = unit is not None and unit.push_sizes == sizes
+            piece = _whole_piece(unit, frames) if unit is not None and is_fit else None
             if unit is not None and piece is not None:
                 self._contribute(rank, unit, rounds[0], piece, message.pull, replies, ready)
                 return
@@ -319,7 +343,7 @@ class ServerPlane:
             if unit is None:
                 replies.fail(rank, True, False, _unknown(part), (part,), round_)
             elif unit.nbytes != size:
-                text = f"part {part} has {unit.nbytes} bytes, {size} were pushed"
+                text = f"a push of part {part} has {unit.nbytes} bytes, {size} were pushed"
                 self._refuse(unit, rank, round_, UsageError(text), replies)
             else:
                 self._contribute(rank, unit, round_, piece, message.pull, replies, ready)
@@ -429,7 +453,8 @@ class ServerPlane:
             batch = unit.rounds.start()
             if batch is not None:
                 wanted = not unit.wanted.isdisjoint(batch.rounds)
-                lanes.setdefault(unit.lane, []).append(Job(unit.parts, unit.sizes, batch, wanted))
+                job = Job(unit.parts, unit.sizes, unit.push_sizes, batch, wanted)
+                lanes.setdefault(unit.lane, []).append(job)
         effects += [Run(lane, jobs) for lane, jobs in lanes.items()]
         return effects
 

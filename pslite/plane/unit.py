@@ -27,6 +27,7 @@ class Unit:
         "opened_at",
         "parts",
         "pulls",
+        "push_sizes",
         "refused",
         "reported_at",
         "rounds",
@@ -35,12 +36,17 @@ class Unit:
         "wanted",
     )
 
-    def __init__(self, parts: Ints, sizes: Ints, rounds: Rounds, lane: int) -> None:
+    def __init__(
+        self, parts: Ints, sizes: Ints, rounds: Rounds, lane: int, push_sizes: Ints | None = None
+    ) -> None:
         self.parts = parts
         self.sizes = sizes
-        self.stops = frozenset(accumulate(sizes))
-        """Where each part's bytes end in the unit's."""
-        self.nbytes = sum(sizes)
+        """Of the parts' values."""
+        self.push_sizes = sizes if push_sizes is None else push_sizes
+        """Of what is pushed."""
+        self.stops = frozenset(accumulate(self.push_sizes))
+        """Where each part's bytes end in a push of the unit."""
+        self.nbytes = sum(self.push_sizes)
         self.rounds = rounds
         self.lane = lane
         #: (rank, round) of the pushes whose sender wants the value.
@@ -55,15 +61,17 @@ class Unit:
 
     def split(self) -> list[Unit]:
         """The same state, once for each part."""
-        stops = list(accumulate(self.sizes))
+        stops = list(accumulate(self.push_sizes))
         units = []
-        for part, size, stop in zip(self.parts, self.sizes, stops, strict=True):
-            start = stop - size
+        for part, size, push_size, stop in zip(
+            self.parts, self.sizes, self.push_sizes, stops, strict=True
+        ):
+            start = stop - push_size
 
             def share(_: int, __: int, piece: Piece, start: int = start, stop: int = stop) -> Piece:
                 return piece_of(piece, start, stop)
 
-            unit = Unit((part,), (size,), self.rounds.copy(share), self.lane)
+            unit = Unit((part,), (size,), self.rounds.copy(share), self.lane, (push_size,))
             unit.wanted = set(self.wanted)
             unit.refused = {rank: dict(rounds) for rank, rounds in self.refused.items()}
             unit.pulls = [
@@ -108,8 +116,9 @@ def joined(units: Sequence[Unit]) -> Unit | None:
         pieces[rank, round_] = whole
     parts = tuple(part for unit in units for part in unit.parts)
     sizes = tuple(size for unit in units for size in unit.sizes)
+    push_sizes = tuple(size for unit in units for size in unit.push_sizes)
     rounds = first.rounds.copy(lambda rank, round_, _: pieces[rank, round_])
-    unit = Unit(parts, sizes, rounds, first.lane)
+    unit = Unit(parts, sizes, rounds, first.lane, push_sizes)
     unit.wanted = set(first.wanted)
     return unit
 

@@ -43,6 +43,8 @@ class Transfer:
     called when they are to be sent, on the I/O thread. They belong to
     the plane until ``done`` is called: with None, or with the first error once every part has
     been answered or given up. ``sink`` copies values out; its pieces are valid during the call.
+    ``sizes`` are the bytes of each part's value; ``push_sizes`` those of what is pushed, where
+    they differ.
     """
 
     __slots__ = (
@@ -57,6 +59,7 @@ class Transfer:
         "priority",
         "pull",
         "push",
+        "push_sizes",
         "server",
         "sink",
         "sizes",
@@ -71,10 +74,12 @@ class Transfer:
         sink: Sink | None,
         done: Callable[[BaseException | None], None],
         priority: int = 0,
+        push_sizes: Ints | None = None,
     ) -> None:
         self.server = server
         self.parts = parts
         self.sizes = sizes
+        self.push_sizes = sizes if push_sizes is None else push_sizes
         self.push = frames is not None
         self._make = frames if callable(frames) else None
         self.frames: Sequence[Buffer] = () if frames is None or callable(frames) else frames
@@ -533,17 +538,18 @@ class WorkerPlane:
 
     def _queue_whole(self, transfer: Transfer, round_: int) -> None:
         """Put a transfer into one message, all its parts in the same round."""
-        self._put(transfer, transfer.parts, (round_,) * len(transfer.parts), transfer.sizes, None)
+        rounds = (round_,) * len(transfer.parts)
+        self._put(transfer, transfer.parts, rounds, transfer.push_sizes, None)
 
     def _queue_send(self, transfer: Transfer, entries: Sequence[tuple[int, int]]) -> None:
         """Put these (index, round) of a transfer into one message for its server."""
         rounds = tuple(round_ for _, round_ in entries)
         if len(entries) == len(transfer.parts):
-            self._put(transfer, transfer.parts, rounds, transfer.sizes, None)
+            self._put(transfer, transfer.parts, rounds, transfer.push_sizes, None)
             return
         indices = [index for index, _ in entries]
         parts = tuple(transfer.parts[index] for index in indices)
-        sizes = tuple(transfer.sizes[index] for index in indices)
+        sizes = tuple(transfer.push_sizes[index] for index in indices)
         self._put(transfer, parts, rounds, sizes, indices if transfer.push else None)
 
     def _put(
@@ -605,7 +611,7 @@ def _frames(transfer: Transfer, indices: Sequence[int] | None) -> Sequence[Buffe
 
 def _views(transfer: Transfer, indices: Sequence[int]) -> list[Buffer]:
     """Frames with these parts of a push, neighbours in one."""
-    pieces = cut(transfer.sizes, transfer.frames)
+    pieces = cut(transfer.push_sizes, transfer.frames)
     joined: list[Piece] = []
     for index in indices:
         frame, start, stop = pieces[index]
