@@ -77,10 +77,8 @@ class Exchange:
         self.pushes = UnderWay()
         self.pulls = UnderWay()
         self.counters = {"pushes": 0, "pulls": 0, "bytes_pushed": 0, "bytes_pulled": 0}
-        by_tcp = not node.is_on_one_machine
         #: How large messages of gathered values should be.
-        self.message_bytes = message_bytes(node.config, by_tcp=by_tcp)
-        self._group_bytes = group_bytes(node.config, by_tcp=by_tcp)
+        self.message_bytes = message_bytes(node.config, by_tcp=not node.is_on_one_machine)
 
     def name_of(self, part: int) -> str | None:
         """The key that a part belongs to, for reports (``pslite/traffic.py``)."""
@@ -398,7 +396,10 @@ class Exchange:
         return transfers
 
     def _plan(self, keys: Sequence[Key]) -> list[Group]:
-        groups = group_parts([self._places[key] for key in keys], self._group_bytes)
+        nbytes = sum(self.entries[key].spec.nbytes for key in keys)
+        by_tcp = not self._node.is_on_one_machine
+        limit = group_bytes(self._node.config, nbytes, by_tcp=by_tcp)
+        groups = group_parts([self._places[key] for key in keys], limit)
         coding = self.coding
         return groups if coding is None else [coding.applied(group, keys) for group in groups]
 

@@ -99,14 +99,21 @@ def message_bytes(config: Config, *, by_tcp: bool) -> int:
     return min((2 if by_tcp else 4) * config.chunk_bytes, config.max_message_bytes)
 
 
-def group_bytes(config: Config, *, by_tcp: bool) -> int:
-    """How much of the keys' values goes in one message.
+def most_group_bytes(config: Config) -> int:
+    """How much of any keys' values goes in one message between processes of one machine.
 
-    Between processes of one machine a message only says where they lie, so there can be much.
+    There it only says where they lie.
     """
-    if by_tcp:
-        return message_bytes(config, by_tcp=True)
     return min(16 * config.chunk_bytes, config.max_message_bytes)
+
+
+def group_bytes(config: Config, total_bytes: int, *, by_tcp: bool) -> int:
+    """How much goes in one message of a call for ``total_bytes``.
+
+    There should be a few, so that copies, sums and updates overlap.
+    """
+    least = message_bytes(config, by_tcp=by_tcp)
+    return least if by_tcp else min(max(least, total_bytes // 4), most_group_bytes(config))
 
 
 def plan(entries: Sequence[KeyEntry], group_bytes: int) -> list[Group]:

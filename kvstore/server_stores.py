@@ -22,7 +22,7 @@ from kvstore.errors import ValueMismatchError
 from kvstore.freed import return_freed_memory
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain, to_plain
-from kvstore.plan import group_bytes, message_bytes
+from kvstore.plan import message_bytes, most_group_bytes
 from kvstore.protocol import PartEntry, StoreCall, pack, unpack, unpack_parts
 from pslite import Incoming, Postoffice
 from pslite.errors import ProtocolError, UsageError
@@ -199,7 +199,7 @@ class ServerStores:
         # One large message's worth (``plan.py``): keys that came one by one, and a small model of
         # whose keys a loop makes messages of its own. What lies on two lanes goes on part by part.
         nbytes = sum(map(len, values))
-        if self._lane_bytes + nbytes > group_bytes(self._node.config, by_tcp=False):
+        if self._lane_bytes + nbytes > most_group_bytes(self._node.config):
             self._lane += 1
             self._lane_bytes = 0
         self._lane_bytes += nbytes

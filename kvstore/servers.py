@@ -117,10 +117,10 @@ class Servers:
         arrays = [flat_bytes(values[index]) for index in new]
         asked = []
         # Parts that are created together lie together; so they should travel together later.
-        for group in plan(entries, group_bytes(self._node.config, by_tcp=False)):
+        nbytes = sum(entry.spec.nbytes for entry in entries)
+        for group in plan(entries, group_bytes(self._node.config, nbytes, by_tcp=False)):
             parts = pack_parts(part_entries(group, entries))
-            rules = _rules(group, entries, coding)
-            body = pack(self._number, self._synchronous, parts, rules)
+            body = pack(self._number, self._synchronous, parts, _rules(group, entries, coding))
             frames = [view.data for view in views(group, arrays)]
             asked.append(self._ask_group(group, StoreCall.INIT, body, frames))
 

@@ -291,10 +291,10 @@ def test_calls_that_keep_their_arrays_send_them_from_where_they_lie(travelled: T
             travelled.places.clear()
             kv_out = np.empty_like(gradient)
             call(kv_out)
-            # Neighbours travel together, as one frame for each message of 16 chunks.
+            # Neighbours travel together, as one frame for each message of at most a quarter.
             assert travelled.places[kv.node.sharing] == [
-                (segment, offset, 1_048_576),
-                (segment, offset + 1_048_576, 151_424),
+                (segment, offset + start, min(262_144, 1_200_000 - start))
+                for start in range(0, 1_200_000, 262_144)
             ]
             assert np.array_equal(kv_out, np.arange(300_000))
         assert kv.node.heap.used_bytes == used
