@@ -18,8 +18,16 @@ import numpy as np
 from kvstore import local_rows
 from kvstore.aggregate import Flat
 from kvstore.arrays import Array, adapter_for, adapter_on
-from kvstore.base import KeyInfo, KVStore, Path, Version, check_optimizer
+from kvstore.base import (
+    CompressionParams,
+    KeyInfo,
+    KVStore,
+    Path,
+    Version,
+    check_optimizer,
+)
 from kvstore.blocks import Blocks, HostArray, Row, Workspaces
+from kvstore.compression import Compression
 from kvstore.errors import ArgumentTypeError, OptimizerNotSet
 from kvstore.keys import (
     Key,
@@ -32,6 +40,7 @@ from kvstore.keys import (
     single_key,
     spec_of,
 )
+from kvstore.local_coding import LocalCoding
 from kvstore.local_files import contents_of, pieces_of, take_states, take_values
 from kvstore.operation import futures_in
 from kvstore.optimizer.base import Optimizer
@@ -58,6 +67,8 @@ class LocalKVStore(KVStore):
         self._generations: dict[Key, int] = {}
         self._optimizer: Optimizer | None = None
         self._updater: UpdateFunction | None = None
+        #: What pushed values pass through; None: nothing.
+        self._coding: LocalCoding | None = None
         self._shelves = Shelves()
         self._workspaces = Workspaces()
         self._rows = RowReader(self._table, self._entries)
@@ -89,7 +100,7 @@ class LocalKVStore(KVStore):
         with self._lock:
             self._check_open()
             check_priority(priority)
-            self._merge(self._rows.pushed(key, value))
+            self._merge(self._pushed(key, value))
 
     def pull(
         self,
@@ -126,8 +137,7 @@ class LocalKVStore(KVStore):
         with self._lock:
             self._check_open()
             check_priority(priority)
-            pushed = self._rows.pushed(key, value)
-            filled = self._rows.filled(key, value if out is None else out)
+            pushed, filled = self._pushed_and_filled(key, value, value if out is None else out)
             if pushed.blocks and filled.blocks and self._updater is None:
                 self._merge(pushed, filled.rows)
                 self._count("pulls", filled.keys, filled.blocks)
@@ -214,6 +224,27 @@ class LocalKVStore(KVStore):
             for entry in self._entries.values():
                 entry.keep_state(None, 0)
 
+    # -- compression -------------------------------------------------------------------
+
+    def set_gradient_compression(self, compression_params: CompressionParams) -> None:
+        compression = Compression.of(compression_params)
+        with self._lock:
+            self._check_open()
+            self._coding = LocalCoding(compression, self._table) if compression.rules else None
+
+    def _pushed(self, key: Keys, value: Values) -> Rows:
+        if self._coding is None:
+            return self._rows.pushed(key, value)
+        groups = self._table.check_push(key, value)
+        return self._rows.pushed(list(groups), self._coding.passed(groups))
+
+    def _pushed_and_filled(self, key: Keys, value: Values, out: Values) -> tuple[Rows, Rows]:
+        """Checks both before anything changes."""
+        if self._coding is None:
+            return self._rows.pushed(key, value), self._rows.filled(key, out)
+        filled = self._rows.filled(key, out)
+        return self._pushed(key, value), filled
+
     # -- keys --------------------------------------------------------------------------
 
     def keys(self) -> list[Key]:
@@ -240,6 +271,8 @@ class LocalKVStore(KVStore):
             for item in keys:
                 self._entries.pop(item, None)
             self._rows.forget()
+            if self._coding is not None:
+                self._coding.forget(keys)
 
     # -- files -------------------------------------------------------------------------
 
@@ -294,7 +327,10 @@ class LocalKVStore(KVStore):
     def stats(self) -> dict[str, Any]:
         with self._lock:
             self._check_open()
-            return {"store": {"keys": len(self._entries), **self._counters}, "servers": {}}
+            store: dict[str, Any] = {"keys": len(self._entries), **self._counters}
+            if self._coding is not None:
+                store["compression"] = self._coding.compression.statistics.plain()
+            return {"store": store, "servers": {}}
 
     def barrier(self) -> None:
         with self._lock:

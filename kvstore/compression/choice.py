@@ -10,7 +10,7 @@ rules, of which the first that is for a key counts. Besides the parameters of it
     keys with smaller values are not the rule's business (0 by default);
 ``pull``
     how values travel from servers to workers: a dictionary of the same kind with ``type`` and
-    parameters, or None (the default) for as they are.
+    parameters but no feedback, or None (the default) for as they are.
 
 A key that no rule is for travels as it is, and so do values that are no floats. ``plain`` is the
 same in a form that can be packed and compared: all workers of a job must have the same one.
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.base import Key
-from kvstore.compression.chain import Chain, known_parameters, make_chain
+from kvstore.compression.chain import FEEDBACK, Chain, known_parameters, make_chain
 from kvstore.compression.layout import can_encode
 from kvstore.compression.parameters import size
 from kvstore.compression.statistics import Statistics
@@ -192,7 +192,14 @@ def _pull(parameters: object, statistics: Statistics) -> Chain | None:
             "the compression parameter 'pull' is a dictionary such as {'type': 'fp16'}, "
             f"got {parameters!r}"
         )
-    return None if parameters.get("type") == _NONE else make_chain(parameters, statistics)
+    if parameters.get("type") == _NONE:
+        return None
+    if parameters.get(FEEDBACK):
+        raise ArgumentValueError(
+            "the compression parameter 'pull' has no feedback: what servers send are values, not "
+            "gradients that add up"
+        )
+    return make_chain({**parameters, FEEDBACK: False}, statistics)
 
 
 def _keys(name: str, value: object) -> tuple[Key, ...]:

@@ -20,6 +20,7 @@ from kvstore import KVStore, RowSparseArray, optimizer
 from kvstore.aggregate import Flat
 from kvstore.errors import (
     ArgumentTypeError,
+    ArgumentValueError,
     DuplicateKeyError,
     KeyTypeError,
     NotSupportedError,
@@ -180,24 +181,42 @@ def test_an_output_of_another_dtype_is_cast(workers: Workers) -> None:
     assert out[0] in (1.0, 2.0)
 
 
-# -- what this version does not have ------------------------------------------------------
+# -- compression --------------------------------------------------------------------------
 
-ABSENT: dict[str, Misuse] = {
-    "compression": lambda kv: kv.set_gradient_compression({"type": "2bit", "threshold": 0.5}),
-    "compression of an unknown type": lambda kv: kv.set_gradient_compression({"type": "3bit"}),
-    "compression without a type": lambda kv: kv.set_gradient_compression({}),
-    "compression that is no dict": lambda kv: kv.set_gradient_compression("2bit"),  # type: ignore[arg-type]
-    "threshold 0": lambda kv: kv.set_gradient_compression({"type": "2bit", "threshold": 0}),
+COMPRESSIONS: dict[str, tuple[object, str]] = {
+    "an unknown type": ({"type": "3bit"}, "there is no compression '3bit'; the codecs are"),
+    "no type": ({}, "needs the parameter 'type'"),
+    "no dict": ("2bit", "compression is a dictionary such as"),
+    "threshold 0": ({"type": "2bit", "threshold": 0}, "threshold"),
+    "a threshold that is no number": ({"type": "2bit", "threshold": "0,5"}, "threshold"),
+    "a parameter of another codec": ({"type": "fp16", "threshold": 1}, "no parameter 'threshold'"),
+    "a ratio above 1": ({"type": "topk", "ratio": 2}, "ratio"),
+    "feedback for values": ({"type": "fp16", "pull": {"type": "fp16", "feedback": True}}, "pull"),
 }
 
 
 @BOTH
-@pytest.mark.parametrize("case", ABSENT)
-def test_what_this_version_lacks_is_an_error_that_says_so(
+@pytest.mark.parametrize("case", COMPRESSIONS)
+def test_a_compression_that_cannot_be_is_an_error_that_says_what_can(
     workers: Workers, case: str, by: str
 ) -> None:
-    """Gradient compression, which fails in many ways in the original (L19, L22)."""
-    misused(ready(workers), ABSENT[case], NotSupportedError, "this version", by=by)
+    """In the original they fail in many ways, some of them on the server (L19, L22)."""
+    given, text = COMPRESSIONS[case]
+    misuse: Misuse = lambda kv: kv.set_gradient_compression(given)  # type: ignore[arg-type] # noqa: E731
+    misused(ready(workers), misuse, (ArgumentTypeError, ArgumentValueError), text, by=by)
+
+
+@BOTH
+def test_numbers_that_a_codec_cannot_carry_are_an_error_at_the_push(
+    workers: Workers, by: str
+) -> None:
+    ready(workers)
+    workers.run(lambda kv: kv.set_gradient_compression({"type": "2bit"}))
+    misuse: Misuse = lambda kv: kv.push("w", np.full(LARGE, np.nan))  # noqa: E731
+    with pytest.raises(ArgumentValueError, match="NaN or infinity, which 2bit cannot carry"):
+        misuse(workers.stores[0])
+    workers.run(lambda kv: kv.set_gradient_compression(None))
+    misused(workers, lambda kv: kv.push("x", ONES), UnknownKeyError, "x", by=by)
 
 
 ROWS = RowSparseArray.zeros((LARGE,), "f8")
