@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvstore.errors import NotSupportedError
 from kvstore.keys import Key, KeyList
 from kvstore.plan import Bytes, Coded, Decoder, Group, Slice
 from kvstore.protocol import KeyEntry
+from kvstore.residual_files import load_residuals, save_residuals
 
 
 class _Layout(NamedTuple):
@@ -90,6 +92,17 @@ class Coding:
             for entry in entries:
                 self._layouts.pop(entry.first_part, None)
                 self._rounds.pop(entry.first_part, None)
+
+    def save(self, path: Path) -> None:
+        """Write what is owed. Raises ``CheckpointError``."""
+        with self._lock:
+            save_residuals(path, self.compression, self.residuals)
+
+    def load(self, path: Path) -> None:
+        """Owe what is in this file, and nothing else. Raises ``CheckpointError``."""
+        specs = {key: entry.spec for key, entry in self._entries.items()}
+        with self._lock:
+            load_residuals(path, self.compression, self.residuals, specs)
 
     # -- what is pushed ----------------------------------------------------------------
 

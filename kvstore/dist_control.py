@@ -8,6 +8,7 @@ thread but the node's I/O thread, on which only calls that return futures work.
 from __future__ import annotations
 
 import itertools
+import pathlib
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from kvstore.optimizer.base import Number, Optimizer
 from kvstore.optimizer.plain import to_plain
 from kvstore.progress import progress_of
 from kvstore.protocol import CLOSING, KeyEntry
+from kvstore.residual_files import path_beside_states, path_in_checkpoint
 from kvstore.saving import (
     Checkpoint,
     Content,
@@ -199,6 +201,7 @@ class DistControl(KVStore):
     # -- files -------------------------------------------------------------------------
 
     def save_checkpoint(self, directory: Path) -> None:
+        self._save_residuals(path_in_checkpoint(directory, self.rank))
         self._save(
             lambda contents, optimizer, pieces: write_checkpoint(
                 directory, contents, optimizer, pieces
@@ -206,11 +209,25 @@ class DistControl(KVStore):
         )
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
+        self._save_residuals(path_beside_states(fname, self.rank))
         self._save(
             lambda contents, optimizer, pieces: write_states(
                 fname, contents, optimizer, pieces, dump_optimizer=dump_optimizer
             )
         )
+
+    def _save_residuals(self, path: pathlib.Path) -> None:
+        self._check()
+        coding = self._exchange.coding
+        if coding is None:
+            path.unlink(missing_ok=True)  # of an earlier save
+        else:
+            coding.save(path)
+
+    def _load_residuals(self, path: pathlib.Path) -> None:
+        coding = self._exchange.coding
+        if coding is not None:
+            coding.load(path)
 
     def _save(self, write: Callable[[Any, Optimizer | None, Any], None]) -> None:
         self._check()
@@ -244,6 +261,7 @@ class DistControl(KVStore):
         entries = self._together("load_checkpoint", load)
         self._add([entry for entry in entries if entry.key not in self._table])
         self._adopt_optimizer()
+        self._load_residuals(path_in_checkpoint(directory, self.rank))
 
     def load_optimizer_states(self, fname: Path) -> None:
         def load() -> Sequence[Key]:
@@ -264,6 +282,7 @@ class DistControl(KVStore):
         self._settle()
         self._together("load_optimizer_states", load)
         self._adopt_optimizer()
+        self._load_residuals(path_beside_states(fname, self.rank))
 
     def _adopt_optimizer(self) -> None:
         """Note the optimizer that the deciding rank may have loaded."""

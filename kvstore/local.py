@@ -9,6 +9,7 @@ the key.
 
 from __future__ import annotations
 
+import pathlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ from kvstore.local_coding import LocalCoding
 from kvstore.local_files import contents_of, pieces_of, take_states, take_values
 from kvstore.operation import futures_in
 from kvstore.optimizer.base import Optimizer
+from kvstore.residual_files import path_beside_states, path_in_checkpoint
 from kvstore.rows import RowReader, Rows, check_dense_outs
 from kvstore.saving import Checkpoint, SavedStates, write_checkpoint, write_states
 from kvstore.shelf import HOST, Entry, Shelves
@@ -282,6 +284,7 @@ class LocalKVStore(KVStore):
             entries = self._entries.values()
             pieces = pieces_of(entries, self._optimizer)
             write_checkpoint(directory, contents_of(entries), self._optimizer, pieces)
+            self._save_residuals(path_in_checkpoint(directory, 0))
 
     def load_checkpoint(self, directory: Path) -> None:
         with self._lock, Checkpoint(directory, takes_rows=True) as saved:
@@ -301,6 +304,8 @@ class LocalKVStore(KVStore):
                 self.set_optimizer(optimizer)
             for entry in self._entries.values():
                 take_values(entry, saved, optimizer)
+            if self._coding is not None:
+                self._coding.load(path_in_checkpoint(directory, 0))
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
         with self._lock:
@@ -308,6 +313,7 @@ class LocalKVStore(KVStore):
             entries, optimizer = self._entries.values(), self._optimizer
             contents, pieces = contents_of(entries), pieces_of(entries, optimizer)
             write_states(fname, contents, optimizer, pieces, dump_optimizer=dump_optimizer)
+            self._save_residuals(path_beside_states(fname, 0))
 
     def load_optimizer_states(self, fname: Path) -> None:
         with self._lock, SavedStates(fname, takes_rows=True) as saved:
@@ -318,6 +324,14 @@ class LocalKVStore(KVStore):
                 self.set_optimizer(optimizer)
             for entry in self._entries.values():
                 take_states(entry, saved, optimizer)
+            if self._coding is not None:
+                self._coding.load(path_beside_states(fname, 0))
+
+    def _save_residuals(self, path: pathlib.Path) -> None:
+        if self._coding is None:
+            path.unlink(missing_ok=True)  # of an earlier save
+        else:
+            self._coding.save(path)
 
     # -- the rest ----------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvstore.arrays import Array, adapter_for
 from kvstore.compression import Chain, Compression, Draw, Residuals
 from kvstore.errors import NotSupportedError
 from kvstore.keys import Key, KeySpec, KeyTable
+from kvstore.residual_files import load_residuals, save_residuals
 from kvstore.sparse.array import RowSparseArray
 
 
@@ -69,6 +71,16 @@ class LocalCoding:
             chain.decode_from(data, out)
             passed.append(out)
         return passed
+
+    def save(self, path: Path) -> None:
+        """Write what is owed. Raises ``CheckpointError``."""
+        save_residuals(path, self.compression, self.residuals)
+
+    def load(self, path: Path) -> None:
+        """Owe what is in this file, and nothing else. Raises ``CheckpointError``."""
+        keys = self._table.keys()
+        specs = dict(zip(keys, map(self._table.spec, keys), strict=True))
+        load_residuals(path, self.compression, self.residuals, specs)
 
     def forget(self, keys: Sequence[Key]) -> None:
         """These keys are gone, and owe nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -362,3 +363,57 @@ def test_what_is_no_compression_is_an_error(kind: str) -> None:
         kv.init("w", np.zeros(3))
         kv.push("w", np.ones(3))
         assert kv.pull("w").tolist() == [1, 1, 1]
+
+
+# -- files -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "states"])
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_what_was_lost_is_saved_with_the_states(kind: str, how: str, tmp_path: Path) -> None:
+    """Half of a threshold is owed when the states are saved; the next half makes it whole."""
+
+    def begin_again(kv: KVStore) -> None:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+        kv.set_optimizer(optimizer.create("test"))
+
+    def save(kv: KVStore) -> None:
+        begin_again(kv)
+        kv.init("w", np.zeros(600, np.float32))
+        kv.push("w", np.full(600, 0.6, np.float32))
+        kv.wait()
+        if how == "checkpoint":
+            kv.save_checkpoint(tmp_path / "saved")
+        else:
+            kv.save_optimizer_states(tmp_path / "saved")
+
+    def load(kv: KVStore) -> float:
+        begin_again(kv)
+        kv.init("w", np.zeros(600, np.float32))
+        if how == "checkpoint":
+            kv.load_checkpoint(tmp_path / "saved")
+        else:
+            kv.load_optimizer_states(tmp_path / "saved")
+        kv.push("w", np.full(600, 0.6, np.float32))
+        return float(kv.pull("w")[0])
+
+    with Workers(kind, 2, 2, **PARTS) as workers:
+        workers.run(save)
+    with Workers(kind, 2, 2, **PARTS) as workers:
+        assert workers.run(load) == ([1.0] if kind == "local" else [2.0, 2.0])
+
+
+def test_another_compression_owes_nothing_of_what_was_saved(tmp_path: Path) -> None:
+    def script(kv: KVStore) -> float:
+        kv.set_optimizer(optimizer.create("test"))
+        kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+        kv.init("w", np.zeros(6, np.float32))
+        kv.push("w", np.full(6, 0.6, np.float32))
+        kv.save_checkpoint(tmp_path)
+        kv.set_gradient_compression({"type": "2bit", "threshold": 1.1})
+        kv.load_checkpoint(tmp_path)
+        kv.push("w", np.full(6, 0.6, np.float32))
+        return float(kv.pull("w")[0])
+
+    with Workers("local") as workers:
+        assert workers.run(script) == [0.0]
