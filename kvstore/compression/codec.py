@@ -137,8 +137,12 @@ class ValueCodec(ABC):
     def _encode_span(
         self, span: Span, source: Flat | None, residual: Flat | None, payload: Payload
     ) -> None:
-        workspace = self._workspaces.take()
         start, stop = span.start, span.stop
+        if self.code in kernels.CODED and kernels.encode(
+            self.code, self.numbers()[0], span.dtype, source, residual, payload, start, stop
+        ):
+            return
+        workspace = self._workspaces.take()
         if residual is not None:
             wide = residual[start:stop]
             if source is not None:
@@ -172,8 +176,14 @@ class ValueCodec(ABC):
         run(tasks, out.nbytes, cores)
 
     def _decode_span(self, span: Span, payload: Payload, out: Flat, add: bool) -> None:
-        target, working = out[span.start : span.stop], accumulation_dtype(span.dtype)
-        if out.dtype == working and not add and is_plain(target):
+        start, stop = span.start, span.stop
+        target, working = out[start:stop], accumulation_dtype(span.dtype)
+        is_wide = out.dtype == working
+        if (is_wide and self.code in kernels.CODED) and kernels.decode(
+            self.code, self.numbers()[0], payload, out, start, stop, add=add
+        ):
+            return
+        if is_wide and not add and is_plain(target):
             workspace = self._workspaces.take()
             self.unpack(payload, span, target, workspace)
             self._workspaces.give(workspace)
