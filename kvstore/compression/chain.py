@@ -12,7 +12,6 @@ made. Pure; any thread may call, with different arrays. Read next: ``codec.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,17 +28,14 @@ from kvstore.compression.codec import (
     spans,
     widened,
 )
-from kvstore.compression.layout import PICKS, VALUE_CODECS, Header, dtype_code
-from kvstore.compression.parameters import Parameter, flag
+from kvstore.compression.layout import Header, dtype_code
 from kvstore.compression.picks import Draw, Pick
 from kvstore.compression.statistics import Statistics
 from kvstore.cores import Cores, Task
 from kvstore.dtypes import accumulation_dtype
-from kvstore.errors import ArgumentTypeError, ArgumentValueError, ValueMismatchError
-from kvstore.suggest import did_you_mean
+from kvstore.errors import ArgumentValueError, ValueMismatchError
 from pslite.errors import ProtocolError
 
-FEEDBACK = "feedback"
 _NO_DRAW = Draw()
 
 Readable = bytes | bytearray | memoryview | Payload
@@ -71,6 +67,7 @@ class Chain:
         self.has_feedback = default if has_feedback is None else has_feedback
         """Whether who encodes keeps a residual."""
         self.statistics = statistics or Statistics()
+        self._header_bytes = len(self._header(np.dtype(np.float32), 0, _NO_DRAW).packed())
 
     def payload_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
         """The length of every payload of a part of so many elements, of a key of this dtype."""
@@ -225,6 +222,43 @@ class Chain:
             out[:] = 0
         out[ids] = numbers
 
+    # -- header and payload in one piece ------------------------------------------------
+
+    def part_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
+        """The length of every encoded part of so many elements, header and payload together."""
+        return self._header_bytes + self.payload_bytes(num_elements, dtype)
+
+    def encode_part(
+        self,
+        array: np.ndarray[Any, Any],
+        out: Payload,
+        *,
+        residual: Flat | None = None,
+        draw: Draw = _NO_DRAW,
+        cores: Cores | None = None,
+    ) -> None:
+        """As ``encode``, but ``out``, of ``part_bytes``, gets the header and then the payload."""
+        size = self._header_bytes
+        if out.dtype != np.uint8 or out.ndim != 1 or len(out) < size:
+            raise ValueMismatchError(
+                f"an encoded part goes into a 1-D uint8 array, got {out.dtype} of shape {out.shape}"
+            )
+        header, _ = self.encode(array, out[size:], residual=residual, draw=draw, cores=cores)
+        out[:size] = np.frombuffer(header, np.uint8)
+
+    def decode_part(
+        self,
+        part: Readable,
+        out: np.ndarray[Any, Any],
+        *,
+        add: bool = False,
+        draw: Draw | None = None,
+        cores: Cores | None = None,
+    ) -> None:
+        """As ``decode`` and, with ``add``, as ``decode_add``, of what ``encode_part`` wrote."""
+        memory, size = np.frombuffer(part, np.uint8), self._header_bytes
+        self._decode(memory[:size].tobytes(), memory[size:], out, draw, cores, add=add)
+
     # -- headers and checks ------------------------------------------------------------
 
     def _header(self, dtype: np.dtype[Any], num_elements: int, draw: Draw) -> Header:
@@ -287,81 +321,11 @@ class Chain:
 
     def plain(self) -> dict[str, Any]:
         """Everything that decides what it writes and reads, as plain data."""
-        parameters: dict[str, Any] = {"type": self.name, FEEDBACK: self.has_feedback}
+        parameters: dict[str, Any] = {"type": self.name, "feedback": self.has_feedback}
         for each in (self.pick, self.codec):
             if each is not None:
                 parameters.update(each.plain())
         return parameters
-
-
-def known_parameters(name: object) -> Mapping[str, Parameter]:
-    """The parameters of a chain of this name, checked to be one. Raises as ``make_chain``."""
-    pick, codec = _classes(name)
-    found = {FEEDBACK: Parameter(flag, None)}
-    for each in (pick, codec):
-        if each is not None:
-            found.update(each.parameters)
-    return found
-
-
-def make_chain(parameters: Mapping[str, Any], statistics: Statistics | None = None) -> Chain:
-    """The chain that ``{"type": "topk+fp16", "ratio": 0.01}`` means.
-
-    ``type`` has the names of codecs, joined by ``+``; the rest are their parameters.
-
-    Raises ``ArgumentValueError`` for codecs, parameters and values that there are not, with those
-    that there are, and ``ArgumentTypeError`` for values of a wrong kind.
-    """
-    name = parameters.get("type")
-    known = known_parameters(name)
-    given: dict[str, Any] = {}
-    for each, value in parameters.items():
-        if each == "type":
-            continue
-        if each not in known:
-            raise ArgumentValueError(
-                f"the compression {name!r} has no parameter {each!r}; it has "
-                f"{', '.join(map(repr, sorted(known)))}{did_you_mean(each, known)}"
-            )
-        given[each] = known[each].check(each, value)
-    # A ratio of 1, which says nothing, is the plain form with a count.
-    if given.get("k") is not None and given.setdefault("ratio", 1.0) != 1.0:
-        raise ArgumentValueError(
-            "the compression parameters 'ratio' and 'k' are two ways to say the same; give one"
-        )
-    pick, codec = _classes(name)
-    made: list[Any] = [
-        None if each is None else each(**{
-            parameter: given.get(parameter, each.parameters[parameter].default)
-            for parameter in each.parameters
-        })
-        for each in (pick, codec)
-    ]  # fmt: skip
-    return Chain(*made, has_feedback=given.get(FEEDBACK), statistics=statistics)
-
-
-def _classes(name: object) -> tuple[type[Pick] | None, type[ValueCodec] | None]:
-    known = [*VALUE_CODECS, *PICKS]
-    if not isinstance(name, str):
-        raise ArgumentTypeError(
-            f"the compression parameter 'type' is the name of a codec, one of "
-            f"{', '.join(map(repr, known))}, got {name!r}"
-        )
-    names = name.split("+")
-    for each in names:
-        if each not in known:
-            raise ArgumentValueError(
-                f"there is no compression {each!r}; the codecs are "
-                f"{', '.join(map(repr, known))}{did_you_mean(each, known)}"
-            )
-    if len(names) == 1:
-        return PICKS.get(name), VALUE_CODECS.get(name)
-    if len(names) != 2 or names[0] not in PICKS or names[1] not in VALUE_CODECS:
-        raise ArgumentValueError(
-            f"{name!r} is no chain of codecs: it is one of {', '.join(map(repr, PICKS))}, then "
-            f"one of {', '.join(map(repr, VALUE_CODECS))}, as in 'topk+fp16'"
-        )
-    return PICKS[names[0]], VALUE_CODECS[names[1]]
 
 
 def _flat(array: np.ndarray[Any, Any]) -> Flat:

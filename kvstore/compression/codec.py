@@ -32,7 +32,7 @@ from kvstore.aggregate import Flat, Workspace
 from kvstore.blocks import Workspaces
 from kvstore.compression.parameters import Parameter
 from kvstore.cores import Cores, Task, shared
-from kvstore.dtypes import accumulation_dtype
+from kvstore.dtypes import accumulation_dtype, is_bfloat16
 from kvstore.errors import ArgumentValueError
 
 Payload = np.ndarray[Any, np.dtype[np.uint8]]
@@ -252,8 +252,9 @@ def is_plain(array: Flat) -> bool:
     return bool(array.flags.aligned and array.flags.c_contiguous)
 
 
-#: Of 16-bit floats: the bits of the exponent, all set in NaN and infinity alone.
-_EXPONENT = {"float16": 0x7C00, "bfloat16": 0x7F80}
+#: The bits of the exponent, all set in NaN and infinity alone.
+_FLOAT16_EXPONENT = 0x7C00
+_BFLOAT16_EXPONENT = 0x7F80
 
 
 def check_finite(source: Flat, name: str, cores: Cores | None) -> None:
@@ -267,10 +268,10 @@ def check_finite(source: Flat, name: str, cores: Cores | None) -> None:
 
 
 def _check_span(name: str, values: Flat) -> None:
-    exponent = _EXPONENT.get(values.dtype.name)
-    if exponent is None:
+    if values.dtype.itemsize > 2:
         is_fine = bool(np.isfinite(values).all())
     else:
+        exponent = _BFLOAT16_EXPONENT if is_bfloat16(values.dtype) else _FLOAT16_EXPONENT
         magnitudes = values.view(np.uint16) & np.uint16(0x7FFF)
         is_fine = bool(magnitudes.max(initial=0) < exponent)
     if not is_fine:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.compression import Chain, Draw, make_chain
 from kvstore.compression.layout import Header
-from kvstore.errors import ArgumentValueError
+from kvstore.errors import ArgumentValueError, ValueMismatchError
 from pslite.errors import ProtocolError
 
 
@@ -79,6 +79,32 @@ def test_a_payload_of_another_length_is_refused(name: str) -> None:
     header, payload = encoded(chain, 100)
     for wrong in (payload[:-1], payload + b"\0", b""):
         assert_refused(chain, header, wrong, f"has {len(wrong)} bytes, not {len(payload)}", 100)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_part_may_travel_in_one_piece_of_a_known_length(name: str, dtype: str) -> None:
+    chain, values, draw = chain_of(name), gradient(1, 333, kind(dtype)), Draw(1, 2)
+    part = np.empty(chain.part_bytes(333, values.dtype), np.uint8)
+    chain.encode_part(values, part, residual=residual_of(chain, values), draw=draw)
+    header, payload = chain.encode(values, residual=residual_of(chain, values), draw=draw)
+    assert part.tobytes() == header + payload.tobytes()
+    wanted, out = np.ones(333, values.dtype), np.ones(333, values.dtype)
+    for add in (False, True):
+        chain.decode_part(part.data, out, add=add, draw=draw)
+        (chain.decode_add if add else chain.decode)(header, payload, wanted)
+        assert out.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("length", [0, 3, 19, 23, 25])
+def test_a_part_of_another_length_is_refused(length: int) -> None:
+    chain, out = chain_of("2bit", feedback=False), np.full(9, 9, np.float32)
+    assert chain.part_bytes(9, out.dtype) == 24
+    with pytest.raises(ProtocolError):
+        chain.decode_part(bytes(length), out)
+    assert (out == 9).all()
+    with pytest.raises(ValueMismatchError, match="uint8 array"):
+        chain.encode_part(out, np.empty(length, np.uint8))
 
 
 @pytest.mark.parametrize("header", [b"", b"\1", b"\2" + bytes(11), bytes(200)])
