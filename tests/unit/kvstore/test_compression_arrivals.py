@@ -167,6 +167,24 @@ def test_scales_that_cannot_be_are_refused(name: str, scale: float) -> None:
     assert_refused(chain, header, wrong, "scale that is negative, infinite or NaN", 100)
 
 
+@pytest.mark.parametrize("name", CHAINS)
+@given(seed=st.integers(0, 9999))
+def test_whatever_a_payload_holds_it_is_decoded_or_refused(name: str, seed: int) -> None:
+    chain = chain_of(name)
+    header, payload = encoded(chain, 100)
+    random = np.random.default_rng(seed)
+    noise = bytearray(payload)
+    for place in random.integers(0, len(payload), 1 + seed % 4):
+        noise[place] = random.integers(256)
+    memory = np.full(300, 9, np.float32)
+    try:
+        chain.decode(header, bytes(noise), memory[100:200])
+    except ProtocolError:
+        assert (memory == 9).all()
+    assert (memory[:100] == 9).all()
+    assert (memory[200:] == 9).all()
+
+
 def test_a_part_is_decoded_into_memory_that_lies_together() -> None:
     chain = chain_of("fp16")
     header, payload = encoded(chain, 9)
