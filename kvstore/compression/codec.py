@@ -269,7 +269,7 @@ def check_finite(source: Flat, name: str, cores: Cores | None) -> None:
 
 def _check_span(name: str, values: Flat) -> None:
     if values.dtype.itemsize > 2:
-        # NaN is the largest and the least of all; two such passes are quicker than one and its mask.
+        # NaN is the largest and the least of all; these passes are quicker than one with a mask.
         is_fine = bool(np.isfinite(values.max()) and np.isfinite(values.min()))
     else:
         exponent = _BFLOAT16_EXPONENT if is_bfloat16(values.dtype) else _FLOAT16_EXPONENT
