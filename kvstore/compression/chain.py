@@ -12,7 +12,7 @@ made. Pure; any thread may call, with different arrays. Read next: ``codec.py``.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +67,6 @@ class Chain:
         self.has_feedback = default if has_feedback is None else has_feedback
         """Whether who encodes keeps a residual."""
         self.statistics = statistics or Statistics()
-        self._header_bytes = len(self._header(np.dtype(np.float32), 0, _NO_DRAW).packed())
 
     def payload_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
         """The length of every payload of a part of so many elements, of a key of this dtype."""
@@ -75,6 +74,46 @@ class Chain:
         if self.pick is not None:
             ids, count = self.pick.ids_bytes(num_elements), self.pick.count(num_elements)
         return ids + self.codec.payload_bytes(count, dtype)
+
+    @cached_property
+    def header_bytes(self) -> int:
+        """The length of every header."""
+        return len(self._header(np.dtype(np.float32), 0, _NO_DRAW).packed())
+
+    def encoded_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
+        """The length of every header with its payload behind it, of a part of this size."""
+        return self.header_bytes + self.payload_bytes(num_elements, dtype)
+
+    def check(self, array: np.ndarray[Any, Any], cores: Cores | None = None) -> None:
+        """Raise what ``encode`` raises for these numbers: ``ArgumentValueError`` for NaN."""
+        if not self.codec.carries_all:
+            check_finite(_flat(array), self.name, cores)
+
+    def encode_into(
+        self,
+        array: np.ndarray[Any, Any],
+        out: Payload,
+        *,
+        residual: Flat | None = None,
+        draw: Draw = _NO_DRAW,
+        cores: Cores | None = None,
+    ) -> None:
+        """``encode`` for numbers that were checked; ``out`` gets the header, then the payload."""
+        payload = out[self.header_bytes :]
+        encoded = self._encode(array, payload, residual, draw, cores)
+        out[: self.header_bytes] = np.frombuffer(encoded.header, np.uint8)
+
+    def decode_from(
+        self,
+        data: Payload,
+        out: np.ndarray[Any, Any],
+        *,
+        add: bool = False,
+        cores: Cores | None = None,
+    ) -> None:
+        """``decode`` (with ``add``, ``decode_add``) of what ``encode_into`` wrote."""
+        header = data[: self.header_bytes].tobytes()
+        self._decode(header, data[self.header_bytes :], out, None, cores, add=add)
 
     def encode(
         self,
@@ -97,12 +136,21 @@ class Chain:
         what cannot carry them, and ``ValueMismatchError`` for arrays that do not fit; then neither
         ``out`` nor ``residual`` has changed.
         """
+        self.check(array, cores)
+        return self._encode(array, out, residual, draw, cores)
+
+    def _encode(
+        self,
+        array: np.ndarray[Any, Any],
+        out: Payload | None,
+        residual: Flat | None,
+        draw: Draw,
+        cores: Cores | None,
+    ) -> Encoded:
         source = _flat(array)
         header = self._header(source.dtype, len(source), draw).packed()
         payload = self._checked_out(out, self.payload_bytes(len(source), source.dtype))
         self._check_residual(residual, source)
-        if not self.codec.carries_all:
-            check_finite(source, self.name, cores)
         with np.errstate(all="ignore"):
             if self.pick is None:
                 self.codec.encode(source.dtype, source, residual, payload, cores)
@@ -221,43 +269,6 @@ class Chain:
         else:
             out[:] = 0
         out[ids] = numbers
-
-    # -- header and payload in one piece ------------------------------------------------
-
-    def part_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
-        """The length of every encoded part of so many elements, header and payload together."""
-        return self._header_bytes + self.payload_bytes(num_elements, dtype)
-
-    def encode_part(
-        self,
-        array: np.ndarray[Any, Any],
-        out: Payload,
-        *,
-        residual: Flat | None = None,
-        draw: Draw = _NO_DRAW,
-        cores: Cores | None = None,
-    ) -> None:
-        """As ``encode``, but ``out``, of ``part_bytes``, gets the header and then the payload."""
-        size = self._header_bytes
-        if out.dtype != np.uint8 or out.ndim != 1 or len(out) < size:
-            raise ValueMismatchError(
-                f"an encoded part goes into a 1-D uint8 array, got {out.dtype} of shape {out.shape}"
-            )
-        header, _ = self.encode(array, out[size:], residual=residual, draw=draw, cores=cores)
-        out[:size] = np.frombuffer(header, np.uint8)
-
-    def decode_part(
-        self,
-        part: Readable,
-        out: np.ndarray[Any, Any],
-        *,
-        add: bool = False,
-        draw: Draw | None = None,
-        cores: Cores | None = None,
-    ) -> None:
-        """As ``decode`` and, with ``add``, as ``decode_add``, of what ``encode_part`` wrote."""
-        memory, size = np.frombuffer(part, np.uint8), self._header_bytes
-        self._decode(memory[:size].tobytes(), memory[size:], out, draw, cores, add=add)
 
     # -- headers and checks ------------------------------------------------------------
 

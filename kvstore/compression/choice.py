@@ -10,7 +10,7 @@ rules, of which the first that is for a key counts. Besides the parameters of it
     keys with smaller values are not the rule's business (0 by default);
 ``pull``
     how values travel from servers to workers: a dictionary of the same kind with ``type`` and
-    parameters, or None (the default) for as they are.
+    parameters but no feedback, or None (the default) for as they are.
 
 A key that no rule is for travels as it is, and so do values that are no floats. ``plain`` is the
 same in a form that can be packed and compared: all workers of a job must have the same one.
@@ -29,7 +29,7 @@ import numpy as np
 from kvstore.base import Key
 from kvstore.compression.chain import Chain
 from kvstore.compression.layout import can_encode
-from kvstore.compression.making import known_parameters, make_chain
+from kvstore.compression.making import FEEDBACK, known_parameters, make_chain
 from kvstore.compression.parameters import size
 from kvstore.compression.statistics import Statistics
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
@@ -124,6 +124,11 @@ class Compression:
         rule = self._rule_for(key, nbytes, dtype)
         return None if rule is None else rule.pull
 
+    def rule_number(self, key: Key, nbytes: int, dtype: np.dtype[Any]) -> int:
+        """Which of ``rules`` is for a key; -1: none."""
+        rule = self._rule_for(key, nbytes, dtype)
+        return -1 if rule is None else self.rules.index(rule)
+
     def _rule_for(self, key: Key, nbytes: int, dtype: np.dtype[Any]) -> Rule | None:
         if not can_encode(dtype):
             return None
@@ -188,7 +193,14 @@ def _pull(parameters: object, statistics: Statistics) -> Chain | None:
             "the compression parameter 'pull' is a dictionary such as {'type': 'fp16'}, "
             f"got {parameters!r}"
         )
-    return None if parameters.get("type") == _NONE else make_chain(parameters, statistics)
+    if parameters.get("type") == _NONE:
+        return None
+    if parameters.get(FEEDBACK):
+        raise ArgumentValueError(
+            "the compression parameter 'pull' has no feedback: what servers send are values, not "
+            "gradients that add up"
+        )
+    return make_chain({**parameters, FEEDBACK: False}, statistics)
 
 
 def _keys(name: str, value: object) -> tuple[Key, ...]:

@@ -85,13 +85,13 @@ def test_a_payload_of_another_length_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_part_may_travel_in_one_piece_of_a_known_length(name: str, dtype: str) -> None:
     chain, values, draw = chain_of(name), gradient(1, 333, kind(dtype)), Draw(1, 2)
-    part = np.empty(chain.part_bytes(333, values.dtype), np.uint8)
-    chain.encode_part(values, part, residual=residual_of(chain, values), draw=draw)
+    part = np.empty(chain.encoded_bytes(333, values.dtype), np.uint8)
+    chain.encode_into(values, part, residual=residual_of(chain, values), draw=draw)
     header, payload = chain.encode(values, residual=residual_of(chain, values), draw=draw)
     assert part.tobytes() == header + payload.tobytes()
     wanted, out = np.ones(333, values.dtype), np.ones(333, values.dtype)
     for add in (False, True):
-        chain.decode_part(part.data, out, add=add, draw=draw)
+        chain.decode_from(part, out, add=add)
         (chain.decode_add if add else chain.decode)(header, payload, wanted)
         assert out.tobytes() == wanted.tobytes()
 
@@ -99,12 +99,12 @@ def test_a_part_may_travel_in_one_piece_of_a_known_length(name: str, dtype: str)
 @pytest.mark.parametrize("length", [0, 3, 19, 23, 25])
 def test_a_part_of_another_length_is_refused(length: int) -> None:
     chain, out = chain_of("2bit", feedback=False), np.full(9, 9, np.float32)
-    assert chain.part_bytes(9, out.dtype) == 24
+    assert chain.encoded_bytes(9, out.dtype) == 24
     with pytest.raises(ProtocolError):
-        chain.decode_part(bytes(length), out)
+        chain.decode_from(np.zeros(length, np.uint8), out)
     assert (out == 9).all()
     with pytest.raises(ValueMismatchError, match="uint8 array"):
-        chain.encode_part(out, np.empty(length, np.uint8))
+        chain.encode_into(out, np.empty(length, np.uint8))
 
 
 @pytest.mark.parametrize("header", [b"", b"\1", b"\2" + bytes(11), bytes(200)])
