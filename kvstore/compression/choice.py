@@ -2,7 +2,7 @@
 
 A user gives a dictionary as for MXNet, ``{"type": "2bit", "threshold": 0.5}``, or a list of such
 rules, of which the first that is for a key counts. Besides the parameters of its codecs
-(``chain.py``) a rule may have
+(``making.py``) a rule may have
 
 ``only``, ``exclude``
     keys, or patterns of names such as ``"*_bias"``, that the rule is for or is not for;
@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 
 from kvstore.base import Key
-from kvstore.compression.chain import FEEDBACK, Chain, known_parameters, make_chain
+from kvstore.compression.chain import Chain
 from kvstore.compression.layout import can_encode
+from kvstore.compression.making import FEEDBACK, known_parameters, make_chain
 from kvstore.compression.parameters import size
 from kvstore.compression.statistics import Statistics
 from kvstore.errors import ArgumentTypeError, ArgumentValueError

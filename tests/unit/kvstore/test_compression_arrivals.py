@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.compression import Chain, Draw, make_chain
 from kvstore.compression.layout import Header
-from kvstore.errors import ArgumentValueError
+from kvstore.errors import ArgumentValueError, ValueMismatchError
 from pslite.errors import ProtocolError
 
 
@@ -81,6 +81,32 @@ def test_a_payload_of_another_length_is_refused(name: str) -> None:
         assert_refused(chain, header, wrong, f"has {len(wrong)} bytes, not {len(payload)}", 100)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_part_may_travel_in_one_piece_of_a_known_length(name: str, dtype: str) -> None:
+    chain, values, draw = chain_of(name), gradient(1, 333, kind(dtype)), Draw(1, 2)
+    part = np.empty(chain.encoded_bytes(333, values.dtype), np.uint8)
+    chain.encode_into(values, part, residual=residual_of(chain, values), draw=draw)
+    header, payload = chain.encode(values, residual=residual_of(chain, values), draw=draw)
+    assert part.tobytes() == header + payload.tobytes()
+    wanted, out = np.ones(333, values.dtype), np.ones(333, values.dtype)
+    for add in (False, True):
+        chain.decode_from(part, out, add=add)
+        (chain.decode_add if add else chain.decode)(header, payload, wanted)
+        assert out.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("length", [0, 3, 19, 23, 25])
+def test_a_part_of_another_length_is_refused(length: int) -> None:
+    chain, out = chain_of("2bit", feedback=False), np.full(9, 9, np.float32)
+    assert chain.encoded_bytes(9, out.dtype) == 24
+    with pytest.raises(ProtocolError):
+        chain.decode_from(np.zeros(length, np.uint8), out)
+    assert (out == 9).all()
+    with pytest.raises(ValueMismatchError, match="uint8 array"):
+        chain.encode_into(out, np.empty(length, np.uint8))
+
+
 @pytest.mark.parametrize("header", [b"", b"\1", b"\2" + bytes(11), bytes(200)])
 def test_what_is_no_header_is_refused(header: bytes) -> None:
     assert_refused(chain_of("2bit"), header, bytes(4), "no header that this version", 9)
@@ -139,6 +165,24 @@ def test_scales_that_cannot_be_are_refused(name: str, scale: float) -> None:
     header, payload = encoded(chain, 100)
     wrong = np.float32(scale).tobytes() + payload[4:]
     assert_refused(chain, header, wrong, "scale that is negative, infinite or NaN", 100)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@given(seed=st.integers(0, 9999))
+def test_whatever_a_payload_holds_it_is_decoded_or_refused(name: str, seed: int) -> None:
+    chain = chain_of(name)
+    header, payload = encoded(chain, 100)
+    random = np.random.default_rng(seed)
+    noise = bytearray(payload)
+    for place in random.integers(0, len(payload), 1 + seed % 4):
+        noise[place] = random.integers(256)
+    memory = np.full(300, 9, np.float32)
+    try:
+        chain.decode(header, bytes(noise), memory[100:200])
+    except ProtocolError:
+        assert (memory == 9).all()
+    assert (memory[:100] == 9).all()
+    assert (memory[200:] == 9).all()
 
 
 def test_a_part_is_decoded_into_memory_that_lies_together() -> None:

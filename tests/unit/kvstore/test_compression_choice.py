@@ -96,6 +96,11 @@ def test_no_compression_is_for_no_key(given: Any) -> None:
         ({"type": "2bit", "exclude": [None]}, ArgumentTypeError, "is a list of keys or patterns"),
         ({"type": "2bit", "pull": "fp16"}, ArgumentTypeError, "'pull' is a dictionary"),
         ({"type": "2bit", "pull": {"type": "x"}}, ArgumentValueError, "no compression 'x'"),
+        (
+            {"type": "2bit", "pull": {"type": "int8", "feedback": True}},
+            ArgumentValueError,
+            "'pull' has no feedback",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_said(given: Any, error: type[Exception], text: str) -> None:
@@ -126,8 +131,10 @@ def test_the_first_rule_for_a_key_counts() -> None:
             {"type": "2bit"},
         ]
     )
-    found = names(compression, "embedding", "bn_gamma", "fc_weight")
-    assert found == ["topk+fp16", None, "2bit"]
+    keys = ["embedding", "bn_gamma", "fc_weight"]
+    assert names(compression, *keys) == ["topk+fp16", None, "2bit"]
+    assert [compression.rule_number(key, 1000, F4) for key in keys] == [0, 1, 2]
+    assert compression.rule_number("fc_weight", 1000, np.dtype("i4")) == -1
 
 
 @pytest.mark.parametrize("dtype", ["i4", "i8", "?", "c8", "u1"])
