@@ -118,6 +118,29 @@ def test_an_embedding_learns_with_the_rows_of_its_batches_alone() -> None:
     assert float(traffic.split()[1]) < 12
 
 
+COMPRESSION = "examples/kvstore/compression.py"
+
+
+def check_codecs(lines: list[str]) -> None:
+    found = [re.fullmatch(r"(\S+): loss ([\d.]+), ([\d.]+) times fewer .*", line) for line in lines]
+    assert [match and match[1] for match in found] == [
+        *("none", "fp16", "int8", "2bit", "topk", "topk+fp16")
+    ]
+    losses = [float(match[2]) for match in found if match]
+    ratios = [float(match[3]) for match in found if match]
+    assert max(losses) < 1.1 * losses[0] < 0.03
+    assert ratios == pytest.approx([1, 2, 3.9, 15.4, 9.8, 12.9], abs=0.1)
+
+
+def test_codecs_reach_the_loss_of_float32_with_fewer_bytes() -> None:
+    assert len((ROOT / COMPRESSION).read_text(encoding="utf-8").splitlines()) <= 80
+    check_codecs(alone(COMPRESSION))
+
+
+def test_codecs_of_two_workers_reach_the_loss_of_float32(make_job: MakeJob) -> None:
+    check_codecs(launch(make_job, COMPRESSION, "--kv-store", "dist_sync")[0])
+
+
 def test_asynchronous_gradients_are_stale_and_still_find_the_line(make_job: MakeJob) -> None:
     lines = launch(make_job, "examples/kvstore/async_sgd.py")
     num_stale = 0
