@@ -23,9 +23,12 @@ from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain, to_plain
 from kvstore.plan import message_bytes
 from kvstore.protocol import PartEntry, StoreCall, pack, unpack, unpack_parts
+from kvstore.row_parts import answer_cut, taken
+from kvstore.row_stores import RowStores
+from kvstore.sparse.payload import ROWS_FORM
 from pslite import Incoming, Postoffice
 from pslite.errors import ProtocolError, UsageError
-from pslite.plane import Ints, Job, Outcome, Piece, ServerPlane, cut
+from pslite.plane import Formed, Ints, Job, Outcome, Piece, ServerPlane, cut
 
 #: Copies that nobody has asked for, such as those of parts that went their own ways.
 _MAX_COPIES = 16
@@ -67,6 +70,7 @@ class ServerStores:
             message_bytes=message_bytes(config, by_tcp=True),
             stall_report_s=config.stall_report_s,
         )
+        self._rows = RowStores(self._plane, self._store, self._next_lane, self._on_lanes)
         node.traffic.serve(self._plane)
         node.traffic.add_owner(self)
         self._calls: dict[int, Callable[[Incoming], None]] = {
@@ -79,11 +83,12 @@ class ServerStores:
             StoreCall.STATS: self._stats,
             StoreCall.COMMAND: self._command,
             StoreCall.CLOSE: self._close,
+            **self._rows.calls,
         }
 
     def name_of(self, part: int) -> str | None:
         """The key that a part belongs to, for reports (``pslite/traffic.py``)."""
-        found = self._parts.get(part)
+        found = self._parts.get(part) or self._rows.get(part)
         return None if found is None else f"key {found.entry.key!r}"
 
     def send_joined(self) -> None:
@@ -93,6 +98,8 @@ class ServerStores:
 
     def apply(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Apply complete rounds. On the pool thread of the parts' lane; never raises."""
+        if any(job.is_formed for job in jobs):
+            return [self._apply_formed(job) for job in jobs]
         # A statistic: a lost count between threads is no harm.
         self._num_rounds += sum(len(job.parts) for job in jobs)
         copies = [self._room_for_copy(job) for job in jobs]
@@ -104,6 +111,31 @@ class ServerStores:
                 arenas = {part.arena for part in map(self._parts.get, job.parts) if part}
                 self._copies[job.parts] = _Copy(copy, {each: each.changes for each in arenas})
         return outcomes
+
+    def _apply_formed(self, job: Job) -> Outcome:
+        if not job.is_formed:
+            return self.apply([job])[0]
+        self._num_rounds += 1
+        return self._rows.apply(job, self._parts.get(job.parts[0]))
+
+    def take(self, part: int, form: int, piece: Piece, *, is_push: bool) -> Formed:
+        """Rows, which are pushed or wanted; see ``row_parts.py``."""
+        found = self._rows.get(part) or self._parts.get(part)
+        if form != ROWS_FORM or found is None:
+            raise UsageError(f"part {part} is not known to this server, or not in form {form}")
+        rows: Formed = taken(found, piece, is_push=is_push)
+        return rows
+
+    def answer(self, part: int, wanted: Any) -> Any:
+        """Rows that are wanted, copied: others may change them as soon as this returns."""
+        rows = self._rows.get(part)
+        if rows is not None:
+            most_bytes = self._node.config.max_message_bytes
+            return rows.answer(wanted, self._node.buffer, most_bytes)
+        dense = self._parts.get(part)
+        if dense is None:
+            raise UsageError("the key was deleted")
+        return answer_cut(dense, wanted, self._node.buffer)
 
     def _room_for_copy(self, job: Job) -> Flat | None:
         """Where asynchronous values go that are to be sent; others are sent as they lie."""
@@ -145,12 +177,7 @@ class ServerStores:
         sizes = [entry.num_elements * entry.dtype.itemsize for entry in entries]
         pieces = cut(sizes, incoming.frames)
         store = self._store(number, synchronous)
-        cut_keys = [entry.key for entry in entries if not entry.is_whole]
-        if cut_keys and store.optimizer is not None and store.optimizer.scope == "key":
-            raise UsageError(
-                f"the optimizer {store.optimizer.name} needs whole keys, but {cut_keys[0]!r} "
-                "is cut in parts: worker 0 has to return from set_optimizer before it calls init"
-            )
+        store.check_whole(entries)
         # A rank that stands in for one that left half-way finds some parts there; they stay.
         new = [index for index, entry in enumerate(entries) if entry.part not in self._parts]
         for group in _same_dtype(entries, new):
@@ -160,9 +187,7 @@ class ServerStores:
             for index, part in zip(group, arena.parts, strict=True):
                 self._parts.add(part)
                 self._plane.open_part(part.entry.part, sizes[index], store.ranks, arena.lane)
-                if not part.entry.is_whole:
-                    count = store.cut_keys.get(part.entry.key, 0)
-                    store.cut_keys[part.entry.key] = count + 1
+                store.has_part(part.entry)
         incoming.respond()
         # The values came in messages; between processes of one machine no more come so.
         self._trim_at = self._node.clock() + _TRIM_AFTER_S
@@ -192,6 +217,14 @@ class ServerStores:
         self._lane_bytes += nbytes
         return self._lane
 
+    def _next_lane(self) -> int:
+        """A lane of its own; what comes next begins another one."""
+        self._lane += 1
+        self._lane_bytes = 0
+        lane = self._lane
+        self._lane += 1
+        return lane
+
     def _store(self, number: int, synchronous: bool) -> StoreState:
         found = self._stores.get(number)
         if found is None:
@@ -215,14 +248,10 @@ class ServerStores:
     def _forget(self, parts: Sequence[Any]) -> None:
         self._copies.clear()
         for number_of_part in parts:
-            part = self._parts.remove(number_of_part)
+            part = self._parts.remove(number_of_part) or self._rows.remove(number_of_part)
             if part is None:
                 continue
-            cut_keys = part.arena.store.cut_keys
-            if not part.entry.is_whole:
-                cut_keys[part.entry.key] -= 1
-                if not cut_keys[part.entry.key]:
-                    del cut_keys[part.entry.key]
+            part.store.lost_part(part.entry)
             gone = UsageError(f"the key {part.entry.key!r} was deleted")
             self._node.traffic.carry_out(self._plane.close_part(number_of_part, gone))
 
@@ -318,18 +347,18 @@ class ServerStores:
     def _on_lanes(
         self,
         incoming: Incoming,
-        parts: Sequence[Part],
-        work: Callable[[Part], None],
+        parts: Sequence[Any],
+        work: Callable[[Any], None],
         answer: Callable[[], None],
     ) -> None:
         """Do ``work`` for each part on its lane's thread, then ``answer`` on the last of them."""
-        lanes: dict[int, list[Part]] = {}
+        lanes: dict[int, list[Any]] = {}
         for part in parts:
-            lanes.setdefault(part.arena.lane, []).append(part)
+            lanes.setdefault(part.lane, []).append(part)
         lock = threading.Lock()  # guards `left`: lanes end on different threads
         left = len(lanes)
 
-        def run(mine: list[Part]) -> None:
+        def run(mine: list[Any]) -> None:
             nonlocal left
             try:
                 for part in mine:
@@ -354,9 +383,11 @@ class ServerStores:
         incoming.respond(
             pack(
                 {
-                    "parts": len(self._parts),
-                    "value_bytes": sum(arena.weight.nbytes for arena in arenas),
-                    "state_bytes": sum(arena.state_bytes for arena in arenas),
+                    "parts": len(self._parts) + len(self._rows),
+                    "value_bytes": sum(arena.weight.nbytes for arena in arenas)
+                    + sum(part.table.nbytes for part in self._rows),
+                    "state_bytes": sum(arena.state_bytes for arena in arenas)
+                    + sum(part.table.state_bytes for part in self._rows),
                     "rounds": self._num_rounds,
                     "waiting_contributions": self._plane.num_waiting,
                 }
