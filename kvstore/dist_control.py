@@ -76,7 +76,7 @@ class DistControl(KVStore):
         self._progress = progress_of(node)
         #: Calls of ``init`` that are not over, whatever their keys.
         self._inits = UnderWay()
-        self._table = KeyTable(takes_rows=True)
+        self._table = KeyTable()
         self._optimizer: Optimizer | None = None
         # Of an asynchronous store: another worker's may be of a class that is unknown here.
         self._has_optimizer = False
@@ -219,7 +219,7 @@ class DistControl(KVStore):
 
     def load_checkpoint(self, directory: Path) -> None:
         def load() -> Sequence[Key]:
-            with Checkpoint(directory, takes_rows=True) as saved:
+            with Checkpoint(directory) as saved:
                 optimizer = saved.states.optimizer or self._optimizer_of_servers()
                 saved.check(self._contents())
                 saved.states.check(self._contents(), optimizer)

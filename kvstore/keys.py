@@ -48,8 +48,8 @@ _look_to_read = attrgetter("shape", "dtype", "flags.c_contiguous")
 _look_to_write = attrgetter("shape", "dtype", "flags.carray")
 
 ROWS_REFUSED = (
-    "row-sparse values are for the stores local and device in this version; give this store dense "
-    "arrays, such as value.to_dense(), and pull whole keys"
+    "this store takes no row-sparse values; give it dense arrays, such as value.to_dense(), and "
+    "pull whole keys"
 )
 
 #: Results are kept for lists of so many keys altogether.
@@ -219,8 +219,7 @@ class KeyTable:
     returned. Calls that only look may come from any thread.
     """
 
-    def __init__(self, *, takes_rows: bool = False) -> None:
-        self._takes_rows = takes_rows
+    def __init__(self) -> None:
         self._specs: dict[Key, KeySpec] = {}
         self._row_sparse: set[Key] = set()
         self._lists: ByKeys[Key, KeyList] = ByKeys(self._list)
@@ -309,7 +308,7 @@ class KeyTable:
 
     def check_out(self, key: object, out: object) -> dict[Key, list[Array]]:
         """The arrays to fill for each key; all have its shape and can be written."""
-        groups = group_values(key, out, takes_rows=self._takes_rows)
+        groups = group_values(key, out, takes_rows=True)
         for item, arrays in groups.items():
             check_outs(item, self.spec(item), arrays)
         return groups
@@ -319,7 +318,7 @@ class KeyTable:
     ) -> tuple[dict[Key, Array], dict[Key, list[Array]]]:
         """The one array of each new key, and the arrays to fill."""
         values = self.check_init(key, value)
-        filled = group_values(key, out, takes_rows=self._takes_rows)
+        filled = group_values(key, out, takes_rows=True)
         for item, arrays in filled.items():
             check_outs(item, spec_of(values[item]), arrays)
         return values, filled
@@ -338,9 +337,7 @@ class KeyTable:
 
     def _grouped(self, key: object, value: object) -> dict[Key, list[Array]]:
         """The arrays of values that callers give; row-sparse ones of any library as ours."""
-        groups = group_values(key, value, takes_rows=self._takes_rows)
-        if not self._takes_rows:
-            return groups
+        groups = group_values(key, value, takes_rows=True)
         return {
             item: [row_sparse(array) if is_row_sparse(array) else array for array in arrays]
             for item, arrays in groups.items()

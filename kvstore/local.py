@@ -54,7 +54,7 @@ class LocalKVStore(KVStore):
         # Guards everything below: a caller may push from one thread for each device. The same
         # thread may come again, from inside an updater.
         self._lock = threading.RLock()
-        self._table = KeyTable(takes_rows=True)
+        self._table = KeyTable()
         self._entries: dict[Key, Entry] = {}
         self._generations: dict[Key, int] = {}
         self._optimizer: Optimizer | None = None
@@ -250,7 +250,7 @@ class LocalKVStore(KVStore):
             write_checkpoint(directory, contents_of(entries), self._optimizer, pieces)
 
     def load_checkpoint(self, directory: Path) -> None:
-        with self._lock, Checkpoint(directory, takes_rows=True) as saved:
+        with self._lock, Checkpoint(directory) as saved:
             self._check_open()
             optimizer = saved.states.optimizer or self._optimizer
             contents = contents_of(self._entries.values())
