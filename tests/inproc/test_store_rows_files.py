@@ -118,16 +118,24 @@ def test_all_workers_load_what_the_lowest_rank_reads(tmp_path: Path) -> None:
     assert values(again) == first
 
 
-def test_a_checkpoint_of_the_other_kind_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "num_servers"), KINDS[:3])
+@pytest.mark.parametrize("is_row_sparse", [True, False])
+def test_a_checkpoint_of_the_other_kind_is_refused(
+    tmp_path: Path, kind: str, num_servers: int, is_row_sparse: bool
+) -> None:
+    whole = np.ones(SHAPE, "f4")
+    both: list[Any] = [whole, RowSparseArray.from_dense(whole)]
     local = mx.create("local")
-    local.init("w", rows(1))
+    local.init("w", both[not is_row_sparse])
     local.save_checkpoint(tmp_path)
-    with Workers("dist_sync", 2, 2, **PARTS) as workers:
+    with Workers(kind, 2, num_servers, **PARTS) as workers:
 
         def script(kv: KVStore) -> None:
-            kv.init("w", np.ones(SHAPE, "f4"))
-            with pytest.raises(CheckpointError, match="row-sparse"):
+            kv.init("w", both[is_row_sparse])
+            with pytest.raises(CheckpointError, match=r"row-sparse"):
                 kv.load_checkpoint(tmp_path)
-            np.testing.assert_array_equal(kv.pull("w"), np.ones(SHAPE, "f4"))
+            out = np.zeros(SHAPE, "f4")
+            kv.pull("w", out=out)
+            np.testing.assert_array_equal(out, whole)
 
         workers.run(script)
