@@ -29,7 +29,7 @@ from kvstore.row_calls import (
 )
 from kvstore.row_exchange import Held, Landing, RowExchange
 from kvstore.sparse.array import RowSparseArray, width_of
-from kvstore.sparse.sums import Contribution, RowValues, Sum
+from kvstore.sparse.sums import Picked, RowValues, Sum, pick
 from pslite import Future, Postoffice
 from pslite.future import gather
 
@@ -193,11 +193,13 @@ def _spread(rows: RowValues, wanted: Wanted, out: Array) -> None:
         adapter_for(out).assign(rows[places].reshape(*wanted.shape, *row_shape), out)
 
 
-def _sum_of(arrays: Sequence[Array], spec: KeySpec) -> Contribution:
+def _sum_of(arrays: Sequence[Array], spec: KeySpec) -> Picked:
     """The sum of one key's arrays, in its dtype."""
+    if len(arrays) == 1 and isinstance(arrays[0], RowSparseArray):
+        return pick(arrays[0].indices, flat_rows(arrays[0].values))
     contributions = [contribution_of(array) for array in arrays]
     if len(contributions) == 1:
-        return contributions[0]
+        return pick(*contributions[0])
     total = Sum(contributions)
     with np.errstate(all="ignore"):
-        return Contribution(total.ids, total.whole().astype(spec.dtype, copy=False))
+        return pick(total.ids, total.whole().astype(spec.dtype, copy=False))

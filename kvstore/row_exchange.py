@@ -34,7 +34,7 @@ from kvstore.sparse.payload import (
     read_payload,
     write_payload,
 )
-from kvstore.sparse.sums import Contribution, RowValues
+from kvstore.sparse.sums import Contribution, Picked, RowValues
 from pslite import Postoffice
 from pslite.errors import ProtocolError
 from pslite.ids import Role, node_id
@@ -86,6 +86,11 @@ class Held:
         self._ids.append(ids)
         self._rows.append(rows)
 
+    @property
+    def nbytes(self) -> int:
+        """The size of what has arrived."""
+        return sum(array.nbytes for array in (*self._ids, *self._rows))
+
     def sorted(self) -> Contribution:
         """All of them, once they are there."""
         if len(self._ids) == 1:
@@ -105,7 +110,7 @@ class RowExchange:
         self._exchange = exchange
         self._most_bytes = node.config.max_message_bytes
 
-    def push(self, keys: KeyList, values: Sequence[Contribution], priority: int) -> Operation:
+    def push(self, keys: KeyList, values: Sequence[Picked], priority: int) -> Operation:
         """Push rows of each key, of its dtype; they are copied.
 
         Raises ``ValueMismatchError`` for more than a message can hold; then nothing is sent.
@@ -113,7 +118,8 @@ class RowExchange:
         items: list[_Item] = []
         for key, value in zip(keys.keys, values, strict=True):
             entry = self._exchange.entries[key]
-            items += self._pushed_rows(entry, value) if entry.is_row_sparse else _cut(entry, value)
+            is_cut = not entry.is_row_sparse
+            items += _cut(entry, value.whole()) if is_cut else self._pushed_rows(entry, value)
         return self._begin(keys, items, priority, None)
 
     def pull(self, keys: KeyList, landings: Sequence[Landing], priority: int) -> Operation:
@@ -130,11 +136,17 @@ class RowExchange:
         """All rows that each of these row-sparse keys holds; ``versions`` is filled."""
         held = [Held(self._exchange.entries[key]) for key in keys.keys]
         items = [item for each in held for item in _wanted_held(each)]
-        return self._begin(keys, items, priority, versions), held
+        operation = self._begin(keys, items, priority, versions)
+
+        def count(_: Any) -> None:  # a statistic: a lost count between threads is no harm
+            self._exchange.counters["bytes_pulled"] += sum(each.nbytes for each in held)
+
+        operation.future.on_done(count)
+        return operation, held
 
     # -- inside ------------------------------------------------------------------------
 
-    def _pushed_rows(self, entry: KeyEntry, value: Contribution) -> Iterator[_Item]:
+    def _pushed_rows(self, entry: KeyEntry, value: Picked) -> Iterator[_Item]:
         spec, stripes = entry.spec, entry.stripes
         width = width_of(spec.shape)
         for index, share in enumerate(stripes.split(value.ids)):
@@ -154,7 +166,7 @@ class RowExchange:
                 at: Any = share.at,
             ) -> None:
                 place = write_payload(memory, kind, count, width, 0, ids, id_bytes)
-                _gather(value.values, at, place.view(spec.dtype).reshape(count, width))
+                value.take(at, place.view(spec.dtype).reshape(count, width))
 
             server = node_id(Role.SERVER, entry.servers[index])
             yield _Item(server, entry.parts[index], nbytes, write)
@@ -232,16 +244,6 @@ def _sink(group: Sequence[_Item], versions: dict[int, int]) -> Sink:
             versions[item.part] = version
 
     return sink
-
-
-def _gather(values: RowValues, at: Any, out: RowValues) -> None:
-    """Set ``out`` to the rows ``at`` of ``values``."""
-    if isinstance(at, slice) or values.dtype != out.dtype:
-        with np.errstate(all="ignore"):
-            np.copyto(out, values[at], casting="unsafe")
-    elif len(at):
-        # With "raise", NumPy would take the rows into a buffer of its own first.
-        np.take(values, at, axis=0, out=out, mode="clip")
 
 
 def _wanted(entry: KeyEntry, landing: Landing) -> Iterator[_Item]:
@@ -326,6 +328,8 @@ class _Cuts(NamedTuple):
 
 def _cuts(entry: KeyEntry, ids: Ids) -> Iterator[_Cuts]:
     width = width_of(entry.spec.shape)
+    if not entry.spec.num_elements:
+        return
     for index, (start, stop) in enumerate(entry.chunks()):
         first, skip = divmod(start, width)
         cut = Cut(stop - start, width, skip)

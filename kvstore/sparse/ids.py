@@ -71,6 +71,21 @@ def unique_ids(ids: Ids) -> Ids:
     return ordered[starts_of(ordered)]
 
 
+def sorted_with_places(ids: Ids) -> tuple[Ids, Ids]:
+    """The ids in order, and where each of them stood; of equal ones the earlier comes first.
+
+    Not negative, and at least one.
+    """
+    num_bits = max(len(ids) - 1, 1).bit_length()
+    if int(ids.max()) >> (63 - num_bits) == 0:
+        # One sort of both together, which need not be stable, is much faster than argsort.
+        both = (ids << num_bits) | np.arange(len(ids))
+        both.sort()
+        return both >> num_bits, both & ((1 << num_bits) - 1)
+    order = np.argsort(ids, kind="stable")
+    return ids[order], order
+
+
 def starts_of(ordered: Ids) -> Ids:
     """Where each of the different ids begins in a sorted array of at least one."""
     is_new = np.ones(len(ordered), np.bool_)

@@ -310,6 +310,45 @@ def test_rows_reach_the_servers_in_shared_memory() -> None:
         assert sum(map(sum, links.byte_counts().values())) - before < 3 * rows.nbytes // 10
 
 
+@pytest.mark.parametrize("shape", [(5, 0), (0, 3), (0,), (5,), (4, 2, 3)])
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_rows_have_any_shape(workers: Workers, shape: tuple[int, ...], is_dense: bool) -> None:
+    whole = numbered(shape)
+    ids = np.arange(shape[0])[-2:]
+    some = RowSparseArray(ids, np.ones((len(ids), *shape[1:]), "f4"), shape)
+
+    def script(kv: KVStore) -> Any:
+        kv.init("w", whole if is_dense else full(whole))
+        kv.push("w", some)
+        kv.push("w", [some.to_dense(), some])
+        kv.wait()
+        kv.barrier()
+        rows = kv.row_sparse_pull("w", row_ids=ids[::-1].copy())
+        assert rows.indices.tolist() == ids.tolist()
+        out = np.empty((1, len(ids), *shape[1:]), "f4")
+        kv.row_sparse_pull("w", out=out, row_ids=ids[::-1].reshape(1, -1))
+        np.testing.assert_array_equal(out[0, ::-1], rows.values)
+        found = np.empty(shape, "f4")
+        kv.pull("w", out=found)
+        np.testing.assert_array_equal(found[ids], rows.values)
+        return found
+
+    for found in workers.run(script):
+        np.testing.assert_array_equal(found, whole + 6 * some.to_dense())
+
+
+def test_what_a_row_sparse_key_gives_is_counted() -> None:
+    with Workers("dist_sync", 1, 2) as workers:
+        kv = workers.stores[0]
+        kv.init("w", full(numbered((100, 4))))
+        before = kv.stats()["store"]["bytes_pulled"]
+        kv.pull("w")
+        assert kv.stats()["store"]["bytes_pulled"] - before >= 1600
+        assert kv.stats()["store"]["pulls"] == 1
+        servers = kv.stats()["servers"].values()
+        assert sum(each["value_bytes"] for each in servers) == 1600
+
+
 # -- what does not fit --------------------------------------------------------------------
 
 

@@ -59,7 +59,9 @@ class FormApp(CountingApp):
         part = job.parts[0]
         for payload in job.batch.payloads:
             self.lists.setdefault(part, []).extend(
-                slots(payload.frame) if isinstance(payload, Piece) else payload
+                slots(bytes(payload.frame)[payload.start : payload.stop])
+                if isinstance(payload, Piece)
+                else payload
             )
         self.applied.append((part, job.batch.rounds))
         return None
