@@ -23,6 +23,7 @@ from kvstore.plan import (
     Group,
     Places,
     gather,
+    group_bytes,
     group_parts,
     message_bytes,
     places_of,
@@ -73,7 +74,7 @@ class Exchange:
         self.pushes = UnderWay()
         self.pulls = UnderWay()
         self.counters = {"pushes": 0, "pulls": 0, "bytes_pushed": 0, "bytes_pulled": 0}
-        #: How large messages should be.
+        #: How large messages of gathered values should be.
         self.message_bytes = message_bytes(node.config, by_tcp=not node.is_on_one_machine)
 
     def name_of(self, part: int) -> str | None:
@@ -398,7 +399,10 @@ class Exchange:
         return transfers
 
     def _plan(self, keys: Sequence[Key]) -> list[Group]:
-        return group_parts([self._places[key] for key in keys], self.message_bytes)
+        nbytes = sum(self.entries[key].spec.nbytes for key in keys)
+        by_tcp = not self._node.is_on_one_machine
+        limit = group_bytes(self._node.config, nbytes, by_tcp=by_tcp)
+        return group_parts([self._places[key] for key in keys], limit)
 
     def version(self, key: Key, versions: dict[int, int]) -> Version:
         """The version of a key whose parts' versions were noted."""

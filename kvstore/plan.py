@@ -62,8 +62,25 @@ def places_of(entry: KeyEntry) -> Places:
 
 
 def message_bytes(config: Config, *, by_tcp: bool) -> int:
-    """How large messages should be: over TCP larger ones are slower, else smaller ones are."""
+    """How large messages of gathered values should be; over TCP larger ones are slower."""
     return min((2 if by_tcp else 4) * config.chunk_bytes, config.max_message_bytes)
+
+
+def most_group_bytes(config: Config) -> int:
+    """How much of any keys' values goes in one message between processes of one machine.
+
+    There it only says where they lie.
+    """
+    return min(16 * config.chunk_bytes, config.max_message_bytes)
+
+
+def group_bytes(config: Config, total_bytes: int, *, by_tcp: bool) -> int:
+    """How much goes in one message of a call for ``total_bytes``.
+
+    There should be a few, so that copies, sums and updates overlap.
+    """
+    least = message_bytes(config, by_tcp=by_tcp)
+    return least if by_tcp else min(max(least, total_bytes // 4), most_group_bytes(config))
 
 
 def plan(entries: Sequence[KeyEntry], group_bytes: int) -> list[Group]:

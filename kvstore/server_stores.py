@@ -21,7 +21,7 @@ from kvstore.errors import ValueMismatchError
 from kvstore.freed import return_freed_memory
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain, to_plain
-from kvstore.plan import message_bytes
+from kvstore.plan import message_bytes, most_group_bytes
 from kvstore.protocol import PartEntry, StoreCall, pack, unpack, unpack_parts
 from kvstore.row_parts import answer_cut, taken
 from kvstore.row_stores import RowStores
@@ -208,10 +208,10 @@ class ServerStores:
 
     def _lane_of(self, values: Sequence[Flat]) -> int:
         """The lane of a new arena; small ones share one, so that they can be updated together."""
-        # Two messages' worth (``plan.py``): keys that came one by one, and a small model of whose
-        # keys a loop makes messages of its own. What lies on two lanes goes on part by part.
+        # One large message's worth (``plan.py``): keys that came one by one, and a small model of
+        # whose keys a loop makes messages of its own. What lies on two lanes goes on part by part.
         nbytes = sum(map(len, values))
-        if self._lane_bytes + nbytes > 2 * message_bytes(self._node.config, by_tcp=False):
+        if self._lane_bytes + nbytes > most_group_bytes(self._node.config):
             self._lane += 1
             self._lane_bytes = 0
         self._lane_bytes += nbytes

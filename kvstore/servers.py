@@ -17,7 +17,15 @@ import numpy as np
 from kvstore.keys import Key, KeySpec
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain
-from kvstore.plan import Group, flat_bytes, message_bytes, part_entries, plan, views
+from kvstore.plan import (
+    Group,
+    flat_bytes,
+    group_bytes,
+    message_bytes,
+    part_entries,
+    plan,
+    views,
+)
 from kvstore.protocol import (
     DIRECTORY_APP,
     STORE_APP,
@@ -128,7 +136,8 @@ class Servers:
                 arrays.append(flat_bytes(value))
         entries = [entry for entry in entries if entry.key not in known]
         # Parts that are created together lie together; so they should travel together later.
-        for group in plan(dense, message_bytes(self._node.config, by_tcp=False)):
+        nbytes = sum(entry.spec.nbytes for entry in dense)
+        for group in plan(dense, group_bytes(self._node.config, nbytes, by_tcp=False)):
             body = pack(self._number, self._synchronous, pack_parts(part_entries(group, dense)))
             frames = [view.data for view in views(group, arrays)]
             asked.append(self._ask_group(group, StoreCall.INIT, body, frames))

@@ -72,7 +72,7 @@ class Carrier:
         self._trouble_s = self._hung_up_s + _TROUBLE_S
         self._last_came_s = self._hung_up_s
         self._learn_to_cancel("")
-        self._process, pipes = _started(argv, cluster.environment, cluster.has_terminal)
+        self._process, pipes = _started(argv, cluster.environment, cluster.habits.has_terminal)
         guardian.watch(self._process.pid)
         self._streams = [_Stream(self, pipe) for pipe in pipes]
 

@@ -28,7 +28,8 @@ class Habits:
     job may be in the cluster without that it is known yet how to take it out. ``ending_s`` is how
     long the command may need to end once no agent is left. Where ranks are ``only_wishes``, an
     agent whose rank is none, or taken, gets a free one. A command that ``clears_up`` takes the
-    job out of the cluster by itself when it is ended.
+    job out of the cluster by itself when it is ended. One that ``has_terminal`` writes to a
+    terminal: on a pipe many a program keeps its lines for long.
     """
 
     name: str | None = None
@@ -37,6 +38,7 @@ class Habits:
     ending_s: float = 5.0
     only_wishes: bool = False
     clears_up: bool = False
+    has_terminal: bool = False
 
 
 USUAL = Habits()
@@ -73,9 +75,7 @@ class Cluster:
     #: Given "" before the command starts, and then each line, until it makes of one, which tells
     #: how the job is known to the cluster, the command that takes it out of there.
     cancel: Callable[[str], Sequence[str] | None] = lambda line: None
-    #: The command's output is a terminal: on a pipe many a program keeps its lines for long.
-    has_terminal: bool = False
-    #: What else may be special about the command.
+    #: What may be special about the command itself.
     habits: Habits = USUAL
     #: What agents run that have lost their launcher; variables in it are theirs.
     if_lost: Sequence[str] = ()

@@ -88,8 +88,7 @@ def run(
         state=job.state,
         trouble=job.trouble,
         cancel=job.cancel,
-        has_terminal=True,
-        habits=Habits(is_submitting=job.is_submitting),
+        habits=Habits(is_submitting=job.is_submitting, has_terminal=True),
     )
     return run_carried(options, environ, service_command, timing, cluster)
 

@@ -62,12 +62,13 @@ def run(
     timing: Timing,
 ) -> int:
     """As :func:`kvstore.launch.jobrun.run_job`."""
-    if shutil.which("srun", path=environ.get("PATH")) is None:
-        raise LaunchError(
-            "there is no program 'srun' here: start the job where Slurm's commands are, mostly "
-            "on a login node of the cluster, or load its module",
-            exit_code=1,
-        )
+    for program in ("srun", "squeue", "scancel"):
+        if shutil.which(program, path=environ.get("PATH")) is None:
+            raise LaunchError(
+                f"there is no program {program!r} here: start the job where Slurm's commands are, "
+                "mostly on a login node of the cluster, or load its module",
+                exit_code=1,
+            )
     refuse_copies(environ)
     within = allocation(environ)
     if within is None:

@@ -220,9 +220,10 @@ def test_a_job_that_gathers_says_who_is_missing(make_job: MakeJob) -> None:
     assert (found["state"], found["missing"]) == ("gathering", ["2 of 2 workers"])
     assert [node["role"] for node in found["nodes"]] == ["scheduler", "server"]
     assert found["nodes"][1]["pid"] == server.pid
-    for process in (server, scheduler):
-        process.send(signal.SIGINT)
-        assert process.wait() == 128 + signal.SIGINT
+    server.send(signal.SIGINT)
+    assert server.wait() == 128 + signal.SIGINT
+    assert scheduler.wait() == 1
+    scheduler.wait_for(f"NodeLostError: a server on .* \\(pid {server.pid}\\) is lost")
 
 
 def test_watching_ends_with_the_job(make_job: MakeJob) -> None:

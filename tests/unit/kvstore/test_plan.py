@@ -14,12 +14,14 @@ from kvstore.plan import (
     Slice,
     flat_bytes,
     gather,
+    group_bytes,
     part_entries,
     plan,
     scatter_into,
     views,
 )
 from kvstore.protocol import KeyEntry, PartEntry
+from pslite import Config
 from pslite.plane import Piece
 
 FLOAT = np.dtype(np.float32)
@@ -167,3 +169,15 @@ def test_values_of_several_frames_land_each_in_its_place() -> None:
     scatter_into(group, targets)([2, 0, 1], [Piece(b"xxAB", 2, 4), Piece(b"CDEF", 0, 2),
                                             Piece(b"CDEF", 2, 4)], [1, 1, 1])  # fmt: skip
     assert [bytes(target) for target in targets] == [b"CDAB", b"EF"]
+
+
+@pytest.mark.parametrize(
+    ("total_mib", "by_tcp", "message_mib"),
+    [(1, False, 4), (7, False, 4), (32, False, 8), (102, False, 16), (7, True, 2), (102, True, 2)],
+)
+def test_a_call_goes_in_a_few_messages(total_mib: int, by_tcp: bool, message_mib: int) -> None:
+    mib = 1 << 20
+    config = Config(chunk_bytes=mib)
+    assert group_bytes(config, total_mib * mib, by_tcp=by_tcp) == message_mib * mib
+    tight = Config(chunk_bytes=mib, max_message_bytes=3 * mib)
+    assert group_bytes(tight, total_mib * mib, by_tcp=by_tcp) == min(message_mib, 3) * mib
