@@ -8,13 +8,14 @@ Read next: ``row_parts.py`` for rounds and pulls, ``row_files.py`` for the worke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from kvstore.aggregate import Workspace
 from kvstore.arena import Part, StoreState
 from kvstore.errors import ValueMismatchError
+from kvstore.lanes import Lanes
 from kvstore.protocol import StoreCall, pack, unpack, unpack_row_part
 from kvstore.row_parts import RowPart, TakenRows, apply_cuts, taken
 from kvstore.saving import state_dtypes
@@ -22,18 +23,6 @@ from kvstore.sparse.ids import Ids, is_increasing
 from pslite import Incoming
 from pslite.errors import ProtocolError, UsageError
 from pslite.plane import NO_SIZE, Job, Outcome, Piece, ServerPlane
-
-
-class OnLanes(Protocol):
-    """Does ``work`` for each part on its lane's thread, then ``answer`` on the last of them."""
-
-    def __call__(
-        self,
-        incoming: Incoming,
-        parts: Sequence[Any],
-        work: Callable[[Any], None],
-        answer: Callable[[], None],
-    ) -> None: ...
 
 
 class RowStores:
@@ -44,12 +33,12 @@ class RowStores:
         plane: ServerPlane,
         store_of: Callable[[int, bool], StoreState],
         next_lane: Callable[[], int],
-        on_lanes: OnLanes,
+        lanes: Lanes,
     ) -> None:
         self._plane = plane
         self._store_of = store_of
         self._next_lane = next_lane
-        self._on_lanes = on_lanes
+        self._lanes = lanes
         self._parts: dict[int, RowPart] = {}
         self.calls: dict[int, Callable[[Incoming], None]] = {
             StoreCall.INIT_ROWS: self._init,
@@ -120,7 +109,7 @@ class RowStores:
             count, ids = found[0]
             incoming.respond(pack(count), [ids])
 
-        self._on_lanes(incoming, [self._found(number)], look, answer)
+        self._lanes.run(incoming, [self._found(number)], look, answer)
 
     def _read(self, incoming: Incoming) -> None:
         """Values and states of rows that are there."""
@@ -135,7 +124,7 @@ class RowStores:
             arrays = [part.table.read(ids), *part.table.read_states(ids, optimizer)]
             frames.extend(array.tobytes() for array in arrays)
 
-        self._on_lanes(incoming, [part], copy, lambda: incoming.respond(b"", frames))
+        self._lanes.run(incoming, [part], copy, lambda: incoming.respond(b"", frames))
 
     def _write(self, incoming: Incoming) -> None:
         """Set rows to what ``_read`` gave; the first of several such requests forgets the others.
@@ -162,7 +151,7 @@ class RowStores:
                 part.table.begin_afresh(keeps_values=not has_values)
             part.restored(ids, values, states, optimizer if has_states else None, count)
 
-        self._on_lanes(incoming, [part], write, incoming.respond)
+        self._lanes.run(incoming, [part], write, incoming.respond)
 
     def _found(self, number: int) -> RowPart:
         part = self._parts.get(number)

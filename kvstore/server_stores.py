@@ -7,8 +7,6 @@ the pool thread of its lane, so that no value is read or written while it is upd
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +17,7 @@ from kvstore.arena import Arena, Part, PartTable, StoreState
 from kvstore.commands import run_command
 from kvstore.errors import ValueMismatchError
 from kvstore.freed import return_freed_memory
+from kvstore.lanes import Lanes
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain, to_plain
 from kvstore.plan import message_bytes, most_group_bytes
@@ -70,7 +69,8 @@ class ServerStores:
             message_bytes=message_bytes(config, by_tcp=True),
             stall_report_s=config.stall_report_s,
         )
-        self._rows = RowStores(self._plane, self._store, self._next_lane, self._on_lanes)
+        self._lanes = Lanes(node.pool.submit)
+        self._rows = RowStores(self._plane, self._store, self._next_lane, self._lanes)
         node.traffic.serve(self._plane)
         node.traffic.add_owner(self)
         self._calls: dict[int, Callable[[Incoming], None]] = {
@@ -303,7 +303,7 @@ class ServerStores:
             frames = [frame for _, row in found for frame in row]
             incoming.respond(pack([count for count, _ in found]), frames)
 
-        self._on_lanes(incoming, parts, copy, answer)
+        self._lanes.run(incoming, parts, copy, answer)
 
     def _write_parts(self, incoming: Incoming) -> None:
         """Set states and counts (and values) from what ``_read_parts`` gave."""
@@ -333,7 +333,7 @@ class ServerStores:
                 array.view(np.uint8)[:] = np.frombuffer(frame, np.uint8)
             part.count = count
 
-        self._on_lanes(incoming, parts, write, incoming.respond)
+        self._lanes.run(incoming, parts, write, incoming.respond)
 
     def _found(self, numbers: Sequence[Any]) -> list[Part]:
         parts = []
@@ -343,38 +343,6 @@ class ServerStores:
                 raise UsageError(f"part {number!r} is not known to this server")
             parts.append(part)
         return parts
-
-    def _on_lanes(
-        self,
-        incoming: Incoming,
-        parts: Sequence[Any],
-        work: Callable[[Any], None],
-        answer: Callable[[], None],
-    ) -> None:
-        """Do ``work`` for each part on its lane's thread, then ``answer`` on the last of them."""
-        lanes: dict[int, list[Any]] = {}
-        for part in parts:
-            lanes.setdefault(part.lane, []).append(part)
-        lock = threading.Lock()  # guards `left`: lanes end on different threads
-        left = len(lanes)
-
-        def run(mine: list[Any]) -> None:
-            nonlocal left
-            try:
-                for part in mine:
-                    work(part)
-                with lock:
-                    left -= 1
-                    is_last = left == 0
-                if is_last:
-                    answer()
-            except Exception as error:
-                incoming.fail(error)
-
-        if not lanes:
-            answer()
-        for lane, mine in lanes.items():
-            self._node.pool.submit(lane, functools.partial(run, mine))
 
     # -- statistics and commands -------------------------------------------------------
 

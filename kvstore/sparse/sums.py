@@ -19,7 +19,7 @@ import numpy as np
 
 from kvstore.aggregate import add_up
 from kvstore.dtypes import accumulation_dtype
-from kvstore.sparse.ids import Ids, is_increasing, sorted_with_places, starts_of, unique_ids
+from kvstore.sparse.ids import Ids, is_increasing, sorted_with_places, starts_of, union_of
 
 RowValues = np.ndarray[Any, Any]
 """Rows as a 2-D array (number of rows, numbers in a row), in any layout."""
@@ -129,7 +129,7 @@ class Sum:
         self._places: list[Ids] | None = None
         """For each contribution the places of its rows in the sum; None if all have all rows."""
         if not is_same:
-            self.ids = unique_ids(np.concatenate([part.ids for part in contributions]))
+            self.ids = union_of([part.ids for part in contributions])
             self._places = [np.searchsorted(self.ids, part.ids) for part in contributions]
             counts = np.zeros(len(self.ids), np.intp)
             for places in self._places:
