@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -347,6 +349,27 @@ def test_what_a_row_sparse_key_gives_is_counted() -> None:
         assert kv.stats()["store"]["pulls"] == 1
         servers = kv.stats()["servers"].values()
         assert sum(each["value_bytes"] for each in servers) == 1600
+
+
+def test_a_round_of_rows_that_waits_says_for_whom() -> None:
+    with Workers("dist_sync", 2, 2, stall_report_s=0.1, **PARTS) as workers:
+        cluster = workers.cluster
+        assert cluster is not None
+        text = r"round 1 of key 'w' \(part \d of 2\) has waited \d s for worker 1"
+
+        def script(kv: KVStore) -> None:
+            kv.init("w", full(numbered()))
+            if kv.rank == 0:
+                kv.push("w", full(numbered()))
+            deadline = time.monotonic() + 20
+            while not any(re.search(text, line) for line in cluster.lines):
+                assert time.monotonic() < deadline, cluster.lines
+                time.sleep(0.05)
+            if kv.rank == 1:
+                kv.push("w", RowSparseArray.zeros(SHAPE))
+            np.testing.assert_array_equal(kv.pull("w").to_dense(), numbered())
+
+        workers.run(script)
 
 
 # -- what does not fit --------------------------------------------------------------------
