@@ -21,7 +21,7 @@ from kvstore.cores import Cores
 from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import OptimizerNotSet
 from kvstore.optimizer.base import Optimizer
-from kvstore.protocol import PartEntry
+from kvstore.protocol import PartEntry, RowPartEntry
 from pslite.errors import ProtocolError, UsageError
 from pslite.plane import Ints, Job, Outcome, Piece, cuts_of, piece_of
 
@@ -42,6 +42,27 @@ class StoreState:
     cut_keys: dict[Key, int] = field(default_factory=dict)
     """Keys that have several parts (some of them here), and how many of those are here."""
     compression: Compression = field(default_factory=Compression)
+
+    def has_part(self, entry: PartEntry | RowPartEntry) -> None:
+        """A part is here from now on."""
+        if not entry.is_whole:
+            self.cut_keys[entry.key] = self.cut_keys.get(entry.key, 0) + 1
+
+    def lost_part(self, entry: PartEntry | RowPartEntry) -> None:
+        """A part is not here any more."""
+        if not entry.is_whole:
+            self.cut_keys[entry.key] -= 1
+            if not self.cut_keys[entry.key]:
+                del self.cut_keys[entry.key]
+
+    def check_whole(self, entries: Sequence[PartEntry | RowPartEntry]) -> None:
+        """Raise ``UsageError`` where the optimizer needs whole keys and these are none."""
+        cut_keys = [entry.key for entry in entries if not entry.is_whole]
+        if cut_keys and self.optimizer is not None and self.optimizer.scope == "key":
+            raise UsageError(
+                f"the optimizer {self.optimizer.name} needs whole keys, but {cut_keys[0]!r} "
+                "is cut in parts: worker 0 has to return from set_optimizer before it calls init"
+            )
 
 
 class Codecs(NamedTuple):
@@ -157,6 +178,16 @@ class Part:
             chain.encode_into(self.weight, memory, cores=_ALONE)
             self._encoded = self.arena.changes, memory
         return self._encoded[1]
+
+    @property
+    def store(self) -> StoreState:
+        """What it shares with the other parts of its store."""
+        return self.arena.store
+
+    @property
+    def lane(self) -> int:
+        """The number of the pool thread that works on it."""
+        return self.arena.lane
 
     @property
     def weight(self) -> Flat:

@@ -171,9 +171,9 @@ class KVStore(KVStoreBase, abc.ABC):
 
     **Keys** are ``int`` or ``str``; a store's keys are all of one kind. **Values** are arrays
     of NumPy, CuPy, PyTorch or JAX, or ``mx.nd.NDArray``; a push must have exactly the shape
-    and dtype of the key. The stores of one process take row-sparse values too
-    (``RowSparseArray``, SciPy's sparse matrices, PyTorch's sparse tensors): as the first value of
-    a key, which is row-sparse then, and as gradients of any key.
+    and dtype of the key. Row-sparse values (``RowSparseArray``, SciPy's sparse matrices, PyTorch's
+    sparse tensors) may be the first value of a key, which is row-sparse then, and gradients of any
+    key.
 
     Every call takes one key or a list of keys. With one key, a list of arrays means one for
     each device. With a list of keys, the values are a parallel list whose items are again an
@@ -487,7 +487,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
         Raises ``ArgumentTypeError`` for ids that are no integers, ``ArgumentValueError`` for ids
         out of range and where there are none, ``ValueMismatchError`` for lists and arrays that
-        do not fit. The stores of one process have it, others raise ``NotSupportedError``.
+        do not fit. Stores that plug in may lack it, and raise ``NotSupportedError``.
         """
         raise NotSupportedError(ROWS_REFUSED)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -25,6 +25,14 @@ from kvstore.keys import Key, KeyList
 from kvstore.plan import Bytes, Coded, Decoder, Group, Slice
 from kvstore.protocol import KeyEntry
 from kvstore.residual_files import load_residuals, save_residuals
+
+
+def rows_refused(key: Key) -> str:
+    """Why rows of this key are not pushed."""
+    return (
+        f"row-sparse values cannot be compressed: leave key {key!r} out of the compression with "
+        "its parameter 'exclude'"
+    )
 
 
 class _Layout(NamedTuple):
@@ -66,7 +74,7 @@ class Coding:
     def _layout(self, entry: KeyEntry) -> _Layout | None:
         dtype = entry.spec.dtype
         chain = self.compression.chain_for(entry.key, entry.spec.nbytes, dtype)
-        if chain is None:
+        if chain is None or entry.is_row_sparse:
             return None
         chunks = entry.chunks()
         sizes = [chain.encoded_bytes(stop - start, dtype) for start, stop in chunks]
@@ -76,14 +84,12 @@ class Coding:
         """Whether pushes of any of these keys are encoded."""
         return any(self.layout(key) is not None for key in keys)
 
-    def refuse_rows(self, keys: Sequence[Key]) -> None:
-        """Raise ``NotSupportedError`` if row-sparse values of any of these keys are pushed."""
+    def refuse_rows(self, keys: Iterable[Key]) -> None:
+        """Raise ``NotSupportedError`` if a rule is for any of these keys, whose rows are pushed."""
         for key in keys:
-            if self.layout(key) is not None:
-                raise NotSupportedError(
-                    f"row-sparse values cannot be compressed: leave key {key!r} out of the "
-                    "compression with its parameter 'exclude'"
-                )
+            spec = self._entries[key].spec
+            if self.compression.chain_for(key, spec.nbytes, spec.dtype) is not None:
+                raise NotSupportedError(rows_refused(key))
 
     def forget(self, entries: Sequence[KeyEntry]) -> None:
         """These keys are gone, and owe nothing."""

@@ -51,7 +51,8 @@ from kvstore.saving import (
     write_checkpoint,
     write_states,
 )
-from kvstore.servers import Servers
+from kvstore.servers import HostValue, Servers
+from kvstore.sparse.array import RowSparseArray
 from kvstore.waiting import Waiter
 from pslite import WORKER_GROUP, Future, Postoffice
 from pslite.errors import ClosedError, PSError
@@ -181,7 +182,8 @@ class DistControl(KVStore):
         key = single_key(key)
         spec = self._table.spec(key)
         entry = self._exchange.entries[key]
-        return KeyInfo(*spec, spec.nbytes, len(entry.servers), entry.generation)
+        stype = RowSparseArray.stype if entry.is_row_sparse else "default"
+        return KeyInfo(*spec, spec.nbytes, len(entry.servers), entry.generation, stype)
 
     def delete(self, key: Keys) -> None:
         self._check_may_wait()
@@ -235,8 +237,21 @@ class DistControl(KVStore):
             return
         self._settle()
         optimizer = self._optimizer_of_servers()
-        entries = list(self._exchange.entries.values())
-        write(self._contents(), optimizer, self._servers.read(entries, optimizer, self._wait))
+        dense, row_sparse = self._entries()
+        held = [self._servers.rows.held(entry, self._wait) for entry in row_sparse]
+        pieces = [self._servers.rows.read(each, optimizer, self._wait) for each in held]
+        contents = self._contents() | {each.entry.key: each.content for each in held}
+        write(
+            contents,
+            optimizer,
+            itertools.chain(self._servers.read(dense, optimizer, self._wait), *pieces),
+        )
+
+    def _entries(self) -> tuple[list[KeyEntry], list[KeyEntry]]:
+        """The dense keys, and the row-sparse ones."""
+        entries = self._exchange.entries.values()
+        dense = [entry for entry in entries if not entry.is_row_sparse]
+        return dense, [entry for entry in entries if entry.is_row_sparse]
 
     def load_checkpoint(self, directory: Path) -> None:
         def load() -> Sequence[Key]:
@@ -247,13 +262,16 @@ class DistControl(KVStore):
                 if optimizer is not None:
                     self.set_optimizer(optimizer)
                 missing = {k: spec for k, spec in saved.specs.items() if k not in self._table}
-                self._wait(self._init(missing, [np.zeros(*spec) for spec in missing.values()]))
-                entries = list(self._exchange.entries.values())
-                self._servers.write(
-                    entries,
-                    lambda key, start, stop: saved.read(key, start, stop, optimizer),
-                    self._wait,
-                )
+                empty = [
+                    (RowSparseArray.zeros if saved.is_row_sparse(key) else np.zeros)(*spec)
+                    for key, spec in missing.items()
+                ]
+                self._wait(self._init(missing, empty))
+
+                def read(key: Key, start: int, stop: int) -> Piece:
+                    return saved.read(key, start, stop, optimizer)
+
+                self._write(read, saved.states)
             return ()
 
         self._check_may_wait()
@@ -265,17 +283,16 @@ class DistControl(KVStore):
 
     def load_optimizer_states(self, fname: Path) -> None:
         def load() -> Sequence[Key]:
-            with SavedStates(fname) as saved:
+            with SavedStates(fname, takes_rows=True) as saved:
                 optimizer = saved.optimizer or self._optimizer_of_servers()
                 saved.check(self._contents(), optimizer)
                 if optimizer is not None:
                     self.set_optimizer(optimizer)
-                entries = list(self._exchange.entries.values())
 
                 def read(key: Key, start: int, stop: int) -> Piece:
                     return Piece(key, start, None, *saved.read(key, start, stop, optimizer))
 
-                self._servers.write(entries, read, self._wait)
+                self._write(read, saved)
             return ()
 
         self._check_may_wait()
@@ -284,6 +301,13 @@ class DistControl(KVStore):
         self._adopt_optimizer()
         self._load_residuals(path_beside_states(fname, self.rank))
 
+    def _write(self, read: Callable[[Key, int, int], Piece], states: SavedStates) -> None:
+        """Have the servers take over what ``read`` gives of every key."""
+        dense, row_sparse = self._entries()
+        self._servers.write(dense, read, self._wait)
+        for entry in row_sparse:
+            self._servers.rows.write(entry, states.rows_of(entry.key), read, self._wait)
+
     def _adopt_optimizer(self) -> None:
         """Note the optimizer that the deciding rank may have loaded."""
         self._optimizer = None  # where it cannot be made: asked for when it is needed
@@ -291,8 +315,10 @@ class DistControl(KVStore):
             self._optimizer = self._wait(self._servers.declared_optimizer())
 
     def _contents(self) -> dict[Key, Content]:
+        """What there is of each key; of row-sparse ones without their rows."""
+        no_rows = np.empty(0, np.int64)
         return {
-            key: Content(entry.spec, len(entry.servers))
+            key: Content(entry.spec, len(entry.servers), no_rows if entry.is_row_sparse else None)
             for key, entry in self._exchange.entries.items()
         }
 
@@ -306,8 +332,7 @@ class DistControl(KVStore):
         self._check()
         placed: dict[int, dict[Key, int]] = {r: {} for r in range(self._node.config.num_servers)}
         for key, entry in self._exchange.entries.items():
-            for (start, stop), server in zip(entry.chunks(), entry.servers, strict=True):
-                nbytes = (stop - start) * entry.spec.dtype.itemsize
+            for nbytes, server in zip(entry.part_bytes(), entry.servers, strict=True):
                 placed[server][key] = placed[server].get(key, 0) + nbytes
         return placed
 
@@ -360,9 +385,7 @@ class DistControl(KVStore):
     def _specs(self, keys: Sequence[Key]) -> list[KeySpec]:
         return [self._table.spec(key) for key in keys]
 
-    def _init(
-        self, specs: Mapping[Key, KeySpec], hosts: Sequence[np.ndarray[Any, Any]]
-    ) -> Future[None]:
+    def _init(self, specs: Mapping[Key, KeySpec], hosts: Sequence[HostValue]) -> Future[None]:
         # Sizes are checked by the directory: a rank that raised here would leave others waiting.
         whole = self._optimizer is not None and self._optimizer.scope == "key"
         made = self._servers.init(
@@ -374,7 +397,8 @@ class DistControl(KVStore):
 
     def _add(self, entries: Sequence[KeyEntry]) -> None:
         self._exchange.add(entries)
-        self._table.add({entry.key: entry.spec for entry in entries})
+        row_sparse = [entry.key for entry in entries if entry.is_row_sparse]
+        self._table.add({entry.key: entry.spec for entry in entries}, row_sparse)
 
     def _settle(self) -> None:
         """Wait until nothing of this store is under way; errors are left to who waits for them."""

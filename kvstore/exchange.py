@@ -91,7 +91,8 @@ class Exchange:
     def add(self, entries: Iterable[KeyEntry]) -> None:
         """These keys can be used from now on."""
         for entry in entries:
-            self._places[entry.key] = places_of(entry)
+            if not entry.is_row_sparse:  # those are the business of row_exchange.py
+                self._places[entry.key] = places_of(entry)
             self.entries[entry.key] = entry
 
     def set_coding(self, coding: Coding | None) -> None:
@@ -148,10 +149,10 @@ class Exchange:
                 sink,
                 operation.part_done,
                 priority,
-                group.to_push.sizes,
+                push_sizes=group.to_push.sizes,
             )
             operation.transfers.append(transfer)
-        self._submit(keys, operation, pushes=sources is not None, pulls=targets is not None)
+        self.submit(keys, operation, pushes=sources is not None, pulls=targets is not None)
         return operation
 
     def _frames(
@@ -207,26 +208,47 @@ class Exchange:
         gather(group.to_push, memories, staging)
         return (staging.data,)
 
-    def _submit(self, keys: KeyList, operation: Operation, *, pushes: bool, pulls: bool) -> None:
+    def submit(
+        self,
+        keys: KeyList,
+        operation: Operation,
+        *,
+        pushes: bool,
+        pulls: bool,
+        nbytes: int | None = None,
+    ) -> None:
+        """Send an operation for these keys, after all that was said before; and count its bytes.
+
+        ``nbytes`` where they are not those of the keys' whole values.
+        """
         self._node.check_process()
         with self._lock:
             self.send_joined()  # what comes now comes after this
             self._node.submit(operation.transfers)
             # Afterwards: what an interrupt kept from being sent would be waited for without end.
-            self._note(keys, operation.future, pushes=pushes, pulls=pulls)
+            self._note(keys, operation.future, pushes=pushes, pulls=pulls, nbytes=nbytes)
 
-    def _note(self, keys: KeyList, future: Future[None], *, pushes: bool, pulls: bool) -> None:
+    def _note(
+        self,
+        keys: KeyList,
+        future: Future[None],
+        *,
+        pushes: bool,
+        pulls: bool,
+        nbytes: int | None = None,
+    ) -> None:
         counters = self.counters
+        nbytes = keys.nbytes if nbytes is None else nbytes
         if pushes:
             self.pushes.add(keys.keys, future)
             counters["pushes"] += 1
-            counters["bytes_pushed"] += keys.nbytes
+            counters["bytes_pushed"] += nbytes
             if keys.keys:
                 self._progress.pushed(id(self), keys.keys[0])
         if pulls:
             self.pulls.add(keys.keys, future)
             counters["pulls"] += 1
-            counters["bytes_pulled"] += keys.nbytes
+            counters["bytes_pulled"] += nbytes
 
     # -- calls that may be joined ------------------------------------------------------
 
@@ -264,7 +286,7 @@ class Exchange:
             batch.add(call, keys.nbytes)
             if self._batch is None:
                 self._open(batch)
-            # As in _submit.
+            # As in submit.
             self._note(keys, call, pushes=pushes, pulls=targets is not None)
         return call
 

@@ -46,7 +46,8 @@ from kvstore.local_files import contents_of, pieces_of, take_states, take_values
 from kvstore.operation import futures_in
 from kvstore.optimizer.base import Optimizer
 from kvstore.residual_files import path_beside_states, path_in_checkpoint
-from kvstore.rows import RowReader, Rows, check_dense_outs
+from kvstore.row_calls import check_dense_outs, check_wanted
+from kvstore.rows import RowReader, Rows
 from kvstore.saving import Checkpoint, SavedStates, write_checkpoint, write_states
 from kvstore.shelf import HOST, Entry, Shelves
 from kvstore.sparse.array import RowSparseArray
@@ -64,7 +65,7 @@ class LocalKVStore(KVStore):
         # Guards everything below: a caller may push from one thread for each device. The same
         # thread may come again, from inside an updater.
         self._lock = threading.RLock()
-        self._table = KeyTable(takes_rows=True)
+        self._table = KeyTable()
         self._entries: dict[Key, Entry] = {}
         self._generations: dict[Key, int] = {}
         self._optimizer: Optimizer | None = None
@@ -163,12 +164,10 @@ class LocalKVStore(KVStore):
         with self._lock:
             self._check_open()
             check_priority(priority)
-            wanted, is_single = local_rows.check_wanted(
-                self._entries, self._table, key, out, row_ids
-            )
-            pulled = local_rows.pull_rows(wanted)
+            wanted, is_single = check_wanted(self._table.spec, key, out, row_ids)
+            pulled = [local_rows.pull_rows(self._entries[each.key], each) for each in wanted]
             self._counters["pulls"] += 1
-            self._counters["bytes_pulled"] += sum(map(local_rows.nbytes_of, wanted))
+            self._counters["bytes_pulled"] += sum(each.nbytes for each in wanted)
             if out is not None:
                 return None
             return pulled[0] if is_single else pulled
@@ -287,7 +286,7 @@ class LocalKVStore(KVStore):
             self._save_residuals(path_in_checkpoint(directory, 0))
 
     def load_checkpoint(self, directory: Path) -> None:
-        with self._lock, Checkpoint(directory, takes_rows=True) as saved:
+        with self._lock, Checkpoint(directory) as saved:
             self._check_open()
             optimizer = saved.states.optimizer or self._optimizer
             contents = contents_of(self._entries.values())

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.arrays import Array, adapter_for
+from kvstore.coding import rows_refused
 from kvstore.compression import Chain, Compression, Draw, Residuals
 from kvstore.errors import NotSupportedError
 from kvstore.keys import Key, KeySpec, KeyTable
@@ -45,13 +46,18 @@ class LocalCoding:
         for key, arrays in groups.items():
             chain = chains[key]
             if chain is not None:
-                hosts[key] = [_on_host(key, array) for array in arrays]
+                hosts[key] = [self._on_host(key, array) for array in arrays]
                 for host in hosts[key]:
                     chain.check(host)
         return [
             list(arrays) if (chain := chains[key]) is None else self._pass(key, chain, hosts[key])
             for key, arrays in groups.items()
         ]
+
+    def _on_host(self, key: Key, array: Array) -> np.ndarray[Any, Any]:
+        if isinstance(array, RowSparseArray) or self._table.is_row_sparse(key):
+            raise NotSupportedError(rows_refused(key))
+        return adapter_for(array).to_host(array)
 
     def _chain(self, key: Key) -> Chain | None:
         spec: KeySpec = self._table.spec(key)
@@ -87,12 +93,3 @@ class LocalCoding:
         self.residuals.forget(keys)
         for key in keys:
             self._rounds.pop(key, None)
-
-
-def _on_host(key: Key, array: Array) -> np.ndarray[Any, Any]:
-    if isinstance(array, RowSparseArray):
-        raise NotSupportedError(
-            f"row-sparse values cannot be compressed: leave key {key!r} out of the compression "
-            "with its parameter 'exclude'"
-        )
-    return adapter_for(array).to_host(array)

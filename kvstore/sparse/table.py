@@ -63,6 +63,11 @@ class RowTable:
         """The size of the rows that are there."""
         return len(self) * self.width * self.dtype.itemsize
 
+    @property
+    def state_bytes(self) -> int:
+        """The size of what the optimizer keeps for these rows."""
+        return sum(len(self) * self.width * state.itemsize for state in self.states or ())
+
     def ids(self) -> Ids:
         """The rows that are there, sorted; only to be read."""
         return self._places.ids()
@@ -156,16 +161,26 @@ class RowTable:
 
         Without ``values`` the rows keep theirs, and rows that are not in ``ids`` begin afresh.
         """
-        if values is not None:
+        self.begin_afresh(keeps_values=values is None)
+        self.merge(ids, values, states, optimizer)
+
+    def begin_afresh(self, *, keeps_values: bool) -> None:
+        """Hold no states, and no rows unless they keep their values: ``merge`` brings them."""
+        if not keeps_values:
             self.clear()
         self.states = None
-        places = self._add(ids, None)
+
+    def merge(
+        self, ids: Ids, values: RowValues | None, states: Sequence[RowValues], optimizer: Any
+    ) -> None:
+        """As ``restore``, for some of the rows: the others stay as they are."""
+        places = self._add(ids, optimizer)
         if values is not None:
             self.values[places] = values
-        if optimizer is not None:
+        if optimizer is not None and self.states is None:
             self._make_states(optimizer)
         own: tuple[RowValues, ...] = self.states or ()
-        for array, state in zip(own, states, strict=True):
+        for array, state in zip(own if states else (), states, strict=True):
             array[places] = state
 
     def take_over(

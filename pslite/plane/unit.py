@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from pslite.plane.interface import Piece, piece_of
+from pslite.plane.interface import Formed, Piece, piece_of
 from pslite.protocol.rounds import Rounds
 from pslite.wire.messages import Ints
+
+NO_SIZE = -1
+"""The size of a part that has no plain value: its contributions have forms of the app's own."""
 
 
 class Unit:
@@ -47,6 +50,7 @@ class Unit:
         self.stops = frozenset(accumulate(self.push_sizes))
         """Where each part's bytes end in a push of the unit."""
         self.nbytes = sum(self.push_sizes)
+        """``NO_SIZE`` of a part without a plain value, which is always alone."""
         self.rounds = rounds
         self.lane = lane
         #: (rank, round) of the pushes whose sender wants the value.
@@ -87,14 +91,24 @@ class Unit:
 class WaitingPull:
     """A pull of some parts of a unit that cannot be answered yet."""
 
-    __slots__ = ("after_round", "parts", "pushed", "rank", "sizes")
+    __slots__ = ("after_round", "parts", "pushed", "rank", "sizes", "wanted")
 
-    def __init__(self, rank: int, after_round: int, pushed: bool, parts: Ints, sizes: Ints) -> None:
+    def __init__(
+        self,
+        rank: int,
+        after_round: int,
+        pushed: bool,
+        parts: Ints,
+        sizes: Ints,
+        wanted: Formed | None = None,
+    ) -> None:
         self.rank = rank
         self.after_round = after_round
         self.pushed = pushed
         self.parts = parts
         self.sizes = sizes
+        self.wanted = wanted
+        """What the app made of the request, which is for a single part; None for plain values."""
 
 
 def joined(units: Sequence[Unit]) -> Unit | None:
@@ -102,7 +116,7 @@ def joined(units: Sequence[Unit]) -> Unit | None:
     first = units[0]
     signature = first.rounds.signature()
     for unit in units:
-        if unit.rounds.running or unit.pulls or unit.refused:
+        if unit.rounds.running or unit.pulls or unit.refused or NO_SIZE in unit.sizes:
             return None
         if unit.lane != first.lane or type(unit.rounds) is not type(first.rounds):
             return None
@@ -126,6 +140,8 @@ def joined(units: Sequence[Unit]) -> Unit | None:
 def _neighbours(pieces: Sequence[Any]) -> Piece | None:
     """The piece that these make up, if each begins where the one before ends."""
     first = last = pieces[0]
+    if any(type(piece) is not Piece for piece in pieces):
+        return None
     for piece in pieces[1:]:
         if piece.frame is not last.frame or piece.start != last.stop:
             return None

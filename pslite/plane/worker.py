@@ -45,6 +45,9 @@ class Transfer:
     been answered or given up. ``sink`` copies values out; its pieces are valid during the call.
     ``sizes`` are the bytes of each part's value; ``push_sizes`` those of what is pushed, where
     they differ.
+
+    With a ``form`` of the app's own, what has a ``sink`` is a pull, its frames say what is wanted
+    of each part, and ``sink`` has to look at the sizes of its pieces.
     """
 
     __slots__ = (
@@ -54,6 +57,7 @@ class Transfer:
         "abandoned",
         "done",
         "failed",
+        "form",
         "frames",
         "parts",
         "priority",
@@ -74,13 +78,15 @@ class Transfer:
         sink: Sink | None,
         done: Callable[[BaseException | None], None],
         priority: int = 0,
+        form: int = 0,
         push_sizes: Ints | None = None,
     ) -> None:
         self.server = server
         self.parts = parts
         self.sizes = sizes
         self.push_sizes = sizes if push_sizes is None else push_sizes
-        self.push = frames is not None
+        self.form = form
+        self.push = frames is not None and not (form and sink is not None)
         self._make = frames if callable(frames) else None
         self.frames: Sequence[Buffer] = () if frames is None or callable(frames) else frames
         self.pull = sink is not None
@@ -323,7 +329,8 @@ class WorkerPlane:
             transfer, index = request
             indices, values, versions = found.setdefault(transfer, ([], [], []))
             freed.append(part)
-            if transfer.pull and piece.stop - piece.start != transfer.sizes[index]:
+            is_plain = transfer.pull and not transfer.form
+            if is_plain and piece.stop - piece.start != transfer.sizes[index]:
                 transfer.fail(index, ProtocolError(f"a value of part {part} has a wrong size"))
                 continue
             indices.append(index)
@@ -344,7 +351,8 @@ class WorkerPlane:
         if request is None:
             return True  # it was answered before
         transfer = request[0]
-        if transfer.parts != parts or (transfer.pull and message.sizes != transfer.sizes):
+        is_plain = transfer.pull and not transfer.form
+        if transfer.parts != parts or (is_plain and message.sizes != transfer.sizes):
             return False
         state.answered(request, rounds[0], message.pushed)
         transfer.deliver(range(len(parts)), pieces, message.versions)
@@ -550,13 +558,20 @@ class WorkerPlane:
         indices = [index for index, _ in entries]
         parts = tuple(transfer.parts[index] for index in indices)
         sizes = tuple(transfer.push_sizes[index] for index in indices)
-        self._put(transfer, parts, rounds, sizes, indices if transfer.push else None)
+        has_payload = transfer.push or transfer.form
+        self._put(transfer, parts, rounds, sizes, indices if has_payload else None)
 
     def _put(
         self, transfer: Transfer, parts: Ints, rounds: Ints, sizes: Ints, indices: list[int] | None
     ) -> None:
+        form = transfer.form
         message = Exchange(
-            transfer.push, transfer.pull, parts, rounds, sizes if transfer.push else ()
+            transfer.push,
+            transfer.pull,
+            parts,
+            rounds,
+            sizes if transfer.push or form else (),
+            form,
         )
         self._sequence += 1
         mail = self._outbox.setdefault(transfer.server, [])

@@ -220,32 +220,74 @@ def test_numbers_that_a_codec_cannot_carry_are_an_error_at_the_push(
 
 
 ROWS = RowSparseArray.zeros((LARGE,), "f8")
-SPARSE: dict[str, Misuse] = {
-    "init": lambda kv: kv.init("v", ROWS),
-    "push": lambda kv: kv.push("w", ROWS),
-    "push of a list": lambda kv: kv.push("w", [ONES, ROWS]),
-    "push_async": lambda kv: kv.push_async("w", ROWS),
-    "pull": lambda kv: kv.pull("w", out=ROWS),
-    "pull of all rows": lambda kv: kv.pull("w", out=ROWS, ignore_sparse=False),
-    "pull_async": lambda kv: kv.pull_async("w", out=ROWS),
-    "pushpull": lambda kv: kv.pushpull("w", ROWS, out=ONES.copy()),
-    "pushpull into it": lambda kv: kv.pushpull("w", ONES, out=ROWS),
-    "pushpull_async": lambda kv: kv.pushpull_async("w", ROWS, out=ONES.copy()),
-    "broadcast": lambda kv: kv.broadcast("v", ROWS, ONES.copy()),
-    "row_sparse_pull": lambda kv: kv.row_sparse_pull("w", out=ROWS, row_ids=np.arange(3)),
-    "row_sparse_pull of several ids": lambda kv: kv.row_sparse_pull(
-        "w", out=[ROWS, ROWS], row_ids=[np.arange(3), np.arange(4)]
+OTHER = RowSparseArray([0], np.ones((1, 2)), (LARGE, 2))
+SPARSE: dict[str, tuple[Misuse, type[Exception], str]] = {
+    "push of another shape": (lambda kv: kv.push("w", OTHER), ValueMismatchError, "shape"),
+    "push of another dtype": (
+        lambda kv: kv.push("w", RowSparseArray.zeros((LARGE,), "f4")),
+        ValueMismatchError,
+        "float64.*float32",
     ),
-    "row_sparse_pull without ids": lambda kv: kv.row_sparse_pull("w"),
+    "push of a list": (lambda kv: kv.push("w", [ROWS, OTHER]), ValueMismatchError, "shape"),
+    "push_async": (lambda kv: kv.push_async("w", OTHER), ValueMismatchError, "shape"),
+    "pull": (lambda kv: kv.pull("w", out=OTHER), ValueMismatchError, "shape"),
+    "pushpull into it": (
+        lambda kv: kv.pushpull("w", ONES, out=ROWS),
+        NotSupportedError,
+        "fill dense arrays only",
+    ),
+    "pushpull_async in place": (
+        lambda kv: kv.pushpull_async("w", ROWS),
+        NotSupportedError,
+        "fill dense arrays only",
+    ),
+    "broadcast into it": (
+        lambda kv: kv.broadcast("v", ROWS, ROWS),
+        NotSupportedError,
+        "fill dense arrays only",
+    ),
+    "no ids": (lambda kv: kv.row_sparse_pull("w"), ArgumentValueError, "needs row_ids"),
+    "ids out of range": (
+        lambda kv: kv.row_sparse_pull("w", row_ids=[0, LARGE]),
+        ArgumentValueError,
+        "out of range",
+    ),
+    "negative ids": (
+        lambda kv: kv.row_sparse_pull("w", row_ids=np.array([-1])),
+        ArgumentValueError,
+        "out of range",
+    ),
+    "float ids": (
+        lambda kv: kv.row_sparse_pull("w", row_ids=np.array([0.5])),
+        ArgumentTypeError,
+        "whole numbers",
+    ),
+    "an array that does not fit the ids": (
+        lambda kv: kv.row_sparse_pull("w", out=np.zeros(3), row_ids=[1, 2]),
+        ValueMismatchError,
+        "2 rows",
+    ),
+    "more sets of ids than arrays": (
+        lambda kv: kv.row_sparse_pull("w", out=[ROWS], row_ids=[np.arange(2), np.arange(3)]),
+        ValueMismatchError,
+        "2 sets",
+    ),
+    "rows of a key that is not there": (
+        lambda kv: kv.row_sparse_pull("x", row_ids=[1]),
+        UnknownKeyError,
+        "'x'",
+    ),
 }
 
 
 @BOTH
 @pytest.mark.parametrize("case", SPARSE)
-def test_row_sparse_values_on_servers_are_one_error(case: str, by: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_misused_rows_are_an_error_at_the_call(kind: str, case: str, by: str) -> None:
     """On dist they abort servers, shift rows and corrupt memory in the original (L17)."""
-    with Workers("dist_sync", **PARTS) as workers:
-        misused(ready(workers), SPARSE[case], NotSupportedError, "local and device", by=by)
+    misuse, error, text = SPARSE[case]
+    with Workers(kind, **PARTS) as workers:
+        misused(ready(workers), misuse, error, text, by=by)
 
 
 @pytest.mark.parametrize("ignore_sparse", [True, False])

@@ -25,13 +25,18 @@ needs_torch = pytest.mark.skipif(
 
 
 def launch(
-    make_job: MakeJob, script: str, *flags: str, options: tuple[str, ...] = ()
+    make_job: MakeJob,
+    script: str,
+    *flags: str,
+    options: tuple[str, ...] = (),
+    num_servers: int = 1,
 ) -> dict[int, list[str]]:
     """Run a script to its good end; returns the lines of each worker by its rank."""
-    job = make_job(2, 1)
+    job = make_job(2, num_servers)
     done = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "tools" / "launch.py"), "-n", "2", "-s", "1"),
+            *(sys.executable, str(ROOT / "tools" / "launch.py"), "-n", "2"),
+            *("-s", str(num_servers)),
             *("--launcher", "local", *options, sys.executable, script, *flags),
         ],
         cwd=ROOT,
@@ -139,6 +144,24 @@ def test_codecs_reach_the_loss_of_float32_with_fewer_bytes() -> None:
 
 def test_codecs_of_two_workers_reach_the_loss_of_float32(make_job: MakeJob) -> None:
     check_codecs(launch(make_job, COMPRESSION, "--kv-store", "dist_sync")[0])
+
+
+def test_workers_train_an_embedding_whose_rows_lie_on_two_servers(make_job: MakeJob) -> None:
+    """The tables are larger than a chunk, so that both servers have rows of them."""
+    flags = ("--users", "60000", "--items", "40000", "--epochs", "3", "--ratings", "60000")
+    lines = launch(
+        make_job,
+        "examples/kvstore/embedding.py",
+        *(*flags, "--kv-store", "dist_sync"),
+        num_servers=2,
+    )
+    for rank in range(2):
+        *epochs, traffic = lines[rank]
+        errors = [float(line.split()[-1]) for line in epochs]
+        assert len(errors) == 3
+        assert errors == sorted(errors, reverse=True)
+        assert errors[-1] < 0.9 * errors[0]
+        assert float(traffic.split()[1]) < 2
 
 
 def test_asynchronous_gradients_are_stale_and_still_find_the_line(make_job: MakeJob) -> None:
