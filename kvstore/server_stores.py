@@ -391,15 +391,20 @@ class ServerStores:
                     "state_bytes": sum(arena.state_bytes for arena in arenas)
                     + sum(part.table.state_bytes for part in self._rows),
                     "rounds": self._num_rounds,
-                    "compression": {
-                        str(number): store.compression.statistics.plain()
-                        for number, store in self._stores.items()
-                        if store.compression.rules
-                    },
+                    **self._compression_stats(),
                     "waiting_contributions": self._plane.num_waiting,
                 }
             )
         )
+
+    def _compression_stats(self) -> dict[str, Any]:
+        """What was decoded and encoded, by the numbers of the stores that do that."""
+        found = {
+            str(number): store.compression.statistics.plain()
+            for number, store in self._stores.items()
+            if store.compression.rules
+        }
+        return {"compression": found} if found else {}
 
     def _command(self, incoming: Incoming) -> None:
         head, body = unpack(incoming.body, int, str)
