@@ -23,3 +23,25 @@ def run(
     outs: Sequence[Sequence[NDArray[Any]]],
     /,
 ) -> bool: ...
+def encode(
+    codec: int,
+    kind: int,
+    source: NDArray[Any] | None,
+    residual: NDArray[Any] | None,
+    payload: NDArray[Any],
+    number: float,
+    start: int,
+    stop: int,
+    /,
+) -> bool: ...
+def decode(
+    codec: int,
+    kind: int,
+    payload: NDArray[Any],
+    out: NDArray[Any],
+    number: float,
+    start: int,
+    stop: int,
+    add: bool,
+    /,
+) -> bool: ...

@@ -16,13 +16,19 @@ import numpy as np
 
 from kvstore.aggregate import Flat, Workspace, apply_round
 from kvstore.base import Key
+from kvstore.compression import Chain, Compression
+from kvstore.cores import Cores
+from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import OptimizerNotSet, ValueMismatchError
 from kvstore.optimizer import states
 from kvstore.optimizer.base import Optimizer
-from kvstore.protocol import PartEntry
-from pslite.errors import UsageError
+from kvstore.protocol import PartEntry, RowPartEntry
+from pslite.errors import ProtocolError, UsageError
 from pslite.plane import Ints, Job, Outcome, Piece, cuts_of, piece_of
 
+_ALONE = Cores(1)
+#: Where encoded contributions are added up.
+_SUM_SLOT = 3
 #: Lists of parts about which something is remembered.
 _MAX_COMPILED = 1024
 
@@ -36,6 +42,48 @@ class StoreState:
     optimizer: Optimizer | None = None
     cut_keys: dict[Key, int] = field(default_factory=dict)
     """Keys that have several parts (some of them here), and how many of those are here."""
+    compression: Compression = field(default_factory=Compression)
+
+    def has_part(self, entry: PartEntry | RowPartEntry) -> None:
+        """A part is here from now on."""
+        if not entry.is_whole:
+            self.cut_keys[entry.key] = self.cut_keys.get(entry.key, 0) + 1
+
+    def lost_part(self, entry: PartEntry | RowPartEntry) -> None:
+        """A part is not here any more."""
+        if not entry.is_whole:
+            self.cut_keys[entry.key] -= 1
+            if not self.cut_keys[entry.key]:
+                del self.cut_keys[entry.key]
+
+    def check_whole(self, entries: Sequence[PartEntry | RowPartEntry]) -> None:
+        """Raise ``UsageError`` where the optimizer needs whole keys and these are none."""
+        cut_keys = [entry.key for entry in entries if not entry.is_whole]
+        if cut_keys and self.optimizer is not None and self.optimizer.scope == "key":
+            raise UsageError(
+                f"the optimizer {self.optimizer.name} needs whole keys, but {cut_keys[0]!r} "
+                "is cut in parts: worker 0 has to return from set_optimizer before it calls init"
+            )
+
+
+class Codecs(NamedTuple):
+    """How a part's values travel."""
+
+    push: Chain | None = None
+    """None: as they are."""
+    pull: Chain | None = None
+
+
+_AS_THEY_ARE = Codecs()
+
+
+def codecs_of(compression: Compression, rule: object) -> Codecs:
+    """What a rule says, by its number; -1 for none. Raises ``ProtocolError`` for no number."""
+    if rule == -1:
+        return _AS_THEY_ARE
+    if type(rule) is not int or not 0 <= rule < len(compression.rules):
+        raise ProtocolError("a part's rule of compression is not there")
+    return Codecs(compression.rules[rule].chain, compression.rules[rule].pull)
 
 
 class Arena:
@@ -103,6 +151,46 @@ class Part:
     stop: int
     count: int = 0
     """Updates by the present optimizer."""
+    codecs: Codecs = _AS_THEY_ARE
+    _encoded: tuple[int, Flat] | None = None
+    """How often the arena had been written, and the value as it travelled then."""
+
+    @property
+    def push_bytes(self) -> int:
+        """The bytes of a contribution."""
+        return self._bytes(self.codecs.push)
+
+    @property
+    def pull_bytes(self) -> int:
+        """The bytes of its value as it travels."""
+        return self._bytes(self.codecs.pull)
+
+    def _bytes(self, chain: Chain | None) -> int:
+        num_elements: int = self.stop - self.start
+        dtype = self.arena.weight.dtype
+        if chain is None:
+            return num_elements * int(dtype.itemsize)
+        return chain.encoded_bytes(num_elements, dtype)
+
+    def encoded(self, buffer: Callable[[int], Flat]) -> Flat:
+        """Its value as it travels, where it has a codec for that; the same for all who ask."""
+        chain = self.codecs.pull
+        assert chain is not None
+        if self._encoded is None or self._encoded[0] != self.arena.changes:
+            memory = buffer(self.pull_bytes)
+            chain.encode_into(self.weight, memory, cores=_ALONE)
+            self._encoded = self.arena.changes, memory
+        return self._encoded[1]
+
+    @property
+    def store(self) -> StoreState:
+        """What it shares with the other parts of its store."""
+        return self.arena.store
+
+    @property
+    def lane(self) -> int:
+        """The number of the pool thread that works on it."""
+        return self.arena.lane
 
     @property
     def weight(self) -> Flat:
@@ -148,6 +236,15 @@ class Part:
         self.count = count
 
 
+class Frame(NamedTuple):
+    """What is sent as one: neighbouring values, or one that is encoded."""
+
+    arena: Arena
+    start: int
+    stop: int
+    encoded: Part | None
+
+
 class _Stretch(NamedTuple):
     """Neighbouring parts of one arena that one optimizer updates."""
 
@@ -161,7 +258,15 @@ class _Stretch(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Of a contribution."""
+        if self.chain is not None:
+            return self.parts[0].push_bytes
         return (self.parts[-1].stop - self.parts[0].start) * self.arena.weight.itemsize
+
+    @property
+    def chain(self) -> Chain | None:
+        """By which contributions to it, a single part, are encoded."""
+        return self.parts[0].codecs.push
 
     def of_one_count(self) -> Iterable[_Stretch]:
         """This stretch; part by part where some have seen more updates than others."""
@@ -190,6 +295,8 @@ class _Run:
     """(index of a job, some of its parts): whom an error concerns."""
     out: Flat | None
     """Bytes to which the new values are copied."""
+    chain: Chain | None = None
+    """By which the contributions are encoded."""
 
     def extend(self, stretch: _Stretch, count: int, pieces: Sequence[Piece]) -> bool:
         """Add parts if they continue this run."""
@@ -200,6 +307,8 @@ class _Run:
             or count != self.count
             or len(pieces) != len(self.pieces)
             or self.out is not None
+            or self.chain is not None
+            or stretch.chain is not None
             or (stretch.optimizer is not None and stretch.optimizer.scope == "key")
         ):
             return False
@@ -223,6 +332,10 @@ class _Run:
             optimizer.check_dtype(arena.weight.dtype)
         weight = arena.weight[self.start : self.stop]
         state = [array[self.start : self.stop] for array in arena.state(None)]
+        if self.chain is not None:
+            total = self._decoded(self.chain, weight.dtype)
+            apply_round(weight, [total], optimizer, state, self.count + 1, arena.workspace)
+            return
         itemsize = weight.itemsize
         # Where a worker's values come in several frames, up to the end of each.
         begin = 0
@@ -243,6 +356,17 @@ class _Run:
             )
             begin = end
 
+    def _decoded(self, chain: Chain, dtype: np.dtype[Any]) -> Flat:
+        """The sum of encoded contributions, in rank order, in the dtype of sums.
+
+        Valid until the arena's next. Raises ``ProtocolError`` before anything has changed.
+        """
+        length = self.stop - self.start
+        total = self.arena.workspace.block(_SUM_SLOT, accumulation_dtype(dtype), length)
+        for index, piece in enumerate(self.pieces):
+            chain.decode_from(_flat(piece), total, add=index > 0, cores=_ALONE)
+        return total
+
 
 def _flat(piece: Piece) -> Flat:
     return np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]
@@ -258,8 +382,8 @@ class PartTable:
         self._parts: dict[int, Part] = {}
         #: Parts that are updated together -> by which optimizer, and as what.
         self._compiled: dict[Ints, tuple[Optimizer | None, list[_Stretch]]] = {}
-        #: Parts that are read together -> (arena, elements from, to) of each frame.
-        self._frames: dict[Ints, list[tuple[Arena, int, int]]] = {}
+        #: Parts that are read together -> what each frame has.
+        self._frames: dict[Ints, list[Frame]] = {}
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -281,20 +405,26 @@ class PartTable:
     def remove(self, number: int) -> Part | None:
         """A part is gone; returns it, if it was there."""
         # What a pool thread has just compiled may stay, and is never asked for again.
-        self._compiled.clear()
-        self._frames.clear()
+        self.forget_lists()
         return self._parts.pop(number, None)
 
-    def frames(self, numbers: Ints) -> list[tuple[Arena, int, int]]:
+    def forget_lists(self) -> None:
+        """Something has changed that lists of parts were compiled with."""
+        self._compiled.clear()
+        self._frames.clear()
+
+    def frames(self, numbers: Ints) -> list[Frame]:
         """Where these parts' values lie, neighbours as one. On the I/O thread."""
         found = self._frames.get(numbers)
         if found is None:
             found = []
             for part in map(self._parts.__getitem__, numbers):
-                if found and found[-1][0] is part.arena and found[-1][2] == part.start:
-                    found[-1] = (part.arena, found[-1][1], part.stop)
+                if part.codecs.pull is not None:
+                    found.append(Frame(part.arena, part.start, part.stop, part))
+                elif found and _continues(part, found[-1]):
+                    found[-1] = found[-1]._replace(stop=part.stop)
                 else:
-                    found.append((part.arena, part.start, part.stop))
+                    found.append(Frame(part.arena, part.start, part.stop, None))
             if len(self._frames) >= _MAX_COMPILED:
                 self._frames.clear()
             self._frames[numbers] = found
@@ -358,7 +488,7 @@ class PartTable:
                 return stretches
         stretches = []
         offset = 0
-        for index, (number, size) in enumerate(zip(job.parts, job.sizes, strict=True)):
+        for index, (number, size) in enumerate(zip(job.parts, job.push_sizes, strict=True)):
             part = self._parts.get(number)
             if part is None:  # deleted after its round was complete
                 failed(job_index, range(index, index + 1), UsageError("the key was deleted"))
@@ -380,10 +510,16 @@ class PartTable:
         return stretches
 
 
+def _continues(part: Part, frame: Frame) -> bool:
+    """Whether a part's value lies behind what a frame has."""
+    return frame.encoded is None and frame.arena is part.arena and frame.stop == part.start
+
+
 def _follows(part: Part, optimizer: Optimizer | None, last: _Stretch, index: int) -> bool:
     """Whether a part continues a stretch."""
     return (
         part.arena is last.arena
+        and part.codecs.push is last.chain is None
         and optimizer is last.optimizer
         and part.start == last.parts[-1].stop
         and index == last.first + len(last.parts)
@@ -416,5 +552,6 @@ def _add_run(
             pieces,
             [member],
             mine,
+            stretch.chain,
         )
     )

@@ -162,14 +162,18 @@ class Version(int):
         return f"Version({list(self.parts)})"
 
 
+CompressionParams = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+"""What ``set_gradient_compression`` takes."""
+
+
 class KVStore(KVStoreBase, abc.ABC):
     """Maps keys to arrays; pushed values are added up and merged into the stored ones.
 
     **Keys** are ``int`` or ``str``; a store's keys are all of one kind. **Values** are arrays
     of NumPy, CuPy, PyTorch or JAX, or ``mx.nd.NDArray``; a push must have exactly the shape
-    and dtype of the key. The stores of one process take row-sparse values too
-    (``RowSparseArray``, SciPy's sparse matrices, PyTorch's sparse tensors): as the first value of
-    a key, which is row-sparse then, and as gradients of any key.
+    and dtype of the key. Row-sparse values (``RowSparseArray``, SciPy's sparse matrices, PyTorch's
+    sparse tensors) may be the first value of a key, which is row-sparse then, and gradients of any
+    key.
 
     Every call takes one key or a list of keys. With one key, a list of arrays means one for
     each device. With a list of keys, the values are a parallel list whose items are again an
@@ -483,12 +487,21 @@ class KVStore(KVStoreBase, abc.ABC):
 
         Raises ``ArgumentTypeError`` for ids that are no integers, ``ArgumentValueError`` for ids
         out of range and where there are none, ``ValueMismatchError`` for lists and arrays that
-        do not fit. The stores of one process have it, others raise ``NotSupportedError``.
+        do not fit. Stores that plug in may lack it, and raise ``NotSupportedError``.
         """
         raise NotSupportedError(ROWS_REFUSED)
 
-    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Raises ``NotSupportedError``: this version sends gradients as they are."""
+    def set_gradient_compression(self, compression_params: CompressionParams) -> None:
+        """Let pushed values travel encoded from now on: ``{"type": "2bit", "threshold": 0.5}``.
+
+        A dictionary, or a list of such, of which the first that is for a key counts; None turns
+        compression off. ``docs/compression.md`` has the codecs and their parameters. What
+        codecs leave out is added to the next push of the key (error feedback) where they do
+        that; it is forgotten by this call. With several workers all of them have to call it, with
+        the same parameters.
+
+        Raises ``ArgumentTypeError`` and ``ArgumentValueError``, which list what there is.
+        """
         raise NotSupportedError(
             f"gradient compression is not supported by this version (asked for on a {self.type} "
             "store); leave the call out, or push float16 values"

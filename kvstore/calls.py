@@ -29,6 +29,7 @@ from kvstore.laziness import (
 )
 from kvstore.operation import Landing
 from kvstore.plan import Bytes, flat_bytes, flat_bytes_of
+from kvstore.sparse.array import RowSparseArray
 
 
 class Sums(NamedTuple):
@@ -57,6 +58,8 @@ class Checked(NamedTuple):
     """One C-contiguous array of the key's shape and dtype for each key."""
     lazy: Sequence[Array] | None
     """All arrays, if each of them is an NDArray; ``plain`` has what they wrap."""
+    sparse: Mapping[Key, Sequence[Array]] = _NO_GROUPS
+    """Further keys and their arrays: where the key is row-sparse, or an array is."""
 
     def memory_to_send(self, add_up: AddUp) -> tuple[list[Bytes], bool]:
         """Each key's value, as ``Sums`` has it; else it may be a caller's own array.
@@ -137,4 +140,11 @@ def _usual_values(
 
 
 def _grouped(table: KeyTable, groups: Mapping[Key, Sequence[Array]]) -> Checked:
-    return Checked(table.listed(tuple(groups)), groups, None, lazy_arrays(groups))
+    sparse = {
+        key: arrays
+        for key, arrays in groups.items()
+        if table.is_row_sparse(key) or any(isinstance(array, RowSparseArray) for array in arrays)
+    }
+    if sparse:
+        groups = {key: arrays for key, arrays in groups.items() if key not in sparse}
+    return Checked(table.listed(tuple(groups)), groups, None, lazy_arrays(groups), sparse)

@@ -20,6 +20,7 @@ from kvstore.placement import chunk_ranges, num_chunks, place
 from kvstore.protocol import (
     CLOSING,
     MAX_CHUNKS,
+    Declared,
     DirectoryCall,
     KeyEntry,
     pack,
@@ -27,6 +28,7 @@ from kvstore.protocol import (
     unpack,
     unpack_specs,
 )
+from kvstore.sparse.table import DIRECT_BYTES
 from kvstore.together import Meetings
 from pslite import Config
 from pslite.customer import Incoming
@@ -43,7 +45,7 @@ class _Waiting:
 
     incoming: Incoming
     rank: int
-    specs: list[tuple[Key, KeySpec]]
+    specs: list[Declared]
     whole: bool
     """Whether the rank's optimizer wants keys that are not cut."""
 
@@ -165,6 +167,7 @@ class Directory:
 
     def _take_declaration(self, number: int, store: _Store, waiting: _Waiting) -> None:
         decides = waiting.rank == min(self._live_ranks(), default=0)
+        keys = [each.key for each in waiting.specs]
         if decides:
             store.whole = waiting.whole
         try:
@@ -174,42 +177,53 @@ class Directory:
         except PSError as error:
             waiting.incoming.fail(error)
             if decides:
-                _refuse(store, [k for k, _ in waiting.specs if k not in store.entries], error)
+                _refuse(store, [key for key in keys if key not in store.entries], error)
             return
-        if decides and any(key not in store.ready for key, _ in waiting.specs):
+        if decides and any(key not in store.ready for key in keys):
             entries = self._decide(store, waiting.specs, waiting.whole)
             waiting.incoming.respond(pack(True, pack_entries(entries)))
-        elif all(key in store.ready for key, _ in waiting.specs):
-            entries = [store.entries[key] for key, _ in waiting.specs]
+        elif all(key in store.ready for key in keys):
+            entries = [store.entries[key] for key in keys]
             waiting.incoming.respond(pack(False, pack_entries(entries)))
         else:
             store.waiting.append(waiting)
 
-    def _decide(
-        self, store: _Store, specs: Sequence[tuple[Key, KeySpec]], whole: bool
-    ) -> list[KeyEntry]:
+    def _decide(self, store: _Store, specs: Sequence[Declared], whole: bool) -> list[KeyEntry]:
         """Place the new keys of a call of the deciding rank; known ones stay where they are."""
         new = []
         sizes: list[int] = []
-        for key, spec in specs:
+        for declared in specs:
+            key, spec, is_row_sparse = declared
             if key in store.entries:
                 continue
             chunk_bytes = max(self._chunk_bytes, spec.nbytes) if whole else self._chunk_bytes
+            if is_row_sparse:
+                num_parts = self._num_stripes(spec, chunk_bytes)
+                sizes += [min(spec.nbytes, DIRECT_BYTES)] if num_parts == 1 else []
+                new.append((declared, self._chunk_bytes, num_parts))
+                continue
             chunks = chunk_ranges(spec.num_elements, spec.dtype.itemsize, chunk_bytes)
-            new.append((key, spec, chunk_bytes, len(chunks)))
+            new.append((declared, chunk_bytes, len(chunks)))
             sizes += [(stop - start) * spec.dtype.itemsize for start, stop in chunks]
         placed_on = place(sizes, self._loads, self._wanted_shares()) if sizes else []
         servers = iter(placed_on)
         for server, size in zip(placed_on, sizes, strict=True):
             self._loads[server] += size
-        for key, spec, chunk_bytes, count in new:
-            placed = tuple(next(servers) for _ in range(count))
+        for (key, spec, is_row_sparse), chunk_bytes, count in new:
+            is_striped = is_row_sparse and count > 1
+            placed = tuple(range(count) if is_striped else (next(servers) for _ in range(count)))
             generation = store.generations[key] = store.generations.get(key, 0) + 1
             store.entries[key] = KeyEntry(
-                key, spec, self._next_part, chunk_bytes, placed, generation
+                key, spec, self._next_part, chunk_bytes, placed, generation, is_row_sparse
             )
             self._next_part += count
-        return [store.entries[key] for key, _ in specs]
+        return [store.entries[each.key] for each in specs]
+
+    def _num_stripes(self, spec: KeySpec, chunk_bytes: int) -> int:
+        """The parts of a row-sparse key: one on each server, or a single one for a small key."""
+        if spec.nbytes <= chunk_bytes:
+            return 1
+        return max(min(len(self._loads), spec.shape[0]), 1)
 
     def _wanted_shares(self) -> Sequence[float]:
         """What each server should hold of all bytes: the same for all keys of the job."""
@@ -217,12 +231,10 @@ class Directory:
             self._shares = self._find_shares() or [1.0] * len(self._loads)
         return self._shares
 
-    def _check_sizes(
-        self, store: _Store, specs: Sequence[tuple[Key, KeySpec]], *, whole: bool
-    ) -> None:
+    def _check_sizes(self, store: _Store, specs: Sequence[Declared], *, whole: bool) -> None:
         """Whether new keys of these sizes can travel at all."""
-        for key, spec in specs:
-            if key in store.entries:
+        for key, spec, is_row_sparse in specs:
+            if key in store.entries or is_row_sparse:
                 continue
             # States of halves are float32 and travel whole, too, into checkpoints.
             widest_bytes = spec.num_elements * max(spec.dtype.itemsize, 4)
@@ -256,9 +268,10 @@ class Directory:
         for key in keys:
             entry = store.entries.pop(key, None)
             store.ready.discard(key)
-            if entry is not None:
-                for (start, stop), server in zip(entry.chunks(), entry.servers, strict=True):
-                    self._loads[server] -= (stop - start) * entry.spec.dtype.itemsize
+            if entry is None or (entry.is_row_sparse and len(entry.servers) > 1):
+                continue  # what lies evenly on all servers does not count
+            for nbytes, server in zip(entry.part_bytes(), entry.servers, strict=True):
+                self._loads[server] -= min(nbytes, DIRECT_BYTES) if entry.is_row_sparse else nbytes
 
     def _store(self, number: int) -> _Store:
         store = self._stores.get(number)
@@ -365,14 +378,14 @@ def _refuse(store: _Store, keys: Sequence[Key], error: PSError) -> None:
     """These keys came to nothing, also for those who wait for them."""
     waiting, store.waiting = store.waiting, []
     for entry in waiting:
-        if any(key in keys for key, _ in entry.specs):
+        if any(each.key in keys for each in entry.specs):
             entry.incoming.fail(error)
         else:
             store.waiting.append(entry)
 
 
-def _check_same(store: _Store, specs: Sequence[tuple[Key, KeySpec]]) -> None:
-    for key, spec in specs:
+def _check_same(store: _Store, specs: Sequence[Declared]) -> None:
+    for key, spec, is_row_sparse in specs:
         known = store.entries.get(key)
         if known is None:
             first = next(iter(store.entries), key)
@@ -385,4 +398,10 @@ def _check_same(store: _Store, specs: Sequence[tuple[Key, KeySpec]]) -> None:
             raise ValueMismatchError(
                 f"key {key!r} holds shape {known.spec.shape} of {known.spec.dtype}, "
                 f"this worker's value has shape {spec.shape} of {spec.dtype}"
+            )
+        elif known.is_row_sparse != is_row_sparse:
+            kinds = ("row-sparse", "dense") if known.is_row_sparse else ("dense", "row-sparse")
+            raise ValueMismatchError(
+                f"key {key!r} is {kinds[0]}, this worker's value is {kinds[1]}; init it with the "
+                "same kind of value on all workers"
             )

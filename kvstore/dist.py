@@ -17,13 +17,17 @@ import numpy as np
 from kvstore.arrays import Array, adapter_for
 from kvstore.calls import AddUp, Checked, sums_on_host, values_to_fill, values_to_push
 from kvstore.dist_control import DistControl
+from kvstore.dist_rows import RowCalls
 from kvstore.errors import OptimizerNotSet
-from kvstore.keys import KeyList, Keys, Values, check_priority, normalise_keys, spec_of
+from kvstore.keys import Key, KeyList, Keys, Values, check_priority, normalise_keys, spec_of
 from kvstore.laziness import begin_writing
 from kvstore.nodes import worker_node
 from kvstore.operation import Landing, Operation, futures_in
+from kvstore.plan import Bytes
+from kvstore.row_calls import check_dense_outs, check_wanted
+from kvstore.sparse.array import RowSparseArray
 from pslite import Future, Postoffice
-from pslite.future import settled
+from pslite.future import gather, settled
 
 
 def create_dist(canonical: str, name: str, *, node: Postoffice | None = None) -> DistKVStore:
@@ -51,6 +55,7 @@ class DistKVStore(DistControl):
 
     def __init__(self, name: str, node: Postoffice, *, synchronous: bool, on_device: bool) -> None:
         super().__init__(name, node, synchronous=synchronous)
+        self._rows = RowCalls(node, self._exchange, self._table)
         self._add_up: AddUp = sums_on_host
         if on_device:
             from kvstore.device_sums import sums_for
@@ -66,9 +71,12 @@ class DistKVStore(DistControl):
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         self._ready_to_push()
         check_priority(priority)
-        pushed = values_to_push(self._table, key, value)
+        pushed = self._to_push(key, value)
         self._keep_to_window(pushed.keys)
-        self._push(pushed, priority, copy=True).on_error(self._note_error)
+        if pushed.sparse:
+            self._push_rows(pushed, priority)
+        else:
+            self._push(pushed, priority, copy=True).on_error(self._note_error)
 
     def pull(
         self,
@@ -80,8 +88,10 @@ class DistKVStore(DistControl):
     ) -> Any:
         self._check()
         check_priority(priority)
-        wanted, values = self._wanted(key, out)
-        if wanted.lazy is not None and not with_version:
+        wanted, values = self._wanted(
+            key, out, ignores_sparse=bool(ignore_sparse), all_versions=with_version
+        )
+        if wanted.lazy is not None and not with_version and not wanted.sparse:
             self._let_arrive(wanted.lazy, *self._begin_pull(wanted, priority))
             return None
         self._check_may_wait()
@@ -98,8 +108,15 @@ class DistKVStore(DistControl):
     ) -> None:
         self._ready_to_push()
         check_priority(priority)
-        pushed = values_to_push(self._table, key, value)
+        pushed = self._to_push(key, value)
         filled = values_to_fill(self._table, key, value if out is None else out)
+        if pushed.sparse or filled.sparse:
+            check_dense_outs(filled.sparse)
+            self._check_may_wait()
+            self._keep_to_window(pushed.keys)
+            self._push_rows(pushed, priority)
+            self._pull(filled, priority)
+            return
         if filled.lazy is not None:
             self._keep_to_window(pushed.keys)
             self._let_arrive(filled.lazy, *self._begin_lazy_pushpull(pushed, filled, priority))
@@ -113,9 +130,23 @@ class DistKVStore(DistControl):
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
         self._check_may_wait()
         check_priority(priority)
-        self._table.check_broadcast(key, value, out)
+        check_dense_outs(self._table.check_broadcast(key, value, out)[1])
         self.init(key, value)
         self._pull(values_to_fill(self._table, key, out), priority)
+
+    def row_sparse_pull(
+        self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
+    ) -> Any:
+        self._check_may_wait()
+        check_priority(priority)
+        wanted, is_single = check_wanted(self._table.spec, key, out, row_ids)
+        pulled = self._rows.pull_rows(wanted, priority)
+        self._wait_for_values(*pulled.operations)
+        pulled.finish()
+        self._check()  # as in _pull
+        if out is not None:
+            return None
+        return pulled.results[0] if is_single else pulled.results
 
     def _memory(self, nbytes: int) -> np.ndarray[Any, Any]:
         return self._node.buffer(nbytes, lasting=True)
@@ -127,20 +158,29 @@ class DistKVStore(DistControl):
         self._check()
         values = self._table.check_init(key, value)
         specs = {item: spec_of(array) for item, array in values.items()}
-        hosts = [adapter_for(array).to_host(array) for array in values.values()]
+        hosts = [
+            array if isinstance(array, RowSparseArray) else adapter_for(array).to_host(array)
+            for array in values.values()
+        ]
         return self._init(specs, hosts)
 
     def push_async(self, key: Keys, value: Values, priority: int = 0) -> Future[None]:
         self._check()
         check_priority(priority)
-        pushed = values_to_push(self._table, key, value)
+        pushed = self._to_push(key, value)
+        if pushed.sparse:
+            dense = self._push(pushed, priority, copy=True)
+            return gather([dense, self._rows.push(pushed.sparse, priority)]).map(lambda _: None)
         return self._push(pushed, priority, copy=pushed.lazy is not None)
 
     def pull_async(self, key: Keys, out: Values | None = None, priority: int = 0) -> Future[Any]:
         self._check()
         check_priority(priority)
-        wanted, values = self._wanted(key, out)
+        wanted, values = self._wanted(key, out, ignores_sparse=True)
         arrived = self._let_arrive(wanted.lazy or (), *self._begin_pull(wanted, priority))
+        if wanted.sparse:
+            rows = self._rows.pull(wanted.sparse, priority, {})
+            arrived = gather([arrived, rows.future]).map(lambda _: rows.finish())
         return arrived.map(lambda _: values)
 
     def pushpull_async(
@@ -148,8 +188,10 @@ class DistKVStore(DistControl):
     ) -> Future[None]:
         self._check()
         check_priority(priority)
-        pushed = values_to_push(self._table, key, value)
+        pushed = self._to_push(key, value)
         filled = values_to_fill(self._table, key, value if out is None else out)
+        if pushed.sparse or filled.sparse:
+            return self._begin_pushpull_of_rows(pushed, filled, priority)
         if filled.lazy is not None:
             begun = self._begin_lazy_pushpull(pushed, filled, priority)
             return self._let_arrive(filled.lazy, *begun)
@@ -177,29 +219,80 @@ class DistKVStore(DistControl):
 
     # -- inside ------------------------------------------------------------------------
 
-    def _wanted(self, key: Keys, out: Values | None) -> tuple[Checked, Any]:
+    def _to_push(self, key: Keys, value: Values) -> Checked:
+        """What a call pushes. Raises what ``values_to_push`` and the store's compression do."""
+        pushed = values_to_push(self._table, key, value)
+        coding = self._exchange.coding
+        if coding is not None:
+            coding.refuse_rows(pushed.sparse)
+        return pushed
+
+    def _wanted(
+        self, key: Keys, out: Values | None, *, ignores_sparse: bool, all_versions: bool = False
+    ) -> tuple[Checked, Any]:
         """The arrays to fill, and what the call returns: new ones without ``out``."""
         if out is not None:
-            return values_to_fill(self._table, key, out), None
+            wanted = values_to_fill(self._table, key, out)
+            if wanted.sparse and ignores_sparse:
+                kept: dict[Key, Sequence[Array]] = {**self._rows.outs.ignored(wanted.sparse, 4)}
+                if all_versions:  # which are those of keys whose values nobody gets, too
+                    kept = {item: kept.get(item, ()) for item in wanted.sparse}
+                wanted = wanted._replace(sparse=kept)
+            return wanted, None
         keys, single = normalise_keys(key)
-        values = [np.empty(spec.shape, spec.dtype) for spec in self._specs(keys)]
+        values = [
+            (RowSparseArray.zeros if self._table.is_row_sparse(item) else np.empty)(*spec)
+            for item, spec in zip(keys, self._specs(keys), strict=True)
+        ]
         wanted = values_to_fill(self._table, keys, values)
         return wanted, values[0] if single else values
 
     def _push(self, pushed: Checked, priority: int, *, copy: bool) -> Future[None]:
         """Push; with ``copy`` the arrays are the caller's again at once."""
-        sources, are_ours = pushed.memory_to_send(self._add_up)
+        sources, are_ours = self._to_send(pushed)
         if self._is_small(pushed.keys):
             return self._exchange.join(pushed.keys, sources, None, priority)
         copy = copy and not are_ours
         return self._exchange.begin(pushed.keys, sources, None, priority, copy=copy).future
 
+    def _push_rows(self, pushed: Checked, priority: int) -> None:
+        """``push`` of keys with rows among them."""
+        if not pushed.sparse:
+            self._push(pushed, priority, copy=True).on_error(self._note_error)
+            return
+        self._keep_to_window(self._table.listed(tuple(pushed.sparse)))
+        # First what may raise for its numbers (``coding.py``).
+        self._push(pushed, priority, copy=True).on_error(self._note_error)
+        self._rows.push(pushed.sparse, priority).on_error(self._note_error)
+
+    def _begin_pushpull_of_rows(
+        self, pushed: Checked, filled: Checked, priority: int
+    ) -> Future[None]:
+        check_dense_outs(filled.sparse)
+        pushes: list[Future[Any]] = [self._push(pushed, priority, copy=True)]
+        if pushed.sparse:
+            pushes.append(self._rows.push(pushed.sparse, priority))
+        pulled = self._rows.pull(filled.sparse, priority, {})
+        future, landing = self._begin_pull(filled, priority)
+
+        def finish(_: Any) -> None:
+            landing.finish()
+            pulled.finish()
+
+        return gather([*pushes, future, pulled.future]).map(finish)
+
     def _pull(self, wanted: Checked, priority: int, versions: dict[int, int] | None = None) -> None:
-        landing = wanted.landing()
-        operation = self._exchange.begin(
-            wanted.keys, None, landing.memories, priority, copy=False, versions=versions
-        )
-        self._wait_for_values(operation)
+        landing, operations = wanted.landing(), []
+        if wanted.keys.keys or not wanted.sparse:
+            operation = self._exchange.begin(
+                wanted.keys, None, landing.memories, priority, copy=False, versions=versions
+            )
+            operations.append(operation)
+        noted: dict[int, int] = {} if versions is None else versions
+        rows = self._rows.pull(wanted.sparse, priority, noted) if wanted.sparse else None
+        self._wait_for_values(*operations, *(rows.operations if rows else ()))
+        if rows:
+            rows.finish()
         landing.finish()
         self._check()  # an own push before this call that came to nothing is not in the values
 
@@ -210,7 +303,7 @@ class DistKVStore(DistControl):
     def _begin_pushpull(
         self, pushed: Checked, filled: Checked, priority: int
     ) -> tuple[Operation, Landing]:
-        sources, _ = pushed.memory_to_send(self._add_up)
+        sources, _ = self._to_send(pushed)
         landing = filled.landing()
         operation = self._exchange.begin(
             pushed.keys, sources, landing.memories, priority, copy=False
@@ -222,7 +315,7 @@ class DistKVStore(DistControl):
     ) -> tuple[Future[None], Landing]:
         """The pushed arrays are the caller's again at once."""
         keys = pushed.keys
-        sources, are_ours = pushed.memory_to_send(self._add_up)
+        sources, are_ours = self._to_send(pushed)
         landing = filled.landing()
         if self._is_small(keys):
             return self._exchange.join(keys, sources, landing.memories, priority), landing
@@ -241,7 +334,18 @@ class DistKVStore(DistControl):
 
     def _is_small(self, keys: KeyList) -> bool:
         """Whether there is room for others in the same message."""
-        return keys.nbytes <= self._exchange.message_bytes
+        coding = self._exchange.coding
+        is_coded = coding is not None and coding.concerns(keys.keys)
+        return keys.nbytes <= self._exchange.message_bytes and not is_coded
+
+    def _to_send(self, pushed: Checked) -> tuple[Sequence[Bytes], bool]:
+        """What travels for each key, and whether none of it is the caller's memory."""
+        sources, are_ours = pushed.memory_to_send(self._add_up)
+        coding = self._exchange.coding
+        if coding is None or not coding.concerns(pushed.keys.keys):
+            return sources, are_ours
+        sources, all_coded = coding.encode(pushed.keys, sources, self._node.buffer)
+        return sources, are_ours or all_coded
 
     def _keep_to_window(self, keys: KeyList) -> None:
         """Wait while this worker's pushes of a key are too far ahead of the others'."""
@@ -261,13 +365,16 @@ class DistKVStore(DistControl):
                 "call set_optimizer on worker 0 before the first push"
             )
 
-    def _wait_for_values(self, operation: Operation) -> None:
+    def _wait_for_values(self, *operations: Operation) -> None:
         """Wait for a call that works in the caller's arrays; they are the caller's again then."""
+        futures = [operation.future for operation in operations]
         try:
-            self._wait(operation.future)
+            self._wait(futures[0] if len(futures) == 1 else gather(futures))
         except BaseException:
-            if not operation.future.done():
+            unfinished = [each for each in operations if not each.future.done()]
+            for operation in unfinished:
                 self._node.call(operation.let_go)
+            if unfinished:
                 self._node.wait_until_accepted()
             raise
 

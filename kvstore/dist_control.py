@@ -8,6 +8,7 @@ thread but the node's I/O thread, on which only calls that return futures work.
 from __future__ import annotations
 
 import itertools
+import pathlib
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.base import KeyInfo, KVStore, Path, check_optimizer
+from kvstore.base import CompressionParams, KeyInfo, KVStore, Path, check_optimizer
+from kvstore.coding import Coding
 from kvstore.commands import check_command
+from kvstore.compression import Compression
 from kvstore.errors import (
     NotSupportedError,
     OptimizerMismatch,
@@ -39,6 +42,7 @@ from kvstore.optimizer.base import Number, Optimizer
 from kvstore.optimizer.plain import to_plain
 from kvstore.progress import progress_of
 from kvstore.protocol import CLOSING, KeyEntry
+from kvstore.residual_files import path_beside_states, path_in_checkpoint
 from kvstore.saving import (
     Checkpoint,
     Content,
@@ -47,7 +51,8 @@ from kvstore.saving import (
     write_checkpoint,
     write_states,
 )
-from kvstore.servers import Servers
+from kvstore.servers import HostValue, Servers
+from kvstore.sparse.array import RowSparseArray
 from kvstore.waiting import Waiter
 from pslite import WORKER_GROUP, Future, Postoffice
 from pslite.errors import ClosedError, PSError
@@ -149,6 +154,23 @@ class DistControl(KVStore):
             "(--server-import), or let the store only add up and update on the workers"
         )
 
+    # -- compression -------------------------------------------------------------------
+
+    def set_gradient_compression(self, compression_params: CompressionParams) -> None:
+        compression = Compression.of(compression_params)
+        self._check_may_wait()
+        self._settle()
+        coding = Coding(compression, self._exchange.entries) if compression.rules else None
+        plain = compression.plain()
+
+        def tell() -> Sequence[Key]:
+            entries = list(self._exchange.entries.values())
+            self._wait(self._servers.set_compression(plain, entries, coding))
+            return ()
+
+        self._together(f"set_gradient_compression({plain})", tell)
+        self._exchange.set_coding(coding)
+
     # -- keys --------------------------------------------------------------------------
 
     def keys(self) -> list[Key]:
@@ -160,7 +182,8 @@ class DistControl(KVStore):
         key = single_key(key)
         spec = self._table.spec(key)
         entry = self._exchange.entries[key]
-        return KeyInfo(*spec, spec.nbytes, len(entry.servers), entry.generation)
+        stype = RowSparseArray.stype if entry.is_row_sparse else "default"
+        return KeyInfo(*spec, spec.nbytes, len(entry.servers), entry.generation, stype)
 
     def delete(self, key: Keys) -> None:
         self._check_may_wait()
@@ -180,6 +203,7 @@ class DistControl(KVStore):
     # -- files -------------------------------------------------------------------------
 
     def save_checkpoint(self, directory: Path) -> None:
+        self._save_residuals(path_in_checkpoint(directory, self.rank))
         self._save(
             lambda contents, optimizer, pieces: write_checkpoint(
                 directory, contents, optimizer, pieces
@@ -187,11 +211,25 @@ class DistControl(KVStore):
         )
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
+        self._save_residuals(path_beside_states(fname, self.rank))
         self._save(
             lambda contents, optimizer, pieces: write_states(
                 fname, contents, optimizer, pieces, dump_optimizer=dump_optimizer
             )
         )
+
+    def _save_residuals(self, path: pathlib.Path) -> None:
+        self._check()
+        coding = self._exchange.coding
+        if coding is None:
+            path.unlink(missing_ok=True)  # of an earlier save
+        else:
+            coding.save(path)
+
+    def _load_residuals(self, path: pathlib.Path) -> None:
+        coding = self._exchange.coding
+        if coding is not None:
+            coding.load(path)
 
     def _save(self, write: Callable[[Any, Optimizer | None, Any], None]) -> None:
         self._check()
@@ -199,8 +237,21 @@ class DistControl(KVStore):
             return
         self._settle()
         optimizer = self._optimizer_of_servers()
-        entries = list(self._exchange.entries.values())
-        write(self._contents(), optimizer, self._servers.read(entries, optimizer, self._wait))
+        dense, row_sparse = self._entries()
+        held = [self._servers.rows.held(entry, self._wait) for entry in row_sparse]
+        pieces = [self._servers.rows.read(each, optimizer, self._wait) for each in held]
+        contents = self._contents() | {each.entry.key: each.content for each in held}
+        write(
+            contents,
+            optimizer,
+            itertools.chain(self._servers.read(dense, optimizer, self._wait), *pieces),
+        )
+
+    def _entries(self) -> tuple[list[KeyEntry], list[KeyEntry]]:
+        """The dense keys, and the row-sparse ones."""
+        entries = self._exchange.entries.values()
+        dense = [entry for entry in entries if not entry.is_row_sparse]
+        return dense, [entry for entry in entries if entry.is_row_sparse]
 
     def load_checkpoint(self, directory: Path) -> None:
         def load() -> Sequence[Key]:
@@ -211,14 +262,16 @@ class DistControl(KVStore):
                 if optimizer is not None:
                     self.set_optimizer(optimizer)
                 missing = {k: spec for k, spec in saved.specs.items() if k not in self._table}
-                self._wait(self._init(missing, [np.zeros(*spec) for spec in missing.values()]))
-                entries = list(self._exchange.entries.values())
-                self._servers.write(
-                    entries,
-                    optimizer,
-                    lambda key, start, stop: saved.read(key, start, stop, optimizer),
-                    self._wait,
-                )
+                empty = [
+                    (RowSparseArray.zeros if saved.is_row_sparse(key) else np.zeros)(*spec)
+                    for key, spec in missing.items()
+                ]
+                self._wait(self._init(missing, empty))
+
+                def read(key: Key, start: int, stop: int) -> Piece:
+                    return saved.read(key, start, stop, optimizer)
+
+                self._write(read, saved.states, optimizer)
             return ()
 
         self._check_may_wait()
@@ -226,26 +279,39 @@ class DistControl(KVStore):
         entries = self._together("load_checkpoint", load)
         self._add([entry for entry in entries if entry.key not in self._table])
         self._adopt_optimizer()
+        self._load_residuals(path_in_checkpoint(directory, self.rank))
 
     def load_optimizer_states(self, fname: Path) -> None:
         def load() -> Sequence[Key]:
-            with SavedStates(fname) as saved:
+            with SavedStates(fname, takes_rows=True) as saved:
                 optimizer = saved.optimizer or self._optimizer_of_servers()
                 saved.check(self._contents(), optimizer)
                 if optimizer is not None:
                     self.set_optimizer(optimizer)
-                entries = list(self._exchange.entries.values())
 
                 def read(key: Key, start: int, stop: int) -> Piece:
                     return Piece(key, start, None, *saved.read(key, start, stop, optimizer))
 
-                self._servers.write(entries, optimizer, read, self._wait)
+                self._write(read, saved, optimizer)
             return ()
 
         self._check_may_wait()
         self._settle()
         self._together("load_optimizer_states", load)
         self._adopt_optimizer()
+        self._load_residuals(path_beside_states(fname, self.rank))
+
+    def _write(
+        self,
+        read: Callable[[Key, int, int], Piece],
+        states: SavedStates,
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Have the servers take over what ``read`` gives of every key."""
+        dense, row_sparse = self._entries()
+        self._servers.write(dense, optimizer, read, self._wait)
+        for entry in row_sparse:
+            self._servers.rows.write(entry, states.rows_of(entry.key), read, self._wait)
 
     def _adopt_optimizer(self) -> None:
         """Note the optimizer that the deciding rank may have loaded."""
@@ -254,8 +320,10 @@ class DistControl(KVStore):
             self._optimizer = self._wait(self._servers.declared_optimizer())
 
     def _contents(self) -> dict[Key, Content]:
+        """What there is of each key; of row-sparse ones without their rows."""
+        no_rows = np.empty(0, np.int64)
         return {
-            key: Content(entry.spec, len(entry.servers))
+            key: Content(entry.spec, len(entry.servers), no_rows if entry.is_row_sparse else None)
             for key, entry in self._exchange.entries.items()
         }
 
@@ -269,15 +337,17 @@ class DistControl(KVStore):
         self._check()
         placed: dict[int, dict[Key, int]] = {r: {} for r in range(self._node.config.num_servers)}
         for key, entry in self._exchange.entries.items():
-            for (start, stop), server in zip(entry.chunks(), entry.servers, strict=True):
-                nbytes = (stop - start) * entry.spec.dtype.itemsize
+            for nbytes, server in zip(entry.part_bytes(), entry.servers, strict=True):
                 placed[server][key] = placed[server].get(key, 0) + nbytes
         return placed
 
     def stats(self) -> dict[str, Any]:
         self._check()
-        store = {"keys": len(self._table.keys()), **self._exchange.counters}
+        store: dict[str, Any] = {"keys": len(self._table.keys()), **self._exchange.counters}
         store["unfinished"] = len(self._exchange.unfinished())
+        coding = self._exchange.coding
+        if coding is not None:
+            store["compression"] = coding.compression.statistics.plain()
         return {"store": store, "servers": self._wait(self._servers.stats())}
 
     def num_dead_node(self, node_id: int = 7, timeout: float = 60) -> int:
@@ -320,19 +390,20 @@ class DistControl(KVStore):
     def _specs(self, keys: Sequence[Key]) -> list[KeySpec]:
         return [self._table.spec(key) for key in keys]
 
-    def _init(
-        self, specs: Mapping[Key, KeySpec], hosts: Sequence[np.ndarray[Any, Any]]
-    ) -> Future[None]:
+    def _init(self, specs: Mapping[Key, KeySpec], hosts: Sequence[HostValue]) -> Future[None]:
         # Sizes are checked by the directory: a rank that raised here would leave others waiting.
         whole = self._optimizer is not None and self._optimizer.scope == "key"
-        made = self._servers.init(specs, hosts, self._exchange.entries, whole=whole)
+        made = self._servers.init(
+            specs, hosts, self._exchange.entries, self._exchange.coding, whole=whole
+        )
         added = made.map(self._add)
         self._inits.add(("",), added)
         return added
 
     def _add(self, entries: Sequence[KeyEntry]) -> None:
         self._exchange.add(entries)
-        self._table.add({entry.key: entry.spec for entry in entries})
+        row_sparse = [entry.key for entry in entries if entry.is_row_sparse]
+        self._table.add({entry.key: entry.spec for entry in entries}, row_sparse)
 
     def _settle(self) -> None:
         """Wait until nothing of this store is under way; errors are left to who waits for them."""

@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvstore.base import Version
+from kvstore.coding import Coding
 from kvstore.errors import UnknownKeyError
 from kvstore.fusing import Batch, Call, Mix, Shape, answer_for, mixes_of, note_arrived
 from kvstore.keys import ByKeys, Key, KeyList
@@ -66,6 +67,8 @@ class Exchange:
         self._recipes = ByKeys(self._recipe)
         #: Calls that others may join; None when there are none.
         self._batch: Batch | None = None
+        #: How values are encoded; None: they are not.
+        self.coding: Coding | None = None
         #: Whether many calls came together the last time.
         self._is_in_loop = False
         node.traffic.add_owner(self)
@@ -88,14 +91,23 @@ class Exchange:
     def add(self, entries: Iterable[KeyEntry]) -> None:
         """These keys can be used from now on."""
         for entry in entries:
-            self._places[entry.key] = places_of(entry)
+            if not entry.is_row_sparse:  # those are the business of row_exchange.py
+                self._places[entry.key] = places_of(entry)
             self.entries[entry.key] = entry
+
+    def set_coding(self, coding: Coding | None) -> None:
+        """From now on values travel so; nothing is under way."""
+        self.coding = coding
+        self._plans.forget()
+        self._recipes.forget()
 
     def remove(self, keys: Sequence[Key]) -> None:
         """These keys are gone."""
         gone = [entry for key in keys if (entry := self.entries.pop(key, None)) is not None]
         for key in keys:
             self._places.pop(key, None)
+        if self.coding is not None:
+            self.coding.forget(gone)
         self._progress.forget(id(self), keys)
         self._plans.forget()
         self._recipes.forget()
@@ -130,10 +142,17 @@ class Exchange:
             if sink is not None and versions is not None:
                 sink = _noting_versions(sink, group, versions)
             transfer = Transfer(
-                group.server, group.parts, group.sizes, own, sink, operation.part_done, priority
+                group.server,
+                group.parts,
+                group.pull_sizes,
+                own,
+                sink,
+                operation.part_done,
+                priority,
+                push_sizes=group.to_push.sizes,
             )
             operation.transfers.append(transfer)
-        self._submit(keys, operation, pushes=sources is not None, pulls=targets is not None)
+        self.submit(keys, operation, pushes=sources is not None, pulls=targets is not None)
         return operation
 
     def _frames(
@@ -173,41 +192,63 @@ class Exchange:
         Small parts that lie apart are gathered. To a server of this machine a copy in shared
         memory is quicker than what TCP does.
         """
-        if group.nbytes >= _LEAST_SHARED_BYTES and self._node.may_share_with(group.server):
-            rows = self._node.shared_rows(views(group, memories))
-            if rows is None or len(rows) * _LEAST_FRAME_BYTES > group.nbytes + _LEAST_FRAME_BYTES:
+        pushed = group.to_push
+        if pushed.nbytes >= _LEAST_SHARED_BYTES and self._node.may_share_with(group.server):
+            rows = self._node.shared_rows(views(pushed, memories))
+            if rows is None or len(rows) * _LEAST_FRAME_BYTES > pushed.nbytes + _LEAST_FRAME_BYTES:
                 return None
             return [row.data for row in rows]
-        first, last = group.slices[0], group.slices[-1]
-        if first.position != last.position or last.stop - first.start != group.nbytes:
+        first, last = pushed.slices[0], pushed.slices[-1]
+        if first.position != last.position or last.stop - first.start != pushed.nbytes:
             return None
         return [memories[first.position][first.start : last.stop].data]
 
     def _copied(self, group: Group, memories: Sequence[Bytes]) -> tuple[memoryview, ...]:
-        staging = self._node.buffer(group.nbytes)
-        gather(group, memories, staging)
+        staging = self._node.buffer(group.to_push.nbytes)
+        gather(group.to_push, memories, staging)
         return (staging.data,)
 
-    def _submit(self, keys: KeyList, operation: Operation, *, pushes: bool, pulls: bool) -> None:
+    def submit(
+        self,
+        keys: KeyList,
+        operation: Operation,
+        *,
+        pushes: bool,
+        pulls: bool,
+        nbytes: int | None = None,
+    ) -> None:
+        """Send an operation for these keys, after all that was said before; and count its bytes.
+
+        ``nbytes`` where they are not those of the keys' whole values.
+        """
         self._node.check_process()
         with self._lock:
             self.send_joined()  # what comes now comes after this
             self._node.submit(operation.transfers)
             # Afterwards: what an interrupt kept from being sent would be waited for without end.
-            self._note(keys, operation.future, pushes=pushes, pulls=pulls)
+            self._note(keys, operation.future, pushes=pushes, pulls=pulls, nbytes=nbytes)
 
-    def _note(self, keys: KeyList, future: Future[None], *, pushes: bool, pulls: bool) -> None:
+    def _note(
+        self,
+        keys: KeyList,
+        future: Future[None],
+        *,
+        pushes: bool,
+        pulls: bool,
+        nbytes: int | None = None,
+    ) -> None:
         counters = self.counters
+        nbytes = keys.nbytes if nbytes is None else nbytes
         if pushes:
             self.pushes.add(keys.keys, future)
             counters["pushes"] += 1
-            counters["bytes_pushed"] += keys.nbytes
+            counters["bytes_pushed"] += nbytes
             if keys.keys:
                 self._progress.pushed(id(self), keys.keys[0])
         if pulls:
             self.pulls.add(keys.keys, future)
             counters["pulls"] += 1
-            counters["bytes_pulled"] += keys.nbytes
+            counters["bytes_pulled"] += nbytes
 
     # -- calls that may be joined ------------------------------------------------------
 
@@ -245,7 +286,7 @@ class Exchange:
             batch.add(call, keys.nbytes)
             if self._batch is None:
                 self._open(batch)
-            # As in _submit.
+            # As in submit.
             self._note(keys, call, pushes=pushes, pulls=targets is not None)
         return call
 
@@ -370,7 +411,7 @@ class Exchange:
             for number in load.each:
                 calls[number].left += 1
             transfer = Transfer(
-                group.server, group.parts, group.sizes, frames, sink, _unused, load.priority
+                group.server, group.parts, group.pull_sizes, frames, sink, _unused, load.priority
             )
             transfer.done = _telling(transfer, load, calls)
             transfers.append(transfer)
@@ -380,7 +421,9 @@ class Exchange:
         nbytes = sum(self.entries[key].spec.nbytes for key in keys)
         by_tcp = not self._node.is_on_one_machine
         limit = group_bytes(self._node.config, nbytes, by_tcp=by_tcp)
-        return group_parts([self._places[key] for key in keys], limit)
+        groups = group_parts([self._places[key] for key in keys], limit)
+        coding = self.coding
+        return groups if coding is None else [coding.applied(group, keys) for group in groups]
 
     def version(self, key: Key, versions: dict[int, int]) -> Version:
         """The version of a key whose parts' versions were noted."""

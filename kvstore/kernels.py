@@ -1,10 +1,11 @@
-"""Sums and updates by compiled code, where it was built: the one door to ``kvstore._kernels``.
+"""Sums, updates and codecs by compiled code, where it was built: the door to ``kvstore._kernels``.
 
 An extra: everything works without it, and gives the same bits. Each function says whether it has
-done the work; if not, nothing was written, and ``aggregate.py`` does it with NumPy. Not done is
-what the kernels do not cover: other dtypes than float16, bfloat16, float32 and float64, other
-optimizers than those that ``formula_of`` knows, arrays with strides; and everything when the
-module is missing or KVSTORE_NATIVE is 0. Contributions and arrays to fill may lie at any address.
+done the work; if not, nothing was written, and ``aggregate.py`` or ``compression/codec.py`` does it
+with NumPy. Not done is what the kernels do not cover: other dtypes than float16, bfloat16, float32
+and float64, other optimizers than those that ``formula_of`` knows, other codecs than those of
+``CODED``, arrays with strides; and everything when the module is missing or KVSTORE_NATIVE is 0.
+Contributions and arrays to fill may lie at any address.
 
 One call does one whole run of elements, however long, without the interpreter's lock: block by
 block it adds contributions left to right, updates, and writes the arrays to fill, so that a
@@ -15,6 +16,7 @@ same type, in the same order; there is no fused multiply-add. Any thread may cal
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
@@ -32,7 +34,7 @@ Array = np.ndarray[Any, Any]
 Row = Sequence[Array]
 _Optimizer = TypeVar("_Optimizer", bound="Optimizer")
 
-INTERFACE = 2
+INTERFACE = 3
 """A module built from another version of the sources has another number, and is not used."""
 
 # The numbers of native/kernels.h.
@@ -51,6 +53,9 @@ _COMBINED = {
     *((_FLOAT32, kind) for kind in _NARROW),
 }
 """Kinds of contributions and weights that meet."""
+
+CODED = frozenset({1, 2, 5} if sys.byteorder == "little" else {1, 2})
+"""The codes of 2bit, 1bit and int8 (``compression/layout.py``), whose scales lie as in payloads."""
 
 _SHORT = 32768
 """Elements of a sum from which on kernels are at least as quick as NumPy, which has less to
@@ -173,6 +178,51 @@ def apply(
     if any(out.dtype != dtype for row in outs for out in row):
         return False
     done: bool = module.run(formula, weight_kind, kind, weight, state, rows, outs)
+    return done
+
+
+def encode(
+    codec: int,
+    number: float,
+    dtype: np.dtype[Any],
+    source: Array | None,
+    residual: Array | None,
+    payload: Array,
+    start: int,
+    stop: int,
+) -> bool:
+    """The elements [start, stop) of a ``ValueCodec.encode``; returns whether that was done.
+
+    ``codec`` is a code of ``CODED``, ``number`` the one parameter that its rule depends on.
+    ``source`` has the key's dtype, ``residual`` that in which it is added. One of them may be None;
+    both are whole, and so is ``payload``. Raises ``ValueError`` for lengths that do not fit.
+    """
+    module = native()
+    if module is None or codec not in CODED:
+        return False
+    kind = _kind(dtype)
+    if kind is None:
+        return False
+    if source is None and kind in _NARROW:
+        kind = _FLOAT32
+    done: bool = module.encode(codec, kind, source, residual, payload, number, start, stop)
+    return done
+
+
+def decode(
+    codec: int, number: float, payload: Array, out: Array, start: int, stop: int, *, add: bool
+) -> bool:
+    """The elements [start, stop) of a ``ValueCodec.decode``; returns whether that was done.
+
+    ``out`` is float32 or float64, whole as is ``payload``, which was checked and is only read.
+    """
+    module = native()
+    if module is None or codec not in CODED:
+        return False
+    kind = _kind(out.dtype)
+    if kind not in (_FLOAT32, _FLOAT64):
+        return False
+    done: bool = module.decode(codec, kind, payload, out, number, start, stop, add)
     return done
 
 

@@ -48,8 +48,8 @@ _look_to_read = attrgetter("shape", "dtype", "flags.c_contiguous")
 _look_to_write = attrgetter("shape", "dtype", "flags.carray")
 
 ROWS_REFUSED = (
-    "row-sparse values are for the stores local and device in this version; give this store dense "
-    "arrays, such as value.to_dense(), and pull whole keys"
+    "this store takes no row-sparse values; give it dense arrays, such as value.to_dense(), and "
+    "pull whole keys"
 )
 
 #: Results are kept for lists of so many keys altogether.
@@ -144,10 +144,14 @@ def group_values(key: object, value: object, *, takes_rows: bool = False) -> dic
 class KeyList:
     """Keys that calls name together, each once, and what is the same for all these calls."""
 
-    __slots__ = ("_looks", "keys", "nbytes", "specs")
+    __slots__ = ("_looks", "has_rows", "keys", "nbytes", "specs")
 
-    def __init__(self, keys: tuple[Key, ...], specs: Sequence[KeySpec]) -> None:
+    def __init__(
+        self, keys: tuple[Key, ...], specs: Sequence[KeySpec], *, has_rows: bool = False
+    ) -> None:
         self.keys = keys
+        self.has_rows = has_rows
+        """Whether any of them is row-sparse."""
         self.specs = specs
         self.nbytes = sum(spec.nbytes for spec in specs)
         # With NumPy's own objects for its dtypes: two of the same are equal at a glance.
@@ -215,12 +219,14 @@ class KeyTable:
     returned. Calls that only look may come from any thread.
     """
 
-    def __init__(self, *, takes_rows: bool = False) -> None:
-        self._takes_rows = takes_rows
+    def __init__(self) -> None:
         self._specs: dict[Key, KeySpec] = {}
-        self._lists: ByKeys[Key, KeyList] = ByKeys(
-            lambda keys: KeyList(keys, [self.spec(key) for key in keys])
-        )
+        self._row_sparse: set[Key] = set()
+        self._lists: ByKeys[Key, KeyList] = ByKeys(self._list)
+
+    def _list(self, keys: tuple[Key, ...]) -> KeyList:
+        has_rows = not self._row_sparse.isdisjoint(keys)
+        return KeyList(keys, [self.spec(key) for key in keys], has_rows=has_rows)
 
     def __contains__(self, key: object) -> bool:
         return key in self._specs
@@ -240,12 +246,16 @@ class KeyTable:
             raise UnknownKeyError(self._unknown(key))
         return found
 
+    def is_row_sparse(self, key: Key) -> bool:
+        """Whether a key was added as a row-sparse one."""
+        return key in self._row_sparse
+
     def listed(self, keys: tuple[Key, ...]) -> KeyList:
         """What is known of different keys. Raises as ``spec`` does."""
         return self._lists.of(keys)
 
     def usual(self, key: object) -> KeyList | None:
-        """The keys of a call if they are usual ones: of the store, each once, plain str or int.
+        """The keys of a call if they are usual ones: dense, each once, plain str or int.
 
         None for everything else, be it right or wrong: then the checks decide.
         """
@@ -266,7 +276,7 @@ class KeyTable:
             and all(map(self._specs.__contains__, keys))
         ):
             found = self._lists.of(keys)
-        return found
+        return None if found is None or found.has_rows else found
 
     def check_init(self, key: object, value: object) -> dict[Key, Array]:
         """The one array of each new key."""
@@ -298,7 +308,7 @@ class KeyTable:
 
     def check_out(self, key: object, out: object) -> dict[Key, list[Array]]:
         """The arrays to fill for each key; all have its shape and can be written."""
-        groups = group_values(key, out, takes_rows=self._takes_rows)
+        groups = group_values(key, out, takes_rows=True)
         for item, arrays in groups.items():
             check_outs(item, self.spec(item), arrays)
         return groups
@@ -308,26 +318,26 @@ class KeyTable:
     ) -> tuple[dict[Key, Array], dict[Key, list[Array]]]:
         """The one array of each new key, and the arrays to fill."""
         values = self.check_init(key, value)
-        filled = group_values(key, out, takes_rows=self._takes_rows)
+        filled = group_values(key, out, takes_rows=True)
         for item, arrays in filled.items():
             check_outs(item, spec_of(values[item]), arrays)
         return values, filled
 
-    def add(self, specs: Mapping[Key, KeySpec]) -> None:
-        """Record new keys."""
+    def add(self, specs: Mapping[Key, KeySpec], row_sparse: Iterable[Key] = ()) -> None:
+        """Record new keys, and which of them are row-sparse."""
+        self._row_sparse.update(row_sparse)
         self._specs.update(specs)
 
     def remove(self, keys: Iterable[Key]) -> None:
         """Forget keys; those that are not there are no error."""
         for key in keys:
             self._specs.pop(key, None)
+            self._row_sparse.discard(key)
         self._lists.forget()
 
     def _grouped(self, key: object, value: object) -> dict[Key, list[Array]]:
         """The arrays of values that callers give; row-sparse ones of any library as ours."""
-        groups = group_values(key, value, takes_rows=self._takes_rows)
-        if not self._takes_rows:
-            return groups
+        groups = group_values(key, value, takes_rows=True)
         return {
             item: [row_sparse(array) if is_row_sparse(array) else array for array in arrays]
             for item, arrays in groups.items()

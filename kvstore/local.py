@@ -9,6 +9,7 @@ the key.
 
 from __future__ import annotations
 
+import pathlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -18,8 +19,16 @@ import numpy as np
 from kvstore import local_rows
 from kvstore.aggregate import Flat
 from kvstore.arrays import Array, adapter_for, adapter_on
-from kvstore.base import KeyInfo, KVStore, Path, Version, check_optimizer
+from kvstore.base import (
+    CompressionParams,
+    KeyInfo,
+    KVStore,
+    Path,
+    Version,
+    check_optimizer,
+)
 from kvstore.blocks import Blocks, HostArray, Row, Workspaces
+from kvstore.compression import Compression
 from kvstore.errors import ArgumentTypeError, OptimizerNotSet
 from kvstore.keys import (
     Key,
@@ -32,11 +41,14 @@ from kvstore.keys import (
     single_key,
     spec_of,
 )
+from kvstore.local_coding import LocalCoding
 from kvstore.local_files import contents_of, pieces_of, take_states, take_values
 from kvstore.operation import futures_in
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import take_over
-from kvstore.rows import RowReader, Rows, check_dense_outs
+from kvstore.residual_files import path_beside_states, path_in_checkpoint
+from kvstore.row_calls import check_dense_outs, check_wanted
+from kvstore.rows import RowReader, Rows
 from kvstore.saving import Checkpoint, SavedStates, write_checkpoint, write_states
 from kvstore.shelf import HOST, Entry, Shelves
 from kvstore.sparse.array import RowSparseArray
@@ -54,11 +66,13 @@ class LocalKVStore(KVStore):
         # Guards everything below: a caller may push from one thread for each device. The same
         # thread may come again, from inside an updater.
         self._lock = threading.RLock()
-        self._table = KeyTable(takes_rows=True)
+        self._table = KeyTable()
         self._entries: dict[Key, Entry] = {}
         self._generations: dict[Key, int] = {}
         self._optimizer: Optimizer | None = None
         self._updater: UpdateFunction | None = None
+        #: What pushed values pass through; None: nothing.
+        self._coding: LocalCoding | None = None
         self._shelves = Shelves()
         self._workspaces = Workspaces()
         self._rows = RowReader(self._table, self._entries)
@@ -90,7 +104,7 @@ class LocalKVStore(KVStore):
         with self._lock:
             self._check_open()
             check_priority(priority)
-            self._merge(self._rows.pushed(key, value))
+            self._merge(self._pushed(key, value))
 
     def pull(
         self,
@@ -127,8 +141,7 @@ class LocalKVStore(KVStore):
         with self._lock:
             self._check_open()
             check_priority(priority)
-            pushed = self._rows.pushed(key, value)
-            filled = self._rows.filled(key, value if out is None else out)
+            pushed, filled = self._pushed_and_filled(key, value, value if out is None else out)
             if pushed.blocks and filled.blocks and self._updater is None:
                 self._merge(pushed, filled.rows)
                 self._count("pulls", filled.keys, filled.blocks)
@@ -152,12 +165,10 @@ class LocalKVStore(KVStore):
         with self._lock:
             self._check_open()
             check_priority(priority)
-            wanted, is_single = local_rows.check_wanted(
-                self._entries, self._table, key, out, row_ids
-            )
-            pulled = local_rows.pull_rows(wanted)
+            wanted, is_single = check_wanted(self._table.spec, key, out, row_ids)
+            pulled = [local_rows.pull_rows(self._entries[each.key], each) for each in wanted]
             self._counters["pulls"] += 1
-            self._counters["bytes_pulled"] += sum(map(local_rows.nbytes_of, wanted))
+            self._counters["bytes_pulled"] += sum(each.nbytes for each in wanted)
             if out is not None:
                 return None
             return pulled[0] if is_single else pulled
@@ -215,6 +226,27 @@ class LocalKVStore(KVStore):
             for entry in self._entries.values():
                 entry.keep_state(None, 0)
 
+    # -- compression -------------------------------------------------------------------
+
+    def set_gradient_compression(self, compression_params: CompressionParams) -> None:
+        compression = Compression.of(compression_params)
+        with self._lock:
+            self._check_open()
+            self._coding = LocalCoding(compression, self._table) if compression.rules else None
+
+    def _pushed(self, key: Keys, value: Values) -> Rows:
+        if self._coding is None:
+            return self._rows.pushed(key, value)
+        groups = self._table.check_push(key, value)
+        return self._rows.pushed(list(groups), self._coding.passed(groups))
+
+    def _pushed_and_filled(self, key: Keys, value: Values, out: Values) -> tuple[Rows, Rows]:
+        """Checks both before anything changes."""
+        if self._coding is None:
+            return self._rows.pushed(key, value), self._rows.filled(key, out)
+        filled = self._rows.filled(key, out)
+        return self._pushed(key, value), filled
+
     # -- keys --------------------------------------------------------------------------
 
     def keys(self) -> list[Key]:
@@ -241,6 +273,8 @@ class LocalKVStore(KVStore):
             for item in keys:
                 self._entries.pop(item, None)
             self._rows.forget()
+            if self._coding is not None:
+                self._coding.forget(keys)
 
     # -- files -------------------------------------------------------------------------
 
@@ -250,9 +284,10 @@ class LocalKVStore(KVStore):
             entries = self._entries.values()
             pieces = pieces_of(entries, self._optimizer)
             write_checkpoint(directory, contents_of(entries), self._optimizer, pieces)
+            self._save_residuals(path_in_checkpoint(directory, 0))
 
     def load_checkpoint(self, directory: Path) -> None:
-        with self._lock, Checkpoint(directory, takes_rows=True) as saved:
+        with self._lock, Checkpoint(directory) as saved:
             self._check_open()
             optimizer = saved.states.optimizer or self._optimizer
             contents = contents_of(self._entries.values())
@@ -269,6 +304,8 @@ class LocalKVStore(KVStore):
                 self.set_optimizer(optimizer)
             for entry in self._entries.values():
                 take_values(entry, saved, optimizer)
+            if self._coding is not None:
+                self._coding.load(path_in_checkpoint(directory, 0))
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
         with self._lock:
@@ -276,6 +313,7 @@ class LocalKVStore(KVStore):
             entries, optimizer = self._entries.values(), self._optimizer
             contents, pieces = contents_of(entries), pieces_of(entries, optimizer)
             write_states(fname, contents, optimizer, pieces, dump_optimizer=dump_optimizer)
+            self._save_residuals(path_beside_states(fname, 0))
 
     def load_optimizer_states(self, fname: Path) -> None:
         with self._lock, SavedStates(fname, takes_rows=True) as saved:
@@ -286,6 +324,14 @@ class LocalKVStore(KVStore):
                 self.set_optimizer(optimizer)
             for entry in self._entries.values():
                 take_states(entry, saved, optimizer)
+            if self._coding is not None:
+                self._coding.load(path_beside_states(fname, 0))
+
+    def _save_residuals(self, path: pathlib.Path) -> None:
+        if self._coding is None:
+            path.unlink(missing_ok=True)  # of an earlier save
+        else:
+            self._coding.save(path)
 
     # -- the rest ----------------------------------------------------------------------
 
@@ -295,7 +341,10 @@ class LocalKVStore(KVStore):
     def stats(self) -> dict[str, Any]:
         with self._lock:
             self._check_open()
-            return {"store": {"keys": len(self._entries), **self._counters}, "servers": {}}
+            store: dict[str, Any] = {"keys": len(self._entries), **self._counters}
+            if self._coding is not None:
+                store["compression"] = self._coding.compression.statistics.plain()
+            return {"store": store, "servers": {}}
 
     def barrier(self) -> None:
         with self._lock:

@@ -44,6 +44,39 @@ class Group(NamedTuple):
     sizes: tuple[int, ...]
     slices: tuple[Slice, ...]
     nbytes: int
+    coded: Coded | None = None
+    """What is pushed of them, where it is not their values."""
+    decoders: tuple[Decoder | None, ...] | None = None
+    """Parallel to the parts, where some values come encoded."""
+
+    @property
+    def to_push(self) -> Group | Coded:
+        """Sizes and slices of what is pushed."""
+        return self.coded or self
+
+    @property
+    def pull_sizes(self) -> tuple[int, ...]:
+        """The bytes of each part in an answer."""
+        if self.decoders is None:
+            return self.sizes
+        pairs = zip(self.decoders, self.sizes, strict=True)
+        return tuple(size if each is None else each.nbytes for each, size in pairs)
+
+
+class Coded(NamedTuple):
+    """What is pushed of a group's parts: slices of encoded values."""
+
+    sizes: tuple[int, ...]
+    slices: tuple[Slice, ...]
+    nbytes: int
+
+
+class Decoder(NamedTuple):
+    """How a part's value comes."""
+
+    nbytes: int
+    decode: Callable[[Bytes, Bytes], None]
+    """Fills the part (second) with what came (first)."""
 
 
 Places = Sequence[tuple[int, int, int, int]]
@@ -153,12 +186,12 @@ def flat_bytes_of(arrays: Sequence[np.ndarray[Any, Any]]) -> list[Bytes]:
     return list(map(np.frombuffer, arrays, repeat(_BYTE)))
 
 
-def views(group: Group, arrays: Sequence[Bytes]) -> list[Bytes]:
+def views(group: Group | Coded, arrays: Sequence[Bytes]) -> list[Bytes]:
     """Each part's bytes in the arrays of a call, shared."""
     return [arrays[position][start:stop] for position, start, stop in group.slices]
 
 
-def gather(group: Group, arrays: Sequence[Bytes], staging: Bytes) -> None:
+def gather(group: Group | Coded, arrays: Sequence[Bytes], staging: Bytes) -> None:
     """Copy the group's parts one after the other into ``staging``, which has their size."""
     pieces = views(group, arrays)
     if len(pieces) == 1:
@@ -172,6 +205,8 @@ def scatter_into(
 ) -> Callable[[Sequence[int], Sequence[Piece], Sequence[int]], None]:
     """A sink that copies the group's parts into the arrays of a call."""
     slices = group.slices
+    if group.decoders is not None:
+        return _decode_into(slices, group.decoders, arrays)
 
     def sink(indices: Sequence[int], pieces: Sequence[Piece], versions: Sequence[int]) -> None:
         frame: Any = None
@@ -182,5 +217,21 @@ def scatter_into(
                 memory = np.frombuffer(frame, np.uint8)
             key, start, stop = slices[index]
             arrays[key][start:stop] = memory[piece.start : piece.stop]
+
+    return sink
+
+
+def _decode_into(
+    slices: Sequence[Slice], decoders: Sequence[Decoder | None], arrays: Sequence[Bytes]
+) -> Callable[[Sequence[int], Sequence[Piece], Sequence[int]], None]:
+    def sink(indices: Sequence[int], pieces: Sequence[Piece], versions: Sequence[int]) -> None:
+        for index, piece in zip(indices, pieces, strict=True):
+            came = np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]
+            key, start, stop = slices[index]
+            decoder = decoders[index]
+            if decoder is None:
+                arrays[key][start:stop] = came
+            else:
+                decoder.decode(came, arrays[key][start:stop])
 
     return sink

@@ -16,6 +16,7 @@ import numpy as np
 from kvstore.base import Key, KeySpec
 from kvstore.dtypes import dtype_of, dtype_text
 from kvstore.placement import chunk_ranges, num_chunks
+from kvstore.sparse.stripes import Stripes
 from pslite.errors import ProtocolError
 from pslite.wire.codec import pack_value, unpack_value
 
@@ -54,6 +55,19 @@ class StoreCall(enum.IntEnum):
     STATS = 7
     COMMAND = 8
     CLOSE = 9
+    INIT_ROWS = 10
+    HELD_ROWS = 11
+    READ_ROWS = 12
+    WRITE_ROWS = 13
+    SET_COMPRESSION = 14
+
+
+class Declared(NamedTuple):
+    """A key as a worker's ``init`` has it."""
+
+    key: Key
+    spec: KeySpec
+    is_row_sparse: bool = False
 
 
 class KeyEntry(NamedTuple):
@@ -68,14 +82,32 @@ class KeyEntry(NamedTuple):
     """The rank of the server of each part."""
     generation: int = 1
     """How often the key has been initialised; ``delete`` and ``init`` again count it up."""
+    is_row_sparse: bool = False
+
+    @property
+    def declared(self) -> Declared:
+        """The key as ``init`` had it."""
+        return Declared(self.key, self.spec, self.is_row_sparse)
 
     @property
     def parts(self) -> range:
         """The numbers of its parts, in order of their elements."""
         return range(self.first_part, self.first_part + len(self.servers))
 
+    @property
+    def stripes(self) -> Stripes:
+        """Where the rows of a row-sparse key are."""
+        return Stripes(self.spec.shape[0], len(self.servers))
+
+    def part_bytes(self) -> list[int]:
+        """The size of each part; of a row-sparse key that of all its rows."""
+        if self.is_row_sparse:
+            row_bytes = self.spec.nbytes // max(self.spec.shape[0], 1)
+            return [self.stripes.rows_of(part) * row_bytes for part in range(len(self.servers))]
+        return [(stop - start) * self.spec.dtype.itemsize for start, stop in self.chunks()]
+
     def chunks(self) -> list[tuple[int, int]]:
-        """The element range of each part."""
+        """The element range of each part of a dense key."""
         return chunk_ranges(self.spec.num_elements, self.spec.dtype.itemsize, self.chunk_bytes)
 
 
@@ -88,6 +120,24 @@ class PartEntry(NamedTuple):
     """Whether it is all of its key, as optimizers of scope "key" need it."""
     num_elements: int
     dtype: np.dtype[Any]
+
+
+class RowPartEntry(NamedTuple):
+    """One part of a row-sparse key, as a server is told to create it."""
+
+    part: int
+    key: Key
+    is_whole: bool
+    """As in ``PartEntry``."""
+    num_rows: int
+    width: int
+    """Numbers in a row."""
+    dtype: np.dtype[Any]
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row."""
+        return self.width * self.dtype.itemsize
 
 
 def pack(*fields: Any) -> bytes:
@@ -110,21 +160,26 @@ def unpack(body: bytes, *kinds: type) -> list[Any]:
     return fields
 
 
-def pack_specs(specs: Sequence[tuple[Key, KeySpec]]) -> list[Any]:
+def pack_specs(specs: Sequence[Declared]) -> list[Any]:
     """Keys with shapes and dtypes, as plain data."""
-    return [[key, list(spec.shape), dtype_text(spec.dtype)] for key, spec in specs]
+    return [
+        [key, list(spec.shape), dtype_text(spec.dtype), is_row_sparse]
+        for key, spec, is_row_sparse in specs
+    ]
 
 
-def unpack_specs(data: Any) -> list[tuple[Key, KeySpec]]:
+def unpack_specs(data: Any) -> list[Declared]:
     """What ``pack_specs`` wrote, checked."""
     specs = []
-    for entry in _rows(data, 3):
-        key, shape, dtype = entry
+    for entry in _rows(data, 4):
+        key, shape, dtype, is_row_sparse = entry
         if type(key) not in (int, str) or type(shape) is not list:
+            raise ProtocolError("a key's entry is malformed")
+        if type(is_row_sparse) is not bool or (is_row_sparse and not shape):
             raise ProtocolError("a key's entry is malformed")
         if len(shape) > _MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in shape):
             raise ProtocolError("a key's shape is malformed")
-        specs.append((key, KeySpec(tuple(shape), dtype_of(dtype))))
+        specs.append(Declared(key, KeySpec(tuple(shape), dtype_of(dtype)), is_row_sparse))
     return specs
 
 
@@ -133,7 +188,7 @@ def pack_entries(entries: Sequence[KeyEntry]) -> bytes:
     return pack(
         [
             [
-                *pack_specs([(entry.key, entry.spec)])[0],
+                *pack_specs([entry.declared])[0],
                 entry.first_part,
                 entry.chunk_bytes,
                 list(entry.servers),
@@ -148,20 +203,29 @@ def unpack_entries(body: bytes) -> list[KeyEntry]:
     """What ``pack_entries`` wrote, checked."""
     (rows,) = unpack(body, list)
     entries = []
-    for row in _rows(rows, 7):
-        ((key, spec),) = unpack_specs([row[:3]])
-        first_part, chunk_bytes, servers, generation = row[3:]
+    for row in _rows(rows, 8):
+        ((key, spec, is_row_sparse),) = unpack_specs([row[:4]])
+        first_part, chunk_bytes, servers, generation = row[4:]
         if type(servers) is not list or len(servers) > MAX_CHUNKS:
             raise ProtocolError("a key's placement is malformed")
         numbers = [first_part, chunk_bytes, generation, *servers]
         if any(type(number) is not int or number < 0 for number in numbers):
             raise ProtocolError("a key's placement is malformed")
-        entry = KeyEntry(key, spec, first_part, chunk_bytes, tuple(servers), generation)
-        num_elements, itemsize = spec.num_elements, spec.dtype.itemsize
-        if chunk_bytes < 1 or num_chunks(num_elements, itemsize, chunk_bytes) != len(servers):
+        entry = KeyEntry(
+            key, spec, first_part, chunk_bytes, tuple(servers), generation, is_row_sparse
+        )
+        if chunk_bytes < 1 or not _fits(entry):
             raise ProtocolError("a key's placement does not fit its size")
         entries.append(entry)
     return entries
+
+
+def _fits(entry: KeyEntry) -> bool:
+    """Whether the entry has as many parts as there can be."""
+    spec, num_parts = entry.spec, len(entry.servers)
+    if entry.is_row_sparse:
+        return 1 <= num_parts <= max(spec.shape[0], 1)
+    return num_chunks(spec.num_elements, spec.dtype.itemsize, entry.chunk_bytes) == num_parts
 
 
 def pack_parts(parts: Sequence[PartEntry]) -> list[Any]:
@@ -182,6 +246,22 @@ def unpack_parts(data: Any) -> list[PartEntry]:
             raise ProtocolError("a part's entry is malformed")
         parts.append(PartEntry(part, key, is_whole, num_elements, dtype_of(dtype)))
     return parts
+
+
+def pack_row_part(entry: RowPartEntry) -> list[Any]:
+    """A part of a row-sparse key to create, as plain data."""
+    return [*entry[:-1], dtype_text(entry.dtype)]
+
+
+def unpack_row_part(data: Any) -> RowPartEntry:
+    """What ``pack_row_part`` wrote, checked."""
+    ((part, key, is_whole, num_rows, width, dtype),) = _rows([data], 6)
+    numbers = (part, num_rows, width)
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ProtocolError("a part's entry is malformed")
+    if type(key) not in (int, str) or type(is_whole) is not bool:
+        raise ProtocolError("a part's entry is malformed")
+    return RowPartEntry(part, key, is_whole, num_rows, width, dtype_of(dtype))
 
 
 def _rows(data: Any, width: int) -> list[list[Any]]:

@@ -8,21 +8,15 @@ store's lock guards everything here. Read next: ``blocks.py``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstore.arrays import Array
 from kvstore.blocks import Blocks
-from kvstore.errors import NotSupportedError
 from kvstore.keys import Key, Keys, KeyTable, Values
+from kvstore.row_calls import SparseOuts, check_dense_outs
 from kvstore.shelf import HOST, Entry
 from kvstore.sparse.array import RowSparseArray
-
-IGNORED = (
-    "pull leaves a RowSparseArray as it is (key {key!r}): use row_sparse_pull with row_ids, or "
-    "pull with ignore_sparse=False for all rows"
-)
 
 MOST_LISTS = 1000
 """So many lists of keys are remembered; then all are forgotten."""
@@ -46,7 +40,7 @@ class RowReader:
         self._table = table
         self._entries = entries
         self._blocks: dict[tuple[Key, ...], Blocks] = {}
-        self._warned: set[Key] = set()
+        self._outs = SparseOuts()
 
     def pushed(self, key: Keys, value: Values) -> Rows:
         """What a call pushes. Raises what ``KeyTable.check_push`` does."""
@@ -68,7 +62,7 @@ class RowReader:
         if ignores_sparse is None:
             check_dense_outs(groups)
         elif ignores_sparse:
-            groups = self._without_sparse(groups)
+            groups = self._outs.ignored(groups, 5)
         return self.split(groups)
 
     def split(self, groups: Mapping[Key, Sequence[Array]]) -> Rows:
@@ -81,17 +75,6 @@ class RowReader:
         if self._entries[key].table is not None:
             return True
         return any(isinstance(array, RowSparseArray) for array in arrays)
-
-    def _without_sparse(self, groups: Mapping[Key, list[Array]]) -> dict[Key, list[Array]]:
-        kept: dict[Key, list[Array]] = {}
-        for key, arrays in groups.items():
-            dense = [array for array in arrays if not isinstance(array, RowSparseArray)]
-            if dense:
-                kept[key] = dense
-            if len(dense) < len(arrays) and key not in self._warned:
-                self._warned.add(key)
-                warnings.warn(IGNORED.format(key=key), stacklevel=4)
-        return kept
 
     def blocks_of(self, keys: tuple[Key, ...]) -> Blocks:
         """The blocks of different keys, all on the host."""
@@ -125,13 +108,3 @@ class RowReader:
     def _is_at_home(self, key: Key) -> bool:
         entry = self._entries.get(key)
         return entry is not None and entry.home is HOST and entry.table is None
-
-
-def check_dense_outs(groups: Mapping[Key, Sequence[Array]]) -> None:
-    """Raise ``NotSupportedError`` if an array to fill is a ``RowSparseArray``."""
-    for key, arrays in groups.items():
-        if any(isinstance(array, RowSparseArray) for array in arrays):
-            raise NotSupportedError(
-                f"key {key!r}: pushpull and broadcast fill dense arrays only; give out=array, or "
-                "push (or init) and then row_sparse_pull the rows you need"
-            )

@@ -215,8 +215,8 @@ class SavedStates:
             self.row_shapes = read_shapes(self._file, path)
             if self.row_shapes and not takes_rows:
                 raise CheckpointError(
-                    f"{path} has row-sparse keys ({', '.join(self.row_shapes)}), which only the "
-                    "stores local and device take in this version; load it there"
+                    f"{path} has row-sparse keys ({', '.join(self.row_shapes)}), which only "
+                    "stores take; load it there"
                 )
         except BaseException:
             self._file.close()
@@ -261,13 +261,18 @@ class SavedStates:
         """The rows of a row-sparse key, sorted. Raises ``CheckpointError``."""
         return read_ids(self._file, self.path, str(key), self.row_shapes[str(key)])
 
-    def _stored_spec(self, key: Key, content: Content) -> KeySpec:
+    def check_kind(self, key: Key, content: Content) -> None:
+        """Whether a key is row-sparse here and there, or dense."""
         shape = self.row_shapes.get(str(key))
-        if content.rows is None and shape is None:
-            return content.spec
-        if content.rows is None or shape is None:
+        if (content.rows is None) != (shape is None):
             kinds = ("dense", "row-sparse") if shape is None else ("row-sparse", "dense")
             raise CheckpointError(f"key {key!r} is {kinds[0]} in {self.path}, {kinds[1]} here")
+
+    def _stored_spec(self, key: Key, content: Content) -> KeySpec:
+        self.check_kind(key, content)
+        shape = self.row_shapes.get(str(key))
+        if shape is None:
+            return content.spec
         if shape != content.spec.shape:
             raise CheckpointError(
                 f"key {key!r} has shape {shape} in {self.path}, {content.spec.shape} here"
@@ -324,17 +329,16 @@ class SavedStates:
 class Checkpoint:
     """A checkpoint that is open for reading. Raises ``CheckpointError``.
 
-    ``specs`` are shape and dtype of each key, ``states`` the states file. Without ``takes_rows``,
-    a checkpoint with row-sparse keys raises as well.
+    ``specs`` are shape and dtype of each key, ``states`` the states file.
     """
 
-    def __init__(self, directory: FilePath, *, takes_rows: bool = False) -> None:
+    def __init__(self, directory: FilePath) -> None:
         directory = Path(directory)
         manifest = read_json(directory / MANIFEST, _MAX_MANIFEST_BYTES)
         paths = _files_of(directory, manifest)
         with ExitStack() as stack:
             self._values = stack.enter_context(TensorReader(paths["values"]))
-            states = SavedStates(paths["states"], takes_rows=takes_rows)
+            states = SavedStates(paths["states"], takes_rows=True)
             self.states = stack.enter_context(states)
             is_int = self._values.metadata.get("key_type") == "int"
             try:
@@ -375,6 +379,7 @@ class Checkpoint:
                 raise CheckpointError(
                     f"key {key!r} of the store is {spec.shape} of {spec.dtype}, and {has}"
                 )
+            self.states.check_kind(key, content)
 
     def read(self, key: Key, start: int, stop: int, optimizer: Optimizer | None) -> Piece:
         """Some elements of a key."""

@@ -7,25 +7,28 @@ the pool thread of its lane, so that no value is read or written while it is upd
 
 from __future__ import annotations
 
-import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvstore.aggregate import Flat
-from kvstore.arena import Arena, Part, PartTable, StoreState
+from kvstore.arena import Arena, Part, PartTable, StoreState, codecs_of
 from kvstore.commands import run_command
+from kvstore.compression import Compression
 from kvstore.freed import return_freed_memory
+from kvstore.lanes import Lanes
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain, to_plain
 from kvstore.plan import message_bytes, most_group_bytes
 from kvstore.protocol import PartEntry, StoreCall, pack, unpack, unpack_parts
+from kvstore.row_parts import answer_cut, taken
+from kvstore.row_stores import RowStores
+from kvstore.sparse.payload import ROWS_FORM
 from pslite import Incoming, Postoffice
 from pslite.errors import ProtocolError, UsageError
-from pslite.plane import Ints, Job, Outcome, Piece, ServerPlane, cut
+from pslite.plane import Formed, Ints, Job, Outcome, Piece, ServerPlane, cut
 
 #: Copies that nobody has asked for, such as those of parts that went their own ways.
 _MAX_COPIES = 16
@@ -67,6 +70,8 @@ class ServerStores:
             message_bytes=message_bytes(config, by_tcp=True),
             stall_report_s=config.stall_report_s,
         )
+        self._lanes = Lanes(node.pool.submit)
+        self._rows = RowStores(self._plane, self._store, self._next_lane, self._lanes)
         node.traffic.serve(self._plane)
         node.traffic.add_owner(self)
         self._calls: dict[int, Callable[[Incoming], None]] = {
@@ -79,11 +84,13 @@ class ServerStores:
             StoreCall.STATS: self._stats,
             StoreCall.COMMAND: self._command,
             StoreCall.CLOSE: self._close,
+            StoreCall.SET_COMPRESSION: self._set_compression,
+            **self._rows.calls,
         }
 
     def name_of(self, part: int) -> str | None:
         """The key that a part belongs to, for reports (``pslite/traffic.py``)."""
-        found = self._parts.get(part)
+        found = self._parts.get(part) or self._rows.get(part)
         return None if found is None else f"key {found.entry.key!r}"
 
     def send_joined(self) -> None:
@@ -93,6 +100,8 @@ class ServerStores:
 
     def apply(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Apply complete rounds. On the pool thread of the parts' lane; never raises."""
+        if any(job.is_formed for job in jobs):
+            return [self._apply_formed(job) for job in jobs]
         # A statistic: a lost count between threads is no harm.
         self._num_rounds += sum(len(job.parts) for job in jobs)
         copies = [self._room_for_copy(job) for job in jobs]
@@ -105,10 +114,39 @@ class ServerStores:
                 self._copies[job.parts] = _Copy(copy, {each: each.changes for each in arenas})
         return outcomes
 
+    def _apply_formed(self, job: Job) -> Outcome:
+        if not job.is_formed:
+            return self.apply([job])[0]
+        self._num_rounds += 1
+        return self._rows.apply(job, self._parts.get(job.parts[0]))
+
+    def take(self, part: int, form: int, piece: Piece, *, is_push: bool) -> Formed:
+        """Rows, which are pushed or wanted; see ``row_parts.py``."""
+        found = self._rows.get(part) or self._parts.get(part)
+        if form != ROWS_FORM or found is None:
+            raise UsageError(f"part {part} is not known to this server, or not in form {form}")
+        if is_push and isinstance(found, Part) and found.codecs.push is not None:
+            raise UsageError(f"part {part} is pushed encoded, and not in rows")
+        rows: Formed = taken(found, piece, is_push=is_push)
+        return rows
+
+    def answer(self, part: int, wanted: Any) -> Any:
+        """Rows that are wanted, copied: others may change them as soon as this returns."""
+        rows = self._rows.get(part)
+        if rows is not None:
+            most_bytes = self._node.config.max_message_bytes
+            return rows.answer(wanted, self._node.buffer, most_bytes)
+        dense = self._parts.get(part)
+        if dense is None:
+            raise UsageError("the key was deleted")
+        return answer_cut(dense, wanted, self._node.buffer)
+
     def _room_for_copy(self, job: Job) -> Flat | None:
         """Where asynchronous values go that are to be sent; others are sent as they lie."""
         part = self._parts.get(job.parts[0])
         if not job.wanted or part is None or part.arena.store.ranks is not None:
+            return None
+        if job.push_sizes != job.sizes:
             return None
         return self._node.buffer(sum(job.sizes))
 
@@ -118,7 +156,10 @@ class ServerStores:
         if copied is not None and copied.is_current:
             return [copied.values.data]
         frames = []
-        for arena, start, stop in self._parts.frames(tuple(parts)):
+        for arena, start, stop, part in self._parts.frames(tuple(parts)):
+            if part is not None:
+                frames.append(part.encoded(self._node.buffer).data)
+                continue
             values = arena.weight[start:stop].view(np.uint8)
             # A synchronous value stays as it is until everybody who wants it has it; an
             # asynchronous one may change as soon as this returns.
@@ -140,17 +181,15 @@ class ServerStores:
 
     def _init(self, incoming: Incoming) -> None:
         """Create parts with the values in the frames, one after the other."""
-        number, synchronous, table = unpack(incoming.body, int, bool, list)
+        number, synchronous, table, rules = unpack(incoming.body, int, bool, list, list)
         entries = unpack_parts(table)
+        if len(rules) != len(entries):
+            raise ProtocolError("each part needs the number of a rule")
         sizes = [entry.num_elements * entry.dtype.itemsize for entry in entries]
         pieces = cut(sizes, incoming.frames)
         store = self._store(number, synchronous)
-        cut_keys = [entry.key for entry in entries if not entry.is_whole]
-        if cut_keys and store.optimizer is not None and store.optimizer.scope == "key":
-            raise UsageError(
-                f"the optimizer {store.optimizer.name} needs whole keys, but {cut_keys[0]!r} "
-                "is cut in parts: worker 0 has to return from set_optimizer before it calls init"
-            )
+        codecs = [codecs_of(store.compression, rule) for rule in rules]
+        store.check_whole(entries)
         # A rank that stands in for one that left half-way finds some parts there; they stay.
         new = [index for index, entry in enumerate(entries) if entry.part not in self._parts]
         for group in _same_dtype(entries, new):
@@ -158,11 +197,12 @@ class ServerStores:
             mine = [entries[index] for index in group]
             arena = Arena(store, self._lane_of(values), mine, values, self._node.buffer)
             for index, part in zip(group, arena.parts, strict=True):
+                part.codecs = codecs[index]
                 self._parts.add(part)
-                self._plane.open_part(part.entry.part, sizes[index], store.ranks, arena.lane)
-                if not part.entry.is_whole:
-                    count = store.cut_keys.get(part.entry.key, 0)
-                    store.cut_keys[part.entry.key] = count + 1
+                self._plane.open_part(
+                    part.entry.part, part.pull_bytes, store.ranks, arena.lane, part.push_bytes
+                )
+                store.has_part(part.entry)
         incoming.respond()
         # The values came in messages; between processes of one machine no more come so.
         self._trim_at = self._node.clock() + _TRIM_AFTER_S
@@ -192,6 +232,14 @@ class ServerStores:
         self._lane_bytes += nbytes
         return self._lane
 
+    def _next_lane(self) -> int:
+        """A lane of its own; what comes next begins another one."""
+        self._lane += 1
+        self._lane_bytes = 0
+        lane = self._lane
+        self._lane += 1
+        return lane
+
     def _store(self, number: int, synchronous: bool) -> StoreState:
         found = self._stores.get(number)
         if found is None:
@@ -215,16 +263,31 @@ class ServerStores:
     def _forget(self, parts: Sequence[Any]) -> None:
         self._copies.clear()
         for number_of_part in parts:
-            part = self._parts.remove(number_of_part)
+            part = self._parts.remove(number_of_part) or self._rows.remove(number_of_part)
             if part is None:
                 continue
-            cut_keys = part.arena.store.cut_keys
-            if not part.entry.is_whole:
-                cut_keys[part.entry.key] -= 1
-                if not cut_keys[part.entry.key]:
-                    del cut_keys[part.entry.key]
+            part.store.lost_part(part.entry)
             gone = UsageError(f"the key {part.entry.key!r} was deleted")
             self._node.traffic.carry_out(self._plane.close_part(number_of_part, gone))
+
+    def _set_compression(self, incoming: Incoming) -> None:
+        """All workers are here, and nothing is under way."""
+        number, synchronous, plain, rows = unpack(incoming.body, int, bool, list, list)
+        store = self._store(number, synchronous)
+        compression = Compression.from_plain(plain)
+        codecs = {}
+        for row in rows:
+            if type(row) is not list or len(row) != 2 or type(row[0]) is not int:
+                raise ProtocolError("a part's rule is malformed")
+            codecs[row[0]] = codecs_of(compression, row[1])
+        store.compression = compression
+        self._copies.clear()
+        for part in self._parts:
+            if part.arena.store is store and part.entry.part in codecs:
+                part.codecs = codecs[part.entry.part]
+                self._plane.resize_part(part.entry.part, part.pull_bytes, part.push_bytes)
+        self._parts.forget_lists()
+        incoming.respond()
 
     def _set_optimizer(self, incoming: Incoming) -> None:
         number, synchronous, only_check, plain = unpack(incoming.body, int, bool, bool, list)
@@ -274,7 +337,7 @@ class ServerStores:
             frames = [frame for _, row in found for frame in row]
             incoming.respond(pack([count for count, _ in found]), frames)
 
-        self._on_lanes(incoming, parts, copy, answer)
+        self._lanes.run(incoming, parts, copy, answer)
 
     def _write_parts(self, incoming: Incoming) -> None:
         """Set states and counts (and values) from what ``_read_parts`` gave: ``Part.write``."""
@@ -294,7 +357,7 @@ class ServerStores:
         def write(part: Part) -> None:
             part.write(*found[part.entry.part], has_values=has_values)
 
-        self._on_lanes(incoming, parts, write, incoming.respond)
+        self._lanes.run(incoming, parts, write, incoming.respond)
 
     def _found(self, numbers: Sequence[Any]) -> list[Part]:
         parts = []
@@ -305,38 +368,6 @@ class ServerStores:
             parts.append(part)
         return parts
 
-    def _on_lanes(
-        self,
-        incoming: Incoming,
-        parts: Sequence[Part],
-        work: Callable[[Part], None],
-        answer: Callable[[], None],
-    ) -> None:
-        """Do ``work`` for each part on its lane's thread, then ``answer`` on the last of them."""
-        lanes: dict[int, list[Part]] = {}
-        for part in parts:
-            lanes.setdefault(part.arena.lane, []).append(part)
-        lock = threading.Lock()  # guards `left`: lanes end on different threads
-        left = len(lanes)
-
-        def run(mine: list[Part]) -> None:
-            nonlocal left
-            try:
-                for part in mine:
-                    work(part)
-                with lock:
-                    left -= 1
-                    is_last = left == 0
-                if is_last:
-                    answer()
-            except Exception as error:
-                incoming.fail(error)
-
-        if not lanes:
-            answer()
-        for lane, mine in lanes.items():
-            self._node.pool.submit(lane, functools.partial(run, mine))
-
     # -- statistics and commands -------------------------------------------------------
 
     def _stats(self, incoming: Incoming) -> None:
@@ -344,14 +375,26 @@ class ServerStores:
         incoming.respond(
             pack(
                 {
-                    "parts": len(self._parts),
-                    "value_bytes": sum(arena.weight.nbytes for arena in arenas),
-                    "state_bytes": sum(arena.state_bytes for arena in arenas),
+                    "parts": len(self._parts) + len(self._rows),
+                    "value_bytes": sum(arena.weight.nbytes for arena in arenas)
+                    + sum(part.table.nbytes for part in self._rows),
+                    "state_bytes": sum(arena.state_bytes for arena in arenas)
+                    + sum(part.table.state_bytes for part in self._rows),
                     "rounds": self._num_rounds,
+                    **self._compression_stats(),
                     "waiting_contributions": self._plane.num_waiting,
                 }
             )
         )
+
+    def _compression_stats(self) -> dict[str, Any]:
+        """What was decoded and encoded, by the numbers of the stores that do that."""
+        found = {
+            str(number): store.compression.statistics.plain()
+            for number, store in self._stores.items()
+            if store.compression.rules
+        }
+        return {"compression": found} if found else {}
 
     def _command(self, incoming: Incoming) -> None:
         head, body = unpack(incoming.body, int, str)

@@ -14,13 +14,23 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.coding import Coding
 from kvstore.keys import Key, KeySpec
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain
-from kvstore.plan import Group, flat_bytes, group_bytes, part_entries, plan, views
+from kvstore.plan import (
+    Group,
+    flat_bytes,
+    group_bytes,
+    message_bytes,
+    part_entries,
+    plan,
+    views,
+)
 from kvstore.protocol import (
     DIRECTORY_APP,
     STORE_APP,
+    Declared,
     DirectoryCall,
     KeyEntry,
     StoreCall,
@@ -30,7 +40,9 @@ from kvstore.protocol import (
     unpack,
     unpack_entries,
 )
+from kvstore.row_files import RowFiles
 from kvstore.saving import Piece, state_dtypes
+from kvstore.sparse.array import RowSparseArray
 from pslite import Future, Postoffice, Role
 from pslite.customer import Reply
 from pslite.errors import ProtocolError, describe
@@ -42,6 +54,7 @@ from pslite.ids import SCHEDULER_ID, node_id
 _READ_AHEAD = 8
 
 Reader = Callable[[Key, int, int], Piece]
+HostValue = np.ndarray[Any, Any] | RowSparseArray
 
 
 class Servers:
@@ -52,6 +65,7 @@ class Servers:
         self._number = number
         self._synchronous = synchronous
         self._servers = [node_id(Role.SERVER, rank) for rank in range(node.config.num_servers)]
+        self.rows = RowFiles(self._ask_server, message_bytes(node.config, by_tcp=False))
 
     @property
     def mode(self) -> str:
@@ -78,8 +92,9 @@ class Servers:
     def init(
         self,
         specs: Mapping[Key, KeySpec],
-        values: Sequence[np.ndarray[Any, Any]],
+        values: Sequence[HostValue],
         known: Mapping[Key, KeyEntry],
+        coding: Coding | None,
         *,
         whole: bool,
     ) -> Future[list[KeyEntry]]:
@@ -88,12 +103,18 @@ class Servers:
         ``values`` are on the host and stay unchanged until then. ``whole`` asks for keys that
         are not cut.
         """
-        body = pack(self._number, self.mode, whole, pack_specs(list(specs.items())))
+        declared_keys = [
+            Declared(key, spec, isinstance(value, RowSparseArray))
+            for (key, spec), value in zip(specs.items(), values, strict=True)
+        ]
+        body = pack(self._number, self.mode, whole, pack_specs(declared_keys))
 
         def declared(body: bytes) -> Future[list[KeyEntry]]:
             decides, rows = unpack(body, bool, bytes)
             entries = unpack_entries(rows)
-            made = self._create_parts(entries, values, known) if decides else completed(None)
+            if not decides:
+                return completed(entries)
+            made = self._create_parts(entries, values, known, coding)
             return made.map(lambda _: entries)
 
         names = ", ".join(repr(key) for key in list(specs)[:5])
@@ -103,18 +124,27 @@ class Servers:
     def _create_parts(
         self,
         entries: Sequence[KeyEntry],
-        values: Sequence[np.ndarray[Any, Any]],
+        values: Sequence[HostValue],
         known: Mapping[Key, KeyEntry],
+        coding: Coding | None,
     ) -> Future[None]:
         """Put the first values on the servers, then let the other ranks know."""
-        new = [index for index, entry in enumerate(entries) if entry.key not in known]
-        entries = [entries[index] for index in new]
-        arrays = [flat_bytes(values[index]) for index in new]
-        asked = []
+        asked: list[Future[Any]] = []
+        dense, arrays = [], []
+        for entry, value in zip(entries, values, strict=True):
+            if entry.key in known:
+                continue
+            if isinstance(value, RowSparseArray):
+                asked += self.rows.create(self._number, self._synchronous, entry, value)
+            else:
+                dense.append(entry)
+                arrays.append(flat_bytes(value))
+        entries = [entry for entry in entries if entry.key not in known]
         # Parts that are created together lie together; so they should travel together later.
-        nbytes = sum(entry.spec.nbytes for entry in entries)
-        for group in plan(entries, group_bytes(self._node.config, nbytes, by_tcp=False)):
-            body = pack(self._number, self._synchronous, pack_parts(part_entries(group, entries)))
+        nbytes = sum(entry.spec.nbytes for entry in dense)
+        for group in plan(dense, group_bytes(self._node.config, nbytes, by_tcp=False)):
+            parts = pack_parts(part_entries(group, dense))
+            body = pack(self._number, self._synchronous, parts, _rules(group, dense, coding))
             frames = [view.data for view in views(group, arrays)]
             asked.append(self._ask_group(group, StoreCall.INIT, body, frames))
 
@@ -171,6 +201,23 @@ class Servers:
         """All keys of the store, and how many times its optimizer was set."""
         rows, num_optimizer_calls = unpack(body, bytes, int)
         return unpack_entries(rows), num_optimizer_calls
+
+    # -- compression -------------------------------------------------------------------
+
+    def set_compression(
+        self, plain: Sequence[Any], entries: Iterable[KeyEntry], coding: Coding | None
+    ) -> Future[None]:
+        """Have all servers take values of these keys as ``coding`` has it; None: as they are.
+
+        ``plain`` are its rules. Nothing may be under way on any worker.
+        """
+        rows = [
+            [part, -1 if coding is None else coding.rule_of(entry)]
+            for entry in entries
+            for part in entry.parts
+        ]
+        body = pack(self._number, self._synchronous, list(plain), rows)
+        return self._ask_all(StoreCall.SET_COMPRESSION, body).map(lambda _: None)
 
     # -- optimizers --------------------------------------------------------------------
 
@@ -292,10 +339,13 @@ class Servers:
     def _ask_group(
         self, group: Group, call: StoreCall, body: bytes, frames: Sequence[Any]
     ) -> Future[Reply]:
-        asked = self._node.request(
-            [group.server], STORE_APP, call, body, {group.server: list(frames)}
-        )
-        return asked.map(lambda replies: replies[group.server])
+        return self._ask_server(group.server, call, body, frames)
+
+    def _ask_server(
+        self, server: int, call: StoreCall, body: bytes, frames: Sequence[Any]
+    ) -> Future[Reply]:
+        asked = self._node.request([server], STORE_APP, call, body, {server: list(frames)})
+        return asked.map(lambda replies: replies[server])
 
     # -- statistics and commands -------------------------------------------------------
 
@@ -312,6 +362,13 @@ class Servers:
         """What each server answers to a command, in rank order."""
         asked = self._ask_all(StoreCall.COMMAND, pack(head, body))
         return asked.map(lambda replies: [unpack(reply.body, str)[0] for reply in replies])
+
+
+def _rules(group: Group, entries: Sequence[KeyEntry], coding: Coding | None) -> list[int]:
+    """The rule of compression for each part of a group; -1 for none."""
+    if coding is None:
+        return [-1] * len(group.parts)
+    return [coding.rule_of(entries[piece.position]) for piece in group.slices]
 
 
 def _one_optimizer(body: bytes) -> Optimizer | None:

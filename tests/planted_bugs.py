@@ -184,7 +184,7 @@ BUGS = [
         "pslite/plane/server.py",
         "        unit.rounds.finish()\n",
         "        unit.rounds.finish()\n"
-        "        self.app.apply([Job(unit.parts, unit.sizes, batch)])\n",
+        "        self.app.apply([Job(unit.parts, unit.sizes, unit.push_sizes, batch)])\n",
         SEEDS,
     ),
 ]

@@ -1,8 +1,8 @@
 /* The compiled kernels of kvstore/kernels.py: the module kvstore._kernels.
  *
  * This file takes Python's arguments apart, checks them, lets the interpreter's lock go and calls
- * the arithmetic in loops.h and rules.h, which is compiled once for any processor and once for
- * AVX2. Nothing is kept between calls. What is not a contiguous buffer is declined (False), what
+ * the arithmetic in loops.h, rules.h and codecs.h, which is compiled once for any processor and
+ * once for AVX2. Nothing is kept between calls. What is not a contiguous buffer is declined (False), what
  * does not fit is a ValueError, both before anything is written.
  */
 #include "kernels.h"
@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#define INTERFACE 2 /* must be that of kernels.py, which leaves an older or newer build alone */
+#define INTERFACE 3 /* must be that of kernels.py, which leaves an older or newer build alone */
 
 /* Calls on fewer bytes keep the interpreter's lock: to hand it over can cost more than they do. */
 #define BRIEF 65536
@@ -47,6 +47,10 @@ static int has_avx2(void)
 static struct {
     const char *name;
     void (*run)(const struct work *);
+    void (*encode_float)(const struct coding *, size_t, size_t);
+    void (*encode_double)(const struct coding *, size_t, size_t);
+    void (*decode_float)(const struct coding *, size_t, size_t);
+    void (*decode_double)(const struct coding *, size_t, size_t);
 } sets[2];
 static int num_sets, chosen; /* guarded by the interpreter's lock */
 
@@ -56,10 +60,18 @@ static void find_sets(void)
 #if defined(__x86_64__)
     if (has_avx2()) {
         sets[num_sets].name = "avx2";
+        sets[num_sets].encode_float = avx2_encode_float;
+        sets[num_sets].encode_double = avx2_encode_double;
+        sets[num_sets].decode_float = avx2_decode_float;
+        sets[num_sets].decode_double = avx2_decode_double;
         sets[num_sets++].run = avx2_run;
     }
 #endif
     sets[num_sets].name = "plain";
+    sets[num_sets].encode_float = plain_encode_float;
+    sets[num_sets].encode_double = plain_encode_double;
+    sets[num_sets].decode_float = plain_decode_float;
+    sets[num_sets].decode_double = plain_decode_double;
     sets[num_sets++].run = plain_run;
     chosen = 0;
 }
@@ -271,10 +283,14 @@ static PyObject *run(PyObject *self, PyObject *args)
     return outcome == FAILED ? NULL : PyBool_FromLong(outcome == DONE);
 }
 
+#include "coding_calls.h"
+
 /* -- the module -------------------------------------------------------------------------- */
 
 static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, run_doc},
+    {"encode", encode, METH_VARARGS, encode_doc},
+    {"decode", decode, METH_VARARGS, decode_doc},
     {"use", use, METH_O, "use(name)\n--\n\nCompute with this set of instructions from now on."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,7 +1,8 @@
 /* What the pieces of kernels.c share: dtypes, rules, and one piece of work.
  *
  * Read kvstore/kernels.py first, which says what is computed and for whom; then kernels.c
- * (arguments), loops.h (16-bit floats, blocks) and rules.h (the formulas).
+ * (arguments), loops.h (16-bit floats, blocks) and rules.h (the formulas). Gradient compression:
+ * coding_calls.h (arguments) and codecs.h (the rules).
  */
 #ifndef KVSTORE_KERNELS_H
 #define KVSTORE_KERNELS_H
@@ -57,9 +58,28 @@ struct work {
     const Py_buffer *contributions, *outs;
 };
 
+enum codec { TWO_BIT = 1, ONE_BIT = 2, INT8 = 5 }; /* their codes in headers */
+enum { MOST_BLOCK = 65536 };
+
+/* One array, encoded or to be: all pointers are to its first element or byte, aligned or not. */
+struct coding {
+    int codec;
+    int kind;       /* of the source; what is computed in is float, and double for double */
+    double number;  /* the threshold; int8: how many numbers share a scale */
+    size_t length, payload_bytes;
+    const char *source; /* NULL for zeros */
+    char *residual;     /* NULL for none */
+    unsigned char *payload;
+    char *out; /* in the type that is computed in */
+    int add;
+};
+
 /* Types for memory of others: any alignment, any effective type. */
 typedef float loose_float __attribute__((aligned(1), may_alias));
 typedef double loose_double __attribute__((aligned(1), may_alias));
 typedef uint16_t loose_half __attribute__((aligned(1), may_alias));
+typedef int8_t loose_byte __attribute__((may_alias));
+typedef uint32_t loose_uint32 __attribute__((aligned(1), may_alias));
+typedef uint64_t loose_uint64 __attribute__((aligned(1), may_alias));
 
 #endif

@@ -85,16 +85,56 @@ static TARGET void SET(narrow)(enum kind kind, void *to, const loose_float *rest
         halves[i] = SET(down)(from[i]);
 }
 
+/* Codes of 0 to 3, four in a byte, the first one in the most significant bits. */
+static TARGET void SET(together_2bit)(uint8_t *restrict to, const uint8_t *restrict codes, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+        /* One product has all four in its last byte; they meet nowhere, so nothing is carried. */
+        uint32_t four;
+        memcpy(&four, codes + 4 * i, 4);
+        to[i] = (uint8_t)(four * 0x40100401u >> 24);
+#else
+        const uint8_t *own = codes + 4 * i;
+        to[i] = (uint8_t)(own[0] << 6 | own[1] << 4 | own[2] << 2 | own[3]);
+#endif
+    }
+}
+
+/* Codes of 0 and 1, eight in a byte, the first one in the most significant bit. */
+static TARGET void SET(together_1bit)(uint8_t *restrict to, const uint8_t *restrict codes, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+        uint64_t eight;
+        memcpy(&eight, codes + 8 * i, 8);
+        to[i] = (uint8_t)(eight * 0x8040201008040201u >> 56);
+#else
+        unsigned byte = 0;
+        for (size_t place = 0; place < 8; place++)
+            byte = byte << 1 | codes[8 * i + place];
+        to[i] = (uint8_t)byte;
+#endif
+    }
+}
+
 #define REAL float
 #define LOOSE loose_float
+#define BITS uint32_t
+#define LOOSE_BITS loose_uint32
+#define RINT rintf
 #define ROOT sqrtf
 #define WIDE_KIND FLOAT32
 #define WIDEN SET(widen)
 #define NARROW SET(narrow)
 #define NAME(name) SET(name##_float)
 #include "rules.h"
+#include "codecs.h"
 #undef REAL
 #undef LOOSE
+#undef BITS
+#undef LOOSE_BITS
+#undef RINT
 #undef ROOT
 #undef WIDE_KIND
 #undef WIDEN
@@ -103,6 +143,9 @@ static TARGET void SET(narrow)(enum kind kind, void *to, const loose_float *rest
 
 #define REAL double
 #define LOOSE loose_double
+#define BITS uint64_t
+#define LOOSE_BITS loose_uint64
+#define RINT rint
 #define ROOT sqrt
 #define WIDE_KIND FLOAT64
 /* Nothing is computed in float64 but float64; prepare() has seen to it. */
@@ -110,8 +153,12 @@ static TARGET void SET(narrow)(enum kind kind, void *to, const loose_float *rest
 #define NARROW(kind, to, from, n) abort()
 #define NAME(name) SET(name##_double)
 #include "rules.h"
+#include "codecs.h"
 #undef REAL
 #undef LOOSE
+#undef BITS
+#undef LOOSE_BITS
+#undef RINT
 #undef ROOT
 #undef WIDE_KIND
 #undef WIDEN

@@ -21,6 +21,9 @@ from kvstore.errors import ArgumentTypeError, ArgumentValueError, ValueMismatchE
 from kvstore.sparse.ids import Ids, check_num_rows, checked_ids, is_increasing
 from kvstore.sparse.sums import sum_repeated
 
+_MOST_ROOM = 2
+"""So many times the memory that is needed is kept for what comes next."""
+
 
 class RowSparseArray:
     """Rows ``indices`` of an array of shape ``shape`` are ``values``; the others are zero.
@@ -40,7 +43,7 @@ class RowSparseArray:
     shape.
     """
 
-    __slots__ = ("_indices", "_shape", "_values")
+    __slots__ = ("_indices", "_room", "_shape", "_values")
 
     __array_ufunc__ = None  # NumPy would take it for a number and give an array of objects
 
@@ -52,6 +55,8 @@ class RowSparseArray:
         adapter = adapter_for(values)
         check_dtype(adapter.dtype(values))
         self._indices, self._values = self._checked(indices, adapter.to_host(values))
+        self._room: np.ndarray[Any, Any] | None = None
+        """Memory of its own, in which ``values`` may lie."""
 
     @classmethod
     def zeros(cls, shape: Iterable[int], dtype: Any = np.float32) -> RowSparseArray:
@@ -143,8 +148,8 @@ class RowSparseArray:
     def assign(self, indices: Array | Iterable[int], values: Array) -> None:
         """Hold these rows from now on, cast to the dtype of the array; all others are zero.
 
-        Both are copied: into the memory of the present values where it has room for exactly
-        these. Raises what the constructor does; then nothing has changed.
+        Both are copied: into memory of earlier ``values`` where it has room. Raises what the
+        constructor does; then nothing has changed.
         """
         ids, rows = self._checked(indices, adapter_for(values).to_host(values))
         with np.errstate(all="ignore"):
@@ -153,11 +158,14 @@ class RowSparseArray:
     def room_for(self, ids: Ids) -> np.ndarray[Any, Any]:
         """Hold these rows, copied ids that are in range; returns their memory, to be filled.
 
-        C-contiguous, and that of the present values where these are as many.
+        C-contiguous, and that of the present values where these are as many, or of earlier ones
+        that came here, since fresh memory costs more than what is written to it.
         """
         shape = (len(ids), *self._shape[1:])
         if self._values.shape != shape or not self._values.flags.carray:
-            self._values = np.empty(shape, self.dtype)
+            if self._room is None or not len(ids) <= len(self._room) <= _MOST_ROOM * len(ids):
+                self._room = np.empty((len(ids) + len(ids) // 16, *shape[1:]), self.dtype)
+            self._values = self._room[: len(ids)]
         self._indices = np.array(ids)
         return self._values
 

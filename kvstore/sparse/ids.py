@@ -8,6 +8,7 @@ Read next: ``array.py``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -63,12 +64,33 @@ def is_increasing(ids: Ids) -> bool:
 
 def unique_ids(ids: Ids) -> Ids:
     """The different ids, sorted; ``ids`` itself if it is that already."""
-    if is_increasing(ids):
-        return ids
-    # Stable, since that is a merge where sorted stretches follow each other. numpy.unique of
-    # NumPy 2.3 and later hashes, at ten times the price.
-    ordered = np.sort(ids, kind="stable")
-    return ordered[starts_of(ordered)]
+    # numpy.unique of NumPy 2.3 and later hashes, at ten times the price.
+    return ids if is_increasing(ids) else _different(np.sort(ids))
+
+
+def union_of(several: Sequence[Ids]) -> Ids:
+    """The different ids of sorted arrays, sorted."""
+    # Stable, since that is a merge where sorted stretches follow each other.
+    return _different(np.sort(np.concatenate(several), kind="stable"))
+
+
+def _different(ordered: Ids) -> Ids:
+    return ordered[starts_of(ordered)] if len(ordered) else ordered
+
+
+def sorted_with_places(ids: Ids) -> tuple[Ids, Ids]:
+    """The ids in order, and where each of them stood; of equal ones the earlier comes first.
+
+    Not negative, and at least one.
+    """
+    num_bits = max(len(ids) - 1, 1).bit_length()
+    if int(ids.max()) >> (63 - num_bits) == 0:
+        # One sort of both together, which need not be stable, is much faster than argsort.
+        both = (ids << num_bits) | np.arange(len(ids))
+        both.sort()
+        return both >> num_bits, both & ((1 << num_bits) - 1)
+    order = np.argsort(ids, kind="stable")
+    return ids[order], order
 
 
 def starts_of(ordered: Ids) -> Ids:

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvstore.aggregate import add_up
 from kvstore.dtypes import accumulation_dtype
-from kvstore.sparse.ids import Ids, is_increasing, starts_of, unique_ids
+from kvstore.sparse.ids import Ids, is_increasing, sorted_with_places, starts_of, union_of
 
 RowValues = np.ndarray[Any, Any]
 """Rows as a 2-D array (number of rows, numbers in a row), in any layout."""
@@ -35,40 +35,84 @@ class Contribution(NamedTuple):
     values: RowValues
 
 
-def sum_repeated(ids: Ids, values: RowValues) -> Contribution:
-    """Ids sorted and each there once; rows of one id are added in the order they stand.
+class Picked(NamedTuple):
+    """A contribution whose rows still stand where its caller has them."""
 
-    In the accumulation dtype, rounded once to the dtype of ``values``. The arrays themselves
-    where there is nothing to do, else new ones.
+    ids: Ids
+    """Sorted, each there once."""
+    values: RowValues
+    at: Ids | None
+    """The row of ``values`` for each id; None where they stand in this order."""
+    repeated: Ids
+    """The places of ids that came several times, sorted: their rows are ``sums``."""
+    sums: RowValues
+
+    def take(self, share: Any, out: RowValues) -> None:
+        """Set ``out``, contiguous, to the rows at some places: a slice, or a sorted array."""
+        if self.at is None or self.values.dtype != out.dtype:
+            with np.errstate(all="ignore"):
+                rows = self.values[share if self.at is None else self.at[share]]
+                np.copyto(out, rows, casting="unsafe")
+        elif len(out):
+            # With "raise", NumPy would take the rows into a buffer of its own first.
+            np.take(self.values, self.at[share], axis=0, out=out, mode="clip")
+        if not len(self.repeated):
+            return
+        places = np.arange(len(self.ids))[share] if isinstance(share, slice) else share
+        found = np.searchsorted(places, self.repeated)
+        is_there = places.take(found, mode="clip") == self.repeated if len(places) else found < 0
+        out[found[is_there]] = self.sums[is_there]
+
+    def whole(self) -> Contribution:
+        """The rows by themselves, in order: the caller's own array where they stand so."""
+        if self.at is None:
+            return Contribution(self.ids, self.values)
+        rows = self.values[self.at]
+        rows[self.repeated] = self.sums
+        return Contribution(self.ids, rows)
+
+
+def pick(ids: Ids, values: RowValues) -> Picked:
+    """Rows as a contribution: those of one id are added in the order they stand.
+
+    In the accumulation dtype, rounded once to the dtype of ``values``. Copies no others.
     """
+    nothing: Ids = np.empty(0, np.int64)
     if is_increasing(ids):
-        return Contribution(ids, values)
-    order = np.argsort(ids, kind="stable")
-    ordered = ids[order]
+        return Picked(ids, values, None, nothing, values[:0])
+    ordered, order = sorted_with_places(ids)
     starts = starts_of(ordered)
     unique = ordered[starts]
     if len(unique) == len(ids):
-        return Contribution(unique, values[order])
-    total = values[order[starts]].astype(accumulation_dtype(values.dtype), copy=False)
-    ends = np.append(starts[1:], len(ids))
+        return Picked(unique, values, order, nothing, values[:0])
+    lengths = np.diff(starts, append=len(ids))
+    repeated = np.flatnonzero(lengths > 1)
     with np.errstate(all="ignore"):
-        _add_rest(total, values, order, starts, ends)
-        return Contribution(unique, total.astype(values.dtype, copy=False))
+        sums = _sums(values, order, starts[repeated], starts[repeated] + lengths[repeated])
+        sums = sums.astype(values.dtype, copy=False)
+    return Picked(unique, values, order[starts], repeated, sums)
 
 
-def _add_rest(total: RowValues, values: RowValues, order: Ids, starts: Ids, ends: Ids) -> None:
-    """Add to each row of ``total``, which is the first of its id, the others of that id."""
-    longer = np.flatnonzero(ends - starts > 1)
+def sum_repeated(ids: Ids, values: RowValues) -> Contribution:
+    """``pick``, with the rows by themselves; the arrays as they are where nothing is to do."""
+    return pick(ids, values).whole()
+
+
+def _sums(values: RowValues, order: Ids, starts: Ids, ends: Ids) -> RowValues:
+    """The sums of stretches of at least two rows, each in its order."""
+    total: RowValues = values[order[starts]].astype(accumulation_dtype(values.dtype), copy=False)
+    longer = np.arange(len(starts))
     for step in range(1, _FEW):
         total[longer] += values[order[starts[longer] + step]]
         longer = longer[ends[longer] - starts[longer] > step + 1]
         if not len(longer):
-            return
+            return total
     for row in longer:
         rest = values[order[starts[row] + _FEW : ends[row]]].astype(total.dtype, copy=False)
         chain = np.concatenate([total[row : row + 1], rest])
         # accumulate adds in order; reduce would add in pairs.
         total[row] = np.add.accumulate(chain, axis=0, dtype=total.dtype)[-1]
+    return total
 
 
 class Sum:
@@ -85,7 +129,7 @@ class Sum:
         self._places: list[Ids] | None = None
         """For each contribution the places of its rows in the sum; None if all have all rows."""
         if not is_same:
-            self.ids = unique_ids(np.concatenate([part.ids for part in contributions]))
+            self.ids = union_of([part.ids for part in contributions])
             self._places = [np.searchsorted(self.ids, part.ids) for part in contributions]
             counts = np.zeros(len(self.ids), np.intp)
             for places in self._places:

@@ -27,8 +27,8 @@ from kvstore.keys import KeySpec
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import (
     create_state,
+    follow,
     has_master,
-    restored,
     state_names,
     take_over,
 )
@@ -69,6 +69,11 @@ class RowTable:
     def nbytes(self) -> int:
         """The size of the rows that are there."""
         return len(self) * self.width * self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of what the optimizer keeps for these rows."""
+        return sum(len(self) * self.width * state.itemsize for state in self.states or ())
 
     def ids(self) -> Ids:
         """The rows that are there, sorted; only to be read."""
@@ -163,21 +168,32 @@ class RowTable:
 
         Without ``values`` the rows keep theirs, and rows that are not in ``ids`` begin afresh.
         """
-        if values is not None:
+        self.begin_afresh(keeps_values=values is None)
+        self.merge(ids, values, states, optimizer)
+
+    def begin_afresh(self, *, keeps_values: bool) -> None:
+        """Hold no states, and no rows unless they keep their values: ``merge`` brings them."""
+        if not keeps_values:
             self.clear()
         self.states = None
-        places = self._add(ids, None)
+
+    def merge(
+        self, ids: Ids, values: RowValues | None, states: Sequence[RowValues], optimizer: Any
+    ) -> None:
+        """As ``restore``, for some of the rows: the others stay as they are."""
+        places = self._add(ids, optimizer)
         if values is not None:
             self.values[places] = values
-        if optimizer is not None:
+        if optimizer is not None and self.states is None:
             self._make_states(optimizer)
         own: tuple[RowValues, ...] = self.states or ()
-        if has_master(self.dtype):
-            flat = [state.reshape(-1) for state in states]
-            flat = list(restored(optimizer, self.values[places].reshape(-1), flat))
-            states = [state.reshape(len(ids), self.width) for state in flat]
-        for array, state in zip(own, states, strict=True):
+        for array, state in zip(own, states, strict=False):  # none, or all but the master
             array[places] = state
+        if own and has_master(self.dtype):
+            master, present = own[-1], self.values[places]
+            rows = master[places] if len(states) == len(own) else present.astype(master.dtype)
+            follow(present.reshape(-1), rows.reshape(-1))
+            master[places] = rows
 
     def take_over(
         self, previous: Optimizer | None, optimizer: Optimizer, count: int

@@ -136,9 +136,9 @@ def _update_rows(
         block = _gathered(weight, at, workspace, _WEIGHT)
     mine = [_gathered(array, at, workspace, _STATE + index) for index, array in enumerate(state)]
     _apply(block, gradient, mine, optimizer, count, workspace)
-    weight[at] = block
+    _scatter(block, weight, at)
     for array, updated in zip(state, mine, strict=True):
-        array[at] = updated
+        _scatter(updated, array, at)
 
 
 def _apply(
@@ -165,6 +165,16 @@ def _gathered(array: RowValues, places: Ids, workspace: Workspace, slot: int) ->
     out = _block(workspace, slot, array.dtype, len(places), array.shape[1])
     # With "raise", NumPy would take the rows into a buffer of its own first.
     return np.take(array, places, axis=0, out=out, mode="clip")
+
+
+def _scatter(rows: RowValues, array: RowValues, places: Ids) -> None:
+    """Set the rows ``places`` of ``array``, of the same dtype, to ``rows``."""
+    if rows.size and rows.flags.c_contiguous and array.flags.c_contiguous:
+        # As single elements, rows are copied in two thirds of the time.
+        whole_row = np.dtype((np.void, rows.shape[1] * rows.itemsize))
+        array.view(whole_row)[places] = rows.view(whole_row)
+    else:
+        array[places] = rows
 
 
 def _block(

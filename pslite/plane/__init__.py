@@ -22,6 +22,9 @@ between them:
   applied is the server's memory, bounded by the window: bytes x workers x (1 + window).
 * Of requests that wait for credits, the one with the highest priority goes first.
 
+What a part's contributions and pulls look like may be a matter of the app alone (``form`` of
+``Exchange``, ``ServerApp.take``): so some rows of a table travel. The rules are the same.
+
 Parts that are always asked for together are kept as one (``unit.py``), which changes nothing
 above but speed.
 
@@ -31,6 +34,7 @@ contributions belong together; ``postoffice.py`` connects all this with a van.
 
 from pslite.plane.interface import (
     Effect,
+    Formed,
     Job,
     Outcome,
     Piece,
@@ -42,11 +46,14 @@ from pslite.plane.interface import (
     piece_of,
 )
 from pslite.plane.server import OpenRound, ServerPlane
+from pslite.plane.unit import NO_SIZE
 from pslite.plane.worker import Sink, Transfer, WorkerPlane
 from pslite.wire.messages import Ints
 
 __all__ = [
+    "NO_SIZE",
     "Effect",
+    "Formed",
     "Ints",
     "Job",
     "OpenRound",

@@ -78,16 +78,29 @@ class Job(NamedTuple):
 
     parts: Ints
     sizes: Ints
-    """Bytes of each part."""
+    """Bytes of each part's value."""
+    push_sizes: Ints
+    """Bytes of each part in a contribution."""
     batch: Batch
     """Its payloads are ``Piece`` values, which hold the parts' bytes one after the other:
     read-only, valid until the job is done."""
     wanted: bool = False
     """Whether a worker waits for the new values: ``read`` is called when all is well."""
+    is_formed: bool = False
+    """Whether some payloads are what ``ServerApp.take`` returned, not ``Piece`` values. Then it
+    is a job of a single part."""
 
 
 Outcome = Sequence[BaseException | None] | None
 """What became of a job: None when all is well, else an entry for each of its parts."""
+
+
+class Formed(Protocol):
+    """What an app makes of a payload in a form of its own; the plane only hands it on."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of a contribution, or of what a pull will be answered, as far as is known."""
 
 
 class ServerApp(Protocol):
@@ -107,6 +120,16 @@ class ServerApp(Protocol):
         Where the rule for results does not keep a value in place meanwhile (asynchronous
         parts), this returns a copy.
         """
+
+    def take(self, part: int, form: int, piece: Piece, *, is_push: bool) -> Formed:
+        """Look at a payload in a form of the app's own; what it returns is a contribution.
+
+        Or, for a pull, what ``answer`` gets. Raises for a payload that makes no sense: its sender
+        gets that error, and nobody else notices. The piece is valid until the job is done.
+        """
+
+    def answer(self, part: int, wanted: Any) -> Buffer:
+        """One frame with what a pull ``wanted`` of a part; sent without a copy, so not changed."""
 
 
 class Send(NamedTuple):

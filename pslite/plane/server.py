@@ -15,6 +15,7 @@ from pslite.errors import NodeLostError, ProtocolError, UsageError, describe
 from pslite.plane.interface import (
     Buffer,
     Effect,
+    Formed,
     Job,
     Outcome,
     Piece,
@@ -24,7 +25,7 @@ from pslite.plane.interface import (
     ServerApp,
     cut,
 )
-from pslite.plane.unit import Unit, WaitingPull, joined
+from pslite.plane.unit import NO_SIZE, Unit, WaitingPull, joined
 from pslite.protocol.rounds import AsyncRounds, Batch, Rounds, SyncRounds, Verdict
 from pslite.wire.messages import (
     Answer,
@@ -54,6 +55,8 @@ class _Value(NamedTuple):
     sizes: Ints
     round: int
     version: int
+    wanted: Formed | None = None
+    """What is wanted of the part, where that is not its plain value."""
 
 
 class OpenRound(NamedTuple):
@@ -73,6 +76,8 @@ class _Replies:
     def __init__(self) -> None:
         #: (rank, pushed, with value) -> what is answered.
         self.answers: dict[tuple[int, bool, bool], list[_Value]] = {}
+        #: Rank -> pulls in forms of the app's own.
+        self.formed: dict[int, list[_Value]] = {}
         #: (rank, pushed, consumed, id of the error) -> the error and [(part, round)]
         self.failures: dict[
             tuple[int, bool, bool, int], tuple[BaseException, list[tuple[int, int]]]
@@ -116,12 +121,21 @@ class ServerPlane:
 
     # -- parts -------------------------------------------------------------------------
 
-    def open_part(self, part: int, size: int, ranks: Sequence[int] | None, lane: int) -> None:
+    def open_part(
+        self,
+        part: int,
+        size: int,
+        ranks: Sequence[int] | None,
+        lane: int,
+        push_size: int | None = None,
+    ) -> None:
         """Accept requests for a part of ``size`` bytes from now on.
 
         Args:
+            size: ``NO_SIZE`` for a part that has no plain value.
             ranks: the worker ranks that every round needs; None applies pushes one by one.
             lane: parts of one lane are applied by the same pool thread.
+            push_size: the bytes of what is pushed, where they differ from those of its value.
         """
         if part in self._units:
             raise UsageError(f"part {part} is open already")
@@ -132,7 +146,21 @@ class ServerPlane:
             rounds = SyncRounds(ranks, self._window)
             for rank in self._gone:
                 rounds.abandon(rank)
-        self._units[part] = Unit((part,), (size,), rounds, lane)
+        push_sizes = None if push_size is None else (push_size,)
+        self._units[part] = Unit((part,), (size,), rounds, lane, push_sizes)
+        self._sizes[part] = size
+
+    def resize_part(self, part: int, size: int, push_size: int) -> None:
+        """Values and pushes of a part have so many bytes from now on.
+
+        Raises ``UsageError`` if there is no such part, or if any push or pull of it is not over.
+        """
+        unit = self._single(part)
+        if unit is None or unit.rounds.waiting() or unit.rounds.running or unit.pulls:
+            raise UsageError(f"part {part} is not there, or has pushes and pulls under way")
+        resized = Unit((part,), (size,), unit.rounds, unit.lane, (push_size,))
+        resized.refused = unit.refused
+        self._units[part] = resized
         self._sizes[part] = size
 
     def close_part(self, part: int, error: BaseException) -> list[Effect]:
@@ -218,7 +246,9 @@ class ServerPlane:
             return []
         replies = _Replies()
         ready: list[Unit] = []
-        if message.push:
+        if message.form:
+            self._take_formed(rank, message, frames, replies, ready)
+        elif message.push:
             self._take_push(rank, message, frames, replies, ready)
         else:
             self._take_pulls(rank, message, replies)
@@ -228,7 +258,8 @@ class ServerPlane:
         """The pool has applied jobs; each one's round is over, also when it raised."""
         replies = _Replies()
         ready: list[Unit] = []
-        for (parts, _, batch, _), outcome in zip(jobs, outcomes, strict=True):
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            parts, batch = job.parts, job.batch
             unit = self._units.get(parts[0])
             if outcome is None and unit is not None and unit.parts == parts:
                 self._finish(unit, batch, None, replies)
@@ -309,7 +340,8 @@ class ServerPlane:
             raise ProtocolError("a push needs a size for each part")
         if frames and _is_uniform(rounds):
             unit = self._whole(parts)
-            piece = None if unit is None or unit.sizes != sizes else _whole_piece(unit, frames)
+            is_fit = unit is not None and unit.push_sizes == sizes
+            piece = _whole_piece(unit, frames) if unit is not None and is_fit else None
             if unit is not None and piece is not None:
                 self._contribute(rank, unit, rounds[0], piece, message.pull, replies, ready)
                 return
@@ -319,17 +351,50 @@ class ServerPlane:
             if unit is None:
                 replies.fail(rank, True, False, _unknown(part), (part,), round_)
             elif unit.nbytes != size:
-                text = f"part {part} has {unit.nbytes} bytes, {size} were pushed"
+                text = f"a push of part {part} has {unit.nbytes} bytes, {size} were pushed"
+                if unit.nbytes == NO_SIZE:
+                    text = f"part {part} has no plain value, as it was pushed"
                 self._refuse(unit, rank, round_, UsageError(text), replies)
             else:
                 self._contribute(rank, unit, round_, piece, message.pull, replies, ready)
+
+    def _take_formed(
+        self,
+        rank: int,
+        message: Exchange,
+        frames: Sequence[Buffer],
+        replies: _Replies,
+        ready: list[Unit],
+    ) -> None:
+        """Contributions, or pulls, of which the app knows the form. Each part is alone."""
+        is_push = message.push
+        if len(message.sizes) != len(message.parts) or (is_push and message.pull):
+            raise ProtocolError("an exchange in a form has a size for each part, and one purpose")
+        pieces = cut(message.sizes, frames)
+        for part, round_, piece in zip(message.parts, message.rounds, pieces, strict=True):
+            unit = self._single(part)
+            if unit is None:
+                replies.fail(rank, is_push, not is_push, _unknown(part), (part,), round_)
+                continue
+            try:
+                formed = self.app.take(part, message.form, piece, is_push=is_push)
+            except Exception as error:
+                if is_push:
+                    self._refuse(unit, rank, round_, error, replies)
+                else:
+                    replies.fail(rank, False, True, error, unit.parts, round_)
+                continue
+            if is_push:
+                self._contribute(rank, unit, round_, formed, False, replies, ready)
+            else:
+                self._take_pull(rank, unit, unit.parts, unit.sizes, round_, False, replies, formed)
 
     def _contribute(
         self,
         rank: int,
         unit: Unit,
         round_: int,
-        piece: Piece,
+        piece: Piece | Formed,
         pull: bool,
         replies: _Replies,
         ready: list[Unit],
@@ -360,8 +425,10 @@ class ServerPlane:
         start = 0
         while start < len(parts):
             unit = self._units.get(parts[start])
-            if unit is None:
+            if unit is None or unit.nbytes == NO_SIZE:
                 error = _unknown(parts[start])
+                if unit is not None:
+                    error = UsageError(f"part {parts[start]} has no plain value to pull")
                 replies.fail(rank, False, True, error, parts[start : start + 1], rounds[start])
                 start += 1
                 continue
@@ -386,22 +453,33 @@ class ServerPlane:
         after_round: int,
         pushed: bool,
         replies: _Replies,
+        wanted: Formed | None = None,
     ) -> None:
         """A pull of some parts of a unit."""
         refused = [error for r, error in unit.refused.get(rank, {}).items() if r <= after_round]
         if refused:
             replies.fail(rank, pushed, True, refused[0], parts, after_round)
         elif unit.rounds.readable(rank, after_round):
-            value = _Value(parts, sizes, after_round, unit.rounds.version)
-            replies.answer(rank, pushed, True, value)
+            value = _Value(parts, sizes, after_round, unit.rounds.version, wanted)
+            if wanted is None:
+                replies.answer(rank, pushed, True, value)
+            else:
+                replies.formed.setdefault(rank, []).append(value)
         else:
-            unit.pulls.append(WaitingPull(rank, after_round, pushed, parts, sizes))
+            unit.pulls.append(WaitingPull(rank, after_round, pushed, parts, sizes, wanted))
 
     def _answer_pulls(self, unit: Unit, replies: _Replies) -> None:
         waiting, unit.pulls = unit.pulls, []
         for pull in waiting:
             self._take_pull(
-                pull.rank, unit, pull.parts, pull.sizes, pull.after_round, pull.pushed, replies
+                pull.rank,
+                unit,
+                pull.parts,
+                pull.sizes,
+                pull.after_round,
+                pull.pushed,
+                replies,
+                pull.wanted,
             )
 
     def _refuse(
@@ -424,12 +502,14 @@ class ServerPlane:
                 effects.append(Send(rank, _failure(pushed, consumed, parts, rounds, error)))
         for (rank, pushed, value), entries in replies.answers.items():
             effects += self._answers(rank, pushed, value, entries)
+        for rank, entries in replies.formed.items():
+            effects += self._formed_answers(rank, entries)
         lanes: dict[int, list[Job]] = {}
         for unit in ready:
             batch = unit.rounds.start()
             if batch is not None:
                 wanted = not unit.wanted.isdisjoint(batch.rounds)
-                lanes.setdefault(unit.lane, []).append(Job(unit.parts, unit.sizes, batch, wanted))
+                lanes.setdefault(unit.lane, []).append(_job(unit, batch, wanted))
         effects += [Run(lane, jobs) for lane, jobs in lanes.items()]
         return effects
 
@@ -451,6 +531,27 @@ class ServerPlane:
             count += len(entry.parts)
         yield self._answer(rank, pushed, value, group)
 
+    def _formed_answers(self, rank: int, entries: Sequence[_Value]) -> Iterator[Send]:
+        """Answers to pulls in forms of the app's own, cut as ``_answers`` does."""
+        group: list[_Value] = []
+        frames: list[Buffer] = []
+        nbytes = 0
+        for entry in entries:
+            try:
+                frame = self.app.answer(entry.parts[0], entry.wanted)
+            except Exception as error:
+                yield Send(rank, _failure(False, True, entry.parts, (entry.round,), error))
+                continue
+            size = memoryview(frame).nbytes
+            if group and (nbytes + size > self._message_bytes or len(group) >= _MAX_PARTS):
+                yield _formed_answer(rank, group, frames)
+                group, frames, nbytes = [], [], 0
+            group.append(entry)
+            frames.append(frame)
+            nbytes += size
+        if group:
+            yield _formed_answer(rank, group, frames)
+
     def _answer(self, rank: int, pushed: bool, value: bool, entries: Sequence[_Value]) -> Send:
         parts = tuple(chain.from_iterable(entry.parts for entry in entries))
         rounds = _repeated(entries, [entry.round for entry in entries])
@@ -465,6 +566,24 @@ def _repeated(entries: Sequence[_Value], numbers: Sequence[int]) -> Ints:
     """Each number once for each part of its entry."""
     pairs = zip(entries, numbers, strict=True)
     return tuple(chain.from_iterable(repeat(number, len(entry.parts)) for entry, number in pairs))
+
+
+def _formed_answer(rank: int, entries: Sequence[_Value], frames: list[Buffer]) -> Send:
+    parts = tuple(entry.parts[0] for entry in entries)
+    rounds = tuple(entry.round for entry in entries)
+    versions = tuple(entry.version for entry in entries)
+    sizes = tuple(memoryview(frame).nbytes for frame in frames)
+    return Send(rank, Answer(False, parts, rounds, versions, sizes), frames)
+
+
+def _job(unit: Unit, batch: Batch, wanted: bool) -> Job:
+    """A round of a unit that is complete."""
+    if all(type(payload) is Piece for payload in batch.payloads):
+        return Job(unit.parts, unit.sizes, unit.push_sizes, batch, wanted)
+    largest = max(
+        unit.nbytes if type(payload) is Piece else payload.nbytes for payload in batch.payloads
+    )
+    return Job(unit.parts, (largest,), (largest,), batch, wanted, is_formed=True)
 
 
 def _is_uniform(rounds: Ints) -> bool:

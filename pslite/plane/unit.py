@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from pslite.plane.interface import Piece, piece_of
+from pslite.plane.interface import Formed, Piece, piece_of
 from pslite.protocol.rounds import Rounds
 from pslite.wire.messages import Ints
+
+NO_SIZE = -1
+"""The size of a part that has no plain value: its contributions have forms of the app's own."""
 
 
 class Unit:
@@ -27,6 +30,7 @@ class Unit:
         "opened_at",
         "parts",
         "pulls",
+        "push_sizes",
         "refused",
         "reported_at",
         "rounds",
@@ -35,12 +39,18 @@ class Unit:
         "wanted",
     )
 
-    def __init__(self, parts: Ints, sizes: Ints, rounds: Rounds, lane: int) -> None:
+    def __init__(
+        self, parts: Ints, sizes: Ints, rounds: Rounds, lane: int, push_sizes: Ints | None = None
+    ) -> None:
         self.parts = parts
         self.sizes = sizes
-        self.stops = frozenset(accumulate(sizes))
-        """Where each part's bytes end in the unit's."""
-        self.nbytes = sum(sizes)
+        """Of the parts' values."""
+        self.push_sizes = sizes if push_sizes is None else push_sizes
+        """Of what is pushed."""
+        self.stops = frozenset(accumulate(self.push_sizes))
+        """Where each part's bytes end in a push of the unit."""
+        self.nbytes = sum(self.push_sizes)
+        """``NO_SIZE`` of a part without a plain value, which is always alone."""
         self.rounds = rounds
         self.lane = lane
         #: (rank, round) of the pushes whose sender wants the value.
@@ -55,15 +65,17 @@ class Unit:
 
     def split(self) -> list[Unit]:
         """The same state, once for each part."""
-        stops = list(accumulate(self.sizes))
+        stops = list(accumulate(self.push_sizes))
         units = []
-        for part, size, stop in zip(self.parts, self.sizes, stops, strict=True):
-            start = stop - size
+        for part, size, push_size, stop in zip(
+            self.parts, self.sizes, self.push_sizes, stops, strict=True
+        ):
+            start = stop - push_size
 
             def share(_: int, __: int, piece: Piece, start: int = start, stop: int = stop) -> Piece:
                 return piece_of(piece, start, stop)
 
-            unit = Unit((part,), (size,), self.rounds.copy(share), self.lane)
+            unit = Unit((part,), (size,), self.rounds.copy(share), self.lane, (push_size,))
             unit.wanted = set(self.wanted)
             unit.refused = {rank: dict(rounds) for rank, rounds in self.refused.items()}
             unit.pulls = [
@@ -79,14 +91,24 @@ class Unit:
 class WaitingPull:
     """A pull of some parts of a unit that cannot be answered yet."""
 
-    __slots__ = ("after_round", "parts", "pushed", "rank", "sizes")
+    __slots__ = ("after_round", "parts", "pushed", "rank", "sizes", "wanted")
 
-    def __init__(self, rank: int, after_round: int, pushed: bool, parts: Ints, sizes: Ints) -> None:
+    def __init__(
+        self,
+        rank: int,
+        after_round: int,
+        pushed: bool,
+        parts: Ints,
+        sizes: Ints,
+        wanted: Formed | None = None,
+    ) -> None:
         self.rank = rank
         self.after_round = after_round
         self.pushed = pushed
         self.parts = parts
         self.sizes = sizes
+        self.wanted = wanted
+        """What the app made of the request, which is for a single part; None for plain values."""
 
 
 def joined(units: Sequence[Unit]) -> Unit | None:
@@ -94,7 +116,7 @@ def joined(units: Sequence[Unit]) -> Unit | None:
     first = units[0]
     signature = first.rounds.signature()
     for unit in units:
-        if unit.rounds.running or unit.pulls or unit.refused:
+        if unit.rounds.running or unit.pulls or unit.refused or NO_SIZE in unit.sizes:
             return None
         if unit.lane != first.lane or type(unit.rounds) is not type(first.rounds):
             return None
@@ -108,8 +130,9 @@ def joined(units: Sequence[Unit]) -> Unit | None:
         pieces[rank, round_] = whole
     parts = tuple(part for unit in units for part in unit.parts)
     sizes = tuple(size for unit in units for size in unit.sizes)
+    push_sizes = tuple(size for unit in units for size in unit.push_sizes)
     rounds = first.rounds.copy(lambda rank, round_, _: pieces[rank, round_])
-    unit = Unit(parts, sizes, rounds, first.lane)
+    unit = Unit(parts, sizes, rounds, first.lane, push_sizes)
     unit.wanted = set(first.wanted)
     return unit
 
@@ -117,6 +140,8 @@ def joined(units: Sequence[Unit]) -> Unit | None:
 def _neighbours(pieces: Sequence[Any]) -> Piece | None:
     """The piece that these make up, if each begins where the one before ends."""
     first = last = pieces[0]
+    if any(type(piece) is not Piece for piece in pieces):
+        return None
     for piece in pieces[1:]:
         if piece.frame is not last.frame or piece.start != last.stop:
             return None

@@ -43,6 +43,11 @@ class Transfer:
     called when they are to be sent, on the I/O thread. They belong to
     the plane until ``done`` is called: with None, or with the first error once every part has
     been answered or given up. ``sink`` copies values out; its pieces are valid during the call.
+    ``sizes`` are the bytes of each part's value; ``push_sizes`` those of what is pushed, where
+    they differ.
+
+    With a ``form`` of the app's own, what has a ``sink`` is a pull, its frames say what is wanted
+    of each part, and ``sink`` has to look at the sizes of its pieces.
     """
 
     __slots__ = (
@@ -52,11 +57,13 @@ class Transfer:
         "abandoned",
         "done",
         "failed",
+        "form",
         "frames",
         "parts",
         "priority",
         "pull",
         "push",
+        "push_sizes",
         "server",
         "sink",
         "sizes",
@@ -71,11 +78,15 @@ class Transfer:
         sink: Sink | None,
         done: Callable[[BaseException | None], None],
         priority: int = 0,
+        form: int = 0,
+        push_sizes: Ints | None = None,
     ) -> None:
         self.server = server
         self.parts = parts
         self.sizes = sizes
-        self.push = frames is not None
+        self.push_sizes = sizes if push_sizes is None else push_sizes
+        self.form = form
+        self.push = frames is not None and not (form and sink is not None)
         self._make = frames if callable(frames) else None
         self.frames: Sequence[Buffer] = () if frames is None or callable(frames) else frames
         self.pull = sink is not None
@@ -318,7 +329,8 @@ class WorkerPlane:
             transfer, index = request
             indices, values, versions = found.setdefault(transfer, ([], [], []))
             freed.append(part)
-            if transfer.pull and piece.stop - piece.start != transfer.sizes[index]:
+            is_plain = transfer.pull and not transfer.form
+            if is_plain and piece.stop - piece.start != transfer.sizes[index]:
                 transfer.fail(index, ProtocolError(f"a value of part {part} has a wrong size"))
                 continue
             indices.append(index)
@@ -339,7 +351,8 @@ class WorkerPlane:
         if request is None:
             return True  # it was answered before
         transfer = request[0]
-        if transfer.parts != parts or (transfer.pull and message.sizes != transfer.sizes):
+        is_plain = transfer.pull and not transfer.form
+        if transfer.parts != parts or (is_plain and message.sizes != transfer.sizes):
             return False
         state.answered(request, rounds[0], message.pushed)
         transfer.deliver(range(len(parts)), pieces, message.versions)
@@ -533,24 +546,32 @@ class WorkerPlane:
 
     def _queue_whole(self, transfer: Transfer, round_: int) -> None:
         """Put a transfer into one message, all its parts in the same round."""
-        self._put(transfer, transfer.parts, (round_,) * len(transfer.parts), transfer.sizes, None)
+        rounds = (round_,) * len(transfer.parts)
+        self._put(transfer, transfer.parts, rounds, transfer.push_sizes, None)
 
     def _queue_send(self, transfer: Transfer, entries: Sequence[tuple[int, int]]) -> None:
         """Put these (index, round) of a transfer into one message for its server."""
         rounds = tuple(round_ for _, round_ in entries)
         if len(entries) == len(transfer.parts):
-            self._put(transfer, transfer.parts, rounds, transfer.sizes, None)
+            self._put(transfer, transfer.parts, rounds, transfer.push_sizes, None)
             return
         indices = [index for index, _ in entries]
         parts = tuple(transfer.parts[index] for index in indices)
-        sizes = tuple(transfer.sizes[index] for index in indices)
-        self._put(transfer, parts, rounds, sizes, indices if transfer.push else None)
+        sizes = tuple(transfer.push_sizes[index] for index in indices)
+        has_payload = transfer.push or transfer.form
+        self._put(transfer, parts, rounds, sizes, indices if has_payload else None)
 
     def _put(
         self, transfer: Transfer, parts: Ints, rounds: Ints, sizes: Ints, indices: list[int] | None
     ) -> None:
+        form = transfer.form
         message = Exchange(
-            transfer.push, transfer.pull, parts, rounds, sizes if transfer.push else ()
+            transfer.push,
+            transfer.pull,
+            parts,
+            rounds,
+            sizes if transfer.push or form else (),
+            form,
         )
         self._sequence += 1
         mail = self._outbox.setdefault(transfer.server, [])
@@ -605,7 +626,7 @@ def _frames(transfer: Transfer, indices: Sequence[int] | None) -> Sequence[Buffe
 
 def _views(transfer: Transfer, indices: Sequence[int]) -> list[Buffer]:
     """Frames with these parts of a push, neighbours in one."""
-    pieces = cut(transfer.sizes, transfer.frames)
+    pieces = cut(transfer.push_sizes, transfer.frames)
     joined: list[Piece] = []
     for index in indices:
         frame, start, stop = pieces[index]

@@ -179,17 +179,22 @@ class Exchange(Message):
     With ``push``, ``rounds`` are the contributions' round numbers and the payload frames hold
     the parts' bytes one after the other (each frame a whole number of parts). Without it,
     ``rounds`` are the sender's own pushes so far (``after_round``) and there is no payload.
+
+    A ``form`` other than 0 is the app's own: then a contribution is what the app makes of its
+    bytes, and a pull has a payload, too, which says what is wanted of each part.
     """
 
     NUMBER: ClassVar[int] = 11
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
-    NATURAL: ClassVar[tuple[str, ...]] = ("parts", "rounds", "sizes")
+    NATURAL: ClassVar[tuple[str, ...]] = ("parts", "rounds", "sizes", "form")
     push: bool
     pull: bool
     parts: Ints
     rounds: Ints
     sizes: Ints
-    """Bytes of each part in the payload; empty without ``push``."""
+    """Bytes of each part in the payload; empty without one."""
+    form: int = 0
+    """0: the payload is the parts' plain values."""
 
 
 @dataclass(frozen=True, slots=True)

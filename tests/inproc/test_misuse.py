@@ -20,6 +20,7 @@ from kvstore import KVStore, RowSparseArray, optimizer
 from kvstore.aggregate import Flat
 from kvstore.errors import (
     ArgumentTypeError,
+    ArgumentValueError,
     DuplicateKeyError,
     KeyTypeError,
     NotSupportedError,
@@ -180,53 +181,113 @@ def test_an_output_of_another_dtype_is_cast(workers: Workers) -> None:
     assert out[0] in (1.0, 2.0)
 
 
-# -- what this version does not have ------------------------------------------------------
+# -- compression --------------------------------------------------------------------------
 
-ABSENT: dict[str, Misuse] = {
-    "compression": lambda kv: kv.set_gradient_compression({"type": "2bit", "threshold": 0.5}),
-    "compression of an unknown type": lambda kv: kv.set_gradient_compression({"type": "3bit"}),
-    "compression without a type": lambda kv: kv.set_gradient_compression({}),
-    "compression that is no dict": lambda kv: kv.set_gradient_compression("2bit"),  # type: ignore[arg-type]
-    "threshold 0": lambda kv: kv.set_gradient_compression({"type": "2bit", "threshold": 0}),
+COMPRESSIONS: dict[str, tuple[object, str]] = {
+    "an unknown type": ({"type": "3bit"}, "there is no compression '3bit'; the codecs are"),
+    "no type": ({}, "needs the parameter 'type'"),
+    "no dict": ("2bit", "compression is a dictionary such as"),
+    "threshold 0": ({"type": "2bit", "threshold": 0}, "threshold"),
+    "a threshold that is no number": ({"type": "2bit", "threshold": "0,5"}, "threshold"),
+    "a parameter of another codec": ({"type": "fp16", "threshold": 1}, "no parameter 'threshold'"),
+    "a ratio above 1": ({"type": "topk", "ratio": 2}, "ratio"),
+    "feedback for values": ({"type": "fp16", "pull": {"type": "fp16", "feedback": True}}, "pull"),
 }
 
 
 @BOTH
-@pytest.mark.parametrize("case", ABSENT)
-def test_what_this_version_lacks_is_an_error_that_says_so(
+@pytest.mark.parametrize("case", COMPRESSIONS)
+def test_a_compression_that_cannot_be_is_an_error_that_says_what_can(
     workers: Workers, case: str, by: str
 ) -> None:
-    """Gradient compression, which fails in many ways in the original (L19, L22)."""
-    misused(ready(workers), ABSENT[case], NotSupportedError, "this version", by=by)
+    """In the original they fail in many ways, some of them on the server (L19, L22)."""
+    given, text = COMPRESSIONS[case]
+    misuse: Misuse = lambda kv: kv.set_gradient_compression(given)  # type: ignore[arg-type] # noqa: E731
+    misused(ready(workers), misuse, (ArgumentTypeError, ArgumentValueError), text, by=by)
+
+
+@BOTH
+def test_numbers_that_a_codec_cannot_carry_are_an_error_at_the_push(
+    workers: Workers, by: str
+) -> None:
+    ready(workers)
+    workers.run(lambda kv: kv.set_gradient_compression({"type": "2bit"}))
+    misuse: Misuse = lambda kv: kv.push("w", np.full(LARGE, np.nan))  # noqa: E731
+    with pytest.raises(ArgumentValueError, match="NaN or infinity, which 2bit cannot carry"):
+        misuse(workers.stores[0])
+    workers.run(lambda kv: kv.set_gradient_compression(None))
+    misused(workers, lambda kv: kv.push("x", ONES), UnknownKeyError, "x", by=by)
 
 
 ROWS = RowSparseArray.zeros((LARGE,), "f8")
-SPARSE: dict[str, Misuse] = {
-    "init": lambda kv: kv.init("v", ROWS),
-    "push": lambda kv: kv.push("w", ROWS),
-    "push of a list": lambda kv: kv.push("w", [ONES, ROWS]),
-    "push_async": lambda kv: kv.push_async("w", ROWS),
-    "pull": lambda kv: kv.pull("w", out=ROWS),
-    "pull of all rows": lambda kv: kv.pull("w", out=ROWS, ignore_sparse=False),
-    "pull_async": lambda kv: kv.pull_async("w", out=ROWS),
-    "pushpull": lambda kv: kv.pushpull("w", ROWS, out=ONES.copy()),
-    "pushpull into it": lambda kv: kv.pushpull("w", ONES, out=ROWS),
-    "pushpull_async": lambda kv: kv.pushpull_async("w", ROWS, out=ONES.copy()),
-    "broadcast": lambda kv: kv.broadcast("v", ROWS, ONES.copy()),
-    "row_sparse_pull": lambda kv: kv.row_sparse_pull("w", out=ROWS, row_ids=np.arange(3)),
-    "row_sparse_pull of several ids": lambda kv: kv.row_sparse_pull(
-        "w", out=[ROWS, ROWS], row_ids=[np.arange(3), np.arange(4)]
+OTHER = RowSparseArray([0], np.ones((1, 2)), (LARGE, 2))
+SPARSE: dict[str, tuple[Misuse, type[Exception], str]] = {
+    "push of another shape": (lambda kv: kv.push("w", OTHER), ValueMismatchError, "shape"),
+    "push of another dtype": (
+        lambda kv: kv.push("w", RowSparseArray.zeros((LARGE,), "f4")),
+        ValueMismatchError,
+        "float64.*float32",
     ),
-    "row_sparse_pull without ids": lambda kv: kv.row_sparse_pull("w"),
+    "push of a list": (lambda kv: kv.push("w", [ROWS, OTHER]), ValueMismatchError, "shape"),
+    "push_async": (lambda kv: kv.push_async("w", OTHER), ValueMismatchError, "shape"),
+    "pull": (lambda kv: kv.pull("w", out=OTHER), ValueMismatchError, "shape"),
+    "pushpull into it": (
+        lambda kv: kv.pushpull("w", ONES, out=ROWS),
+        NotSupportedError,
+        "fill dense arrays only",
+    ),
+    "pushpull_async in place": (
+        lambda kv: kv.pushpull_async("w", ROWS),
+        NotSupportedError,
+        "fill dense arrays only",
+    ),
+    "broadcast into it": (
+        lambda kv: kv.broadcast("v", ROWS, ROWS),
+        NotSupportedError,
+        "fill dense arrays only",
+    ),
+    "no ids": (lambda kv: kv.row_sparse_pull("w"), ArgumentValueError, "needs row_ids"),
+    "ids out of range": (
+        lambda kv: kv.row_sparse_pull("w", row_ids=[0, LARGE]),
+        ArgumentValueError,
+        "out of range",
+    ),
+    "negative ids": (
+        lambda kv: kv.row_sparse_pull("w", row_ids=np.array([-1])),
+        ArgumentValueError,
+        "out of range",
+    ),
+    "float ids": (
+        lambda kv: kv.row_sparse_pull("w", row_ids=np.array([0.5])),
+        ArgumentTypeError,
+        "whole numbers",
+    ),
+    "an array that does not fit the ids": (
+        lambda kv: kv.row_sparse_pull("w", out=np.zeros(3), row_ids=[1, 2]),
+        ValueMismatchError,
+        "2 rows",
+    ),
+    "more sets of ids than arrays": (
+        lambda kv: kv.row_sparse_pull("w", out=[ROWS], row_ids=[np.arange(2), np.arange(3)]),
+        ValueMismatchError,
+        "2 sets",
+    ),
+    "rows of a key that is not there": (
+        lambda kv: kv.row_sparse_pull("x", row_ids=[1]),
+        UnknownKeyError,
+        "'x'",
+    ),
 }
 
 
 @BOTH
 @pytest.mark.parametrize("case", SPARSE)
-def test_row_sparse_values_on_servers_are_one_error(case: str, by: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_misused_rows_are_an_error_at_the_call(kind: str, case: str, by: str) -> None:
     """On dist they abort servers, shift rows and corrupt memory in the original (L17)."""
-    with Workers("dist_sync", **PARTS) as workers:
-        misused(ready(workers), SPARSE[case], NotSupportedError, "local and device", by=by)
+    misuse, error, text = SPARSE[case]
+    with Workers(kind, **PARTS) as workers:
+        misused(ready(workers), misuse, error, text, by=by)
 
 
 @pytest.mark.parametrize("ignore_sparse", [True, False])

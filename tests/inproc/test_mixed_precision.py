@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from workers import Workers
 
-from kvstore import KVStore, optimizer
+from kvstore import KVStore, RowSparseArray, optimizer
 from kvstore.dtypes import bfloat16
 from kvstore.keys import KeySpec
 from kvstore.optimizer.states import MASTER
@@ -243,3 +243,85 @@ def test_states_of_other_values_do_not_bring_their_values(tmp_path: Path, kind: 
     assert repr(pulled) == "[32.0, nan, -0.0]"
     assert repr(pushed) == f"[{32 - 2**-6}, nan, {-(2**-6)}]"
     assert same == [64 - 2**-5] * 3
+
+
+# -- row-sparse keys ----------------------------------------------------------------------
+
+SHAPE = (60, 5)
+ROW_KEYS = ["rows", "dense"]
+
+
+def some_rows(step: int) -> RowSparseArray:
+    draw = np.random.default_rng(step)
+    return RowSparseArray(
+        draw.permutation(SHAPE[0])[:20], (1e-3 * draw.normal(size=(20, 5))).astype(HALF), SHAPE
+    )
+
+
+def begin_rows(kv: KVStore, chosen: optimizer.Optimizer) -> None:
+    values = np.linspace(1, 2, 300).reshape(SHAPE).astype(HALF)
+    kv.init("rows", RowSparseArray(np.arange(0, 60, 3), values[::3], SHAPE))
+    kv.init("dense", values)
+    kv.set_optimizer(chosen)
+
+
+def train_rows(kv: KVStore, steps: range) -> list[Array]:
+    for step in steps:
+        kv.push(ROW_KEYS, [some_rows(step)] * 2)
+    outs = [np.zeros(SHAPE, HALF) for _ in ROW_KEYS]
+    kv.pull(ROW_KEYS, out=outs, ignore_sparse=False)
+    return outs
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_rows_on_servers_have_masters_of_the_same_bits(
+    tmp_path: Path, kind: str, lazy: bool
+) -> None:
+    chosen = MOMENTUM.replace(lazy_update=lazy)
+
+    def whole(kv: KVStore) -> Any:
+        begin_rows(kv, chosen)
+        train_rows(kv, range(8))
+        kv.save_checkpoint(tmp_path / kv.type)
+        return train_rows(kv, range(8, 16))
+
+    def resumed(kv: KVStore) -> Any:
+        kv.load_checkpoint(tmp_path / "local")
+        return train_rows(kv, range(8, 16))
+
+    with Workers("local", 1) as workers:
+        expected = workers.run(whole)[0]
+    for script in (whole, resumed):
+        with Workers(kind, 1, 3, **CONFIG) as workers:
+            assert_same(workers.run(script)[0], expected)
+
+
+@pytest.mark.parametrize("chosen", [PLAIN, MOMENTUM], ids=["plain", "momentum"])
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_rows_of_a_checkpoint_without_masters_begin_at_their_values(
+    tmp_path: Path, kind: str, chosen: optimizer.Optimizer
+) -> None:
+    def save(kv: KVStore) -> None:
+        begin_rows(kv, chosen)
+        train_rows(kv, range(3))
+        kv.save_checkpoint(tmp_path)
+
+    def load(kv: KVStore) -> Any:
+        kv.load_checkpoint(tmp_path)
+        loaded = [kv.pull(key) for key in ROW_KEYS]
+        for _ in range(3):
+            kv.push(ROW_KEYS, [RowSparseArray([0, 3], np.zeros((2, 5), HALF), SHAPE)] * 2)
+        if chosen is PLAIN:
+            assert [kv.pull(key).tobytes() for key in ["dense"]] == [loaded[1].tobytes()]
+        return train_rows(kv, range(3, 6))
+
+    with Workers("local", 1) as workers:
+        workers.run(save)
+    remove_masters(tmp_path)
+    results = []
+    for each in ("local", kind):
+        with Workers(each, 1, 3, **CONFIG) as workers:
+            results.append(workers.run(load)[0])
+    assert_same(*results)
+    assert results[0][0].any()

@@ -286,8 +286,6 @@ def test_what_a_store_is_capable_of(workers: Workers) -> None:
     assert kv.is_capable("Optimizer")
     with pytest.raises(ArgumentValueError, match="unknown capability"):
         kv.is_capable("flying")
-    with pytest.raises(NotSupportedError):
-        kv.set_gradient_compression({})
 
 
 @pytest.mark.parametrize("even", [True, False])

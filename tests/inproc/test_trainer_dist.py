@@ -459,3 +459,28 @@ def test_the_count_of_a_schedule_is_loaded_on_all_workers(tmp_path: Path) -> Non
 
     with Workers("dist_sync") as workers:
         assert workers.run(script) == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_sparse_gradients_of_pytorch_reach_the_store_as_rows(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+
+    def script(kv: KVStore) -> Any:
+        table = torch.nn.Embedding(600, 8, sparse=True)
+        with torch.no_grad():
+            table.weight.fill_(1.0)
+        trainer = Trainer({"table": table.weight}, "sgd", {"learning_rate": 1.0}, kv)
+        for _ in range(2):
+            table.weight.grad = None
+            table(torch.tensor([[3, 5], [5, 599]])).sum().backward()
+            trainer.step(1)
+        assert kv.info("table").stype == "default"
+        return table.weight.detach().numpy()
+
+    with Workers(kind, 2, 2, chunk_bytes=1000) as workers:
+        steps = 2 * workers.stores[0].num_workers
+        for weight in workers.run(script):
+            expected = np.ones((600, 8), "f4")
+            expected[[3, 599]] -= steps
+            expected[5] -= 2 * steps
+            np.testing.assert_array_equal(weight, expected)

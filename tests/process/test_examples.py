@@ -25,13 +25,18 @@ needs_torch = pytest.mark.skipif(
 
 
 def launch(
-    make_job: MakeJob, script: str, *flags: str, options: tuple[str, ...] = ()
+    make_job: MakeJob,
+    script: str,
+    *flags: str,
+    options: tuple[str, ...] = (),
+    num_servers: int = 1,
 ) -> dict[int, list[str]]:
     """Run a script to its good end; returns the lines of each worker by its rank."""
-    job = make_job(2, 1)
+    job = make_job(2, num_servers)
     done = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "tools" / "launch.py"), "-n", "2", "-s", "1"),
+            *(sys.executable, str(ROOT / "tools" / "launch.py"), "-n", "2"),
+            *("-s", str(num_servers)),
             *("--launcher", "local", *options, sys.executable, script, *flags),
         ],
         cwd=ROOT,
@@ -128,6 +133,47 @@ def test_float16_weights_with_masters_learn_like_float32_ones(make_job: MakeJob)
     wide, half, lone = [float(line.split()[-1]) for line in launch(make_job, script, *flags)[0]]
     assert max(wide, half) < 0.1
     assert lone > max(wide, half)
+
+
+COMPRESSION = "examples/kvstore/compression.py"
+
+
+def check_codecs(lines: list[str]) -> None:
+    found = [re.fullmatch(r"(\S+): loss ([\d.]+), ([\d.]+) times fewer .*", line) for line in lines]
+    assert [match and match[1] for match in found] == [
+        *("none", "fp16", "int8", "2bit", "topk", "topk+fp16")
+    ]
+    losses = [float(match[2]) for match in found if match]
+    ratios = [float(match[3]) for match in found if match]
+    assert max(losses) < 1.1 * losses[0] < 0.03
+    assert ratios == pytest.approx([1, 2, 3.9, 15.4, 9.8, 12.9], abs=0.1)
+
+
+def test_codecs_reach_the_loss_of_float32_with_fewer_bytes() -> None:
+    assert len((ROOT / COMPRESSION).read_text(encoding="utf-8").splitlines()) <= 80
+    check_codecs(alone(COMPRESSION))
+
+
+def test_codecs_of_two_workers_reach_the_loss_of_float32(make_job: MakeJob) -> None:
+    check_codecs(launch(make_job, COMPRESSION, "--kv-store", "dist_sync")[0])
+
+
+def test_workers_train_an_embedding_whose_rows_lie_on_two_servers(make_job: MakeJob) -> None:
+    """The tables are larger than a chunk, so that both servers have rows of them."""
+    flags = ("--users", "60000", "--items", "40000", "--epochs", "3", "--ratings", "60000")
+    lines = launch(
+        make_job,
+        "examples/kvstore/embedding.py",
+        *(*flags, "--kv-store", "dist_sync"),
+        num_servers=2,
+    )
+    for rank in range(2):
+        *epochs, traffic = lines[rank]
+        errors = [float(line.split()[-1]) for line in epochs]
+        assert len(errors) == 3
+        assert errors == sorted(errors, reverse=True)
+        assert errors[-1] < 0.9 * errors[0]
+        assert float(traffic.split()[1]) < 2
 
 
 def test_asynchronous_gradients_are_stale_and_still_find_the_line(make_job: MakeJob) -> None:

@@ -132,3 +132,35 @@ def test_a_script_that_never_creates_a_distributed_store_needs_no_cluster(
     )
     assert worker.wait(5) == 0
     assert worker.lines == ["[1.0]"]
+
+
+def test_rows_travel_between_processes(make_job: MakeJob) -> None:
+    """Through shared memory and, where rows are few, through sockets."""
+    lines = run(
+        make_job,
+        f"""
+import numpy as np
+shape = (100_001, 8)
+for kind in ("dist_sync", "dist_async"):
+    kv = mx.kvstore.create(kind)
+    kv.set_optimizer({SGD})
+    kv.init(["t", "d"], [mx.RowSparseArray.zeros(shape), np.zeros(shape, np.float32)])
+    ids = np.arange(3 * kv.rank, shape[0], 1000 if kv.rank else 2)
+    for key in ("t", "d"):
+        for _ in range(3):
+            kv.push(key, mx.RowSparseArray(ids, np.ones((len(ids), 8), np.float32), shape))
+    kv.wait()
+    kv.barrier()
+    for key in ("t", "d"):
+        rows = kv.row_sparse_pull(key, row_ids=[0, 1003, 2, 3, 100_000])
+        print(kind, key, rows.indices.tolist(), rows.values[:, 7].tolist())
+    print(len(kv.pull("t").indices), float(kv.pull("d").sum()), sorted(kv.placement()[1]))
+    kv.barrier()
+""",
+    )
+    rows = "[0, 2, 3, 1003, 100000] [-3.0, -3.0, -3.0, -3.0, -3.0]"
+    held = 50_001 + 100
+    for kind in ("dist_sync", "dist_async"):
+        assert lines[:2] == [f"{kind} t {rows}", f"{kind} d {rows}"]
+        assert lines[2] == f"{held} {-3.0 * 8 * (50_001 + 100)} ['d', 't']"
+        lines = lines[3:]

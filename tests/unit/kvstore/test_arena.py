@@ -28,7 +28,7 @@ def test_a_part_that_was_deleted_meanwhile_takes_no_other_with_it() -> None:
     table.remove(2)
     frame = np.arange(6, dtype=FLOAT).view(np.uint8).data
     jobs = [
-        Job((number,), (8,), Batch(((0, 1),), (Piece(frame, 8 * (number - 1), 8 * number),)))
+        Job((number,), (8,), (8,), Batch(((0, 1),), (Piece(frame, 8 * (number - 1), 8 * number),)))
         for number in (1, 2, 3)
     ]
     first, second, third = table.apply(jobs, [None] * len(jobs))

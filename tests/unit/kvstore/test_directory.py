@@ -15,6 +15,7 @@ from kvstore.optimizer.plain import from_plain, to_plain
 from kvstore.placement import chunk_ranges
 from kvstore.protocol import (
     DIRECTORY_APP,
+    Declared,
     DirectoryCall,
     KeyEntry,
     pack,
@@ -72,7 +73,14 @@ class Job:
         whole: bool = False,
     ) -> Future[tuple[bool, list[KeyEntry]]]:
         """(this rank has to create the parts, where everything lives)"""
-        asked = self.ask(rank, DirectoryCall.DECLARE, store, kind, whole, pack_specs(specs))
+        asked = self.ask(
+            rank,
+            DirectoryCall.DECLARE,
+            store,
+            kind,
+            whole,
+            pack_specs([Declared(*each) for each in specs]),
+        )
         return asked.map(_declared)
 
     def initialised(self, rank: int, *keys: Key) -> None:

@@ -17,17 +17,21 @@ from kvstore.placement import chunk_ranges
 from kvstore.protocol import (
     DIRECTORY_APP,
     STORE_APP,
+    Declared,
     KeyEntry,
     PartEntry,
+    RowPartEntry,
     dtype_of,
     dtype_text,
     pack,
     pack_entries,
     pack_parts,
+    pack_row_part,
     pack_specs,
     unpack,
     unpack_entries,
     unpack_parts,
+    unpack_row_part,
     unpack_specs,
 )
 from pslite.errors import ProtocolError
@@ -39,6 +43,7 @@ DTYPES = st.sampled_from(
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 KEYS: st.SearchStrategy[Key] = st.integers(-(2**63), 2**63 - 1) | st.text(max_size=5)
 SPECS = st.builds(KeySpec, SHAPES, DTYPES)
+BOOLEANS = st.booleans()
 
 
 @st.composite
@@ -47,7 +52,8 @@ def entries(draw: st.DrawFn) -> KeyEntry:
     count = len(chunk_ranges(spec.num_elements, spec.dtype.itemsize, chunk_bytes))
     servers = tuple(draw(st.lists(st.integers(0, 9), min_size=count, max_size=count)))
     first_part, generation = draw(st.integers(1, 2**40)), draw(st.integers(1, 2**20))
-    return KeyEntry(draw(KEYS), spec, first_part, chunk_bytes, servers, generation)
+    is_row_sparse = bool(spec.shape) and len(servers) <= max(spec.shape[0], 1) and draw(BOOLEANS)
+    return KeyEntry(draw(KEYS), spec, first_part, chunk_bytes, servers, generation, is_row_sparse)
 
 
 # -- there and back -----------------------------------------------------------------------
@@ -58,8 +64,9 @@ def test_directory_entries_survive_the_journey(table: list[KeyEntry]) -> None:
     assert unpack_entries(pack_entries(table)) == table
 
 
-@given(st.lists(st.tuples(KEYS, SPECS), max_size=3))
-def test_keys_with_shapes_survive_the_journey(specs: list[tuple[Key, KeySpec]]) -> None:
+@given(st.lists(st.tuples(KEYS, SPECS, BOOLEANS), max_size=3))
+def test_keys_with_shapes_survive_the_journey(table: list[tuple[Key, KeySpec, bool]]) -> None:
+    specs = [Declared(key, spec, rows and bool(spec.shape)) for key, spec, rows in table]
     assert unpack_specs(unpack_value(pack_value(pack_specs(specs)))) == specs
 
 
@@ -74,9 +81,25 @@ def test_parts_survive_the_journey(parts: list[PartEntry]) -> None:
     assert unpack_parts(unpack_value(pack_value(pack_parts(parts)))) == parts
 
 
+ROW_PARTS = st.builds(
+    RowPartEntry,
+    st.integers(0, 2**40),
+    KEYS,
+    BOOLEANS,
+    st.integers(0, 2**63),
+    st.integers(0, 2**40),
+    DTYPES,
+)
+
+
+@given(ROW_PARTS)
+def test_a_part_of_a_row_sparse_key_survives_the_journey(part: RowPartEntry) -> None:
+    assert unpack_row_part(unpack_value(pack_value(pack_row_part(part)))) == part
+
+
 def test_a_key_may_have_as_many_dimensions_as_an_array() -> None:
     spec = KeySpec((1,) * 64, np.dtype(np.float32))
-    assert unpack_specs(pack_specs([("w", spec)])) == [("w", spec)]
+    assert unpack_specs(pack_specs([Declared("w", spec)])) == [Declared("w", spec)]
 
 
 def test_fields_of_a_body_keep_their_types() -> None:
@@ -110,14 +133,17 @@ def test_a_body_of_other_fields_is_refused(body: bytes) -> None:
         None,
         [1],
         [["w", [2]]],
+        [["w", [2], "<f4"]],
+        [["w", [2], "<f4", False, 1]],
         [["w", [2], "<f4", 1]],
-        [[1.5, [2], "<f4"]],
-        [[True, [2], "<f4"]],
-        [["w", 2, "<f4"]],
-        [["w", [-1], "<f4"]],
-        [["w", [True], "<f4"]],
-        [["w", [1] * 65, "<f4"]],
-        [["w", [2], "<f5"]],
+        [["w", [], "<f4", True]],
+        [[1.5, [2], "<f4", False]],
+        [[True, [2], "<f4", False]],
+        [["w", 2, "<f4", False]],
+        [["w", [-1], "<f4", False]],
+        [["w", [True], "<f4", False]],
+        [["w", [1] * 65, "<f4", False]],
+        [["w", [2], "<f5", False]],
     ],
 )
 def test_a_malformed_table_of_keys_is_refused(table: Any) -> None:
@@ -128,18 +154,21 @@ def test_a_malformed_table_of_keys_is_refused(table: Any) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        ["w", [4], "<f4", 1, 16, 1],
-        ["w", [4], "<f4", 1, 16, 0, 1],
-        ["w", [4], "<f4", 1, 16, [-1], 1],
-        ["w", [4], "<f4", 1, 16, ["0"], 1],
-        ["w", [4], "<f4", -1, 16, [0], 1],
-        ["w", [4], "<f4", 1, 0, [0], 1],
-        ["w", [4], "<f4", 1, True, [0], 1],
-        ["w", [4], "<f4", 1, 16, [], 1],
-        ["w", [4], "<f4", 1, 16, [0, 1], 1],
-        ["w", [5], "<f4", 1, 16, [0], 1],
-        ["w", [4], "<f4", 1, 16, [0], -1],
-        ["w", [4], "<f4", 1, 16, [0], "1"],
+        ["w", [4], "<f4", False, 1, 16, 1],
+        ["w", [4], "<f4", False, 1, 16, 0, 1],
+        ["w", [4], "<f4", False, 1, 16, [-1], 1],
+        ["w", [4], "<f4", False, 1, 16, ["0"], 1],
+        ["w", [4], "<f4", False, -1, 16, [0], 1],
+        ["w", [4], "<f4", False, 1, 0, [0], 1],
+        ["w", [4], "<f4", False, 1, True, [0], 1],
+        ["w", [4], "<f4", False, 1, 16, [], 1],
+        ["w", [4], "<f4", False, 1, 16, [0, 1], 1],
+        ["w", [5], "<f4", False, 1, 16, [0], 1],
+        ["w", [4], "<f4", False, 1, 16, [0], -1],
+        ["w", [4], "<f4", False, 1, 16, [0], "1"],
+        ["w", [4], "<f4", True, 1, 16, [], 1],
+        ["w", [2], "<f4", True, 1, 16, [0, 1, 2], 1],
+        ["w", [4], "<f4", 1, 16, [0], 1],
     ],
 )
 def test_a_directory_entry_that_makes_no_sense_is_refused(row: list[Any]) -> None:
@@ -165,6 +194,24 @@ def test_a_malformed_table_of_parts_is_refused(table: Any) -> None:
         unpack_parts(table)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        [1, "w", True, 2, 3],
+        [1, "w", True, 2, 3, "<f4", 1],
+        [-1, "w", True, 2, 3, "<f4"],
+        [1, 1.5, True, 2, 3, "<f4"],
+        [1, "w", 1, 2, 3, "<f4"],
+        [1, "w", True, -2, 3, "<f4"],
+        [1, "w", True, 2, True, "<f4"],
+        [1, "w", True, 2, 3, "O"],
+    ],
+)
+def test_a_malformed_part_of_a_row_sparse_key_is_refused(row: list[Any]) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_row_part(row)
+
+
 @pytest.mark.parametrize("text", ["|O", "<M8[s]", "|S4", "<U1", "|V8", "f4,f4", "(2,)f4", 4, None])
 def test_only_numbers_can_be_stored(text: object) -> None:
     with pytest.raises(ProtocolError):
@@ -188,7 +235,7 @@ def test_any_text_is_a_dtype_or_a_protocol_error() -> None:
 
 
 def test_a_claimed_shape_allocates_nothing() -> None:
-    body = pack([["w", [300_000], "|u1", 1, 1, []]])
+    body = pack([["w", [300_000], "|u1", False, 1, 1, []]])
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):

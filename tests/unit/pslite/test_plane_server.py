@@ -239,7 +239,7 @@ def test_a_push_of_another_size_is_refused_with_both_sizes() -> None:
     message = Exchange(True, False, (1,), (1,), (16,))
     ((_, failure),) = answers(plane.exchange(0, 1, message, [counts(1, 2)]))
     assert isinstance(failure, PartsFailed)
-    assert failure.error == "part 1 has 8 bytes, 16 were pushed"
+    assert failure.error == "a push of part 1 has 8 bytes, 16 were pushed"
 
 
 def test_a_pull_behind_a_push_of_another_size_ends_too() -> None:

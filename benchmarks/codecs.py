@@ -1,0 +1,127 @@
+"""How quick gradient compression is: ``python benchmarks/codecs.py``.
+
+For each codec, GB of float32 a second, of what is encoded or comes out of decoding: encoding (with
+error feedback where it is on by default), decoding into an array, and decoding onto a sum; beside a
+copy of the same array. Once by NumPy and once by the compiled kernels where there are any, whose
+bytes must be the same. ``--threads`` share each call's work. ``--part`` elements are encoded at a
+time: by default 262,144, the 1 MiB that travels in one piece.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from kvstore import kernels
+from kvstore.compression import Chain, Draw, make_chain
+from kvstore.cores import Cores
+
+#: Gradients have a standard deviation of 0.3: with the threshold 0.5 most become 0, as they should.
+CHAINS: tuple[dict[str, Any], ...] = (
+    {"type": "2bit", "threshold": 0.5},
+    {"type": "1bit", "threshold": 0.0},
+    {"type": "fp16"},
+    {"type": "bf16"},
+    {"type": "int8"},
+    {"type": "topk", "ratio": 0.01},
+    {"type": "randomk", "ratio": 0.01},
+    {"type": "topk+fp16", "ratio": 0.01},
+)
+
+
+class Work:
+    """One chain and an array that it encodes in parts."""
+
+    def __init__(self, chain: Chain, values: Any, part: int, cores: Cores) -> None:
+        self.chain, self.values, self.cores = chain, values, cores
+        self.spans = [slice(i, min(i + part, len(values))) for i in range(0, len(values), part)]
+        self.residual = np.zeros_like(values) if chain.has_feedback else None
+        self.outs = [
+            np.empty(chain.payload_bytes(len(values[span]), values.dtype), np.uint8)
+            for span in self.spans
+        ]
+        self.headers: list[bytes] = []
+        self.total = np.zeros_like(values)
+
+    def encode(self) -> None:
+        self.headers = []
+        for number, (span, out) in enumerate(zip(self.spans, self.outs, strict=True)):
+            residual = None if self.residual is None else self.residual[span]
+            encoded = self.chain.encode(
+                self.values[span], out, residual=residual, draw=Draw(number), cores=self.cores
+            )
+            self.headers.append(encoded.header)
+
+    def decode(self) -> None:
+        for header, out, span in zip(self.headers, self.outs, self.spans, strict=True):
+            self.chain.decode(header, out, self.total[span], cores=self.cores)
+
+    def decode_add(self) -> None:
+        for header, out, span in zip(self.headers, self.outs, self.spans, strict=True):
+            self.chain.decode_add(header, out, self.total[span], cores=self.cores)
+
+    def bits(self) -> list[bytes]:
+        return [*self.headers, *(out.tobytes() for out in self.outs), self.total.tobytes()]
+
+
+def rate(work: Callable[[], None], nbytes: int, repeats: int) -> float:
+    """GB a second, the best of some repetitions."""
+    work()
+    took = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - began)
+    return nbytes / min(took) / 1e9
+
+
+def measure(parameters: dict[str, Any], values: Any, options: argparse.Namespace) -> str:
+    """One line of the table."""
+    rates: list[float] = []
+    found: list[list[bytes]] = []
+    module = kernels.native()
+    for chosen in (None,) if module is None else (None, module):
+        chain = make_chain(parameters)
+        with mock.patch.object(kernels, "native", return_value=chosen):
+            work = Work(chain, values, options.part, Cores(options.threads))
+            for step in (work.encode, work.decode, work.decode_add):
+                rates.append(rate(step, values.nbytes, options.repeats))
+        found.append(work.bits())
+    if any(bits != found[0] for bits in found):
+        raise SystemExit(f"{parameters['type']}: the compiled kernels give other bits than NumPy")
+    ratio = values.nbytes / sum(map(len, found[0][:-1]))
+    return f"{parameters['type']:10s} {ratio:6.1f} " + " ".join(f"{each:8.2f}" for each in rates)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--elements", type=int, default=25_000_000)
+    parser.add_argument("--part", type=int, default=262_144)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    values = np.random.default_rng(1).standard_normal(options.elements, np.float32)
+    values *= np.float32(0.3)
+    copy = np.empty_like(values)
+    memcpy = rate(lambda: np.copyto(copy, values), values.nbytes, options.repeats)
+    print(f"{options.elements:,d} float32, parts of {options.part:,d}, threads: {options.threads}")
+    print(f"a copy of the array: {memcpy:.2f} GB/s; in the table GB/s, too")
+    sides = ["NumPy"] if kernels.native() is None else ["NumPy", f"C ({kernels.instructions()})"]
+    print(" " * 18 + "".join(f"{side:<27s}" for side in sides))
+    print(f"{'codec':10s} {'ratio':>6s} " + "   encode   decode      add" * len(sides))
+    for parameters in CHAINS:
+        print(measure(parameters, values, options), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

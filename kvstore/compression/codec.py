@@ -1,0 +1,283 @@
+"""What a codec of values is, and how it goes through an array: in spans that stay in the cache.
+
+A codec turns numbers into fewer bytes and back. What it makes of n numbers is always equally
+long (``payload_bytes``), so that messages can be planned before there is anything to send. A
+subclass says how one span is packed and unpacked (``bits.py``, ``casts.py``, ``int8.py``); this
+file does what they have in common: adding the residual, error feedback, threads, dtypes.
+
+**Error feedback.** With a residual e, what is packed is p = g + e, and e becomes p - decoded(p):
+what was lost comes back with the next gradient (Seide et al., Interspeech 2014; Karimireddy et
+al., ICML 2019, algorithm 2 with the learning rate left to the optimizer). The residual is worked
+on in place and needs no other memory.
+
+**Dtypes.** Numbers are worked on in the dtype in which stores add (``accumulation_dtype``):
+float32, and float64 for float64. A residual has that dtype.
+
+**Bits.** Spans begin at fixed elements and every operation concerns one unit of a codec, so
+neither threads nor the size of spans can change a bit. Any thread may call, with different
+arrays. Read next: ``bits.py``, the shortest real codec; then ``chain.py``, which checks and calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from kvstore import kernels
+from kvstore.aggregate import Flat, Workspace
+from kvstore.blocks import Workspaces
+from kvstore.compression.parameters import Parameter
+from kvstore.cores import Cores, Task, shared
+from kvstore.dtypes import accumulation_dtype, is_bfloat16
+from kvstore.errors import ArgumentValueError
+
+Payload = np.ndarray[Any, np.dtype[np.uint8]]
+"""Encoded bytes, 1-D, at any address."""
+
+SPAN_ELEMENTS = 65536
+"""Numbers that are worked on at a time: with residual and scratch memory 1 MiB of float32, what a
+core's second-level cache holds. Two threads wait for each other with less."""
+
+SHARED_BYTES = 1 << 20
+"""Work on fewer bytes is done before another thread would be awake."""
+
+_ALONE = Cores(1)
+
+
+class Span(NamedTuple):
+    """The elements from ``start`` to ``stop`` of an array of ``total``, of a key of this dtype."""
+
+    start: int
+    stop: int
+    total: int
+    dtype: np.dtype[Any]
+
+
+class ValueCodec(ABC):
+    """Turns an array of floats into bytes and back. Immutable; any thread may use it."""
+
+    name: ClassVar[str]
+    """In parameters and statistics."""
+    code: ClassVar[int]
+    """In headers (``layout.py``); never used for another codec again."""
+    format: ClassVar[str] = ""
+    """Of its ``numbers`` in a header, as in the module ``struct``."""
+    parameters: ClassVar[Mapping[str, Parameter]] = {}
+    """What it can be told, and what it is told if nobody does."""
+    has_feedback: ClassVar[bool]
+    """Whether a residual is kept unless the parameters say otherwise."""
+    carries_all: ClassVar[bool]
+    """Whether NaN and infinity survive. Else arrays that hold them are refused."""
+
+    def __init__(self) -> None:
+        self._workspaces = Workspaces()
+
+    @property
+    def unit(self) -> int:
+        """Spans begin at multiples of so many elements."""
+        return 1
+
+    @abstractmethod
+    def payload_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
+        """How many bytes it makes of so many elements of a key of this dtype."""
+
+    @abstractmethod
+    def numbers(self) -> tuple[float, ...]:
+        """The parameters that decoding depends on, in a fixed order; for the header."""
+
+    @abstractmethod
+    def pack(
+        self, wide: Flat, span: Span, payload: Payload, workspace: Workspace, *, rest: bool
+    ) -> None:
+        """Write what becomes of a span into its place in the whole payload.
+
+        ``wide`` has the span's numbers in float32 or float64. With ``rest`` it is left as what
+        was lost (number - decoded number); else it is only read. Slots of ``workspace`` from 1
+        on are free.
+        """
+
+    @abstractmethod
+    def unpack(self, payload: Payload, span: Span, wide: Flat, workspace: Workspace) -> None:
+        """Write the numbers of a span, read from the whole payload, into ``wide``.
+
+        ``wide`` is float32 or float64, aligned and contiguous. Nothing is checked.
+        """
+
+    def check_payload(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> None:  # noqa: B027
+        """Raise ``ProtocolError`` if a payload of the right length cannot be what we wrote."""
+
+    # -- whole arrays ------------------------------------------------------------------
+
+    def encode(
+        self,
+        dtype: np.dtype[Any],
+        source: Flat | None,
+        residual: Flat | None,
+        payload: Payload,
+        cores: Cores | None,
+    ) -> None:
+        """Fill ``payload`` with what becomes of ``source`` + ``residual``.
+
+        One of the two may be None, which counts as zeros. ``residual`` becomes what was lost.
+        Both are 1-D, of one length; nothing is checked. ``dtype`` is the key's and that of
+        ``source``, which is only read.
+        """
+        given = source if residual is None else residual
+        assert given is not None
+        tasks: list[Task] = [
+            partial(self._encode_span, span, source, residual, payload)
+            for span in spans(len(given), self.unit, dtype)
+        ]
+        run(tasks, given.nbytes, cores)
+
+    def _encode_span(
+        self, span: Span, source: Flat | None, residual: Flat | None, payload: Payload
+    ) -> None:
+        start, stop = span.start, span.stop
+        if self.code in kernels.CODED and kernels.encode(
+            self.code, self.numbers()[0], span.dtype, source, residual, payload, start, stop
+        ):
+            return
+        workspace = self._workspaces.take()
+        if residual is not None:
+            wide = residual[start:stop]
+            if source is not None:
+                add_to(wide, source[start:stop], workspace)
+        else:
+            assert source is not None
+            wide = widened(source[start:stop], workspace)
+        self.pack(wide, span, payload, workspace, rest=residual is not None)
+        if residual is not None and self.carries_all:
+            drop_non_finite(wide, workspace)
+        self._workspaces.give(workspace)
+
+    def decode(
+        self,
+        payload: Payload,
+        dtype: np.dtype[Any],
+        out: Flat,
+        cores: Cores | None,
+        *,
+        add: bool = False,
+    ) -> None:
+        """Set ``out`` to the numbers of a payload, or add them to it.
+
+        ``dtype`` is the key's; ``out``, 1-D, has it or that in which it is added, and is rounded
+        once. The payload was checked.
+        """
+        tasks: list[Task] = [
+            partial(self._decode_span, span, payload, out, add)
+            for span in spans(len(out), self.unit, dtype)
+        ]
+        run(tasks, out.nbytes, cores)
+
+    def _decode_span(self, span: Span, payload: Payload, out: Flat, add: bool) -> None:
+        start, stop = span.start, span.stop
+        target, working = out[start:stop], accumulation_dtype(span.dtype)
+        is_wide = out.dtype == working
+        if (is_wide and self.code in kernels.CODED) and kernels.decode(
+            self.code, self.numbers()[0], payload, out, start, stop, add=add
+        ):
+            return
+        if is_wide and not add and is_plain(target):
+            workspace = self._workspaces.take()
+            self.unpack(payload, span, target, workspace)
+            self._workspaces.give(workspace)
+            return
+        workspace = self._workspaces.take()
+        wide = workspace.block(0, working, len(target))
+        self.unpack(payload, span, wide, workspace)
+        if add:
+            np.add(target, wide, out=target, dtype=working, casting="unsafe")
+        else:
+            np.copyto(target, wide, casting="unsafe")
+        self._workspaces.give(workspace)
+
+    # -- what stands in parameters and texts -------------------------------------------
+
+    def plain(self) -> dict[str, Any]:
+        """Its parameters with their values, as plain data."""
+        return {name: getattr(self, name) for name in self.parameters}
+
+
+def spans(num_elements: int, unit: int, dtype: np.dtype[Any]) -> Iterator[Span]:
+    """Cut so many elements at multiples of ``unit``."""
+    step = max(SPAN_ELEMENTS // unit, 1) * unit
+    for start in range(0, num_elements, step):
+        yield Span(start, min(start + step, num_elements), num_elements, dtype)
+
+
+def run(tasks: Sequence[Task], nbytes: int, cores: Cores | None) -> None:
+    """Do all tasks; on all cores (None: the process's) where there is much to do."""
+    chosen = _ALONE if nbytes < SHARED_BYTES else shared() if cores is None else cores
+    failure = chosen.run(tasks)
+    if failure is not None:
+        raise failure.error
+
+
+def add_to(wide: Flat, values: Flat, workspace: Workspace) -> None:
+    """``wide += values``, values of the same or a narrower dtype."""
+    np.add(wide, widened(values, workspace), out=wide)
+
+
+def widened(values: Flat, workspace: Workspace) -> Flat:
+    """The values in the dtype that is worked in: themselves, or a copy in slot 0."""
+    working = accumulation_dtype(values.dtype)
+    if values.dtype == working and values.flags.aligned:
+        return values
+    wide = workspace.block(0, working, len(values))
+    convert(values, wide)
+    return wide
+
+
+def convert(values: Flat, target: Flat) -> None:
+    """``target[...] = values``, rounded; by compiled kernels, which are quicker with float16."""
+    if not kernels.apply(target, ((values,),), None, (), 0):
+        np.copyto(target, values, casting="unsafe")
+
+
+def drop_non_finite(rest: Flat, workspace: Workspace) -> None:
+    """Set what is NaN or infinite to 0: it was sent as it is, and must not come back for ever."""
+    fine = np.isfinite(rest, out=workspace.block(9, np.dtype(bool), len(rest)))
+    if not fine.all():
+        rest[~fine] = 0
+
+
+def is_plain(array: Flat) -> bool:
+    """Whether NumPy's quickest loops take it: aligned, and without gaps."""
+    return bool(array.flags.aligned and array.flags.c_contiguous)
+
+
+#: The bits of the exponent, all set in NaN and infinity alone.
+_FLOAT16_EXPONENT = 0x7C00
+_BFLOAT16_EXPONENT = 0x7F80
+
+
+def check_finite(source: Flat, name: str, cores: Cores | None) -> None:
+    """Raise ``ArgumentValueError`` if NaN or infinity is among the numbers to encode."""
+    check: Callable[[Flat], None] = partial(_check_span, name)
+    tasks: list[Task] = [
+        partial(check, source[span.start : span.stop])
+        for span in spans(len(source), 1, source.dtype)
+    ]
+    run(tasks, source.nbytes, cores)
+
+
+def _check_span(name: str, values: Flat) -> None:
+    if values.dtype.itemsize > 2:
+        # NaN is the largest and the least of all; these passes are quicker than one with a mask.
+        is_fine = bool(np.isfinite(values.max()) and np.isfinite(values.min()))
+    else:
+        exponent = _BFLOAT16_EXPONENT if is_bfloat16(values.dtype) else _FLOAT16_EXPONENT
+        magnitudes = values.view(np.uint16) & np.uint16(0x7FFF)
+        is_fine = bool(magnitudes.max(initial=0) < exponent)
+    if not is_fine:
+        raise ArgumentValueError(
+            f"the gradient holds NaN or infinity, which {name} cannot carry; nothing was sent or "
+            "kept of it: skip the step, or compress with fp16, bf16, topk or randomk, which carry "
+            "them"
+        )

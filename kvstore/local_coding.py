@@ -1,0 +1,95 @@
+"""Gradient compression in one process: each device's values pass through the codecs of their key.
+
+What is added up is what another machine would have received, so a script behaves as it will with
+servers. As in MXNet's ``device`` store every device's values are encoded, also when there is one;
+each device has a residual of its own for each key. The caller holds the store's lock. Read next:
+``compression/choice.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.coding import rows_refused
+from kvstore.compression import Chain, Compression, Draw, Residuals
+from kvstore.errors import NotSupportedError
+from kvstore.keys import Key, KeySpec, KeyTable
+from kvstore.residual_files import load_residuals, save_residuals
+from kvstore.sparse.array import RowSparseArray
+
+
+class LocalCoding:
+    """The encoding of one store in one process."""
+
+    def __init__(self, compression: Compression, table: KeyTable) -> None:
+        self.compression = compression
+        self.residuals = Residuals()
+        self._table = table
+        #: How often each key was pushed.
+        self._rounds: Counter[Key] = Counter()
+
+    def passed(self, groups: Mapping[Key, Sequence[Array]]) -> list[list[Array]]:
+        """For each key its arrays, or what comes out of their codecs: new arrays on the host.
+
+        ``groups`` fit their keys and are only read. Raises ``NotSupportedError`` for row-sparse
+        values of a key that is compressed and ``ArgumentValueError`` for numbers that a codec
+        cannot carry, before anything has changed.
+        """
+        chains = {key: self._chain(key) for key in groups}
+        hosts: dict[Key, list[np.ndarray[Any, Any]]] = {}
+        for key, arrays in groups.items():
+            chain = chains[key]
+            if chain is not None:
+                hosts[key] = [self._on_host(key, array) for array in arrays]
+                for host in hosts[key]:
+                    chain.check(host)
+        return [
+            list(arrays) if (chain := chains[key]) is None else self._pass(key, chain, hosts[key])
+            for key, arrays in groups.items()
+        ]
+
+    def _on_host(self, key: Key, array: Array) -> np.ndarray[Any, Any]:
+        if isinstance(array, RowSparseArray) or self._table.is_row_sparse(key):
+            raise NotSupportedError(rows_refused(key))
+        return adapter_for(array).to_host(array)
+
+    def _chain(self, key: Key) -> Chain | None:
+        spec: KeySpec = self._table.spec(key)
+        return self.compression.chain_for(key, spec.nbytes, spec.dtype)
+
+    def _pass(self, key: Key, chain: Chain, hosts: Sequence[np.ndarray[Any, Any]]) -> list[Array]:
+        self._rounds[key] += 1
+        draw = Draw(round=self._rounds[key])
+        passed: list[Array] = []
+        for device, host in enumerate(hosts):
+            residual = None
+            if chain.has_feedback:
+                residual = self.residuals.of(key, host.size, host.dtype, device)
+            data = np.empty(chain.encoded_bytes(host.size, host.dtype), np.uint8)
+            chain.encode_into(host, data, residual=residual, draw=draw)
+            out = np.empty(host.shape, host.dtype)
+            chain.decode_from(data, out)
+            passed.append(out)
+        return passed
+
+    def save(self, path: Path) -> None:
+        """Write what is owed. Raises ``CheckpointError``."""
+        save_residuals(path, self.compression, self.residuals)
+
+    def load(self, path: Path) -> None:
+        """Owe what is in this file, and nothing else. Raises ``CheckpointError``."""
+        keys = self._table.keys()
+        specs = dict(zip(keys, map(self._table.spec, keys), strict=True))
+        load_residuals(path, self.compression, self.residuals, specs)
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """These keys are gone, and owe nothing."""
+        self.residuals.forget(keys)
+        for key in keys:
+            self._rounds.pop(key, None)

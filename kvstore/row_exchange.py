@@ -1,0 +1,387 @@
+"""How a distributed store moves rows: what ``exchange.py`` is for whole values.
+
+Rows are dealt out to the parts of a key (``sparse/stripes.py``; of a dense key, cut as its parts
+are: ``sparse/cuts.py``), written once into memory that is sent, and land where the caller wants
+them. Every push goes to all parts of a key, also where none of its rows are, since a round is
+complete when every worker has contributed; a pull goes to the parts that have rows of it. Rounds,
+order and delivery are the data plane's business. Calls may come from any thread; values are copied
+out by the node's I/O thread. Nothing here waits. Read next: ``dist_rows.py``, which uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.errors import ValueMismatchError
+from kvstore.exchange import Exchange
+from kvstore.fusing import answer_for
+from kvstore.keys import Key, KeyList
+from kvstore.operation import Operation
+from kvstore.plan import MAX_PARTS
+from kvstore.protocol import KeyEntry
+from kvstore.sparse.array import width_of
+from kvstore.sparse.cuts import Cut
+from kvstore.sparse.ids import Ids
+from kvstore.sparse.payload import (
+    ROWS_FORM,
+    Bytes,
+    Kind,
+    id_bytes_for,
+    payload_bytes,
+    read_payload,
+    write_payload,
+)
+from kvstore.sparse.sums import Contribution, Picked, RowValues
+from pslite import Postoffice
+from pslite.errors import ProtocolError
+from pslite.ids import Role, node_id
+from pslite.plane import Piece, Sink, Transfer
+
+#: Rows come in answers of about so many bytes.
+_ANSWER_BYTES = 16 << 20
+#: All rows of a part are asked for in so many pieces at most: few may be there of very many.
+_MOST_RANGES = 64
+
+_NO_IDS: Ids = np.empty(0, np.int64)
+
+
+class _Item(NamedTuple):
+    """What one part is told."""
+
+    server: int
+    """Node id."""
+    part: int
+    nbytes: int
+    write: Callable[[Bytes], None]
+    """Fills its payload, of ``nbytes``."""
+    answer_bytes: int = 0
+    """The size of the answer, as far as it is known."""
+    receive: Callable[[Bytes], None] | None = None
+    """Takes the answer of a pull."""
+
+
+class Landing(NamedTuple):
+    """Where the rows of one key arrive."""
+
+    key: Key
+    ids: Ids
+    """Sorted, each once, in range."""
+    rows: RowValues
+    """Of the key's dtype, C-contiguous; a row for each id."""
+
+
+class Held:
+    """The rows that a row-sparse key holds, as they arrive."""
+
+    def __init__(self, entry: KeyEntry) -> None:
+        self.entry = entry
+        self._ids: list[Ids] = []
+        self._rows: list[RowValues] = []
+
+    def add(self, ids: Ids, rows: RowValues) -> None:
+        """Some of them, which are kept."""
+        self._ids.append(ids)
+        self._rows.append(rows)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what has arrived."""
+        return sum(array.nbytes for array in (*self._ids, *self._rows))
+
+    def sorted(self) -> Contribution:
+        """All of them, once they are there."""
+        if len(self._ids) == 1:
+            return Contribution(self._ids[0], self._rows[0])
+        spec = self.entry.spec
+        empty: RowValues = np.empty((0, width_of(spec.shape)), spec.dtype)
+        ids = np.concatenate([_NO_IDS, *self._ids])
+        order = np.argsort(ids, kind="stable")
+        return Contribution(ids[order], np.concatenate([empty, *self._rows])[order])
+
+
+class RowExchange:
+    """The pushes and pulls of rows of one store on one worker."""
+
+    def __init__(self, node: Postoffice, exchange: Exchange) -> None:
+        self._node = node
+        self._exchange = exchange
+        self._most_bytes = node.config.max_message_bytes
+
+    def push(self, keys: KeyList, values: Sequence[Picked], priority: int) -> Operation:
+        """Push rows of each key, of its dtype; they are copied.
+
+        Raises ``ValueMismatchError`` for more than a message can hold; then nothing is sent.
+        """
+        items: list[_Item] = []
+        for key, value in zip(keys.keys, values, strict=True):
+            entry = self._exchange.entries[key]
+            is_cut = not entry.is_row_sparse
+            items += _cut(entry, value.whole()) if is_cut else self._pushed_rows(entry, value)
+        return self._begin(keys, items, priority, None)
+
+    def pull(self, keys: KeyList, landings: Sequence[Landing], priority: int) -> Operation:
+        """Fill the landings, whose keys are these."""
+        items: list[_Item] = []
+        for landing in landings:
+            entry = self._exchange.entries[landing.key]
+            items += _wanted(entry, landing) if entry.is_row_sparse else _wanted_cut(entry, landing)
+        return self._begin(keys, items, priority, {})
+
+    def pull_held(
+        self, keys: KeyList, priority: int, versions: dict[int, int]
+    ) -> tuple[Operation, list[Held]]:
+        """All rows that each of these row-sparse keys holds; ``versions`` is filled."""
+        held = [Held(self._exchange.entries[key]) for key in keys.keys]
+        items = [item for each in held for item in _wanted_held(each)]
+        operation = self._begin(keys, items, priority, versions)
+
+        def count(_: Any) -> None:  # a statistic: a lost count between threads is no harm
+            self._exchange.counters["bytes_pulled"] += sum(each.nbytes for each in held)
+
+        operation.future.on_done(count)
+        return operation, held
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _pushed_rows(self, entry: KeyEntry, value: Picked) -> Iterator[_Item]:
+        spec, stripes = entry.spec, entry.stripes
+        width = width_of(spec.shape)
+        for index, share in enumerate(stripes.split(value.ids)):
+            num_rows, count = stripes.rows_of(index), len(share.ids)
+            is_all = count == num_rows and count > 0
+            ids = share.ids[:0] if is_all else share.ids
+            id_bytes = id_bytes_for(num_rows)
+            nbytes = payload_bytes(len(ids), id_bytes, count * width * spec.dtype.itemsize)
+            self._check_size(entry.key, count, nbytes)
+
+            def write(
+                memory: Bytes,
+                kind: Kind = Kind.ALL if is_all else Kind.ROWS,
+                count: int = count,
+                ids: Ids = ids,
+                id_bytes: int = id_bytes,
+                at: Any = share.at,
+            ) -> None:
+                place = write_payload(memory, kind, count, width, 0, ids, id_bytes)
+                value.take(at, place.view(spec.dtype).reshape(count, width))
+
+            server = node_id(Role.SERVER, entry.servers[index])
+            yield _Item(server, entry.parts[index], nbytes, write)
+
+    def _check_size(self, key: Key, count: int, nbytes: int) -> None:
+        if nbytes > self._most_bytes:
+            raise ValueMismatchError(
+                f"key {key!r}: {count} rows for one server are {nbytes} bytes in a message, of "
+                f"which PS_MAX_MESSAGE_BYTES allows {self._most_bytes}: push fewer rows at once, "
+                "use more servers, or raise that on all nodes"
+            )
+
+    def _begin(
+        self,
+        keys: KeyList,
+        items: Sequence[_Item],
+        priority: int,
+        versions: dict[int, int] | None,
+    ) -> Operation:
+        """Send what these items say; pulls note the versions of their parts."""
+        groups = list(_grouped(items, self._exchange.message_bytes))
+        operation = Operation(len(groups), lambda: answer_for(keys.keys))
+        for group in groups:
+            staging = self._node.buffer(sum(item.nbytes for item in group))
+            start = 0
+            for item in group:
+                item.write(staging[start : start + item.nbytes])
+                start += item.nbytes
+            parts = tuple(item.part for item in group)
+            sizes = tuple(item.nbytes for item in group)
+            sink = None if versions is None else _sink(group, versions)
+            operation.transfers.append(
+                Transfer(
+                    group[0].server,
+                    parts,
+                    sizes,
+                    (staging.data,),
+                    sink,
+                    operation.part_done,
+                    priority,
+                    ROWS_FORM,
+                )
+            )
+        self._exchange.submit(
+            keys,
+            operation,
+            pushes=versions is None,
+            pulls=versions is not None,
+            nbytes=sum(item.nbytes + item.answer_bytes for item in items),
+        )
+        return operation
+
+
+def _grouped(items: Sequence[_Item], group_bytes: int) -> Iterator[list[_Item]]:
+    """Items for one server that travel together."""
+    filling: dict[int, tuple[list[_Item], int]] = {}
+    for item in items:
+        size = max(item.nbytes, item.answer_bytes)
+        group, nbytes = filling.get(item.server, ([], 0))
+        if group and (nbytes + size > group_bytes or len(group) >= MAX_PARTS):
+            yield group
+            group, nbytes = [], 0
+        group.append(item)
+        filling[item.server] = (group, nbytes + size)
+    for group, _ in filling.values():
+        yield group
+
+
+def _sink(group: Sequence[_Item], versions: dict[int, int]) -> Sink:
+    def sink(indices: Sequence[int], pieces: Sequence[Piece], found: Sequence[int]) -> None:
+        for index, piece, version in zip(indices, pieces, found, strict=True):
+            item = group[index]
+            if item.receive is not None:
+                item.receive(np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop])
+            versions[item.part] = version
+
+    return sink
+
+
+def _wanted(entry: KeyEntry, landing: Landing) -> Iterator[_Item]:
+    """Asks the parts of a row-sparse key for rows."""
+    stripes = entry.stripes
+    row_bytes = landing.rows.shape[1] * landing.rows.itemsize
+    most_rows = max(_ANSWER_BYTES // max(row_bytes, 1), 1)
+    for index, share in enumerate(stripes.split(landing.ids)):
+        at = share.at
+        if isinstance(at, slice) and (len(share.ids) > most_rows):
+            at = np.arange(len(landing.ids))[at]
+        for start in range(0, len(share.ids), most_rows):
+            ids = share.ids[start : start + most_rows]
+            rows = at if isinstance(at, slice) else at[start : start + most_rows]
+            yield _ask_for_rows(entry, index, ids, landing.rows, rows)
+
+
+def _ask_for_rows(entry: KeyEntry, index: int, ids: Ids, into: RowValues, at: Any) -> _Item:
+    id_bytes = id_bytes_for(entry.stripes.rows_of(index))
+    width = into.shape[1]
+    answer_bytes = len(ids) * width * into.itemsize
+
+    def write(memory: Bytes) -> None:
+        write_payload(memory, Kind.WANTED, len(ids), width, 0, ids, id_bytes)
+
+    def receive(memory: Bytes) -> None:
+        _check_answer(entry, len(memory), answer_bytes)
+        into[at] = memory.view(into.dtype).reshape(len(ids), width)
+
+    server = node_id(Role.SERVER, entry.servers[index])
+    nbytes = payload_bytes(len(ids), id_bytes, 0)
+    return _Item(server, entry.parts[index], nbytes, write, answer_bytes, receive)
+
+
+def _wanted_held(held: Held) -> Iterator[_Item]:
+    """Asks the parts of a row-sparse key for all rows that are there."""
+    entry = held.entry
+    width = width_of(entry.spec.shape)
+    row_bytes = width * entry.spec.dtype.itemsize
+    for index in range(len(entry.servers)):
+        num_rows = entry.stripes.rows_of(index)
+        step = max(_ANSWER_BYTES // max(row_bytes, 8), -(-num_rows // _MOST_RANGES), 1)
+        for start in range(0, max(num_rows, 1), step):
+            count = min(step, num_rows - start)
+            yield _ask_for_held(held, index, start, count)
+
+
+def _ask_for_held(held: Held, index: int, start: int, count: int) -> _Item:
+    entry = held.entry
+    width, dtype = width_of(entry.spec.shape), entry.spec.dtype
+
+    def write(memory: Bytes) -> None:
+        write_payload(memory, Kind.HELD, count, width, start, _NO_IDS, 0)
+
+    def receive(memory: Bytes) -> None:
+        payload = read_payload(memory)
+        ids = np.arange(payload.num_rows) if payload.kind is Kind.ALL else payload.ids
+        _check_answer(entry, len(payload.values), len(ids) * width * dtype.itemsize)
+        rows = payload.values.view(dtype).reshape(len(ids), width).copy()
+        held.add(entry.stripes.ids_of(index, ids), rows)
+
+    server = node_id(Role.SERVER, entry.servers[index])
+    # The answer may be as large as that; what it is shows when it is there.
+    return _Item(server, entry.parts[index], payload_bytes(0, 0, 0), write, 0, receive)
+
+
+# -- rows of dense keys -------------------------------------------------------------------
+
+
+class _Cuts(NamedTuple):
+    """A part of a dense key, and the rows of a list of ids that lie in it."""
+
+    place: int
+    """Which of the key's parts it is."""
+    cut: Cut
+    ids: Ids
+    """As the part numbers them."""
+    start: int
+    stop: int
+    """Where their numbers lie in the flat rows of the list."""
+
+
+def _cuts(entry: KeyEntry, ids: Ids) -> Iterator[_Cuts]:
+    width = width_of(entry.spec.shape)
+    if not entry.spec.num_elements:
+        return
+    for index, (start, stop) in enumerate(entry.chunks()):
+        first, skip = divmod(start, width)
+        cut = Cut(stop - start, width, skip)
+        low, high = map(int, np.searchsorted(ids, (first, first + cut.num_rows)))
+        mine = ids[low:high] - first
+        front, back = cut.trim(mine)
+        yield _Cuts(index, cut, mine, low * width + front, high * width - back)
+
+
+def _cut(entry: KeyEntry, value: Contribution) -> Iterator[_Item]:
+    """Pushes rows to the parts of a dense key."""
+    dtype = entry.spec.dtype
+    flat = np.ascontiguousarray(value.values, dtype).reshape(-1)
+    for index, cut, ids, start, stop in _cuts(entry, value.ids):
+        id_bytes = id_bytes_for(cut.num_rows)
+
+        def write(
+            memory: Bytes,
+            cut: Cut = cut,
+            ids: Ids = ids,
+            some: slice = slice(start, stop),
+            id_bytes: int = id_bytes,
+        ) -> None:
+            place = write_payload(memory, Kind.ROWS, len(ids), cut.width, cut.skip, ids, id_bytes)
+            place.view(dtype)[:] = flat[some]
+
+        nbytes = payload_bytes(len(ids), id_bytes, (stop - start) * dtype.itemsize)
+        server = node_id(Role.SERVER, entry.servers[index])
+        yield _Item(server, entry.parts[index], nbytes, write)
+
+
+def _wanted_cut(entry: KeyEntry, landing: Landing) -> Iterator[_Item]:
+    """Asks the parts of a dense key for rows."""
+    flat = landing.rows.reshape(-1)
+    for index, cut, ids, start, stop in _cuts(entry, landing.ids):
+        if not len(ids):
+            continue
+        id_bytes = id_bytes_for(cut.num_rows)
+        answer_bytes = (stop - start) * flat.itemsize
+
+        def write(memory: Bytes, cut: Cut = cut, ids: Ids = ids, id_bytes: int = id_bytes) -> None:
+            write_payload(memory, Kind.WANTED, len(ids), cut.width, cut.skip, ids, id_bytes)
+
+        def receive(memory: Bytes, place: RowValues = flat[start:stop]) -> None:
+            _check_answer(entry, len(memory), place.nbytes)
+            place[:] = memory.view(place.dtype)
+
+        server = node_id(Role.SERVER, entry.servers[index])
+        nbytes = payload_bytes(len(ids), id_bytes, 0)
+        yield _Item(server, entry.parts[index], nbytes, write, answer_bytes, receive)
+
+
+def _check_answer(entry: KeyEntry, found: int, wanted: int) -> None:
+    if found != wanted:
+        raise ProtocolError(f"key {entry.key!r}: rows of {wanted} bytes came as {found} bytes")

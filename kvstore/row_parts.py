@@ -1,0 +1,285 @@
+"""A server's side of rows: parts of row-sparse keys, and rows of parts of dense keys.
+
+The plane (``pslite/plane``) hands payloads over as they arrive (``taken``), complete rounds of
+them (``apply``), and pulls that are due (``answer``). Rounds run on the pool thread of a part's
+lane, the rest on the I/O thread, never at the same time for one part; nothing here has a lock.
+What a worker sends is checked on arrival, so that what is malformed is an error of its sender
+alone. Read next: ``sparse/payload.py`` for the bytes, ``sparse/table.py`` for what is stored,
+``row_stores.py`` for the requests about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.aggregate import Flat, Workspace
+from kvstore.arena import Part, StoreState
+from kvstore.errors import OptimizerNotSet, ValueMismatchError
+from kvstore.keys import KeySpec
+from kvstore.optimizer.base import Optimizer
+from kvstore.protocol import RowPartEntry
+from kvstore.sparse.cuts import Cut, Rows, read_part, update_part
+from kvstore.sparse.ids import Ids
+from kvstore.sparse.payload import (
+    Bytes,
+    Kind,
+    Payload,
+    id_bytes_for,
+    payload_bytes,
+    read_payload,
+    write_payload,
+)
+from kvstore.sparse.sums import Contribution, RowValues
+from kvstore.sparse.table import RowTable
+from pslite.errors import ProtocolError
+from pslite.plane import Piece
+
+Allocate = Callable[[int], Bytes]
+"""Gives memory to send from."""
+
+
+class TakenRows(NamedTuple):
+    """A contribution to a row-sparse part."""
+
+    rows: Contribution
+    nbytes: int
+
+
+class TakenCut(NamedTuple):
+    """A contribution to a part of a dense key: some of its rows."""
+
+    cut: Cut
+    rows: Rows
+    nbytes: int
+
+
+class WantedRows(NamedTuple):
+    """A pull of some rows; of a dense key's part as ``cut`` has them."""
+
+    ids: Ids
+    nbytes: int
+    cut: Cut | None = None
+
+
+class WantedHeld(NamedTuple):
+    """A pull of the rows that are there, of those from ``first`` to ``stop``."""
+
+    first: int
+    stop: int
+    nbytes: int = 0
+
+
+class RowPart:
+    """A server's share of the rows of one row-sparse key."""
+
+    def __init__(self, store: StoreState, lane: int, entry: RowPartEntry, *, is_full: bool) -> None:
+        """``is_full`` says that all of its rows are about to come."""
+        self.store = store
+        self.lane = lane
+        self.entry = entry
+        self.table = RowTable(KeySpec((entry.num_rows, entry.width), entry.dtype), is_whole=is_full)
+        self.count = 0
+        """Updates by the present optimizer."""
+        self._optimizer: Optimizer | None = None
+        self._workspace = Workspace()
+
+    def use(self, optimizer: Optimizer | None) -> None:
+        """Take states over for ``optimizer`` from the one before. On the lane's thread."""
+        if optimizer is None or optimizer is self._optimizer:
+            return
+        if self.table.states is not None:
+            states, self.count = self.table.take_over(self._optimizer, optimizer, self.count)
+            self.table.keep_states(states)
+        self._optimizer = optimizer
+
+    def apply(self, contributions: Sequence[Contribution]) -> None:
+        """One round. On the lane's thread."""
+        base = self.store.optimizer  # read once: the I/O thread may set another one
+        self.use(base)
+        if base is None:
+            if self.store.ranks is None:
+                raise OptimizerNotSet(NO_OPTIMIZER)
+            self.table.replace(contributions, self._workspace)
+            return
+        base.check_dtype(self.entry.dtype)
+        optimizer = base.for_key(self.entry.key)
+        self.table.update(contributions, optimizer, self.count + 1, self._workspace)
+        self.count += 1
+
+    def restored(
+        self,
+        ids: Ids,
+        values: RowValues | None,
+        states: Sequence[RowValues],
+        optimizer: Optimizer | None,
+        count: int,
+    ) -> None:
+        """Take over rows from a file; with an optimizer, also what that keeps for them."""
+        self.table.merge(ids, values, states, optimizer)
+        if optimizer is not None:
+            self._optimizer, self.count = optimizer, count
+
+    # -- what workers send -------------------------------------------------------------
+
+    def take(self, payload: Payload) -> TakenRows:
+        """A contribution, checked."""
+        entry, count = self.entry, payload.num_rows
+        ids = payload.ids
+        if payload.kind is Kind.ALL:
+            if count != entry.num_rows:
+                raise ProtocolError(f"all rows of a part are {entry.num_rows}, not {count}")
+        elif payload.kind is Kind.ROWS:
+            self._check_range(ids)
+        else:
+            raise ProtocolError("a contribution of rows has no values")
+        if payload.width != entry.width or payload.offset:
+            raise ProtocolError(f"rows of {payload.width} numbers for a key with {entry.width}")
+        if len(payload.values) != count * entry.row_bytes:
+            raise ProtocolError(f"{len(payload.values)} bytes are not the values of {count} rows")
+        if payload.kind is Kind.ALL:
+            ids = np.arange(count)
+        values = payload.values.view(entry.dtype).reshape(count, entry.width)
+        return TakenRows(Contribution(ids, values), len(payload.values))
+
+    def take_pull(self, payload: Payload) -> WantedRows | WantedHeld:
+        """What a pull wants, checked."""
+        if len(payload.values):
+            raise ProtocolError("a pull of rows has values")
+        if payload.kind is Kind.WANTED:
+            self._check_range(payload.ids)
+            return WantedRows(payload.ids, payload.num_rows * self.entry.row_bytes)
+        if payload.kind is Kind.HELD:
+            stop = payload.offset + payload.num_rows
+            if stop > self.entry.num_rows:
+                raise ProtocolError(f"a part with {self.entry.num_rows} rows has no row {stop - 1}")
+            return WantedHeld(payload.offset, stop)
+        raise ProtocolError("a pull of rows says no rows")
+
+    def _check_range(self, ids: Ids) -> None:
+        if len(ids) and int(ids[-1]) >= self.entry.num_rows:
+            raise ProtocolError(f"a part with {self.entry.num_rows} rows has no row {ids[-1]}")
+
+    def answer(self, wanted: Any, allocate: Allocate, most_bytes: int) -> Any:
+        """A frame with the values that are wanted."""
+        if isinstance(wanted, WantedHeld):
+            return self._held(wanted, allocate, most_bytes)
+        memory = allocate(wanted.nbytes)
+        values = memory.view(self.entry.dtype).reshape(len(wanted.ids), self.entry.width)
+        self.table.read(wanted.ids, values)
+        return memory.data
+
+    def _held(self, wanted: WantedHeld, allocate: Allocate, most_bytes: int) -> Any:
+        ids = self.table.ids()
+        # Not the stop of all rows, which may be 2**63.
+        high = len(ids) if wanted.stop == self.entry.num_rows else np.searchsorted(ids, wanted.stop)
+        ids = ids[np.searchsorted(ids, wanted.first) : high]
+        is_all = len(ids) == self.entry.num_rows
+        id_bytes = 0 if is_all else id_bytes_for(self.entry.num_rows)
+        value_bytes = len(ids) * self.entry.row_bytes
+        nbytes = payload_bytes(len(ids), id_bytes, value_bytes)
+        if nbytes > most_bytes:
+            raise ValueMismatchError(
+                f"key {self.entry.key!r}: {len(ids)} rows of a part are {nbytes} bytes in a "
+                f"message, of which PS_MAX_MESSAGE_BYTES allows {most_bytes}: pull them by "
+                "row_sparse_pull, fewer at once, or raise that on all nodes"
+            )
+        memory = allocate(nbytes)
+        kind, named = (Kind.ALL, ids[:0]) if is_all else (Kind.ROWS, ids)
+        place = write_payload(memory, kind, len(ids), self.entry.width, 0, named, id_bytes)
+        values = place.view(self.entry.dtype).reshape(len(ids), self.entry.width)
+        self.table.read(ids, values)
+        return memory.data
+
+
+NO_OPTIMIZER = "dist_async needs an optimizer: call set_optimizer before push"
+
+
+# -- rows of parts of dense keys ----------------------------------------------------------
+
+
+def take_cut(part: Part, payload: Payload) -> TakenCut:
+    """Some rows of a dense key's part as a contribution, checked."""
+    cut = _cut_of(part, payload)
+    if payload.kind is not Kind.ROWS:
+        raise ProtocolError("a contribution of rows to a dense key has ids and values")
+    dtype = part.entry.dtype
+    if len(payload.values) != cut.elements(payload.ids) * dtype.itemsize:
+        raise ProtocolError(
+            f"{len(payload.values)} bytes are not the values of {payload.num_rows} rows"
+        )
+    rows = Rows(payload.ids, payload.values.view(dtype))
+    return TakenCut(cut, rows, len(payload.values))
+
+
+def take_cut_pull(part: Part, payload: Payload) -> WantedRows:
+    """A pull of some rows of a dense key's part, checked."""
+    cut = _cut_of(part, payload)
+    if payload.kind is not Kind.WANTED or len(payload.values):
+        raise ProtocolError("a pull of rows of a dense key has their ids")
+    nbytes = cut.elements(payload.ids) * part.entry.dtype.itemsize
+    return WantedRows(payload.ids, nbytes, cut)
+
+
+def _cut_of(part: Part, payload: Payload) -> Cut:
+    if not (0 <= payload.offset < payload.width) or not part.entry.num_elements:
+        raise ProtocolError("a row of a dense key has one number at least, and begins in its part")
+    cut = Cut(part.entry.num_elements, payload.width, payload.offset)
+    if len(payload.ids) and int(payload.ids[-1]) >= cut.num_rows:
+        raise ProtocolError(f"a part with {cut.num_rows} rows has no row {payload.ids[-1]}")
+    return cut
+
+
+def apply_cuts(part: Part, payloads: Sequence[TakenCut | Piece]) -> None:
+    """One round of a dense key's part to which some workers give rows. On the lane's thread."""
+    arena = part.arena
+    base = arena.store.optimizer  # read once: the I/O thread may set another one
+    if base is None and arena.store.ranks is None:
+        raise OptimizerNotSet(NO_OPTIMIZER)
+    cuts = {payload.cut for payload in payloads if isinstance(payload, TakenCut)}
+    if len(cuts) != 1:
+        raise ProtocolError(f"workers see the rows of key {part.entry.key!r} differently")
+    dtype = part.entry.dtype
+    contributions = [
+        each.rows if isinstance(each, TakenCut) else bytes_of(each).view(dtype) for each in payloads
+    ]
+    optimizer = None
+    if base is not None:
+        base.check_dtype(dtype)
+        optimizer = base.for_key(part.entry.key)
+    states = part.state(base)
+    arena.changes += 1
+    update_part(
+        cuts.pop(),
+        part.weight,
+        states,
+        contributions,
+        optimizer,
+        part.count + 1,
+        arena.workspace,
+    )
+    part.count += 1
+
+
+def answer_cut(part: Part, wanted: WantedRows, allocate: Allocate) -> Any:
+    """A frame with the values that are wanted of a dense key's part."""
+    memory = allocate(wanted.nbytes)
+    if wanted.cut is not None:
+        out: Flat = memory.view(part.entry.dtype)
+        read_part(wanted.cut, part.weight, wanted.ids, out)
+    return memory.data
+
+
+def taken(found: RowPart | Part, piece: Piece, *, is_push: bool) -> Any:
+    """A payload of rows for a part, checked and ready for its round or its answer."""
+    payload = read_payload(bytes_of(piece))
+    if isinstance(found, RowPart):
+        return found.take(payload) if is_push else found.take_pull(payload)
+    return take_cut(found, payload) if is_push else take_cut_pull(found, payload)
+
+
+def bytes_of(piece: Piece) -> Bytes:
+    """A piece as an array, which shares its memory."""
+    return np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]

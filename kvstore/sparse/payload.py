@@ -1,0 +1,115 @@
+"""Rows as bytes: what workers and servers send to each other about rows of a part.
+
+A payload is a header of 32 bytes, ids, and values (``docs/wire.md``, section 18). Ids are those
+within the part, sorted, each once, in 4 bytes where the part has no more rows, else in 8. Whoever
+reads a payload believes nothing: what does not add up is a ``ProtocolError``. Pure; nothing is
+copied that need not be. Read next: ``stripes.py`` and ``cuts.py``: what the rows of a part are.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.sparse.ids import Ids, is_increasing
+from pslite.errors import ProtocolError
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+ROWS_FORM = 1
+"""The ``form`` of exchanges whose payloads are these."""
+
+HEADER_BYTES = 32
+_HEADER = struct.Struct("<BBHIQQQ")
+#: Values begin at a multiple of so many bytes: the alignment of the widest dtype.
+_ALIGNMENT = 16
+_SHORT_IDS = 1 << 32
+_ID_TYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<i8")}
+
+
+class Kind(enum.IntEnum):
+    """What a payload says."""
+
+    ROWS = 1
+    """These rows have these values."""
+    ALL = 2
+    """All rows, without their ids, have these values."""
+    WANTED = 3
+    """The values of these rows are wanted, without their ids."""
+    HELD = 4
+    """Of the ``num_rows`` rows from ``offset`` on, those that are there are wanted, with ids."""
+
+
+class Payload(NamedTuple):
+    """A payload, read."""
+
+    kind: Kind
+    num_rows: int
+    width: int
+    """Numbers in a row."""
+    offset: int
+    """So many numbers of the first row lie before the part; with ``HELD`` a row."""
+    ids: Ids
+    """Empty for kinds without."""
+    values: Bytes
+    """The memory of the payload itself."""
+
+
+def id_bytes_for(num_rows: int) -> int:
+    """In how many bytes an id of a part with so many rows travels."""
+    return 4 if num_rows <= _SHORT_IDS else 8
+
+
+def payload_bytes(num_ids: int, id_bytes: int, value_bytes: int) -> int:
+    """The size of a payload."""
+    return HEADER_BYTES + _padded(num_ids * id_bytes) + value_bytes
+
+
+def write_payload(
+    memory: Bytes, kind: Kind, num_rows: int, width: int, offset: int, ids: Ids, id_bytes: int
+) -> Bytes:
+    """Write header and ids into ``memory``, of ``payload_bytes``; returns where values go.
+
+    ``ids`` is empty for kinds without.
+    """
+    size = id_bytes if len(ids) else 0
+    memory[:HEADER_BYTES] = np.frombuffer(
+        _HEADER.pack(kind, size, 0, 0, num_rows, width, offset), np.uint8
+    )
+    start = HEADER_BYTES + _padded(len(ids) * size)
+    if len(ids):
+        stop = HEADER_BYTES + len(ids) * size
+        memory[HEADER_BYTES:stop].view(_ID_TYPES[size])[:] = ids
+        memory[stop:start] = 0
+    return memory[start:]
+
+
+def read_payload(memory: Bytes) -> Payload:
+    """What ``write_payload`` wrote, checked as far as it can be without knowing the part."""
+    if len(memory) < HEADER_BYTES:
+        raise ProtocolError(f"a payload of rows has {len(memory)} bytes, too few for its header")
+    number, size, *unused, count, width, offset = _HEADER.unpack(memory[:HEADER_BYTES].tobytes())
+    try:
+        kind = Kind(number)
+    except ValueError:
+        raise ProtocolError(f"{number} is no kind of payload of rows") from None
+    has_ids = kind in (Kind.ROWS, Kind.WANTED) and count > 0
+    if any(unused) or (has_ids and size not in _ID_TYPES) or (size and not has_ids):
+        raise ProtocolError("the header of a payload of rows is malformed")
+    start = HEADER_BYTES + _padded(count * size)
+    if start > len(memory):
+        raise ProtocolError(f"a payload of rows is too short for {count} ids")
+    ids: Ids = np.empty(0, np.int64)
+    if has_ids:
+        stop = HEADER_BYTES + count * size
+        ids = memory[HEADER_BYTES:stop].view(_ID_TYPES[size]).astype(np.int64, copy=False)
+        if int(ids[0]) < 0 or not is_increasing(ids):
+            raise ProtocolError("the ids of a payload of rows are not sorted, or repeated")
+    return Payload(kind, count, width, offset, ids, memory[start:])
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

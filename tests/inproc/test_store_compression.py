@@ -1,0 +1,419 @@
+"""Compressed pushes and pulls of all stores: the same bits as the codecs computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from workers import Workers
+
+import kvstore
+from kvstore import KVStore, optimizer
+from kvstore.compression import Chain, make_chain
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
+from kvstore.placement import chunk_ranges
+from pslite.errors import PSError
+
+PARTS: dict[str, Any] = {"chunk_bytes": 1024, "credit_bytes": 4096}
+SHAPES: dict[str, tuple[int, ...]] = {"large": (40, 50), "small": (7, 3), "one": (1,), "none": (0,)}
+CHAINS: dict[str, dict[str, Any]] = {
+    "2bit": {"type": "2bit", "threshold": 0.5},
+    "1bit": {"type": "1bit", "threshold": 0.0},
+    "fp16": {"type": "fp16"},
+    "int8": {"type": "int8"},
+    "topk": {"type": "topk", "ratio": 0.1},
+    "topk with fp16": {"type": "topk+fp16", "ratio": 0.1},
+}
+ROUNDS = 4
+
+
+def gradients(rank: int, dtype: str = "f4") -> list[np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(rank)
+    return [rng.standard_normal(shape).astype(dtype) for shape in SHAPES.values()]
+
+
+class Expected:
+    """What comes out of a chain for the pushes of one worker, part by part, on one key."""
+
+    def __init__(self, chain: Chain, shape: tuple[int, ...], chunk_bytes: int) -> None:
+        self._chain = chain
+        size = int(np.prod(shape))
+        self._chunks = chunk_ranges(size, 4, chunk_bytes)
+        self._residual = np.zeros(size, np.float32)
+
+    def __call__(self, gradient: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        flat = gradient.reshape(-1)
+        found = np.zeros_like(flat)
+        for start, stop in self._chunks:
+            residual = self._residual[start:stop] if self._chain.has_feedback else None
+            header, payload = self._chain.encode(flat[start:stop], residual=residual)
+            self._chain.decode(header, payload, found[start:stop])
+        return found.reshape(gradient.shape)
+
+
+def begin(kv: KVStore, given: object) -> None:
+    kv.set_gradient_compression(given)  # type: ignore[arg-type]
+    kv.set_optimizer(optimizer.create("test"))
+    kv.init(list(SHAPES), [np.zeros(shape, np.float32) for shape in SHAPES.values()])
+
+
+# -- the numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
+@pytest.mark.parametrize("shm", [True, False])
+@pytest.mark.parametrize("name", CHAINS)
+def test_servers_add_up_what_the_codecs_give(name: str, shm: bool, num_servers: int) -> None:
+    def script(kv: KVStore) -> Sequence[np.ndarray[Any, Any]]:
+        begin(kv, CHAINS[name])
+        outs = [np.ones(shape, np.float32) for shape in SHAPES.values()]
+        for _ in range(ROUNDS):
+            kv.pushpull(list(SHAPES), gradients(kv.rank), outs)
+        return outs
+
+    with Workers("dist_sync", 2, num_servers, shm=shm, **PARTS) as workers:
+        results = workers.run(script)
+    for index, shape in enumerate(SHAPES.values()):
+        chain = make_chain(CHAINS[name])
+        each = [Expected(chain, shape, PARTS["chunk_bytes"]) for _ in range(2)]
+        weight = np.zeros(shape, np.float32)
+        for _ in range(ROUNDS):
+            weight += each[0](gradients(0)[index]) + each[1](gradients(1)[index])
+        for outs in results:
+            np.testing.assert_array_equal(outs[index], weight)
+
+
+@pytest.mark.parametrize("kind", ["local", "device"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_store_of_one_process_adds_up_what_the_codecs_give(kind: str, name: str) -> None:
+    kv = kvstore.create(kind)
+    begin(kv, CHAINS[name])
+    outs = [np.ones(shape, np.float32) for shape in SHAPES.values()]
+    for _ in range(ROUNDS):
+        pairs = [list(pair) for pair in zip(gradients(0), gradients(1), strict=True)]
+        kv.pushpull(list(SHAPES), pairs, outs)
+    for index, shape in enumerate(SHAPES.values()):
+        each = [Expected(make_chain(CHAINS[name]), shape, 1 << 30) for _ in range(2)]
+        weight = np.zeros(shape, np.float32)
+        for _ in range(ROUNDS):
+            weight += each[0](gradients(0)[index]) + each[1](gradients(1)[index])
+        np.testing.assert_array_equal(outs[index], weight)
+
+
+@pytest.mark.parametrize("how", ["one by one", "lists", "lazy", "futures"])
+def test_all_ways_to_push_and_pull_give_the_same(how: str) -> None:
+    def script(kv: KVStore) -> Sequence[np.ndarray[Any, Any]]:
+        begin(kv, CHAINS["2bit"])
+        keys, mine = list(SHAPES), gradients(kv.rank)
+        outs: list[Any] = [np.ones(shape, np.float32) for shape in SHAPES.values()]
+        if how == "lazy":
+            outs = [kvstore.nd.array(out) for out in outs]
+        for _ in range(ROUNDS):
+            if how == "lists":
+                kv.push(keys, mine)
+                kv.pull(keys, outs)
+            elif how == "futures":
+                kv.wait([kv.push_async(keys, mine), kv.pull_async(keys, outs)])
+            else:
+                for key, gradient, out in zip(keys, mine, outs, strict=True):
+                    kv.push(key, gradient, priority=1)
+                    kv.pull(key, out)
+        return [np.asarray(out.asnumpy() if how == "lazy" else out) for out in outs]
+
+    with Workers("dist_sync", 2, 2, **PARTS) as workers:
+        results = workers.run(script)
+    for index, shape in enumerate(SHAPES.values()):
+        chain = make_chain(CHAINS["2bit"])
+        each = [Expected(chain, shape, PARTS["chunk_bytes"]) for _ in range(2)]
+        weight = np.zeros(shape, np.float32)
+        for _ in range(ROUNDS):
+            weight += each[0](gradients(0)[index]) + each[1](gradients(1)[index])
+        for outs in results:
+            np.testing.assert_array_equal(outs[index], weight)
+
+
+def test_an_asynchronous_store_applies_each_push_as_it_was_decoded() -> None:
+    def script(kv: KVStore) -> np.ndarray[Any, Any]:
+        begin(kv, CHAINS["2bit"])
+        for _ in range(ROUNDS):
+            kv.push(list(SHAPES), gradients(kv.rank))
+        kv.wait()
+        kv.barrier()
+        found: np.ndarray[Any, Any] = kv.pull("large")
+        return found
+
+    with Workers("dist_async", 2, 2, **PARTS) as workers:
+        first, second = workers.run(script)
+    chain = make_chain(CHAINS["2bit"])
+    weight = np.zeros(SHAPES["large"], np.float32)
+    for rank in range(2):
+        mine = Expected(chain, SHAPES["large"], PARTS["chunk_bytes"])
+        for _ in range(ROUNDS):
+            weight += mine(gradients(rank)[0])  # multiples of a half: exact in any order
+    np.testing.assert_array_equal(first, weight)
+    np.testing.assert_array_equal(second, weight)
+
+
+@pytest.mark.parametrize("dtype", ["f2", "bfloat16", "f8"])
+@pytest.mark.parametrize("name", ["2bit", "fp16", "topk"])
+def test_every_float_dtype_can_be_compressed(name: str, dtype: str) -> None:
+    kind = np.dtype("f8" if dtype == "f8" else "f2")
+    if dtype == "bfloat16":
+        kind = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    gradient = np.array([3, -3, 0, 0.25] * 50).astype(kind)
+
+    def script(kv: KVStore) -> np.ndarray[Any, Any]:
+        kv.set_gradient_compression(CHAINS[name])
+        kv.init("w", np.zeros(200, kind))
+        kv.push("w", gradient)
+        found: np.ndarray[Any, Any] = kv.pull("w")
+        return found
+
+    wanted = {
+        "2bit": np.array([1, -1, 0, 0] * 50),
+        "fp16": 2 * gradient.astype("f8"),
+        "topk": np.where(np.arange(200) < 40, 2 * gradient.astype("f8"), 0),
+    }[name]
+    if name == "topk":  # the largest 20, the lower ids first
+        wanted = np.where(np.abs(gradient.astype("f8")) == 3, 2 * gradient.astype("f8"), 0)
+        wanted[np.flatnonzero(wanted)[20:]] = 0
+    with Workers("dist_sync", 2, 1) as workers:
+        for value in workers.run(script):
+            assert value.dtype == kind
+            np.testing.assert_array_equal(value.astype("f8"), wanted)
+
+
+def test_integers_travel_as_they_are() -> None:
+    def script(kv: KVStore) -> np.ndarray[Any, Any]:
+        kv.set_gradient_compression(CHAINS["2bit"])
+        kv.init(["i", "f"], [np.zeros(300, np.int64), np.zeros(300, np.float32)])
+        kv.push(["i", "f"], [np.arange(300), np.ones(300, np.float32)])
+        assert kv.pull("f").tolist() == [1.0] * 300
+        found: np.ndarray[Any, Any] = kv.pull("i")
+        return found
+
+    with Workers("dist_sync", 2, 2, **PARTS) as workers:
+        for value in workers.run(script):
+            np.testing.assert_array_equal(value, 2 * np.arange(300))
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_values_come_back_compressed_where_that_is_asked(kind: str) -> None:
+    given = {"type": "none", "only": ["large"], "pull": {"type": "fp16"}}
+
+    def script(kv: KVStore) -> list[np.ndarray[Any, Any]]:
+        begin(kv, given)
+        kv.push(list(SHAPES), gradients(0))
+        kv.wait()
+        kv.barrier()
+        return [kv.pull(key) for key in SHAPES]
+
+    with Workers(kind, 2, 2, **PARTS) as workers:
+        for large, small, *_ in workers.run(script):
+            whole = 2 * gradients(0)[0]
+            np.testing.assert_array_equal(large, whole.astype("f2").astype("f4"))
+            np.testing.assert_array_equal(small, 2 * gradients(0)[1])
+
+
+def test_random_places_are_the_same_on_all_workers() -> None:
+    given = {"type": "randomk", "ratio": 0.25, "seed": 3, "feedback": False}
+
+    def script(kv: KVStore) -> np.ndarray[Any, Any]:
+        kv.set_gradient_compression(given)
+        kv.init("w", np.zeros(400, np.float32))
+        kv.push("w", np.full(400, kv.rank + 1, np.float32))
+        found: np.ndarray[Any, Any] = kv.pull("w")
+        return found
+
+    with Workers("dist_sync", 2, 1) as workers:
+        value, _ = workers.run(script)
+    assert np.count_nonzero(value) == 100
+    assert set(value[value != 0]) == {3.0 * 4}
+
+
+# -- when it is set, and by whom -------------------------------------------------------------
+
+
+def test_it_can_be_set_changed_and_turned_off_while_training() -> None:
+    steps = [
+        None,
+        {"type": "2bit"},
+        {"type": "fp16", "pull": {"type": "fp16"}},
+        None,
+        {"type": "int8"},
+    ]
+
+    def script(kv: KVStore) -> list[np.ndarray[Any, Any]]:
+        kv.init("w", np.zeros(1000, np.float32))
+        found = []
+        for step in steps:
+            kv.set_gradient_compression(step)  # type: ignore[arg-type]
+            kv.push("w", np.full(1000, 2.0, np.float32))
+            found.append(kv.pull("w"))
+        return found
+
+    with Workers("dist_sync", 2, 2, **PARTS) as workers:
+        for found in workers.run(script):
+            assert [set(value) for value in found] == [{4.0}, {1.0}, {4.0}, {4.0}, {4.0}]
+
+
+def test_what_was_lost_is_forgotten_when_it_is_set_again() -> None:
+    def script(kv: KVStore) -> list[float]:
+        kv.init("w", np.zeros(10, np.float32))
+        found = []
+        for _ in range(2):
+            kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+            for _ in range(2):
+                kv.push("w", np.full(10, 0.6, np.float32))
+                found.append(float(kv.pull("w")[0]))
+        return found
+
+    with Workers("dist_sync", 1, 1) as workers:
+        assert workers.run(script) == [[0.0, 1.0, 0.0, 1.0]]
+
+
+def test_a_key_that_is_made_again_owes_nothing() -> None:
+    def script(kv: KVStore) -> list[float]:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+        found = []
+        for _ in range(2):
+            kv.init("w", np.zeros(10, np.float32))
+            for _ in range(2):
+                kv.push("w", np.full(10, 0.6, np.float32))
+                found.append(float(kv.pull("w")[0]))
+            kv.delete("w")
+        return found
+
+    for kind in ("local", "dist_sync"):
+        with Workers(kind, 1, 1) as workers:
+            assert workers.run(script) == [[0.0, 1.0, 0.0, 1.0]]
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_workers_that_ask_for_different_compressions_all_get_an_error(kind: str) -> None:
+    def script(kv: KVStore) -> float:
+        begin(kv, None)
+        threshold = 0.5 + kv.rank
+        with pytest.raises(PSError, match=r"worker \d calls set_gradient_compression") as caught:
+            kv.set_gradient_compression({"type": "2bit", "threshold": threshold})
+        assert all(f"'threshold': {each}" in str(caught.value) for each in (0.5, 1.5))
+        kv.push("small", np.full(SHAPES["small"], 0.25, np.float32))
+        kv.wait()
+        kv.barrier()
+        return float(kv.pull("small")[0, 0])
+
+    with Workers(kind, 2, 2, **PARTS) as workers:
+        assert workers.run(script) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_a_bad_number_changes_nothing_of_a_call_with_several_keys(kind: str) -> None:
+    def script(kv: KVStore) -> float:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+        kv.init(["a", "b"], [np.zeros(4, np.float32)] * 2)
+        bad = np.array([1, np.inf, 1, 1], np.float32)
+        with pytest.raises(ArgumentValueError, match="2bit cannot carry"):
+            kv.push(["a", "b"], [np.full(4, 0.6, np.float32), bad])
+        kv.push("a", np.full(4, 0.6, np.float32))
+        return float(kv.pull("a")[0])
+
+    with Workers(kind, 1, 1) as workers:
+        assert workers.run(script) == [0.0]  # 1.2 with what the call that failed had kept
+
+
+def test_row_sparse_values_of_a_compressed_key_are_one_error() -> None:
+    kv = kvstore.create("local")
+    kv.set_gradient_compression({"type": "2bit", "exclude": ["table"]})
+    rows = kvstore.RowSparseArray([1], np.ones((1, 2), np.float32), (5, 2))
+    kv.init(["table", "w"], [kvstore.RowSparseArray.zeros((5, 2)), np.zeros((5, 2), np.float32)])
+    kv.push("table", rows)
+    with pytest.raises(NotSupportedError, match="leave key 'w' out of the compression"):
+        kv.push("w", rows)
+    assert kv.pull("w").tolist() == [[0, 0]] * 5
+
+
+# -- what it saves ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_statistics_tell_the_ratio(kind: str) -> None:
+    def script(kv: KVStore) -> dict[str, Any]:
+        kv.set_gradient_compression({"type": "2bit"})
+        kv.init("w", np.zeros(100_000, np.float32))
+        kv.push("w", np.ones(100_000, np.float32))
+        kv.wait()
+        found: dict[str, Any] = kv.stats()["store"]["compression"]["2bit"]
+        return found
+
+    with Workers(kind, 1, 1) as workers:
+        (found,) = workers.run(script)
+    assert found["bytes_before"] == 400_000
+    assert found["ratio"] == pytest.approx(16, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_what_is_no_compression_is_an_error(kind: str) -> None:
+    with Workers(kind, 1, 1) as workers:
+        (kv,) = workers.stores
+        with pytest.raises(ArgumentTypeError, match="compression is a dictionary"):
+            kv.set_gradient_compression(7)  # type: ignore[arg-type]
+        kv.init("w", np.zeros(3))
+        kv.push("w", np.ones(3))
+        assert kv.pull("w").tolist() == [1, 1, 1]
+
+
+# -- files -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "states"])
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_what_was_lost_is_saved_with_the_states(kind: str, how: str, tmp_path: Path) -> None:
+    """Half of a threshold is owed when the states are saved; the next half makes it whole."""
+
+    def begin_again(kv: KVStore) -> None:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+        kv.set_optimizer(optimizer.create("test"))
+
+    def save(kv: KVStore) -> None:
+        begin_again(kv)
+        kv.init("w", np.zeros(600, np.float32))
+        kv.push("w", np.full(600, 0.6, np.float32))
+        kv.wait()
+        if how == "checkpoint":
+            kv.save_checkpoint(tmp_path / "saved")
+        else:
+            kv.save_optimizer_states(tmp_path / "saved")
+
+    def load(kv: KVStore) -> float:
+        begin_again(kv)
+        kv.init("w", np.zeros(600, np.float32))
+        if how == "checkpoint":
+            kv.load_checkpoint(tmp_path / "saved")
+        else:
+            kv.load_optimizer_states(tmp_path / "saved")
+        kv.push("w", np.full(600, 0.6, np.float32))
+        return float(kv.pull("w")[0])
+
+    with Workers(kind, 2, 2, **PARTS) as workers:
+        workers.run(save)
+    with Workers(kind, 2, 2, **PARTS) as workers:
+        assert workers.run(load) == ([1.0] if kind == "local" else [2.0, 2.0])
+
+
+def test_another_compression_owes_nothing_of_what_was_saved(tmp_path: Path) -> None:
+    def script(kv: KVStore) -> float:
+        kv.set_optimizer(optimizer.create("test"))
+        kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+        kv.init("w", np.zeros(6, np.float32))
+        kv.push("w", np.full(6, 0.6, np.float32))
+        kv.save_checkpoint(tmp_path)
+        kv.set_gradient_compression({"type": "2bit", "threshold": 1.1})
+        kv.load_checkpoint(tmp_path)
+        kv.push("w", np.full(6, 0.6, np.float32))
+        return float(kv.pull("w")[0])
+
+    with Workers("local") as workers:
+        assert workers.run(script) == [0.0]

@@ -1,0 +1,106 @@
+"""Residuals: one for each key and sender, saved and put back, and what they are good for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from compression_cases import CHAINS, DTYPES, chain_of, kind
+
+from kvstore.compression import Draw, Residual, Residuals
+from kvstore.dtypes import accumulation_dtype
+from kvstore.errors import ValueMismatchError
+
+F4 = np.dtype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_residual_is_zeros_at_first_in_the_dtype_of_sums(dtype: str) -> None:
+    found = Residuals().of("w", 5, kind(dtype))
+    assert found.dtype == accumulation_dtype(kind(dtype))
+    assert list(found) == [0] * 5
+
+
+def test_keys_and_senders_have_their_own() -> None:
+    residuals = Residuals()
+    residuals.of("w", 5, F4)[:] = 1
+    residuals.of("w", 5, F4, sender=1)[:] = 2
+    residuals.of("v", 3, F4)[:] = 3
+    assert residuals.of("w", 5, F4)[0] == 1
+    assert residuals.of("w", 5, F4, sender=1)[0] == 2
+    assert residuals.nbytes == 4 * 13
+
+
+def test_a_deleted_key_owes_nothing() -> None:
+    residuals = Residuals()
+    for key in ("w", "v"):
+        residuals.of(key, 3, F4)[:] = 1
+    residuals.forget(["w"])
+    assert [list(residuals.of(key, 3, F4)) for key in ("w", "v")] == [[0, 0, 0], [1, 1, 1]]
+    residuals.forget()
+    assert residuals.nbytes == 0
+
+
+def test_what_was_exported_can_be_put_back() -> None:
+    before, after = Residuals(), Residuals()
+    before.of("w", 3, F4)[:] = [1, 2, 3]
+    before.of("a", 1, np.dtype("f8"), sender=2)[:] = 0.1
+    saved = before.export()
+    before.of("w", 3, F4)[:] = 0  # copies were given
+    assert [(key, sender) for key, sender, _ in saved] == [("a", 2), ("w", 0)]
+    after.of("gone", 3, F4)
+    after.restore(saved)
+    assert list(after.of("w", 3, F4)) == [1, 2, 3]
+    assert list(after.of("a", 1, np.dtype("f8"), sender=2)) == [0.1]
+    assert len(after.export()) == 2
+
+
+def test_a_residual_of_another_key_is_refused() -> None:
+    residuals = Residuals()
+    residuals.of("w", 3, F4)
+    with pytest.raises(ValueMismatchError, match="3 elements of float32, the key 4"):
+        residuals.of("w", 4, F4)
+    with pytest.raises(ValueMismatchError, match="added in float64"):
+        residuals.of("w", 3, np.dtype("f8"))
+
+
+@pytest.mark.parametrize("values", [np.zeros((2, 2), "f4"), np.zeros(2, "i4")])
+def test_what_is_no_residual_is_not_put_back(values: np.ndarray) -> None:  # type: ignore[type-arg]
+    residuals = Residuals()
+    residuals.of("w", 3, F4)[:] = 1
+    with pytest.raises(ValueMismatchError, match="a residual is a 1-D array"):
+        residuals.restore([Residual("w", 0, values)])
+    assert list(residuals.of("w", 3, F4)) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", [name for name in CHAINS if name != "1bit"])
+def test_with_error_feedback_the_mean_of_what_arrives_becomes_right(name: str) -> None:
+    """A gradient that stays the same arrives whole in the long run, small as it is in parts."""
+    chain, random = chain_of(name, feedback=True), np.random.default_rng(1)
+    gradient = (random.normal(size=64) * 0.2).astype(np.float32)
+    residual, total, rounds = np.zeros(64, np.float32), np.zeros(64), 400
+    for number in range(rounds):
+        out = np.empty(64, np.float32)
+        draw = Draw(0, number)
+        chain.decode(*chain.encode(gradient, residual=residual, draw=draw), out)
+        total += out
+    np.testing.assert_allclose(total / rounds, gradient, atol=0.05)
+
+
+def test_training_with_two_workers_reaches_the_minimum_by_compressed_gradients() -> None:
+    """Least squares by SGD converges; without error feedback 2bit sends nothing in the end."""
+    random = np.random.default_rng(2)
+    features, wanted = random.normal(size=(2, 50, 8)), random.normal(size=8)
+
+    def distance(feedback: bool) -> float:
+        chain, weight = chain_of("2bit", feedback=feedback), np.zeros(8)
+        residuals = [np.zeros(8) if feedback else None for _ in range(2)]
+        for _ in range(2000):
+            total = np.zeros(8)
+            for own, residual in zip(features, residuals, strict=True):
+                gradient = own.T @ (own @ (weight - wanted)) / 50
+                chain.decode_add(*chain.encode(gradient, residual=residual), total)
+            weight -= 0.01 * total
+        return float(np.abs(weight - wanted).max())
+
+    assert distance(feedback=True) < 0.02
+    assert distance(feedback=False) > 0.1

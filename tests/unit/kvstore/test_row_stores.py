@@ -1,0 +1,396 @@
+"""A server's row-sparse parts: rounds, pulls, requests, and whatever a worker may send wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from store_requests import Asked
+
+from kvstore import optimizer
+from kvstore.errors import NotSupportedError, OptimizerNotSet, ValueMismatchError
+from kvstore.optimizer.plain import to_plain
+from kvstore.protocol import (
+    PartEntry,
+    RowPartEntry,
+    StoreCall,
+    pack,
+    pack_parts,
+    pack_row_part,
+    unpack,
+)
+from kvstore.server_stores import ServerStores
+from kvstore.sparse.payload import ROWS_FORM, Kind, payload_bytes, read_payload, write_payload
+from pslite.errors import ProtocolError, UsageError, rebuild
+from pslite.wire.messages import Answer, Exchange, PartsFailed
+
+STORE, ROWS, DENSE = 1, 10, 20
+NUM_ROWS, WIDTH = 6, 2
+
+
+class Server:
+    """One server of two workers, with a row-sparse part and a part of a dense key."""
+
+    def __init__(self, *, num_rows: int = NUM_ROWS, synchronous: bool = True) -> None:
+        config = SimpleNamespace(
+            num_workers=2,
+            round_window=2,
+            chunk_bytes=1024,
+            max_message_bytes=1 << 20,
+            stall_report_s=60.0,
+        )
+        node: Any = SimpleNamespace(
+            config=config,
+            traffic=SimpleNamespace(
+                serve=lambda plane: None,
+                add_owner=lambda owner: None,
+                carry_out=lambda effects: None,
+            ),
+            info=SimpleNamespace(node_id=8),
+            title=lambda node: "server 0",
+            pool=SimpleNamespace(submit=lambda lane, work: work()),
+            buffer=lambda nbytes: np.empty(nbytes, np.uint8),
+            clock=lambda: 0.0,
+            look_after_each_step=lambda look: None,
+        )
+        self.stores = ServerStores(node)
+        self.plane = self.stores._plane
+        self.entry = RowPartEntry(ROWS, "table", True, num_rows, WIDTH, np.dtype("f4"))
+        self.init(self.entry, [1, 4], synchronous=synchronous)
+        dense = PartEntry(DENSE, "dense", False, 7, np.dtype("f4"))  # begins within a row
+        frames = [np.arange(7, dtype="f4").tobytes()]
+        self.ask(StoreCall.INIT, STORE, synchronous, pack_parts([dense]), [-1], frames=frames)
+
+    def init(self, entry: RowPartEntry, ids: Sequence[int], *, synchronous: bool = True) -> Asked:
+        body = STORE, synchronous, False, pack_row_part(entry)
+        return self.ask(StoreCall.INIT_ROWS, *body, frames=[rows(ids, 1.0)])
+
+    def ask(self, call: int, *fields: Any, frames: Sequence[Any] = ()) -> Asked:
+        asked = Asked(0, call, pack(*fields), frames)
+        try:
+            self.stores.handle(asked.incoming)
+        except Exception as error:  # as ``customer.py`` does
+            asked.incoming.fail(error)
+        return asked
+
+    def set_optimizer(self, chosen: optimizer.Optimizer) -> Asked:
+        return self.ask(StoreCall.SET_OPTIMIZER, STORE, True, False, to_plain(chosen))
+
+    def exchange(self, rank: int, message: Exchange, frame: bytes) -> list[Any]:
+        """What a worker's message leads to, work included."""
+        sends = []
+        effects = self.plane.exchange(rank, self.plane.epoch, message, [frame])
+        while effects:
+            effect: Any = effects.pop(0)
+            if hasattr(effect, "jobs"):
+                effects += self.plane.finished(effect.jobs, self.stores.apply(effect.jobs))
+            else:
+                sends.append(effect)
+        return sends
+
+    def push(self, rank: int, round_: int, payload: bytes, part: int = ROWS) -> list[Any]:
+        sizes = (len(payload),)
+        return self.exchange(
+            rank, Exchange(True, False, (part,), (round_,), sizes, ROWS_FORM), payload
+        )
+
+    def pull(self, payload: bytes, part: int = ROWS, after: int = 0) -> Any:
+        """The answer's frame; raises what the server answers."""
+        sizes = (len(payload),)
+        message = Exchange(False, True, (part,), (after,), sizes, ROWS_FORM)
+        (send,) = self.exchange(0, message, payload)
+        if isinstance(send.message, PartsFailed):
+            raise rebuild(send.message.kind, send.message.error)
+        return np.frombuffer(send.frames[0], np.uint8)
+
+    def held(self) -> dict[int, list[float]]:
+        """The rows that are there."""
+        whole = payload(Kind.HELD, [], b"", num_rows=self.entry.num_rows)
+        found = read_payload(self.pull(whole, after=0))
+        ids = range(found.num_rows) if found.kind is Kind.ALL else found.ids.tolist()
+        values = found.values.view("f4").reshape(-1, WIDTH).tolist()
+        return dict(zip(ids, values, strict=True))
+
+
+def payload(
+    kind: Kind,
+    ids: Sequence[int],
+    values: bytes,
+    *,
+    width: int = WIDTH,
+    offset: int = 0,
+    num_rows: int | None = None,
+) -> bytes:
+    memory = np.empty(payload_bytes(len(ids), 8, len(values)), np.uint8)
+    count = len(ids) if num_rows is None else num_rows
+    place = write_payload(memory, kind, count, width, offset, np.array(ids, np.int64), 8)
+    place[:] = np.frombuffer(values, np.uint8)
+    return memory.tobytes()
+
+
+def rows(ids: Sequence[int], *values: float) -> bytes:
+    """Rows of equal numbers, ``values`` in turn."""
+    numbers = [values[index % len(values)] for index in range(len(ids))]
+    return payload(Kind.ROWS, ids, np.repeat(numbers, WIDTH).astype("f4").tobytes())
+
+
+def wanted(ids: Sequence[int]) -> bytes:
+    return payload(Kind.WANTED, ids, b"")
+
+
+# -- rounds and pulls ---------------------------------------------------------------------
+
+
+def test_a_round_of_rows_replaces_or_updates() -> None:
+    server = Server()
+    assert server.held() == {1: [1, 1], 4: [1, 1]}
+    assert server.push(1, 1, rows([0, 5], 2.0, 3.0)) == []
+    answers = server.push(0, 1, rows([5], 10.0))
+    assert [type(send.message) for send in answers] == [Answer, Answer]
+    assert server.held() == {0: [2, 2], 5: [13, 13]}
+    server.set_optimizer(optimizer.create("test"))
+    server.push(0, 2, rows([1, 5], 1.0))
+    server.push(1, 2, rows([]))
+    assert server.held() == {0: [2, 2], 1: [1, 1], 5: [14, 14]}
+
+
+def test_all_rows_may_come_and_go_without_their_ids() -> None:
+    server = Server()
+    values = np.arange(12, dtype="f4")
+    server.push(0, 1, payload(Kind.ALL, [], values.tobytes(), num_rows=NUM_ROWS))
+    server.push(1, 1, rows([2], 100.0))
+    found = read_payload(server.pull(payload(Kind.HELD, [], b"", num_rows=NUM_ROWS)))
+    values[4:6] += 100
+    assert (found.kind, found.values.view("f4").tolist()) == (Kind.ALL, values.tolist())
+    part = read_payload(server.pull(payload(Kind.HELD, [], b"", num_rows=2, offset=3)))
+    assert (part.kind, part.ids.tolist()) == (Kind.ROWS, [3, 4])
+
+
+def test_rows_that_are_not_there_are_zero() -> None:
+    found = Server().pull(wanted([0, 1, 4])).view("f4")
+    assert found.tolist() == [0, 0, 1, 1, 1, 1]
+    assert len(Server().pull(wanted([]))) == 0
+
+
+def test_rows_of_a_dense_part_have_the_numbers_that_lie_in_it() -> None:
+    server = Server()
+    found = server.pull(payload(Kind.WANTED, [0, 2], b"", width=3, offset=2), DENSE).view("f4")
+    assert found.tolist() == [0, 4, 5, 6]
+    ones = np.ones(4, "f4").tobytes()
+    server.push(0, 1, payload(Kind.ROWS, [0, 2], ones, width=3, offset=2), DENSE)
+    plain = np.full(7, 10, "f4").tobytes()
+    server.exchange(1, Exchange(True, False, (DENSE,), (1,), (28,)), plain)
+    (send,) = server.exchange(0, Exchange(False, True, (DENSE,), (1,), ()), b"")
+    assert np.frombuffer(send.frames[0], "f4").tolist() == [11, 10, 10, 10, 11, 11, 11]
+
+
+def test_an_asynchronous_push_without_an_optimizer_is_its_error() -> None:
+    server = Server(synchronous=False)
+    for part, sent in (
+        (ROWS, rows([1], 1.0)),
+        (DENSE, payload(Kind.ROWS, [1], np.ones(3, "f4").tobytes(), width=3, offset=2)),
+    ):
+        (send,) = server.push(0, 1, sent, part)
+        assert (send.message.kind, send.message.consumed) == (OptimizerNotSet.__name__, True)
+
+
+def test_an_update_that_raises_leaves_the_rows_and_the_count() -> None:
+    server = Server(num_rows=2**40)
+    server.ask(StoreCall.DELETE, STORE, [DENSE])  # LARS needs whole keys
+    server.set_optimizer(optimizer.create("lars", learning_rate=0.1))
+    server.push(0, 1, rows([1], 1.0))
+    (send, _) = server.push(1, 1, rows([1], 1.0))
+    assert send.message.kind == NotSupportedError.__name__
+    assert server.held() == {1: [1, 1], 4: [1, 1]}
+    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS).body, int) == [0]
+
+
+def test_states_and_counts_are_taken_over_by_an_optimizer_of_the_same_class() -> None:
+    server = Server()
+    for round_, numbers in enumerate([{}, {"learning_rate": 0.5}], 1):
+        server.set_optimizer(optimizer.create("sgd", momentum=0.5, **numbers))
+        for rank in range(2):
+            server.push(rank, round_, rows([1], 1.0))
+    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS).body, int) == [2]
+    server.set_optimizer(optimizer.create("adam"))
+    for rank in range(2):
+        server.push(rank, 3, rows([1], 1.0))
+    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS).body, int) == [1]
+
+
+VALUES = np.zeros(4, "f4").tobytes()
+MALFORMED: dict[str, tuple[int, bytes]] = {
+    "nothing": (ROWS, b""),
+    "noise": (ROWS, bytes(range(40))),
+    "ids out of range": (ROWS, rows([1, NUM_ROWS], 1.0)),
+    "too few values": (ROWS, payload(Kind.ROWS, [1, 2], VALUES[:-4])),
+    "too many values": (ROWS, payload(Kind.ROWS, [1], VALUES)),
+    "rows of another width": (ROWS, payload(Kind.ROWS, [1], VALUES[:12], width=3)),
+    "an offset": (ROWS, payload(Kind.ROWS, [1, 2], VALUES, offset=1)),
+    "all rows of another part": (ROWS, payload(Kind.ALL, [], VALUES, num_rows=2)),
+    "what is wanted": (ROWS, wanted([1])),
+    "all rows of a dense key": (DENSE, payload(Kind.ALL, [], VALUES, num_rows=2)),
+    "a dense row out of range": (DENSE, payload(Kind.ROWS, [3], VALUES[:12], width=3, offset=2)),
+    "a dense row with too many values": (
+        DENSE,
+        payload(Kind.ROWS, [0], VALUES[:8], width=3, offset=2),
+    ),
+    "dense rows of nothing": (DENSE, payload(Kind.ROWS, [], b"", width=0)),
+    "an offset behind the first row": (DENSE, payload(Kind.ROWS, [], b"", width=3, offset=3)),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_push_is_its_senders_error_and_no_contribution(case: str) -> None:
+    server = Server()
+    part, sent = MALFORMED[case]
+    (send,) = server.push(0, 1, sent, part)
+    assert (send.peer, send.message.kind, send.message.consumed) == (
+        0,
+        ProtocolError.__name__,
+        False,
+    )
+    server.push(1, 1, rows([0], 2.0))
+    server.push(0, 1, rows([0], 3.0))
+    assert server.held() == {0: [5, 5]}
+
+
+MALFORMED_PULLS: dict[str, tuple[int, bytes]] = {
+    "nothing": (ROWS, b""),
+    "ids out of range": (ROWS, wanted([NUM_ROWS])),
+    "values": (ROWS, payload(Kind.WANTED, [1], b"1234")),
+    "rows": (ROWS, rows([1], 1.0)),
+    "more rows than there are": (ROWS, payload(Kind.HELD, [], b"", num_rows=4, offset=3)),
+    "all rows of a dense key": (DENSE, payload(Kind.HELD, [], b"", num_rows=1)),
+    "a dense row out of range": (DENSE, payload(Kind.WANTED, [3], b"", width=3, offset=2)),
+    "a part that is not there": (99, wanted([1])),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED_PULLS)
+def test_a_malformed_pull_is_an_error(case: str) -> None:
+    part, sent = MALFORMED_PULLS[case]
+    with pytest.raises((ProtocolError, UsageError)):
+        Server().pull(sent, part)
+
+
+def test_a_form_that_nobody_knows_is_an_error() -> None:
+    sent = rows([1], 1.0)
+    message = Exchange(True, False, (ROWS,), (1,), (len(sent),), 9)
+    (send,) = Server().exchange(0, message, sent)
+    assert "form 9" in send.message.error
+
+
+def test_workers_that_see_other_rows_of_a_dense_part_get_an_error() -> None:
+    server = Server()
+    ones = np.ones(3, "f4").tobytes()
+    server.push(0, 1, payload(Kind.ROWS, [1], ones, width=3, offset=2), DENSE)
+    sends = server.push(1, 1, payload(Kind.ROWS, [1], ones, width=3, offset=0), DENSE)
+    assert {send.message.kind for send in sends} == {ProtocolError.__name__}
+
+
+# -- requests -----------------------------------------------------------------------------
+
+
+def ids_frame(*ids: int) -> bytes:
+    return np.array(ids, "<i8").tobytes()
+
+
+def floats(*values: float) -> bytes:
+    return np.array(values, "f4").tobytes()
+
+
+def test_a_part_that_is_there_stays_when_another_rank_creates_it_again() -> None:
+    server = Server()
+    assert server.init(server.entry, [0]).error is None
+    assert server.held() == {1: [1, 1], 4: [1, 1]}
+
+
+def test_rows_are_read_with_states_and_written_again() -> None:
+    server = Server()
+    server.set_optimizer(optimizer.create("sgd", learning_rate=1.0, momentum=0.5))
+    for rank in range(2):
+        server.push(rank, 1, rows([1, 2], 1.0))
+    asked = server.ask(StoreCall.HELD_ROWS, ROWS)
+    assert unpack(asked.body, int) == [1]
+    assert asked.frames == [ids_frame(1, 2, 4)]
+    values, momentum = server.ask(StoreCall.READ_ROWS, ROWS, frames=[ids_frame(1, 4)]).frames
+    assert (values, momentum) == (floats(-1, -1, 1, 1), floats(-2, -2, 0, 0))
+
+    def write(*ids: int, begins: bool) -> Asked:
+        frames = [ids_frame(*ids), floats(*[7] * 2 * len(ids)), floats(*[5] * 2 * len(ids))]
+        return server.ask(StoreCall.WRITE_ROWS, ROWS, begins, 4, True, frames=frames)
+
+    assert write(0, begins=True).error is None
+    assert write(3, begins=False).error is None
+    assert server.held() == {0: [7, 7], 3: [7, 7]}
+    frames = server.ask(StoreCall.READ_ROWS, ROWS, frames=[ids_frame(0, 3)]).frames
+    assert frames[1] == floats(5, 5, 5, 5)
+    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS).body, int) == [4]
+    only_states = [ids_frame(3), floats(1, 1)]
+    assert server.ask(StoreCall.WRITE_ROWS, ROWS, True, 6, False, frames=only_states).error is None
+    frames = server.ask(StoreCall.READ_ROWS, ROWS, frames=[ids_frame(0, 3)]).frames
+    assert frames == [floats(7, 7, 7, 7), floats(0, 0, 1, 1)]
+
+
+def test_a_key_that_is_cut_and_an_optimizer_for_whole_keys_exclude_each_other() -> None:
+    server = Server()
+    cut = server.entry._replace(part=11, key="cut", is_whole=False)
+    lamb = optimizer.create("lamb")
+    assert server.init(cut, [1]).error is None
+    assert "'dense'" in str(server.set_optimizer(lamb).error) or "'cut'" in str(
+        server.set_optimizer(lamb).error
+    )
+    server.ask(StoreCall.DELETE, STORE, [11, DENSE])
+    assert server.set_optimizer(lamb).error is None
+    assert "whole keys" in str(server.init(cut._replace(part=12), [1]).error)
+
+
+def test_statistics_and_names_know_row_sparse_parts() -> None:
+    server = Server()
+    (stats,) = unpack(server.ask(StoreCall.STATS).body, dict)
+    assert (stats["parts"], stats["value_bytes"]) == (2, 2 * 8 + 28)
+    assert server.stores.name_of(ROWS) == "key 'table'"
+    server.ask(StoreCall.DELETE, STORE, [ROWS])
+    assert server.stores.name_of(ROWS) is None
+
+
+WRONG: dict[str, tuple[int, tuple[Any, ...], list[bytes]]] = {
+    "no frame": (StoreCall.INIT_ROWS, (STORE, True, False, [30, "v", True, 6, 2, "<f4"]), []),
+    "a malformed frame": (
+        StoreCall.INIT_ROWS,
+        (STORE, True, False, [30, "v", True, 6, 2, "<f4"]),
+        [b"x"],
+    ),
+    "a malformed part": (StoreCall.INIT_ROWS, (STORE, True, False, [30]), [b""]),
+    "a part that is not there": (StoreCall.HELD_ROWS, (99,), []),
+    "a dense part": (StoreCall.HELD_ROWS, (DENSE,), []),
+    "ids out of range": (StoreCall.READ_ROWS, (ROWS,), [ids_frame(NUM_ROWS)]),
+    "negative ids": (StoreCall.READ_ROWS, (ROWS,), [ids_frame(-1)]),
+    "ids that fall": (StoreCall.READ_ROWS, (ROWS,), [ids_frame(2, 1)]),
+    "half an id": (StoreCall.READ_ROWS, (ROWS,), [b"1234"]),
+    "no ids": (StoreCall.READ_ROWS, (ROWS,), []),
+    "too few values": (StoreCall.WRITE_ROWS, (ROWS, True, 0, True), [ids_frame(1), floats(1)]),
+    "too many arrays": (
+        StoreCall.WRITE_ROWS,
+        (ROWS, True, 0, True),
+        [ids_frame(1), floats(1, 1), floats(1, 1)],
+    ),
+    "a negative count": (
+        StoreCall.WRITE_ROWS,
+        (ROWS, True, -1, True),
+        [ids_frame(1), floats(1, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_request_is_an_error_and_changes_nothing(case: str) -> None:
+    server = Server()
+    call, fields, frames = WRONG[case]
+    asked = server.ask(call, *fields, frames=frames)
+    assert isinstance(asked.error, (ProtocolError, UsageError, ValueMismatchError))
+    assert server.held() == {1: [1, 1], 4: [1, 1]}
