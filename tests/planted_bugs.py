@@ -187,6 +187,22 @@ BUGS = [
         "        self.app.apply([Job(unit.parts, unit.sizes, unit.push_sizes, batch)])\n",
         SEEDS,
     ),
+    Bug(
+        "a row that came from one server is taken for another one's",
+        "kvstore/sparse/stripes.py",
+        "rows * self.num_parts + part",
+        "rows * self.num_parts",
+        "tests/unit/kvstore/test_sparse_stripes.py",
+    ),
+    Bug(
+        "who sends malformed rows never hears of it",
+        "pslite/plane/server.py",
+        "                if is_push:\n"
+        "                    self._refuse(unit, rank, round_, error, replies)\n"
+        "                else:\n",
+        "                if not is_push:\n",
+        "tests/unit/pslite/test_plane_forms.py",
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from workers import Workers
 
 import kvstore as mx
-from kvstore import KVStore, RowSparseArray
+from kvstore import KVStore, RowSparseArray, row_exchange
 from kvstore.errors import (
     ArgumentValueError,
     NotSupportedError,
@@ -349,6 +349,30 @@ def test_what_a_row_sparse_key_gives_is_counted() -> None:
         assert kv.stats()["store"]["pulls"] == 1
         servers = kv.stats()["servers"].values()
         assert sum(each["value_bytes"] for each in servers) == 1600
+
+
+def test_many_rows_come_in_several_answers(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_exchange, "_ANSWER_BYTES", 40)
+    whole = numbered((200, 3))
+
+    def script(kv: KVStore) -> None:
+        kv.init("all", full(whole))
+        some = np.arange(200)[kv.rank :: 3]
+        np.testing.assert_array_equal(kv.row_sparse_pull("all", row_ids=some).values, whole[some])
+        np.testing.assert_array_equal(kv.pull("all").values, whole)
+        held = RowSparseArray([5, 6, 150], np.ones((3, 3), "f4"), whole.shape)
+        kv.push("all", held)
+        kv.wait()
+        kv.barrier()
+        found = kv.pull("all")
+        assert found.indices.tolist() == list(range(200))
+        grown = found.values - whole
+        assert np.flatnonzero(grown.any(axis=1)).tolist() == [5, 6, 150]
+        assert grown.max() == 2
+
+    workers.run(script)
 
 
 def test_a_round_of_rows_that_waits_says_for_whom() -> None:

@@ -188,6 +188,8 @@ def test_parts_without_a_plain_value_are_never_joined() -> None:
         plain = Exchange(True, False, (1, 2), (round_ + 1,) * 2, (0, 0))
         plane.exchange(0, 1, plain, [b""])
     assert app.lists == {1: [1, 2, 3, 4, 5], 2: [-2, -3, -4, -5, -6]}
+    refused = [message for _, message in answers(pull_from(plane, 0, (1, 2), 5))]
+    assert refused and all(isinstance(message, PartsFailed) for message in refused)
 
 
 def test_a_plain_part_takes_both_kinds_in_one_round() -> None:
