@@ -135,29 +135,36 @@ static TARGET void NAME(encode)(const struct coding *by, size_t start, size_t st
         NAME(encode_bits)(by, start, stop);
 }
 
-static TARGET void NAME(expand_2bit)(const struct coding *by, LOOSE *to, size_t start, size_t n)
+/* The numbers of each byte of 2bit, and of each half of one of 1bit. */
+static TARGET void NAME(tabulate)(const struct coding *by, REAL (*table)[4])
 {
     const REAL high = (REAL)by->number, numbers[4] = {0, 0, -high, high};
-    REAL table[256][4];
+    if (by->codec == TWO_BIT)
+        for (int byte = 0; byte < 256; byte++)
+            for (int place = 0; place < 4; place++)
+                table[byte][place] = numbers[byte >> (6 - 2 * place) & 3];
+    if (by->codec == ONE_BIT)
+        for (int half = 0; half < 16; half++)
+            for (int place = 0; place < 4; place++)
+                table[half][place] = half >> (3 - place) & 1 ? (REAL)1 : (REAL)-1;
+}
+
+static TARGET void NAME(expand_2bit)(const struct coding *by, const REAL (*table)[4], LOOSE *to,
+                                     size_t start, size_t n)
+{
     const uint8_t *from = by->payload + start / 4;
     size_t i = 0;
-    for (int byte = 0; byte < 256; byte++)
-        for (int place = 0; place < 4; place++)
-            table[byte][place] = numbers[byte >> (6 - 2 * place) & 3];
     for (; i + 4 <= n; i += 4)
         memcpy(to + i, table[from[i / 4]], sizeof table[0]);
     if (i < n)
         memcpy(to + i, table[from[i / 4]], (n - i) * sizeof(REAL));
 }
 
-static TARGET void NAME(expand_1bit)(const struct coding *by, LOOSE *to, size_t start, size_t n)
+static TARGET void NAME(expand_1bit)(const struct coding *by, const REAL (*table)[4], LOOSE *to,
+                                     size_t start, size_t n)
 {
-    REAL table[16][4];
     const uint8_t *from = by->payload + start / 8;
     size_t i = 0;
-    for (int half = 0; half < 16; half++)
-        for (int place = 0; place < 4; place++)
-            table[half][place] = half >> (3 - place) & 1 ? (REAL)1 : (REAL)-1;
     for (; i + 8 <= n; i += 8) {
         memcpy(to + i, table[from[i / 8] >> 4], sizeof table[0]);
         memcpy(to + i + 4, table[from[i / 8] & 15], sizeof table[0]);
@@ -183,12 +190,13 @@ static TARGET void NAME(expand_int8)(const struct coding *by, LOOSE *to, size_t 
     }
 }
 
-static TARGET void NAME(expand)(const struct coding *by, LOOSE *to, size_t start, size_t n)
+static TARGET void NAME(expand)(const struct coding *by, const REAL (*table)[4], LOOSE *to,
+                                size_t start, size_t n)
 {
     if (by->codec == TWO_BIT)
-        NAME(expand_2bit)(by, to, start, n);
+        NAME(expand_2bit)(by, table, to, start, n);
     else if (by->codec == ONE_BIT)
-        NAME(expand_1bit)(by, to, start, n);
+        NAME(expand_1bit)(by, table, to, start, n);
     else
         NAME(expand_int8)(by, to, start, n);
 }
@@ -196,14 +204,16 @@ static TARGET void NAME(expand)(const struct coding *by, LOOSE *to, size_t start
 static TARGET void NAME(decode)(const struct coding *by, size_t start, size_t stop)
 {
     LOOSE *out = (LOOSE *)by->out;
+    REAL table[256][4];
+    NAME(tabulate)(by, table);
     if (!by->add) {
-        NAME(expand)(by, out + start, start, stop - start);
+        NAME(expand)(by, (const REAL(*)[4])table, out + start, start, stop - start);
         return;
     }
     for (; start < stop; start += 4 * BLOCK) {
         REAL scratch[4 * BLOCK];
         const size_t n = stop - start < 4 * BLOCK ? stop - start : 4 * BLOCK;
-        NAME(expand)(by, (LOOSE *)scratch, start, n);
+        NAME(expand)(by, (const REAL(*)[4])table, (LOOSE *)scratch, start, n);
         NAME(add_one)(out + start, (LOOSE *)scratch, n);
     }
 }
