@@ -267,6 +267,7 @@ class LocalKVStore(KVStore):
     def save_checkpoint(self, directory: Path) -> None:
         with self._lock:
             self._check_open()
+            self._tables.warn_of_checkpoint()
             entries = self._entries.values()
             pieces = pieces_of(entries, self._optimizer)
             write_checkpoint(directory, contents_of(entries), self._optimizer, pieces)

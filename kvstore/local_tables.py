@@ -8,6 +8,7 @@ next: ``tables/share.py``.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +54,15 @@ class LocalTables:
             )
         table = self._tables[settings.name] = LocalTable(self, TableShare(settings, chosen))
         return table
+
+    def warn_of_checkpoint(self) -> None:
+        """Warn, from the caller of the store's method, if there are tables."""
+        if self._tables:
+            warnings.warn(
+                f"a checkpoint has no growing tables ({', '.join(self._tables)}): save them with "
+                "table.export",
+                stacklevel=3,
+            )
 
     def forget(self, table: LocalTable) -> None:
         if self._tables.get(table.name) is table:

@@ -49,7 +49,7 @@ class TableShare:
         self.settings = settings
         self.share, self.num_shares = share, num_shares
         self.capacity = settings.capacity_of(share, num_shares)
-        self.num_places = min(FIRST_PLACES, self.capacity or FIRST_PLACES)
+        self.num_places = self._size_for(FIRST_PLACES)
         self.index = IdIndex(self.num_places)
         self.ages = Ages(self.num_places)
         self.slots = Slots(self.num_places, settings.dim, settings.dtype, optimizer)
@@ -245,11 +245,24 @@ class TableShare:
             wanted = max(number, self._num_used // 8)
             number -= self._release(*self.ages.take_oldest(wanted, self._oldest_stamp()))
         if number > 0 and self.num_places < limit:
-            before_places = self.num_places
-            self._grow(min(max(2 * before_places, before_places + number), limit))
-            number -= self.num_places - before_places
+            num_before = self.num_places
+            self._grow(self._size_for(max(2 * num_before, num_before + number)))
+            number -= self.num_places - num_before
         if number > 0:
             self._release(*self.ages.take_oldest(number, before))
+
+    def _size_for(self, num_places: int) -> int:
+        """How many places to have for so many: with a capacity this, its half, its quarter, ...
+
+        So the last step but one has half of the memory, and the rows are never there twice beyond
+        what the capacity takes.
+        """
+        if self.capacity is None:
+            return min(num_places, MOST_PLACES)
+        size = self.capacity
+        while (size + 1) // 2 >= num_places:
+            size = (size + 1) // 2
+        return size
 
     def _grow(self, num_places: int) -> None:
         for part in (self.index, self.ages, self.slots):

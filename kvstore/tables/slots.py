@@ -40,7 +40,10 @@ class Slots:
     def grow(self, num_places: int) -> None:
         """Have room for so many places, more than before."""
         self.values = _grown(self.values, num_places)
-        self.states = tuple(_grown(state, num_places) for state in self.states)
+        for at in range(len(self.states)):
+            # One after the other, so that the old memory of only one is still there.
+            grown = _grown(self.states[at], num_places)
+            self.states = (*self.states[:at], grown, *self.states[at + 1 :])
 
     def begin(self, places: Places, values: RowValues) -> None:
         """New rows at different places, with states as they begin."""
