@@ -22,6 +22,8 @@ Places: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
 
 _EMPTY, _REMOVED = -1, -2
 
+_PIECE = 65536
+
 SLOTS_PER_PLACE = 2
 MOST_PLACES = 2**31 - 1
 
@@ -117,10 +119,16 @@ class IdIndex:
             at[at == len(self._slots)] = 0
 
     def _rebuild(self, num_places: int) -> None:
-        places = self._slots[self._slots >= 0].astype(np.intp)
-        self._slots = _empty_slots(num_places)
+        """Write the slots anew, for so many places, in pieces that take little memory."""
+        held = self._slots[self._slots >= 0]
+        if SLOTS_PER_PLACE * num_places == len(self._slots):
+            self._slots.fill(_EMPTY)
+        else:
+            self._slots = _empty_slots(num_places)
         self._num_removed = 0
-        self._claim(self.ids[places], places)
+        for start in range(0, len(held), _PIECE):
+            places = held[start : start + _PIECE].astype(np.intp)
+            self._claim(self.ids[places], places)
 
 
 def _empty_slots(num_places: int) -> np.ndarray[Any, np.dtype[np.int32]]:
