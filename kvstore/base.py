@@ -522,7 +522,8 @@ class KVStore(KVStoreBase, abc.ABC):
         other rows too (LARS, LAMB, ``lazy_update=False``).
         """
         raise NotSupportedError(
-            f"growing tables are for the stores local and device in this version, not {self.type}"
+            "growing tables are for the stores local and device in this version; create one of "
+            f"these beside this {self.type} store"
         )
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:

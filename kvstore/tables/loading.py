@@ -31,7 +31,8 @@ def load_table(path: Any, share: TableShare) -> None:
         except BaseException:
             share.clear()
             raise
-        share.slots.count = file.count if file.optimizer is not None else 0
+        if file.optimizer is not None:
+            share.slots.count = file.count
         share.loaded_mark = file.mark
 
 
