@@ -117,6 +117,24 @@ def test_a_smaller_table_keeps_the_rows_that_were_touched_last(kv: KVStore, tmp_
     assert small.pull([3]).tolist() == table.pull([3]).tolist()
 
 
+def test_a_loaded_table_knows_which_rows_were_touched_last_by_deltas_too(
+    kv: KVStore, tmp_path: Path
+) -> None:
+    table, other = (kv.create_table(name, 1, capacity=3) for name in ("t", "u"))
+    table.pull([1, 2, 3])
+    mark = table.export(tmp_path / "all")
+    other.load(tmp_path / "all")
+    other.pull([1])
+    other.pull([4])
+    assert other.ids().tolist() == [1, 3, 4]
+    other.load(tmp_path / "all")
+    table.pull([1])  # changes no row
+    table.export_delta(mark, tmp_path / "delta")
+    other.load(tmp_path / "delta")
+    other.pull([4])
+    assert other.ids().tolist() == [1, 3, 4]
+
+
 def test_rows_come_sorted_and_in_pieces_and_those_that_go_meanwhile_are_left_out(
     kv: KVStore,
 ) -> None:
