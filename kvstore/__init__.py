@@ -45,6 +45,7 @@ _LAZY = {
 _LAZY_MEMBERS = {
     "LocalCluster": "kvstore.running_cluster",
     "RowSparseArray": "kvstore.sparse",
+    "Table": "kvstore.tables",
     "run": "kvstore.running",
 }
 

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from os import PathLike
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -29,6 +29,9 @@ from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedEr
 from kvstore.keys import ROWS_REFUSED, Key, Keys, KeySpec, KeyTable, UpdateFunction, Values
 from kvstore.optimizer.base import Number, Optimizer
 from pslite.future import Future
+
+if TYPE_CHECKING:
+    from kvstore.tables.base import Table
 
 __all__ = ["KVStore", "KVStoreBase", "Key", "KeyInfo", "KeySpec", "Keys", "Values", "Version"]
 
@@ -491,6 +494,42 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         raise NotSupportedError(ROWS_REFUSED)
 
+    def create_table(
+        self,
+        name: str,
+        dim: int,
+        init: Any = "uniform",
+        optimizer: Optimizer | str | None = None,
+        capacity: int | None = None,
+        ttl: int | None = None,
+        admit_after: int = 1,
+        *,
+        dtype: Any = np.float32,
+        seed: int = 0,
+    ) -> Table:
+        """A new growing table: rows of ``dim`` numbers by any 64-bit id, made on first touch.
+
+        A row begins with numbers that depend on ``seed``, ``name`` and its id alone, drawn by
+        ``init``: ``kvstore.init.Uniform`` (from -0.07 to 0.07 by default), ``Normal`` or
+        ``Constant``, the name of one, or a number for all of them. ``optimizer`` (an ``Optimizer``
+        or the name of one) updates the rows that are pushed, and no others; without one a push sets
+        them. It is the table's own: that of the store does not matter here.
+
+        ``capacity`` is the most rows that the table has: where another one is needed, the row
+        goes that was touched longest ago. A row goes, too, once more than ``ttl`` pushes to the
+        table have come since it was touched last. An id gets its row with the pull that is number
+        ``admit_after`` to ask for it; by default with the first pull or push.
+
+        The stores of one process have it, others raise ``NotSupportedError``. Raises
+        ``DuplicateKeyError`` for a name that is taken, ``ArgumentTypeError``,
+        ``ArgumentValueError``, and ``NotSupportedError`` for an optimizer that would have to change
+        other rows too (LARS, LAMB, ``lazy_update=False``).
+        """
+        raise NotSupportedError(
+            "growing tables are for the stores local and device in this version; create one of "
+            f"these beside this {self.type} store"
+        )
+
     def set_gradient_compression(self, compression_params: CompressionParams) -> None:
         """Let pushed values travel encoded from now on: ``{"type": "2bit", "threshold": 0.5}``.
 
@@ -503,8 +542,8 @@ class KVStore(KVStoreBase, abc.ABC):
         Raises ``ArgumentTypeError`` and ``ArgumentValueError``, which list what there is.
         """
         raise NotSupportedError(
-            f"gradient compression is not supported by this version (asked for on a {self.type} "
-            "store); leave the call out, or push float16 values"
+            f"a {self.type} store cannot compress gradients; leave the call out, or push float16 "
+            "values"
         )
 
     def get_num_dead_node(self, node_id: int = 7, timeout: float = 60) -> int:

@@ -43,6 +43,7 @@ from kvstore.keys import (
 )
 from kvstore.local_coding import LocalCoding
 from kvstore.local_files import contents_of, pieces_of, take_states, take_values
+from kvstore.local_tables import LocalTables
 from kvstore.operation import futures_in
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import take_over
@@ -52,6 +53,7 @@ from kvstore.rows import RowReader, Rows
 from kvstore.saving import Checkpoint, SavedStates, write_checkpoint, write_states
 from kvstore.shelf import HOST, Entry, Shelves
 from kvstore.sparse.array import RowSparseArray
+from kvstore.tables.base import Table
 from pslite.errors import ClosedError, PSError
 from pslite.future import Future, completed, failed
 
@@ -77,6 +79,7 @@ class LocalKVStore(KVStore):
         self._workspaces = Workspaces()
         self._rows = RowReader(self._table, self._entries)
         self._counters = dict.fromkeys(("pushes", "pulls", "bytes_pushed", "bytes_pulled"), 0)
+        self._tables = LocalTables(self._lock, self._check_open)
         self._is_closed = False
 
     # -- what it is --------------------------------------------------------------------
@@ -276,11 +279,30 @@ class LocalKVStore(KVStore):
             if self._coding is not None:
                 self._coding.forget(keys)
 
+    def create_table(
+        self,
+        name: str,
+        dim: int,
+        init: Any = "uniform",
+        optimizer: Optimizer | str | None = None,
+        capacity: int | None = None,
+        ttl: int | None = None,
+        admit_after: int = 1,
+        *,
+        dtype: Any = np.float32,
+        seed: int = 0,
+    ) -> Table:
+        with self._lock:
+            self._check_open()
+            options = {"init": init, "capacity": capacity, "ttl": ttl, "admit_after": admit_after}
+            return self._tables.create(name, dim, optimizer, dtype=dtype, seed=seed, **options)
+
     # -- files -------------------------------------------------------------------------
 
     def save_checkpoint(self, directory: Path) -> None:
         with self._lock:
             self._check_open()
+            self._tables.warn_of_checkpoint()
             entries = self._entries.values()
             pieces = pieces_of(entries, self._optimizer)
             write_checkpoint(directory, contents_of(entries), self._optimizer, pieces)
@@ -356,6 +378,7 @@ class LocalKVStore(KVStore):
             self._entries.clear()
             self._rows.forget()
             self._shelves = Shelves()
+            self._tables.close()
 
     # -- inside ------------------------------------------------------------------------
 

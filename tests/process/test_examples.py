@@ -176,6 +176,23 @@ def test_workers_train_an_embedding_whose_rows_lie_on_two_servers(make_job: Make
         assert float(traffic.split()[1]) < 2
 
 
+def test_a_growing_table_learns_of_those_who_come_again_and_stays_within_its_limit() -> None:
+    script = "examples/kvstore/table.py"
+    assert len((ROOT / script).read_text(encoding="utf-8").splitlines()) <= 80
+    *quarters, exports, rows, memory = alone(script)
+    errors = [float(re.findall(r"error ([\d.]+)", line)[0]) for line in quarters]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.2 * errors[0]
+    assert quarters[-1].endswith(" 1200 users")
+    whole, changes = (int(number) for number in re.findall(r"\d+", exports))
+    assert changes < whole
+    made, evicted, *_ = (int(number) for number in re.findall(r"\d+", rows))
+    # Strangers, of whom there were 200,000, got no rows.
+    assert made < 2000 and made - evicted == 1200
+    used, limit = (int(number) for number in re.findall(r"\d+", memory))
+    assert used <= limit
+
+
 def test_asynchronous_gradients_are_stale_and_still_find_the_line(make_job: MakeJob) -> None:
     lines = launch(make_job, "examples/kvstore/async_sgd.py")
     num_stale = 0

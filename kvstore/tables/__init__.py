@@ -1,0 +1,14 @@
+"""Growing tables: rows by any 64-bit id, made when they are first asked for.
+
+``Table`` is what ``KVStore.create_table`` returns. All else in this package is pure: no I/O but the
+files that a caller names, no threads, no clock; a store of one process keeps a table as one
+``TableShare``, and servers can keep a share each. Read next: ``base.py`` for what a table
+promises, then ``share.py`` (rows come and go), and below it ``index.py`` (from ids to places),
+``ages.py`` (which row goes first), ``admission.py`` (which id gets a row), ``first_values.py``.
+"""
+
+from __future__ import annotations
+
+from kvstore.tables.base import Table, TableStatistics
+
+__all__ = ["Table", "TableStatistics"]

@@ -1,0 +1,68 @@
+"""``Waiting``: ids that were asked for, and not often enough to get a row yet.
+
+Counts of the last ids that have none, in a ring: where it is full, the id that has waited longest
+is forgotten, and would begin again. So the memory is bounded, and every count is exact, which a
+count-min sketch is not: that one admits ids too early, all of them when it fills up. Source of the
+ring: the queue A1out of Johnson and Shasha, "2Q", VLDB 1994, counting to n here. Pure; one
+thread at a time. Read next: ``share.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvstore.sparse.ids import Ids
+from kvstore.tables.index import PLACE_BYTES, IdIndex
+
+WAITING_BYTES = PLACE_BYTES + 4
+"""What an id that waits takes: its part of the index, and an int32 count."""
+
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class Waiting:
+    """Admits an id when it was touched ``admit_after`` times, 2 or more."""
+
+    def __init__(self, admit_after: int, num_places: int) -> None:
+        """Remembers the last ``num_places`` ids, at least one."""
+        self._admit_after = admit_after
+        self._index = IdIndex(num_places)
+        self._counts = np.zeros(num_places, np.int32)
+        """By place; 0 where no id is."""
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def num_places(self) -> int:
+        return len(self._counts)
+
+    @property
+    def nbytes(self) -> int:
+        return self._index.nbytes + self._counts.nbytes
+
+    def touch(self, ids: Ids) -> Mask:
+        """Count each of different ids, in this order; which of them are admitted, and wait no
+        longer."""
+        places = self._index.look_up(ids)
+        is_known = places >= 0
+        self._counts[places[is_known]] += 1
+        is_admitted: Mask = is_known.copy()
+        is_admitted[is_known] = self._counts[places[is_known]] >= self._admit_after
+        leaving = places[is_admitted]
+        self._index.remove(leaving)
+        self._counts[leaving] = 0
+        self._append(ids[~is_known])
+        return is_admitted
+
+    def _append(self, ids: Ids) -> None:
+        size = len(self._counts)
+        kept = ids[-size:] if len(ids) else ids
+        places = (self._next + len(ids) - len(kept) + np.arange(len(kept))) % size
+        self._next = (self._next + len(ids)) % size
+        self._index.remove(places[self._counts[places] > 0])
+        self._index.add(kept, places)
+        self._counts[places] = 1

@@ -1,0 +1,72 @@
+"""Ids of tables: what callers pass, as flat int64 of which all 64 bits count.
+
+Every value of int64 and of uint64 is an id. The two are one space, bit by bit: -1 and 2**64 - 1
+are the same id, as ``array.view`` has it. Pure; any thread may call. Read next: ``hashing.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays import adapter_for
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
+from kvstore.sparse.ids import Ids
+
+_INTEGERS = (int, np.integer)
+_LISTS = (list, tuple, range)
+
+
+def checked_table_ids(ids: object) -> tuple[Ids, tuple[int, ...]]:
+    """The ids as flat int64, in the caller's order, repeated ones kept; and their shape.
+
+    ``ids`` is an array of any library, of any integer dtype and any shape, or an int, or a list of
+    ints. The result may share the memory of ``ids`` and is only to be read. Raises
+    ``ArgumentTypeError`` for what is no integer, floats of whole numbers too,
+    ``ArgumentValueError`` for an int of more than 64 bits.
+    """
+    if isinstance(ids, (*_LISTS, *_INTEGERS)):
+        return _of_numbers(ids)
+    adapter = adapter_for(ids)
+    dtype = adapter.dtype(ids)
+    if dtype.kind not in "iu":
+        raise ArgumentTypeError(
+            f"ids of a table are integers, got {dtype}; pass an int64 or uint64 array"
+        )
+    flat = adapter.to_host(ids).reshape(-1)
+    wide = flat.view(np.int64) if flat.dtype == np.uint64 else flat.astype(np.int64, copy=False)
+    return wide, tuple(adapter.shape(ids))
+
+
+def first_appearances(ids: Ids) -> tuple[Ids, Ids]:
+    """The different ids in the order in which they first appear, and for each id its place there.
+
+    At least one.
+    """
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    is_new = np.ones(len(ids), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
+    firsts = order[is_new]
+    by_appearance = np.argsort(firsts)
+    rank = np.empty(len(firsts), np.int64)
+    rank[by_appearance] = np.arange(len(firsts))
+    inverse = np.empty(len(ids), np.int64)
+    inverse[order] = rank[np.cumsum(is_new) - 1]
+    return ids[firsts[by_appearance]], inverse
+
+
+def _of_numbers(ids: Any) -> tuple[Ids, tuple[int, ...]]:
+    is_single = isinstance(ids, _INTEGERS)
+    numbers = [ids] if is_single else list(ids)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, _INTEGERS):
+            raise ArgumentTypeError(
+                "ids of a table are an array or a list of ints, got "
+                f"{type(number).__name__}: {number!r}"
+            )
+        if not -(2**63) <= int(number) < 2**64:
+            raise ArgumentValueError(f"ids of a table have 64 bits, got {number}")
+    words = np.array([int(number) % 2**64 for number in numbers], np.uint64)
+    return words.view(np.int64), () if is_single else (len(numbers),)

@@ -1,0 +1,149 @@
+"""``TableSettings``: what never changes about a table, checked once; and its memory limit.
+
+Pure; any thread may call. Read next: ``share.py``.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvstore.dtypes import accumulation_dtype, is_float
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
+from kvstore.optimizer.base import Optimizer, create
+from kvstore.tables.admission import WAITING_BYTES
+from kvstore.tables.ages import AGE_BYTES
+from kvstore.tables.first_values import Init, checked_init
+from kvstore.tables.index import MOST_PLACES, PLACE_BYTES
+
+WAITING = 1 << 20
+"""Ids that may wait for admission in a table without a capacity."""
+
+OVERHEAD_BYTES = PLACE_BYTES + AGE_BYTES + 4 + 4
+"""What a row takes besides its numbers: index, stamp, when it changed, and a free place's number
+(the last two int32)."""
+
+
+@dataclass(frozen=True)
+class TableSettings:
+    """What ``KVStore.create_table`` was asked for."""
+
+    name: str
+    dim: int
+    dtype: np.dtype[Any]
+    init: Init
+    capacity: int | None
+    ttl: int | None
+    admit_after: int
+    seed: int
+
+    def capacity_of(self, share: int, num_shares: int) -> int | None:
+        """The rows that one of some equal shares may hold."""
+        if self.capacity is None:
+            return None
+        return self.capacity // num_shares + (share < self.capacity % num_shares)
+
+    def num_waiting(self, capacity: int | None) -> int:
+        """How many ids may wait for admission in a share of this capacity."""
+        if self.admit_after == 1:
+            return 0
+        return WAITING if capacity is None else capacity
+
+    def row_bytes(self, optimizer: Optimizer | None) -> int:
+        """What a row takes, with what the optimizer keeps for it."""
+        num_states = 0 if optimizer is None else len(optimizer.state_names())
+        state_bytes = num_states * accumulation_dtype(self.dtype).itemsize
+        return self.dim * (self.dtype.itemsize + state_bytes) + OVERHEAD_BYTES
+
+    def limit_bytes(self, optimizer: Optimizer | None, capacity: int | None) -> int | None:
+        """The most that a share of this capacity keeps; None without a capacity."""
+        if capacity is None:
+            return None
+        waiting_bytes = self.num_waiting(capacity) * WAITING_BYTES
+        return capacity * self.row_bytes(optimizer) + waiting_bytes
+
+
+def checked_settings(
+    name: object,
+    dim: object,
+    *,
+    init: object,
+    capacity: object,
+    ttl: object,
+    admit_after: object,
+    dtype: Any,
+    seed: object,
+    num_shares: int = 1,
+) -> TableSettings:
+    """The settings of a table. Raises ``ArgumentTypeError`` and ``ArgumentValueError``."""
+    if not isinstance(name, str) or not name:
+        raise ArgumentTypeError(f"the name of a table is a str that is not empty, got {name!r}")
+    try:
+        kind = np.dtype(dtype).newbyteorder("=")
+    except TypeError as error:
+        raise ArgumentTypeError(f"the dtype of a table is a float dtype, got {dtype!r}") from error
+    if not is_float(kind):
+        raise ArgumentTypeError(
+            f"rows of a table are floats, such as float32 or bfloat16, got the dtype {kind}"
+        )
+    settings = TableSettings(
+        name,
+        _natural("dim", dim, 1),
+        kind,
+        checked_init(init),
+        None if capacity is None else _natural("capacity", capacity, 1),
+        None if ttl is None else _natural("ttl", ttl, 1),
+        _natural("admit_after", admit_after, 1),
+        _natural("seed", seed, None),
+    )
+    if settings.capacity is not None and not num_shares <= settings.capacity <= MOST_PLACES:
+        raise ArgumentValueError(
+            f"capacity is {settings.capacity}, and must lie between the number of servers, "
+            f"{num_shares}, and {MOST_PLACES}"
+        )
+    return settings
+
+
+def checked_table_optimizer(optimizer: object, dtype: np.dtype[Any]) -> Optimizer | None:
+    """The optimizer of a table; its name will do.
+
+    Raises ``ArgumentTypeError`` for what is none, ``NotSupportedError`` for one that would change
+    rows which were not pushed.
+    """
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, str):
+        optimizer = create(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentTypeError(
+            "the optimizer of a table is one of kvstore.optimizer, its name, or None, got "
+            f"{type(optimizer).__name__}"
+        )
+    optimizer.check_dtype(dtype)
+    shown = optimizer.name or type(optimizer).__name__
+    if optimizer.scope == "key":
+        raise NotSupportedError(
+            f"{shown} needs norms over all rows, and a table has those only that were touched; "
+            "use another optimizer, such as adagrad"
+        )
+    if not optimizer.lazy_update:
+        raise NotSupportedError(
+            f"a table updates the rows that are pushed, and no others; use {shown} with "
+            "lazy_update=True"
+        )
+    return optimizer
+
+
+def _natural(what: str, number: object, least: int | None) -> int:
+    try:
+        if isinstance(number, (bool, np.bool_)):
+            raise TypeError
+        value = operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentTypeError(f"{what} of a table is an int, got {number!r}") from None
+    if least is not None and value < least:
+        raise ArgumentValueError(f"{what} of a table is {least} or more, got {value}")
+    return value
