@@ -62,7 +62,10 @@ LAUNCHERS = [
 KERNELS = Extension(
     "kvstore._kernels",
     sources=["kvstore/native/kernels.c"],
-    depends=[f"kvstore/native/{name}.h" for name in ("kernels", "loops", "rules")],
+    depends=[
+        f"kvstore/native/{name}.h"
+        for name in ("codecs", "coding_calls", "kernels", "loops", "rules")
+    ],
     extra_compile_args=[
         "-O3",
         "-fno-fast-math",

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import CheckpointError
+from kvstore.optimizer.states import state_names
 from kvstore.sparse.ids import Ids, is_increasing
 from kvstore.sparse.sums import RowValues
 from kvstore.sparse.update import row_blocks
@@ -45,7 +46,7 @@ def write_table(path: Any, share: TableShare, since: int | None, *, with_states:
     states = share.slots.states if with_states else ()
     if with_states and optimizer is not None:
         metadata["optimizer"] = optimizer.name or type(optimizer).__name__
-        for name, state in zip(optimizer.state_names(), states, strict=True):
+        for name, state in zip(state_names(optimizer, share.settings.dtype), states, strict=True):
             specs[_STATE.format(name)] = ((specs["ids"][0][0], share.settings.dim), state.dtype)
     with TensorWriter(path, specs, {"table": json.dumps(metadata)}) as out:
         changed = places[has_changed]
@@ -54,8 +55,8 @@ def write_table(path: Any, share: TableShare, since: int | None, *, with_states:
         if since is not None:
             out.write("kept", 0, ids[~has_changed])
             out.write("kept_touched", 0, share.ages.stamps[places[~has_changed]])
-        state_names = [name for name in specs if name.startswith("states/")]
-        for name, rows in zip(["values", *state_names], [share.slots.values, *states], strict=True):
+        names = [name for name in specs if name.startswith("states/")]
+        for name, rows in zip(["values", *names], [share.slots.values, *states], strict=True):
             _write_rows(out, name, rows, changed)
     share.next_mark = mark + 1
     return mark

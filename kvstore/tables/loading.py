@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.dtypes import accumulation_dtype
+from kvstore.optimizer.states import state_names
 from kvstore.sparse.update import row_blocks
 from kvstore.tables.files import TableFile
 from kvstore.tables.hashing import shares_of
@@ -60,7 +61,7 @@ def _checked_arrays(file: TableFile, share: TableShare) -> list[str]:
             "with states=False, or set that optimizer first"
         )
     dtype = accumulation_dtype(settings.dtype)
-    return ["values", *file.states(optimizer.state_names(), dtype)]
+    return ["values", *file.states(state_names(optimizer, settings.dtype), dtype)]
 
 
 def _keep_only(file: TableFile, share: TableShare) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from kvstore.dtypes import accumulation_dtype, is_float
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
 from kvstore.optimizer.base import Optimizer, create
+from kvstore.optimizer.states import state_names
 from kvstore.tables.admission import WAITING_BYTES
 from kvstore.tables.ages import AGE_BYTES
 from kvstore.tables.first_values import Init, checked_init
@@ -54,7 +55,7 @@ class TableSettings:
 
     def row_bytes(self, optimizer: Optimizer | None) -> int:
         """What a row takes, with what the optimizer keeps for it."""
-        num_states = 0 if optimizer is None else len(optimizer.state_names())
+        num_states = 0 if optimizer is None else len(state_names(optimizer, self.dtype))
         state_bytes = num_states * accumulation_dtype(self.dtype).itemsize
         return self.dim * (self.dtype.itemsize + state_bytes) + OVERHEAD_BYTES
 

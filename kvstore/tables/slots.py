@@ -15,6 +15,7 @@ import numpy as np
 from kvstore.aggregate import Workspace
 from kvstore.dtypes import accumulation_dtype
 from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.states import create_state, has_master, state_names, take_over
 from kvstore.sparse.sums import RowValues, Sum
 from kvstore.sparse.update import assign, update_lazily
 from kvstore.tables.index import Places
@@ -53,8 +54,10 @@ class Slots:
         if _begins_at_zero(self.optimizer):
             for state in self.states:
                 state[places] = 0
+            if has_master(self.values.dtype):
+                self.states[-1][places] = self.values[places]
             return
-        fresh = self.optimizer.create_state(self.values[places].reshape(-1))
+        fresh = create_state(self.optimizer, self.values[places].reshape(-1))
         for state, rows in zip(self.states, fresh, strict=True):
             state[places] = rows.reshape(values.shape)
 
@@ -87,12 +90,17 @@ class Slots:
         elif type(optimizer) is not type(self.optimizer) and _begins_at_zero(optimizer):
             dtype = accumulation_dtype(self.values.dtype)
             # Memory that the system gives when it is touched, unlike that of zeros_like.
-            self.states = tuple(np.zeros(self.values.shape, dtype) for _ in optimizer.state_names())
+            kept = self.states[-1:] if has_master(self.values.dtype) else ()
+            names = state_names(optimizer, self.values.dtype)
+            if has_master(self.values.dtype) and not kept:
+                kept = (self.values.astype(dtype),)
+            fresh = [np.zeros(self.values.shape, dtype) for _ in names[: len(names) - len(kept)]]
+            self.states = (*fresh, *kept)
             self.count = 0
         else:
             flat = [state.reshape(-1) for state in self.states]
-            states, self.count = optimizer.take_over(
-                self.optimizer, self.values.reshape(-1), flat, self.count
+            states, self.count = take_over(
+                optimizer, self.optimizer, self.values.reshape(-1), flat, self.count
             )
             self.states = tuple(state.reshape(self.values.shape) for state in states)
         self.optimizer = optimizer
