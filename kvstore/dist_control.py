@@ -159,8 +159,9 @@ class DistControl(KVStore):
     def set_gradient_compression(self, compression_params: CompressionParams) -> None:
         compression = Compression.of(compression_params)
         self._check_may_wait()
-        self._settle()
-        coding = Coding(compression, self._exchange.entries) if compression.rules else None
+        coding = None
+        if compression.rules:
+            coding = Coding(compression, self._exchange.entries, self.num_workers)
         plain = compression.plain()
 
         def tell() -> Sequence[Key]:
@@ -168,8 +169,10 @@ class DistControl(KVStore):
             self._wait(self._servers.set_compression(plain, entries, coding))
             return ()
 
-        self._together(f"set_gradient_compression({plain})", tell)
-        self._exchange.set_coding(coding)
+        with self._exchange.changing_coding():
+            self._settle()
+            self._together(f"set_gradient_compression({plain})", tell)
+            self._exchange.set_coding(coding)
 
     # -- keys --------------------------------------------------------------------------
 
@@ -391,6 +394,7 @@ class DistControl(KVStore):
         return [self._table.spec(key) for key in keys]
 
     def _init(self, specs: Mapping[Key, KeySpec], hosts: Sequence[HostValue]) -> Future[None]:
+        self._exchange.check_coding(self._exchange.coding)
         # Sizes are checked by the directory: a rank that raised here would leave others waiting.
         whole = self._optimizer is not None and self._optimizer.scope == "key"
         made = self._servers.init(
@@ -407,7 +411,7 @@ class DistControl(KVStore):
 
     def _settle(self) -> None:
         """Wait until nothing of this store is under way; errors are left to who waits for them."""
-        self._wait(settled(self._exchange.unfinished()))
+        self._wait(settled([*self._exchange.unfinished(), *self._inits.of()]))
 
     def _together(self, name: str, act: Callable[[], Sequence[Key]]) -> list[KeyEntry]:
         """Once all workers have come here, have the lowest rank ``act``; all see its error.
