@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from kvstore.optimizer.base import Number, Optimizer
 from kvstore.optimizer.plain import to_plain
 from kvstore.progress import progress_of
 from kvstore.protocol import CLOSING, KeyEntry
-from kvstore.residual_files import path_beside_states, path_in_checkpoint
+from kvstore.residual_files import path_beside_states, path_in_checkpoint, remove_beyond
 from kvstore.saving import (
     Checkpoint,
     Content,
@@ -206,7 +207,7 @@ class DistControl(KVStore):
     # -- files -------------------------------------------------------------------------
 
     def save_checkpoint(self, directory: Path) -> None:
-        self._save_residuals(path_in_checkpoint(directory, self.rank))
+        self._save_residuals(partial(path_in_checkpoint, directory))
         self._save(
             lambda contents, optimizer, pieces: write_checkpoint(
                 directory, contents, optimizer, pieces
@@ -214,15 +215,18 @@ class DistControl(KVStore):
         )
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
-        self._save_residuals(path_beside_states(fname, self.rank))
+        self._save_residuals(partial(path_beside_states, fname))
         self._save(
             lambda contents, optimizer, pieces: write_states(
                 fname, contents, optimizer, pieces, dump_optimizer=dump_optimizer
             )
         )
 
-    def _save_residuals(self, path: pathlib.Path) -> None:
+    def _save_residuals(self, path_of: Callable[[int], pathlib.Path]) -> None:
         self._check()
+        if self._servers.decides:
+            remove_beyond(path_of, self.num_workers)
+        path = path_of(self.rank)
         coding = self._exchange.coding
         if coding is None:
             path.unlink(missing_ok=True)  # of an earlier save

@@ -10,7 +10,7 @@ what a codec leaves out. Blocking file I/O, on the caller's thread. Read next:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +54,14 @@ def save_residuals(
     with TensorWriter(path, specs, metadata) as file:
         for each in found:
             file.write(_name(each), 0, each.values)
+
+
+def remove_beyond(path_of: Callable[[int], Path], num_workers: int) -> None:
+    """Remove the files of ranks that are no more, left behind by a job of more workers."""
+    rank = num_workers
+    while path_of(rank).exists():
+        path_of(rank).unlink(missing_ok=True)
+        rank += 1
 
 
 def load_residuals(

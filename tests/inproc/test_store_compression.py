@@ -533,3 +533,7 @@ def test_residuals_of_another_dtype_or_number_of_workers_are_left_alone(tmp_path
         assert workers.run(load("f8")) == [0.0, 0.0]
     with Workers("dist_sync", 2, 1) as workers:
         assert workers.run(load("f4")) == [2.0, 2.0]
+    assert len(list(tmp_path.glob("states.residuals-*"))) == 2
+    with Workers("dist_sync", 1, 1) as workers:
+        workers.run(save)
+    assert [path.name for path in tmp_path.glob("states.residuals-*")] == ["states.residuals-0"]
