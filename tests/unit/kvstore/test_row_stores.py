@@ -34,12 +34,18 @@ NUM_ROWS, WIDTH = 6, 2
 class Server:
     """One server of two workers, with a row-sparse part and a part of a dense key."""
 
-    def __init__(self, *, num_rows: int = NUM_ROWS, synchronous: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        num_rows: int = NUM_ROWS,
+        synchronous: bool = True,
+        max_message_bytes: int = 1 << 20,
+    ) -> None:
         config = SimpleNamespace(
             num_workers=2,
             round_window=2,
             chunk_bytes=1024,
-            max_message_bytes=1 << 20,
+            max_message_bytes=max_message_bytes,
             stall_report_s=60.0,
         )
         node: Any = SimpleNamespace(
@@ -185,6 +191,20 @@ def test_rows_of_a_dense_part_have_the_numbers_that_lie_in_it() -> None:
     server.exchange(1, Exchange(True, False, (DENSE,), (1,), (28,)), plain)
     (send,) = server.exchange(0, Exchange(False, True, (DENSE,), (1,), ()), b"")
     assert np.frombuffer(send.frames[0], "f4").tolist() == [11, 10, 10, 10, 11, 11, 11]
+
+
+@pytest.mark.parametrize(
+    ("part", "sent"),
+    [
+        (ROWS, wanted(range(5))),
+        (DENSE, payload(Kind.WANTED, [0, 1, 2], b"", width=3, offset=2)),
+    ],
+    ids=["row-sparse", "dense"],
+)
+def test_an_answer_that_no_message_can_hold_is_an_error(part: int, sent: bytes) -> None:
+    server = Server(max_message_bytes=24)
+    with pytest.raises(ValueMismatchError, match="PS_MAX_MESSAGE_BYTES allows 24"):
+        server.pull(sent, part)
 
 
 def test_an_asynchronous_push_without_an_optimizer_is_its_error() -> None:
