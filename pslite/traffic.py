@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from pslite.errors import PSError, UsageError, describe
+from pslite.errors import ProtocolError, PSError, UsageError, describe
 from pslite.ids import SCHEDULER_ID, Role, node_id, rank_of, role_of
 from pslite.links import Delivery
 from pslite.plane import (
@@ -107,7 +107,11 @@ class Traffic:
             if self._server is None or role_of(node) is not Role.WORKER:
                 raise UsageError("only workers exchange data, and only with servers")
             rank = rank_of(node)
-            effects = self._server.exchange(rank, delivery.epoch, message, delivery.frames)
+            try:
+                effects = self._server.exchange(rank, delivery.epoch, message, delivery.frames)
+            except ProtocolError as error:
+                self.carry_out(self._server.refuse(rank, message, error))
+                raise
             self.carry_out(effects)
         elif self._worker is None:
             raise UsageError("only workers get answers")

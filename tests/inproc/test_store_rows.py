@@ -20,6 +20,9 @@ from kvstore.errors import (
     UsageError,
     ValueMismatchError,
 )
+from pslite.errors import ProtocolError
+from pslite.plane import Transfer
+from pslite.traffic import Traffic
 from pslite.van.inproc import InprocVan
 
 SHAPE = (23, 3)
@@ -468,6 +471,36 @@ def test_rows_come_in_answers_that_a_van_carries(
             pulled = kv.row_sparse_pull(key, row_ids=np.arange(1000))
             np.testing.assert_array_equal(pulled.values, whole)
         np.testing.assert_array_equal(kv.pull("w").values, whole)
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("key", ["rows", "dense"])
+def test_a_push_that_arrives_malformed_is_an_error_and_the_next_one_counts(
+    monkeypatch: pytest.MonkeyPatch, kind: str, key: str
+) -> None:
+    submit = Traffic.submit
+
+    def spoilt(traffic: Traffic, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            transfer.push_sizes = tuple(size + 1 for size in transfer.push_sizes)
+        submit(traffic, transfers)
+
+    with Workers(kind, 1, 1) as workers:
+        kv = workers.stores[0]
+        kv.set_optimizer(mx.optimizer.create("test"))
+        kv.init(["rows", "dense"], [full(numbered()), numbered()])
+        value = full(numbered()) if key == "rows" else numbered()
+        with monkeypatch.context() as patch:
+            patch.setattr(Traffic, "submit", spoilt)
+            with pytest.raises(ProtocolError, match="shorter than its sizes say"):
+                kv.push_async(key, value).result(20)
+        kv.push(key, value)
+        found = kv.pull(key)
+        whole = found.values if key == "rows" else found
+        np.testing.assert_array_equal(whole, 2 * numbered())
+        cluster = workers.cluster
+        assert cluster is not None
+        assert any("shorter than its sizes say" in line for line in cluster.lines)
 
 
 def test_an_update_that_a_server_refuses_is_an_error_of_the_push() -> None:
