@@ -52,6 +52,9 @@ _MOST_RANGES = 64
 
 _NO_IDS: Ids = np.empty(0, np.int64)
 
+Send = Callable[[], Operation]
+"""Sends what was prepared, once."""
+
 
 class _Item(NamedTuple):
     """What one part is told."""
@@ -116,10 +119,10 @@ class RowExchange:
         #: What a frame may have.
         self._most_bytes = node.config.max_message_bytes
 
-    def push(self, keys: KeyList, values: Sequence[Picked], priority: int) -> Operation:
-        """Push rows of each key, of its dtype; they are copied.
+    def prepare_push(self, keys: KeyList, values: Sequence[Picked], priority: int) -> Send:
+        """Copy rows of each key, of its dtype; what this returns pushes them.
 
-        Raises ``ValueMismatchError`` for more than a message can hold; then nothing is sent.
+        Raises ``ValueMismatchError`` for more than a message can hold.
         """
         items: list[_Item] = []
         for key, value in zip(keys.keys, values, strict=True):
@@ -127,7 +130,7 @@ class RowExchange:
             is_cut = not entry.is_row_sparse
             found = _cut(entry, value.whole()) if is_cut else _pushed_rows(entry, value)
             items += self._fitting(key, found)
-        return self._begin(keys, items, priority, None)
+        return self._prepare(keys, items, priority, None)
 
     def pull(self, keys: KeyList, landings: Sequence[Landing], priority: int) -> Operation:
         """Fill the landings, whose keys are these.
@@ -173,13 +176,15 @@ class RowExchange:
             yield item
 
     def _begin(
-        self,
-        keys: KeyList,
-        items: Sequence[_Item],
-        priority: int,
-        versions: dict[int, int] | None,
+        self, keys: KeyList, items: Sequence[_Item], priority: int, versions: dict[int, int] | None
     ) -> Operation:
         """Send what these items say; pulls note the versions of their parts."""
+        return self._prepare(keys, items, priority, versions)()
+
+    def _prepare(
+        self, keys: KeyList, items: Sequence[_Item], priority: int, versions: dict[int, int] | None
+    ) -> Send:
+        """``_begin``, of which the last step is left."""
         groups = list(_grouped(items, self._exchange.message_bytes))
         operation = Operation(len(groups), lambda: answer_for(keys.keys))
         for group in groups:
@@ -203,14 +208,18 @@ class RowExchange:
                     ROWS_FORM,
                 )
             )
-        self._exchange.submit(
-            keys,
-            operation,
-            pushes=versions is None,
-            pulls=versions is not None,
-            nbytes=sum(item.nbytes + item.answer_bytes for item in items),
-        )
-        return operation
+
+        def send() -> Operation:
+            self._exchange.submit(
+                keys,
+                operation,
+                pushes=versions is None,
+                pulls=versions is not None,
+                nbytes=sum(item.nbytes + item.answer_bytes for item in items),
+            )
+            return operation
+
+        return send
 
 
 def _grouped(items: Sequence[_Item], group_bytes: int) -> Iterator[list[_Item]]:

@@ -451,6 +451,34 @@ def test_more_rows_than_a_message_can_hold_are_an_error_before_any_is_sent(
         assert kv.pull("w").indices.tolist() == [0, 999]
 
 
+@pytest.mark.parametrize("call", ["push", "push_async", "pushpull", "pushpull_async"])
+@pytest.mark.parametrize("wrong", ["rows", "numbers"])
+def test_a_call_that_raises_has_pushed_none_of_its_keys(call: str, wrong: str) -> None:
+    limits = {"max_message_bytes": 4096, "chunk_bytes": 1024}
+    with Workers("dist_sync", 1, 2, **limits) as workers:
+        kv = workers.stores[0]
+        if wrong == "numbers":
+            kv.set_gradient_compression({"type": "int8", "exclude": ["w", "e"]})
+        kv.set_optimizer(mx.optimizer.create("test"))
+        whole = numbered((1000, 4))
+        kv.init(["w", "d"], [full(whole), whole])
+        kv.init("e", whole)
+        rows = full(whole)
+        if wrong == "numbers":
+            rows, bad = RowSparseArray([0], whole[:1], whole.shape), whole.copy()
+            bad[0, 0] = np.nan
+        pushed = [rows, whole if wrong == "rows" else bad]
+        keys = ["w", "d"]
+        outs = {"out": [np.empty_like(whole)] * 2} if call.startswith("pushpull") else {}
+        error = ValueMismatchError if wrong == "rows" else ArgumentValueError
+        for _ in range(2):
+            with pytest.raises(error):
+                getattr(kv, call)(keys, pushed, **outs)
+        kv.wait()
+        np.testing.assert_array_equal(kv.pull("w").to_dense(), whole)
+        np.testing.assert_array_equal(kv.pull("d"), whole)
+
+
 @pytest.mark.parametrize("dtype", ["f4", "u1"])
 def test_rows_come_in_answers_that_a_van_carries(
     monkeypatch: pytest.MonkeyPatch, dtype: str
