@@ -182,8 +182,9 @@ class DistKVStore(DistControl):
         check_priority(priority)
         pushed = self._to_push(key, value)
         if pushed.sparse:
+            push_rows = self._rows.prepare_push(pushed.sparse, priority)
             dense = self._push(pushed, priority, copy=True)
-            return gather([dense, self._rows.push(pushed.sparse, priority)]).map(lambda _: None)
+            return gather([dense, push_rows()]).map(lambda _: None)
         return self._push(pushed, priority, copy=pushed.lazy is not None)
 
     def pull_async(self, key: Keys, out: Values | None = None, priority: int = 0) -> Future[Any]:
@@ -277,17 +278,19 @@ class DistKVStore(DistControl):
             self._push(pushed, priority, copy=True).on_error(self._note_error)
             return
         self._keep_to_window(self._table.listed(tuple(pushed.sparse)))
-        # First what may raise for its numbers (``coding.py``).
+        # Before anything is sent, what may raise: rows for their size, numbers in ``coding.py``.
+        push_rows = self._rows.prepare_push(pushed.sparse, priority)
         self._push(pushed, priority, copy=True).on_error(self._note_error)
-        self._rows.push(pushed.sparse, priority).on_error(self._note_error)
+        push_rows().on_error(self._note_error)
 
     def _begin_pushpull_of_rows(
         self, pushed: Checked, filled: Checked, priority: int
     ) -> Future[None]:
         check_dense_outs(filled.sparse)
+        push_rows = self._rows.prepare_push(pushed.sparse, priority) if pushed.sparse else None
         pushes: list[Future[Any]] = [self._push(pushed, priority, copy=True)]
-        if pushed.sparse:
-            pushes.append(self._rows.push(pushed.sparse, priority))
+        if push_rows is not None:
+            pushes.append(push_rows())
         pulled = self._rows.pull(filled.sparse, priority, {})
         future, landing = self._begin_pull(filled, priority)
 

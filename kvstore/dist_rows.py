@@ -8,7 +8,8 @@ thread. Read next: ``row_exchange.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,22 +44,30 @@ class RowCalls:
         self._rows = RowExchange(node, exchange)
         self.outs = SparseOuts()
 
-    def push(self, groups: Mapping[Key, Sequence[Array]], priority: int) -> Future[Any]:
-        """Push the sum of each key's arrays, of any kind; they are the caller's again at once."""
+    def prepare_push(
+        self, groups: Mapping[Key, Sequence[Array]], priority: int
+    ) -> Callable[[], Future[Any]]:
+        """Copy the sum of each key's arrays, of any kind; what this returns pushes them, once.
+
+        Raises what arrays and sizes give reason for, so that a call sends all of it or nothing.
+        """
         hollow = [key for key in groups if self._is_hollow(key)]
         keys = self._table.listed(tuple(key for key in groups if key not in hollow))
         pairs = zip(keys.keys, keys.specs, strict=True)
         sums = [_sum_of(groups[key], spec) for key, spec in pairs]
-        pushed = [self._rows.push(keys, sums, priority).future] if keys.keys else []
+        sends = [self._rows.prepare_push(keys, sums, priority)] if keys.keys else []
         if hollow:
             nothing = [np.empty(0, np.uint8)] * len(hollow)
             empty = self._table.listed(tuple(hollow))
             coding = self._exchange.coding
-            operation = self._exchange.begin(
-                empty, nothing, None, priority, copy=True, coding=coding
-            )
-            pushed.append(operation.future)
-        return pushed[0] if len(pushed) == 1 else gather(pushed)
+            begin = partial(self._exchange.begin, empty, nothing, None, priority)
+            sends.append(partial(begin, copy=True, coding=coding))
+
+        def send() -> Future[Any]:
+            pushed = [each().future for each in sends]
+            return pushed[0] if len(pushed) == 1 else gather(pushed)
+
+        return send
 
     def _is_hollow(self, key: Key) -> bool:
         """Whether the rows of a dense key have no numbers, or there are none."""

@@ -10,7 +10,7 @@ out by the node's I/O thread. Nothing here waits. Read next: ``dist_rows.py``, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from kvstore.sparse.array import width_of
 from kvstore.sparse.cuts import Cut
 from kvstore.sparse.ids import Ids
 from kvstore.sparse.payload import (
+    HEADER_BYTES,
     ROWS_FORM,
     Bytes,
     Kind,
@@ -40,12 +41,19 @@ from pslite.errors import ProtocolError
 from pslite.ids import Role, node_id
 from pslite.plane import Piece, Sink, Transfer
 
-#: Rows come in answers of about so many bytes.
+#: Rows come in answers of so many bytes at most, and of PS_MAX_MESSAGE_BYTES.
 _ANSWER_BYTES = 16 << 20
+#: A payload's header, and what fills up its ids.
+_ROOM_BYTES = HEADER_BYTES + 16
+#: The most that an id takes.
+_ID_BYTES = 8
 #: All rows of a part are asked for in so many pieces at most: few may be there of very many.
 _MOST_RANGES = 64
 
 _NO_IDS: Ids = np.empty(0, np.int64)
+
+Send = Callable[[], Operation]
+"""Sends what was prepared, once."""
 
 
 class _Item(NamedTuple):
@@ -108,26 +116,36 @@ class RowExchange:
     def __init__(self, node: Postoffice, exchange: Exchange) -> None:
         self._node = node
         self._exchange = exchange
+        #: What a frame may have.
         self._most_bytes = node.config.max_message_bytes
 
-    def push(self, keys: KeyList, values: Sequence[Picked], priority: int) -> Operation:
-        """Push rows of each key, of its dtype; they are copied.
+    def prepare_push(self, keys: KeyList, values: Sequence[Picked], priority: int) -> Send:
+        """Copy rows of each key, of its dtype; what this returns pushes them.
 
-        Raises ``ValueMismatchError`` for more than a message can hold; then nothing is sent.
+        Raises ``ValueMismatchError`` for more than a message can hold.
         """
         items: list[_Item] = []
         for key, value in zip(keys.keys, values, strict=True):
             entry = self._exchange.entries[key]
             is_cut = not entry.is_row_sparse
-            items += _cut(entry, value.whole()) if is_cut else self._pushed_rows(entry, value)
-        return self._begin(keys, items, priority, None)
+            found = _cut(entry, value.whole()) if is_cut else _pushed_rows(entry, value)
+            items += self._fitting(key, found)
+        return self._prepare(keys, items, priority, None)
 
     def pull(self, keys: KeyList, landings: Sequence[Landing], priority: int) -> Operation:
-        """Fill the landings, whose keys are these."""
+        """Fill the landings, whose keys are these.
+
+        Raises ``ValueMismatchError`` for more than a message can hold; then nothing is sent.
+        """
         items: list[_Item] = []
         for landing in landings:
             entry = self._exchange.entries[landing.key]
-            items += _wanted(entry, landing) if entry.is_row_sparse else _wanted_cut(entry, landing)
+            found = (
+                _wanted(entry, landing, self._most_bytes)
+                if entry.is_row_sparse
+                else _wanted_cut(entry, landing)
+            )
+            items += self._fitting(landing.key, found)
         return self._begin(keys, items, priority, {})
 
     def pull_held(
@@ -135,7 +153,7 @@ class RowExchange:
     ) -> tuple[Operation, list[Held]]:
         """All rows that each of these row-sparse keys holds; ``versions`` is filled."""
         held = [Held(self._exchange.entries[key]) for key in keys.keys]
-        items = [item for each in held for item in _wanted_held(each)]
+        items = [item for each in held for item in _wanted_held(each, self._most_bytes)]
         operation = self._begin(keys, items, priority, versions)
 
         def count(_: Any) -> None:  # a statistic: a lost count between threads is no harm
@@ -146,47 +164,27 @@ class RowExchange:
 
     # -- inside ------------------------------------------------------------------------
 
-    def _pushed_rows(self, entry: KeyEntry, value: Picked) -> Iterator[_Item]:
-        spec, stripes = entry.spec, entry.stripes
-        width = width_of(spec.shape)
-        for index, share in enumerate(stripes.split(value.ids)):
-            num_rows, count = stripes.rows_of(index), len(share.ids)
-            is_all = count == num_rows and count > 0
-            ids = share.ids[:0] if is_all else share.ids
-            id_bytes = id_bytes_for(num_rows)
-            nbytes = payload_bytes(len(ids), id_bytes, count * width * spec.dtype.itemsize)
-            self._check_size(entry.key, count, nbytes)
-
-            def write(
-                memory: Bytes,
-                kind: Kind = Kind.ALL if is_all else Kind.ROWS,
-                count: int = count,
-                ids: Ids = ids,
-                id_bytes: int = id_bytes,
-                at: Any = share.at,
-            ) -> None:
-                place = write_payload(memory, kind, count, width, 0, ids, id_bytes)
-                value.take(at, place.view(spec.dtype).reshape(count, width))
-
-            server = node_id(Role.SERVER, entry.servers[index])
-            yield _Item(server, entry.parts[index], nbytes, write)
-
-    def _check_size(self, key: Key, count: int, nbytes: int) -> None:
-        if nbytes > self._most_bytes:
-            raise ValueMismatchError(
-                f"key {key!r}: {count} rows for one server are {nbytes} bytes in a message, of "
-                f"which PS_MAX_MESSAGE_BYTES allows {self._most_bytes}: push fewer rows at once, "
-                "use more servers, or raise that on all nodes"
-            )
+    def _fitting(self, key: Key, items: Iterable[_Item]) -> Iterator[_Item]:
+        """Items of which a message can hold each."""
+        for item in items:
+            if item.nbytes > self._most_bytes:
+                raise ValueMismatchError(
+                    f"key {key!r}: the rows for one server are {item.nbytes} bytes in a message, "
+                    f"of which PS_MAX_MESSAGE_BYTES allows {self._most_bytes}: use fewer rows at "
+                    "once, or more servers, or raise that on all nodes"
+                )
+            yield item
 
     def _begin(
-        self,
-        keys: KeyList,
-        items: Sequence[_Item],
-        priority: int,
-        versions: dict[int, int] | None,
+        self, keys: KeyList, items: Sequence[_Item], priority: int, versions: dict[int, int] | None
     ) -> Operation:
         """Send what these items say; pulls note the versions of their parts."""
+        return self._prepare(keys, items, priority, versions)()
+
+    def _prepare(
+        self, keys: KeyList, items: Sequence[_Item], priority: int, versions: dict[int, int] | None
+    ) -> Send:
+        """``_begin``, of which the last step is left."""
         groups = list(_grouped(items, self._exchange.message_bytes))
         operation = Operation(len(groups), lambda: answer_for(keys.keys))
         for group in groups:
@@ -210,15 +208,20 @@ class RowExchange:
                     ROWS_FORM,
                 )
             )
-        self._exchange.submit(
-            keys,
-            operation,
-            self._exchange.coding,
-            pushes=versions is None,
-            pulls=versions is not None,
-            nbytes=sum(item.nbytes + item.answer_bytes for item in items),
-        )
-        return operation
+        coding = self._exchange.coding
+
+        def send() -> Operation:
+            self._exchange.submit(
+                keys,
+                operation,
+                coding,
+                pushes=versions is None,
+                pulls=versions is not None,
+                nbytes=sum(item.nbytes + item.answer_bytes for item in items),
+            )
+            return operation
+
+        return send
 
 
 def _grouped(items: Sequence[_Item], group_bytes: int) -> Iterator[list[_Item]]:
@@ -247,11 +250,38 @@ def _sink(group: Sequence[_Item], versions: dict[int, int]) -> Sink:
     return sink
 
 
-def _wanted(entry: KeyEntry, landing: Landing) -> Iterator[_Item]:
-    """Asks the parts of a row-sparse key for rows."""
+def _pushed_rows(entry: KeyEntry, value: Picked) -> Iterator[_Item]:
+    """Pushes rows to the parts of a row-sparse key."""
+    spec, stripes = entry.spec, entry.stripes
+    width = width_of(spec.shape)
+    for index, share in enumerate(stripes.split(value.ids)):
+        num_rows, count = stripes.rows_of(index), len(share.ids)
+        is_all = count == num_rows and count > 0
+        ids = share.ids[:0] if is_all else share.ids
+        id_bytes = id_bytes_for(num_rows)
+        nbytes = payload_bytes(len(ids), id_bytes, count * width * spec.dtype.itemsize)
+
+        def write(
+            memory: Bytes,
+            kind: Kind = Kind.ALL if is_all else Kind.ROWS,
+            count: int = count,
+            ids: Ids = ids,
+            id_bytes: int = id_bytes,
+            at: Any = share.at,
+        ) -> None:
+            place = write_payload(memory, kind, count, width, 0, ids, id_bytes)
+            value.take(at, place.view(spec.dtype).reshape(count, width))
+
+        server = node_id(Role.SERVER, entry.servers[index])
+        yield _Item(server, entry.parts[index], nbytes, write)
+
+
+def _wanted(entry: KeyEntry, landing: Landing, most_bytes: int) -> Iterator[_Item]:
+    """Asks the parts of a row-sparse key for rows; no frame has more than ``most_bytes``."""
     stripes = entry.stripes
     row_bytes = landing.rows.shape[1] * landing.rows.itemsize
-    most_rows = max(_ANSWER_BYTES // max(row_bytes, 1), 1)
+    most_rows = min(_ANSWER_BYTES, most_bytes) // max(row_bytes, 1)
+    most_rows = max(min(most_rows, (most_bytes - _ROOM_BYTES) // _ID_BYTES), 1)
     for index, share in enumerate(stripes.split(landing.ids)):
         at = share.at
         if isinstance(at, slice) and (len(share.ids) > most_rows):
@@ -279,14 +309,18 @@ def _ask_for_rows(entry: KeyEntry, index: int, ids: Ids, into: RowValues, at: An
     return _Item(server, entry.parts[index], nbytes, write, answer_bytes, receive)
 
 
-def _wanted_held(held: Held) -> Iterator[_Item]:
-    """Asks the parts of a row-sparse key for all rows that are there."""
+def _wanted_held(held: Held, most_bytes: int) -> Iterator[_Item]:
+    """Asks the parts of a row-sparse key for all rows that are there.
+
+    In answers of ``most_bytes`` at most, unless that were too many.
+    """
     entry = held.entry
     width = width_of(entry.spec.shape)
     row_bytes = width * entry.spec.dtype.itemsize
+    room = min(_ANSWER_BYTES, most_bytes) - _ROOM_BYTES
     for index in range(len(entry.servers)):
         num_rows = entry.stripes.rows_of(index)
-        step = max(_ANSWER_BYTES // max(row_bytes, 8), -(-num_rows // _MOST_RANGES), 1)
+        step = max(room // (row_bytes + _ID_BYTES), -(-num_rows // _MOST_RANGES), 1)
         for start in range(0, max(num_rows, 1), step):
             count = min(step, num_rows - start)
             yield _ask_for_held(held, index, start, count)

@@ -126,21 +126,30 @@ class RowFiles:
 
     def held(self, entry: KeyEntry, wait: Wait) -> HeldRows:
         """Which rows there are."""
-        asked = [
-            self._ask_part(entry, index, StoreCall.HELD_ROWS, pack(part), ())
-            for index, part in enumerate(entry.parts)
+        pages: list[list[Ids]] = [[] for _ in entry.parts]
+        counts = [0] * len(entry.parts)
+        #: Part's index -> the first row that is not known yet.
+        left = dict.fromkeys(range(len(entry.parts)), 0)
+        while left:
+            asked = [self._ask_held(entry, index, first) for index, first in left.items()]
+            for index, reply in zip(list(left), wait(gather(asked)), strict=True):
+                counts[index], are_more, ids = _held_in(reply, left[index])
+                pages[index].append(ids)
+                if are_more:
+                    left[index] = int(ids[-1]) + 1
+                else:
+                    del left[index]
+        found = [
+            entry.stripes.ids_of(index, np.concatenate(ids)) for index, ids in enumerate(pages)
         ]
-        found, counts = [], []
-        for index, reply in enumerate(wait(gather(asked))):
-            (count,) = unpack(reply.body, int)
-            if len(reply.frames) != 1 or memoryview(reply.frames[0]).nbytes % 8:
-                raise ProtocolError("a server's list of rows is malformed")
-            ids = np.frombuffer(reply.frames[0], "<i8").astype(np.int64, copy=False)
-            found.append(entry.stripes.ids_of(index, ids))
-            counts.append(count)
         ordered = np.sort(np.concatenate(found), kind="stable")
         num_pieces = max(-(-len(ordered) // self._step(entry)), 1)
         return HeldRows(entry, found, max(counts), ordered, num_pieces)
+
+    def _ask_held(self, entry: KeyEntry, index: int, first: int) -> Future[Reply]:
+        most = max(self._piece_bytes // 8, 1)
+        body = pack(entry.parts[index], first, most)
+        return self._ask_part(entry, index, StoreCall.HELD_ROWS, body, ())
 
     def read(self, held: HeldRows, optimizer: Optimizer | None, wait: Wait) -> Iterator[Piece]:
         """Values and states of rows, sorted by id, piece by piece."""
@@ -198,6 +207,17 @@ class RowFiles:
                 frames += [_memory(array[share.at]) for array in arrays]
                 asked.append(self._ask_part(entry, index, StoreCall.WRITE_ROWS, body, frames))
             wait(gather(asked))
+
+
+def _held_in(reply: Reply, first: int) -> tuple[int, bool, Ids]:
+    """A part's number of updates, whether it has more rows behind these, and their ids."""
+    count, are_more = unpack(reply.body, int, bool)
+    if len(reply.frames) != 1 or memoryview(reply.frames[0]).nbytes % 8:
+        raise ProtocolError("a server's list of rows is malformed")
+    ids: Ids = np.frombuffer(reply.frames[0], "<i8").astype(np.int64, copy=False)
+    if (are_more and not len(ids)) or (len(ids) and int(ids[0]) < first):
+        raise ProtocolError("a server's list of rows does not go on")
+    return count, are_more, ids
 
 
 def _memory(rows: RowValues) -> Any:

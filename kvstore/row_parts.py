@@ -18,7 +18,7 @@ import numpy as np
 from kvstore.aggregate import Flat, Workspace
 from kvstore.arena import Part, StoreState
 from kvstore.errors import OptimizerNotSet, ValueMismatchError
-from kvstore.keys import KeySpec
+from kvstore.keys import Key, KeySpec
 from kvstore.optimizer.base import Optimizer
 from kvstore.protocol import RowPartEntry
 from kvstore.sparse.cuts import Cut, Rows, read_part, update_part
@@ -163,9 +163,13 @@ class RowPart:
             raise ProtocolError(f"a part with {self.entry.num_rows} rows has no row {ids[-1]}")
 
     def answer(self, wanted: Any, allocate: Allocate, most_bytes: int) -> Any:
-        """A frame with the values that are wanted."""
+        """A frame with the values that are wanted.
+
+        Raises ``ValueMismatchError`` where it would have more than ``most_bytes``.
+        """
         if isinstance(wanted, WantedHeld):
             return self._held(wanted, allocate, most_bytes)
+        _check_fits(self.entry.key, len(wanted.ids), wanted.nbytes, most_bytes)
         memory = allocate(wanted.nbytes)
         values = memory.view(self.entry.dtype).reshape(len(wanted.ids), self.entry.width)
         self.table.read(wanted.ids, values)
@@ -180,18 +184,22 @@ class RowPart:
         id_bytes = 0 if is_all else id_bytes_for(self.entry.num_rows)
         value_bytes = len(ids) * self.entry.row_bytes
         nbytes = payload_bytes(len(ids), id_bytes, value_bytes)
-        if nbytes > most_bytes:
-            raise ValueMismatchError(
-                f"key {self.entry.key!r}: {len(ids)} rows of a part are {nbytes} bytes in a "
-                f"message, of which PS_MAX_MESSAGE_BYTES allows {most_bytes}: pull them by "
-                "row_sparse_pull, fewer at once, or raise that on all nodes"
-            )
+        _check_fits(self.entry.key, len(ids), nbytes, most_bytes)
         memory = allocate(nbytes)
         kind, named = (Kind.ALL, ids[:0]) if is_all else (Kind.ROWS, ids)
         place = write_payload(memory, kind, len(ids), self.entry.width, 0, named, id_bytes)
         values = place.view(self.entry.dtype).reshape(len(ids), self.entry.width)
         self.table.read(ids, values)
         return memory.data
+
+
+def _check_fits(key: Key, num_rows: int, nbytes: int, most_bytes: int) -> None:
+    if nbytes > most_bytes:
+        raise ValueMismatchError(
+            f"key {key!r}: {num_rows} rows of a part are {nbytes} bytes in a message, of which "
+            f"PS_MAX_MESSAGE_BYTES allows {most_bytes}: pull them by row_sparse_pull, fewer at "
+            "once, or raise that on all nodes"
+        )
 
 
 NO_OPTIMIZER = "dist_async needs an optimizer: call set_optimizer before push"
@@ -263,8 +271,12 @@ def apply_cuts(part: Part, payloads: Sequence[TakenCut | Piece]) -> None:
     part.count += 1
 
 
-def answer_cut(part: Part, wanted: WantedRows, allocate: Allocate) -> Any:
-    """A frame with the values that are wanted of a dense key's part."""
+def answer_cut(part: Part, wanted: WantedRows, allocate: Allocate, most_bytes: int) -> Any:
+    """A frame with the values that are wanted of a dense key's part.
+
+    Raises ``ValueMismatchError`` where it would have more than ``most_bytes``.
+    """
+    _check_fits(part.entry.key, len(wanted.ids), wanted.nbytes, most_bytes)
     memory = allocate(wanted.nbytes)
     if wanted.cut is not None:
         out: Flat = memory.view(part.entry.dtype)

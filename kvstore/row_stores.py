@@ -99,16 +99,24 @@ class RowStores:
         incoming.respond()
 
     def _held(self, incoming: Incoming) -> None:
-        """The ids of the rows that are there, and the number of updates."""
-        (number,) = unpack(incoming.body, int)
-        found: list[tuple[int, bytes]] = []
+        """The number of updates, and ids of rows that are there: so many, from one on.
+
+        All at once may be more than a message can hold.
+        """
+        number, first, most = unpack(incoming.body, int, int, int)
+        if first < 0 or most < 1:
+            raise ProtocolError("a question for the rows of a part is malformed")
+        found: list[tuple[int, bool, bytes]] = []
 
         def look(part: RowPart) -> None:
-            found.append((part.count, part.table.ids().astype("<i8").tobytes()))
+            ids = part.table.ids()
+            start = int(np.searchsorted(ids, first))
+            some = ids[start : start + most].astype("<i8").tobytes()
+            found.append((part.count, start + most < len(ids), some))
 
         def answer() -> None:
-            count, ids = found[0]
-            incoming.respond(pack(count), [ids])
+            count, are_more, ids = found[0]
+            incoming.respond(pack(count, are_more), [ids])
 
         self._lanes.run(incoming, [self._found(number)], look, answer)
 

@@ -132,14 +132,14 @@ class ServerStores:
 
     def answer(self, part: int, wanted: Any) -> Any:
         """Rows that are wanted, copied: others may change them as soon as this returns."""
+        most_bytes = self._node.config.max_message_bytes
         rows = self._rows.get(part)
         if rows is not None:
-            most_bytes = self._node.config.max_message_bytes
             return rows.answer(wanted, self._node.buffer, most_bytes)
         dense = self._parts.get(part)
         if dense is None:
             raise UsageError("the key was deleted")
-        return answer_cut(dense, wanted, self._node.buffer)
+        return answer_cut(dense, wanted, self._node.buffer, most_bytes)
 
     def _room_for_copy(self, job: Job) -> Flat | None:
         """Where asynchronous values go that are to be sent; others are sent as they lie."""

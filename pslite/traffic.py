@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from pslite.errors import UsageError
+from pslite.errors import ProtocolError, PSError, UsageError, describe
 from pslite.ids import SCHEDULER_ID, Role, node_id, rank_of, role_of
 from pslite.links import Delivery
 from pslite.plane import (
@@ -107,7 +107,11 @@ class Traffic:
             if self._server is None or role_of(node) is not Role.WORKER:
                 raise UsageError("only workers exchange data, and only with servers")
             rank = rank_of(node)
-            effects = self._server.exchange(rank, delivery.epoch, message, delivery.frames)
+            try:
+                effects = self._server.exchange(rank, delivery.epoch, message, delivery.frames)
+            except ProtocolError as error:
+                self.carry_out(self._server.refuse(rank, message, error))
+                raise
             self.carry_out(effects)
         elif self._worker is None:
             raise UsageError("only workers get answers")
@@ -187,10 +191,25 @@ class Traffic:
         """Do what a server's plane asks for. On the I/O thread."""
         for effect in effects:
             if isinstance(effect, Send):
-                worker = node_id(Role.WORKER, effect.peer)
-                self._office.send(worker, effect.message, effect.frames)
+                self._send(node_id(Role.WORKER, effect.peer), effect)
             else:
                 self._run_jobs(effect)
+
+    def _send(self, worker: int, effect: Send) -> None:
+        """Send what a server has to say; whoever waits for what cannot be sent gets an error."""
+        try:
+            self._office.send(worker, effect.message, effect.frames)
+        except PSError as error:
+            answer = effect.message
+            if not isinstance(answer, Answer):
+                raise
+            title = self._office.title(worker)
+            text = f"an answer to {title} cannot be sent: {error}"
+            self._office.log.warn_seldom(f"unsendable answer to {title}", text)
+            failed = PartsFailed(
+                answer.pushed, True, answer.parts, answer.rounds, *describe(error), "", -1
+            )
+            self._office.send(worker, failed)
 
     def _run_jobs(self, run: Run) -> None:
         plane, office = self._server, self._office

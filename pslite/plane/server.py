@@ -237,7 +237,11 @@ class ServerPlane:
     def exchange(
         self, rank: int, epoch: int, message: Exchange, frames: Sequence[Buffer]
     ) -> list[Effect]:
-        """A worker pushes, pulls, or both."""
+        """A worker pushes, pulls, or both.
+
+        Raises ``ProtocolError`` for what is malformed, of which nothing was taken then:
+        ``refuse`` tells its sender.
+        """
         if epoch < self.epoch:
             stale = StaleEpoch(self.epoch, message.push, message.parts, message.rounds)
             return [Send(rank, stale)]
@@ -255,6 +259,22 @@ class ServerPlane:
         else:
             self._take_pulls(rank, message, replies)
         return self._effects(replies, ready)
+
+    def refuse(self, rank: int, message: Exchange, error: BaseException) -> list[Effect]:
+        """Tell the sender of a message of which nothing was taken, so that it does not wait.
+
+        The numbers of its pushes stay free, but for those of contributions that are here.
+        """
+        replies = _Replies()
+        for part, round_ in zip(message.parts, message.rounds, strict=True):
+            unit = self._single(part)
+            if not message.push:
+                replies.fail(rank, False, True, error, (part,), round_)
+            elif unit is None:
+                replies.fail(rank, True, False, error, (part,), round_)
+            elif not unit.rounds.knows(rank, round_):
+                self._refuse(unit, rank, round_, error, replies)
+        return self._effects(replies, [])
 
     def finished(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> list[Effect]:
         """The pool has applied jobs; each one's round is over, also when it raised."""
@@ -305,7 +325,10 @@ class ServerPlane:
         early, self._early = self._early, []
         effects: list[Effect] = []
         for rank, their_epoch, message, frames in early:
-            effects += self.exchange(rank, their_epoch, message, frames)
+            try:
+                effects += self.exchange(rank, their_epoch, message, frames)
+            except ProtocolError as error:  # the others' are none the worse for it
+                effects += self.refuse(rank, message, error)
         return effects
 
     def tick(self, now: float) -> list[Effect]:

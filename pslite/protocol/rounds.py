@@ -103,6 +103,10 @@ class SyncRounds:
         self._open[round_] = contributions
         return Verdict.TAKEN
 
+    def knows(self, rank: int, round_: int) -> bool:
+        """Whether a rank's contribution to a round is here, or applied."""
+        return round_ <= self.version or rank in self._open.get(round_, ())
+
     def start(self) -> Batch | None:
         """The next complete round, if none is being applied; it counts as running then."""
         if self._running:
@@ -218,6 +222,11 @@ class AsyncRounds:
         waiting[round_] = payload
         self._order.append(rank)
         return Verdict.TAKEN
+
+    def knows(self, rank: int, round_: int) -> bool:
+        """Whether this contribution is here, or applied."""
+        is_waiting = round_ in self._waiting.get(rank, ())
+        return is_waiting or round_ <= self.applied(rank) or self._running == (rank, round_)
 
     def start(self) -> Batch | None:
         """The longest-waiting contribution whose turn it is, if none is being applied."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,10 @@ from kvstore.errors import (
     UsageError,
     ValueMismatchError,
 )
+from pslite.errors import ProtocolError
+from pslite.plane import Transfer
+from pslite.traffic import Traffic
+from pslite.van.inproc import InprocVan
 
 SHAPE = (23, 3)
 DIST = ["dist_sync", "dist_device_sync", "dist_async"]
@@ -425,7 +429,9 @@ def test_an_asynchronous_push_of_rows_needs_an_optimizer() -> None:
             kv.push("w", full(numbered()))
 
 
-def test_more_rows_than_a_message_can_hold_are_an_error_before_any_is_sent() -> None:
+def test_more_rows_than_a_message_can_hold_are_an_error_before_any_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     limits = {"max_message_bytes": 4096, "chunk_bytes": 1024}
     with Workers("dist_sync", 1, 2, **limits) as workers:
         kv = workers.stores[0]
@@ -433,14 +439,96 @@ def test_more_rows_than_a_message_can_hold_are_an_error_before_any_is_sent() -> 
         kv.init(["w", "d"], [full(whole), whole])
         with pytest.raises(ValueMismatchError, match="PS_MAX_MESSAGE_BYTES"):
             kv.push(["d", "w"], [whole, full(whole)])
-        with pytest.raises(ValueMismatchError, match="PS_MAX_MESSAGE_BYTES"):
-            kv.pull("w")
+        with monkeypatch.context() as patch:
+            patch.setattr(row_exchange, "_ROOM_BYTES", -(1 << 20))
+            with pytest.raises(ValueMismatchError, match="PS_MAX_MESSAGE_BYTES"):
+                kv.pull("w")
         rows = kv.row_sparse_pull("w", row_ids=np.arange(1000)[::7])
         np.testing.assert_array_equal(rows.values, whole[::7])
         np.testing.assert_array_equal(kv.pull("d"), whole)
         some = RowSparseArray([0, 999], whole[[0, 999]], whole.shape)
         kv.push("w", some)
         assert kv.pull("w").indices.tolist() == [0, 999]
+
+
+@pytest.mark.parametrize("call", ["push", "push_async", "pushpull", "pushpull_async"])
+@pytest.mark.parametrize("wrong", ["rows", "numbers"])
+def test_a_call_that_raises_has_pushed_none_of_its_keys(call: str, wrong: str) -> None:
+    limits = {"max_message_bytes": 4096, "chunk_bytes": 1024}
+    with Workers("dist_sync", 1, 2, **limits) as workers:
+        kv = workers.stores[0]
+        if wrong == "numbers":
+            kv.set_gradient_compression({"type": "int8", "exclude": ["w", "e"]})
+        kv.set_optimizer(mx.optimizer.create("test"))
+        whole = numbered((1000, 4))
+        kv.init(["w", "d"], [full(whole), whole])
+        kv.init("e", whole)
+        rows = full(whole)
+        if wrong == "numbers":
+            rows, bad = RowSparseArray([0], whole[:1], whole.shape), whole.copy()
+            bad[0, 0] = np.nan
+        pushed = [rows, whole if wrong == "rows" else bad]
+        keys = ["w", "d"]
+        outs = {"out": [np.empty_like(whole)] * 2} if call.startswith("pushpull") else {}
+        error = ValueMismatchError if wrong == "rows" else ArgumentValueError
+        for _ in range(2):
+            with pytest.raises(error):
+                getattr(kv, call)(keys, pushed, **outs)
+        kv.wait()
+        np.testing.assert_array_equal(kv.pull("w").to_dense(), whole)
+        np.testing.assert_array_equal(kv.pull("d"), whole)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "u1"])
+def test_rows_come_in_answers_that_a_van_carries(
+    monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    limit, send = 2048, InprocVan.send
+
+    def limited(van: InprocVan, peer: str, frames: Sequence[Any]) -> None:
+        if max(memoryview(frame).nbytes for frame in frames) > limit:
+            raise UsageError("a frame is over this van's limit")
+        send(van, peer, frames)
+
+    with Workers("dist_sync", 1, 2, max_message_bytes=limit, chunk_bytes=1024) as workers:
+        kv = workers.stores[0]
+        whole = numbered((1000, 4 if dtype == "f4" else 1)).astype(dtype)
+        kv.init(["w", "d"], [full(whole), whole])
+        monkeypatch.setattr(InprocVan, "send", limited)
+        for key in ("w", "d") if dtype == "f4" else ("w",):  # ids of "d" are wider than rows
+            pulled = kv.row_sparse_pull(key, row_ids=np.arange(1000))
+            np.testing.assert_array_equal(pulled.values, whole)
+        np.testing.assert_array_equal(kv.pull("w").values, whole)
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("key", ["rows", "dense"])
+def test_a_push_that_arrives_malformed_is_an_error_and_the_next_one_counts(
+    monkeypatch: pytest.MonkeyPatch, kind: str, key: str
+) -> None:
+    submit = Traffic.submit
+
+    def spoilt(traffic: Traffic, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            transfer.push_sizes = tuple(size + 1 for size in transfer.push_sizes)
+        submit(traffic, transfers)
+
+    with Workers(kind, 1, 1) as workers:
+        kv = workers.stores[0]
+        kv.set_optimizer(mx.optimizer.create("test"))
+        kv.init(["rows", "dense"], [full(numbered()), numbered()])
+        value = full(numbered()) if key == "rows" else numbered()
+        with monkeypatch.context() as patch:
+            patch.setattr(Traffic, "submit", spoilt)
+            with pytest.raises(ProtocolError, match="shorter than its sizes say"):
+                kv.push_async(key, value).result(20)
+        kv.push(key, value)
+        found = kv.pull(key)
+        whole = found.values if key == "rows" else found
+        np.testing.assert_array_equal(whole, 2 * numbered())
+        cluster = workers.cluster
+        assert cluster is not None
+        assert any("shorter than its sizes say" in line for line in cluster.lines)
 
 
 def test_an_update_that_a_server_refuses_is_an_error_of_the_push() -> None:

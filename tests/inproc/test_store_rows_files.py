@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from workers import Workers
 import kvstore as mx
 from kvstore import KVStore, RowSparseArray
 from kvstore.errors import CheckpointError
+from pslite import Incoming
 
 SHAPE = (40, 3)
 KINDS = [("local", 1), ("dist_sync", 1), ("dist_sync", 2), ("dist_async", 5)]
@@ -74,6 +76,30 @@ def test_training_goes_on_from_a_checkpoint_of_any_store(
         assert [kv.info(key).stype for key in ("rows", "dense")] == ["row_sparse", "default"]
         train(kv, range(3, 6))
         assert values(kv) == expected()
+
+
+def test_a_key_with_more_rows_than_a_message_has_ids_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, respond = [], Incoming.respond
+
+    def noting(incoming: Incoming, body: bytes = b"", frames: Sequence[Any] = ()) -> None:
+        sizes.extend(memoryview(frame).nbytes for frame in frames)
+        respond(incoming, body, frames)
+
+    values_of = np.arange(3000, dtype="f4").reshape(1000, 3)
+    limits = {"chunk_bytes": 256, "max_message_bytes": 1024}
+    with Workers("dist_sync", 1, 2, **limits) as workers:
+        kv = workers.stores[0]
+        kv.init("w", RowSparseArray(np.arange(1000), values_of, (2000, 3)))
+        monkeypatch.setattr(Incoming, "respond", noting)
+        kv.save_checkpoint(tmp_path)
+        assert 0 < max(sizes) <= 1024
+    kv = mx.create("local")
+    kv.load_checkpoint(tmp_path)
+    found = kv.pull("w")
+    assert found.indices.tolist() == list(range(1000))
+    np.testing.assert_array_equal(found.values, values_of)
 
 
 @pytest.mark.parametrize(("kind", "num_servers"), KINDS)

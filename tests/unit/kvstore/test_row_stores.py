@@ -34,12 +34,18 @@ NUM_ROWS, WIDTH = 6, 2
 class Server:
     """One server of two workers, with a row-sparse part and a part of a dense key."""
 
-    def __init__(self, *, num_rows: int = NUM_ROWS, synchronous: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        num_rows: int = NUM_ROWS,
+        synchronous: bool = True,
+        max_message_bytes: int = 1 << 20,
+    ) -> None:
         config = SimpleNamespace(
             num_workers=2,
             round_window=2,
             chunk_bytes=1024,
-            max_message_bytes=1 << 20,
+            max_message_bytes=max_message_bytes,
             stall_report_s=60.0,
         )
         node: Any = SimpleNamespace(
@@ -187,6 +193,20 @@ def test_rows_of_a_dense_part_have_the_numbers_that_lie_in_it() -> None:
     assert np.frombuffer(send.frames[0], "f4").tolist() == [11, 10, 10, 10, 11, 11, 11]
 
 
+@pytest.mark.parametrize(
+    ("part", "sent"),
+    [
+        (ROWS, wanted(range(5))),
+        (DENSE, payload(Kind.WANTED, [0, 1, 2], b"", width=3, offset=2)),
+    ],
+    ids=["row-sparse", "dense"],
+)
+def test_an_answer_that_no_message_can_hold_is_an_error(part: int, sent: bytes) -> None:
+    server = Server(max_message_bytes=24)
+    with pytest.raises(ValueMismatchError, match="PS_MAX_MESSAGE_BYTES allows 24"):
+        server.pull(sent, part)
+
+
 def test_an_asynchronous_push_without_an_optimizer_is_its_error() -> None:
     server = Server(synchronous=False)
     for part, sent in (
@@ -205,7 +225,7 @@ def test_an_update_that_raises_leaves_the_rows_and_the_count() -> None:
     (send, _) = server.push(1, 1, rows([1], 1.0))
     assert send.message.kind == NotSupportedError.__name__
     assert server.held() == {1: [1, 1], 4: [1, 1]}
-    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS).body, int) == [0]
+    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS, 0, 9).body, int, bool) == [0, False]
 
 
 def test_states_and_counts_are_taken_over_by_an_optimizer_of_the_same_class() -> None:
@@ -214,11 +234,11 @@ def test_states_and_counts_are_taken_over_by_an_optimizer_of_the_same_class() ->
         server.set_optimizer(optimizer.create("sgd", momentum=0.5, **numbers))
         for rank in range(2):
             server.push(rank, round_, rows([1], 1.0))
-    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS).body, int) == [2]
+    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS, 0, 9).body, int, bool) == [2, False]
     server.set_optimizer(optimizer.create("adam"))
     for rank in range(2):
         server.push(rank, 3, rows([1], 1.0))
-    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS).body, int) == [1]
+    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS, 0, 9).body, int, bool) == [1, False]
 
 
 VALUES = np.zeros(4, "f4").tobytes()
@@ -314,8 +334,8 @@ def test_rows_are_read_with_states_and_written_again() -> None:
     server.set_optimizer(optimizer.create("sgd", learning_rate=1.0, momentum=0.5))
     for rank in range(2):
         server.push(rank, 1, rows([1, 2], 1.0))
-    asked = server.ask(StoreCall.HELD_ROWS, ROWS)
-    assert unpack(asked.body, int) == [1]
+    asked = server.ask(StoreCall.HELD_ROWS, ROWS, 0, 9)
+    assert unpack(asked.body, int, bool) == [1, False]
     assert asked.frames == [ids_frame(1, 2, 4)]
     values, momentum = server.ask(StoreCall.READ_ROWS, ROWS, frames=[ids_frame(1, 4)]).frames
     assert (values, momentum) == (floats(-1, -1, 1, 1), floats(-2, -2, 0, 0))
@@ -329,11 +349,23 @@ def test_rows_are_read_with_states_and_written_again() -> None:
     assert server.held() == {0: [7, 7], 3: [7, 7]}
     frames = server.ask(StoreCall.READ_ROWS, ROWS, frames=[ids_frame(0, 3)]).frames
     assert frames[1] == floats(5, 5, 5, 5)
-    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS).body, int) == [4]
+    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS, 0, 9).body, int, bool) == [4, False]
     only_states = [ids_frame(3), floats(1, 1)]
     assert server.ask(StoreCall.WRITE_ROWS, ROWS, True, 6, False, frames=only_states).error is None
     frames = server.ask(StoreCall.READ_ROWS, ROWS, frames=[ids_frame(0, 3)]).frames
     assert frames == [floats(7, 7, 7, 7), floats(0, 0, 1, 1)]
+
+
+def test_the_rows_that_are_there_are_listed_some_at_a_time() -> None:
+    server = Server()
+    server.set_optimizer(optimizer.create("test"))
+    for rank in range(2):
+        server.push(rank, 1, rows([0, 2], 1.0))
+    pages = [(0, [0, 1], True), (2, [2, 4], False), (3, [4], False), (5, [], False)]
+    for first, ids, are_more in pages:
+        asked = server.ask(StoreCall.HELD_ROWS, ROWS, first, 2)
+        assert unpack(asked.body, int, bool) == [1, are_more]
+        assert asked.frames == [ids_frame(*ids)]
 
 
 def test_a_key_that_is_cut_and_an_optimizer_for_whole_keys_exclude_each_other() -> None:
@@ -366,8 +398,10 @@ WRONG: dict[str, tuple[int, tuple[Any, ...], list[bytes]]] = {
         [b"x"],
     ),
     "a malformed part": (StoreCall.INIT_ROWS, (STORE, True, False, [30]), [b""]),
-    "a part that is not there": (StoreCall.HELD_ROWS, (99,), []),
-    "a dense part": (StoreCall.HELD_ROWS, (DENSE,), []),
+    "a part that is not there": (StoreCall.HELD_ROWS, (99, 0, 9), []),
+    "a dense part": (StoreCall.HELD_ROWS, (DENSE, 0, 9), []),
+    "a negative row": (StoreCall.HELD_ROWS, (ROWS, -1, 9), []),
+    "a list of no rows": (StoreCall.HELD_ROWS, (ROWS, 0, 0), []),
     "ids out of range": (StoreCall.READ_ROWS, (ROWS,), [ids_frame(NUM_ROWS)]),
     "negative ids": (StoreCall.READ_ROWS, (ROWS,), [ids_frame(-1)]),
     "ids that fall": (StoreCall.READ_ROWS, (ROWS,), [ids_frame(2, 1)]),

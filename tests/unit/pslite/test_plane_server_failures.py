@@ -93,6 +93,66 @@ def test_a_payload_that_is_too_short_is_a_protocol_error_and_changes_nothing() -
     assert app.values[1].tolist() == [5]
 
 
+MALFORMED = {
+    "sizes of fewer parts": Exchange(True, False, (1, 2), (1, 1), (8,)),
+    "a payload that is too short": Exchange(True, True, (1, 2), (1, 1), (8, 8)),
+    "a payload that is too long": Exchange(True, False, (1, 2), (1, 1), (4, 0)),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+@pytest.mark.parametrize("ranks", [[0], None], ids=["synchronous", "asynchronous"])
+def test_the_sender_of_a_malformed_push_gets_an_error_and_its_number_again(
+    case: str, ranks: list[int] | None
+) -> None:
+    app, message, error = CountingApp(), MALFORMED[case], ProtocolError("malformed")
+    plane = make_server(app, ranks, 1, 2)
+    failure = PartsFailed(True, False, (1, 2), (1, 1), "ProtocolError", "malformed", "", -1)
+    assert answers(plane.refuse(0, message, error)) == [(0, failure)]
+    for _ in range(2):  # the second is a repetition
+        carry_out(plane, push_to(plane, 0, (1, 2), 1, 5, 6))
+    assert [app.values[part].tolist() for part in (1, 2)] == [[5], [6]]
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], None], ids=["synchronous", "asynchronous"])
+def test_a_malformed_push_frees_no_number_of_a_contribution_that_is_there(
+    ranks: list[int] | None,
+) -> None:
+    app, error = CountingApp(), ProtocolError("malformed")
+    plane = make_server(app, ranks, 1)
+    message = Exchange(True, False, (1,), (1,), ())
+    work = push_to(plane, 0, (1,), 1, 5)
+    assert plane.refuse(0, message, error) == []  # it waits, or is being applied
+    work += push_to(plane, 1, (1,), 1, 7)
+    carry_out(plane, work)
+    assert plane.refuse(0, message, error) == []
+    carry_out(plane, push_to(plane, 0, (1,), 1, 5))
+    assert app.values[1].tolist() == [12]
+
+
+def test_a_malformed_push_of_several_that_wait_for_their_epoch_keeps_none_of_the_others() -> None:
+    app = CountingApp()
+    plane = make_server(app, [0, 1], 1)
+    plane.exchange(0, 2, Exchange(True, False, (1,), (1,), ()), [counts(1)])
+    plane.exchange(1, 2, Exchange(True, False, (1,), (1,), (8,)), [counts(7)])
+    ((rank, failure),) = answers(plane.begin_epoch(2))
+    assert isinstance(failure, PartsFailed)
+    assert (rank, failure.kind, failure.consumed) == (0, "ProtocolError", False)
+    carry_out(plane, push_to(plane, 0, (1,), 1, 5))
+    assert app.values[1].tolist() == [12]
+
+
+def test_the_sender_of_a_malformed_pull_gets_an_error_also_for_parts_that_are_not_there() -> None:
+    plane = make_server(CountingApp(), [0], 1)
+    error = ProtocolError("malformed")
+    for push in (False, True):
+        message = Exchange(push, not push, (1, 9), (1, 1), ())
+        ((rank, failure),) = answers(plane.refuse(0, message, error))
+        assert isinstance(failure, PartsFailed)
+        assert (rank, failure.pushed, failure.consumed) == (0, push, not push)
+        assert failure.parts == (1, 9)
+
+
 # -- departures ---------------------------------------------------------------------------
 
 
