@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvstore import kernels
 from kvstore.aggregate import Flat, Workspace
 from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import NotSupportedError
@@ -87,7 +88,7 @@ class RowTable:
         if out is None:
             out = np.empty((len(ids), self.width), self.dtype)
         places, absent = self._places.look_up(ids)
-        if len(self.values):
+        if len(self.values) and not kernels.take_rows(self.values, places, out):
             self.values.take(places, axis=0, out=out, mode="clip")
         if absent is not None:
             out[absent] = 0

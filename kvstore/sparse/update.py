@@ -24,7 +24,7 @@ from kvstore.dtypes import accumulation_dtype
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import create_state, has_master
 from kvstore.sparse.ids import Ids, is_increasing
-from kvstore.sparse.sums import RowValues, Sum
+from kvstore.sparse.sums import RowValues, Sum, put_rows
 
 _GRADIENT, _WEIGHT, _SUM, _STATE = 0, 10, 11, 12
 """Slots of a workspace; ``update_block`` takes the gradient in slot 0, and 1 for itself."""
@@ -48,6 +48,8 @@ def update_lazily(
 
     ``places`` are different ones, in any order.
     """
+    if kernels.update_rows(weight, state, places, total.values, total.at, optimizer, count):
+        return
     with np.errstate(all="ignore"):
         for start, stop in row_blocks(len(total), total.width):
             gradient = _block(workspace, _GRADIENT, total.dtype, stop - start, total.width)
@@ -136,9 +138,9 @@ def _update_rows(
         block = _gathered(weight, at, workspace, _WEIGHT)
     mine = [_gathered(array, at, workspace, _STATE + index) for index, array in enumerate(state)]
     _apply(block, gradient, mine, optimizer, count, workspace)
-    _scatter(block, weight, at)
+    put_rows(block, weight, at)
     for array, updated in zip(state, mine, strict=True):
-        _scatter(updated, array, at)
+        put_rows(updated, array, at)
 
 
 def _apply(
@@ -165,16 +167,6 @@ def _gathered(array: RowValues, places: Ids, workspace: Workspace, slot: int) ->
     out = _block(workspace, slot, array.dtype, len(places), array.shape[1])
     # With "raise", NumPy would take the rows into a buffer of its own first.
     return np.take(array, places, axis=0, out=out, mode="clip")
-
-
-def _scatter(rows: RowValues, array: RowValues, places: Ids) -> None:
-    """Set the rows ``places`` of ``array``, of the same dtype, to ``rows``."""
-    if rows.size and rows.flags.c_contiguous and array.flags.c_contiguous:
-        # As single elements, rows are copied in two thirds of the time.
-        whole_row = np.dtype((np.void, rows.shape[1] * rows.itemsize))
-        array.view(whole_row)[places] = rows.view(whole_row)
-    else:
-        array[places] = rows
 
 
 def _block(
