@@ -39,6 +39,8 @@ def update_rows(
     places: NDArray[Any],
     values: Sequence[NDArray[Any]],
     at: Sequence[NDArray[Any]],
+    start: int,
+    stop: int,
     /,
 ) -> bool: ...
 def encode(

@@ -215,13 +215,14 @@ def update_rows(
     at: Sequence[Array],
     optimizer: Optimizer,
     count: int,
+    span: tuple[int, int],
 ) -> bool:
     """Update rows of a table, where they lie, by a sum of rows; returns whether that was done.
 
     ``weight`` and ``state`` are 2-D and as ``apply`` has them; ``places`` are the rows (different
     ones, int64) to update, and each of ``values``, 2-D, has the rows ``at`` (sorted, int64) of the
     sum, whose row i is for ``places[i]``. A row that not all have begins with 0.0, as the sum of
-    their dense forms does. Raises ``ValueError`` for what does not fit; then nothing was written.
+    their dense forms does. Only the rows [start, stop) of the sum, ``span``, are updated. Raises ``ValueError`` for what does not fit; then nothing was written.
     """
     module = native()
     numbers = _formulas.get(type(optimizer))
@@ -237,7 +238,7 @@ def update_rows(
         return False
     width = weight.shape[1]
     done: bool = module.update_rows(
-        formula, weight_kind, kind, width, weight, state, places, values, at
+        formula, weight_kind, kind, width, weight, state, places, values, at, *span
     )
     return done
 

@@ -180,6 +180,7 @@ struct rows_call {
     struct buffers buffers; /* weight, states and master, places, values, and where they belong */
     Py_ssize_t num_arrays, num_values;
     size_t width, count;
+    Py_ssize_t start, stop; /* of the rows to update */
     int rule, kind, weight_kind;
 };
 
@@ -203,6 +204,8 @@ static enum outcome check_rows(const struct rows_call *call)
     for (Py_ssize_t i = 1; i < call->num_arrays; i++)
         if ((size_t)views[i].len != num_rows * call->width * wide_size)
             return refuse("states must be as long as the weight");
+    if (call->start < 0 || call->stop < call->start || (size_t)call->stop > call->count)
+        return refuse("a span does not fit the rows of the sum");
     if (!all_below(views[call->num_arrays].buf, call->count, num_rows))
         return refuse("the table has no such row");
     for (Py_ssize_t i = 0; i < call->num_values; i++) {
@@ -218,6 +221,20 @@ static enum outcome check_rows(const struct rows_call *call)
     return DONE;
 }
 
+/* Where the first of sorted numbers stands that is not below. */
+static size_t lower(const int64_t *numbers, size_t count, Py_ssize_t least)
+{
+    size_t low = 0, high = count;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (numbers[middle] < least)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
 /* ``given`` has room for a contribution more than there are, and ``next`` a place for each. */
 static void update_each(struct rows_call *call, int set, Py_buffer *given, size_t *next,
                         const char *zeros)
@@ -229,7 +246,9 @@ static void update_each(struct rows_call *call, int set, Py_buffer *given, size_
     const size_t row_bytes = call->width * SIZES[call->weight_kind];
     const size_t wide_bytes = call->width * (call->weight_kind == FLOAT64 ? 8 : 4);
     const size_t value_bytes = call->width * SIZES[call->kind];
-    for (size_t row = 0; row < call->count; row++) {
+    for (Py_ssize_t i = 0; i < call->num_values; i++)
+        next[i] = lower(places_of(call, i), num_places(call, i), call->start);
+    for (size_t row = (size_t)call->start; row < (size_t)call->stop; row++) {
         if (row + AHEAD < call->count) {
             const size_t soon = (size_t)places[row + AHEAD];
             ask_for((const char *)views[0].buf + soon * row_bytes, row_bytes, 1);
@@ -308,7 +327,8 @@ static enum outcome hold_rows(struct rows_call *call)
 }
 
 PyDoc_STRVAR(update_rows_doc,
-             "update_rows(formula, weight_kind, kind, width, weight, states, places, values, at)"
+             "update_rows(formula, weight_kind, kind, width, weight, states, places, values, at, "
+             "start, stop)"
              "\n--\n\nSee kvstore/_kernels.pyi.");
 
 static PyObject *update_rows(PyObject *self, PyObject *args)
@@ -316,11 +336,11 @@ static PyObject *update_rows(PyObject *self, PyObject *args)
     struct rows_call call = {0};
     struct numbers *by = &call.numbers;
     (void)self;
-    if (!PyArg_ParseTuple(args, "(iddddddddd)iinOOOOO", &call.rule, &by->rescale, &by->limit,
+    if (!PyArg_ParseTuple(args, "(iddddddddd)iinOOOOOnn", &call.rule, &by->rescale, &by->limit,
                           &by->decay, &by->rate, &by->momentum, &by->beta1, &by->beta2,
                           &by->epsilon, &by->late_decay, &call.weight_kind, &call.kind,
                           &call.width, &call.weight, &call.states, &call.places, &call.values,
-                          &call.at))
+                          &call.at, &call.start, &call.stop))
         return NULL;
     enum outcome outcome = hold_rows(&call);
     if (outcome == DONE) {

@@ -145,7 +145,7 @@ class Sum:
     def rows(self, start: int, stop: int, out: RowValues) -> None:
         """Set ``out``, C-contiguous of dtype ``dtype``, to rows [start, stop) of the sum.
 
-        Within ``np.errstate(all="ignore")``.
+        Within ``np.errstate(all="ignore")``. Several threads may call at the same time.
         """
         if self._is_same:
             add_up([values[start:stop] for values in self.values], out)
@@ -156,7 +156,7 @@ class Sum:
         if out.dtype.kind in "fc":
             # Where a contribution lacks the row, its dense form adds 0.0, which -0.0 does not stay.
             np.add(out, out.dtype.type(0), out=out)
-        if self._shared is None:
+        if self._shared is None:  # two threads may both make it: either will do
             self._shared = _Shared(self)
         self._shared.rows(start, stop, out)
 
