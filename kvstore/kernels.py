@@ -222,7 +222,8 @@ def update_rows(
     ``weight`` and ``state`` are 2-D and as ``apply`` has them; ``places`` are the rows (different
     ones, int64) to update, and each of ``values``, 2-D, has the rows ``at`` (sorted, int64) of the
     sum, whose row i is for ``places[i]``. A row that not all have begins with 0.0, as the sum of
-    their dense forms does. Only the rows [start, stop) of the sum, ``span``, are updated. Raises ``ValueError`` for what does not fit; then nothing was written.
+    their dense forms does. Only the rows [start, stop) of the sum, ``span``, are updated. Raises
+    ``ValueError`` for what does not fit; then nothing was written.
     """
     module = native()
     numbers = _formulas.get(type(optimizer))

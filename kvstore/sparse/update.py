@@ -3,7 +3,8 @@
 One path for every optimizer: a block of rows of the weight and of each state is gathered, updated
 by the optimizer's own dense formula, and written back. Blocks stay in the processor's cache; rows
 that follow each other are updated where they lie. Arrays are 2-D, (rows, numbers in a row), on
-the host, and the caller's. Others may work on other rows meanwhile, with another workspace. Read next: ``table.py``.
+the host, and the caller's. Others may work on other rows meanwhile, with another workspace. Read
+next: ``table.py``.
 
 **Lazy** (``lazy_update=True``, the default as in MXNet 1.9.1): rows without a gradient stay as they
 are, their momentum and decay too. **Not lazy**: they are updated with a gradient of zero, and the
@@ -55,6 +56,7 @@ def update_lazily(
 
     ``places`` are different ones, in any order. Where there are many, all cores take part.
     """
+
     def update(number: int, start: int, stop: int) -> None:
         values, at, span = total.values, total.at, (start, stop)
         if kernels.update_rows(weight, state, places, values, at, optimizer, count, span):
