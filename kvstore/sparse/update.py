@@ -15,17 +15,16 @@ LAMB) is never lazy.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import numpy as np
 
 from kvstore import kernels
 from kvstore.aggregate import BLOCK_ELEMENTS, Flat, Workspace, update_block
-from kvstore.cores import shared
 from kvstore.dtypes import accumulation_dtype
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import create_state, has_master
 from kvstore.sparse.ids import Ids, is_increasing
+from kvstore.sparse.spans import over_cores
 from kvstore.sparse.sums import RowValues, Sum, put_rows
 
 _GRADIENT, _WEIGHT, _SUM, _STATE = 0, 10, 11, 12
@@ -33,9 +32,6 @@ _GRADIENT, _WEIGHT, _SUM, _STATE = 0, 10, 11, 12
 
 _LAZY_BLOCK = 4 * BLOCK_ELEMENTS
 """Rows that lie here and there take more calls for a block than whole arrays do."""
-
-_LEAST_SHARED = 4 * BLOCK_ELEMENTS
-"""Numbers that are worth another thread."""
 
 
 def is_lazy(optimizer: Optimizer) -> bool:
@@ -69,16 +65,7 @@ def update_lazily(
                 total.rows(low, high, gradient)
                 _update_rows(weight, state, places[low:high], gradient, optimizer, count, mine)
 
-    cores = shared()
-    step = max(-(-len(total) // (2 * cores.num_threads)), _LEAST_SHARED // max(total.width, 1), 1)
-    starts = range(0, len(total), step)
-    tasks = [
-        partial(update, number, start, min(start + step, len(total)))
-        for number, start in enumerate(starts)
-    ]
-    failure = cores.run(tasks)
-    if failure is not None:
-        raise failure.error
+    over_cores(len(total), total.width, update)
 
 
 def update_all(
