@@ -63,9 +63,27 @@ struct list {
     size_t at, count;
 };
 
+/* Two lists until one ends, without a branch that nobody can foresee: a place that is written too
+ * early is written again. */
+static size_t merge_two(struct list *a, struct list *b, int64_t *merged)
+{
+    size_t found = 0, i = 0, j = 0;
+    for (; i < a->count && j < b->count; found++) {
+        const int64_t left = a->ids[i], right = b->ids[j];
+        merged[found] = left < right ? left : right;
+        a->places[i] = (int64_t)found;
+        b->places[j] = (int64_t)found;
+        i += left <= right;
+        j += right <= left;
+    }
+    a->at = i;
+    b->at = j;
+    return found;
+}
+
 static size_t merge(struct list *lists, Py_ssize_t num_lists, int64_t *merged)
 {
-    for (size_t found = 0;; found++) {
+    for (size_t found = num_lists == 2 ? merge_two(lists, lists + 1, merged) : 0;; found++) {
         int64_t least = INT64_MAX;
         int is_any = 0;
         for (Py_ssize_t i = 0; i < num_lists; i++) {
