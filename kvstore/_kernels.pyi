@@ -23,6 +23,26 @@ def run(
     outs: Sequence[Sequence[NDArray[Any]]],
     /,
 ) -> bool: ...
+def merge_ids(
+    merged: NDArray[Any], places: Sequence[NDArray[Any]], ids: Sequence[NDArray[Any]], /
+) -> int: ...
+def take_rows(
+    table: NDArray[Any], places: NDArray[Any], out: NDArray[Any], row_bytes: int, /
+) -> bool: ...
+def update_rows(
+    formula: tuple[int, float, float, float, float, float, float, float, float, float],
+    weight_kind: int,
+    kind: int,
+    width: int,
+    weight: NDArray[Any],
+    states: Sequence[NDArray[Any]],
+    places: NDArray[Any],
+    values: Sequence[NDArray[Any]],
+    at: Sequence[NDArray[Any]],
+    start: int,
+    stop: int,
+    /,
+) -> bool: ...
 def encode(
     codec: int,
     kind: int,

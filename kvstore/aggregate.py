@@ -52,6 +52,13 @@ class Workspace:
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, np.dtype[Any]], Flat] = {}
+        self._others: dict[int, Workspace] = {}
+
+    def of(self, number: int) -> Workspace:
+        """Another workspace, always the same for a number, for another thread; 0 is this one."""
+        if not number:
+            return self
+        return self._others.setdefault(number, Workspace())
 
     def block(self, slot: int, dtype: np.dtype[Any], length: int) -> Flat:
         """An uninitialised 1-D array of ``length`` elements, owned by the workspace."""

@@ -34,7 +34,7 @@ Array = np.ndarray[Any, Any]
 Row = Sequence[Array]
 _Optimizer = TypeVar("_Optimizer", bound="Optimizer")
 
-INTERFACE = 3
+INTERFACE = 4
 """A module built from another version of the sources has another number, and is not used."""
 
 # The numbers of native/kernels.h.
@@ -178,6 +178,69 @@ def apply(
     if any(out.dtype != dtype for row in outs for out in row):
         return False
     done: bool = module.run(formula, weight_kind, kind, weight, state, rows, outs)
+    return done
+
+
+def merge_ids(several: Sequence[Array]) -> tuple[Array, list[Array]] | None:
+    """The different ids of sorted int64 arrays, sorted, and the place of each array's ids there.
+
+    None if that was not done.
+    """
+    module = native()
+    if module is None or not all(ids.flags.c_contiguous for ids in several):
+        return None
+    merged = np.empty(sum(map(len, several)), np.int64)
+    places = [np.empty(len(ids), np.int64) for ids in several]
+    return merged[: module.merge_ids(merged, places, several)], places
+
+
+def take_rows(table: Array, places: Array, out: Array) -> bool:
+    """Set ``out`` to the rows ``places`` (int64) of a 2-D array; returns whether that was done.
+
+    Of one dtype; ``out`` must not overlap the table. Raises ``ValueError`` for rows that are not
+    there.
+    """
+    module = native()
+    row_bytes = table.shape[1] * table.itemsize
+    if module is None or not row_bytes:
+        return False
+    return bool(module.take_rows(table, places, out, row_bytes))
+
+
+def update_rows(
+    weight: Array,
+    state: Sequence[Array],
+    places: Array,
+    values: Sequence[Array],
+    at: Sequence[Array],
+    optimizer: Optimizer,
+    count: int,
+    span: tuple[int, int],
+) -> bool:
+    """Update rows of a table, where they lie, by a sum of rows; returns whether that was done.
+
+    ``weight`` and ``state`` are 2-D and as ``apply`` has them; ``places`` are the rows (different
+    ones, int64) to update, and each of ``values``, 2-D, has the rows ``at`` (sorted, int64) of the
+    sum, whose row i is for ``places[i]``. A row that not all have begins with 0.0, as the sum of
+    their dense forms does. Only the rows [start, stop) of the sum, ``span``, are updated. Raises
+    ``ValueError`` for what does not fit; then nothing was written.
+    """
+    module = native()
+    numbers = _formulas.get(type(optimizer))
+    if module is None or numbers is None or not weight.shape[1]:
+        return False
+    formula = numbers(optimizer, count)
+    if 0.0 < formula.limit < _LEAST_LIMIT:
+        return False
+    kind, weight_kind = _kind(values[0].dtype), _kind(weight.dtype)
+    if (kind, weight_kind) not in _COMBINED:
+        return False
+    if any(array.dtype != accumulation_dtype(weight.dtype) for array in state):
+        return False
+    width = weight.shape[1]
+    done: bool = module.update_rows(
+        formula, weight_kind, kind, width, weight, state, places, values, at, *span
+    )
     return done
 
 

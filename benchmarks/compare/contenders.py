@@ -95,9 +95,21 @@ def _kv_first(programs: Programs, variant: Variant, task: Task) -> list[Process]
     return _kv(programs, variant, replace(task, warmup=0, rounds=1))
 
 
+def _rows(programs: Programs, variant: Variant, task: Task) -> list[Process]:
+    return launched("benchmarks.compare.run_rows", task, variant.environment)
+
+
+def _no_kernels(programs: Programs) -> str | None:
+    if importlib.util.find_spec("kvstore._kernels") is None:
+        return "the compiled kernels are not built; build them: python setup.py build_ext --inplace"
+    return None
+
+
 PLAIN = Variant(settings={"arrays": "plain"})
 EMPTY = Variant(settings={"arrays": "empty"})
 TCP = Variant(environment={"PS_SHM": "0"})
+NUMPY_ALONE = Variant(environment={"KVSTORE_NATIVE": "0"})
+COMPILED = Variant(environment={"KVSTORE_NATIVE": "1"})
 
 # -- MXNet -------------------------------------------------------------------------------
 
@@ -125,10 +137,18 @@ MXNET_STORE_VARIANTS = (
         "2 reduction threads", {"call": "push, pull"}, {"MXNET_KVSTORE_REDUCTION_NTHREADS": "2"}
     ),
 )
+MXNET_ROWS_VARIANTS = (
+    *MXNET_LOOP_VARIANTS,
+    Variant("1 OpenMP thread", environment={"OMP_NUM_THREADS": "1"}),
+    Variant(
+        "1 OpenMP thread; DMLC_LOCAL=1", environment={"OMP_NUM_THREADS": "1", "DMLC_LOCAL": "1"}
+    ),
+)
 
 
 def _mxnet(programs: Programs, variant: Variant, task: Task) -> list[Process]:
-    command = (str(programs.mxnet_python), "-m", "benchmarks.compare.run_mxnet", task.to_json())
+    name = "run_mxnet_rows" if "rows" in task.settings else "run_mxnet"
+    command = (str(programs.mxnet_python), "-m", f"benchmarks.compare.{name}", task.to_json())
     if task.store.startswith("dist"):
         return by_roles(command, task, variant.environment)
     return [Process(command, variant.environment)]
@@ -249,12 +269,17 @@ CONTENDERS: dict[str, Contender] = {
     "ours-kv-sum": Contender(
         "ours, values added up", _kv, (Variant(settings={"handle": "sum"}),), exact=True
     ),
+    "ours-rows": Contender(
+        "ours, compiled kernels", _rows, (COMPILED,), exact=True, missing=_no_kernels
+    ),
+    "ours-rows-numpy": Contender("ours, NumPy alone", _rows, (NUMPY_ALONE,), exact=True),
     "mxnet": Contender(
         "MXNet 1.9.1", _mxnet, MXNET_VARIANTS + MXNET_LOCAL_VARIANTS, missing=_no_mxnet
     ),
     "mxnet-tcp": Contender("MXNet 1.9.1", _mxnet, MXNET_VARIANTS, missing=_no_mxnet),
     "mxnet-loop": Contender("MXNet 1.9.1", _mxnet, MXNET_LOOP_VARIANTS, missing=_no_mxnet),
     "mxnet-local": Contender("MXNet 1.9.1", _mxnet, MXNET_STORE_VARIANTS, missing=_no_mxnet),
+    "mxnet-rows": Contender("MXNet 1.9.1", _mxnet, MXNET_ROWS_VARIANTS, missing=_no_mxnet),
     "gloo": Contender("gloo", _gloo, PIECES, missing=_no_gloo),
     "openmpi": Contender("OpenMPI", _openmpi, _mpi_variants(SHARED_MEMORY), missing=_no_openmpi),
     "openmpi-tcp": Contender(

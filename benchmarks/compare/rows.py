@@ -123,6 +123,13 @@ ROWS = (
         (_ask("ours", 3, "mxnet-loop"),),
     ),
     Row(
+        "rows",
+        "row-sparse push and pull of 50,000 ids of 1,000,000 x 64 by each worker, dist_sync",
+        Task("one", rounds=25, settings={"rows": "1000000", "width": "64", "ids": "50000"}),
+        ("ours-rows", "ours-rows-numpy", "mxnet-rows"),
+        (_ask("ours-rows-numpy", 4, "mxnet-rows"), _ask("ours-rows", 8, "mxnet-rows")),
+    ),
+    Row(
         "kv",
         "KVWorker, push and pull of 10,000,000 sorted keys",
         replace(KV, settings={"keys": "10000000"}),

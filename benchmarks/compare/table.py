@@ -15,7 +15,7 @@ HEAD = ("work", "ours", "ms", "compared with", "ms", "times as fast", "asked", "
 
 def row_title(row: Row) -> str:
     """The work with its size."""
-    if "keys" in row.task.settings:
+    if not {"keys", "rows"}.isdisjoint(row.task.settings):
         return row.title
     shapes = row.task.shapes
     size_mb = 4 * sum(prod(shape) for shape in shapes) / 1e6

@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#define INTERFACE 3 /* must be that of kernels.py, which leaves an older or newer build alone */
+#define INTERFACE 4 /* must be that of kernels.py, which leaves an older or newer build alone */
 
 /* Calls on fewer bytes keep the interpreter's lock: to hand it over can cost more than they do. */
 #define BRIEF 65536
@@ -284,6 +284,7 @@ static PyObject *run(PyObject *self, PyObject *args)
 }
 
 #include "coding_calls.h"
+#include "row_calls.h"
 
 /* -- the module -------------------------------------------------------------------------- */
 
@@ -291,6 +292,9 @@ static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, run_doc},
     {"encode", encode, METH_VARARGS, encode_doc},
     {"decode", decode, METH_VARARGS, decode_doc},
+    {"merge_ids", merge_ids, METH_VARARGS, merge_ids_doc},
+    {"take_rows", take_rows, METH_VARARGS, take_rows_doc},
+    {"update_rows", update_rows, METH_VARARGS, update_rows_doc},
     {"use", use, METH_O, "use(name)\n--\n\nCompute with this set of instructions from now on."},
     {NULL, NULL, 0, NULL},
 };

@@ -2,7 +2,7 @@
  *
  * Read kvstore/kernels.py first, which says what is computed and for whom; then kernels.c
  * (arguments), loops.h (16-bit floats, blocks) and rules.h (the formulas). Gradient compression:
- * coding_calls.h (arguments) and codecs.h (the rules).
+ * coding_calls.h (arguments) and codecs.h (the rules). Row-sparse keys: row_calls.h.
  */
 #ifndef KVSTORE_KERNELS_H
 #define KVSTORE_KERNELS_H

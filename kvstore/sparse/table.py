@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvstore import kernels
 from kvstore.aggregate import Flat, Workspace
 from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import NotSupportedError
@@ -34,6 +35,7 @@ from kvstore.optimizer.states import (
 )
 from kvstore.sparse.array import width_of
 from kvstore.sparse.ids import Ids, is_increasing
+from kvstore.sparse.spans import over_cores
 from kvstore.sparse.sums import Contribution, RowValues, Sum
 from kvstore.sparse.update import assign, is_lazy, keeps_zero, update_all, update_lazily
 
@@ -87,8 +89,14 @@ class RowTable:
         if out is None:
             out = np.empty((len(ids), self.width), self.dtype)
         places, absent = self._places.look_up(ids)
+
+        def take(_: int, start: int, stop: int) -> None:
+            wanted, into = places[start:stop], out[start:stop]
+            if not kernels.take_rows(self.values, wanted, into):
+                self.values.take(wanted, axis=0, out=into, mode="clip")
+
         if len(self.values):
-            self.values.take(places, axis=0, out=out, mode="clip")
+            over_cores(len(ids), self.width, take)
         if absent is not None:
             out[absent] = 0
         return out

@@ -3,8 +3,8 @@
 One path for every optimizer: a block of rows of the weight and of each state is gathered, updated
 by the optimizer's own dense formula, and written back. Blocks stay in the processor's cache; rows
 that follow each other are updated where they lie. Arrays are 2-D, (rows, numbers in a row), on
-the host, and the caller's. No threads of its own; others may work on other rows meanwhile, with
-another workspace. Read next: ``table.py``.
+the host, and the caller's. Others may work on other rows meanwhile, with another workspace. Read
+next: ``table.py``.
 
 **Lazy** (``lazy_update=True``, the default as in MXNet 1.9.1): rows without a gradient stay as they
 are, their momentum and decay too. **Not lazy**: they are updated with a gradient of zero, and the
@@ -24,10 +24,14 @@ from kvstore.dtypes import accumulation_dtype
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import create_state, has_master
 from kvstore.sparse.ids import Ids, is_increasing
-from kvstore.sparse.sums import RowValues, Sum
+from kvstore.sparse.spans import over_cores
+from kvstore.sparse.sums import RowValues, Sum, put_rows
 
 _GRADIENT, _WEIGHT, _SUM, _STATE = 0, 10, 11, 12
 """Slots of a workspace; ``update_block`` takes the gradient in slot 0, and 1 for itself."""
+
+_LAZY_BLOCK = 4 * BLOCK_ELEMENTS
+"""Rows that lie here and there take more calls for a block than whole arrays do."""
 
 
 def is_lazy(optimizer: Optimizer) -> bool:
@@ -46,13 +50,22 @@ def update_lazily(
 ) -> None:
     """Update the rows ``places`` of ``weight`` and ``state``, one for each row of ``total``.
 
-    ``places`` are different ones, in any order.
+    ``places`` are different ones, in any order. Where there are many, all cores take part.
     """
-    with np.errstate(all="ignore"):
-        for start, stop in row_blocks(len(total), total.width):
-            gradient = _block(workspace, _GRADIENT, total.dtype, stop - start, total.width)
-            total.rows(start, stop, gradient)
-            _update_rows(weight, state, places[start:stop], gradient, optimizer, count, workspace)
+
+    def update(number: int, start: int, stop: int) -> None:
+        values, at, span = total.values, total.at, (start, stop)
+        if kernels.update_rows(weight, state, places, values, at, optimizer, count, span):
+            return
+        mine = workspace.of(number)
+        with np.errstate(all="ignore"):
+            for first, last in row_blocks(stop - start, total.width, _LAZY_BLOCK):
+                low, high = start + first, start + last
+                gradient = _block(mine, _GRADIENT, total.dtype, high - low, total.width)
+                total.rows(low, high, gradient)
+                _update_rows(weight, state, places[low:high], gradient, optimizer, count, mine)
+
+    over_cores(len(total), total.width, update)
 
 
 def update_all(
@@ -108,9 +121,11 @@ def keeps_zero(optimizer: Optimizer, dtype: np.dtype[np.generic], count: int) ->
     return before == [array.tobytes() for array in (weight, *state)]
 
 
-def row_blocks(num_rows: int, width: int) -> Iterator[tuple[int, int]]:
-    """Stretches of rows that fit the processor's cache, as (start, stop)."""
-    step = max(BLOCK_ELEMENTS // max(width, 1), 1)
+def row_blocks(
+    num_rows: int, width: int, elements: int = BLOCK_ELEMENTS
+) -> Iterator[tuple[int, int]]:
+    """Stretches of rows of about so many numbers, which fit the cache, as (start, stop)."""
+    step = max(elements // max(width, 1), 1)
     for start in range(0, num_rows, step):
         yield start, min(start + step, num_rows)
 
@@ -136,9 +151,9 @@ def _update_rows(
         block = _gathered(weight, at, workspace, _WEIGHT)
     mine = [_gathered(array, at, workspace, _STATE + index) for index, array in enumerate(state)]
     _apply(block, gradient, mine, optimizer, count, workspace)
-    _scatter(block, weight, at)
+    put_rows(block, weight, at)
     for array, updated in zip(state, mine, strict=True):
-        _scatter(updated, array, at)
+        put_rows(updated, array, at)
 
 
 def _apply(
@@ -165,16 +180,6 @@ def _gathered(array: RowValues, places: Ids, workspace: Workspace, slot: int) ->
     out = _block(workspace, slot, array.dtype, len(places), array.shape[1])
     # With "raise", NumPy would take the rows into a buffer of its own first.
     return np.take(array, places, axis=0, out=out, mode="clip")
-
-
-def _scatter(rows: RowValues, array: RowValues, places: Ids) -> None:
-    """Set the rows ``places`` of ``array``, of the same dtype, to ``rows``."""
-    if rows.size and rows.flags.c_contiguous and array.flags.c_contiguous:
-        # As single elements, rows are copied in two thirds of the time.
-        whole_row = np.dtype((np.void, rows.shape[1] * rows.itemsize))
-        array.view(whole_row)[places] = rows.view(whole_row)
-    else:
-        array[places] = rows
 
 
 def _block(

@@ -76,7 +76,7 @@ def test_the_page_of_examples_has_a_command_for_each() -> None:
         for path in (ROOT / "examples").rglob("*.py")
         if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
     ]
-    assert len(runnable) == 10
+    assert len(runnable) == 11
     assert [path for path in runnable if f"python {path}" not in page] == []
     for path in re.findall(r"\]\(([^)]+)\)", page):
         assert (ROOT / "examples" / path).exists()
@@ -174,6 +174,21 @@ def test_workers_train_an_embedding_whose_rows_lie_on_two_servers(make_job: Make
         assert errors == sorted(errors, reverse=True)
         assert errors[-1] < 0.9 * errors[0]
         assert float(traffic.split()[1]) < 2
+
+
+def test_sparse_keys_reach_the_loss_of_dense_ones_with_few_of_the_bytes(make_job: MakeJob) -> None:
+    script = "examples/kvstore/dense_or_sparse.py"
+    assert len((ROOT / script).read_text(encoding="utf-8").splitlines()) <= 80
+    sizes = ("--users", "60000", "--items", "40000", "--ratings", "8000", "--batch-size", "200")
+    lines = launch(make_job, script, *sizes, num_servers=2)
+    assert list(lines) == [0]
+    found = [re.fullmatch(r"(\S+): error (\S+), (\S+) s, (\S+) MB", line) for line in lines[0]]
+    (dense, dense_error, _, dense_mb), (sparse, sparse_error, _, sparse_mb) = [
+        match.groups() for match in found if match
+    ]
+    assert (dense, sparse) == ("dense", "sparse")
+    assert float(sparse_error) == float(dense_error) < 1.6
+    assert 0 < float(sparse_mb) < 0.02 * float(dense_mb)
 
 
 def test_a_growing_table_learns_of_those_who_come_again_and_stays_within_its_limit() -> None:

@@ -22,6 +22,7 @@ from benchmarks.compare.figures import (
 from benchmarks.compare.jobs import Process
 from benchmarks.compare.loop import Task
 from benchmarks.compare.measure import Result, RowResult, fault_in
+from benchmarks.compare.row_numbers import RowTask
 from benchmarks.compare.rows import ROWS, Row, chosen
 from benchmarks.compare.run_allreduce import BlockwiseSGD, pieces_of
 from benchmarks.compare.run_kv import sorted_keys
@@ -141,6 +142,29 @@ def test_checksums_tell_different_bits() -> None:
     assert before == arithmetic.checksum([weight.copy() for weight in weights])
     weights[1][0] = -weights[1][0]
     assert before != arithmetic.checksum(weights)
+
+
+ROW_SETTINGS = {"rows": "200", "width": "3", "ids": "40"}
+
+
+def test_ids_of_row_sparse_rounds_are_sorted_drawn_anew_and_partly_shared() -> None:
+    task = RowTask(settings=ROW_SETTINGS)
+    ids = task.ids(0, 0)
+    assert len(ids) == 40 and bool((ids[1:] > ids[:-1]).all()) and 0 <= ids[0] <= ids[-1] < 200
+    assert np.array_equal(ids, task.ids(0, 0))
+    assert not np.array_equal(ids, task.ids(0, 1))
+    assert 0 < len(np.intersect1d(ids, task.ids(1, 0))) < 40
+
+
+def test_expected_rows_are_those_of_a_dense_table_updated_by_each_round() -> None:
+    task = RowTask(warmup=1, rounds=2, settings=ROW_SETTINGS)
+    table = task.first_table()
+    for round_ in range(3):
+        total = np.zeros_like(table)
+        for rank in range(2):
+            total[task.ids(rank, round_)] += task.gradients(rank)
+        table -= np.float32(1e-3) * total
+    assert np.array_equal(task.expected_weights()[0], table[task.compared_ids])
 
 
 def test_the_update_of_the_all_reduce_peers_equals_the_formula() -> None:
