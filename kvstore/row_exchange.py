@@ -41,14 +41,14 @@ from pslite.ids import Role, node_id
 from pslite.plane import Piece, Sink, Transfer
 
 #: Rows come in answers of about so many bytes.
-_ANSWER_BYTES = 16 << 20
+ANSWER_BYTES = 16 << 20
 #: All rows of a part are asked for in so many pieces at most: few may be there of very many.
 _MOST_RANGES = 64
 
 _NO_IDS: Ids = np.empty(0, np.int64)
 
 
-class _Item(NamedTuple):
+class Item(NamedTuple):
     """What one part is told."""
 
     server: int
@@ -115,20 +115,20 @@ class RowExchange:
 
         Raises ``ValueMismatchError`` for more than a message can hold; then nothing is sent.
         """
-        items: list[_Item] = []
+        items: list[Item] = []
         for key, value in zip(keys.keys, values, strict=True):
             entry = self._exchange.entries[key]
             is_cut = not entry.is_row_sparse
             items += _cut(entry, value.whole()) if is_cut else self._pushed_rows(entry, value)
-        return self._begin(keys, items, priority, None)
+        return self.begin(keys, items, priority, None)
 
     def pull(self, keys: KeyList, landings: Sequence[Landing], priority: int) -> Operation:
         """Fill the landings, whose keys are these."""
-        items: list[_Item] = []
+        items: list[Item] = []
         for landing in landings:
             entry = self._exchange.entries[landing.key]
             items += _wanted(entry, landing) if entry.is_row_sparse else _wanted_cut(entry, landing)
-        return self._begin(keys, items, priority, {})
+        return self.begin(keys, items, priority, {})
 
     def pull_held(
         self, keys: KeyList, priority: int, versions: dict[int, int]
@@ -136,7 +136,7 @@ class RowExchange:
         """All rows that each of these row-sparse keys holds; ``versions`` is filled."""
         held = [Held(self._exchange.entries[key]) for key in keys.keys]
         items = [item for each in held for item in _wanted_held(each)]
-        operation = self._begin(keys, items, priority, versions)
+        operation = self.begin(keys, items, priority, versions)
 
         def count(_: Any) -> None:  # a statistic: a lost count between threads is no harm
             self._exchange.counters["bytes_pulled"] += sum(each.nbytes for each in held)
@@ -146,7 +146,7 @@ class RowExchange:
 
     # -- inside ------------------------------------------------------------------------
 
-    def _pushed_rows(self, entry: KeyEntry, value: Picked) -> Iterator[_Item]:
+    def _pushed_rows(self, entry: KeyEntry, value: Picked) -> Iterator[Item]:
         spec, stripes = entry.spec, entry.stripes
         width = width_of(spec.shape)
         for index, share in enumerate(stripes.split(value.ids)):
@@ -169,7 +169,7 @@ class RowExchange:
                 value.take(at, place.view(spec.dtype).reshape(count, width))
 
             server = node_id(Role.SERVER, entry.servers[index])
-            yield _Item(server, entry.parts[index], nbytes, write)
+            yield Item(server, entry.parts[index], nbytes, write)
 
     def _check_size(self, key: Key, count: int, nbytes: int) -> None:
         if nbytes > self._most_bytes:
@@ -179,14 +179,15 @@ class RowExchange:
                 "use more servers, or raise that on all nodes"
             )
 
-    def _begin(
+    def begin(
         self,
         keys: KeyList,
-        items: Sequence[_Item],
+        items: Sequence[Item],
         priority: int,
         versions: dict[int, int] | None,
+        form: int = ROWS_FORM,
     ) -> Operation:
-        """Send what these items say; pulls note the versions of their parts."""
+        """Send what these items say, in this form; pulls note the versions of their parts."""
         groups = list(_grouped(items, self._exchange.message_bytes))
         operation = Operation(len(groups), lambda: answer_for(keys.keys))
         for group in groups:
@@ -207,7 +208,7 @@ class RowExchange:
                     sink,
                     operation.part_done,
                     priority,
-                    ROWS_FORM,
+                    form,
                 )
             )
         self._exchange.submit(
@@ -220,9 +221,9 @@ class RowExchange:
         return operation
 
 
-def _grouped(items: Sequence[_Item], group_bytes: int) -> Iterator[list[_Item]]:
+def _grouped(items: Sequence[Item], group_bytes: int) -> Iterator[list[Item]]:
     """Items for one server that travel together."""
-    filling: dict[int, tuple[list[_Item], int]] = {}
+    filling: dict[int, tuple[list[Item], int]] = {}
     for item in items:
         size = max(item.nbytes, item.answer_bytes)
         group, nbytes = filling.get(item.server, ([], 0))
@@ -235,7 +236,7 @@ def _grouped(items: Sequence[_Item], group_bytes: int) -> Iterator[list[_Item]]:
         yield group
 
 
-def _sink(group: Sequence[_Item], versions: dict[int, int]) -> Sink:
+def _sink(group: Sequence[Item], versions: dict[int, int]) -> Sink:
     def sink(indices: Sequence[int], pieces: Sequence[Piece], found: Sequence[int]) -> None:
         for index, piece, version in zip(indices, pieces, found, strict=True):
             item = group[index]
@@ -246,11 +247,11 @@ def _sink(group: Sequence[_Item], versions: dict[int, int]) -> Sink:
     return sink
 
 
-def _wanted(entry: KeyEntry, landing: Landing) -> Iterator[_Item]:
+def _wanted(entry: KeyEntry, landing: Landing) -> Iterator[Item]:
     """Asks the parts of a row-sparse key for rows."""
     stripes = entry.stripes
     row_bytes = landing.rows.shape[1] * landing.rows.itemsize
-    most_rows = max(_ANSWER_BYTES // max(row_bytes, 1), 1)
+    most_rows = max(ANSWER_BYTES // max(row_bytes, 1), 1)
     for index, share in enumerate(stripes.split(landing.ids)):
         at = share.at
         if isinstance(at, slice) and (len(share.ids) > most_rows):
@@ -261,7 +262,7 @@ def _wanted(entry: KeyEntry, landing: Landing) -> Iterator[_Item]:
             yield _ask_for_rows(entry, index, ids, landing.rows, rows)
 
 
-def _ask_for_rows(entry: KeyEntry, index: int, ids: Ids, into: RowValues, at: Any) -> _Item:
+def _ask_for_rows(entry: KeyEntry, index: int, ids: Ids, into: RowValues, at: Any) -> Item:
     id_bytes = id_bytes_for(entry.stripes.rows_of(index))
     width = into.shape[1]
     answer_bytes = len(ids) * width * into.itemsize
@@ -275,23 +276,23 @@ def _ask_for_rows(entry: KeyEntry, index: int, ids: Ids, into: RowValues, at: An
 
     server = node_id(Role.SERVER, entry.servers[index])
     nbytes = payload_bytes(len(ids), id_bytes, 0)
-    return _Item(server, entry.parts[index], nbytes, write, answer_bytes, receive)
+    return Item(server, entry.parts[index], nbytes, write, answer_bytes, receive)
 
 
-def _wanted_held(held: Held) -> Iterator[_Item]:
+def _wanted_held(held: Held) -> Iterator[Item]:
     """Asks the parts of a row-sparse key for all rows that are there."""
     entry = held.entry
     width = width_of(entry.spec.shape)
     row_bytes = width * entry.spec.dtype.itemsize
     for index in range(len(entry.servers)):
         num_rows = entry.stripes.rows_of(index)
-        step = max(_ANSWER_BYTES // max(row_bytes, 8), -(-num_rows // _MOST_RANGES), 1)
+        step = max(ANSWER_BYTES // max(row_bytes, 8), -(-num_rows // _MOST_RANGES), 1)
         for start in range(0, max(num_rows, 1), step):
             count = min(step, num_rows - start)
             yield _ask_for_held(held, index, start, count)
 
 
-def _ask_for_held(held: Held, index: int, start: int, count: int) -> _Item:
+def _ask_for_held(held: Held, index: int, start: int, count: int) -> Item:
     entry = held.entry
     width, dtype = width_of(entry.spec.shape), entry.spec.dtype
 
@@ -307,7 +308,7 @@ def _ask_for_held(held: Held, index: int, start: int, count: int) -> _Item:
 
     server = node_id(Role.SERVER, entry.servers[index])
     # The answer may be as large as that; what it is shows when it is there.
-    return _Item(server, entry.parts[index], payload_bytes(0, 0, 0), write, 0, receive)
+    return Item(server, entry.parts[index], payload_bytes(0, 0, 0), write, 0, receive)
 
 
 # -- rows of dense keys -------------------------------------------------------------------
@@ -339,7 +340,7 @@ def _cuts(entry: KeyEntry, ids: Ids) -> Iterator[_Cuts]:
         yield _Cuts(index, cut, mine, low * width + front, high * width - back)
 
 
-def _cut(entry: KeyEntry, value: Contribution) -> Iterator[_Item]:
+def _cut(entry: KeyEntry, value: Contribution) -> Iterator[Item]:
     """Pushes rows to the parts of a dense key."""
     dtype = entry.spec.dtype
     flat = np.ascontiguousarray(value.values, dtype).reshape(-1)
@@ -358,10 +359,10 @@ def _cut(entry: KeyEntry, value: Contribution) -> Iterator[_Item]:
 
         nbytes = payload_bytes(len(ids), id_bytes, (stop - start) * dtype.itemsize)
         server = node_id(Role.SERVER, entry.servers[index])
-        yield _Item(server, entry.parts[index], nbytes, write)
+        yield Item(server, entry.parts[index], nbytes, write)
 
 
-def _wanted_cut(entry: KeyEntry, landing: Landing) -> Iterator[_Item]:
+def _wanted_cut(entry: KeyEntry, landing: Landing) -> Iterator[Item]:
     """Asks the parts of a dense key for rows."""
     flat = landing.rows.reshape(-1)
     for index, cut, ids, start, stop in _cuts(entry, landing.ids):
@@ -379,7 +380,7 @@ def _wanted_cut(entry: KeyEntry, landing: Landing) -> Iterator[_Item]:
 
         server = node_id(Role.SERVER, entry.servers[index])
         nbytes = payload_bytes(len(ids), id_bytes, 0)
-        yield _Item(server, entry.parts[index], nbytes, write, answer_bytes, receive)
+        yield Item(server, entry.parts[index], nbytes, write, answer_bytes, receive)
 
 
 def _check_answer(entry: KeyEntry, found: int, wanted: int) -> None:
