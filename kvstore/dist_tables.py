@@ -16,12 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.arrays import Array, adapter_for
-from kvstore.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    NotSupportedError,
-    ValueMismatchError,
-)
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, ValueMismatchError
 from kvstore.exchange import Exchange
 from kvstore.keys import Key, KeyList
 from kvstore.operation import Operation
@@ -34,8 +29,8 @@ from kvstore.sparse.ids import Ids
 from kvstore.sparse.payload import Bytes
 from kvstore.sparse.sums import RowValues, sum_repeated
 from kvstore.table_calls import check_name, check_out, checked_gradients, warn_of_checkpoint
+from kvstore.table_files import TableFiles, split
 from kvstore.tables.base import Path, Table, TableStatistics
-from kvstore.tables.hashing import shares_of
 from kvstore.tables.ids import checked_table_ids, first_appearances
 from kvstore.tables.payload import TABLE_FORM, Kind, payload_bytes, write_payload
 from kvstore.tables.plain import settings_to_plain
@@ -48,11 +43,6 @@ from pslite.ids import Role, node_id
 #: Parts of tables are numbered from here on, beyond those that the directory gives out.
 FIRST_PART = 1 << 40
 _MOST_CALLS = 1 << 20
-
-_FILES_REFUSED = (
-    "tables of dist stores have no files in this version: read table.rows() on one worker and "
-    "save what it gives"
-)
 
 
 class StoreCalls(NamedTuple):
@@ -146,6 +136,10 @@ class DistTable(Table):
         """The part of each server's share."""
         self.title = f"table {settings.name!r}"
         self._keys = KeyList((self.title,), ())
+        most_bytes = owner.node.config.max_message_bytes
+        self._files = TableFiles(
+            owner.servers.ask_each, owner.store.wait, parts, most_bytes, self.title
+        )
 
     # -- what it is ----------------------------------------------------------------------
 
@@ -215,7 +209,7 @@ class DistTable(Table):
         most_bytes = min(ANSWER_BYTES, self._owner.node.config.max_message_bytes // 2)
         row_bytes = self.dim * self.dtype.itemsize
         most_rows = max(most_bytes // max(row_bytes, 8), 1)
-        for share, places in enumerate(self._split(ids)):
+        for share, places in enumerate(split(ids, len(self.parts))):
             for start in range(0, len(places), most_rows):
                 yield self._ask(share, ids, into, places[start : start + most_rows], kind)
 
@@ -257,7 +251,7 @@ class DistTable(Table):
         """What all servers are told: a round needs a message of every worker to each of them."""
         return [
             self._pushed(share, ids[places], rows, places)
-            for share, places in enumerate(self._split(ids))
+            for share, places in enumerate(split(ids, len(self.parts)))
         ]
 
     def _pushed(self, share: int, ids: Ids, rows: RowValues, places: Ids) -> Item:
@@ -276,11 +270,6 @@ class DistTable(Table):
             np.take(rows, places, axis=0, out=out, mode="clip")
 
         return Item(_server(share), self.parts[share], nbytes, write)
-
-    def _split(self, ids: Ids) -> list[Ids]:
-        """Where the ids of each share stand."""
-        shares = shares_of(ids, len(self.parts))
-        return [np.flatnonzero(shares == share) for share in range(len(self.parts))]
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -308,29 +297,7 @@ class DistTable(Table):
 
     def ids(self) -> Ids:
         self._ready_to_ask()
-        found = [np.empty(0, np.int64)]
-        most = max(self._owner.node.config.max_message_bytes // 16, 1)
-        after: list[list[int]] = [[] for _ in self.parts]
-        while True:
-            pieces = self._held(after, most)
-            found += pieces
-            if all(len(piece) < most for piece in pieces):
-                return np.sort(np.concatenate(found))
-            after = [
-                [int(piece[-1])] if len(piece) else before
-                for piece, before in zip(pieces, after, strict=True)
-            ]
-
-    def _held(self, after: Sequence[list[int]], most: int) -> list[Ids]:
-        """The ids of each share, sorted, above the one before if there is any."""
-        bodies = [pack(part, last, most) for part, last in zip(self.parts, after, strict=True)]
-        asked = self._owner.servers.ask_each(StoreCall.HELD_OF_TABLE, bodies)
-        found = []
-        for reply in self._owner.store.wait(asked):
-            if len(reply.frames) != 1 or memoryview(reply.frames[0]).nbytes % 8:
-                raise ProtocolError(f"{self.title}: a server's list of ids is malformed")
-            found.append(np.frombuffer(reply.frames[0], "<i8").astype(np.int64, copy=False))
-        return found
+        return self._files.held().ids
 
     def rows(self, block_rows: int = 65536) -> Iterator[tuple[Ids, np.ndarray[Any, Any]]]:
         if block_rows < 1:
@@ -340,31 +307,42 @@ class DistTable(Table):
     def _blocks(self, ids: Ids, block_rows: int) -> Iterator[tuple[Ids, np.ndarray[Any, Any]]]:
         for start in range(0, len(ids), block_rows):
             self._ready_to_ask()
-            yield self._read(ids[start : start + block_rows])
-
-    def _read(self, ids: Ids) -> tuple[Ids, RowValues]:
-        """Those of these sorted ids that have rows, and the rows."""
-        split = self._split(ids)
-        bodies = [pack(part) for part in self.parts]
-        frames = [[ids[places].astype("<i8").data] for places in split]
-        asked = self._owner.servers.ask_each(StoreCall.READ_TABLE, bodies, frames)
-        rows: RowValues = np.empty((len(ids), self.dim), self.dtype)
-        is_there = np.zeros(len(ids), np.bool_)
-        for places, reply in zip(split, self._owner.store.wait(asked), strict=True):
-            flags, values = (np.frombuffer(frame, np.uint8) for frame in reply.frames)
-            held = places[flags.view(np.bool_)]
-            is_there[held] = True
-            rows[held] = values.view(self.dtype).reshape(len(held), self.dim)
-        return ids[is_there], rows[is_there]
+            block = ids[start : start + block_rows]
+            is_there, (rows,) = self._files.read(block, [self.dtype], self.dim)
+            yield block[is_there], rows[is_there]
 
     def export(self, path: Path, *, states: bool = True) -> int:
-        raise NotSupportedError(_FILES_REFUSED)
+        return self._export(path, None, states=states)
 
     def export_delta(self, mark: int, path: Path, *, states: bool = True) -> int:
-        raise NotSupportedError(_FILES_REFUSED)
+        if type(mark) is not int or not 0 <= mark < self._next_mark():
+            raise ArgumentValueError(
+                f"{mark!r} is no mark of table {self.name!r}: pass what export or export_delta "
+                "returned"
+            )
+        return self._export(path, mark, states=states)
+
+    def _export(self, path: Path, since: int | None, *, states: bool) -> int:
+        self._check()
+        optimizer = self._optimizer if states else None
+        self._owner.store.settle()
+        self._owner.together(
+            f"export of {self.title} (since mark {since}, states={bool(states)})",
+            lambda _: self._files.write(path, self._settings, optimizer, since),
+        )
+        return self._next_mark() - 1
+
+    def _next_mark(self) -> int:
+        self._check()
+        return self._files.numbers().next_mark
 
     def load(self, path: Path) -> None:
-        raise NotSupportedError(_FILES_REFUSED)
+        self._check()
+        self._owner.store.settle()
+        self._owner.together(
+            f"load of {self.title}",
+            lambda _: self._files.load(path, self._settings, self._optimizer),
+        )
 
     def close(self) -> None:
         owner = self._owner

@@ -65,6 +65,10 @@ class StoreCall(enum.IntEnum):
     TABLE_STATS = 17
     HELD_OF_TABLE = 18
     READ_TABLE = 19
+    MARK_TABLE = 20
+    BEGIN_LOADING = 21
+    LOAD_ROWS = 22
+    END_LOADING = 23
 
 
 class Declared(NamedTuple):

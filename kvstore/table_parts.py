@@ -19,6 +19,7 @@ from kvstore.arena import StoreState
 from kvstore.sparse.ids import Ids
 from kvstore.sparse.payload import Bytes
 from kvstore.sparse.sums import Contribution
+from kvstore.tables.loading import Loading
 from kvstore.tables.payload import Kind, read_payload
 from kvstore.tables.share import TableShare
 from pslite.errors import ProtocolError
@@ -50,6 +51,8 @@ class TablePart:
         self.lane = lane
         self.number = number
         self.share = share
+        self.loading: Loading | None = None
+        """The export that is coming."""
         self.lock = threading.Lock()
         """Guards the share: pulls come on the I/O thread, all else on the lane's."""
 

@@ -16,6 +16,7 @@ from kvstore.dist_tables import DistTable, _statistics_in
 from kvstore.errors import (
     ArgumentTypeError,
     ArgumentValueError,
+    CheckpointError,
     DuplicateKeyError,
     NotSupportedError,
     UsageError,
@@ -23,7 +24,9 @@ from kvstore.errors import (
 )
 from kvstore.protocol import StoreCall, pack
 from kvstore.row_exchange import Item
+from kvstore.tables.files import TableFile
 from kvstore.tables.payload import TABLE_FORM
+from kvstore.tables.plain import settings_to_plain
 from pslite.errors import ClosedError, ProtocolError
 from pslite.ids import Role, node_id
 
@@ -196,18 +199,7 @@ def test_all_rows_come_sorted_by_id(tables: Any) -> None:
     for pieces in (list(tables[1].rows(7)), list(tables[0].rows())):
         np.testing.assert_array_equal(np.concatenate([piece for piece, _ in pieces]), ids)
         assert all((rows == 0.5).all() and len(rows) == len(piece) for piece, rows in pieces)
-    found = list(_pages(tables[0], 3))
-    np.testing.assert_array_equal(np.sort(np.concatenate(found)), ids)
-
-
-def _pages(table: Any, most: int) -> Iterator[Any]:
-    after: list[list[int]] = [[] for _ in table.parts]
-    while True:
-        pieces = table._held(after, most)
-        yield from pieces
-        if not any(map(len, pieces)):
-            return
-        after = [[int(p[-1])] if len(p) else a for p, a in zip(pieces, after, strict=True)]
+    np.testing.assert_array_equal(tables[0]._files.held(3).ids, ids)
 
 
 def test_the_optimizer_of_a_table_changes_on_all_servers(shared: Workers, tables: Any) -> None:
@@ -224,6 +216,160 @@ def test_the_optimizer_of_a_table_changes_on_all_servers(shared: Workers, tables
     for rate, rows in shared.run(script):
         assert rate == 0.25
         assert (rows == 0.25).all()
+
+
+# -- files --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 5])
+def test_an_export_is_that_of_a_local_table(num_servers: int, tmp_path: Any) -> None:
+    def script(kv: KVStore) -> Any:
+        folder = tmp_path / kv.type
+        folder.mkdir()
+        table = kv.create_table("user", 2, optimizer="adam", dtype="float16")
+        for ids in (IDS[:20], IDS[10:]):
+            table.pull(ids)
+            table.push(ids, np.ones((len(ids), 2), np.float16))
+        marks = [table.export(folder / "all")]
+        table.push(IDS[5:9], np.ones((4, 2), np.float16))
+        table.pull([77])
+        marks.append(table.export_delta(marks[0], folder / "changes"))
+        marks.append(table.export_delta(marks[1], folder / "none", states=False))
+        return marks
+
+    with Workers("dist_sync", 1, num_servers) as workers:
+        (marks,) = workers.run(script)
+    with mx.create("local") as kv:
+        assert script(kv) == marks == [1, 2, 3]
+    with mx.create("local") as kv:
+        follower = kv.create_table("user", 2, optimizer="adam", dtype="float16")
+        for name in ("all", "changes", "none"):
+            with (
+                TableFile(tmp_path / "local" / name) as expected,
+                TableFile(tmp_path / "dist_sync" / name) as found,
+            ):
+                for field in ("ids", "kept", "since", "mark", "time", "count", "optimizer"):
+                    np.testing.assert_array_equal(getattr(found, field), getattr(expected, field))
+                for array in expected._file.names:
+                    if not array.endswith("touched"):
+                        want, got = expected._file.read(array), found._file.read(array)
+                        assert want.tobytes() == got.tobytes()
+            follower.load(tmp_path / "dist_sync" / name)
+        assert follower.size == 41
+
+
+def test_all_workers_get_the_mark_of_an_export(shared: Workers, tmp_path: Any) -> None:
+    def script(kv: KVStore) -> Any:
+        table = kv.create_table("user", 2)
+        table.pull(IDS)
+        mark = table.export(tmp_path / "all")
+        with pytest.raises(ArgumentValueError, match="is no mark of table 'user'"):
+            table.export_delta(mark + 1, tmp_path / "changes")
+        return mark
+
+    assert shared.run(script) == [1, 1]
+    with mx.create("local") as kv:
+        table = kv.create_table("user", 2)
+        table.load(tmp_path / "all")
+        np.testing.assert_array_equal(table.ids(), np.sort(IDS.view(np.int64)))
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_a_table_that_loads_an_export_goes_on_as_the_one_that_wrote_it(
+    kind: str, num_servers: int, tmp_path: Any
+) -> None:
+    """Whatever the number of servers; and so does one that follows by deltas."""
+
+    def write(kv: KVStore) -> Any:
+        table = kv.create_table("user", 2, optimizer="adam")
+        table.push(IDS[:30], np.ones((30, 2), np.float32))
+        mark = table.export(tmp_path / "all")
+        table.push(IDS[10:], np.ones((30, 2), np.float32))
+        table.export_delta(mark, tmp_path / "changes")
+        return go_on(table)
+
+    def go_on(table: Any) -> Any:
+        table.push(IDS[5:15], np.ones((10, 2), np.float32))
+        return table.pull(IDS), table.statistics().pushes, table.size
+
+    def follow(kv: KVStore) -> Any:
+        table = kv.create_table("user", 2, optimizer="adam")
+        table.pull([1, 2, 3])
+        with pytest.raises(CheckpointError, match="load the full export"):
+            table.load(tmp_path / "changes")
+        table.load(tmp_path / "all")
+        table.load(tmp_path / "changes")
+        assert table.ids().tolist() == np.sort(IDS.view(np.int64)).tolist()
+
+    with Workers("dist_sync", 1, 2) as workers:
+        (expected,) = workers.run(write)
+    with Workers(kind, 1, num_servers) as workers:
+        workers.run(follow)
+        table = workers.stores[0]._tables._tables["user"]  # type: ignore[attr-defined]
+        rows, pushes, size = workers.run(lambda _: go_on(table))[0]
+    np.testing.assert_array_equal(rows, expected[0])
+    assert (pushes, size) == expected[1:]
+
+
+def test_all_workers_load_and_see_an_error_of_a_file(
+    shared: Workers, tables: Any, tmp_path: Any
+) -> None:
+    with mx.create("local") as kv:
+        local = kv.create_table("t", 2)
+        local.pull(IDS)
+        local.export(tmp_path / "all", states=False)
+        kv.create_table("wide", 3).export(tmp_path / "wide")
+
+    def script(kv: KVStore) -> Any:
+        table = tables[kv.rank]
+        for name, text in (("wide", "rows are 3 of float32"), ("nothing", "cannot read")):
+            with pytest.raises(CheckpointError, match=text):
+                table.load(tmp_path / name)
+        table.load(tmp_path / "all")
+        return table.size
+
+    assert shared.run(script) == [40, 40]
+
+
+def test_numbers_of_64_bits_travel() -> None:
+    seed, ttl = 2**64 - 1, 2**63
+
+    def script(kv: KVStore) -> Any:
+        table = kv.create_table("t", 2, seed=seed, ttl=ttl, init="normal", dtype="float64")
+        return table.pull(IDS)
+
+    with mx.create("local") as kv:
+        expected = script(kv)
+    with Workers("dist_async", 1, 2) as workers:
+        np.testing.assert_array_equal(workers.run(script)[0], expected)
+
+
+def test_rows_beyond_the_capacity_are_left_out_when_an_export_is_loaded(tmp_path: Any) -> None:
+    def script(kv: KVStore) -> Any:
+        with mx.create("local") as local:
+            table = local.create_table("t", 2)
+            table.pull(IDS)
+            table.export(tmp_path / "all")
+        small = kv.create_table("t", 2, capacity=10)
+        small.load(tmp_path / "all")
+        return small.statistics()
+
+    with Workers("dist_sync", 1, 2) as workers:
+        ((seen),) = workers.run(script)
+    assert seen.rows == 10
+    assert seen.nbytes <= seen.limit_bytes
+
+
+def test_an_export_that_cannot_be_written_is_an_error_of_all_workers(
+    shared: Workers, tables: Any, tmp_path: Any
+) -> None:
+    def script(kv: KVStore) -> Any:
+        with pytest.raises(CheckpointError):
+            tables[kv.rank].export(tmp_path / "nowhere" / "all")
+        return tables[kv.rank].export(tmp_path / "all")
+
+    assert shared.run(script) == [2, 2]
 
 
 # -- what is refused ----------------------------------------------------------------------
@@ -333,6 +479,81 @@ def test_servers_refuse_payloads_that_make_no_sense(
     with pytest.raises(ProtocolError, match=text):
         sent.future.result(20)
     assert (tables[1].pull(IDS) == 0.5).all()
+
+
+def longs(*numbers: int) -> bytes:
+    return np.array(numbers, "<i8").tobytes()
+
+
+WRONG: dict[str, tuple[StoreCall, tuple[Any, ...], list[bytes]]] = {
+    "held after two": (StoreCall.HELD_OF_TABLE, ([1, 2], 5), []),
+    "held after text": (StoreCall.HELD_OF_TABLE, (["a"], 5), []),
+    "held after no id": (StoreCall.HELD_OF_TABLE, ([2**63], 5), []),
+    "read half an id": (StoreCall.READ_TABLE, (False,), [b"1234"]),
+    "read nothing": (StoreCall.READ_TABLE, (False,), []),
+    "large mark": (StoreCall.MARK_TABLE, (2**40,), []),
+    "optimizer of a number": (StoreCall.TABLE_OPTIMIZER, (False, [1, {}]), []),
+    "load too few": (StoreCall.BEGIN_LOADING, (False, 1), [longs(1)]),
+    "load unsorted": (StoreCall.BEGIN_LOADING, (False, 1), [longs(2, 1), longs(0, 0), b"", b""]),
+    "load late": (StoreCall.BEGIN_LOADING, (False, 1), [longs(1), longs(2**62 + 2**30), b"", b""]),
+    "load negative": (StoreCall.BEGIN_LOADING, (True, -1), [b""] * 4),
+    "end at no time": (StoreCall.END_LOADING, (-1, 0), []),
+    "rows without": (StoreCall.LOAD_ROWS, (), [longs(1), longs(1)]),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_servers_refuse_requests_that_make_no_sense(tables: Any, name: str) -> None:
+    table = tables[0]
+    table.pull(IDS)
+    call, fields, frames = WRONG[name]
+    bodies = [pack(part, *fields) for part in table.parts]
+    asked = table._owner.servers.ask_each(call, bodies, [frames] * len(table.parts))
+    with pytest.raises(ProtocolError):
+        asked.result(20)
+    assert table.size == len(IDS)
+
+
+def test_rows_that_are_loaded_have_to_fit(tables: Any) -> None:
+    table = tables[0]
+    ask, parts = table._owner.servers.ask_each, table.parts
+
+    def load(*frames: bytes) -> None:
+        bodies = [pack(part) for part in parts]
+        ask(StoreCall.LOAD_ROWS, bodies, [frames] * len(parts)).result(20)
+
+    with pytest.raises(UsageError, match="the table 't' is not being loaded"):
+        load(longs(7), longs(0), bytes(8))
+    begin = [pack(part, False, 1) for part in parts]
+    ask(StoreCall.BEGIN_LOADING, begin, [[longs(7), longs(0), b"", b""]] * len(parts)).result(20)
+    for wrong in ([bytes(7)], [bytes(16)], [bytes(8), bytes(8)]):
+        with pytest.raises(ProtocolError):
+            load(longs(7), longs(0), *wrong)
+    load(longs(7), longs(0), np.float32([3, 4]).tobytes())
+    ask(StoreCall.END_LOADING, [pack(part, 5, -1) for part in parts]).result(20)
+    assert table.pull([7], touch=False).tolist() == [[3, 4]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {3: "huge"},
+        {4: "1"},
+        {1: 0},
+        {2: "<i4"},
+        {5: -1},
+        {0: ""},
+        {8: None},
+    ],
+    ids=str,
+)
+def test_servers_refuse_settings_that_make_no_sense(tables: Any, wrong: dict[int, Any]) -> None:
+    servers = tables[0]._owner.servers
+    plain = settings_to_plain(tables[0]._settings)
+    plain = [wrong.get(at, value) for at, value in enumerate(plain)]
+    with pytest.raises(ProtocolError):
+        servers.make_table([2**41, 2**41 + 1], plain, []).result(20)
+    assert tables[0].pull([5]).tolist() == [[0.5, 0.5]]
 
 
 def test_names_are_taken_until_a_table_is_closed(shared: Workers) -> None:

@@ -197,6 +197,9 @@ def test_a_growing_table_on_two_servers_learns_from_two_workers(make_job: MakeJo
     lines = launch(make_job, "examples/kvstore/table.py", "--kv-store", "dist_sync", num_servers=2)
     for rank in range(2):
         *quarters, rows, memory = lines[rank]
+        if rank == 0:
+            whole, changes = (int(number) for number in re.findall(r"\d+", quarters.pop()))
+            assert 1000 < changes < whole
         errors = [float(re.findall(r"error ([\d.]+)", line)[0]) for line in quarters]
         assert len(errors) == 4
         assert errors[-1] < 0.2 * errors[0]
