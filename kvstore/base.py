@@ -538,7 +538,7 @@ class KVStore(KVStoreBase, abc.ABC):
         compression off. ``docs/compression.md`` has the codecs and their parameters. What
         codecs leave out is added to the next push of the key (error feedback) where they do
         that; it is forgotten by this call. With several workers all of them have to call it, with
-        the same parameters.
+        the same parameters; no thread may push or pull meanwhile (``UsageError``).
 
         Raises ``ArgumentTypeError`` and ``ArgumentValueError``, which list what there is.
         """

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvstore.aggregate import Flat
 from kvstore.compression import Chain, Compression, Draw, Residuals
-from kvstore.errors import NotSupportedError
+from kvstore.errors import NotSupportedError, UnknownKeyError
 from kvstore.keys import Key, KeyList
 from kvstore.plan import Bytes, Coded, Decoder, Group, Slice
 from kvstore.protocol import KeyEntry
@@ -53,9 +53,12 @@ class _Layout(NamedTuple):
 class Coding:
     """The encoding of one store on one worker."""
 
-    def __init__(self, compression: Compression, entries: Mapping[Key, KeyEntry]) -> None:
+    def __init__(
+        self, compression: Compression, entries: Mapping[Key, KeyEntry], num_workers: int
+    ) -> None:
         """``entries`` are the store's keys, as they come and go."""
         self.compression = compression
+        self._num_workers = num_workers
         self.residuals = Residuals()
         self._entries = entries
         # Guards what follows, and the residuals: two threads may push one key.
@@ -102,13 +105,13 @@ class Coding:
     def save(self, path: Path) -> None:
         """Write what is owed. Raises ``CheckpointError``."""
         with self._lock:
-            save_residuals(path, self.compression, self.residuals)
+            save_residuals(path, self.compression, self.residuals, self._num_workers)
 
     def load(self, path: Path) -> None:
         """Owe what is in this file, and nothing else. Raises ``CheckpointError``."""
         specs = {key: entry.spec for key, entry in self._entries.items()}
         with self._lock:
-            load_residuals(path, self.compression, self.residuals, specs)
+            load_residuals(path, self.compression, self.residuals, specs, self._num_workers)
 
     # -- what is pushed ----------------------------------------------------------------
 
@@ -132,12 +135,20 @@ class Coding:
         stops = list(accumulate(sizes))
         found = list(sources)
         with self._lock:
+            self._check_known(keys.keys, layouts)
             for index, layout in enumerate(layouts):
                 if layout is not None:
                     encoded = memory[stops[index] - sizes[index] : stops[index]]
                     self._encode(keys.keys[index], layout, typed[index], encoded)
                     found[index] = encoded
         return found, all(layout is not None for layout in layouts)
+
+    def _check_known(self, keys: Sequence[Key], layouts: Sequence[_Layout | None]) -> None:
+        """Raise ``UnknownKeyError`` for a key that another thread has deleted meanwhile."""
+        for key, layout in zip(keys, layouts, strict=True):
+            entry = self._entries.get(key)
+            if layout is not None and (entry is None or entry.first_part != layout.first_part):
+                raise UnknownKeyError(f"the key {key!r} was deleted")
 
     def _encode(self, key: Key, layout: _Layout, values: Flat, memory: Bytes) -> None:
         chain = layout.chain

@@ -10,13 +10,14 @@ only calls that return futures work.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvstore.arrays import Array, adapter_for
 from kvstore.base import Path
 from kvstore.calls import AddUp, Checked, sums_on_host, values_to_fill, values_to_push
+from kvstore.coding import Coding
 from kvstore.dist_control import DistControl
 from kvstore.dist_rows import RowCalls
 from kvstore.dist_tables import DistTables, StoreCalls
@@ -32,6 +33,18 @@ from kvstore.sparse.array import RowSparseArray
 from kvstore.tables.base import Table
 from pslite import Future, Postoffice
 from pslite.future import gather, settled
+
+
+class _ToSend(NamedTuple):
+    """What a call pushes, as it travels."""
+
+    memories: Sequence[Bytes]
+    are_ours: bool
+    """Whether none of them is the caller's."""
+    is_small: bool
+    """Whether there is room for others in the same message."""
+    coding: Coding | None
+    """By which it was encoded, where it was."""
 
 
 def create_dist(canonical: str, name: str, *, node: Postoffice | None = None) -> DistKVStore:
@@ -289,11 +302,14 @@ class DistKVStore(DistControl):
 
     def _push(self, pushed: Checked, priority: int, *, copy: bool) -> Future[None]:
         """Push; with ``copy`` the arrays are the caller's again at once."""
-        sources, are_ours = self._to_send(pushed)
-        if self._is_small(pushed.keys):
-            return self._exchange.join(pushed.keys, sources, None, priority)
-        copy = copy and not are_ours
-        return self._exchange.begin(pushed.keys, sources, None, priority, copy=copy).future
+        sent = self._to_send(pushed)
+        if sent.is_small:
+            return self._exchange.join(pushed.keys, sent.memories, None, priority, sent.coding)
+        copy = copy and not sent.are_ours
+        operation = self._exchange.begin(
+            pushed.keys, sent.memories, None, priority, copy=copy, coding=sent.coding
+        )
+        return operation.future
 
     def _push_rows(self, pushed: Checked, priority: int) -> None:
         """``push`` of keys with rows among them."""
@@ -343,10 +359,10 @@ class DistKVStore(DistControl):
     def _begin_pushpull(
         self, pushed: Checked, filled: Checked, priority: int
     ) -> tuple[Operation, Landing]:
-        sources, _ = self._to_send(pushed)
+        sent = self._to_send(pushed)
         landing = filled.landing()
         operation = self._exchange.begin(
-            pushed.keys, sources, landing.memories, priority, copy=False
+            pushed.keys, sent.memories, landing.memories, priority, copy=False, coding=sent.coding
         )
         return operation, landing
 
@@ -354,13 +370,15 @@ class DistKVStore(DistControl):
         self, pushed: Checked, filled: Checked, priority: int
     ) -> tuple[Future[None], Landing]:
         """The pushed arrays are the caller's again at once."""
-        keys = pushed.keys
-        sources, are_ours = self._to_send(pushed)
+        keys, sent = pushed.keys, self._to_send(pushed)
         landing = filled.landing()
-        if self._is_small(keys):
-            return self._exchange.join(keys, sources, landing.memories, priority), landing
-        copy = not are_ours
-        operation = self._exchange.begin(keys, sources, landing.memories, priority, copy=copy)
+        into, coding = landing.memories, sent.coding
+        if sent.is_small:
+            return self._exchange.join(keys, sent.memories, into, priority, coding), landing
+        copy = not sent.are_ours
+        operation = self._exchange.begin(
+            keys, sent.memories, into, priority, copy=copy, coding=coding
+        )
         return operation.future, landing
 
     def _let_arrive(
@@ -372,20 +390,16 @@ class DistKVStore(DistControl):
             begin_writing(arrived, arrays, self._wait)
         return arrived
 
-    def _is_small(self, keys: KeyList) -> bool:
-        """Whether there is room for others in the same message."""
+    def _to_send(self, pushed: Checked) -> _ToSend:
+        """What travels for each key."""
         coding = self._exchange.coding
-        is_coded = coding is not None and coding.concerns(keys.keys)
-        return keys.nbytes <= self._exchange.message_bytes and not is_coded
-
-    def _to_send(self, pushed: Checked) -> tuple[Sequence[Bytes], bool]:
-        """What travels for each key, and whether none of it is the caller's memory."""
         sources, are_ours = pushed.memory_to_send(self._add_up)
-        coding = self._exchange.coding
         if coding is None or not coding.concerns(pushed.keys.keys):
-            return sources, are_ours
+            is_small = pushed.keys.nbytes <= self._exchange.message_bytes
+            return _ToSend(sources, are_ours, is_small, coding)
+        self._exchange.check_coding(coding)  # before anything is kept of the values
         sources, all_coded = coding.encode(pushed.keys, sources, self._node.buffer)
-        return sources, are_ours or all_coded
+        return _ToSend(sources, are_ours or all_coded, False, coding)
 
     def _keep_to_window(self, keys: KeyList) -> None:
         """Wait while this worker's pushes of a key are too far ahead of the others'."""

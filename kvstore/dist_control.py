@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from kvstore.optimizer.base import Number, Optimizer
 from kvstore.optimizer.plain import to_plain
 from kvstore.progress import progress_of
 from kvstore.protocol import CLOSING, KeyEntry
-from kvstore.residual_files import path_beside_states, path_in_checkpoint
+from kvstore.residual_files import path_beside_states, path_in_checkpoint, remove_beyond
 from kvstore.saving import (
     Checkpoint,
     Content,
@@ -159,8 +160,9 @@ class DistControl(KVStore):
     def set_gradient_compression(self, compression_params: CompressionParams) -> None:
         compression = Compression.of(compression_params)
         self._check_may_wait()
-        self._settle()
-        coding = Coding(compression, self._exchange.entries) if compression.rules else None
+        coding = None
+        if compression.rules:
+            coding = Coding(compression, self._exchange.entries, self.num_workers)
         plain = compression.plain()
 
         def tell() -> Sequence[Key]:
@@ -168,8 +170,10 @@ class DistControl(KVStore):
             self._wait(self._servers.set_compression(plain, entries, coding))
             return ()
 
-        self._together(f"set_gradient_compression({plain})", tell)
-        self._exchange.set_coding(coding)
+        with self._exchange.changing_coding():
+            self._settle()
+            self._together(f"set_gradient_compression({plain})", tell)
+            self._exchange.set_coding(coding)
 
     # -- keys --------------------------------------------------------------------------
 
@@ -203,7 +207,7 @@ class DistControl(KVStore):
     # -- files -------------------------------------------------------------------------
 
     def save_checkpoint(self, directory: Path) -> None:
-        self._save_residuals(path_in_checkpoint(directory, self.rank))
+        self._save_residuals(partial(path_in_checkpoint, directory))
         self._save(
             lambda contents, optimizer, pieces: write_checkpoint(
                 directory, contents, optimizer, pieces
@@ -211,15 +215,18 @@ class DistControl(KVStore):
         )
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
-        self._save_residuals(path_beside_states(fname, self.rank))
+        self._save_residuals(partial(path_beside_states, fname))
         self._save(
             lambda contents, optimizer, pieces: write_states(
                 fname, contents, optimizer, pieces, dump_optimizer=dump_optimizer
             )
         )
 
-    def _save_residuals(self, path: pathlib.Path) -> None:
+    def _save_residuals(self, path_of: Callable[[int], pathlib.Path]) -> None:
         self._check()
+        if self._servers.decides:
+            remove_beyond(path_of, self.num_workers)
+        path = path_of(self.rank)
         coding = self._exchange.coding
         if coding is None:
             path.unlink(missing_ok=True)  # of an earlier save
@@ -393,6 +400,7 @@ class DistControl(KVStore):
         return [self._table.spec(key) for key in keys]
 
     def _init(self, specs: Mapping[Key, KeySpec], hosts: Sequence[HostValue]) -> Future[None]:
+        self._exchange.check_coding(self._exchange.coding)
         # Sizes are checked by the directory: a rank that raised here would leave others waiting.
         whole = self._optimizer is not None and self._optimizer.scope == "key"
         made = self._servers.init(
@@ -409,7 +417,7 @@ class DistControl(KVStore):
 
     def _settle(self) -> None:
         """Wait until nothing of this store is under way; errors are left to who waits for them."""
-        self._wait(settled(self._exchange.unfinished()))
+        self._wait(settled([*self._exchange.unfinished(), *self._inits.of()]))
 
     def _together(self, name: str, act: Callable[[], Sequence[Key]]) -> list[KeyEntry]:
         """Once all workers have come here, have the lowest rank ``act``; all see its error.

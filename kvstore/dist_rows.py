@@ -53,7 +53,11 @@ class RowCalls:
         if hollow:
             nothing = [np.empty(0, np.uint8)] * len(hollow)
             empty = self._table.listed(tuple(hollow))
-            pushed.append(self._exchange.begin(empty, nothing, None, priority, copy=True).future)
+            coding = self._exchange.coding
+            operation = self._exchange.begin(
+                empty, nothing, None, priority, copy=True, coding=coding
+            )
+            pushed.append(operation.future)
         return pushed[0] if len(pushed) == 1 else gather(pushed)
 
     def _is_hollow(self, key: Key) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from kvstore.plan import (
 from kvstore.progress import progress_of
 from kvstore.protocol import KeyEntry
 from pslite import Future, Postoffice
+from pslite.errors import UsageError
 from pslite.future import completed
 from pslite.plane import Piece, Sink, Transfer
 
@@ -69,6 +71,8 @@ class Exchange:
         self._batch: Batch | None = None
         #: How values are encoded; None: they are not.
         self.coding: Coding | None = None
+        #: Another encoding is being agreed upon.
+        self._is_changing = False
         #: Whether many calls came together the last time.
         self._is_in_loop = False
         node.traffic.add_owner(self)
@@ -100,11 +104,32 @@ class Exchange:
                 self._places[entry.key] = places_of(entry)
             self.entries[entry.key] = entry
 
+    @contextmanager
+    def changing_coding(self) -> Iterator[None]:
+        """While another encoding is agreed upon, pushes and pulls raise ``UsageError``."""
+        with self._lock:
+            self.check_coding(self.coding)
+            self._is_changing = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_changing = False
+
     def set_coding(self, coding: Coding | None) -> None:
-        """From now on values travel so; nothing is under way."""
-        self.coding = coding
-        self._plans.forget()
-        self._recipes.forget()
+        """From now on values travel so. Nothing is under way, within ``changing_coding``."""
+        with self._lock:
+            self.coding = coding
+            self._plans.forget()
+            self._recipes.forget()
+
+    def check_coding(self, coding: Coding | None) -> None:
+        """Raise ``UsageError`` unless what was encoded by this one may be sent."""
+        if self._is_changing or self.coding is not coding:
+            raise UsageError(
+                "set_gradient_compression is called by another thread meanwhile: no thread may "
+                "init, push or pull while it is"
+            )
 
     def remove(self, keys: Sequence[Key]) -> None:
         """These keys are gone."""
@@ -138,13 +163,17 @@ class Exchange:
         *,
         copy: bool,
         versions: dict[int, int] | None = None,
+        coding: Coding | None = None,
     ) -> Operation:
         """Push ``sources``, pull into ``targets``, or both; ``copy`` frees the sources at once.
 
         Else they must stay as they are until the operation is over, which keeps them. Both have
-        the flat memory of each key's value. ``versions`` is filled with the version of each part
-        that is pulled.
+        the flat memory of each key's value, or of what ``coding`` has made of it to be pushed.
+        ``versions`` is filled with the version of each part that is pulled.
         """
+        if sources is None:
+            coding = self.coding
+        self.check_coding(coding)
         groups = self._plans.of(keys.keys)
         frames: Sequence[_Frames | None] = [None] * len(groups)
         if sources is not None:
@@ -165,7 +194,8 @@ class Exchange:
                 push_sizes=group.to_push.sizes,
             )
             operation.transfers.append(transfer)
-        self.submit(keys, operation, pushes=sources is not None, pulls=targets is not None)
+        pushes, pulls = sources is not None, targets is not None
+        self.submit(keys, operation, coding, pushes=pushes, pulls=pulls)
         return operation
 
     def _frames(
@@ -225,6 +255,7 @@ class Exchange:
         self,
         keys: KeyList,
         operation: Operation,
+        coding: Coding | None,
         *,
         pushes: bool,
         pulls: bool,
@@ -232,10 +263,12 @@ class Exchange:
     ) -> None:
         """Send an operation for these keys, after all that was said before; and count its bytes.
 
-        ``nbytes`` where they are not those of the keys' whole values.
+        ``coding`` is what was in use when it was made; ``nbytes`` where they are not those of the
+        keys' whole values. Raises ``UsageError`` while the encoding changes.
         """
         self._node.check_process()
         with self._lock:
+            self.check_coding(coding)
             self.send_joined()  # what comes now comes after this
             self._node.submit(operation.transfers)
             # Afterwards: what an interrupt kept from being sent would be waited for without end.
@@ -271,6 +304,7 @@ class Exchange:
         sources: Sequence[Bytes] | None,
         targets: Sequence[Bytes] | None,
         priority: int,
+        coding: Coding | None = None,
     ) -> Future[None]:
         """``begin``, together with others that come soon, unless ``send_joined`` is called.
 
@@ -281,6 +315,7 @@ class Exchange:
         self._node.check_process()
         pushes = sources is not None
         with self._lock:
+            self.check_coding(coding if pushes else self.coding)
             batch = self._batch
             if batch is not None and sources is None and targets is not None:
                 last = batch.pull_last(keys.keys, targets, priority, keys.nbytes)
@@ -424,7 +459,14 @@ class Exchange:
             for number in load.each:
                 calls[number].left += 1
             transfer = Transfer(
-                group.server, group.parts, group.pull_sizes, frames, sink, _unused, load.priority
+                group.server,
+                group.parts,
+                group.pull_sizes,
+                frames,
+                sink,
+                _unused,
+                load.priority,
+                push_sizes=group.to_push.sizes,
             )
             transfer.done = _telling(transfer, load, calls)
             transfers.append(transfer)

@@ -241,6 +241,9 @@ class LocalKVStore(KVStore):
         if self._coding is None:
             return self._rows.pushed(key, value)
         groups = self._table.check_push(key, value)
+        if self._optimizer is not None:
+            for item in groups:
+                self._optimizer.check_dtype(self._table.spec(item).dtype)
         return self._rows.pushed(list(groups), self._coding.passed(groups))
 
     def _pushed_and_filled(self, key: Keys, value: Values, out: Values) -> tuple[Rows, Rows]:

@@ -80,13 +80,13 @@ class LocalCoding:
 
     def save(self, path: Path) -> None:
         """Write what is owed. Raises ``CheckpointError``."""
-        save_residuals(path, self.compression, self.residuals)
+        save_residuals(path, self.compression, self.residuals, 1)
 
     def load(self, path: Path) -> None:
         """Owe what is in this file, and nothing else. Raises ``CheckpointError``."""
         keys = self._table.keys()
         specs = dict(zip(keys, map(self._table.spec, keys), strict=True))
-        load_residuals(path, self.compression, self.residuals, specs)
+        load_residuals(path, self.compression, self.residuals, specs, 1)
 
     def forget(self, keys: Sequence[Key]) -> None:
         """These keys are gone, and owe nothing."""

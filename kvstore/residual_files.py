@@ -10,12 +10,13 @@ what a codec leaves out. Blocking file I/O, on the caller's thread. Read next:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from kvstore.compression import Compression, Residual, Residuals
+from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import CheckpointError
 from kvstore.keys import Key, KeySpec
 from kvstore.saving import FilePath
@@ -32,22 +33,35 @@ def path_beside_states(fname: FilePath, rank: int) -> Path:
     return Path(f"{fname}.residuals-{rank}")
 
 
-def save_residuals(path: Path, compression: Compression, residuals: Residuals) -> None:
-    """Write them; removes a file of before where there are none. Raises ``CheckpointError``."""
+def save_residuals(
+    path: Path, compression: Compression, residuals: Residuals, num_workers: int
+) -> None:
+    """Write them, for a job of so many workers; removes a file of before where there are none.
+
+    Raises ``CheckpointError``.
+    """
     found = residuals.export()
     if not found:
         path.unlink(missing_ok=True)
         return
     is_int = all(isinstance(each.key, int) for each in found)
-    metadata = {
-        "key_type": "int" if is_int else "str",
-        "compression": json.dumps(compression.plain()),
-    }
+    metadata = _metadata(compression, num_workers, "int" if is_int else "str")
     specs = {_name(each): KeySpec(each.values.shape, each.values.dtype) for each in found}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path.parent} cannot be made: {error}") from error
     with TensorWriter(path, specs, metadata) as file:
         for each in found:
             file.write(_name(each), 0, each.values)
+
+
+def remove_beyond(path_of: Callable[[int], Path], num_workers: int) -> None:
+    """Remove the files of ranks that are no more, left behind by a job of more workers."""
+    rank = num_workers
+    while path_of(rank).exists():
+        path_of(rank).unlink(missing_ok=True)
+        rank += 1
 
 
 def load_residuals(
@@ -55,23 +69,38 @@ def load_residuals(
     compression: Compression,
     residuals: Residuals,
     specs: Mapping[Key, KeySpec],
+    num_workers: int,
 ) -> None:
     """Take over what a file has for these keys; nothing is owed where there is no such file.
 
-    What another compression has lost is left out as well. Raises ``CheckpointError``, and then
-    nothing has changed.
+    What another compression or another number of workers has lost is left out as well. Raises
+    ``CheckpointError``, and then nothing has changed.
     """
     found: list[Residual] = []
     if path.exists():
         with TensorReader(path) as file:
-            if file.metadata.get("compression") == json.dumps(compression.plain()):
+            if file.metadata == _metadata(compression, num_workers, file.metadata["key_type"]):
                 found = [
-                    each
-                    for name in file.names
-                    if (each := _read(file, path, name)).key in specs
-                    and len(each.values) == specs[each.key].num_elements
+                    each for name in file.names if _fits(each := _read(file, path, name), specs)
                 ]
     residuals.restore(found)
+
+
+def _metadata(compression: Compression, num_workers: int, key_type: str) -> dict[str, str]:
+    return {
+        "key_type": key_type,
+        "compression": json.dumps(compression.plain()),
+        "num_workers": str(num_workers),
+    }
+
+
+def _fits(residual: Residual, specs: Mapping[Key, KeySpec]) -> bool:
+    spec = specs.get(residual.key)
+    return (
+        spec is not None
+        and len(residual.values) == spec.num_elements
+        and residual.values.dtype == accumulation_dtype(spec.dtype)
+    )
 
 
 def _name(residual: Residual) -> str:

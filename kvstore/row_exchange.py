@@ -214,6 +214,7 @@ class RowExchange:
         self._exchange.submit(
             keys,
             operation,
+            self._exchange.coding,
             pushes=versions is None,
             pulls=versions is not None,
             nbytes=sum(item.nbytes + item.answer_bytes for item in items),

@@ -164,8 +164,8 @@ class ServerStores:
         part = self._parts.get(job.parts[0])
         if not job.wanted or part is None or part.arena.store.ranks is not None:
             return None
-        if job.push_sizes != job.sizes:
-            return None
+        if part.arena.store.compression.rules:
+            return None  # what comes or goes encoded is not copied on the way
         return self._node.buffer(sum(job.sizes))
 
     def read(self, parts: Sequence[int]) -> list[Any]:
@@ -295,7 +295,9 @@ class ServerStores:
 
     def _set_compression(self, incoming: Incoming) -> None:
         """All workers are here, and nothing is under way."""
-        number, synchronous, plain, rows = unpack(incoming.body, int, bool, list, list)
+        number, synchronous, only_check, plain, rows = unpack(
+            incoming.body, int, bool, bool, list, list
+        )
         store = self._store(number, synchronous)
         compression = Compression.from_plain(plain)
         codecs = {}
@@ -303,13 +305,20 @@ class ServerStores:
             if type(row) is not list or len(row) != 2 or type(row[0]) is not int:
                 raise ProtocolError("a part's rule is malformed")
             codecs[row[0]] = codecs_of(compression, row[1])
-        store.compression = compression
-        self._copies.clear()
-        for part in self._parts:
-            if part.arena.store is store and part.entry.part in codecs:
+        mine = [part for part in self._parts if part.store is store and part.entry.part in codecs]
+        for part in mine:
+            if not self._plane.is_quiet(part.entry.part):
+                raise UsageError(
+                    f"the key {part.entry.key!r} is pushed or pulled while its compression is set: "
+                    "no thread may do that meanwhile"
+                )
+        if not only_check:
+            store.compression = compression
+            self._copies.clear()
+            for part in mine:
                 part.codecs = codecs[part.entry.part]
                 self._plane.resize_part(part.entry.part, part.pull_bytes, part.push_bytes)
-        self._parts.forget_lists()
+            self._parts.forget_lists()
         incoming.respond()
 
     def _set_optimizer(self, incoming: Incoming) -> None:

@@ -214,15 +214,21 @@ class Servers:
     ) -> Future[None]:
         """Have all servers take values of these keys as ``coding`` has it; None: as they are.
 
-        ``plain`` are its rules. Nothing may be under way on any worker.
+        ``plain`` are its rules. Nothing may be under way on any worker; all servers are asked
+        whether that is so before one of them changes anything.
         """
         rows = [
             [part, -1 if coding is None else coding.rule_of(entry)]
             for entry in entries
             for part in entry.parts
         ]
-        body = pack(self._number, self._synchronous, list(plain), rows)
-        return self._ask_all(StoreCall.SET_COMPRESSION, body).map(lambda _: None)
+
+        def ask(*, only_check: bool) -> Future[list[Reply]]:
+            body = pack(self._number, self._synchronous, only_check, list(plain), rows)
+            return self._ask_all(StoreCall.SET_COMPRESSION, body)
+
+        checked = ask(only_check=True)
+        return checked.then(lambda _: ask(only_check=False)).map(lambda _: None)
 
     # -- optimizers --------------------------------------------------------------------
 

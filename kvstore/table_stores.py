@@ -225,8 +225,10 @@ class TableStores:
         def put(part: TablePart) -> None:
             with part.lock:
                 loading, slots = _loading_of(part), part.share.slots
-                own = [slots.values, *slots.states][: len(frames)]
-                arrays = [_rows_in(*pair) for pair in zip(frames, own, strict=True)]
+                own = [slots.values, *slots.states]
+                if len(frames) not in (1, len(own)):
+                    raise ProtocolError("an export has other states than the table")
+                arrays = [_rows_in(*pair) for pair in zip(frames, own, strict=False)]
                 if any(len(array) != len(ids) for array in arrays):
                     raise ProtocolError("the rows of an export do not belong together")
                 loading.put(ids, stamps, arrays)

@@ -209,6 +209,10 @@ def _keys(name: str, value: object) -> tuple[Key, ...]:
         raise ArgumentTypeError(
             f"the compression parameter {name!r} is a list of keys or patterns, got {value!r}"
         )
+    if any(isinstance(key, int) and not -(1 << 63) <= key < 1 << 63 for key in keys):
+        raise ArgumentValueError(
+            f"the compression parameter {name!r} has a key beyond 64 bits, got {value!r}"
+        )
     return tuple(keys)
 
 

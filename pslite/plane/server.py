@@ -150,14 +150,16 @@ class ServerPlane:
         self._units[part] = Unit((part,), (size,), rounds, lane, push_sizes)
         self._sizes[part] = size
 
-    def resize_part(self, part: int, size: int, push_size: int) -> None:
-        """Values and pushes of a part have so many bytes from now on.
+    def is_quiet(self, part: int) -> bool:
+        """Whether a part is there and no push or pull of it is under way."""
+        unit = self._units.get(part)
+        return not (unit is None or unit.rounds.waiting() or unit.rounds.running or unit.pulls)
 
-        Raises ``UsageError`` if there is no such part, or if any push or pull of it is not over.
-        """
+    def resize_part(self, part: int, size: int, push_size: int) -> None:
+        """Values and pushes of a part, which is quiet, have so many bytes from now on."""
         unit = self._single(part)
-        if unit is None or unit.rounds.waiting() or unit.rounds.running or unit.pulls:
-            raise UsageError(f"part {part} is not there, or has pushes and pulls under way")
+        if unit is None:
+            raise UsageError(f"part {part} is not open")
         resized = Unit((part,), (size,), unit.rounds, unit.lane, (push_size,))
         resized.refused = unit.refused
         self._units[part] = resized

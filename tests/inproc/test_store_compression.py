@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from kvstore import KVStore, optimizer
 from kvstore.compression import Chain, make_chain
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
 from kvstore.placement import chunk_ranges
-from pslite.errors import PSError
+from pslite.errors import PSError, UsageError
 
 PARTS: dict[str, Any] = {"chunk_bytes": 1024, "credit_bytes": 4096}
 SHAPES: dict[str, tuple[int, ...]] = {"large": (40, 50), "small": (7, 3), "one": (1,), "none": (0,)}
@@ -417,3 +418,122 @@ def test_another_compression_owes_nothing_of_what_was_saved(tmp_path: Path) -> N
 
     with Workers("local") as workers:
         assert workers.run(script) == [0.0]
+
+
+# -- what threads and other calls do meanwhile -------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [6, 100, 5000])
+@pytest.mark.parametrize("given", [{"type": "none"}, {"type": "fp16"}], ids=["none", "fp16"])
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_values_that_come_encoded_are_those_of_now(
+    kind: str, given: dict[str, Any], size: int
+) -> None:
+    """Also where pushes are as long as values: nothing takes one for the other."""
+
+    def script(kv: KVStore) -> list[float]:
+        kv.set_gradient_compression({**given, "pull": {"type": "fp16"}})
+        kv.set_optimizer(optimizer.create("test"))
+        kv.init("w", np.zeros(size, np.float32))
+        found, out = [], kvstore.nd.zeros((size,))
+        plain = np.empty(size, np.float32)
+        for _ in range(4):
+            kv.pushpull("w", np.ones(size, np.float32), out=plain)
+            found.append(float(plain[-1]))
+            kv.push("w", np.ones(size, np.float32))
+            kv.pull("w", out=out)  # lazy, and joined with the push
+            found.append(float(out.asnumpy()[-1]))
+        return found
+
+    with Workers(kind, 1, 2, **PARTS) as workers:
+        assert workers.run(script) == [[float(number) for number in range(1, 9)]]
+
+
+def test_a_key_that_is_being_made_is_waited_for() -> None:
+    def script(kv: Any) -> float:
+        made = kv.init_async("w", np.zeros(6, np.float32))
+        kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+        made.result(20)
+        kv.push("w", np.ones(6, np.float32))
+        return float(kv.pull("w")[0])
+
+    for num_workers in (1, 2):
+        with Workers("dist_sync", num_workers, 2, **PARTS) as workers:
+            assert workers.run(script) == [float(num_workers)] * num_workers
+
+
+def test_threads_that_push_while_it_is_set_get_an_error_or_the_right_numbers() -> None:
+    """6 floats are 24 bytes as they are and with 2bit: sizes alone would not tell."""
+    with Workers("dist_sync", 1, 1) as workers:
+        (kv,) = workers.stores
+        kv.set_optimizer(optimizer.create("test"))
+        kv.init("w", np.zeros(6, np.float32))
+        is_over = threading.Event()
+        num_pushed, refusals = 0, set[str]()
+
+        def push() -> None:
+            nonlocal num_pushed
+            while not is_over.is_set():
+                try:
+                    kv.push("w", np.ones(6, np.float32))
+                    num_pushed += 1
+                except UsageError as error:
+                    refusals.add(str(error))
+
+        thread = threading.Thread(target=push)
+        thread.start()
+        try:
+            for number in range(60):
+                given = {"type": "2bit", "threshold": 1.0} if number % 2 else None
+                kv.set_gradient_compression(given)
+        finally:
+            is_over.set()
+            thread.join(20)
+        kv.wait()
+        assert kv.pull("w").tolist() == [float(num_pushed)] * 6
+        assert all("is called by another thread" in text for text in refusals)
+
+
+def test_a_push_that_a_dtype_forbids_keeps_nothing_of_its_other_keys() -> None:
+    kv = kvstore.create("local")
+    kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+    kv.set_optimizer(optimizer.create("test"))
+    kv.init(["a", "i"], [np.zeros(2, np.float32), np.zeros(2, np.int64)])
+    with pytest.raises(ArgumentTypeError):
+        kv.push(["a", "i"], [np.full(2, 0.6, np.float32), np.ones(2, np.int64)])
+    kv.push("a", np.full(2, 0.6, np.float32))
+    assert kv.pull("a").tolist() == [0.0, 0.0]
+
+
+def test_residuals_of_another_dtype_or_number_of_workers_are_left_alone(tmp_path: Path) -> None:
+    def save(kv: KVStore) -> None:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+        kv.set_optimizer(optimizer.create("sgd", learning_rate=1.0))
+        kv.init("w", np.zeros(6, np.float32))
+        kv.push("w", np.full(6, 0.6, np.float32))
+        kv.wait()
+        kv.save_optimizer_states(tmp_path / "states")
+
+    def load(dtype: str) -> Any:
+        def script(kv: KVStore) -> float:
+            kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+            kv.set_optimizer(optimizer.create("sgd", learning_rate=1.0))
+            kv.init("w", np.zeros(6, dtype))
+            kv.load_optimizer_states(tmp_path / "states")
+            kv.push("w", np.full(6, 0.6, dtype))
+            return abs(float(kv.pull("w")[0]))
+
+        return script
+
+    with Workers("dist_sync", 2, 1) as workers:
+        workers.run(save)
+    with Workers("dist_sync", 1, 1) as workers:
+        assert workers.run(load("f4")) == [0.0]
+    with Workers("dist_sync", 2, 1) as workers:
+        assert workers.run(load("f8")) == [0.0, 0.0]
+    with Workers("dist_sync", 2, 1) as workers:
+        assert workers.run(load("f4")) == [2.0, 2.0]
+    assert len(list(tmp_path.glob("states.residuals-*"))) == 2
+    with Workers("dist_sync", 1, 1) as workers:
+        workers.run(save)
+    assert [path.name for path in tmp_path.glob("states.residuals-*")] == ["states.residuals-0"]

@@ -76,7 +76,7 @@ def test_the_page_of_examples_has_a_command_for_each() -> None:
         for path in (ROOT / "examples").rglob("*.py")
         if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
     ]
-    assert len(runnable) == 7
+    assert len(runnable) == 10
     assert [path for path in runnable if f"python {path}" not in page] == []
     for path in re.findall(r"\]\(([^)]+)\)", page):
         assert (ROOT / "examples" / path).exists()

@@ -18,7 +18,7 @@ from plane_helpers import (
 )
 
 from pslite.errors import UsageError
-from pslite.plane import Send, ServerPlane
+from pslite.plane import Run, Send, ServerPlane
 from pslite.wire.messages import Answer, Exchange, PartsFailed, RoundWaits, StaleEpoch
 
 GONE = UsageError("the key was deleted")
@@ -308,3 +308,20 @@ def test_values_are_lent_and_not_copied() -> None:
     (send,) = pull_from(plane, 0, (1,), 0)
     assert isinstance(send, Send)
     assert np.shares_memory(np.frombuffer(send.frames[0], np.int64), app.values[1])
+
+
+def test_pushes_may_be_smaller_than_values_and_change_their_size() -> None:
+    app = CountingApp()
+    plane = make_server(app, [0, 1], 1)
+    assert plane.is_quiet(1) and not plane.is_quiet(2)
+    plane.resize_part(1, 8, 3)
+    assert plane.exchange(0, 1, Exchange(True, False, (1,), (1,), (3,)), [b"abc"]) == []
+    assert not plane.is_quiet(1)
+    (run,) = plane.exchange(1, 1, Exchange(True, True, (1,), (1,), (3,)), [b"def"])
+    assert isinstance(run, Run)
+    (job,) = run.jobs
+    assert (job.sizes, job.push_sizes) == ((8,), (3,))
+    assert [bytes(piece.frame) for piece in job.batch.payloads] == [b"abc", b"def"]
+    (refused,) = plane.exchange(0, 1, Exchange(True, False, (1,), (2,), (8,)), [bytes(8)])
+    assert isinstance(refused, Send) and isinstance(refused.message, PartsFailed)
+    assert refused.message.error == "a push of part 1 has 3 bytes, 8 were pushed"
