@@ -64,7 +64,7 @@ KERNELS = Extension(
     sources=["kvstore/native/kernels.c"],
     depends=[
         f"kvstore/native/{name}.h"
-        for name in ("codecs", "coding_calls", "kernels", "loops", "rules")
+        for name in ("codecs", "coding_calls", "kernels", "loops", "row_calls", "rules")
     ],
     extra_compile_args=[
         "-O3",

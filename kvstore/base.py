@@ -520,14 +520,15 @@ class KVStore(KVStoreBase, abc.ABC):
         table have come since it was touched last. An id gets its row with the pull that is number
         ``admit_after`` to ask for it; by default with the first pull or push.
 
-        The stores of one process have it, others raise ``NotSupportedError``. Raises
-        ``DuplicateKeyError`` for a name that is taken, ``ArgumentTypeError``,
-        ``ArgumentValueError``, and ``NotSupportedError`` for an optimizer that would have to change
-        other rows too (LARS, LAMB, ``lazy_update=False``).
+        With several workers all of them call it, with the same arguments, and rows lie on all
+        servers. Stores that plug in may lack it, and raise ``NotSupportedError``. Raises
+        ``UsageError`` where workers' arguments differ, ``DuplicateKeyError`` for a name that is
+        taken, ``ArgumentTypeError``, ``ArgumentValueError``, and ``NotSupportedError`` for an
+        optimizer that would have to change other rows too (LARS, LAMB, ``lazy_update=False``).
         """
         raise NotSupportedError(
-            "growing tables are for the stores local and device in this version; create one of "
-            f"these beside this {self.type} store"
+            f"a {self.type} store has no growing tables: create a store of type local, device or "
+            "dist_sync for them"
         )
 
     def set_gradient_compression(self, compression_params: CompressionParams) -> None:

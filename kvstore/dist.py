@@ -15,18 +15,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.arrays import Array, adapter_for
+from kvstore.base import Path
 from kvstore.calls import AddUp, Checked, sums_on_host, values_to_fill, values_to_push
 from kvstore.coding import Coding
 from kvstore.dist_control import DistControl
 from kvstore.dist_rows import RowCalls
+from kvstore.dist_tables import DistTables, StoreCalls
 from kvstore.errors import OptimizerNotSet
 from kvstore.keys import Key, KeyList, Keys, Values, check_priority, normalise_keys, spec_of
 from kvstore.laziness import begin_writing
 from kvstore.nodes import worker_node
 from kvstore.operation import Landing, Operation, futures_in
+from kvstore.optimizer.base import Optimizer
 from kvstore.plan import Bytes
 from kvstore.row_calls import check_dense_outs, check_wanted
 from kvstore.sparse.array import RowSparseArray
+from kvstore.tables.base import Table
 from pslite import Future, Postoffice
 from pslite.future import gather, settled
 
@@ -69,6 +73,7 @@ class DistKVStore(DistControl):
     def __init__(self, name: str, node: Postoffice, *, synchronous: bool, on_device: bool) -> None:
         super().__init__(name, node, synchronous=synchronous)
         self._rows = RowCalls(node, self._exchange, self._table)
+        self._tables = DistTables(node, self._exchange, self._servers, self._calls_of_tables())
         self._add_up: AddUp = sums_on_host
         if on_device:
             from kvstore.device_sums import sums_for
@@ -164,6 +169,28 @@ class DistKVStore(DistControl):
     def _memory(self, nbytes: int) -> np.ndarray[Any, Any]:
         return self._node.buffer(nbytes, lasting=True)
 
+    # -- growing tables ----------------------------------------------------------------
+
+    def create_table(
+        self,
+        name: str,
+        dim: int,
+        init: Any = "uniform",
+        optimizer: Optimizer | str | None = None,
+        capacity: int | None = None,
+        ttl: int | None = None,
+        admit_after: int = 1,
+        *,
+        dtype: Any = np.float32,
+        seed: int = 0,
+    ) -> Table:
+        options = {"init": init, "capacity": capacity, "ttl": ttl, "admit_after": admit_after}
+        return self._tables.create(name, dim, optimizer, dtype=dtype, seed=seed, **options)
+
+    def save_checkpoint(self, directory: Path) -> None:
+        self._tables.warn_of_checkpoint()
+        super().save_checkpoint(directory)
+
     # -- the same as futures -----------------------------------------------------------
 
     def init_async(self, key: Keys, value: Values) -> Future[None]:
@@ -232,6 +259,19 @@ class DistKVStore(DistControl):
         return None
 
     # -- inside ------------------------------------------------------------------------
+
+    def _calls_of_tables(self) -> StoreCalls:
+        return StoreCalls(
+            self._check,
+            self._check_may_wait,
+            self._wait,
+            self._wait_for_values,
+            self._settle,
+            self._meet,
+            self._keep_to_window,
+            self._note_error,
+            lambda: self._is_closed,
+        )
 
     def _to_push(self, key: Keys, value: Values) -> Checked:
         """What a call pushes. Raises what ``values_to_push`` and the store's compression do."""

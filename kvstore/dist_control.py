@@ -382,6 +382,8 @@ class DistControl(KVStore):
         def free(news: bytes | None) -> Future[Any]:
             entries = dict(self._exchange.entries)
             self._exchange.remove(list(entries))
+            for title in list(self._exchange.tables):
+                self._exchange.remove_table(title)
             if news is not None:
                 return completed(None)
             freed = self._servers.close(entries.values())
@@ -422,6 +424,10 @@ class DistControl(KVStore):
 
         ``act`` returns the keys that are gone. Returns all keys of the store.
         """
+        return self._meet(name, lambda _: act())[1]
+
+    def _meet(self, name: str, act: Callable[[int], Sequence[Key]]) -> tuple[int, list[KeyEntry]]:
+        """``_together``, with the number of this call, which is the same on all workers."""
         self._meetings += 1
         call = self._meetings
         meeting = self._servers.meet(call, name)
@@ -432,13 +438,13 @@ class DistControl(KVStore):
             raise
         if news is None:
             try:
-                deleted = act()
+                deleted = act(call)
             except BaseException as error:
                 self._servers.report(call, error=error)
                 raise
             news = self._wait(self._servers.report(call, deleted))
         entries, self._optimizer_calls = self._servers.news_of(news)
-        return entries
+        return call, entries
 
     def _withdraw(self, call: int, meeting: Future[bytes | None], error: BaseException) -> None:
         """This rank does not wait any more; if it turns out to decide, the others hear of that."""

@@ -78,6 +78,8 @@ class Exchange:
         node.traffic.add_owner(self)
         self._progress = progress_of(node)
         self.entries: dict[Key, KeyEntry] = {}
+        #: The parts of each growing table, by what it is called (``dist_tables.py``).
+        self.tables: dict[str, range] = {}
         self.pushes = UnderWay()
         self.pulls = UnderWay()
         self.counters = {"pushes": 0, "pulls": 0, "bytes_pushed": 0, "bytes_pulled": 0}
@@ -85,7 +87,10 @@ class Exchange:
         self.message_bytes = message_bytes(node.config, by_tcp=not node.is_on_one_machine)
 
     def name_of(self, part: int) -> str | None:
-        """The key that a part belongs to, for reports (``pslite/traffic.py``)."""
+        """The key or table that a part belongs to, for reports (``pslite/traffic.py``)."""
+        for title, parts in list(self.tables.items()):
+            if part in parts:
+                return title
         for entry in list(self.entries.values()):
             if part in entry.parts:
                 which = f" (part {part - entry.first_part + 1} of {len(entry.parts)})"
@@ -139,6 +144,14 @@ class Exchange:
         self.pushes.forget(keys)
         self.pulls.forget(keys)
         parts = [part for entry in gone for part in entry.parts]
+        self._node.call(lambda: self._node.traffic.forget(parts))
+
+    def remove_table(self, title: str) -> None:
+        """This growing table is gone."""
+        parts = self.tables.pop(title, range(0))
+        self._progress.forget(id(self), [title])
+        self.pushes.forget([title])
+        self.pulls.forget([title])
         self._node.call(lambda: self._node.traffic.forget(parts))
 
     def begin(

@@ -8,22 +8,17 @@ next: ``tables/share.py``.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from kvstore.arrays import Array, adapter_for
-from kvstore.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    DuplicateKeyError,
-    ValueMismatchError,
-)
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.optimizer.base import Optimizer
 from kvstore.sparse.ids import Ids
 from kvstore.sparse.sums import Contribution
+from kvstore.table_calls import check_name, check_out, checked_gradients, warn_of_checkpoint
 from kvstore.tables.base import Path, Table, TableStatistics
 from kvstore.tables.files import write_table
 from kvstore.tables.ids import checked_table_ids
@@ -47,22 +42,13 @@ class LocalTables:
         ``checked_table_optimizer`` does, and ``DuplicateKeyError`` if the name is taken."""
         settings = checked_settings(name, dim, **options)
         chosen = checked_table_optimizer(optimizer, settings.dtype)
-        if settings.name in self._tables:
-            raise DuplicateKeyError(
-                f"there is a table {settings.name!r} already; close() it first, or choose another "
-                "name"
-            )
+        check_name(self._tables, settings.name)
         table = self._tables[settings.name] = LocalTable(self, TableShare(settings, chosen))
         return table
 
     def warn_of_checkpoint(self) -> None:
         """Warn, from the caller of the store's method, if there are tables."""
-        if self._tables:
-            warnings.warn(
-                f"a checkpoint has no growing tables ({', '.join(self._tables)}): save them with "
-                "table.export",
-                stacklevel=3,
-            )
+        warn_of_checkpoint(self._tables, 4)
 
     def forget(self, table: LocalTable) -> None:
         if self._tables.get(table.name) is table:
@@ -118,7 +104,7 @@ class LocalTable(Table):
             flat, shape = checked_table_ids(ids)
             wanted = (*shape, self.dim)
             if out is not None:
-                self._check_out(out, wanted)
+                check_out(self._settings, out, wanted)
             is_plain = type(out) is np.ndarray and out.dtype == self.dtype and out.flags.carray
             rows: Any = out if is_plain else np.empty(wanted, self.dtype)
             share.pull(flat, rows.reshape(len(flat), self.dim), touches=bool(touch))
@@ -132,15 +118,7 @@ class LocalTable(Table):
         with self._owner.lock:
             share = self._open()
             flat, shape = checked_table_ids(ids)
-            adapter = adapter_for(gradients)
-            dtype = adapter.dtype(gradients)
-            wanted = (*shape, self.dim)
-            if adapter.shape(gradients) != wanted or dtype != self.dtype:
-                raise ValueMismatchError(
-                    f"table {self.name!r}: gradients for ids of shape {shape} have shape {wanted} "
-                    f"and dtype {self.dtype}, got {adapter.shape(gradients)} and {dtype}"
-                )
-            rows = adapter.to_host(gradients).reshape(len(flat), self.dim)
+            rows = checked_gradients(self._settings, shape, gradients)
             share.push([Contribution(flat, rows)])
 
     @property
@@ -209,15 +187,3 @@ class LocalTable(Table):
         if self._share is None:
             raise ClosedError(f"table {self.name!r} is closed; create a new one")
         return self._share
-
-    def _check_out(self, out: Array, wanted: tuple[int, ...]) -> None:
-        adapter = adapter_for(out)
-        shape = adapter.shape(out)
-        if shape != wanted:
-            raise ValueMismatchError(
-                f"table {self.name!r}: the rows of these ids have shape {wanted}, the array to "
-                f"fill has {shape}"
-            )
-        why = adapter.why_read_only(out)
-        if why is not None:
-            raise ValueMismatchError(f"table {self.name!r}: the array to fill is read-only: {why}")

@@ -42,7 +42,7 @@ from pslite.ids import Role, node_id
 from pslite.plane import Piece, Sink, Transfer
 
 #: Rows come in answers of so many bytes at most, and of PS_MAX_MESSAGE_BYTES.
-_ANSWER_BYTES = 16 << 20
+ANSWER_BYTES = 16 << 20
 #: A payload's header, and what fills up its ids.
 _ROOM_BYTES = HEADER_BYTES + 16
 #: The most that an id takes.
@@ -56,7 +56,7 @@ Send = Callable[[], Operation]
 """Sends what was prepared, once."""
 
 
-class _Item(NamedTuple):
+class Item(NamedTuple):
     """What one part is told."""
 
     server: int
@@ -124,7 +124,7 @@ class RowExchange:
 
         Raises ``ValueMismatchError`` for more than a message can hold.
         """
-        items: list[_Item] = []
+        items: list[Item] = []
         for key, value in zip(keys.keys, values, strict=True):
             entry = self._exchange.entries[key]
             is_cut = not entry.is_row_sparse
@@ -137,7 +137,7 @@ class RowExchange:
 
         Raises ``ValueMismatchError`` for more than a message can hold; then nothing is sent.
         """
-        items: list[_Item] = []
+        items: list[Item] = []
         for landing in landings:
             entry = self._exchange.entries[landing.key]
             found = (
@@ -146,7 +146,7 @@ class RowExchange:
                 else _wanted_cut(entry, landing)
             )
             items += self._fitting(landing.key, found)
-        return self._begin(keys, items, priority, {})
+        return self.begin(keys, items, priority, {})
 
     def pull_held(
         self, keys: KeyList, priority: int, versions: dict[int, int]
@@ -154,7 +154,7 @@ class RowExchange:
         """All rows that each of these row-sparse keys holds; ``versions`` is filled."""
         held = [Held(self._exchange.entries[key]) for key in keys.keys]
         items = [item for each in held for item in _wanted_held(each, self._most_bytes)]
-        operation = self._begin(keys, items, priority, versions)
+        operation = self.begin(keys, items, priority, versions)
 
         def count(_: Any) -> None:  # a statistic: a lost count between threads is no harm
             self._exchange.counters["bytes_pulled"] += sum(each.nbytes for each in held)
@@ -164,7 +164,7 @@ class RowExchange:
 
     # -- inside ------------------------------------------------------------------------
 
-    def _fitting(self, key: Key, items: Iterable[_Item]) -> Iterator[_Item]:
+    def _fitting(self, key: Key, items: Iterable[Item]) -> Iterator[Item]:
         """Items of which a message can hold each."""
         for item in items:
             if item.nbytes > self._most_bytes:
@@ -175,16 +175,26 @@ class RowExchange:
                 )
             yield item
 
-    def _begin(
-        self, keys: KeyList, items: Sequence[_Item], priority: int, versions: dict[int, int] | None
+    def begin(
+        self,
+        keys: KeyList,
+        items: Sequence[Item],
+        priority: int,
+        versions: dict[int, int] | None,
+        form: int = ROWS_FORM,
     ) -> Operation:
-        """Send what these items say; pulls note the versions of their parts."""
-        return self._prepare(keys, items, priority, versions)()
+        """Send what these items say, in this form; pulls note the versions of their parts."""
+        return self._prepare(keys, items, priority, versions, form)()
 
     def _prepare(
-        self, keys: KeyList, items: Sequence[_Item], priority: int, versions: dict[int, int] | None
+        self,
+        keys: KeyList,
+        items: Sequence[Item],
+        priority: int,
+        versions: dict[int, int] | None,
+        form: int = ROWS_FORM,
     ) -> Send:
-        """``_begin``, of which the last step is left."""
+        """``begin``, of which the last step is left."""
         groups = list(_grouped(items, self._exchange.message_bytes))
         operation = Operation(len(groups), lambda: answer_for(keys.keys))
         for group in groups:
@@ -205,7 +215,7 @@ class RowExchange:
                     sink,
                     operation.part_done,
                     priority,
-                    ROWS_FORM,
+                    form,
                 )
             )
         coding = self._exchange.coding
@@ -224,9 +234,9 @@ class RowExchange:
         return send
 
 
-def _grouped(items: Sequence[_Item], group_bytes: int) -> Iterator[list[_Item]]:
+def _grouped(items: Sequence[Item], group_bytes: int) -> Iterator[list[Item]]:
     """Items for one server that travel together."""
-    filling: dict[int, tuple[list[_Item], int]] = {}
+    filling: dict[int, tuple[list[Item], int]] = {}
     for item in items:
         size = max(item.nbytes, item.answer_bytes)
         group, nbytes = filling.get(item.server, ([], 0))
@@ -239,7 +249,7 @@ def _grouped(items: Sequence[_Item], group_bytes: int) -> Iterator[list[_Item]]:
         yield group
 
 
-def _sink(group: Sequence[_Item], versions: dict[int, int]) -> Sink:
+def _sink(group: Sequence[Item], versions: dict[int, int]) -> Sink:
     def sink(indices: Sequence[int], pieces: Sequence[Piece], found: Sequence[int]) -> None:
         for index, piece, version in zip(indices, pieces, found, strict=True):
             item = group[index]
@@ -250,7 +260,7 @@ def _sink(group: Sequence[_Item], versions: dict[int, int]) -> Sink:
     return sink
 
 
-def _pushed_rows(entry: KeyEntry, value: Picked) -> Iterator[_Item]:
+def _pushed_rows(entry: KeyEntry, value: Picked) -> Iterator[Item]:
     """Pushes rows to the parts of a row-sparse key."""
     spec, stripes = entry.spec, entry.stripes
     width = width_of(spec.shape)
@@ -273,14 +283,14 @@ def _pushed_rows(entry: KeyEntry, value: Picked) -> Iterator[_Item]:
             value.take(at, place.view(spec.dtype).reshape(count, width))
 
         server = node_id(Role.SERVER, entry.servers[index])
-        yield _Item(server, entry.parts[index], nbytes, write)
+        yield Item(server, entry.parts[index], nbytes, write)
 
 
-def _wanted(entry: KeyEntry, landing: Landing, most_bytes: int) -> Iterator[_Item]:
+def _wanted(entry: KeyEntry, landing: Landing, most_bytes: int) -> Iterator[Item]:
     """Asks the parts of a row-sparse key for rows; no frame has more than ``most_bytes``."""
     stripes = entry.stripes
     row_bytes = landing.rows.shape[1] * landing.rows.itemsize
-    most_rows = min(_ANSWER_BYTES, most_bytes) // max(row_bytes, 1)
+    most_rows = min(ANSWER_BYTES, most_bytes) // max(row_bytes, 1)
     most_rows = max(min(most_rows, (most_bytes - _ROOM_BYTES) // _ID_BYTES), 1)
     for index, share in enumerate(stripes.split(landing.ids)):
         at = share.at
@@ -292,7 +302,7 @@ def _wanted(entry: KeyEntry, landing: Landing, most_bytes: int) -> Iterator[_Ite
             yield _ask_for_rows(entry, index, ids, landing.rows, rows)
 
 
-def _ask_for_rows(entry: KeyEntry, index: int, ids: Ids, into: RowValues, at: Any) -> _Item:
+def _ask_for_rows(entry: KeyEntry, index: int, ids: Ids, into: RowValues, at: Any) -> Item:
     id_bytes = id_bytes_for(entry.stripes.rows_of(index))
     width = into.shape[1]
     answer_bytes = len(ids) * width * into.itemsize
@@ -306,10 +316,10 @@ def _ask_for_rows(entry: KeyEntry, index: int, ids: Ids, into: RowValues, at: An
 
     server = node_id(Role.SERVER, entry.servers[index])
     nbytes = payload_bytes(len(ids), id_bytes, 0)
-    return _Item(server, entry.parts[index], nbytes, write, answer_bytes, receive)
+    return Item(server, entry.parts[index], nbytes, write, answer_bytes, receive)
 
 
-def _wanted_held(held: Held, most_bytes: int) -> Iterator[_Item]:
+def _wanted_held(held: Held, most_bytes: int) -> Iterator[Item]:
     """Asks the parts of a row-sparse key for all rows that are there.
 
     In answers of ``most_bytes`` at most, unless that were too many.
@@ -317,7 +327,7 @@ def _wanted_held(held: Held, most_bytes: int) -> Iterator[_Item]:
     entry = held.entry
     width = width_of(entry.spec.shape)
     row_bytes = width * entry.spec.dtype.itemsize
-    room = min(_ANSWER_BYTES, most_bytes) - _ROOM_BYTES
+    room = min(ANSWER_BYTES, most_bytes) - _ROOM_BYTES
     for index in range(len(entry.servers)):
         num_rows = entry.stripes.rows_of(index)
         step = max(room // (row_bytes + _ID_BYTES), -(-num_rows // _MOST_RANGES), 1)
@@ -326,7 +336,7 @@ def _wanted_held(held: Held, most_bytes: int) -> Iterator[_Item]:
             yield _ask_for_held(held, index, start, count)
 
 
-def _ask_for_held(held: Held, index: int, start: int, count: int) -> _Item:
+def _ask_for_held(held: Held, index: int, start: int, count: int) -> Item:
     entry = held.entry
     width, dtype = width_of(entry.spec.shape), entry.spec.dtype
 
@@ -342,7 +352,7 @@ def _ask_for_held(held: Held, index: int, start: int, count: int) -> _Item:
 
     server = node_id(Role.SERVER, entry.servers[index])
     # The answer may be as large as that; what it is shows when it is there.
-    return _Item(server, entry.parts[index], payload_bytes(0, 0, 0), write, 0, receive)
+    return Item(server, entry.parts[index], payload_bytes(0, 0, 0), write, 0, receive)
 
 
 # -- rows of dense keys -------------------------------------------------------------------
@@ -374,7 +384,7 @@ def _cuts(entry: KeyEntry, ids: Ids) -> Iterator[_Cuts]:
         yield _Cuts(index, cut, mine, low * width + front, high * width - back)
 
 
-def _cut(entry: KeyEntry, value: Contribution) -> Iterator[_Item]:
+def _cut(entry: KeyEntry, value: Contribution) -> Iterator[Item]:
     """Pushes rows to the parts of a dense key."""
     dtype = entry.spec.dtype
     flat = np.ascontiguousarray(value.values, dtype).reshape(-1)
@@ -393,10 +403,10 @@ def _cut(entry: KeyEntry, value: Contribution) -> Iterator[_Item]:
 
         nbytes = payload_bytes(len(ids), id_bytes, (stop - start) * dtype.itemsize)
         server = node_id(Role.SERVER, entry.servers[index])
-        yield _Item(server, entry.parts[index], nbytes, write)
+        yield Item(server, entry.parts[index], nbytes, write)
 
 
-def _wanted_cut(entry: KeyEntry, landing: Landing) -> Iterator[_Item]:
+def _wanted_cut(entry: KeyEntry, landing: Landing) -> Iterator[Item]:
     """Asks the parts of a dense key for rows."""
     flat = landing.rows.reshape(-1)
     for index, cut, ids, start, stop in _cuts(entry, landing.ids):
@@ -414,7 +424,7 @@ def _wanted_cut(entry: KeyEntry, landing: Landing) -> Iterator[_Item]:
 
         server = node_id(Role.SERVER, entry.servers[index])
         nbytes = payload_bytes(len(ids), id_bytes, 0)
-        yield _Item(server, entry.parts[index], nbytes, write, answer_bytes, receive)
+        yield Item(server, entry.parts[index], nbytes, write, answer_bytes, receive)
 
 
 def _check_answer(entry: KeyEntry, found: int, wanted: int) -> None:

@@ -23,9 +23,11 @@ from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain, to_plain
 from kvstore.plan import message_bytes, most_group_bytes
 from kvstore.protocol import PartEntry, StoreCall, pack, unpack, unpack_parts
-from kvstore.row_parts import answer_cut, taken
+from kvstore.row_parts import answer_cut, bytes_of, taken
 from kvstore.row_stores import RowStores
 from kvstore.sparse.payload import ROWS_FORM
+from kvstore.table_stores import TableStores
+from kvstore.tables.payload import TABLE_FORM
 from pslite import Incoming, Postoffice
 from pslite.errors import ProtocolError, UsageError
 from pslite.plane import Formed, Ints, Job, Outcome, Piece, ServerPlane, cut
@@ -72,6 +74,9 @@ class ServerStores:
         )
         self._lanes = Lanes(node.pool.submit)
         self._rows = RowStores(self._plane, self._store, self._next_lane, self._lanes)
+        self._tables = TableStores(
+            self._plane, self._store, self._optimizer_of, self._next_lane, self._lanes
+        )
         node.traffic.serve(self._plane)
         node.traffic.add_owner(self)
         self._calls: dict[int, Callable[[Incoming], None]] = {
@@ -86,10 +91,14 @@ class ServerStores:
             StoreCall.CLOSE: self._close,
             StoreCall.SET_COMPRESSION: self._set_compression,
             **self._rows.calls,
+            **self._tables.calls,
         }
 
     def name_of(self, part: int) -> str | None:
-        """The key that a part belongs to, for reports (``pslite/traffic.py``)."""
+        """The key or table that a part belongs to, for reports (``pslite/traffic.py``)."""
+        table = self._tables.get(part)
+        if table is not None:
+            return table.title
         found = self._parts.get(part) or self._rows.get(part)
         return None if found is None else f"key {found.entry.key!r}"
 
@@ -118,10 +127,16 @@ class ServerStores:
         if not job.is_formed:
             return self.apply([job])[0]
         self._num_rounds += 1
+        if self._tables.get(job.parts[0]) is not None:
+            return self._tables.apply(job)
         return self._rows.apply(job, self._parts.get(job.parts[0]))
 
     def take(self, part: int, form: int, piece: Piece, *, is_push: bool) -> Formed:
-        """Rows, which are pushed or wanted; see ``row_parts.py``."""
+        """Rows, which are pushed or wanted; see ``row_parts.py`` and ``table_parts.py``."""
+        table = self._tables.get(part)
+        if table is not None and form == TABLE_FORM:
+            ids: Formed = table.take(bytes_of(piece), is_push=is_push)
+            return ids
         found = self._rows.get(part) or self._parts.get(part)
         if form != ROWS_FORM or found is None:
             raise UsageError(f"part {part} is not known to this server, or not in form {form}")
@@ -132,6 +147,9 @@ class ServerStores:
 
     def answer(self, part: int, wanted: Any) -> Any:
         """Rows that are wanted, copied: others may change them as soon as this returns."""
+        table = self._tables.get(part)
+        if table is not None:
+            return table.answer(wanted, self._node.buffer)
         most_bytes = self._node.config.max_message_bytes
         rows = self._rows.get(part)
         if rows is not None:
@@ -256,13 +274,18 @@ class ServerStores:
     def _close(self, incoming: Incoming) -> None:
         """Forget a store and its parts: all workers have closed it."""
         number, parts = unpack(incoming.body, int, list)
-        self._forget(parts)
-        self._stores.pop(number, None)
+        store = self._stores.pop(number, None)
+        self._forget([*parts, *(part.number for part in self._tables if part.store is store)])
         incoming.respond()
 
     def _forget(self, parts: Sequence[Any]) -> None:
         self._copies.clear()
         for number_of_part in parts:
+            table = self._tables.remove(number_of_part)
+            if table is not None:
+                closed = UsageError(f"the {table.title} was closed")
+                self._node.traffic.carry_out(self._plane.close_part(number_of_part, closed))
+                continue
             part = self._parts.remove(number_of_part) or self._rows.remove(number_of_part)
             if part is None:
                 continue
@@ -384,11 +407,13 @@ class ServerStores:
         incoming.respond(
             pack(
                 {
-                    "parts": len(self._parts) + len(self._rows),
+                    "parts": len(self._parts) + len(self._rows) + len(self._tables),
                     "value_bytes": sum(arena.weight.nbytes for arena in arenas)
-                    + sum(part.table.nbytes for part in self._rows),
+                    + sum(part.table.nbytes for part in self._rows)
+                    + sum(part.share.slots.values.nbytes for part in self._tables),
                     "state_bytes": sum(arena.state_bytes for arena in arenas)
-                    + sum(part.table.state_bytes for part in self._rows),
+                    + sum(part.table.state_bytes for part in self._rows)
+                    + sum(each.nbytes for part in self._tables for each in part.share.slots.states),
                     "rounds": self._num_rounds,
                     **self._compression_stats(),
                     "waiting_contributions": self._plane.num_waiting,

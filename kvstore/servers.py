@@ -68,6 +68,11 @@ class Servers:
         self.rows = RowFiles(self._ask_server, message_bytes(node.config, by_tcp=False))
 
     @property
+    def number(self) -> int:
+        """Which store of its node this is, from 1."""
+        return self._number
+
+    @property
     def mode(self) -> str:
         return "sync" if self._synchronous else "async"
 
@@ -352,6 +357,40 @@ class Servers:
     ) -> Future[Reply]:
         asked = self._node.request([server], STORE_APP, call, body, {server: list(frames)})
         return asked.map(lambda replies: replies[server])
+
+    # -- growing tables ----------------------------------------------------------------
+
+    def make_table(
+        self, parts: Sequence[int], settings: Sequence[Any], optimizer: Sequence[Any]
+    ) -> Future[Any]:
+        """Have each server make its share of a table, whose parts are these; or none of them.
+
+        ``optimizer`` is one as ``to_plain`` gives it, empty for none.
+        """
+        begin = [self._number, self._synchronous]
+        bodies = [
+            pack(*begin, part, share, len(parts), list(settings), list(optimizer))
+            for share, part in enumerate(parts)
+        ]
+
+        made = self.ask_each(StoreCall.CREATE_TABLE, bodies)
+        return made.or_else(lambda _: settled([self.drop_table(parts)]))
+
+    def drop_table(self, parts: Sequence[int]) -> Future[Any]:
+        """Free the shares of a table."""
+        return self._ask_all(StoreCall.DELETE, pack(self._number, list(parts)))
+
+    def ask_each(
+        self, call: StoreCall, bodies: Sequence[bytes], frames: Sequence[Sequence[Any]] = ()
+    ) -> Future[list[Reply]]:
+        """Ask every server something of its own; the replies in rank order."""
+        rows = frames or [()] * len(bodies)
+        return gather_futures(
+            [
+                self._ask_server(server, call, body, row)
+                for server, body, row in zip(self._servers, bodies, rows, strict=True)
+            ]
+        )
 
     # -- statistics and commands -------------------------------------------------------
 

@@ -1,14 +1,13 @@
 """Growing tables: embeddings of ids that nobody has counted, in bounded memory.
 
     python examples/kvstore/table.py
+    kvstore-launch -n 2 -s 2 python examples/kvstore/table.py --kv-store dist_sync
 
 Learns ratings from a stream in which new users come and old ones stay away. Users and items are
 64-bit ids, such as hashes of names. The table of users has room for few of them: whoever was not
 seen for long makes room, and whoever comes once only gets no row. Prints the error, what the table
 did, and the size of a full export and of one with the changes since.
 """
-
-from __future__ import annotations
 
 import argparse
 import sys
@@ -28,17 +27,18 @@ ALL_IDS = np.random.default_rng(7).integers(0, 2**64, 1 << 20, dtype=np.uint64)
 class Stream:
     """Batches of (users, items, ratings). Half of the users come once; the others change slowly."""
 
-    def __init__(self) -> None:
-        self.random = np.random.default_rng(1)
-        self.tastes = self.random.standard_normal((1 << 20, TRUE_DIM)).astype(np.float32) / 2
-        self.items = self.random.standard_normal((NUM_ITEMS, TRUE_DIM)).astype(np.float32)
-        self.first_user = self.strangers = 0
+    def __init__(self, rank: int, num_workers: int) -> None:
+        random = np.random.default_rng(1)
+        self.tastes = random.standard_normal((1 << 20, TRUE_DIM)).astype(np.float32) / 2
+        self.items = random.standard_normal((NUM_ITEMS, TRUE_DIM)).astype(np.float32)
+        self.random, self.size = np.random.default_rng([2, rank]), 1000 // num_workers
+        self.first_user, self.stranger = 0, 500_000 + rank * (500_000 // num_workers)
 
-    def batch(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        users = self.first_user + (1000 * self.random.random(size)).astype(np.int64)
-        users[::2] = 500_000 + self.strangers + np.arange(size // 2)
-        self.strangers, self.first_user = self.strangers + size // 2, self.first_user + 2
-        items = self.random.integers(0, NUM_ITEMS, size)
+    def batch(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        users = self.first_user + (1000 * self.random.random(self.size)).astype(np.int64)
+        users[::2] = self.stranger + np.arange(self.size // 2)
+        self.stranger, self.first_user = self.stranger + self.size // 2, self.first_user + 2
+        items = self.random.integers(0, NUM_ITEMS, self.size)
         ratings = np.einsum("nd,nd->n", self.tastes[users], self.items[items])
         return ALL_IDS[users], ALL_IDS[-1 - items], ratings
 
@@ -55,22 +55,22 @@ def step(users: mx.Table, items: mx.Table, batch: tuple) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--capacity", type=int, default=1200)
+    parser.add_argument("--kv-store", default="local")
     given = parser.parse_args()
     adagrad, init = mx.optimizer.create("adagrad", learning_rate=0.4), mx.init.Normal(0.3)
-    with mx.create("local") as kv, tempfile.TemporaryDirectory() as folder:
-        users = kv.create_table("users", 8, init, adagrad, capacity=given.capacity, admit_after=2)
+    with mx.create(given.kv_store) as kv, tempfile.TemporaryDirectory() as folder:
+        users = kv.create_table("users", 8, init, adagrad, capacity=1200, admit_after=2)
         items = kv.create_table("items", 8, init, adagrad)
-        stream = Stream()
+        stream = Stream(kv.rank, kv.num_workers)
         for quarter in range(4):
-            batches = (stream.batch(1000) for _ in range(100))
-            errors = [step(users, items, batch) for batch in batches]
+            errors = [step(users, items, stream.batch()) for _ in range(100)]
             print(f"quarter {quarter + 1}: error {np.mean(errors):.3f}, {users.size} users")
         mark = users.export(Path(folder, "all"), states=False)
-        step(users, items, stream.batch(1000))
+        step(users, items, stream.batch())
         users.export_delta(mark, Path(folder, "changes"), states=False)
-        sizes = [Path(folder, name).stat().st_size for name in ("all", "changes")]
-        print(f"bytes of exports: all {sizes[0]}, changes {sizes[1]}")
+        sizes = [path.stat().st_size for path in sorted(Path(folder).iterdir())]
+        if kv.rank == 0:  # which wrote them, all workers having called
+            print(f"bytes of exports: all {sizes[0]}, changes {sizes[1]}")
         seen = users.statistics()
         print(f"made {seen.made}, evicted {seen.evicted}, hits {seen.hit_rate:.2f}")
         print(f"memory: {seen.nbytes} bytes of at most {seen.limit_bytes}")

@@ -1,7 +1,8 @@
 """``Table``: what a growing table promises, in whatever store.
 
-Nothing here does anything. Read next: ``share.py`` for how it is done, and
-``kvstore/local_tables.py`` for the tables of a store in one process.
+Nothing here does anything. Read next: ``share.py`` for how it is done,
+``kvstore/local_tables.py`` for the tables of a store in one process, and
+``kvstore/dist_tables.py`` for those on servers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class TableStatistics(NamedTuple):
     capacity: int | None
     """The most rows that it may have; None for any number."""
     pulled: int
-    """Ids in pulls, repeated ones as often as they stand there."""
+    """Ids in pulls, repeated ones as often as they stand there (on ``dist`` stores once a call)."""
     hits: int
     """Those of them that had a row."""
     made: int

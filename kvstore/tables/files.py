@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import json
 import types
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import CheckpointError
+from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import state_names
 from kvstore.sparse.ids import Ids, is_increasing
 from kvstore.sparse.sums import RowValues
 from kvstore.sparse.update import row_blocks
 from kvstore.tables.ages import MOST_TIME, stamp_at
-from kvstore.tables.index import Places
+from kvstore.tables.settings import TableSettings
 from kvstore.tables.share import TableShare
 from kvstore.tensorfile import TensorReader, TensorWriter
 
@@ -34,6 +37,28 @@ _MOST = {"since": 2**31 - 2, "mark": 2**31 - 2, "time": MOST_TIME, "count": 2**6
 _STATE = "states/{}"
 
 
+class Contents(NamedTuple):
+    """What an export says of a table, but for the numbers of its rows."""
+
+    settings: TableSettings
+    optimizer: Optimizer | None
+    """None as well where its states are left out."""
+    ids: Ids
+    """Of all rows, sorted."""
+    stamps: Ids
+    has_changed: np.ndarray[Any, np.dtype[np.bool_]]
+    """Which rows are to be written; the others of a delta are only named."""
+    since: int | None
+    """From which mark on a delta has the changes; None for a whole export."""
+    mark: int
+    time: int
+    num_updates: int
+
+
+ReadRows = Callable[[int, int], Sequence[RowValues]]
+"""Values and states of rows [start, stop), of those that have changed."""
+
+
 def write_table(path: Any, share: TableShare, since: int | None, *, with_states: bool) -> int:
     """Write the rows that have changed after the mark ``since``, None for all; the new mark."""
     ids, places = share.held()
@@ -41,47 +66,63 @@ def write_table(path: Any, share: TableShare, since: int | None, *, with_states:
     has_changed = np.ones(len(ids), np.bool_)
     if since is not None:
         has_changed = share.changed[places] > since
-    specs, metadata = _layout(share, int(np.count_nonzero(has_changed)), len(ids), since)
-    optimizer = share.slots.optimizer
+    changed, stamps = places[has_changed], share.ages.stamps[places]
+    optimizer = share.slots.optimizer if with_states else None
     states = share.slots.states if with_states else ()
-    if with_states and optimizer is not None:
-        metadata["optimizer"] = optimizer.name or type(optimizer).__name__
-        for name, state in zip(state_names(optimizer, share.settings.dtype), states, strict=True):
-            specs[_STATE.format(name)] = ((specs["ids"][0][0], share.settings.dim), state.dtype)
-    with TensorWriter(path, specs, {"table": json.dumps(metadata)}) as out:
-        changed = places[has_changed]
-        out.write("ids", 0, ids[has_changed])
-        out.write("touched", 0, share.ages.stamps[changed])
-        if since is not None:
-            out.write("kept", 0, ids[~has_changed])
-            out.write("kept_touched", 0, share.ages.stamps[places[~has_changed]])
-        names = [name for name in specs if name.startswith("states/")]
-        for name, rows in zip(["values", *names], [share.slots.values, *states], strict=True):
-            _write_rows(out, name, rows, changed)
+
+    def read(start: int, stop: int) -> Sequence[RowValues]:
+        return [rows[changed[start:stop]] for rows in (share.slots.values, *states)]
+
+    numbers = (since, mark, share.ages.time, share.slots.count)
+    write_export(
+        path, Contents(share.settings, optimizer, ids, stamps, has_changed, *numbers), read
+    )
     share.next_mark = mark + 1
     return mark
 
 
+def write_export(path: Any, found: Contents, read: ReadRows, block_rows: int | None = None) -> None:
+    """Write an export; ``read`` is asked for ``block_rows`` at a time, or for a few."""
+    specs, metadata = _layout(found)
+    with TensorWriter(path, specs, {"table": json.dumps(metadata)}) as out:
+        out.write("ids", 0, found.ids[found.has_changed])
+        out.write("touched", 0, found.stamps[found.has_changed])
+        if found.since is not None:
+            out.write("kept", 0, found.ids[~found.has_changed])
+            out.write("kept_touched", 0, found.stamps[~found.has_changed])
+        names = ["values", *(name for name in specs if name.startswith("states/"))]
+        width, number = found.settings.dim, int(np.count_nonzero(found.has_changed))
+        blocks = row_blocks(number, width)
+        if block_rows is not None:
+            starts = range(0, number, block_rows)
+            blocks = ((start, min(start + block_rows, number)) for start in starts)
+        for start, stop in blocks:
+            for name, rows in zip(names, read(start, stop), strict=True):
+                out.write(name, start * width, rows)
+
+
 def _layout(
-    share: TableShare, num_changed: int, num_rows: int, since: int | None
+    found: Contents,
 ) -> tuple[dict[str, tuple[tuple[int, ...], np.dtype[Any]]], dict[str, Any]]:
-    long = np.dtype(np.int64)
+    long, settings = np.dtype(np.int64), found.settings
+    num_rows, num_changed = len(found.ids), int(np.count_nonzero(found.has_changed))
     specs: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
         "ids": ((num_changed,), long),
         "touched": ((num_changed,), long),
-        "values": ((num_changed, share.settings.dim), share.settings.dtype),
+        "values": ((num_changed, settings.dim), settings.dtype),
     }
-    if since is not None:
+    if found.since is not None:
         specs["kept"] = specs["kept_touched"] = ((num_rows - num_changed,), long)
-    numbers = (since or 0, share.next_mark, share.ages.time, share.slots.count)
+    numbers = (found.since or 0, found.mark, found.time, found.num_updates)
     metadata: dict[str, Any] = dict(zip(_HEADER, numbers, strict=True))
-    return specs, {**metadata, "name": share.settings.name, "is_delta": since is not None}
-
-
-def _write_rows(out: TensorWriter, name: str, rows: RowValues, places: Places) -> None:
-    width = rows.shape[1]
-    for start, stop in row_blocks(len(places), width):
-        out.write(name, start * width, rows[places[start:stop]])
+    metadata |= {"name": settings.name, "is_delta": found.since is not None}
+    optimizer = found.optimizer
+    if optimizer is not None:
+        metadata["optimizer"] = optimizer.name or type(optimizer).__name__
+        dtype = accumulation_dtype(settings.dtype)
+        for name in state_names(optimizer, settings.dtype):
+            specs[_STATE.format(name)] = ((num_changed, settings.dim), dtype)
+    return specs, metadata
 
 
 class TableFile:
@@ -112,6 +153,11 @@ class TableFile:
         except BaseException:
             self._file.close()
             raise
+
+    @property
+    def count_of_updates(self) -> int | None:
+        """How many updates there had been; None in a file without states."""
+        return None if self.optimizer is None else self.count
 
     def states(self, names: tuple[str, ...], dtype: np.dtype[Any]) -> list[str]:
         """The names of these states' arrays, once they are known to fit the values."""

@@ -6,51 +6,106 @@ leaves it empty. Pure but for the file; whoever owns the share lets one thread i
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvstore.dtypes import accumulation_dtype
+from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import state_names
+from kvstore.sparse.ids import Ids
+from kvstore.sparse.sums import RowValues
 from kvstore.sparse.update import row_blocks
 from kvstore.tables.files import TableFile
 from kvstore.tables.hashing import shares_of
 from kvstore.tables.index import Places
+from kvstore.tables.settings import TableSettings
 from kvstore.tables.share import TableShare
+
+
+class FileRows(NamedTuple):
+    """Which rows a file has, all sorted by id."""
+
+    ids: Ids
+    stamps: Ids
+    kept: Ids
+    """Of a delta: those that are still there and have not changed."""
+    kept_stamps: Ids
+
+
+class Loading:
+    """An export on its way into a share, which is worth nothing before ``finish``."""
+
+    def __init__(self, share: TableShare, rows: FileRows, mark: int, *, is_delta: bool) -> None:
+        """Let go of what the file does not have. Ids of other shares are passed over."""
+        self._share, self._mark = share, mark
+        if is_delta:
+            _keep_only(rows, share)
+        else:
+            share.clear()
+        self.chosen = rows.ids[_chosen(rows, share)]
+        """The rows to take, sorted."""
+        share.next_mark = max(share.next_mark, mark) + 1
+
+    def put(self, ids: Ids, stamps: Ids, arrays: Sequence[RowValues]) -> None:
+        """Some rows of the file, of which those that are chosen are taken: values, then states."""
+        at = np.searchsorted(self.chosen, ids)
+        mine = self.chosen.take(at, mode="clip") == ids if len(self.chosen) else at < 0
+        if mine.any():
+            values, *states = (array[mine] for array in arrays)
+            mark = self._share.next_mark - 1
+            self._share.put(ids[mine], values, states, stamps[mine], mark)
+
+    def finish(self, time: int, count: int | None) -> None:
+        """All rows are there; ``count`` updates were made, None if the file does not say."""
+        self._share.ages.resume(time)
+        if count is not None:
+            self._share.slots.count = count
+        self._share.loaded_mark = self._mark
 
 
 def load_table(path: Any, share: TableShare) -> None:
     """Take from an export what falls to this share. Raises ``CheckpointError``."""
     with TableFile(path) as file:
-        arrays = _checked_arrays(file, share)
-        if not file.is_delta:
-            share.clear()
-        else:
-            _keep_only(file, share)
+        arrays = checked_arrays(file, share.settings, share.slots.optimizer, share.loaded_mark)
         try:
-            _put(file, arrays, share, _chosen(file, share))
+            loading = Loading(share, rows_of(file), file.mark, is_delta=file.is_delta)
+            for start, stop in row_blocks(len(file.ids), share.settings.dim):
+                ids = file.ids[start:stop]
+                low = np.searchsorted(loading.chosen, ids[0])
+                if low < len(loading.chosen) and loading.chosen[low] <= ids[-1]:
+                    rows = [file.rows(array, start, stop) for array in arrays]
+                    loading.put(ids, file.stamps[start:stop], rows)
+            loading.finish(file.time, file.count_of_updates)
         except BaseException:
             share.clear()
             raise
-        if file.optimizer is not None:
-            share.slots.count = file.count
-        share.loaded_mark = file.mark
 
 
-def _checked_arrays(file: TableFile, share: TableShare) -> list[str]:
-    """The arrays to be read: values, and the states if the optimizer keeps any."""
-    settings, optimizer = share.settings, share.slots.optimizer
+def rows_of(file: TableFile) -> FileRows:
+    """Which rows a file has."""
+    return FileRows(file.ids, file.stamps, file.kept, file.kept_stamps)
+
+
+def checked_arrays(
+    file: TableFile, settings: TableSettings, optimizer: Optimizer | None, loaded_mark: int | None
+) -> list[str]:
+    """The arrays to be read: values, and the states if the optimizer keeps any.
+
+    ``loaded_mark`` is that of the file that the table has loaded last. Raises ``CheckpointError``.
+    """
     if (file.spec.shape[1], file.spec.dtype) != (settings.dim, settings.dtype):
         raise file.refused(
             f"its rows are {file.spec.shape[1]} of {file.spec.dtype}, those of the table "
             f"{settings.dim} of {settings.dtype}"
         )
-    if file.is_delta and share.loaded_mark is None:
+    if file.is_delta and loaded_mark is None:
         raise file.refused("it is a delta; load the full export that it begins at first")
-    if file.is_delta and not file.since <= (share.loaded_mark or 0) <= file.mark:
+    if file.is_delta and not file.since <= (loaded_mark or 0) <= file.mark:
         raise file.refused(
             f"it has the changes from mark {file.since} to {file.mark}, and the table was loaded "
-            f"up to mark {share.loaded_mark}"
+            f"up to mark {loaded_mark}"
         )
     if optimizer is None or file.optimizer is None:
         return ["values"]
@@ -64,7 +119,7 @@ def _checked_arrays(file: TableFile, share: TableShare) -> list[str]:
     return ["values", *file.states(state_names(optimizer, settings.dtype), dtype)]
 
 
-def _keep_only(file: TableFile, share: TableShare) -> None:
+def _keep_only(file: FileRows, share: TableShare) -> None:
     """Remove the rows that the delta does not know, and mark the unchanged ones as touched."""
     ids, places = share.held()
     is_there = np.isin(ids, file.ids, assume_unique=True)
@@ -75,7 +130,7 @@ def _keep_only(file: TableFile, share: TableShare) -> None:
     share.ages.stamps[places[held]] = file.kept_stamps[held]
 
 
-def _chosen(file: TableFile, share: TableShare) -> Places:
+def _chosen(file: FileRows, share: TableShare) -> Places:
     """Which rows of the file to take: those of the share, as far as there is room.
 
     Of these and the rows of the share that the file leaves as they are, those that were touched
@@ -97,15 +152,3 @@ def _chosen(file: TableFile, share: TableShare) -> Places:
     replaced = share.index.look_up(file.ids[left_out])
     share.remove(np.concatenate([others[oldest[oldest < len(others)]], replaced[replaced >= 0]]))
     return np.setdiff1d(chosen, left_out, assume_unique=True)
-
-
-def _put(file: TableFile, arrays: list[str], share: TableShare, chosen: Places) -> None:
-    share.next_mark = max(share.next_mark, file.mark) + 1
-    for start, stop in row_blocks(len(file.ids), share.settings.dim):
-        low, high = np.searchsorted(chosen, (start, stop))
-        if low == high:
-            continue
-        mine = chosen[low:high]
-        values, *states = (file.rows(array, start, stop)[mine - start] for array in arrays)
-        share.put(file.ids[mine], values, states, file.stamps[mine], share.next_mark - 1)
-    share.ages.resume(file.time)

@@ -145,6 +145,8 @@ def _natural(what: str, number: object, least: int | None) -> int:
         value = operator.index(number)  # type: ignore[arg-type]
     except TypeError:
         raise ArgumentTypeError(f"{what} of a table is an int, got {number!r}") from None
+    if not -(2**63) <= value < 2**64:
+        raise ArgumentValueError(f"{what} of a table is an int of 64 bits, got {value}")
     if least is not None and value < least:
         raise ArgumentValueError(f"{what} of a table is {least} or more, got {value}")
     return value

@@ -208,6 +208,22 @@ def test_a_growing_table_learns_of_those_who_come_again_and_stays_within_its_lim
     assert used <= limit
 
 
+def test_a_growing_table_on_two_servers_learns_from_two_workers(make_job: MakeJob) -> None:
+    lines = launch(make_job, "examples/kvstore/table.py", "--kv-store", "dist_sync", num_servers=2)
+    for rank in range(2):
+        *quarters, rows, memory = lines[rank]
+        if rank == 0:
+            whole, changes = (int(number) for number in re.findall(r"\d+", quarters.pop()))
+            assert 1000 < changes < whole
+        errors = [float(re.findall(r"error ([\d.]+)", line)[0]) for line in quarters]
+        assert len(errors) == 4
+        assert errors[-1] < 0.2 * errors[0]
+        made, _ = (int(number) for number in re.findall(r"\d+", rows)[:2])
+        assert made < 2000
+        used, limit = (int(number) for number in re.findall(r"\d+", memory))
+        assert used <= limit
+
+
 def test_asynchronous_gradients_are_stale_and_still_find_the_line(make_job: MakeJob) -> None:
     lines = launch(make_job, "examples/kvstore/async_sgd.py")
     num_stale = 0
