@@ -118,7 +118,10 @@ class RowPart:
         count: int,
     ) -> None:
         """Take over rows from a file; with an optimizer, also what that keeps for them."""
-        self.table.merge(ids, values, states, optimizer)
+        keeper = optimizer
+        if optimizer is None and self.table.states is not None:
+            keeper = self._optimizer  # new rows have states of their own, too
+        self.table.merge(ids, values, states, keeper)
         if optimizer is not None:
             self._optimizer, self.count = optimizer, count
 

@@ -356,6 +356,29 @@ def test_rows_are_read_with_states_and_written_again() -> None:
     assert frames == [floats(7, 7, 7, 7), floats(0, 0, 1, 1)]
 
 
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_further_rows_of_a_key_of_halves_get_masters_and_states_too(name: str) -> None:
+    server = Server()
+    half = server.entry._replace(part=11, key="half", num_rows=2**40, dtype=np.dtype("f2"))
+    assert server.init(half, []).error is None
+    server.set_optimizer(optimizer.create(name))
+
+    def values(count: int, number: float) -> bytes:
+        return np.full(WIDTH * count, number, "f2").tobytes()
+
+    num_states = {"sgd": 0, "adam": 2}[name]
+    first = [ids_frame(3), values(1, 1.5), *[floats(*[0.0] * WIDTH)] * num_states]
+    second = [ids_frame(5, 2**39), values(2, 2.5)]
+    for begins, frames in ((True, first), (False, second)):
+        asked = server.ask(StoreCall.WRITE_ROWS, 11, begins, 0, True, frames=frames)
+        assert asked.error is None
+    ids = ids_frame(3, 5, 2**39)
+    found, *states, master = server.ask(StoreCall.READ_ROWS, 11, frames=[ids]).frames
+    assert found == values(1, 1.5) + values(2, 2.5)
+    assert master == floats(1.5, 1.5, 2.5, 2.5, 2.5, 2.5)
+    assert [np.frombuffer(state, "f4").tolist() for state in states] == [[0] * 6] * num_states
+
+
 def test_the_rows_that_are_there_are_listed_some_at_a_time() -> None:
     server = Server()
     server.set_optimizer(optimizer.create("test"))
