@@ -1,8 +1,9 @@
 """Row-sparse values: of a large array, the rows that matter, by their ids.
 
 ``RowSparseArray`` is what callers pass and get. Everything in this package is pure: no I/O, no
-threads, no clock; the stores of one process use it, and servers can. Read next: ``array.py``,
-then ``sums.py`` (adding up), ``update.py`` (optimizers on rows), ``table.py`` (what is stored).
+clock, and of threads those of ``spans.py`` alone; stores in one process and servers use it.
+Read next: ``array.py``, then ``sums.py`` (adding up), ``update.py`` (optimizers on rows),
+``table.py`` (what is stored).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ arrays with a row in the same place in each of them:
 * by index: places are given out as rows come; a sorted index finds them. The number of rows that
   the shape speaks of costs nothing then.
 
-Which of the two it is changes no result. No threads: whoever owns the table lets one thread in at
-a time. Read next: ``kvstore/local_rows.py``.
+Which of the two it is changes no result. Whoever owns the table lets one thread in at a time.
+Read next: ``kvstore/local_rows.py``.
 """
 
 from __future__ import annotations
