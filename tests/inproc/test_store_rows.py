@@ -358,7 +358,7 @@ def test_what_a_row_sparse_key_gives_is_counted() -> None:
 def test_many_rows_come_in_several_answers(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_exchange, "_ANSWER_BYTES", 40)
+    monkeypatch.setattr(row_exchange, "ANSWER_BYTES", 40)
     whole = numbered((200, 3))
 
     def script(kv: KVStore) -> None:
