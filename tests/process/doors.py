@@ -120,8 +120,9 @@ def knock(
         host, port = door
         dealer.setsockopt(zmq.IPV6, int(":" in host))
         dealer.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
-        for message in messages:
-            dealer.send_multipart(message, zmq.NOBLOCK)
+        with suppress(zmq.Again):  # turned away before it could leave anything
+            for message in messages:
+                dealer.send_multipart(message, zmq.NOBLOCK)
         if not monitor.poll(patience_s * 1000):
             return False
         event, _ = _EVENT.unpack(monitor.recv_multipart()[0])
