@@ -1,9 +1,10 @@
 """``Ages``: when each row was last touched, and which are the oldest.
 
 A row's stamp is one int64: the time, which is the number of pushes to the table, and in the lower
-24 bits a count of the touches since then. So stamps order rows exactly as they were touched last,
+30 bits a count of the touches since then. So stamps order rows exactly as they were touched last,
 down to the position in a call, and ``ttl`` reads the time from them. Touching is one scatter,
-whatever the number of rows.
+whatever the number of rows. When the count is at its end, the touches of this time are numbered
+anew.
 
 **The oldest.** Now and then the oldest eighth of all stamps is picked out and sorted: the queue.
 What is touched later has another stamp than the queue says and is passed over; what is not in the
@@ -23,7 +24,7 @@ NO_ROW = np.iinfo(np.int64).max
 """The stamp of a place without a row."""
 
 AGE_BYTES = 8
-_TOUCH_BITS = 24
+_TOUCH_BITS = 30
 _MOST_TOUCHES = 2**_TOUCH_BITS - 1
 MOST_TIME = 2 ** (62 - _TOUCH_BITS)
 _QUEUE_PART = 8
@@ -66,13 +67,24 @@ class Ages:
         self.time, self._touches = time, max(last + 1 - stamp_at(time), 0)
 
     def next_stamps(self, number: int) -> Ids:
-        """So many new stamps, ascending; above 2**24 touches at one time they are the same."""
+        """So many new stamps, ascending and above all others."""
+        if self._touches + number > _MOST_TOUCHES:
+            self._number_anew()
         first = min(self._touches, _MOST_TOUCHES)
         self._touches = min(first + number, _MOST_TOUCHES)
         stamps = np.arange(first, first + number)
         np.minimum(stamps, _MOST_TOUCHES, out=stamps)
         stamps += stamp_at(self.time)
         return stamps
+
+    def _number_anew(self) -> None:
+        """Let the rows that were touched at this time have its first stamps, in their order."""
+        self._forget_queue()
+        base = stamp_at(self.time)
+        places = np.flatnonzero((self.stamps >= base) & (self.stamps != NO_ROW))
+        order = np.argsort(self.stamps[places], kind="stable")
+        self.stamps[places[order]] = base + np.arange(len(places))
+        self._touches = len(places)
 
     def grow(self, num_places: int) -> None:
         """Have room for so many places, more than before."""

@@ -191,11 +191,23 @@ def test_rows_from_a_stamp_on_are_not_taken() -> None:
     assert (ages.stamps[:4] == NO_ROW).all()
 
 
-def test_more_touches_at_one_time_than_a_stamp_can_count_do_not_reach_into_the_next() -> None:
-    ages = Ages(1)
-    ages.next_stamps(2**24 - 2)
-    assert ages.next_stamps(4).tolist() == [2**24 - 2, *[2**24 - 1] * 3]
-    assert ages.next_stamps(2).tolist() == [2**24 - 1] * 2
+def test_touches_without_a_push_stay_in_order_however_many_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.tables.ages._MOST_TOUCHES", 9)
+    ages = Ages(4)
+    ages.set_time(3)
+    ages.stamps[3] = stamp_at(2) + 5  # touched before the last push, so the oldest
+    order = [3, 0, 1, 2]
+    ages.stamps[order[1:]] = ages.next_stamps(3)
+    random = np.random.default_rng(1)
+    for _ in range(50):
+        touched = random.permutation(3)[: random.integers(1, 4)].tolist()
+        ages.stamps[touched] = ages.next_stamps(len(touched))
+        order = [place for place in order if place not in touched] + touched
+        assert np.argsort(ages.stamps, kind="stable").tolist() == order
+        assert (ages.stamps < stamp_at(3) + 9).all()
+    assert ages.take_oldest(2, stamp_at(4))[0].tolist() == order[:2]
 
 
 # -- admission ----------------------------------------------------------------------------
