@@ -378,7 +378,7 @@ def test_an_export_that_cannot_be_written_is_an_error_of_all_workers(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"dim": 3}, "'u', 3, .* where worker . calls create_table\\('u', 2"),
+        ({"dim": 3}, "create_table\\('u', [23],.* where worker . calls create_table\\('u', [23],"),
         ({"capacity": 7}, "capacity=None"),
         ({"seed": 7}, "seed=7"),
         ({"optimizer": "adam"}, "adam"),
