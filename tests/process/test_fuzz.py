@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, needs_proc]
 COUNT = 5000
 MOST_KIB = 8 * 1024
 """More than 100,000 things may cost (``python -m tests.fuzz_sockets 100000``): in so short a run
-one allocation that happens to come late weighs as much as a leak would."""
+one allocation that happens to come late weighs as much as a leak would. A leak does so each time."""
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -24,7 +24,12 @@ def test_a_job_at_which_anything_is_thrown_goes_on_as_if_nothing_had_been(
     assert outcome.thrown == COUNT
     assert outcome.died == []
     assert outcome.ended_well, outcome.output
-    assert max(outcome.grown_kib.values()) < MOST_KIB, outcome.grown_kib
+    grown_kib = outcome.grown_kib
+    if max(grown_kib.values()) >= MOST_KIB:
+        again = tmp_path / "again"
+        again.mkdir()
+        grown_kib = fuzz(again, COUNT, seed).grown_kib
+    assert max(grown_kib.values()) < MOST_KIB, (outcome.grown_kib, grown_kib)
     # It has arrived: what the nodes dropped is most of what was thrown with the key.
     for reason in ("no message of this protocol", "that the roster does not list", "another job"):
         assert reason in outcome.output
