@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, needs_proc]
 COUNT = 5000
 MOST_KIB = 8 * 1024
 """More than 100,000 things may cost (``python -m tests.fuzz_sockets 100000``): in so short a run
-one allocation that happens to come late weighs as much as a leak would. A leak does so each time."""
+one allocation that happens to come late weighs as much as a leak would, which does so each time."""
 
 
 @pytest.mark.parametrize("seed", [1, 2])
