@@ -526,6 +526,11 @@ class KVStore(KVStoreBase, abc.ABC):
         taken, ``ArgumentTypeError``, ``ArgumentValueError``, and ``NotSupportedError`` for an
         optimizer that would have to change other rows too (LARS, LAMB, ``lazy_update=False``).
         """
+        options = {"init": init, "capacity": capacity, "ttl": ttl, "admit_after": admit_after}
+        return self._create_table(name, dim, optimizer, dtype=dtype, seed=seed, **options)
+
+    def _create_table(self, name: object, dim: object, optimizer: object, **options: Any) -> Table:
+        """``create_table``, for stores that have it."""
         raise NotSupportedError(
             f"a {self.type} store has no growing tables: create a store of type local, device or "
             "dist_sync for them"

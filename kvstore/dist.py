@@ -26,7 +26,6 @@ from kvstore.keys import Key, KeyList, Keys, Values, check_priority, normalise_k
 from kvstore.laziness import begin_writing
 from kvstore.nodes import worker_node
 from kvstore.operation import Landing, Operation, futures_in
-from kvstore.optimizer.base import Optimizer
 from kvstore.plan import Bytes
 from kvstore.row_calls import check_dense_outs, check_wanted
 from kvstore.sparse.array import RowSparseArray
@@ -171,21 +170,8 @@ class DistKVStore(DistControl):
 
     # -- growing tables ----------------------------------------------------------------
 
-    def create_table(
-        self,
-        name: str,
-        dim: int,
-        init: Any = "uniform",
-        optimizer: Optimizer | str | None = None,
-        capacity: int | None = None,
-        ttl: int | None = None,
-        admit_after: int = 1,
-        *,
-        dtype: Any = np.float32,
-        seed: int = 0,
-    ) -> Table:
-        options = {"init": init, "capacity": capacity, "ttl": ttl, "admit_after": admit_after}
-        return self._tables.create(name, dim, optimizer, dtype=dtype, seed=seed, **options)
+    def _create_table(self, name: object, dim: object, optimizer: object, **options: Any) -> Table:
+        return self._tables.create(name, dim, optimizer, **options)
 
     def save_checkpoint(self, directory: Path) -> None:
         self._tables.warn_of_checkpoint()

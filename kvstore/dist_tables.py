@@ -144,18 +144,6 @@ class DistTable(Table):
     # -- what it is ----------------------------------------------------------------------
 
     @property
-    def name(self) -> str:
-        return self._settings.name
-
-    @property
-    def dim(self) -> int:
-        return self._settings.dim
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self._settings.dtype
-
-    @property
     def size(self) -> int:
         return self.statistics().rows
 

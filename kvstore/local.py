@@ -282,23 +282,10 @@ class LocalKVStore(KVStore):
             if self._coding is not None:
                 self._coding.forget(keys)
 
-    def create_table(
-        self,
-        name: str,
-        dim: int,
-        init: Any = "uniform",
-        optimizer: Optimizer | str | None = None,
-        capacity: int | None = None,
-        ttl: int | None = None,
-        admit_after: int = 1,
-        *,
-        dtype: Any = np.float32,
-        seed: int = 0,
-    ) -> Table:
+    def _create_table(self, name: object, dim: object, optimizer: object, **options: Any) -> Table:
         with self._lock:
             self._check_open()
-            options = {"init": init, "capacity": capacity, "ttl": ttl, "admit_after": admit_after}
-            return self._tables.create(name, dim, optimizer, dtype=dtype, seed=seed, **options)
+            return self._tables.create(name, dim, optimizer, **options)
 
     # -- files -------------------------------------------------------------------------
 

@@ -70,18 +70,6 @@ class LocalTable(Table):
     # -- what it is ----------------------------------------------------------------------
 
     @property
-    def name(self) -> str:
-        return self._settings.name
-
-    @property
-    def dim(self) -> int:
-        return self._settings.dim
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self._settings.dtype
-
-    @property
     def size(self) -> int:
         with self._owner.lock:
             return len(self._open())

@@ -8,7 +8,7 @@ Read next: ``choice.py``.
 """
 
 from kvstore.compression.chain import Chain, Encoded
-from kvstore.compression.choice import Compression, Rule, difference
+from kvstore.compression.choice import Compression, Rule
 from kvstore.compression.making import make_chain
 from kvstore.compression.picks import Draw
 from kvstore.compression.residuals import Residual, Residuals
@@ -23,6 +23,5 @@ __all__ = [
     "Residuals",
     "Rule",
     "Statistics",
-    "difference",
     "make_chain",
 ]

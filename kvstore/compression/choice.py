@@ -135,19 +135,6 @@ class Compression:
         return next((rule for rule in self.rules if rule.is_for(key, nbytes)), None)
 
 
-def difference(mine: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> str:
-    """What two plain forms do not agree in, for an error's text; empty if they are the same."""
-    if len(mine) != len(other):
-        return f"{len(mine)} rules and {len(other)} rules"
-    for left, right in zip(mine, other, strict=True):
-        names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
-        if names:
-            return "; ".join(
-                f"{name}: {left.get(name)!r} and {right.get(name)!r}" for name in names
-            )
-    return ""
-
-
 def _rule(parameters: object, statistics: Statistics) -> Rule:
     if not isinstance(parameters, Mapping):
         raise ArgumentTypeError(f"compression is {_ALLOWED}, got {parameters!r}")

@@ -1,6 +1,6 @@
 """``Table``: what a growing table promises, in whatever store.
 
-Nothing here does anything. Read next: ``share.py`` for how it is done,
+Hardly anything here does anything. Read next: ``share.py`` for how it is done,
 ``kvstore/local_tables.py`` for the tables of a store in one process, and
 ``kvstore/dist_tables.py`` for those on servers.
 """
@@ -17,6 +17,7 @@ import numpy as np
 from kvstore.arrays import Array
 from kvstore.optimizer.base import Optimizer
 from kvstore.sparse.ids import Ids
+from kvstore.tables.settings import TableSettings
 
 Path = str | PathLike[str]
 
@@ -66,20 +67,22 @@ class Table(abc.ABC):
     A call may come from any thread; they run one at a time. One that raises has changed nothing.
     """
 
+    _settings: TableSettings
+
     @property
-    @abc.abstractmethod
     def name(self) -> str:
         """The name that it was created with."""
+        return self._settings.name
 
     @property
-    @abc.abstractmethod
     def dim(self) -> int:
         """How many numbers a row has."""
+        return self._settings.dim
 
     @property
-    @abc.abstractmethod
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the rows."""
+        return self._settings.dtype
 
     @property
     @abc.abstractmethod

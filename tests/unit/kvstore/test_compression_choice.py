@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from compression_cases import CHAINS
 
-from kvstore.compression import Compression, difference
+from kvstore.compression import Compression
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from pslite.errors import ProtocolError
 from pslite.wire.codec import pack_value, unpack_value
@@ -45,7 +45,6 @@ def test_the_plain_form_travels_and_means_the_same(given: dict[str, Any]) -> Non
     mine = Compression.of(rules)
     arrived = Compression.from_plain(unpack_value(pack_value(mine.plain())))
     assert arrived.plain() == mine.plain()
-    assert difference(arrived.plain(), mine.plain()) == ""
 
 
 @pytest.mark.parametrize("given", [None, [], {"type": "none"}])
@@ -149,13 +148,6 @@ def test_values_may_travel_back_by_other_codecs() -> None:
     chain = compression.pull_chain_for("w", 1000, F4)
     assert chain is not None
     assert (chain.name, chain.plain()["block"]) == ("int8", 64)
-
-
-def test_workers_that_disagree_are_told_in_what() -> None:
-    mine = Compression.of({"type": "2bit", "threshold": 0.5}).plain()
-    other = Compression.of({"type": "2bit", "threshold": 0.25}).plain()
-    assert difference(mine, other) == "threshold: 0.5 and 0.25"
-    assert difference(mine, []) == "1 rules and 0 rules"
 
 
 def test_one_table_of_statistics_has_all_chains() -> None:
