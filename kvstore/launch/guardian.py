@@ -7,7 +7,7 @@ directory of the job's key, as ``remove`` and its name in hexadecimal digits; a 
 the job out of a cluster, as ``cancel`` and its words in such digits; and ``done`` when it has ended
 and removed everything itself. A pipe that ends without ``done`` means that the launcher was killed
 (``kill -9``, out of memory); then everything that belongs to the job is killed at once, the
-commands are run, and the key is removed.
+commands are run, and the key is removed; commands that have failed are then run again, a few times.
 
 A process belongs to the job when it is in one of those groups (sessions), or when the
 environment that it was started with holds the job's id; so a grandchild that made its own
@@ -29,8 +29,9 @@ AGENT_ID_NAME = "KVSTORE_AGENT_ID"
 _AGENT = AGENT_ID_NAME.encode() + b"="
 KILL_ROUNDS = 50
 ROUND_S = 0.05
+REMOVE_ROUNDS = 20
 _CANCEL_S = 30.0
-_CANCEL_PAUSES_S = (0.0, 2.0, 10.0, 30.0)  # the cluster may be busy, or the network down
+_CANCEL_PAUSES_S = (2.0, 10.0, 30.0)  # the cluster may be busy, or the network down
 
 
 def end_job(
@@ -117,17 +118,28 @@ def _signal_all(members: Collection[int], signal_number: signal.Signals) -> None
             continue
 
 
-def cancel(argv: Sequence[str]) -> None:
-    """Run ``argv`` until it succeeds, a few times at the most."""
-    for pause_s in _CANCEL_PAUSES_S:
-        time.sleep(pause_s)
+def _failing(commands: Collection[Sequence[str]]) -> list[Sequence[str]]:
+    """Run the commands, and return those that have not succeeded."""
+    null = subprocess.DEVNULL
+    failing = []
+    for argv in commands:
         try:
-            null = subprocess.DEVNULL
             done = subprocess.run(argv, stdin=null, stdout=null, stderr=null, timeout=_CANCEL_S)
         except (OSError, subprocess.TimeoutExpired):
-            continue
-        if done.returncode == 0:
+            failing.append(argv)
+        else:
+            if done.returncode != 0:
+                failing.append(argv)
+    return failing
+
+
+def remove_tree(directory: str | os.PathLike[str]) -> None:
+    """Remove it with all that is in it, also with what a task of the job still puts there."""
+    for _ in range(REMOVE_ROUNDS):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not os.path.lexists(directory):
             return
+        time.sleep(ROUND_S)
 
 
 def main(job_id: str, agent_id: str | None = None) -> None:
@@ -146,10 +158,14 @@ def main(job_id: str, agent_id: str | None = None) -> None:
         else:
             groups.add(int(line))
     end_job(job_id, groups, 0, agent_id)
-    for command in commands:
-        cancel(command)
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
+    failing = _failing(commands)
+    for directory in directories:  # the key does not wait for a cluster that does not answer
+        remove_tree(directory)
+    for pause_s in _CANCEL_PAUSES_S:
+        if not failing:
+            return
+        time.sleep(pause_s)
+        failing = _failing(failing)
 
 
 def _text(digits: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import shutil
 import signal
 import socket
 import time
@@ -22,6 +21,7 @@ from types import TracebackType
 from kvstore.launch import places
 from kvstore.launch.child import die_with_launcher
 from kvstore.launch.console import Console
+from kvstore.launch.guardian import remove_tree
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.lifecycle import Effect, Lifecycle, Phase, SchedulerLost, SendSignal, Timing
 from kvstore.launch.options import LaunchError
@@ -110,7 +110,7 @@ class Supervisor:
         for record in self._records:
             record.stop_logging()
         for directory in self._to_remove:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_tree(directory)
         if self._guardian is not None:
             self._guardian.dismiss()
         self._selector.close()

@@ -56,9 +56,7 @@ def launcher(cell: GridEngine, tmp_path: Path) -> Iterator[Launcher]:
         environment={**cell.environment, "KVSTORE_JOB_DIR": str(jobs)},
     )
     wait_for("end of all jobs", lambda: cell.jobs() == [])
-    wait_for(
-        "end of all directories of jobs", lambda: not jobs.exists() or not list(jobs.iterdir())
-    )
+    wait_for("end of all directories of jobs", lambda: not list(jobs.glob("*")))
 
 
 class TestSge(EveryLauncher):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+
+from kvstore.launch.guardian import remove_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 GUARDED = """
@@ -19,8 +22,7 @@ directory = Path(sys.argv[1])
 guardian = GuardianProcess("a-job", os.environ)
 guardian.remove_at_the_end(directory / "secret")
 (directory / "secret").mkdir()
-script = 'test -d "$1/secret" && touch "$1/it is gone"'
-guardian.cancel_at_the_end(["sh", "-c", script, "sh", sys.argv[1]])
+guardian.cancel_at_the_end(["sh", "-c", sys.argv[3], "sh", sys.argv[1]])
 if sys.argv[2] == "dismiss":
     guardian.dismiss()
 else:
@@ -30,8 +32,12 @@ else:
 pytestmark = pytest.mark.process
 
 
-def guarded(directory: Path, end: str) -> int:
-    words = [sys.executable, "-c", GUARDED, str(directory), end]
+TOUCH = 'test -d "$1/secret" && touch "$1/it is gone"'
+TOUCH_LATER = 'test -d "$1/secret" && exit 1; touch "$1/it is gone"'
+
+
+def guarded(directory: Path, end: str, script: str = TOUCH) -> int:
+    words = [sys.executable, "-c", GUARDED, str(directory), end, script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(words, env=environment, timeout=30, check=False).returncode
 
@@ -44,6 +50,37 @@ def test_a_launcher_that_is_killed_has_its_job_cancelled_before_its_files_go(
     while (tmp_path / "secret").exists() and time.monotonic() < until_s:
         time.sleep(0.05)
     assert [path.name for path in tmp_path.iterdir()] == ["it is gone"]
+
+
+def test_a_cluster_that_does_not_answer_is_asked_again_when_the_files_are_gone(
+    tmp_path: Path,
+) -> None:
+    assert guarded(tmp_path, "die", TOUCH_LATER) == -9
+    until_s = time.monotonic() + 20
+    while not (tmp_path / "it is gone").exists() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert [path.name for path in tmp_path.iterdir()] == ["it is gone"]
+
+
+def test_what_a_task_still_puts_into_its_directory_goes_with_it(tmp_path: Path) -> None:
+    directory = tmp_path / "job"
+    directory.mkdir()
+    has_begun = threading.Event()
+
+    def write() -> None:
+        for number in range(1_000_000):
+            try:
+                (directory / str(number)).touch()
+            except FileNotFoundError:
+                return
+            has_begun.set()
+
+    task = threading.Thread(target=write)
+    task.start()
+    assert has_begun.wait(20)
+    remove_tree(directory)
+    task.join()
+    assert not directory.exists()
 
 
 def test_a_launcher_that_ended_by_itself_has_nothing_cancelled(tmp_path: Path) -> None:
