@@ -276,7 +276,15 @@ class AsyncRounds:
         ]
 
     def abandon(self, rank: int) -> list[tuple[int, int]]:
-        """What a worker sent before it left stays valid; nobody waits for it."""
+        """What a worker sent before it left stays valid, but for that whose turn never comes."""
+        waiting = self._waiting.get(rank, {})
+        is_running = self._running is not None and self._running[0] == rank
+        next_ = self._applied.get(rank, 0) + 1 + is_running
+        while next_ in waiting:
+            next_ += 1
+        for round_ in [found for found in waiting if found > next_]:
+            del waiting[round_]
+            self._order.remove(rank)
         return []
 
 

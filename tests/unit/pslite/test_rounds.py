@@ -228,6 +228,16 @@ def test_a_departure_gives_up_nothing_that_is_asynchronous() -> None:
     assert drain(rounds) == [((0, 1),), ((1, 1),)]
 
 
+def test_what_a_departed_worker_sent_ahead_of_what_never_came_is_forgotten() -> None:
+    rounds = AsyncRounds(window=3)
+    contribute(rounds, (0, 1), (0, 2), (0, 4), (1, 2))
+    rounds.start()
+    assert rounds.abandon(0) == rounds.abandon(1) == []
+    assert rounds.waiting() == [(0, 1), (0, 2)]
+    rounds.finish()
+    assert drain(rounds) == [((0, 2),)]
+
+
 def test_waiting_includes_the_one_that_runs() -> None:
     rounds = AsyncRounds(window=2)
     contribute(rounds, (1, 1), (0, 1), (0, 2))
