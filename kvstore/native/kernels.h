@@ -74,6 +74,8 @@ struct coding {
     int add;
 };
 
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 /* Types for memory of others: any alignment, any effective type. */
 typedef float loose_float __attribute__((aligned(1), may_alias));
 typedef double loose_double __attribute__((aligned(1), may_alias));

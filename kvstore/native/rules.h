@@ -25,82 +25,105 @@ static TARGET void NAME(add_two)(LOOSE *total, const LOOSE *a, const LOOSE *b, s
         total[i] = (total[i] + a[i]) + b[i];
 }
 
-static TARGET void NAME(rescale)(REAL *grad, double factor, size_t n)
+/* Elements of a gradient: a block of it, and what is still to be added to it or NULL. */
+struct NAME(gradient) {
+    const LOOSE *sum, *last;
+};
+
+/* What all formulas begin with. A factor of 1 and a limit without end change no bit; a NaN stays
+ * what it is, as in np.minimum and np.maximum. */
+static TARGET ALWAYS_INLINE REAL NAME(scaled)(const struct NAME(gradient) *of, size_t i,
+                                              const struct numbers *by, int has_last)
 {
-    const REAL by = (REAL)factor;
-    if (factor == 1.0)
-        return;
-    for (size_t i = 0; i < n; i++)
-        grad[i] *= by;
+    return (has_last ? of->sum[i] + of->last[i] : of->sum[i]) * (REAL)by->rescale;
 }
 
-/* A NaN stays what it is, as in np.minimum and np.maximum. */
-static TARGET void NAME(clip)(REAL *grad, double limit, size_t n)
+static TARGET ALWAYS_INLINE REAL NAME(clipped)(REAL grad, const struct numbers *by)
 {
-    const REAL high = (REAL)limit, low = (REAL)-limit;
-    if (!(limit > 0.0))
-        return;
+    const REAL high = by->limit > 0.0 ? (REAL)by->limit : (REAL)INFINITY, low = -high;
+    const REAL bounded = high < grad ? high : grad;
+    return low > bounded ? low : bounded;
+}
+
+/* The loops are compiled once for every choice of their last arguments, so they have no branches. */
+static TARGET ALWAYS_INLINE void NAME(sgd_loop)(const struct numbers *by, LOOSE *restrict weight,
+                                                LOOSE *restrict velocity,
+                                                const struct NAME(gradient) *of, size_t n,
+                                                int has_velocity, int has_last, int decays)
+{
+    const REAL decay = (REAL)by->decay, rate = (REAL)by->rate, momentum = (REAL)by->momentum;
     for (size_t i = 0; i < n; i++) {
-        const REAL bounded = high < grad[i] ? high : grad[i];
-        grad[i] = low > bounded ? low : bounded;
+        REAL g = NAME(clipped)(NAME(scaled)(of, i, by, has_last), by);
+        if (decays)
+            g += decay * weight[i];
+        g *= rate;
+        if (has_velocity) {
+            const REAL speed = velocity[i] * momentum - g;
+            velocity[i] = speed;
+            weight[i] += speed;
+        } else {
+            weight[i] -= g;
+        }
     }
 }
 
-static TARGET void NAME(add_decay)(REAL *restrict grad, const LOOSE *weight, double decay, size_t n)
+static TARGET void NAME(sgd)(const struct numbers *by, LOOSE *weight, LOOSE *velocity,
+                             const struct NAME(gradient) *of, size_t n)
 {
-    const REAL by = (REAL)decay;
-    if (decay == 0.0)
-        return;
-    for (size_t i = 0; i < n; i++)
-        grad[i] += by * weight[i];
-}
-
-static TARGET void NAME(descend)(LOOSE *restrict weight, const REAL *step, size_t n)
-{
-    for (size_t i = 0; i < n; i++)
-        weight[i] -= step[i];
-}
-
-static TARGET void NAME(sgd)(const struct numbers *by, LOOSE *restrict weight,
-                             LOOSE *restrict velocity, REAL *restrict grad, size_t n)
-{
-    const REAL rate = (REAL)by->rate, momentum = (REAL)by->momentum;
-    NAME(rescale)(grad, by->rescale, n);
-    NAME(clip)(grad, by->limit, n);
-    NAME(add_decay)(grad, weight, by->decay, n);
-    for (size_t i = 0; i < n; i++)
-        grad[i] *= rate;
-    if (velocity == NULL) {
-        NAME(descend)(weight, grad, n);
-        return;
+#define SGD_LOOP(...) NAME(sgd_loop)(by, weight, velocity, of, n, __VA_ARGS__)
+    switch ((velocity != NULL) << 2 | (of->last != NULL) << 1 | (by->decay != 0.0)) {
+    case 0: SGD_LOOP(0, 0, 0); break;
+    case 1: SGD_LOOP(0, 0, 1); break;
+    case 2: SGD_LOOP(0, 1, 0); break;
+    case 3: SGD_LOOP(0, 1, 1); break;
+    case 4: SGD_LOOP(1, 0, 0); break;
+    case 5: SGD_LOOP(1, 0, 1); break;
+    case 6: SGD_LOOP(1, 1, 0); break;
+    case 7: SGD_LOOP(1, 1, 1); break;
     }
-    for (size_t i = 0; i < n; i++) {
-        const REAL speed = velocity[i] * momentum - grad[i];
-        velocity[i] = speed;
-        weight[i] += speed;
-    }
+#undef SGD_LOOP
 }
 
-static TARGET void NAME(adam)(const struct numbers *by, LOOSE *restrict weight,
-                              LOOSE *restrict mean, LOOSE *restrict var, REAL *restrict grad,
-                              size_t n)
+static TARGET ALWAYS_INLINE void NAME(adam_loop)(const struct numbers *by, LOOSE *restrict weight,
+                                                 LOOSE *restrict mean, LOOSE *restrict var,
+                                                 const struct NAME(gradient) *of, size_t n,
+                                                 int has_last, int decays, int decays_late)
 {
     const REAL beta1 = (REAL)by->beta1, rest1 = (REAL)(1.0 - by->beta1);
     const REAL beta2 = (REAL)by->beta2, rest2 = (REAL)(1.0 - by->beta2);
     const REAL rate = (REAL)by->rate, epsilon = (REAL)by->epsilon;
-    NAME(rescale)(grad, by->rescale, n);
-    NAME(add_decay)(grad, weight, by->decay, n);
-    NAME(clip)(grad, by->limit, n);
+    const REAL decay = (REAL)by->decay, late_decay = (REAL)by->late_decay;
     for (size_t i = 0; i < n; i++) {
-        const REAL g = grad[i];
+        REAL g = NAME(scaled)(of, i, by, has_last);
+        if (decays)
+            g += decay * weight[i];
+        g = NAME(clipped)(g, by);
         const REAL m = mean[i] * beta1 + g * rest1;
         const REAL v = var[i] * beta2 + (g * rest2) * g;
         mean[i] = m;
         var[i] = v;
-        grad[i] = (m * rate) / (ROOT(v) + epsilon);
+        REAL step = (m * rate) / (ROOT(v) + epsilon);
+        if (decays_late)
+            step += late_decay * weight[i];
+        weight[i] -= step;
     }
-    NAME(add_decay)(grad, weight, by->late_decay, n);
-    NAME(descend)(weight, grad, n);
+}
+
+static TARGET void NAME(adam)(const struct numbers *by, LOOSE *weight, LOOSE *mean, LOOSE *var,
+                              const struct NAME(gradient) *of, size_t n)
+{
+#define ADAM_LOOP(...) NAME(adam_loop)(by, weight, mean, var, of, n, __VA_ARGS__)
+    switch ((of->last != NULL) << 2 | (by->decay != 0.0) << 1 | (by->late_decay != 0.0)) {
+    case 0: ADAM_LOOP(0, 0, 0); break;
+    case 1: ADAM_LOOP(0, 0, 1); break;
+    case 2: ADAM_LOOP(0, 1, 0); break;
+    case 3: ADAM_LOOP(0, 1, 1); break;
+    case 4: ADAM_LOOP(1, 0, 0); break;
+    case 5: ADAM_LOOP(1, 0, 1); break;
+    case 6: ADAM_LOOP(1, 1, 0); break;
+    case 7: ADAM_LOOP(1, 1, 1); break;
+    }
+#undef ADAM_LOOP
 }
 
 /* Elements from start on, as REAL: where they lie, or widened into scratch. */
@@ -114,10 +137,11 @@ static TARGET LOOSE *NAME(load)(enum kind kind, const void *all, size_t start, s
     return (LOOSE *)scratch;
 }
 
-static TARGET void NAME(sum)(LOOSE *total, const struct work *work, size_t start, size_t n)
+/* The sum of the first of the contributions. */
+static TARGET void NAME(sum)(LOOSE *total, const struct work *work, size_t count, size_t start,
+                             size_t n)
 {
     REAL scratch[2][BLOCK];
-    const size_t count = work->num_contributions;
     const LOOSE *a = NAME(load)(work->kind, work->contributions[0].buf, start, n, scratch[0]), *b;
     size_t next = 2;
     if (count == 1) {
@@ -137,9 +161,9 @@ static TARGET void NAME(sum)(LOOSE *total, const struct work *work, size_t start
     }
 }
 
-/* A block of weights from the block of summed gradients, which is overwritten. 16-bit weights are
- * what their master rounds to. */
-static TARGET void NAME(update)(const struct work *work, REAL *grad, size_t start, size_t n)
+/* A block of weights from the block of gradients. 16-bit weights are what their master rounds to. */
+static TARGET void NAME(update)(const struct work *work, const struct NAME(gradient) *of,
+                                size_t start, size_t n)
 {
     char *stored = work->weight + start * SIZES[work->weight_kind];
     LOOSE *weight = (LOOSE *)(work->master == NULL ? stored : work->master + start * sizeof(REAL));
@@ -147,9 +171,9 @@ static TARGET void NAME(update)(const struct work *work, REAL *grad, size_t star
     for (int i = 0; i < work->num_states; i++)
         states[i] = (LOOSE *)work->states[i] + start;
     if (work->rule == ADAM)
-        NAME(adam)(work->numbers, weight, states[0], states[1], grad, n);
+        NAME(adam)(work->numbers, weight, states[0], states[1], of, n);
     else
-        NAME(sgd)(work->numbers, weight, states[0], grad, n);
+        NAME(sgd)(work->numbers, weight, states[0], of, n);
     if (work->master != NULL)
         NARROW(work->weight_kind, stored, weight, n);
 }
@@ -157,20 +181,29 @@ static TARGET void NAME(update)(const struct work *work, REAL *grad, size_t star
 /* One block of the weight. */
 static TARGET void NAME(block)(const struct work *work, size_t start, size_t n)
 {
-    REAL grad[BLOCK];
+    REAL scratch[2][BLOCK];
+    const size_t count = work->num_contributions;
     char *stored = work->weight + start * SIZES[work->weight_kind];
     if (work->rule != ASSIGN) {
-        NAME(sum)((LOOSE *)grad, work, start, n);
-        NAME(update)(work, grad, start, n);
-    } else if (work->num_contributions == 1 && work->kind == work->weight_kind) {
+        /* The last is added in the loop that updates. */
+        const void *first = work->contributions[0].buf, *last = work->contributions[count - 1].buf;
+        struct NAME(gradient) of = {(LOOSE *)scratch[0], NULL};
+        if (count > 2)
+            NAME(sum)((LOOSE *)scratch[0], work, count - 1, start, n);
+        else
+            of.sum = NAME(load)(work->kind, first, start, n, scratch[0]);
+        if (count > 1)
+            of.last = NAME(load)(work->kind, last, start, n, scratch[1]);
+        NAME(update)(work, &of, start, n);
+    } else if (count == 1 && work->kind == work->weight_kind) {
         /* Bits are copied: a signalling NaN stays one. */
         const char *from = work->contributions[0].buf;
         memmove(stored, from + start * SIZES[work->kind], n * SIZES[work->kind]);
     } else if (work->weight_kind == WIDE_KIND) {
-        NAME(sum)((LOOSE *)stored, work, start, n);
+        NAME(sum)((LOOSE *)stored, work, count, start, n);
     } else {
-        NAME(sum)((LOOSE *)grad, work, start, n);
-        NARROW(work->weight_kind, stored, grad, n);
+        NAME(sum)((LOOSE *)scratch[0], work, count, start, n);
+        NARROW(work->weight_kind, stored, scratch[0], n);
     }
 }
 
