@@ -451,6 +451,20 @@ def test_more_rows_than_a_message_can_hold_are_an_error_before_any_is_sent(
         assert kv.pull("w").indices.tolist() == [0, 999]
 
 
+def test_rows_that_lie_too_close_in_a_huge_key_are_pulled_by_their_ids() -> None:
+    limits = {"max_message_bytes": 4096, "chunk_bytes": 1024}
+    with Workers("dist_sync", 1, 2, **limits) as workers:
+        kv = workers.stores[0]
+        ids, values = np.arange(500), numbered((500, 4))
+        held = RowSparseArray(ids, values, (2**40, 4))
+        kv.init(["w", "d"], [held, np.ones(3, np.float32)])
+        text = "key 'w': 250 rows of a part are .* bytes in a message.*by row_sparse_pull, fewer at"
+        with pytest.raises(ValueMismatchError, match=text):
+            kv.pull("w")
+        np.testing.assert_array_equal(kv.row_sparse_pull("w", row_ids=ids).values, values)
+        np.testing.assert_array_equal(kv.pull("d"), np.ones(3))
+
+
 @pytest.mark.parametrize("call", ["push", "push_async", "pushpull", "pushpull_async"])
 @pytest.mark.parametrize("wrong", ["rows", "numbers"])
 def test_a_call_that_raises_has_pushed_none_of_its_keys(call: str, wrong: str) -> None:
