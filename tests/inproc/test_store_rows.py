@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from kvstore.errors import (
     ValueMismatchError,
 )
 from pslite.errors import ProtocolError
-from pslite.plane import Transfer
+from pslite.plane import Send, Transfer
 from pslite.traffic import Traffic
 from pslite.van.inproc import InprocVan
+from pslite.wire.messages import Answer
 
 SHAPE = (23, 3)
 DIST = ["dist_sync", "dist_device_sync", "dist_async"]
@@ -513,6 +515,30 @@ def test_rows_come_in_answers_that_a_van_carries(
             pulled = kv.row_sparse_pull(key, row_ids=np.arange(1000))
             np.testing.assert_array_equal(pulled.values, whole)
         np.testing.assert_array_equal(kv.pull("w").values, whole)
+
+
+@pytest.mark.parametrize("key", ["rows", "dense"])
+def test_an_answer_that_arrives_malformed_is_an_error_and_the_next_one_counts(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    send = Traffic._send
+
+    def spoilt(traffic: Traffic, worker: int, effect: Send) -> None:
+        message = effect.message
+        if isinstance(message, Answer):
+            sizes = tuple(size + 1 for size in message.sizes)
+            effect = effect._replace(message=replace(message, sizes=sizes))
+        send(traffic, worker, effect)
+
+    with Workers("dist_sync", 1, 1) as workers:
+        kv = workers.stores[0]
+        kv.init(["rows", "dense"], [full(numbered()), numbered()])
+        with monkeypatch.context() as patch:
+            patch.setattr(Traffic, "_send", spoilt)
+            with pytest.raises(ProtocolError, match=r"answer of server 0 about part \d+ cannot"):
+                kv.pull(key)
+        pulled = kv.pull(key)
+        np.testing.assert_array_equal(pulled.values if key == "rows" else pulled, numbered())
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
