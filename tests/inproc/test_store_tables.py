@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,11 +25,13 @@ from kvstore.errors import (
 )
 from kvstore.protocol import StoreCall, pack
 from kvstore.row_exchange import Item
+from kvstore.table_parts import TablePart
 from kvstore.tables.files import TableFile
 from kvstore.tables.payload import TABLE_FORM
 from kvstore.tables.plain import settings_to_plain
 from pslite.errors import ClosedError, ProtocolError
 from pslite.ids import Role, node_id
+from pslite.traffic import Traffic
 
 KINDS = ["dist_sync", "dist_device_sync", "dist_async"]
 CLUSTERS = [(1, 1), (2, 2), (2, 5)]
@@ -595,6 +598,40 @@ def test_servers_refuse_settings_that_make_no_sense(tables: Any, wrong: dict[int
     with pytest.raises(ProtocolError):
         servers.make_table([2**41, 2**41 + 1], plain, []).result(20)
     assert tables[0].pull([5]).tolist() == [[0.5, 0.5]]
+
+
+def test_a_push_of_a_worker_that_has_closed_and_left_counts_and_is_not_called_failed() -> None:
+    def create(kv: KVStore) -> Any:
+        return kv.create_table("t", 2, init=0, optimizer=SGD)
+
+    with Workers("dist_sync", 2, 2) as workers:
+        tables = workers.run(create)
+        assert workers.cluster is not None
+        tables[0].push(IDS, np.ones((40, 2), np.float32))
+        workers.stores[0].close()
+        workers.cluster.workers[0].close()
+        tables[1].push(IDS, np.ones((40, 2), np.float32))
+        assert (tables[1].pull(IDS) == -2).all()
+        assert [line for line in workers.cluster.lines if "failed" in line] == []
+
+
+def test_a_worker_that_leaves_hears_of_a_push_that_failed_after_it_was_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def apply(*_: object) -> None:
+        time.sleep(0.2)
+        raise ValueError("no memory is left")
+
+    monkeypatch.setattr(TablePart, "apply", apply)
+    monkeypatch.setattr(Traffic, "_is_quick", lambda *_: False)  # on the pool's thread
+    with Workers("dist_async", 1, 1) as workers:
+        assert workers.cluster is not None
+        (kv,) = workers.stores
+        kv.create_table("t", 2).push([1], np.ones((1, 2), np.float32))
+        kv.close()
+        workers.cluster.workers[0].close()
+        (line,) = [line for line in workers.cluster.lines if "failed" in line]
+        assert "a push had failed" in line and line.endswith("no memory is left")
 
 
 def test_names_are_taken_until_a_table_is_closed(shared: Workers) -> None:
