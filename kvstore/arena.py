@@ -172,6 +172,19 @@ class Part:
             return num_elements * int(dtype.itemsize)
         return chain.encoded_bytes(num_elements, dtype)
 
+    def check_push(self, data: Flat) -> None:
+        """Raise ``ProtocolError`` for bytes that are no contribution. On any thread.
+
+        So only its sender hears of it; when its round is applied, that would fail for all.
+        """
+        chain = self.codecs.push
+        if chain is None:
+            return
+        try:
+            chain.check_encoded(data, self.stop - self.start, self.arena.weight.dtype)
+        except ProtocolError as error:
+            raise ProtocolError(f"key {self.entry.key!r}: {error}") from error
+
     def encoded(self, buffer: Callable[[int], Flat]) -> Flat:
         """Its value as it travels, where it has a codec for that; the same for all who ask."""
         chain = self.codecs.pull

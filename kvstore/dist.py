@@ -31,6 +31,7 @@ from kvstore.row_calls import check_dense_outs, check_wanted
 from kvstore.sparse.array import RowSparseArray
 from kvstore.tables.base import Table
 from pslite import Future, Postoffice
+from pslite.errors import ClosedError
 from pslite.future import gather, settled
 
 
@@ -425,7 +426,10 @@ class DistKVStore(DistControl):
         error = future.error()
         if error is None:
             return
-        if self._is_closed:
+        if self._is_closed and isinstance(error, ClosedError):
+            # The node says so by itself where servers have not accepted what was sent.
+            self._node.log.info(1, "the node was closed before the servers had answered a push")
+        elif self._is_closed:
             self._node.log.warn(f"a push had failed: {error}")
         elif self._late_error is None:
             self._late_error = error

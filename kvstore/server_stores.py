@@ -145,6 +145,12 @@ class ServerStores:
         rows: Formed = taken(found, piece, is_push=is_push)
         return rows
 
+    def check(self, part: int, piece: Piece) -> None:
+        """An encoded contribution; see ``arena.py``."""
+        found = self._parts.get(part)
+        if found is not None:
+            found.check_push(bytes_of(piece))
+
     def answer(self, part: int, wanted: Any) -> Any:
         """Rows that are wanted, copied: others may change them as soon as this returns."""
         table = self._tables.get(part)
@@ -218,7 +224,12 @@ class ServerStores:
                 part.codecs = codecs[index]
                 self._parts.add(part)
                 self._plane.open_part(
-                    part.entry.part, part.pull_bytes, store.ranks, arena.lane, part.push_bytes
+                    part.entry.part,
+                    part.pull_bytes,
+                    store.ranks,
+                    arena.lane,
+                    part.push_bytes,
+                    is_checked=part.codecs.push is not None,
                 )
                 store.has_part(part.entry)
         incoming.respond()
@@ -317,7 +328,12 @@ class ServerStores:
             self._copies.clear()
             for part in mine:
                 part.codecs = codecs[part.entry.part]
-                self._plane.resize_part(part.entry.part, part.pull_bytes, part.push_bytes)
+                self._plane.resize_part(
+                    part.entry.part,
+                    part.pull_bytes,
+                    part.push_bytes,
+                    is_checked=part.codecs.push is not None,
+                )
             self._parts.forget_lists()
         incoming.respond()
 

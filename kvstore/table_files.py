@@ -21,7 +21,9 @@ from kvstore.sparse.ids import Ids
 from kvstore.sparse.sums import RowValues
 from kvstore.tables.files import Contents, TableFile, write_export
 from kvstore.tables.hashing import shares_of
+from kvstore.tables.lineage import Lineage, agreed, lines_to_plain
 from kvstore.tables.loading import FileRows, checked_arrays, rows_of
+from kvstore.tables.plain import lineage_from_plain, lineage_to_plain
 from kvstore.tables.settings import TableSettings
 from pslite import Future
 from pslite.customer import Reply
@@ -57,8 +59,7 @@ class Numbers(NamedTuple):
     time: int
     """Pushes."""
     num_updates: int
-    loaded_mark: int | None
-    """That of the file that was loaded last."""
+    lineage: Lineage
 
 
 class TableFiles:
@@ -133,14 +134,18 @@ class TableFiles:
                 array[held] = copy.view(array.dtype).reshape(len(held), width)
         return is_there, arrays
 
-    def numbers(self, mark: int = 0) -> Numbers:
-        """What all servers count alike. What changes from now on is after ``mark``, if it is not
-        0."""
-        bodies = [pack(part, mark) for part in self._parts]
-        replies = self._wait(self._ask_each(StoreCall.MARK_TABLE, bodies))
-        found = [unpack(reply.body, int, int, int, int) for reply in replies]
-        next_mark, time, count, loaded = (max(column) for column in zip(*found, strict=True))
-        return Numbers(next_mark, time, count, None if loaded < 0 else loaded)
+    def numbers(self) -> Numbers:
+        """What all servers count alike, and the lineage that they agree on."""
+        found = [unpack(reply.body, int, int, int, list) for reply in self._mark(0, [])]
+        next_mark, time, count = (max(row[column] for row in found) for column in range(3))
+        return Numbers(
+            next_mark, time, count, agreed([lineage_from_plain(row[3]) for row in found])
+        )
+
+    def _mark(self, mark: int, lineage: list[Any]) -> list[Reply]:
+        bodies = [pack(part, mark, lineage) for part in self._parts]
+        replies: list[Reply] = self._wait(self._ask_each(StoreCall.MARK_TABLE, bodies))
+        return replies
 
     def write(
         self, path: Any, settings: TableSettings, optimizer: Optimizer | None, since: int | None
@@ -149,8 +154,8 @@ class TableFiles:
 
         Nothing may change meanwhile; raises ``CheckpointError`` where rows have gone.
         """
-        mark, time, count, _ = self.numbers()
-        self.numbers(mark)
+        mark, time, count, lineage = self.numbers()
+        self._mark(mark, lineage_to_plain(lineage))
         held = self.held()
         has_changed = np.ones(len(held.ids), np.bool_) if since is None else held.changed > since
         ids = held.ids[has_changed]
@@ -169,7 +174,7 @@ class TableFiles:
             return arrays
 
         block_rows = self._block_rows(settings.dim * sum(dtype.itemsize for dtype in dtypes))
-        numbers = (since, mark, time, count)
+        numbers = (since, mark, time, count, lineage.until(mark))
         found = Contents(settings, optimizer, held.ids, held.stamps, has_changed, *numbers)
         write_export(path, found, read, block_rows)
 
@@ -182,7 +187,7 @@ class TableFiles:
         Raises ``CheckpointError``; a disk that fails in the middle leaves the table empty.
         """
         with TableFile(path) as file:
-            arrays = checked_arrays(file, settings, optimizer, self.numbers().loaded_mark)
+            arrays = checked_arrays(file, settings, optimizer, self.numbers().lineage.at)
             try:
                 self._load(file, arrays)
             except BaseException:
@@ -204,7 +209,8 @@ class TableFiles:
             bodies = [pack(part) for part in self._parts]
             self._wait(self._ask_each(StoreCall.LOAD_ROWS, bodies, frames))
         count = file.count_of_updates
-        bodies = [pack(part, file.time, -1 if count is None else count) for part in self._parts]
+        ends = [file.time, -1 if count is None else count, lines_to_plain(file.lines)]
+        bodies = [pack(part, *ends) for part in self._parts]
         self._wait(self._ask_each(StoreCall.END_LOADING, bodies))
 
     def _begin_loading(self, rows: FileRows, mark: int, *, is_delta: bool) -> None:

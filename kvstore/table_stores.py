@@ -21,7 +21,12 @@ from kvstore.sparse.sums import RowValues
 from kvstore.table_parts import TablePart
 from kvstore.tables.ages import MOST_TIME, stamp_at
 from kvstore.tables.loading import FileRows, Loading
-from kvstore.tables.plain import settings_from_plain
+from kvstore.tables.plain import (
+    checked_lines,
+    lineage_from_plain,
+    lineage_to_plain,
+    settings_from_plain,
+)
 from kvstore.tables.settings import checked_table_optimizer
 from kvstore.tables.share import TableShare
 from pslite import Incoming
@@ -178,20 +183,23 @@ class TableStores:
         self._lanes.run(incoming, [part], copy, lambda: incoming.respond(b"", frames))
 
     def _mark(self, incoming: Incoming) -> None:
-        """The next mark, the counts of pushes and updates, and the mark that was loaded last, -1
-        for none; what changes from now on is after the mark that is given, if it is not 0."""
-        number, mark = unpack(incoming.body, int, int)
+        """The next mark, the counts of pushes and updates, and the lineage. If the mark that is
+        given is not 0, what changes from now on is after it, and the lineage is the one given."""
+        number, mark, plain = unpack(incoming.body, int, int, list)
         part = self._found(number)
         if not 0 <= mark < MOST_MARKS:
             raise ProtocolError("a mark of a table is malformed")
-        found: list[int] = []
+        lineage = lineage_from_plain(plain) if mark else None
+        found: list[Any] = []
 
         def look(part: TablePart) -> None:
             with part.lock:
                 share = part.share
-                share.next_mark = max(share.next_mark, mark + 1 if mark else 0)
-                loaded = -1 if share.loaded_mark is None else share.loaded_mark
-                found.extend((share.next_mark, share.ages.time, share.slots.count, loaded))
+                if lineage is not None:
+                    share.next_mark = max(share.next_mark, mark + 1)
+                    share.lineage = lineage
+                plain = lineage_to_plain(share.lineage)
+                found.extend((share.next_mark, share.ages.time, share.slots.count, plain))
 
         self._lanes.run(incoming, [part], look, lambda: incoming.respond(pack(*found)))
 
@@ -237,14 +245,15 @@ class TableStores:
 
     def _end_loading(self, incoming: Incoming) -> None:
         """All rows are there; a count of updates of -1 leaves that as it is."""
-        number, time, count = unpack(incoming.body, int, int, int)
+        number, time, count, plain = unpack(incoming.body, int, int, int, list)
         part = self._found(number)
         if not 0 <= time <= MOST_TIME or count < -1:
             raise ProtocolError("the counts of an export are malformed")
+        lines = checked_lines(plain)
 
         def end(part: TablePart) -> None:
             with part.lock:
-                _loading_of(part).finish(time, None if count < 0 else count)
+                _loading_of(part).finish(time, None if count < 0 else count, lines)
                 part.loading = None
 
         self._lanes.run(incoming, [part], end, incoming.respond)

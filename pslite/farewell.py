@@ -1,7 +1,8 @@
 """How a node ends without leaving anything behind. Runs on the thread that closes the node.
 
-A node that is done waits until its peers have accepted what it sent, says goodbye, and waits
-until that is accepted too. A node that has failed only stays until the others know why.
+A node that is done waits until its peers have accepted what it sent, and a worker for a moment more
+until that is answered, so that errors are heard of. It says goodbye, and waits until that is
+accepted too. A node that has failed only stays until the others know why.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 #: How long a node that has failed stays to tell the others why.
 _LAST_WORDS_S = 2.0
+#: How long a worker stays for answers to what was accepted. What is wrong is answered at once; a
+#: round that waits for other workers is complete without this one.
+_ANSWERS_S = 1.0
 
 
 def take_leave(node: Postoffice) -> None:
@@ -32,7 +36,11 @@ def take_leave(node: Postoffice) -> None:
         is_sent = node.timers.next_due() is None and node.traffic.everything_sent
         return is_sent and node.links.everything_accepted()
 
+    def everything_answered() -> bool:
+        return node.error is not None or node.traffic.everything_answered
+
     wait_until(node, nothing_under_way, limit)
+    wait_until(node, everything_answered, min(limit, time.monotonic() + _ANSWERS_S))
     if node.control is not None:
         control = node.control
         node.call(lambda: control.say_goodbye(node.clock()))

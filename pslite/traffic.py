@@ -152,6 +152,11 @@ class Traffic:
         """Whether nothing is held back any more."""
         return self._worker is None or self._worker.everything_sent
 
+    @property
+    def everything_answered(self) -> bool:
+        """Whether a worker waits for nothing that it has pushed or pulled."""
+        return self._worker is None or self._worker.idle
+
     def run(self, now: float) -> None:
         """Do what time asks for."""
         if self._server is not None and now >= self._tick_at:

@@ -37,6 +37,7 @@ from kvstore.errors import ArgumentValueError, ValueMismatchError
 from pslite.errors import ProtocolError
 
 _NO_DRAW = Draw()
+_MOST_HEADERS = 1024
 
 Readable = bytes | bytearray | memoryview | Payload
 
@@ -67,6 +68,8 @@ class Chain:
         self.has_feedback = default if has_feedback is None else has_feedback
         """Whether who encodes keeps a residual."""
         self.statistics = statistics or Statistics()
+        #: By the elements and the dtype of a part: its header, where nothing is drawn.
+        self._headers: dict[tuple[int, np.dtype[Any]], bytes] = {}
 
     def payload_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
         """The length of every payload of a part of so many elements, of a key of this dtype."""
@@ -114,6 +117,28 @@ class Chain:
         """``decode`` (with ``add``, ``decode_add``) of what ``encode_into`` wrote."""
         header = data[: self.header_bytes].tobytes()
         self._decode(header, data[self.header_bytes :], out, None, cores, add=add)
+
+    def check_encoded(self, data: Payload, num_elements: int, dtype: np.dtype[Any]) -> None:
+        """Raise ``ProtocolError`` for what ``decode_from`` refuses; ``dtype`` is the key's.
+
+        Costs a look at the header, at the scales of int8 and at the ids of topk.
+        """
+        header, payload = data[: self.header_bytes].tobytes(), data[self.header_bytes :]
+        known = self._headers.get((num_elements, dtype))
+        if known is None and not (self.pick is not None and self.pick.draws):
+            if len(self._headers) >= _MOST_HEADERS:
+                self._headers.clear()
+            known = self._header(dtype, num_elements, _NO_DRAW).packed()
+            self._headers[num_elements, dtype] = known
+        if header != known:
+            self._checked_header(header, num_elements, dtype, None)
+        self._check_length(payload, num_elements, dtype)
+        count = num_elements
+        if self.pick is not None:
+            self.pick.check_ids(payload, num_elements)
+            payload = payload[self.pick.ids_bytes(num_elements) :]
+            count = self.pick.count(num_elements)
+        self.codec.check_payload(payload, count, dtype)
 
     def encode(
         self,
@@ -235,13 +260,9 @@ class Chain:
         if not (out.flags.c_contiguous and out.flags.writeable):
             raise ArgumentValueError("a part is decoded into a C-contiguous, writeable array")
         flat = out.reshape(-1)
-        found = self._checked_header(header, flat, draw)
+        found = self._checked_header(header, len(flat), flat.dtype, draw, is_sum=True)
         dtype, memory = found.dtype, np.frombuffer(payload, np.uint8)
-        if len(memory) != self.payload_bytes(len(flat), dtype):
-            raise ProtocolError(
-                f"a {self.name} payload of {len(flat)} elements has {len(memory)} bytes, not "
-                f"{self.payload_bytes(len(flat), dtype)}"
-            )
+        self._check_length(memory, len(flat), dtype)
         with np.errstate(all="ignore"):
             if self.pick is None:
                 self.codec.check_payload(memory, len(flat), dtype)
@@ -281,15 +302,23 @@ class Chain:
         code = 0 if pick is None else pick.code
         return Header(dtype, code, codec.code, num_elements, count, numbers, draw)
 
-    def _checked_header(self, header: bytes, out: Flat, draw: Draw | None) -> Header:
+    def _checked_header(
+        self,
+        header: bytes,
+        num_elements: int,
+        dtype: np.dtype[Any],
+        draw: Draw | None,
+        *,
+        is_sum: bool = False,
+    ) -> Header:
         found = Header.unpacked(header)
-        if found.num_elements != len(out):
+        if found.num_elements != num_elements:
             raise ProtocolError(
-                f"an encoded part of {found.num_elements} elements came for one of {len(out)}"
+                f"an encoded part of {found.num_elements} elements came for one of {num_elements}"
             )
-        if out.dtype not in (found.dtype, accumulation_dtype(found.dtype)):
-            raise ProtocolError(f"an encoded part of {found.dtype} came for one of {out.dtype}")
-        wanted = self._header(found.dtype, len(out), found.draw if draw is None else draw)
+        if dtype != found.dtype and not (is_sum and dtype == accumulation_dtype(found.dtype)):
+            raise ProtocolError(f"an encoded part of {found.dtype} came for one of {dtype}")
+        wanted = self._header(found.dtype, num_elements, found.draw if draw is None else draw)
         is_drawn = self.pick is not None and self.pick.draws
         if found._replace(draw=wanted.draw) != wanted:
             raise ProtocolError(
@@ -302,6 +331,14 @@ class Chain:
                 f"{found.draw.round}, not {wanted.draw.stream} and {wanted.draw.round}"
             )
         return found
+
+    def _check_length(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> None:
+        wanted = self.payload_bytes(num_elements, dtype)
+        if len(payload) != wanted:
+            raise ProtocolError(
+                f"a {self.name} payload of {num_elements} elements has {len(payload)} bytes, not "
+                f"{wanted}"
+            )
 
     def _checked_out(self, out: Payload | None, length: int) -> Payload:
         if out is None:

@@ -89,6 +89,9 @@ class Pick(ABC):
         Raises ``ProtocolError`` if they cannot be what we wrote.
         """
 
+    def check_ids(self, payload: Payload, num_elements: int) -> None:  # noqa: B027
+        """Raise what ``read_ids`` raises."""
+
     def weights(self, ids: Ids, num_elements: int) -> Flat | None:
         """What to multiply the numbers by where there is no error feedback; None: nothing."""
         return None
@@ -131,6 +134,9 @@ class TopK(Pick):
                 f"a topk payload has ids that are not in rising order below {num_elements}"
             )
         return ids
+
+    def check_ids(self, payload: Payload, num_elements: int) -> None:
+        self.read_ids(payload, num_elements, Draw())
 
 
 class RandomK(Pick):

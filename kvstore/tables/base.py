@@ -163,7 +163,8 @@ class Table(abc.ABC):
         """Take the rows of an export in place of all that are there, or apply a delta.
 
         A delta fits a table that has loaded the export it begins at, or one between its beginning
-        and its end, and was only pulled from since. Where the capacity is too small, the rows that
+        and its end, and was only pulled from since; one of another table, or of another run, does
+        not, whatever its marks. Where the capacity is too small, the rows that
         were touched last are kept. Raises ``CheckpointError`` for a damaged file and for one that
         does not fit.
         """

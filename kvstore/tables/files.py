@@ -4,8 +4,9 @@ Rows are sorted by id, so a file says nothing of the shares that wrote it, and a
 can load it. The arrays: ``ids`` (int64), ``values`` (a row for each), ``touched`` (int64, their
 stamps) and ``states/NAME``; in a delta ``kept`` and ``kept_touched`` too, of the rows that are
 still there and have not changed. One line of metadata, ``table``, is JSON with what ``_HEADER``
-names. Nothing read is believed before it was checked. Written and read in blocks. Read next:
-``kvstore/tensorfile.py``, then ``loading.py``.
+names, and with the ``lineage``, which tells whether a delta goes on from what a table has loaded.
+Nothing read is believed before it was checked. Written and read in blocks. Read next:
+``kvstore/tensorfile.py``, then ``lineage.py`` and ``loading.py``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvstore.sparse.ids import Ids, is_increasing
 from kvstore.sparse.sums import RowValues
 from kvstore.sparse.update import row_blocks
 from kvstore.tables.ages import MOST_TIME, stamp_at
+from kvstore.tables.lineage import Lines, lines_from_plain, lines_to_plain
 from kvstore.tables.settings import TableSettings
 from kvstore.tables.share import TableShare
 from kvstore.tensorfile import TensorReader, TensorWriter
@@ -53,6 +55,8 @@ class Contents(NamedTuple):
     mark: int
     time: int
     num_updates: int
+    lines: Lines
+    """Up to this mark."""
 
 
 ReadRows = Callable[[int, int], Sequence[RowValues]]
@@ -73,7 +77,7 @@ def write_table(path: Any, share: TableShare, since: int | None, *, with_states:
     def read(start: int, stop: int) -> Sequence[RowValues]:
         return [rows[changed[start:stop]] for rows in (share.slots.values, *states)]
 
-    numbers = (since, mark, share.ages.time, share.slots.count)
+    numbers = (since, mark, share.ages.time, share.slots.count, share.lineage.until(mark))
     write_export(
         path, Contents(share.settings, optimizer, ids, stamps, has_changed, *numbers), read
     )
@@ -116,6 +120,7 @@ def _layout(
     numbers = (found.since or 0, found.mark, found.time, found.num_updates)
     metadata: dict[str, Any] = dict(zip(_HEADER, numbers, strict=True))
     metadata |= {"name": settings.name, "is_delta": found.since is not None}
+    metadata["lineage"] = lines_to_plain(found.lines)
     optimizer = found.optimizer
     if optimizer is not None:
         metadata["optimizer"] = optimizer.name or type(optimizer).__name__
@@ -135,6 +140,8 @@ class TableFile:
     mark: int
     time: int
     count: int
+    lines: Lines
+    """Up to its mark; none in a file of an earlier version, which only fits as a whole."""
 
     def __init__(self, path: Any) -> None:
         self._path = path
@@ -203,6 +210,9 @@ class TableFile:
             self.is_delta, self.optimizer = found["is_delta"], found.get("optimizer")
             if type(self.is_delta) is not bool or type(self.optimizer) not in (str, type(None)):
                 raise ValueError("is_delta or optimizer is of another kind")
+            self.lines = lines_from_plain(found.get("lineage", []))
+            if self.lines and self.lines[-1].mark != self.mark:
+                raise ValueError("the lineage does not end at the mark")
         except (LookupError, TypeError, ValueError, RecursionError) as error:
             raise self.damaged(f"its metadata are wrong: {error!r}") from error
 

@@ -20,6 +20,7 @@ from kvstore.sparse.update import row_blocks
 from kvstore.tables.files import TableFile
 from kvstore.tables.hashing import shares_of
 from kvstore.tables.index import Places
+from kvstore.tables.lineage import Line, Lines, line_of, new_lineage
 from kvstore.tables.settings import TableSettings
 from kvstore.tables.share import TableShare
 
@@ -39,7 +40,8 @@ class Loading:
 
     def __init__(self, share: TableShare, rows: FileRows, mark: int, *, is_delta: bool) -> None:
         """Let go of what the file does not have. Ids of other shares are passed over."""
-        self._share, self._mark = share, mark
+        self._share = share
+        share.lineage = new_lineage()  # no delta goes on from a part of a file
         if is_delta:
             _keep_only(rows, share)
         else:
@@ -57,18 +59,21 @@ class Loading:
             mark = self._share.next_mark - 1
             self._share.put(ids[mine], values, states, stamps[mine], mark)
 
-    def finish(self, time: int, count: int | None) -> None:
-        """All rows are there; ``count`` updates were made, None if the file does not say."""
+    def finish(self, time: int, count: int | None, lines: Lines) -> None:
+        """All rows are there; ``count`` updates were made, None if the file does not say.
+
+        ``lines`` are the file's.
+        """
         self._share.ages.resume(time)
         if count is not None:
             self._share.slots.count = count
-        self._share.loaded_mark = self._mark
+        self._share.lineage = new_lineage(lines)
 
 
 def load_table(path: Any, share: TableShare) -> None:
     """Take from an export what falls to this share. Raises ``CheckpointError``."""
     with TableFile(path) as file:
-        arrays = checked_arrays(file, share.settings, share.slots.optimizer, share.loaded_mark)
+        arrays = checked_arrays(file, share.settings, share.slots.optimizer, share.lineage.at)
         try:
             loading = Loading(share, rows_of(file), file.mark, is_delta=file.is_delta)
             for start, stop in row_blocks(len(file.ids), share.settings.dim):
@@ -77,7 +82,7 @@ def load_table(path: Any, share: TableShare) -> None:
                 if low < len(loading.chosen) and loading.chosen[low] <= ids[-1]:
                     rows = [file.rows(array, start, stop) for array in arrays]
                     loading.put(ids, file.stamps[start:stop], rows)
-            loading.finish(file.time, file.count_of_updates)
+            loading.finish(file.time, file.count_of_updates, file.lines)
         except BaseException:
             share.clear()
             raise
@@ -89,24 +94,19 @@ def rows_of(file: TableFile) -> FileRows:
 
 
 def checked_arrays(
-    file: TableFile, settings: TableSettings, optimizer: Optimizer | None, loaded_mark: int | None
+    file: TableFile, settings: TableSettings, optimizer: Optimizer | None, loaded: Line | None
 ) -> list[str]:
     """The arrays to be read: values, and the states if the optimizer keeps any.
 
-    ``loaded_mark`` is that of the file that the table has loaded last. Raises ``CheckpointError``.
+    ``loaded`` is where the file ended that the table has loaded last. Raises ``CheckpointError``.
     """
     if (file.spec.shape[1], file.spec.dtype) != (settings.dim, settings.dtype):
         raise file.refused(
             f"its rows are {file.spec.shape[1]} of {file.spec.dtype}, those of the table "
             f"{settings.dim} of {settings.dtype}"
         )
-    if file.is_delta and loaded_mark is None:
-        raise file.refused("it is a delta; load the full export that it begins at first")
-    if file.is_delta and not file.since <= (loaded_mark or 0) <= file.mark:
-        raise file.refused(
-            f"it has the changes from mark {file.since} to {file.mark}, and the table was loaded "
-            f"up to mark {loaded_mark}"
-        )
+    if file.is_delta:
+        _check_continues(file, loaded)
     if optimizer is None or file.optimizer is None:
         return ["values"]
     name = optimizer.name or type(optimizer).__name__
@@ -117,6 +117,26 @@ def checked_arrays(
         )
     dtype = accumulation_dtype(settings.dtype)
     return ["values", *file.states(state_names(optimizer, settings.dtype), dtype)]
+
+
+def _check_continues(delta: TableFile, loaded: Line | None) -> None:
+    if not delta.lines:
+        raise delta.refused(
+            "it is a delta that does not say of which table, from an earlier version; load a full "
+            "export instead"
+        )
+    if loaded is None:
+        raise delta.refused("it is a delta; load the full export that it begins at first")
+    if not delta.since <= loaded.mark <= delta.mark:
+        raise delta.refused(
+            f"it has the changes from mark {delta.since} to {delta.mark}, and the table was loaded "
+            f"up to mark {loaded.mark}"
+        )
+    if line_of(delta.lines, loaded.mark) != loaded.id:
+        raise delta.refused(
+            f"it is a delta of another table, or of another run, than the export with mark "
+            f"{loaded.mark} that was loaded last; load the full export that it begins at first"
+        )
 
 
 def _keep_only(file: FileRows, share: TableShare) -> None:

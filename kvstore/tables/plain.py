@@ -1,4 +1,4 @@
-"""Settings of tables as plain data, for messages: names and numbers, never code.
+"""Settings and lineages of tables as plain data, for messages: names and numbers, never code.
 
 Pure; any thread may call. Read next: ``kvstore/table_stores.py``, which reads them.
 """
@@ -11,6 +11,7 @@ from kvstore import initializer
 from kvstore.dtypes import dtype_of, dtype_text
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.tables.first_values import Init
+from kvstore.tables.lineage import Lineage, Lines, lines_from_plain, lines_to_plain
 from kvstore.tables.settings import TableSettings, checked_settings
 from pslite.errors import ProtocolError
 
@@ -56,6 +57,26 @@ def settings_from_plain(data: list[Any], num_shares: int) -> TableSettings:
         )
     except (ArgumentTypeError, ArgumentValueError) as error:
         raise ProtocolError(f"the settings of a table are malformed: {error}") from error
+
+
+def lineage_to_plain(lineage: Lineage) -> list[Any]:
+    """Its own id, and pairs of an id and a mark."""
+    return [lineage.own, lines_to_plain(lineage.loaded)]
+
+
+def lineage_from_plain(data: list[Any]) -> Lineage:
+    """What ``lineage_to_plain`` wrote. Raises ``ProtocolError``."""
+    if len(data) != 2 or type(data[0]) is not str or not data[0]:
+        raise ProtocolError("the lineage of a table is malformed")
+    return Lineage(checked_lines(data[1]), data[0])
+
+
+def checked_lines(data: object) -> Lines:
+    """What ``lines_to_plain`` wrote, from a message. Raises ``ProtocolError``."""
+    try:
+        return lines_from_plain(data)
+    except ValueError as error:
+        raise ProtocolError(f"the lineage of a table is malformed: {error}") from error
 
 
 def _init_to_plain(init: Init) -> tuple[str, float]:

@@ -30,6 +30,7 @@ from kvstore.tables.base import TableStatistics
 from kvstore.tables.first_values import FirstValues
 from kvstore.tables.ids import first_appearances
 from kvstore.tables.index import MOST_PLACES, IdIndex, Places
+from kvstore.tables.lineage import new_lineage
 from kvstore.tables.settings import TableSettings
 from kvstore.tables.slots import Slots
 
@@ -56,8 +57,8 @@ class TableShare:
         self.changed = np.zeros(self.num_places, np.int32)
         """For each row the number of the export that is the next after its last change."""
         self.next_mark = 1
-        self.loaded_mark: int | None = None
-        """The mark of the file that was loaded last."""
+        self.lineage = new_lineage()
+        """What its marks belong to, and which file was loaded last."""
         self._first_values = FirstValues(settings.init, settings.seed, settings.name)
         num_waiting = settings.num_waiting(self.capacity)
         self._waiting = Waiting(settings.admit_after, num_waiting) if num_waiting else None

@@ -128,6 +128,12 @@ class ServerApp(Protocol):
         gets that error, and nobody else notices. The piece is valid until the job is done.
         """
 
+    def check(self, part: int, piece: Piece) -> None:
+        """Look at a plain payload of a part that was opened as checked, before it counts.
+
+        Raises as ``take`` does. Should be quick: it delays all that arrives.
+        """
+
     def answer(self, part: int, wanted: Any) -> Buffer:
         """One frame with what a pull ``wanted`` of a part; sent without a copy, so not changed."""
 

@@ -24,6 +24,7 @@ from pslite.plane.interface import (
     Send,
     ServerApp,
     cut,
+    piece_of,
 )
 from pslite.plane.unit import NO_SIZE, Unit, WaitingPull, joined
 from pslite.protocol.rounds import AsyncRounds, Batch, Rounds, SyncRounds, Verdict
@@ -128,6 +129,8 @@ class ServerPlane:
         ranks: Sequence[int] | None,
         lane: int,
         push_size: int | None = None,
+        *,
+        is_checked: bool = False,
     ) -> None:
         """Accept requests for a part of ``size`` bytes from now on.
 
@@ -136,6 +139,7 @@ class ServerPlane:
             ranks: the worker ranks that every round needs; None applies pushes one by one.
             lane: parts of one lane are applied by the same pool thread.
             push_size: the bytes of what is pushed, where they differ from those of its value.
+            is_checked: whether the app looks at each push as it arrives (``ServerApp.check``).
         """
         if part in self._units:
             raise UsageError(f"part {part} is open already")
@@ -147,7 +151,7 @@ class ServerPlane:
             for rank in self._gone:
                 rounds.abandon(rank)
         push_sizes = None if push_size is None else (push_size,)
-        self._units[part] = Unit((part,), (size,), rounds, lane, push_sizes)
+        self._units[part] = Unit((part,), (size,), rounds, lane, push_sizes, is_checked=is_checked)
         self._sizes[part] = size
 
     def is_quiet(self, part: int) -> bool:
@@ -155,12 +159,19 @@ class ServerPlane:
         unit = self._units.get(part)
         return not (unit is None or unit.rounds.waiting() or unit.rounds.running or unit.pulls)
 
-    def resize_part(self, part: int, size: int, push_size: int) -> None:
-        """Values and pushes of a part, which is quiet, have so many bytes from now on."""
+    def resize_part(
+        self, part: int, size: int, push_size: int, *, is_checked: bool = False
+    ) -> None:
+        """Values and pushes of a part, which is quiet, have so many bytes from now on.
+
+        ``is_checked`` is that of ``open_part``.
+        """
         unit = self._single(part)
         if unit is None:
             raise UsageError(f"part {part} is not open")
-        resized = Unit((part,), (size,), unit.rounds, unit.lane, (push_size,))
+        resized = Unit(
+            (part,), (size,), unit.rounds, unit.lane, (push_size,), is_checked=is_checked
+        )
         resized.refused = unit.refused
         self._units[part] = resized
         self._sizes[part] = size
@@ -367,7 +378,7 @@ class ServerPlane:
             unit = self._whole(parts)
             is_fit = unit is not None and unit.push_sizes == sizes
             piece = _whole_piece(unit, frames) if unit is not None and is_fit else None
-            if unit is not None and piece is not None:
+            if unit is not None and piece is not None and self._is_fine(unit, piece):
                 self._contribute(rank, unit, rounds[0], piece, message.pull, replies, ready)
                 return
         pieces = cut(sizes, frames)
@@ -380,8 +391,30 @@ class ServerPlane:
                 if unit.nbytes == NO_SIZE:
                     text = f"part {part} has no plain value, as it was pushed"
                 self._refuse(unit, rank, round_, UsageError(text), replies)
+            elif (error := self._why_malformed(unit, part, piece)) is not None:
+                self._refuse(unit, rank, round_, error, replies)
             else:
                 self._contribute(rank, unit, round_, piece, message.pull, replies, ready)
+
+    def _is_fine(self, unit: Unit, piece: Piece) -> bool:
+        """Whether the app has nothing against any part of a push of a whole unit."""
+        if not unit.is_checked:
+            return True
+        start = 0
+        for part, size in zip(unit.parts, unit.push_sizes, strict=True):
+            if self._why_malformed(unit, part, piece_of(piece, start, start + size)) is not None:
+                return False
+            start += size
+        return True
+
+    def _why_malformed(self, unit: Unit, part: int, piece: Piece) -> Exception | None:
+        if not unit.is_checked:
+            return None
+        try:
+            self.app.check(part, piece)
+        except Exception as error:
+            return error
+        return None
 
     def _take_formed(
         self,

@@ -25,6 +25,7 @@ class Unit:
     """A server's view of parts that are in the same state. The payloads are ``Piece`` values."""
 
     __slots__ = (
+        "is_checked",
         "lane",
         "nbytes",
         "opened_at",
@@ -40,9 +41,18 @@ class Unit:
     )
 
     def __init__(
-        self, parts: Ints, sizes: Ints, rounds: Rounds, lane: int, push_sizes: Ints | None = None
+        self,
+        parts: Ints,
+        sizes: Ints,
+        rounds: Rounds,
+        lane: int,
+        push_sizes: Ints | None = None,
+        *,
+        is_checked: bool = False,
     ) -> None:
         self.parts = parts
+        self.is_checked = is_checked
+        """Whether the app looks at what is pushed to some of them (``ServerApp.check``)."""
         self.sizes = sizes
         """Of the parts' values."""
         self.push_sizes = sizes if push_sizes is None else push_sizes
@@ -75,7 +85,10 @@ class Unit:
             def share(_: int, __: int, piece: Piece, start: int = start, stop: int = stop) -> Piece:
                 return piece_of(piece, start, stop)
 
-            unit = Unit((part,), (size,), self.rounds.copy(share), self.lane, (push_size,))
+            rounds = self.rounds.copy(share)
+            unit = Unit(
+                (part,), (size,), rounds, self.lane, (push_size,), is_checked=self.is_checked
+            )
             unit.wanted = set(self.wanted)
             unit.refused = {rank: dict(rounds) for rank, rounds in self.refused.items()}
             unit.pulls = [
@@ -132,7 +145,8 @@ def joined(units: Sequence[Unit]) -> Unit | None:
     sizes = tuple(size for unit in units for size in unit.sizes)
     push_sizes = tuple(size for unit in units for size in unit.push_sizes)
     rounds = first.rounds.copy(lambda rank, round_, _: pieces[rank, round_])
-    unit = Unit(parts, sizes, rounds, first.lane, push_sizes)
+    is_checked = any(unit.is_checked for unit in units)
+    unit = Unit(parts, sizes, rounds, first.lane, push_sizes, is_checked=is_checked)
     unit.wanted = set(first.wanted)
     return unit
 

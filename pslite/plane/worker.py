@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from pslite.errors import ProtocolError, rebuild
+from pslite.ids import rank_of, role_of
 from pslite.plane.interface import Buffer, Piece, Send, cut
 from pslite.wire.messages import Answer, Exchange, Ints, PartsFailed, StaleEpoch
 
@@ -108,16 +109,47 @@ class Transfer:
             try:
                 self.sink(indices, pieces, versions)
             except Exception as error:
-                self.failed = None
-                self._error = self._error or error
+                self._not_taken(error, indices, pieces, versions)
         self._settle(len(indices))
+
+    def _not_taken(
+        self,
+        error: Exception,
+        indices: Sequence[int],
+        pieces: Sequence[Piece],
+        versions: Sequence[int],
+    ) -> None:
+        """The sink has raised: find out about which part. Plain values may be copied twice."""
+        if self.form or self.sink is None:
+            self.failed = None
+            self._error = self._error or self.unusable(indices, error)
+            return
+        for index, piece, version in zip(indices, pieces, versions, strict=True):
+            try:
+                self.sink((index,), (piece,), (version,))
+            except Exception as again:
+                self._note(index, self.unusable((index,), again))
+
+    def unusable(self, indices: Sequence[int], error: Exception) -> ProtocolError:
+        """What an answer about these parts comes to which makes no sense."""
+        parts = ", ".join(str(self.parts[index]) for index in indices[:5])
+        more = f" and {len(indices) - 5} more" if len(indices) > 5 else ""
+        found = ProtocolError(
+            f"the answer of {role_of(self.server).value} {rank_of(self.server)} about part "
+            f"{parts}{more} cannot be used: {error or type(error).__name__}"
+        )
+        found.__cause__ = error
+        return found
 
     def fail(self, index: int, error: BaseException) -> None:
         """One part came to nothing."""
+        self._note(index, error)
+        self._settle(1)
+
+    def _note(self, index: int, error: BaseException) -> None:
         if self.failed is not None:
             self.failed[index] = error
         self._error = self._error or error
-        self._settle(1)
 
     def give_up(self, error: BaseException) -> None:
         """All parts that are not answered yet came to nothing."""
@@ -309,13 +341,20 @@ class WorkerPlane:
             self._queue_whole(transfer, self._claim(state, request))
 
     def answered(self, message: Answer, frames: Sequence[Buffer]) -> None:
-        """A server has applied rounds, or sends values."""
-        if message.sizes:
-            pieces = cut(message.sizes, frames)
-        else:
-            pieces = [Piece(b"", 0, 0)] * len(message.parts)
-        if len(pieces) != len(message.parts):
-            raise ProtocolError("an answer with values needs a size for each part")
+        """A server has applied rounds, or sends values.
+
+        Raises ``ProtocolError`` for an answer that makes no sense; what waits for it ends with one.
+        """
+        try:
+            pieces = _pieces_in(message, frames)
+        except ProtocolError as error:
+            reason = error
+
+            def why(transfer: Transfer, index: int) -> ProtocolError:
+                return transfer.unusable((index,), reason)
+
+            self._come_to_nothing(message, why, is_open=False)
+            raise
         if self._answered_whole(message, pieces):
             return
         found: dict[Transfer, tuple[list[int], list[Piece], list[int]]] = {}
@@ -331,7 +370,8 @@ class WorkerPlane:
             freed.append(part)
             is_plain = transfer.pull and not transfer.form
             if is_plain and piece.stop - piece.start != transfer.sizes[index]:
-                transfer.fail(index, ProtocolError(f"a value of part {part} has a wrong size"))
+                size = ValueError(f"{piece.stop - piece.start} bytes for {transfer.sizes[index]}")
+                transfer.fail(index, transfer.unusable((index,), size))
                 continue
             indices.append(index)
             values.append(piece)
@@ -374,15 +414,26 @@ class WorkerPlane:
     def refused(self, message: PartsFailed) -> None:
         """A server could not do it."""
         error = rebuild(message.kind, message.error, role=message.role, rank=message.rank)
+        is_open = message.pushed and not message.consumed
+        self._come_to_nothing(message, lambda *_: error, is_open=is_open)
+
+    def _come_to_nothing(
+        self,
+        message: Answer | PartsFailed,
+        why: Callable[[Transfer, int], BaseException],
+        *,
+        is_open: bool,
+    ) -> None:
+        """End what waits for these parts; pushes are to be made again where rounds are open."""
         touched: set[Transfer] = set()
         freed = []
         for part, round_ in zip(message.parts, message.rounds, strict=True):
             request = self._match(part, round_, message.pushed)
             if request is None:
                 continue
-            if message.pushed and not message.consumed:
+            if is_open:
                 self._parts[part].free(round_)
-            request[0].fail(request[1], error)
+            request[0].fail(request[1], why(*request))
             touched.add(request[0])
             freed.append(part)
         self._advance(freed, touched)
@@ -590,6 +641,15 @@ class WorkerPlane:
             if state.pulling is not None and state.pulling[0][0] is transfer:
                 state.pulling = None
         transfer.give_up(error)
+
+
+def _pieces_in(message: Answer, frames: Sequence[Buffer]) -> list[Piece]:
+    """The value of each part of an answer. Raises ``ProtocolError``."""
+    if not message.sizes:
+        return [Piece(b"", 0, 0)] * len(message.parts)
+    if len(message.sizes) != len(message.parts):
+        raise ProtocolError("an answer with values needs a size for each part")
+    return cut(message.sizes, frames)
 
 
 def _joined(states: Sequence[_Requested], parts: Ints) -> _Requested | None:

@@ -16,7 +16,7 @@ from kvstore import KVStore, optimizer
 from kvstore.compression import Chain, make_chain
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
 from kvstore.placement import chunk_ranges
-from pslite.errors import PSError, UsageError
+from pslite.errors import ProtocolError, PSError, UsageError
 
 PARTS: dict[str, Any] = {"chunk_bytes": 1024, "credit_bytes": 4096}
 SHAPES: dict[str, tuple[int, ...]] = {"large": (40, 50), "small": (7, 3), "one": (1,), "none": (0,)}
@@ -447,6 +447,27 @@ def test_values_that_come_encoded_are_those_of_now(
 
     with Workers(kind, 1, 2, **PARTS) as workers:
         assert workers.run(script) == [[float(number) for number in range(1, 9)]]
+
+
+def test_a_malformed_push_is_an_error_of_its_sender_alone() -> None:
+    def script(kv: KVStore) -> np.ndarray[Any, Any]:
+        begin(kv, CHAINS["fp16"])
+        value = np.ones(SHAPES["large"], np.float32)
+        if kv.rank == 0:
+            chain: Any = kv._exchange.coding.compression.rules[0].chain  # type: ignore[attr-defined]
+            chain.encode_into = lambda values, out, **_: out.fill(0)
+            kv.push("large", value)
+            with pytest.raises(ProtocolError, match="key 'large': an encoded part has no header"):
+                kv.wait()
+            del chain.encode_into
+        kv.push("large", value)
+        kv.wait()
+        found: np.ndarray[Any, Any] = kv.pull("large")
+        return found
+
+    with Workers("dist_sync", 2, 2, **PARTS) as workers:
+        for found in workers.run(script):
+            np.testing.assert_array_equal(found, np.full(SHAPES["large"], 2, np.float32))
 
 
 def test_a_key_that_is_being_made_is_waited_for() -> None:

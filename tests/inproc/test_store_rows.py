@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from kvstore.errors import (
     ValueMismatchError,
 )
 from pslite.errors import ProtocolError
-from pslite.plane import Transfer
+from pslite.plane import Send, Transfer
 from pslite.traffic import Traffic
 from pslite.van.inproc import InprocVan
+from pslite.wire.messages import Answer
 
 SHAPE = (23, 3)
 DIST = ["dist_sync", "dist_device_sync", "dist_async"]
@@ -451,6 +453,20 @@ def test_more_rows_than_a_message_can_hold_are_an_error_before_any_is_sent(
         assert kv.pull("w").indices.tolist() == [0, 999]
 
 
+def test_rows_that_lie_too_close_in_a_huge_key_are_pulled_by_their_ids() -> None:
+    limits = {"max_message_bytes": 4096, "chunk_bytes": 1024}
+    with Workers("dist_sync", 1, 2, **limits) as workers:
+        kv = workers.stores[0]
+        ids, values = np.arange(500), numbered((500, 4))
+        held = RowSparseArray(ids, values, (2**40, 4))
+        kv.init(["w", "d"], [held, np.ones(3, np.float32)])
+        text = "key 'w': 250 rows of a part are .* bytes in a message.*by row_sparse_pull, fewer at"
+        with pytest.raises(ValueMismatchError, match=text):
+            kv.pull("w")
+        np.testing.assert_array_equal(kv.row_sparse_pull("w", row_ids=ids).values, values)
+        np.testing.assert_array_equal(kv.pull("d"), np.ones(3))
+
+
 @pytest.mark.parametrize("call", ["push", "push_async", "pushpull", "pushpull_async"])
 @pytest.mark.parametrize("wrong", ["rows", "numbers"])
 def test_a_call_that_raises_has_pushed_none_of_its_keys(call: str, wrong: str) -> None:
@@ -499,6 +515,30 @@ def test_rows_come_in_answers_that_a_van_carries(
             pulled = kv.row_sparse_pull(key, row_ids=np.arange(1000))
             np.testing.assert_array_equal(pulled.values, whole)
         np.testing.assert_array_equal(kv.pull("w").values, whole)
+
+
+@pytest.mark.parametrize("key", ["rows", "dense"])
+def test_an_answer_that_arrives_malformed_is_an_error_and_the_next_one_counts(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    send = Traffic._send
+
+    def spoilt(traffic: Traffic, worker: int, effect: Send) -> None:
+        message = effect.message
+        if isinstance(message, Answer):
+            sizes = tuple(size + 1 for size in message.sizes)
+            effect = effect._replace(message=replace(message, sizes=sizes))
+        send(traffic, worker, effect)
+
+    with Workers("dist_sync", 1, 1) as workers:
+        kv = workers.stores[0]
+        kv.init(["rows", "dense"], [full(numbered()), numbered()])
+        with monkeypatch.context() as patch:
+            patch.setattr(Traffic, "_send", spoilt)
+            with pytest.raises(ProtocolError, match=r"answer of server 0 about part \d+ cannot"):
+                kv.pull(key)
+        pulled = kv.pull(key)
+        np.testing.assert_array_equal(pulled.values if key == "rows" else pulled, numbered())
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])

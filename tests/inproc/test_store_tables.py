@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,11 +25,13 @@ from kvstore.errors import (
 )
 from kvstore.protocol import StoreCall, pack
 from kvstore.row_exchange import Item
+from kvstore.table_parts import TablePart
 from kvstore.tables.files import TableFile
 from kvstore.tables.payload import TABLE_FORM
 from kvstore.tables.plain import settings_to_plain
 from pslite.errors import ClosedError, ProtocolError
 from pslite.ids import Role, node_id
+from pslite.traffic import Traffic
 
 KINDS = ["dist_sync", "dist_device_sync", "dist_async"]
 CLUSTERS = [(1, 1), (2, 2), (2, 5)]
@@ -332,6 +335,43 @@ def test_all_workers_load_and_see_an_error_of_a_file(
     assert shared.run(script) == [40, 40]
 
 
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_delta_only_fits_the_export_of_its_own_table_and_no_half_of_it(
+    num_servers: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(table: Any, folder: Any) -> Any:
+        folder.mkdir()
+        table.pull(IDS)
+        mark = table.export(folder / "all")
+        table.push([7], np.ones((1, 2), np.float32))
+        table.export_delta(mark, folder / "delta")
+        return table.pull([7])
+
+    def fail(*_: object) -> Any:
+        raise CheckpointError("the disk fails")
+
+    def script(kv: KVStore) -> None:
+        rows = export(kv.create_table("t", 2), tmp_path / "mine")
+        follower = kv.create_table("u", 2)
+        follower.load(tmp_path / "mine" / "all")
+        with pytest.raises(CheckpointError, match="of another table, or of another run, than"):
+            follower.load(tmp_path / "other" / "delta")
+        with monkeypatch.context() as patch:
+            patch.setattr(TableFile, "rows", fail)
+            with pytest.raises(CheckpointError, match="disk"):
+                follower.load(tmp_path / "mine" / "all")
+        with pytest.raises(CheckpointError, match="load the full export that it begins at first"):
+            follower.load(tmp_path / "mine" / "delta")
+        follower.load(tmp_path / "mine" / "all")
+        follower.load(tmp_path / "mine" / "delta")
+        assert (follower.pull([7]) == rows).all()
+
+    with mx.create("local") as kv:
+        export(kv.create_table("t", 2), tmp_path / "other")
+    with Workers("dist_sync", 1, num_servers) as workers:
+        workers.run(script)
+
+
 def test_numbers_of_64_bits_travel() -> None:
     seed, ttl = 2**64 - 1, 2**63
 
@@ -491,13 +531,17 @@ WRONG: dict[str, tuple[StoreCall, tuple[Any, ...], list[bytes]]] = {
     "held after no id": (StoreCall.HELD_OF_TABLE, ([2**63], 5), []),
     "read half an id": (StoreCall.READ_TABLE, (False,), [b"1234"]),
     "read nothing": (StoreCall.READ_TABLE, (False,), []),
-    "large mark": (StoreCall.MARK_TABLE, (2**40,), []),
+    "large mark": (StoreCall.MARK_TABLE, (2**40, []), []),
     "optimizer of a number": (StoreCall.TABLE_OPTIMIZER, (False, [1, {}]), []),
     "load too few": (StoreCall.BEGIN_LOADING, (False, 1), [longs(1)]),
     "load unsorted": (StoreCall.BEGIN_LOADING, (False, 1), [longs(2, 1), longs(0, 0), b"", b""]),
     "load late": (StoreCall.BEGIN_LOADING, (False, 1), [longs(1), longs(2**62 + 2**30), b"", b""]),
     "load negative": (StoreCall.BEGIN_LOADING, (True, -1), [b""] * 4),
-    "end at no time": (StoreCall.END_LOADING, (-1, 0), []),
+    "mark of no lineage": (StoreCall.MARK_TABLE, (1, ["id"]), []),
+    "mark of no id": (StoreCall.MARK_TABLE, (1, ["", []]), []),
+    "end at no time": (StoreCall.END_LOADING, (-1, 0, []), []),
+    "end at no mark": (StoreCall.END_LOADING, (1, 0, [["id", -1]]), []),
+    "end at two": (StoreCall.END_LOADING, (1, 0, [["id", 2], ["other", 2]]), []),
     "rows without": (StoreCall.LOAD_ROWS, (), [longs(1), longs(1)]),
 }
 
@@ -530,7 +574,7 @@ def test_rows_that_are_loaded_have_to_fit(tables: Any) -> None:
         with pytest.raises(ProtocolError):
             load(longs(7), longs(0), *wrong)
     load(longs(7), longs(0), np.float32([3, 4]).tobytes())
-    ask(StoreCall.END_LOADING, [pack(part, 5, -1) for part in parts]).result(20)
+    ask(StoreCall.END_LOADING, [pack(part, 5, -1, []) for part in parts]).result(20)
     assert table.pull([7], touch=False).tolist() == [[3, 4]]
 
 
@@ -554,6 +598,40 @@ def test_servers_refuse_settings_that_make_no_sense(tables: Any, wrong: dict[int
     with pytest.raises(ProtocolError):
         servers.make_table([2**41, 2**41 + 1], plain, []).result(20)
     assert tables[0].pull([5]).tolist() == [[0.5, 0.5]]
+
+
+def test_a_push_of_a_worker_that_has_closed_and_left_counts_and_is_not_called_failed() -> None:
+    def create(kv: KVStore) -> Any:
+        return kv.create_table("t", 2, init=0, optimizer=SGD)
+
+    with Workers("dist_sync", 2, 2) as workers:
+        tables = workers.run(create)
+        assert workers.cluster is not None
+        tables[0].push(IDS, np.ones((40, 2), np.float32))
+        workers.stores[0].close()
+        workers.cluster.workers[0].close()
+        tables[1].push(IDS, np.ones((40, 2), np.float32))
+        assert (tables[1].pull(IDS) == -2).all()
+        assert [line for line in workers.cluster.lines if "failed" in line] == []
+
+
+def test_a_worker_that_leaves_hears_of_a_push_that_failed_after_it_was_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def apply(*_: object) -> None:
+        time.sleep(0.2)
+        raise ValueError("no memory is left")
+
+    monkeypatch.setattr(TablePart, "apply", apply)
+    monkeypatch.setattr(Traffic, "_is_quick", lambda *_: False)  # on the pool's thread
+    with Workers("dist_async", 1, 1) as workers:
+        assert workers.cluster is not None
+        (kv,) = workers.stores
+        kv.create_table("t", 2).push([1], np.ones((1, 2), np.float32))
+        kv.close()
+        workers.cluster.workers[0].close()
+        (line,) = [line for line in workers.cluster.lines if "failed" in line]
+        assert "a push had failed" in line and line.endswith("no memory is left")
 
 
 def test_names_are_taken_until_a_table_is_closed(shared: Workers) -> None:

@@ -185,6 +185,41 @@ def test_whatever_a_payload_holds_it_is_decoded_or_refused(name: str, seed: int)
     assert (memory[200:] == 9).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_part_is_checked_without_being_decoded(name: str, dtype: str) -> None:
+    chain, values, draw = chain_of(name), gradient(1, 333, kind(dtype)), Draw(1, 2)
+    part = np.empty(chain.encoded_bytes(333, values.dtype), np.uint8)
+    chain.encode_into(values, part, residual=residual_of(chain, values), draw=draw)
+    for _ in range(2):  # the first time the header is made, then it is known
+        chain.check_encoded(part, 333, values.dtype)
+    other = np.dtype("f8") if values.dtype.itemsize < 8 else np.dtype("f4")
+    for data, size, wrong in (
+        (part[:-1], 333, values.dtype),
+        (part, 334, values.dtype),
+        (part, 333, other),
+        (np.zeros_like(part), 333, values.dtype),
+    ):
+        with pytest.raises(ProtocolError):
+            chain.check_encoded(data, size, wrong)
+
+
+@given(place=st.integers(0, 10**6), change=st.integers(1, 255))
+@pytest.mark.parametrize("name", CHAINS)
+def test_what_passes_the_check_can_be_decoded(name: str, place: int, change: int) -> None:
+    chain, values = chain_of(name), gradient(1, 100, np.dtype("f4"))
+    part = np.empty(chain.encoded_bytes(100, values.dtype), np.uint8)
+    chain.encode_into(values, part, residual=residual_of(chain, values))
+    part[place % len(part)] ^= change
+    try:
+        chain.check_encoded(part, 100, values.dtype)
+    except ProtocolError:
+        with pytest.raises(ProtocolError):
+            chain.decode_from(part, values)
+    else:
+        chain.decode_from(part, values)
+
+
 def test_a_part_is_decoded_into_memory_that_lies_together() -> None:
     chain = chain_of("fp16")
     header, payload = encoded(chain, 9)

@@ -13,7 +13,7 @@ import pytest
 from kvstore import KVStore, Table, create, optimizer
 from kvstore.errors import ArgumentValueError, CheckpointError
 from kvstore.sparse.sums import Contribution
-from kvstore.tables.files import write_table
+from kvstore.tables.files import TableFile, write_table
 from kvstore.tables.hashing import shares_of
 from kvstore.tables.loading import load_table
 from kvstore.tables.settings import checked_settings
@@ -200,6 +200,89 @@ def test_a_delta_is_refused_by_a_table_that_does_not_stand_where_it_begins(
     assert rows_of(other) == rows_of(table)
 
 
+def test_a_delta_of_another_table_with_the_same_marks_is_refused(
+    kv: KVStore, tmp_path: Path
+) -> None:
+    def run(store: KVStore, name: str) -> Table:
+        table = trained(store)
+        mark = table.export(tmp_path / name)
+        table.push([1], gradients(1))
+        table.export_delta(mark, tmp_path / f"{name}'s delta")
+        return table
+
+    first = run(kv, "one")
+    with create("local") as other_run:
+        run(other_run, "two")
+    follower = kv.create_table("u", DIM)
+    follower.load(tmp_path / "one")
+    before = rows_of(follower)
+    with pytest.raises(CheckpointError, match="of another table, or of another run, than"):
+        follower.load(tmp_path / "two's delta")
+    assert rows_of(follower) == before
+    follower.load(tmp_path / "one's delta")
+    assert rows_of(follower) == rows_of(first)
+
+
+def test_a_table_that_resumed_goes_on_with_the_deltas_of_the_first_run_up_to_there(
+    kv: KVStore, tmp_path: Path
+) -> None:
+    first, resumed = trained(kv), kv.create_table("r", DIM, optimizer=ADAM)
+    at_export, ahead = kv.create_table("u", DIM), kv.create_table("v", DIM)
+    mark = first.export(tmp_path / "all")
+    first.push([1], gradients(1))
+    first.export_delta(mark, tmp_path / "lost")
+    for table in (at_export, ahead, resumed):
+        table.load(tmp_path / "all")
+    ahead.load(tmp_path / "lost")
+    resumed.push([2], gradients(1))
+    assert resumed.export_delta(mark, tmp_path / "delta") == mark + 1
+    at_export.load(tmp_path / "delta")
+    assert rows_of(at_export) == rows_of(resumed)
+    with pytest.raises(CheckpointError, match="another run, than the export with mark 2"):
+        ahead.load(tmp_path / "delta")
+
+
+def test_a_file_of_an_earlier_version_is_loaded_whole_and_its_deltas_are_refused(
+    kv: KVStore, tmp_path: Path
+) -> None:
+    table, follower = trained(kv), kv.create_table("u", DIM, optimizer=ADAM)
+    mark = table.export(tmp_path / "all")
+    table.export_delta(mark, tmp_path / "delta")
+    for name in ("all", "delta"):
+        rewritten(tmp_path / name, {}, {"lineage": None})
+    follower.load(tmp_path / "all")
+    assert rows_of(follower) == rows_of(table)
+    with pytest.raises(CheckpointError, match="does not say of which table"):
+        follower.load(tmp_path / "delta")
+    follower.export(tmp_path / "again")
+    table.load(tmp_path / "again")
+    assert rows_of(follower) == rows_of(table)
+
+
+def test_no_delta_fits_a_table_whose_load_failed_half_way(
+    kv: KVStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, follower = trained(kv), kv.create_table("u", DIM)
+    mark = table.export(tmp_path / "all")
+    table.push([1], gradients(1))
+    table.export_delta(mark, tmp_path / "delta")
+    follower.load(tmp_path / "all")
+    with monkeypatch.context() as patch:
+        patch.setattr(TableFile, "rows", failing)
+        with pytest.raises(CheckpointError, match="disk"):
+            follower.load(tmp_path / "all")
+    assert follower.size == 0
+    with pytest.raises(CheckpointError, match="load the full export that it begins at first"):
+        follower.load(tmp_path / "delta")
+    follower.load(tmp_path / "all")
+    follower.load(tmp_path / "delta")
+    assert rows_of(follower) == rows_of(table)
+
+
+def failing(*_: object) -> Any:
+    raise CheckpointError("the disk fails")
+
+
 @pytest.mark.parametrize("mark", [-1, 2, 1.0, None, True])
 def test_a_mark_that_no_export_returned_is_refused(kv: KVStore, tmp_path: Path, mark: Any) -> None:
     table = trained(kv)
@@ -247,13 +330,14 @@ def test_a_file_that_does_not_fit_leaves_the_table_as_it_was(kv: KVStore, tmp_pa
 
 
 def rewritten(path: Path, change: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
-    """Write an export again with other arrays (None: without), and other metadata."""
+    """Write an export again with other arrays and metadata (None: without)."""
     with TensorReader(path) as file:
         arrays = {name: file.tensor(name) for name in file.names}
         found = json.loads(file.metadata["table"])
     arrays = {name: array for name, array in {**arrays, **change}.items() if array is not None}
     specs = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-    with TensorWriter(path, specs, {"table": json.dumps({**found, **(metadata or {})})}) as out:
+    found = {name: each for name, each in {**found, **(metadata or {})}.items() if each is not None}
+    with TensorWriter(path, specs, {"table": json.dumps(found)}) as out:
         for name, array in arrays.items():
             out.write(name, 0, array.reshape(-1))
 
@@ -286,6 +370,13 @@ IDS = np.arange(50)
         ({}, {"is_delta": 1}),
         ({}, {"is_delta": True}),
         ({}, {"optimizer": 3}),
+        ({}, {"lineage": "id"}),
+        ({}, {"lineage": [["id", 1, 2]]}),
+        ({}, {"lineage": [["", 1]]}),
+        ({}, {"lineage": [["id" * 40, 1]]}),
+        ({}, {"lineage": [["id", True]]}),
+        ({}, {"lineage": [["id", 2]]}),
+        ({}, {"lineage": [["id", 1], ["other", 1]]}),
     ],
     ids=lambda value: "-".join(map(str, value)),
 )

@@ -18,6 +18,7 @@ from kvstore.tables.first_values import FirstValues, checked_init, normal
 from kvstore.tables.hashing import mix, shares_of, spread
 from kvstore.tables.ids import checked_table_ids, first_appearances
 from kvstore.tables.index import PLACE_BYTES, IdIndex
+from kvstore.tables.lineage import Line, Lineage, agreed, line_of, new_lineage
 
 WORD = 2**64 - 1
 EXTREMES = np.array([0, -1, 1, 2**63 - 1, -(2**63), -(2**63) + 1], np.int64)
@@ -324,3 +325,22 @@ def test_initializers_that_need_a_matrix_are_refused(init: object) -> None:
 def test_what_is_no_initializer_is_refused(init: object) -> None:
     with pytest.raises(ArgumentTypeError):
         checked_init(init)
+
+
+# -- lineage ------------------------------------------------------------------------------
+
+
+def test_a_mark_belongs_to_the_first_line_that_reaches_it() -> None:
+    lines = (Line("first", 3), Line("resumed", 7))
+    found = [line_of(lines, mark) for mark in (0, 3, 4, 7, 8)]
+    assert found == ["first", "first", "resumed", "resumed", None]
+
+
+def test_shares_agree_on_what_all_of_them_have_loaded_and_on_nothing_else() -> None:
+    lines = (Line("first", 3),)
+    same = Lineage(lines, "own")
+    assert agreed([same, same]) == same
+    apart = agreed([new_lineage(lines), new_lineage(lines)])
+    assert (apart.loaded, apart.at) == (lines, lines[0])
+    assert agreed([new_lineage(lines), new_lineage()]).at is None
+    assert len({new_lineage().own for _ in range(100)}) == 100

@@ -17,8 +17,8 @@ from plane_helpers import (
     slots,
 )
 
-from pslite.errors import UsageError
-from pslite.plane import Run, Send, ServerPlane
+from pslite.errors import ProtocolError, UsageError
+from pslite.plane import Piece, Run, Send, ServerPlane
 from pslite.wire.messages import Answer, Exchange, PartsFailed, RoundWaits, StaleEpoch
 
 GONE = UsageError("the key was deleted")
@@ -308,6 +308,55 @@ def test_values_are_lent_and_not_copied() -> None:
     (send,) = pull_from(plane, 0, (1,), 0)
     assert isinstance(send, Send)
     assert np.shares_memory(np.frombuffer(send.frames[0], np.int64), app.values[1])
+
+
+class PickyApp(CountingApp):
+    """Takes no negative numbers for parts that are checked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked: list[int] = []
+
+    def check(self, part: int, piece: Piece) -> None:
+        self.checked.append(part)
+        if min(slots(bytes(piece.frame)[piece.start : piece.stop])) < 0:
+            raise ProtocolError(f"part {part} is negative")
+
+
+@pytest.mark.parametrize("times", [1, 5], ids=["by part", "as one unit"])
+def test_a_push_that_the_app_refuses_is_an_error_of_its_sender_and_part_alone(times: int) -> None:
+    app = PickyApp()
+    plane = ServerPlane(app, window=2, message_bytes=1 << 20, stall_report_s=60.0)
+    for part in (1, 2, 3):
+        size = app.add(part, 1)
+        plane.open_part(part, size, [0, 1], 0, is_checked=part == 2)
+    parts = (1, 2, 3)
+    for round_ in range(1, times):
+        carry_out(plane, push_to(plane, 0, parts, round_, 1, 1, 1))
+        carry_out(plane, push_to(plane, 1, parts, round_, 1, 1, 1))
+    assert push_to(plane, 1, parts, times, 1, 1, 1) == []
+    effects = push_to(plane, 0, parts, times, 1, -1, 1)
+    ((rank, refused),) = answers(effects)
+    assert isinstance(refused, PartsFailed)
+    assert (rank, refused.parts, refused.consumed) == (0, (2,), False)
+    assert refused.error == "part 2 is negative"
+    carry_out(plane, effects)
+    before = app.values[2].tolist()
+    effects = carry_out(plane, push_to(plane, 0, (2,), times, 1))
+    assert all(isinstance(message, Answer) for _, message in answers(effects))
+    assert (before, [app.values[part].tolist() for part in parts]) == (
+        [2 * (times - 1)],
+        [[2 * times]] * 3,
+    )
+
+
+def test_a_part_that_is_not_checked_costs_the_app_nothing() -> None:
+    app = PickyApp()
+    plane = make_server(app, [0], 1, 2)
+    push_to(plane, 0, (1, 2), 1, -1, -1)
+    plane.resize_part(1, 8, 8, is_checked=True)
+    push_to(plane, 0, (1, 2), 1, 1, 1)
+    assert app.checked == [1]
 
 
 def test_pushes_may_be_smaller_than_values_and_change_their_size() -> None:

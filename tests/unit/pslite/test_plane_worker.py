@@ -200,7 +200,30 @@ def test_an_error_while_copying_out_ends_the_transfer_and_nothing_else() -> None
     plane.submit(Transfer(SERVER, (1, 2), (8, 8), None, sink, endings.append))
     plane.answered(Answer(False, (1,), (0,), (1,), (8,)), [ONE])
     plane.answered(Answer(False, (2,), (0,), (1,), (8,)), [ONE])
-    assert (endings, plane.idle) == ([error], True)
+    (found,) = endings
+    assert isinstance(found, ProtocolError) and plane.idle
+    assert str(found) == "the answer of server 0 about part 1 cannot be used: read-only"
+    assert found.__cause__ is error
+
+
+def test_an_error_while_copying_out_is_that_of_its_part_alone() -> None:
+    plane = WorkerPlane(window=2)
+    endings: list[BaseException | None] = []
+    copied: set[int] = set()
+
+    def sink(indices: Sequence[int], *_: object) -> None:
+        for index in indices:
+            if index == 1:
+                raise ValueError("no room")
+            copied.add(index)
+
+    transfer = Transfer(SERVER, (4, 5, 6), (8, 8, 8), None, sink, endings.append)
+    plane.submit(transfer)
+    plane.answered(Answer(False, (4, 5, 6), (0, 0, 0), (1, 1, 1), (8, 8, 8)), [counts(1, 2, 3)])
+    assert (copied, list(transfer.failed or {})) == ({0, 2}, [1])
+    assert [str(error) for error in endings] == [
+        "the answer of server 0 about part 5 cannot be used: no room"
+    ]
 
 
 def test_the_memory_is_free_when_the_transfer_is_done() -> None:
@@ -222,9 +245,36 @@ def test_an_answer_whose_payload_does_not_fit_is_refused(
     answer: Answer, frames: list[bytes]
 ) -> None:
     plane = WorkerPlane(window=2)
-    plane.submit(ask(1, push=[ONE], pull=True).transfer)
+    asked = ask(1, push=[ONE], pull=True)
+    plane.submit(asked.transfer)
     with pytest.raises(ProtocolError):
         plane.answered(answer, frames)
+    (error,) = asked.endings
+    assert isinstance(error, ProtocolError) and plane.idle
+    assert "the answer of server 0 about part 1 cannot be used" in str(error)
+
+
+@pytest.mark.parametrize("times", [1, 5], ids=["by part", "as one unit"])
+def test_an_answer_that_makes_no_sense_ends_what_waits_for_it_and_nothing_else(times: int) -> None:
+    plane = WorkerPlane(window=2)
+    for round_ in range(1, times):
+        plane.submit(ask(1, 2, push=[ONE, ONE], pull=True).transfer)
+        rounds = (round_, round_)
+        plane.answered(Answer(True, (1, 2), rounds, rounds, (8, 8)), [counts(1, 1)])
+    asked = ask(1, 2, push=[ONE, ONE], pull=True)
+    behind, other = ask(1, pull=True), ask(3, push=[ONE])
+    for each in (asked, behind, other):
+        plane.submit(each.transfer)
+    mail(plane)
+    rounds = (times, times)
+    with pytest.raises(ProtocolError):
+        plane.answered(Answer(True, (1, 2), rounds, rounds, (8, 9)), [counts(1, 1)])
+    assert [type(error) for error in asked.endings] == [ProtocolError]
+    assert (behind.endings, other.endings) == ([], [])
+    assert [send.message for send in mail(plane)] == [pulled(1, times)]
+    plane.answered(Answer(False, (1,), (times,), (times,), (8,)), [ONE])
+    plane.answered(applied(3, 1), [])
+    assert (behind.endings, other.endings, plane.idle) == ([None], [None], True)
 
 
 def test_a_value_of_another_size_than_the_part_never_reaches_the_callers_array() -> None:

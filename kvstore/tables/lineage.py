@@ -1,0 +1,93 @@
+"""``Lineage``: what a table comes from, which tells whether a delta goes on from what is there.
+
+Every table counts its marks from 1, so a mark does not say whose it is. A line is a random id and
+the last mark that counts as of it. A table draws an id when it is made, and another one whenever it
+loads a file: what it exports from then on are marks of its own. An export has all lines up to its
+mark, so a table that resumed from a file of another one goes on with that one's deltas. Pure but
+for the random numbers. Read next: ``loading.py``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+_MOST_CHARACTERS = 64
+_MOST_MARK = 2**31 - 2
+
+
+class Line(NamedTuple):
+    """Marks above those of the line before, up to ``mark``, belong to the table ``id``."""
+
+    id: str
+    mark: int
+
+
+Lines = tuple[Line, ...]
+"""Ascending by mark."""
+
+
+class Lineage(NamedTuple):
+    """What a table comes from."""
+
+    loaded: Lines
+    """Those of the file that was loaded last; none before the first, and while one is loaded."""
+    own: str
+    """The id of the marks that the table makes itself."""
+
+    @property
+    def at(self) -> Line | None:
+        """Where the file that was loaded last has ended."""
+        return self.loaded[-1] if self.loaded else None
+
+    def until(self, mark: int) -> Lines:
+        """The lines of an export with this mark, which is above those that were loaded."""
+        return (*self.loaded, Line(self.own, mark))
+
+
+def new_lineage(loaded: Lines = ()) -> Lineage:
+    """That of a new table, or of one that has loaded a file with these lines."""
+    return Lineage(loaded, secrets.token_hex(16))
+
+
+def line_of(lines: Lines, mark: int) -> str | None:
+    """The id of the table that made this mark; None if it is above all lines."""
+    return next((line.id for line in lines if mark <= line.mark), None)
+
+
+def agreed(shares: Sequence[Lineage]) -> Lineage:
+    """That of a table by those of its shares, which draw ids of their own.
+
+    Once one has been given to all of them (``table_files.py``) it is that. Shares that have not
+    loaded the same have loaded nothing together.
+    """
+    first = shares[0]
+    if all(lineage == first for lineage in shares):
+        return first
+    is_same = all(lineage.loaded == first.loaded for lineage in shares)
+    return new_lineage(first.loaded if is_same else ())
+
+
+# -- as plain data, for files and messages --------------------------------------------------
+
+
+def lines_to_plain(lines: Lines) -> list[list[Any]]:
+    """Pairs of an id and a mark."""
+    return [[line.id, line.mark] for line in lines]
+
+
+def lines_from_plain(data: object) -> Lines:
+    """What ``lines_to_plain`` wrote. Raises ``ValueError``."""
+    if not isinstance(data, (list, tuple)):
+        raise ValueError("the lineage is no list")
+    for pair in data:
+        if not isinstance(pair, (list, tuple)) or [type(each) for each in pair] != [str, int]:
+            raise ValueError("the lineage does not consist of pairs of an id and a mark")
+        if not 0 < len(pair[0]) <= _MOST_CHARACTERS or not 0 <= pair[1] <= _MOST_MARK:
+            raise ValueError("an id or a mark of the lineage is out of range")
+    lines = tuple(Line(*pair) for pair in data)
+    if any(before.mark >= line.mark for before, line in pairwise(lines)):
+        raise ValueError("the marks of the lineage are not ascending")
+    return lines
