@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,24 @@ import hypothesis
 import pytest
 import zmq
 import zmq.utils.garbage
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """NumPy's BLAS reads this when it is loaded: the other processors run other tests.
+
+    Processes that a test starts find the environment as it was.
+    """
+    name = "OPENBLAS_NUM_THREADS"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "1")
+    yield
+    if before is None:
+        del os.environ[name]
+
+
+with _one_thread():
+    import numpy  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
