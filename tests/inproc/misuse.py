@@ -6,7 +6,8 @@ needs one. ``w`` has several parts, so that a misuse that takes effect in half o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,44 @@ LARGE = 300
 PARTS = {"chunk_bytes": 256, "credit_bytes": 512}
 
 Misuse = Callable[[KVStore], Any]
+
+
+class Shared:
+    """One cluster for all tests of a file, each of which gets stores of its own.
+
+    What nodes make when they first talk, such as shared memory, is there before the first test.
+    A test that fails leaves the next one a new cluster.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._begin()
+
+    def _begin(self) -> None:
+        self._workers = Workers(self._kind, **PARTS)
+        self._workers.__enter__()
+        ready(self._workers).run(grown)
+
+    @contextmanager
+    def lent(self) -> Iterator[Workers]:
+        """The workers with new stores, which are closed afterwards."""
+        workers = self._workers
+        is_well = False
+        try:
+            workers.stores = workers.create()
+            yield workers
+            if not workers.has_failed:
+                for kv in workers.stores:
+                    kv.close()
+                is_well = True
+        finally:
+            if not is_well:
+                workers.has_failed = True
+                self.close()
+                self._begin()
+
+    def close(self) -> None:
+        self._workers.__exit__(None, None, None)
 
 
 def ready(workers: Workers, key: Any = "w") -> Workers:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from misuse import KINDS, LARGE, PARTS, Misuse, grown, misused, ready
+from misuse import KINDS, LARGE, PARTS, Misuse, Shared, grown, misused, ready
 from workers import Workers
 
 import kvstore
@@ -34,9 +34,17 @@ ONES = np.ones(LARGE)
 BOTH = pytest.mark.parametrize("by", ["all", "one"])
 
 
-@pytest.fixture(params=KINDS)
-def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    with Workers(request.param, **PARTS) as workers:
+@pytest.fixture(scope="module", params=KINDS)
+def shared(request: pytest.FixtureRequest) -> Iterator[Shared]:
+    shared = Shared(request.param)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def workers(shared: Shared) -> Iterator[Workers]:
+    """One cluster for the whole file, with stores of its own for each test."""
+    with shared.lent() as workers:
         yield workers
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import LIMIT_S
-from misuse import KINDS, LARGE, PARTS, Misuse, grown, misused, ready
+from misuse import KINDS, LARGE, PARTS, Misuse, Shared, grown, misused, ready
 from workers import Workers
 
 import kvstore
@@ -37,9 +37,17 @@ DIST = ["dist_sync", "dist_async"]
 BOTH = pytest.mark.parametrize("by", ["all", "one"])
 
 
-@pytest.fixture(params=KINDS)
-def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    with Workers(request.param, **PARTS) as workers:
+@pytest.fixture(scope="module", params=KINDS)
+def shared(request: pytest.FixtureRequest) -> Iterator[Shared]:
+    shared = Shared(request.param)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def workers(shared: Shared) -> Iterator[Workers]:
+    """One cluster for the whole file, with stores of its own for each test."""
+    with shared.lent() as workers:
         yield ready(workers)
 
 

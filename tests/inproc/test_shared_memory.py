@@ -707,7 +707,7 @@ def test_a_lost_worker_takes_nothing_with_it_that_others_still_read() -> None:
         workers.cluster.kill(workers.cluster.workers[1])
         value = workers.stores[0].pull("w")
         assert (value == -10).all()
-        workers._failed = True
+        workers.has_failed = True
 
 
 def test_a_forked_child_cannot_make_arrays_of_a_store_of_its_parent() -> None:

@@ -66,7 +66,7 @@ def test_small_calls_after_the_end_of_the_node_are_errors_and_do_not_hang() -> N
                 out.asnumpy()
 
         in_time(use)
-        workers._failed = True
+        workers.has_failed = True
 
 
 def test_a_call_whose_key_another_thread_deletes_ends_in_an_error_and_the_node_goes_on() -> None:

@@ -34,7 +34,7 @@ class Workers:
         self.cluster: InprocCluster | None = None
         self.stores: list[KVStore] = []
         self._num_workers = num_workers
-        self._failed = False
+        self.has_failed = False
         if kind.startswith("dist"):
             self.cluster = InprocCluster(num_workers, num_servers, prepare=install, **config)
         else:
@@ -61,7 +61,7 @@ class Workers:
         trace: TracebackType | None,
     ) -> None:
         # A worker that failed may leave others waiting for it; the cluster's end frees them.
-        is_well = error is None and not self._failed
+        is_well = error is None and not self.has_failed
         self._threads.shutdown(wait=is_well)
         if self.cluster is not None:
             self.cluster.close(goodbye=is_well)
@@ -75,5 +75,5 @@ class Workers:
                 future.result()
             return [future.result(LIMIT_S) for future in asked]
         except BaseException:
-            self._failed = True
+            self.has_failed = True
             raise

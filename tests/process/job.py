@@ -155,10 +155,12 @@ class Job:
     port: int = field(default_factory=free_port)
     processes: list[Process] = field(default_factory=list)
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
+    _uses_port: bool = False
 
     def environment(self, role: str, task_id: int | None) -> dict[str, str]:
         """What a process of this job finds in its environment."""
         rank = {} if task_id is None else {"DMLC_TASK_ID": str(task_id)}
+        self._uses_port = True
         return {
             **clean_environment(),
             "DMLC_ROLE": role,
@@ -297,7 +299,7 @@ class Job:
         for process in self.processes:
             process.popen.wait()
         listening = {port for _, port, _ in listening_sockets()}
-        if self.port in listening:
+        if self._uses_port and self.port in listening:  # the launcher chooses one of its own
             left.append(f"a socket that listens on port {self.port}")
         return left
 

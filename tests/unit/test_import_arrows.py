@@ -6,7 +6,8 @@ Imports below ``if TYPE_CHECKING:`` do not count, those within functions do.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,20 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {
-    name_of(path): ast.parse(path.read_text())
-    for package in ("pslite", "kvstore")
-    for path in sorted((ROOT / package).rglob("*.py"))
-}
+@functools.cache
+def modules() -> dict[str, list[ast.AST]]:
+    """Name -> all nodes of the module that run; read by the first test that asks."""
+    return {
+        name_of(path): list(nodes_of(ast.parse(path.read_text())))
+        for package in ("pslite", "kvstore")
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """Name of a module -> what it imports."""
+    return {name: imports_of(nodes) for name, nodes in modules().items()}
 
 
 def nodes_of(tree: ast.AST) -> Iterator[ast.AST]:
@@ -75,10 +85,10 @@ def nodes_of(tree: ast.AST) -> Iterator[ast.AST]:
             yield from nodes_of(child)
 
 
-def imports_of(tree: ast.AST) -> set[str]:
+def imports_of(nodes: Iterable[ast.AST]) -> set[str]:
     """Modules that are imported; ``from a import b`` is ``a.b``, whatever ``b`` is."""
     found: set[str] = set()
-    for node in nodes_of(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -94,14 +104,14 @@ def is_within(name: str, packages: frozenset[str]) -> bool:
 
 def users(does: Callable[[ast.AST], bool]) -> set[str]:
     """The modules with a node that ``does`` something."""
-    return {name for name, tree in MODULES.items() if any(map(does, nodes_of(tree)))}
+    return {name for name, nodes in modules().items() if any(map(does, nodes))}
 
 
 def importers(package: str) -> set[str]:
     return {
         name
-        for name, tree in MODULES.items()
-        if any(is_within(each, frozenset({package})) for each in imports_of(tree))
+        for name, imported in imports().items()
+        if any(is_within(each, frozenset({package})) for each in imported)
     }
 
 
@@ -114,7 +124,7 @@ def test_the_runtime_knows_nothing_of_the_stores() -> None:
 
 @pytest.mark.parametrize("leaf", sorted(LEAVES))
 def test_a_leaf_imports_leaves_only(leaf: str) -> None:
-    ours = {name for name in imports_of(MODULES[leaf]) if name.startswith("pslite")}
+    ours = {name for name in imports()[leaf] if name.startswith("pslite")}
     assert {name for name in ours if not is_within(name, LEAVES)} == set()
 
 
@@ -123,9 +133,9 @@ def test_a_layer_imports_what_is_below_it_only(package: str) -> None:
     allowed = LAYERS[package] | {package}
     wrong = {
         f"{module} imports {name}"
-        for module, tree in MODULES.items()
+        for module, imported in imports().items()
         if is_within(module, frozenset({package}))
-        for name in imports_of(tree)
+        for name in imported
         if name.startswith(("pslite", "kvstore")) and not is_within(name, allowed)
     }
     assert wrong == set()
@@ -134,9 +144,9 @@ def test_a_layer_imports_what_is_below_it_only(package: str) -> None:
 def test_the_protocol_takes_types_from_the_wire_and_nothing_that_runs() -> None:
     wanted = {
         name.removeprefix("pslite.wire.messages.")
-        for module, tree in MODULES.items()
+        for module, imported in imports().items()
         if module.startswith("pslite.protocol")
-        for name in imports_of(tree)
+        for name in imported
         if name.startswith("pslite.wire")
     }
     assert {name for name in wanted if not name[0].isupper()} == set()
@@ -147,9 +157,9 @@ def test_the_stores_use_the_public_part_of_the_runtime_only() -> None:
     names = set(_all_of("pslite"))
     wrong = {
         f"{module} imports {name}"
-        for module, tree in MODULES.items()
+        for module, imported in imports().items()
         if module.startswith("kvstore")
-        for name in imports_of(tree)
+        for name in imported
         if name.startswith("pslite.")
         and not is_within(name, public)
         and name.removeprefix("pslite.") not in names
@@ -159,7 +169,7 @@ def test_the_stores_use_the_public_part_of_the_runtime_only() -> None:
 
 def _all_of(module: str) -> list[str]:
     """What a module says it offers (``__all__``)."""
-    for node in nodes_of(MODULES[module]):
+    for node in modules()[module]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
     return []
@@ -262,8 +272,8 @@ def test_every_way_to_import_is_seen_but_those_for_type_checkers() -> None:
         "    except ImportError:\n"
         "        import k\n"
     )
-    assert imports_of(tree) == {"a.b", "c.d", "c.e", "f", "g.h.i", "k"}
+    assert imports_of(nodes_of(tree)) == {"a.b", "c.d", "c.e", "f", "g.h.i", "k"}
 
 
 def test_every_module_of_both_packages_is_looked_at() -> None:
-    assert {"pslite.postoffice", "pslite.van.zmq_van", "kvstore.dist", "kvstore"} <= set(MODULES)
+    assert {"pslite.postoffice", "pslite.van.zmq_van", "kvstore.dist", "kvstore"} <= set(modules())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import TypeVar
 
 import pytest
 
@@ -15,11 +16,14 @@ BOTH = Machine(1, 1)
 WORKER = Machine(1, 0)
 SERVER = Machine(0, 1)
 
+Number = TypeVar("Number", int, Fraction)
 
-def counted(machines: Sequence[Machine], shares: Sequence[Fraction]) -> list[Fraction]:
+
+def counted(machines: Sequence[Machine], shares: Sequence[Number]) -> list[Number]:
     """What each machine sends in a round, worker by worker; it must receive the same."""
-    sent = [Fraction(0)] * len(machines)
-    received = [Fraction(0)] * len(machines)
+    nothing = type(shares[0])(0)
+    sent = [nothing] * len(machines)
+    received = [nothing] * len(machines)
     for home, machine in enumerate(machines):
         for _ in range(machine.num_workers):
             for away, share in enumerate(shares):
@@ -31,25 +35,25 @@ def counted(machines: Sequence[Machine], shares: Sequence[Fraction]) -> list[Fra
     return sent
 
 
-def on_a_grid(machines: Sequence[Machine], steps: int) -> Iterator[list[Fraction]]:
-    """All shares in multiples of 1 / steps."""
+def on_a_grid(machines: Sequence[Machine], steps: int) -> Iterator[list[int]]:
+    """All shares in multiples of 1 / steps, as how many of them: integers add up fast."""
 
-    def cut(left: int, rest: Sequence[Machine]) -> Iterator[list[Fraction]]:
+    def cut(left: int, rest: Sequence[Machine]) -> Iterator[list[int]]:
         if not rest:
             if left == 0:
                 yield []
             return
         for held in range(left + 1 if rest[0].num_servers else 1):
             for others in cut(left - held, rest[1:]):
-                yield [Fraction(held, steps), *others]
+                yield [held, *others]
 
     yield from cut(steps, machines)
 
 
-def fullest(machines: Sequence[Machine], shares: Sequence[Fraction]) -> Fraction:
+def fullest(machines: Sequence[Machine], shares: Sequence[Number]) -> Fraction:
     """What the fullest server holds."""
     return max(
-        share / machine.num_servers
+        Fraction(share) / machine.num_servers
         for machine, share in zip(machines, shares, strict=True)
         if machine.num_servers
     )
@@ -74,18 +78,20 @@ def test_no_other_shares_are_better(seed: int) -> None:
     assert sum(found) == 1
     assert all(share >= 0 for share in found)
     assert all(m.num_servers or not share for m, share in zip(machines, found, strict=True))
-    least = max(counted(machines, found))
-    for others in on_a_grid(machines, 12):
+    steps = 12
+    least, full = steps * max(counted(machines, found)), steps * fullest(machines, found)
+    for others in on_a_grid(machines, steps):
         worst = max(counted(machines, others))
         assert worst >= least
         if worst == least:
-            assert fullest(machines, others) >= fullest(machines, found)
+            assert fullest(machines, others) >= full
 
 
 def test_traffic_is_what_workers_and_servers_send() -> None:
     for seed in range(40):
         machines = some_machines(seed)
-        for shares in on_a_grid(machines, 4):
+        for quarters in on_a_grid(machines, 4):
+            shares = [Fraction(number, 4) for number in quarters]
             assert traffic(machines, shares) == counted(machines, shares)
 
 
