@@ -173,7 +173,7 @@ def _parallel(keys: Sequence[Key], values: Any) -> list[Any]:
 def _is_of_ints(ids: object) -> bool:
     if isinstance(ids, _LISTS):
         return all(isinstance(id_, (int, np.integer)) for id_ in ids)
-    return isinstance(ids, (int, range))
+    return isinstance(ids, (int, np.integer, range))
 
 
 def _shape(ids: Any) -> tuple[int, ...]:

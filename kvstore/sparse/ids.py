@@ -9,6 +9,7 @@ Read next: ``array.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from reprlib import repr as short
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,7 +39,12 @@ def checked_ids(ids: object, num_rows: int, owner: str) -> Ids:
     """
     if isinstance(ids, (list, tuple, range, *_INTEGERS)):
         return _of_numbers(ids, num_rows, owner)
-    adapter = adapter_for(ids)
+    try:
+        adapter = adapter_for(ids)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(
+            f"row ids are an array or a list of ints, got {type(ids).__name__}: {short(ids)}"
+        ) from None
     dtype = adapter.dtype(ids)
     if dtype.kind not in "iu" and not is_float(dtype):
         raise ArgumentTypeError(f"row ids are integers, got {dtype}; pass an int64 array")

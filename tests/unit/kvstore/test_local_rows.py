@@ -155,6 +155,18 @@ def test_a_dense_array_gets_the_rows_in_the_order_of_the_ids(store: KVStore) -> 
         np.testing.assert_array_equal(out, rows([1, 3, 4]).to_dense()[ids])
 
 
+def test_an_id_may_be_a_number_of_numpy(store: KVStore) -> None:
+    store.init("w", np.arange(6, dtype=np.float32).reshape(3, 2))
+    assert store.row_sparse_pull("w", row_ids=np.int64(2)).values.tolist() == [[4.0, 5.0]]
+
+
+@pytest.mark.parametrize("ids", [[1.5], ["a"], {1, 2}, "12", 1.0, [[1], [2.0]]])
+def test_what_cannot_be_ids_is_said_to_be_none(store: KVStore, ids: Any) -> None:
+    store.init("w", np.zeros((3, 2), np.float32))
+    with pytest.raises(ArgumentTypeError, match="row ids are an array or a list of ints, got"):
+        store.row_sparse_pull("w", row_ids=ids)
+
+
 def test_one_set_of_ids_serves_all_arrays(store: KVStore) -> None:
     store.init("w", rows([1, 3, 4]))
     outs = [RowSparseArray.zeros(SHAPE) for _ in range(3)]
