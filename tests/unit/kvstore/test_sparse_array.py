@@ -82,7 +82,7 @@ def test_rows_of_no_numbers_are_added_too() -> None:
         (np.array([1.5]), ArgumentTypeError, "got 1.5"),
         (np.array([np.nan]), ArgumentTypeError, "got nan"),
         (np.array(["1"]), ArgumentTypeError, "integers"),
-        ("1", ArgumentTypeError, "array of NumPy"),
+        ("1", ArgumentTypeError, "an array or a list of ints, got str"),
     ],
 )
 def test_ids_are_integers_in_range(ids: Any, error: type[Exception], text: str) -> None:
