@@ -149,7 +149,7 @@ BUGS = [
     ),
     Bug(
         "a request does not wait for the result before it",
-        "pslite/plane/worker.py",
+        "pslite/plane/requested.py",
         "        if self.pulling is not None:\n            return False",
         "        if False:\n            return False",
         SEEDS,

@@ -46,8 +46,9 @@ from pslite.plane.interface import (
     piece_of,
 )
 from pslite.plane.server import OpenRound, ServerPlane
+from pslite.plane.transfer import Sink, Transfer
 from pslite.plane.unit import NO_SIZE
-from pslite.plane.worker import Sink, Transfer, WorkerPlane
+from pslite.plane.worker import WorkerPlane
 from pslite.wire.messages import Ints
 
 __all__ = [

@@ -1,6 +1,7 @@
 """A worker's half of the data plane. Pure; runs on the node's I/O thread.
 
-The rules stand in the package's docstring; ``server.py`` is the other half.
+The rules stand in the package's docstring; ``server.py`` is the other half. Read next:
+``transfer.py`` and ``requested.py``.
 """
 
 from __future__ import annotations
@@ -11,19 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from pslite.errors import ProtocolError, rebuild
-from pslite.ids import rank_of, role_of
 from pslite.plane.interface import Buffer, Piece, Send, cut
+from pslite.plane.requested import Request, Requested, joined
+from pslite.plane.transfer import Transfer
 from pslite.wire.messages import Answer, Exchange, Ints, PartsFailed, StaleEpoch
 
 #: So often a list of parts has to be asked for before they are kept as one.
 _FAMILIAR = 2
 #: Lists that are not familiar yet are remembered for so many.
 _MAX_LISTS = 256
-
-_Request = tuple["Transfer", "int | None"]
-
-Sink = Callable[[Sequence[int], Sequence[Piece], Sequence[int]], None]
-"""Takes (indices into the transfer's parts, their values, their versions)."""
 
 
 class _Letter(NamedTuple):
@@ -37,253 +34,13 @@ class _Letter(NamedTuple):
     """None while they are to be made."""
 
 
-class Transfer:
-    """A push, a pull or both, of several parts of one server.
-
-    ``frames`` hold the pushed parts' bytes in order, each frame whole parts; a function is
-    called when they are to be sent, on the I/O thread. They belong to
-    the plane until ``done`` is called: with None, or with the first error once every part has
-    been answered or given up. ``sink`` copies values out; its pieces are valid during the call.
-    ``sizes`` are the bytes of each part's value; ``push_sizes`` those of what is pushed, where
-    they differ.
-
-    With a ``form`` of the app's own, what has a ``sink`` is a pull, its frames say what is wanted
-    of each part, and ``sink`` has to look at the sizes of its pieces.
-    """
-
-    __slots__ = (
-        "_error",
-        "_left",
-        "_make",
-        "abandoned",
-        "done",
-        "failed",
-        "form",
-        "frames",
-        "parts",
-        "priority",
-        "pull",
-        "push",
-        "push_sizes",
-        "server",
-        "sink",
-        "sizes",
-    )
-
-    def __init__(
-        self,
-        server: int,
-        parts: Ints,
-        sizes: Ints,
-        frames: Sequence[Buffer] | Callable[[], Sequence[Buffer]] | None,
-        sink: Sink | None,
-        done: Callable[[BaseException | None], None],
-        priority: int = 0,
-        form: int = 0,
-        push_sizes: Ints | None = None,
-    ) -> None:
-        self.server = server
-        self.parts = parts
-        self.sizes = sizes
-        self.push_sizes = sizes if push_sizes is None else push_sizes
-        self.form = form
-        self.push = frames is not None and not (form and sink is not None)
-        self._make = frames if callable(frames) else None
-        self.frames: Sequence[Buffer] = () if frames is None or callable(frames) else frames
-        self.pull = sink is not None
-        self.sink = sink
-        self.done = done
-        self.priority = priority
-        #: Nobody wants the values any more (a time-out); they are not copied out.
-        self.abandoned = False
-        #: Index of a part that came to nothing -> why; None when it may be any of them.
-        self.failed: dict[int, BaseException] | None = {}
-        self._left = len(parts)
-        self._error: BaseException | None = None
-
-    def deliver(
-        self, indices: Sequence[int], pieces: Sequence[Piece], versions: Sequence[int]
-    ) -> None:
-        """These parts are answered."""
-        if self.sink is not None and not self.abandoned:
-            try:
-                self.sink(indices, pieces, versions)
-            except Exception as error:
-                self._not_taken(error, indices, pieces, versions)
-        self._settle(len(indices))
-
-    def _not_taken(
-        self,
-        error: Exception,
-        indices: Sequence[int],
-        pieces: Sequence[Piece],
-        versions: Sequence[int],
-    ) -> None:
-        """The sink has raised: find out about which part. Plain values may be copied twice."""
-        if self.form or self.sink is None:
-            self.failed = None
-            self._error = self._error or self.unusable(indices, error)
-            return
-        for index, piece, version in zip(indices, pieces, versions, strict=True):
-            try:
-                self.sink((index,), (piece,), (version,))
-            except Exception as again:
-                self._note(index, self.unusable((index,), again))
-
-    def unusable(self, indices: Sequence[int], error: Exception) -> ProtocolError:
-        """What an answer about these parts comes to which makes no sense."""
-        parts = ", ".join(str(self.parts[index]) for index in indices[:5])
-        more = f" and {len(indices) - 5} more" if len(indices) > 5 else ""
-        found = ProtocolError(
-            f"the answer of {role_of(self.server).value} {rank_of(self.server)} about part "
-            f"{parts}{more} cannot be used: {error or type(error).__name__}"
-        )
-        found.__cause__ = error
-        return found
-
-    def fail(self, index: int, error: BaseException) -> None:
-        """One part came to nothing."""
-        self._note(index, error)
-        self._settle(1)
-
-    def _note(self, index: int, error: BaseException) -> None:
-        if self.failed is not None:
-            self.failed[index] = error
-        self._error = self._error or error
-
-    def give_up(self, error: BaseException) -> None:
-        """All parts that are not answered yet came to nothing."""
-        if self._left:
-            self.failed = None
-            self._error = self._error or error
-            self._settle(self._left)
-
-    @property
-    def has_frames(self) -> bool:
-        """Whether there is nothing to do for ``make_frames``."""
-        return self._make is None
-
-    def make_frames(self) -> None:
-        """Copy what is to be sent, unless that was done before."""
-        if self._make is not None:
-            make, self._make = self._make, None
-            self.frames = make()
-
-    @property
-    def complete(self) -> bool:
-        """Whether every part has been answered or given up."""
-        return self._left == 0
-
-    def _settle(self, count: int) -> None:
-        self._left -= count
-        if self._left == 0:
-            # Whoever still holds this transfer does not hold memory.
-            done, self.done = self.done, _nothing
-            self.frames, self.sink, self._make = (), None, None
-            done(self._error)
-
-
-def _nothing(error: BaseException | None) -> None:
-    """What a transfer does that is done already."""
-
-
-class _Requested:
-    """A worker's view of a part, or of parts that are in the same state (as ``unit.py`` has it).
-
-    A request is a transfer and the index of its part; None stands for all of its parts, which
-    are then exactly these, in this order.
-    """
-
-    __slots__ = ("freed", "held", "inflight", "parts", "pulling", "pushed")
-
-    def __init__(self, parts: Ints) -> None:
-        self.parts = parts
-        #: The highest round that counts, and the lower ones that were refused: those are
-        #: given to the next pushes, since a round without them would never be complete.
-        self.pushed = 0
-        self.freed: list[int] = []
-        #: Round -> the push that is not answered yet.
-        self.inflight: dict[int, _Request] = {}
-        #: The request whose value is awaited: a pull, or a push with pull; and its round.
-        self.pulling: tuple[_Request, int] | None = None
-        #: Requests that wait for their turn, oldest first.
-        self.held: deque[_Request] = deque()
-
-    def split(self) -> list[_Requested]:
-        """The same state, once for each part."""
-        singles = []
-        for index, part in enumerate(self.parts):
-            single = _Requested((part,))
-            single.pushed, single.freed = self.pushed, list(self.freed)
-            single.inflight = {r: (t, index) for r, (t, _) in self.inflight.items()}
-            if self.pulling is not None:
-                (transfer, _), round_ = self.pulling
-                single.pulling = ((transfer, index), round_)
-            single.held = deque((transfer, index) for transfer, _ in self.held)
-            singles.append(single)
-        return singles
-
-    def requests(self) -> list[_Request]:
-        """Everything that is under way or held, in an order of its own."""
-        found = [self.inflight[round_] for round_ in sorted(self.inflight)]
-        found += self.held
-        return found if self.pulling is None else [*found, self.pulling[0]]
-
-    def rounds(self) -> tuple[object, ...]:
-        """The rounds of ``requests``."""
-        pulling = None if self.pulling is None else self.pulling[1]
-        return (*sorted(self.inflight), len(self.held), pulling)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not (self.inflight or self.held or self.pulling)
-
-    def number(self) -> int:
-        """The round of the next push."""
-        if self.freed:
-            return heapq.heappop(self.freed)
-        self.pushed += 1
-        return self.pushed
-
-    def free(self, round_: int) -> None:
-        """A push was not taken; its round is open again."""
-        heapq.heappush(self.freed, round_)
-        while self.pushed in self.freed:
-            self.freed.remove(self.pushed)
-            heapq.heapify(self.freed)
-            self.pushed -= 1
-
-    def may_send(self, transfer: Transfer, window: int) -> bool:
-        """Whether a request may go out now, if none is held before it."""
-        if self.pulling is not None:
-            return False
-        return not transfer.push or len(self.inflight) <= window
-
-    def find(self, round_: int, pushed: bool) -> _Request | None:
-        """The request that an answer belongs to. None: it was answered before."""
-        if pushed:
-            return self.inflight.get(round_)
-        if self.pulling is None:
-            return None
-        request, round_pulled = self.pulling
-        return None if request[0].push or round_pulled != round_ else request
-
-    def answered(self, request: _Request, round_: int, pushed: bool) -> None:
-        """What ``find`` gave is answered."""
-        if pushed:
-            del self.inflight[round_]
-        if self.pulling is not None and self.pulling[0] == request:
-            self.pulling = None
-
-
 class WorkerPlane:
     """A worker's half of the plane. Effects are ``Send`` to servers' node ids."""
 
     def __init__(self, window: int) -> None:
         self._window = window
         #: Part -> its state, which may be that of several.
-        self._parts: dict[int, _Requested] = {}
+        self._parts: dict[int, Requested] = {}
         #: How often a list of parts without a state of its own was asked for.
         self._lists: Counter[Ints] = Counter()
         #: Transfers that are not complete, in order of submission.
@@ -332,7 +89,7 @@ class WorkerPlane:
         if ready:
             self._queue_send(transfer, ready)
 
-    def _start(self, state: _Requested, request: _Request) -> None:
+    def _start(self, state: Requested, request: Request) -> None:
         """A request for all parts of a unit."""
         transfer, _ = request
         if state.held or not state.may_send(transfer, self._window):
@@ -401,7 +158,7 @@ class WorkerPlane:
         self._send_held(state)
         return True
 
-    def _send_held(self, state: _Requested) -> None:
+    def _send_held(self, state: Requested) -> None:
         """Send what waited for this answer; each request that is sent may hold back the next."""
         while state.held and state.may_send(state.held[0][0], self._window):
             request = state.held.popleft()
@@ -505,7 +262,7 @@ class WorkerPlane:
             del self._outbox[server]
         if frames is None:
             transfer.make_frames()
-            frames = _frames(transfer, indices)
+            frames = transfer.frames_of(indices)
         return Send(server, message, frames)
 
     @property
@@ -524,17 +281,17 @@ class WorkerPlane:
 
     # -- inside ------------------------------------------------------------------------
 
-    def _single(self, part: int) -> _Requested:
+    def _single(self, part: int) -> Requested:
         """The state of this part alone."""
         state = self._parts.get(part)
         if state is None:
-            state = self._parts[part] = _Requested((part,))
+            state = self._parts[part] = Requested((part,))
         elif len(state.parts) > 1:
             self._parts.update((single.parts[0], single) for single in state.split())
             state = self._parts[part]
         return state
 
-    def _whole(self, parts: Ints) -> _Requested | None:
+    def _whole(self, parts: Ints) -> Requested | None:
         """The state of exactly these parts as one, if they have one or can have one now."""
         state = self._parts.get(parts[0])
         if state is not None and state.parts == parts:
@@ -546,7 +303,7 @@ class WorkerPlane:
         self._lists[parts] += 1
         if self._lists[parts] <= _FAMILIAR:
             return None
-        whole = _joined([self._single(part) for part in parts], parts)
+        whole = joined([self._single(part) for part in parts], parts)
         if whole is not None:
             del self._lists[parts]
             self._parts.update(dict.fromkeys(parts, whole))
@@ -584,7 +341,7 @@ class WorkerPlane:
             self._queue_send(transfer, entries)
 
     @staticmethod
-    def _claim(state: _Requested, request: _Request) -> int:
+    def _claim(state: Requested, request: Request) -> int:
         """Number the request and note that it is under way."""
         transfer, _ = request
         round_ = state.pushed
@@ -626,7 +383,7 @@ class WorkerPlane:
         )
         self._sequence += 1
         mail = self._outbox.setdefault(transfer.server, [])
-        frames = _frames(transfer, indices) if transfer.has_frames else None
+        frames = transfer.frames_of(indices) if transfer.has_frames else None
         letter = _Letter(transfer, message, indices, frames)
         heapq.heappush(mail, (-transfer.priority, self._sequence, letter))
 
@@ -650,48 +407,3 @@ def _pieces_in(message: Answer, frames: Sequence[Buffer]) -> list[Piece]:
     if len(message.sizes) != len(message.parts):
         raise ProtocolError("an answer with values needs a size for each part")
     return cut(message.sizes, frames)
-
-
-def _joined(states: Sequence[_Requested], parts: Ints) -> _Requested | None:
-    """One state of parts that are in the same one; None where they are not.
-
-    What is under way must have been asked for as exactly these parts.
-    """
-    first = states[0]
-    if len(set(parts)) != len(parts):
-        return None
-    requests = [transfer for transfer, _ in first.requests()]
-    rounds = first.rounds()
-    for index, state in enumerate(states):
-        mine = state.requests()
-        if state.pushed != first.pushed or state.freed or state.rounds() != rounds:
-            return None
-        if [transfer for transfer, _ in mine] != requests:
-            return None
-        if any(transfer.parts != parts or at != index for transfer, at in mine):
-            return None
-    whole = _Requested(parts)
-    whole.pushed = first.pushed
-    whole.inflight = {round_: (transfer, None) for round_, (transfer, _) in first.inflight.items()}
-    whole.held = deque((transfer, None) for transfer, _ in first.held)
-    if first.pulling is not None:
-        whole.pulling = ((first.pulling[0][0], None), first.pulling[1])
-    return whole
-
-
-def _frames(transfer: Transfer, indices: Sequence[int] | None) -> Sequence[Buffer]:
-    """The frames with these parts of a push, None: with all."""
-    return transfer.frames if indices is None else _views(transfer, indices)
-
-
-def _views(transfer: Transfer, indices: Sequence[int]) -> list[Buffer]:
-    """Frames with these parts of a push, neighbours in one."""
-    pieces = cut(transfer.push_sizes, transfer.frames)
-    joined: list[Piece] = []
-    for index in indices:
-        frame, start, stop = pieces[index]
-        if joined and joined[-1].frame is frame and joined[-1].stop == start:
-            joined[-1] = Piece(frame, joined[-1].start, stop)
-        else:
-            joined.append(Piece(frame, start, stop))
-    return [memoryview(frame)[start:stop] for frame, start, stop in joined]

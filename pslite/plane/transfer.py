@@ -1,0 +1,180 @@
+"""``Transfer``: what a worker asks of one server. Pure; on the node's I/O thread once submitted.
+
+Used by ``worker.py``, which decides when it goes out and what an answer belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pslite.errors import ProtocolError
+from pslite.ids import rank_of, role_of
+from pslite.plane.interface import Buffer, Piece, cut
+from pslite.wire.messages import Ints
+
+Sink = Callable[[Sequence[int], Sequence[Piece], Sequence[int]], None]
+"""Takes (indices into the transfer's parts, their values, their versions)."""
+
+
+class Transfer:
+    """A push, a pull or both, of several parts of one server.
+
+    ``frames`` hold the pushed parts' bytes in order, each frame whole parts; a function is
+    called when they are to be sent, on the I/O thread. They belong to
+    the plane until ``done`` is called: with None, or with the first error once every part has
+    been answered or given up. ``sink`` copies values out; its pieces are valid during the call.
+    ``sizes`` are the bytes of each part's value; ``push_sizes`` those of what is pushed, where
+    they differ.
+
+    With a ``form`` of the app's own, what has a ``sink`` is a pull, its frames say what is wanted
+    of each part, and ``sink`` has to look at the sizes of its pieces.
+    """
+
+    __slots__ = (
+        "_error",
+        "_left",
+        "_make",
+        "abandoned",
+        "done",
+        "failed",
+        "form",
+        "frames",
+        "parts",
+        "priority",
+        "pull",
+        "push",
+        "push_sizes",
+        "server",
+        "sink",
+        "sizes",
+    )
+
+    def __init__(
+        self,
+        server: int,
+        parts: Ints,
+        sizes: Ints,
+        frames: Sequence[Buffer] | Callable[[], Sequence[Buffer]] | None,
+        sink: Sink | None,
+        done: Callable[[BaseException | None], None],
+        priority: int = 0,
+        form: int = 0,
+        push_sizes: Ints | None = None,
+    ) -> None:
+        self.server = server
+        self.parts = parts
+        self.sizes = sizes
+        self.push_sizes = sizes if push_sizes is None else push_sizes
+        self.form = form
+        self.push = frames is not None and not (form and sink is not None)
+        self._make = frames if callable(frames) else None
+        self.frames: Sequence[Buffer] = () if frames is None or callable(frames) else frames
+        self.pull = sink is not None
+        self.sink = sink
+        self.done = done
+        self.priority = priority
+        #: Nobody wants the values any more (a time-out); they are not copied out.
+        self.abandoned = False
+        #: Index of a part that came to nothing -> why; None when it may be any of them.
+        self.failed: dict[int, BaseException] | None = {}
+        self._left = len(parts)
+        self._error: BaseException | None = None
+
+    def deliver(
+        self, indices: Sequence[int], pieces: Sequence[Piece], versions: Sequence[int]
+    ) -> None:
+        """These parts are answered."""
+        if self.sink is not None and not self.abandoned:
+            try:
+                self.sink(indices, pieces, versions)
+            except Exception as error:
+                self._not_taken(error, indices, pieces, versions)
+        self._settle(len(indices))
+
+    def _not_taken(
+        self,
+        error: Exception,
+        indices: Sequence[int],
+        pieces: Sequence[Piece],
+        versions: Sequence[int],
+    ) -> None:
+        """The sink has raised: find out about which part. Plain values may be copied twice."""
+        if self.form or self.sink is None:
+            self.failed = None
+            self._error = self._error or self.unusable(indices, error)
+            return
+        for index, piece, version in zip(indices, pieces, versions, strict=True):
+            try:
+                self.sink((index,), (piece,), (version,))
+            except Exception as again:
+                self._note(index, self.unusable((index,), again))
+
+    def unusable(self, indices: Sequence[int], error: Exception) -> ProtocolError:
+        """What an answer about these parts comes to which makes no sense."""
+        parts = ", ".join(str(self.parts[index]) for index in indices[:5])
+        more = f" and {len(indices) - 5} more" if len(indices) > 5 else ""
+        found = ProtocolError(
+            f"the answer of {role_of(self.server).value} {rank_of(self.server)} about part "
+            f"{parts}{more} cannot be used: {error or type(error).__name__}"
+        )
+        found.__cause__ = error
+        return found
+
+    def fail(self, index: int, error: BaseException) -> None:
+        """One part came to nothing."""
+        self._note(index, error)
+        self._settle(1)
+
+    def _note(self, index: int, error: BaseException) -> None:
+        if self.failed is not None:
+            self.failed[index] = error
+        self._error = self._error or error
+
+    def give_up(self, error: BaseException) -> None:
+        """All parts that are not answered yet came to nothing."""
+        if self._left:
+            self.failed = None
+            self._error = self._error or error
+            self._settle(self._left)
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether there is nothing to do for ``make_frames``."""
+        return self._make is None
+
+    def make_frames(self) -> None:
+        """Copy what is to be sent, unless that was done before."""
+        if self._make is not None:
+            make, self._make = self._make, None
+            self.frames = make()
+
+    def frames_of(self, indices: Sequence[int] | None) -> Sequence[Buffer]:
+        """The frames with these parts of a push, neighbours in one; None: with all."""
+        if indices is None:
+            return self.frames
+        pieces = cut(self.push_sizes, self.frames)
+        joined: list[Piece] = []
+        for index in indices:
+            frame, start, stop = pieces[index]
+            if joined and joined[-1].frame is frame and joined[-1].stop == start:
+                joined[-1] = Piece(frame, joined[-1].start, stop)
+            else:
+                joined.append(Piece(frame, start, stop))
+        return [memoryview(frame)[start:stop] for frame, start, stop in joined]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every part has been answered or given up."""
+        return self._left == 0
+
+    def _settle(self, count: int) -> None:
+        self._left -= count
+        if self._left == 0:
+            # Whoever still holds this transfer does not hold memory.
+            done, self.done = self.done, _nothing
+            self.frames, self.sink, self._make = (), None, None
+            done(self._error)
+
+
+def _nothing(error: BaseException | None) -> None:
+    """What a transfer does that is done already."""
