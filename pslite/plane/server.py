@@ -1,17 +1,18 @@
 """A server's half of the data plane. Pure; runs on the node's I/O thread.
 
 The rules stand in the package's docstring; ``worker.py`` is the other half, and
-``protocol/rounds.py`` decides which contributions belong together.
+``protocol/rounds.py`` decides which contributions belong together. Read next: ``unit.py`` and
+``replies.py``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, repeat
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
-from pslite.errors import NodeLostError, ProtocolError, UsageError, describe
+from pslite.errors import ProtocolError, UsageError
 from pslite.plane.interface import (
     Buffer,
     Effect,
@@ -26,19 +27,15 @@ from pslite.plane.interface import (
     cut,
     piece_of,
 )
+from pslite.plane.replies import Replies, Value
 from pslite.plane.unit import NO_SIZE, Unit, WaitingPull, joined
 from pslite.protocol.rounds import AsyncRounds, Batch, Rounds, SyncRounds, Verdict
 from pslite.wire.messages import (
-    Answer,
     Exchange,
     Ints,
-    PartsFailed,
     RoundWaits,
     StaleEpoch,
 )
-
-#: So many parts at most travel in one answer, each in a frame of its own at worst.
-_MAX_PARTS = 4096
 
 #: So often a list of parts has to be pushed before they are kept as one.
 _FAMILIAR = 2
@@ -47,17 +44,6 @@ _MAX_LISTS = 256
 
 #: Requests of epochs that this node has not heard of: the scheduler's news is on its way.
 _MAX_EARLY = 65_536
-
-
-class _Value(NamedTuple):
-    """Parts that are answered alike."""
-
-    parts: Ints
-    sizes: Ints
-    round: int
-    version: int
-    wanted: Formed | None = None
-    """What is wanted of the part, where that is not its plain value."""
 
 
 class OpenRound(NamedTuple):
@@ -69,36 +55,6 @@ class OpenRound(NamedTuple):
     """Their ranks."""
     opened_at: float | None
     """When ``tick`` saw it first; None if it has not yet."""
-
-
-class _Replies:
-    """Collects what one event answers, so that each worker gets few messages."""
-
-    def __init__(self) -> None:
-        #: (rank, pushed, with value) -> what is answered.
-        self.answers: dict[tuple[int, bool, bool], list[_Value]] = {}
-        #: Rank -> pulls in forms of the app's own.
-        self.formed: dict[int, list[_Value]] = {}
-        #: (rank, pushed, consumed, id of the error) -> the error and [(part, round)]
-        self.failures: dict[
-            tuple[int, bool, bool, int], tuple[BaseException, list[tuple[int, int]]]
-        ] = {}
-
-    def answer(self, rank: int, pushed: bool, value: bool, entry: _Value) -> None:
-        self.answers.setdefault((rank, pushed, value), []).append(entry)
-
-    def fail(
-        self,
-        rank: int,
-        pushed: bool,
-        consumed: bool,
-        error: BaseException,
-        parts: Ints,
-        round_: int,
-    ) -> None:
-        key = (rank, pushed, consumed, id(error))
-        entries = self.failures.setdefault(key, (error, []))[1]
-        entries += [(part, round_) for part in parts]
 
 
 class ServerPlane:
@@ -179,7 +135,7 @@ class ServerPlane:
     def close_part(self, part: int, error: BaseException) -> list[Effect]:
         """Refuse a part from now on; who waits for it gets ``error``."""
         unit = self._single(part)
-        replies = _Replies()
+        replies = Replies()
         if unit is not None:
             del self._units[part], self._sizes[part]
             for rank, round_ in unit.rounds.waiting():
@@ -261,7 +217,7 @@ class ServerPlane:
                 raise ProtocolError(f"too many requests of epoch {epoch}, which nobody announced")
             self._early.append((rank, epoch, message, frames))
             return []
-        replies = _Replies()
+        replies = Replies()
         ready: list[Unit] = []
         if message.form:
             self._take_formed(rank, message, frames, replies, ready)
@@ -276,7 +232,7 @@ class ServerPlane:
 
         The numbers of its pushes stay free, but for those of contributions that are here.
         """
-        replies = _Replies()
+        replies = Replies()
         for part, round_ in zip(message.parts, message.rounds, strict=True):
             unit = self._single(part)
             if not message.push:
@@ -289,7 +245,7 @@ class ServerPlane:
 
     def finished(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> list[Effect]:
         """The pool has applied jobs; each one's round is over, also when it raised."""
-        replies = _Replies()
+        replies = Replies()
         ready: list[Unit] = []
         for job, outcome in zip(jobs, outcomes, strict=True):
             parts, batch = job.parts, job.batch
@@ -307,7 +263,7 @@ class ServerPlane:
         return self._effects(replies, ready)
 
     def _finish(
-        self, unit: Unit, batch: Batch, error: BaseException | None, replies: _Replies
+        self, unit: Unit, batch: Batch, error: BaseException | None, replies: Replies
     ) -> None:
         unit.rounds.finish()
         version = unit.rounds.version
@@ -317,14 +273,14 @@ class ServerPlane:
             if error is not None:
                 replies.fail(rank, True, True, error, unit.parts, round_)
             else:
-                value = _Value(unit.parts, unit.sizes, round_, version)
+                value = Value(unit.parts, unit.sizes, round_, version)
                 replies.answer(rank, True, wanted, value)
         self._answer_pulls(unit, replies)
 
     def depart(self, rank: int, error: BaseException) -> list[Effect]:
         """A worker is gone; rounds that cannot be complete without it end with ``error``."""
         self._gone[rank] = error
-        replies = _Replies()
+        replies = Replies()
         for unit in self._distinct():
             for other, round_ in unit.rounds.abandon(rank):
                 self._refuse(unit, other, round_, error, replies)
@@ -368,7 +324,7 @@ class ServerPlane:
         rank: int,
         message: Exchange,
         frames: Sequence[Buffer],
-        replies: _Replies,
+        replies: Replies,
         ready: list[Unit],
     ) -> None:
         parts, rounds, sizes = message.parts, message.rounds, message.sizes
@@ -421,7 +377,7 @@ class ServerPlane:
         rank: int,
         message: Exchange,
         frames: Sequence[Buffer],
-        replies: _Replies,
+        replies: Replies,
         ready: list[Unit],
     ) -> None:
         """Contributions, or pulls, of which the app knows the form. Each part is alone."""
@@ -454,7 +410,7 @@ class ServerPlane:
         round_: int,
         piece: Piece | Formed,
         pull: bool,
-        replies: _Replies,
+        replies: Replies,
         ready: list[Unit],
     ) -> None:
         verdict = unit.rounds.contribute(rank, round_, piece)
@@ -468,7 +424,7 @@ class ServerPlane:
             if pull:
                 self._take_pull(rank, unit, unit.parts, unit.sizes, round_, True, replies)
             else:
-                value = _Value(unit.parts, unit.sizes, round_, unit.rounds.version)
+                value = Value(unit.parts, unit.sizes, round_, unit.rounds.version)
                 replies.answer(rank, True, False, value)
         elif verdict is Verdict.TOO_FAR:
             error = ProtocolError(f"round {round_} of part {unit.parts[0]} is beyond the window")
@@ -477,7 +433,7 @@ class ServerPlane:
             gone = self._gone[unit.rounds.blocked_by or 0]
             self._refuse(unit, rank, round_, gone, replies)
 
-    def _take_pulls(self, rank: int, message: Exchange, replies: _Replies) -> None:
+    def _take_pulls(self, rank: int, message: Exchange, replies: Replies) -> None:
         """Each run of parts that belong to one unit is pulled as one."""
         parts, rounds = message.parts, message.rounds
         start = 0
@@ -510,7 +466,7 @@ class ServerPlane:
         sizes: Ints,
         after_round: int,
         pushed: bool,
-        replies: _Replies,
+        replies: Replies,
         wanted: Formed | None = None,
     ) -> None:
         """A pull of some parts of a unit."""
@@ -518,7 +474,7 @@ class ServerPlane:
         if refused:
             replies.fail(rank, pushed, True, refused[0], parts, after_round)
         elif unit.rounds.readable(rank, after_round):
-            value = _Value(parts, sizes, after_round, unit.rounds.version, wanted)
+            value = Value(parts, sizes, after_round, unit.rounds.version, wanted)
             if wanted is None:
                 replies.answer(rank, pushed, True, value)
             else:
@@ -526,7 +482,7 @@ class ServerPlane:
         else:
             unit.pulls.append(WaitingPull(rank, after_round, pushed, parts, sizes, wanted))
 
-    def _answer_pulls(self, unit: Unit, replies: _Replies) -> None:
+    def _answer_pulls(self, unit: Unit, replies: Replies) -> None:
         waiting, unit.pulls = unit.pulls, []
         for pull in waiting:
             self._take_pull(
@@ -541,7 +497,7 @@ class ServerPlane:
             )
 
     def _refuse(
-        self, unit: Unit, rank: int, round_: int, error: BaseException, replies: _Replies
+        self, unit: Unit, rank: int, round_: int, error: BaseException, replies: Replies
     ) -> None:
         """A contribution is not taken; nor will pulls that count on it be answered."""
         refused = unit.refused.setdefault(rank, {})
@@ -551,17 +507,8 @@ class ServerPlane:
         replies.fail(rank, True, False, error, unit.parts, round_)
         self._answer_pulls(unit, replies)
 
-    def _effects(self, replies: _Replies, ready: Iterable[Unit]) -> list[Effect]:
-        effects: list[Effect] = []
-        # Failures first: who pulls after a push that failed hears of that before the value.
-        for (rank, pushed, consumed, _), (error, failures) in replies.failures.items():
-            for start in range(0, len(failures), _MAX_PARTS):
-                parts, rounds = zip(*failures[start : start + _MAX_PARTS], strict=True)
-                effects.append(Send(rank, _failure(pushed, consumed, parts, rounds, error)))
-        for (rank, pushed, value), entries in replies.answers.items():
-            effects += self._answers(rank, pushed, value, entries)
-        for rank, entries in replies.formed.items():
-            effects += self._formed_answers(rank, entries)
+    def _effects(self, replies: Replies, ready: Iterable[Unit]) -> list[Effect]:
+        effects: list[Effect] = [*replies.sends(self.app, self._message_bytes)]
         lanes: dict[int, list[Job]] = {}
         for unit in ready:
             batch = unit.rounds.start()
@@ -570,68 +517,6 @@ class ServerPlane:
                 lanes.setdefault(unit.lane, []).append(_job(unit, batch, wanted))
         effects += [Run(lane, jobs) for lane, jobs in lanes.items()]
         return effects
-
-    def _answers(
-        self, rank: int, pushed: bool, value: bool, entries: Sequence[_Value]
-    ) -> Iterator[Send]:
-        """Answers to one worker, cut where a message would grow beyond ``message_bytes``."""
-        group: list[_Value] = []
-        nbytes = count = 0
-        for entry in entries:
-            size = sum(entry.sizes) if value else 0
-            if group and (
-                nbytes + size > self._message_bytes or count + len(entry.parts) > _MAX_PARTS
-            ):
-                yield self._answer(rank, pushed, value, group)
-                group, nbytes, count = [], 0, 0
-            group.append(entry)
-            nbytes += size
-            count += len(entry.parts)
-        yield self._answer(rank, pushed, value, group)
-
-    def _formed_answers(self, rank: int, entries: Sequence[_Value]) -> Iterator[Send]:
-        """Answers to pulls in forms of the app's own, cut as ``_answers`` does."""
-        group: list[_Value] = []
-        frames: list[Buffer] = []
-        nbytes = 0
-        for entry in entries:
-            try:
-                frame = self.app.answer(entry.parts[0], entry.wanted)
-            except Exception as error:
-                yield Send(rank, _failure(False, True, entry.parts, (entry.round,), error))
-                continue
-            size = memoryview(frame).nbytes
-            if group and (nbytes + size > self._message_bytes or len(group) >= _MAX_PARTS):
-                yield _formed_answer(rank, group, frames)
-                group, frames, nbytes = [], [], 0
-            group.append(entry)
-            frames.append(frame)
-            nbytes += size
-        if group:
-            yield _formed_answer(rank, group, frames)
-
-    def _answer(self, rank: int, pushed: bool, value: bool, entries: Sequence[_Value]) -> Send:
-        parts = tuple(chain.from_iterable(entry.parts for entry in entries))
-        rounds = _repeated(entries, [entry.round for entry in entries])
-        versions = _repeated(entries, [entry.version for entry in entries])
-        if not value:
-            return Send(rank, Answer(pushed, parts, rounds, versions, ()))
-        sizes = tuple(chain.from_iterable(entry.sizes for entry in entries))
-        return Send(rank, Answer(pushed, parts, rounds, versions, sizes), self.app.read(parts))
-
-
-def _repeated(entries: Sequence[_Value], numbers: Sequence[int]) -> Ints:
-    """Each number once for each part of its entry."""
-    pairs = zip(entries, numbers, strict=True)
-    return tuple(chain.from_iterable(repeat(number, len(entry.parts)) for entry, number in pairs))
-
-
-def _formed_answer(rank: int, entries: Sequence[_Value], frames: list[Buffer]) -> Send:
-    parts = tuple(entry.parts[0] for entry in entries)
-    rounds = tuple(entry.round for entry in entries)
-    versions = tuple(entry.version for entry in entries)
-    sizes = tuple(memoryview(frame).nbytes for frame in frames)
-    return Send(rank, Answer(False, parts, rounds, versions, sizes), frames)
 
 
 def _job(unit: Unit, batch: Batch, wanted: bool) -> Job:
@@ -660,10 +545,3 @@ def _whole_piece(unit: Unit, frames: Sequence[Buffer]) -> Piece | None:
 
 def _unknown(part: int) -> BaseException:
     return UsageError(f"part {part} is not known to this server; was its key deleted?")
-
-
-def _failure(
-    pushed: bool, consumed: bool, parts: Ints, rounds: Ints, error: BaseException
-) -> PartsFailed:
-    role, rank = (error.role, error.rank) if isinstance(error, NodeLostError) else ("", -1)
-    return PartsFailed(pushed, consumed, parts, rounds, *describe(error), role, rank)

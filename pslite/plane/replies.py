@@ -1,0 +1,149 @@
+"""``Replies``: what one event of a server's plane has to tell the workers, in few messages.
+
+Pure; used by ``server.py`` on the I/O thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
+from typing import NamedTuple
+
+from pslite.errors import NodeLostError, describe
+from pslite.plane.interface import Buffer, Formed, Send, ServerApp
+from pslite.wire.messages import Answer, Ints, PartsFailed
+
+#: So many parts at most travel in one answer, each in a frame of its own at worst.
+_MAX_PARTS = 4096
+
+
+class Value(NamedTuple):
+    """Parts that are answered alike."""
+
+    parts: Ints
+    sizes: Ints
+    round: int
+    version: int
+    wanted: Formed | None = None
+    """What is wanted of the part, where that is not its plain value."""
+
+
+class Replies:
+    """Collects what one event answers, so that each worker gets few messages."""
+
+    def __init__(self) -> None:
+        #: (rank, pushed, with value) -> what is answered.
+        self.answers: dict[tuple[int, bool, bool], list[Value]] = {}
+        #: Rank -> pulls in forms of the app's own.
+        self.formed: dict[int, list[Value]] = {}
+        #: (rank, pushed, consumed, id of the error) -> the error and [(part, round)]
+        self.failures: dict[
+            tuple[int, bool, bool, int], tuple[BaseException, list[tuple[int, int]]]
+        ] = {}
+
+    def answer(self, rank: int, pushed: bool, value: bool, entry: Value) -> None:
+        """Parts are as a worker wants them: pushed, and with their values if it asked for them."""
+        self.answers.setdefault((rank, pushed, value), []).append(entry)
+
+    def fail(
+        self,
+        rank: int,
+        pushed: bool,
+        consumed: bool,
+        error: BaseException,
+        parts: Ints,
+        round_: int,
+    ) -> None:
+        """Parts came to nothing; ``consumed`` says that the round counts all the same."""
+        key = (rank, pushed, consumed, id(error))
+        entries = self.failures.setdefault(key, (error, []))[1]
+        entries += [(part, round_) for part in parts]
+
+    def sends(self, app: ServerApp, message_bytes: int) -> Iterator[Send]:
+        """What the workers are told, in messages of at most ``message_bytes``, or of one part."""
+        # Failures first: who pulls after a push that failed hears of that before the value.
+        for (rank, pushed, consumed, _), (error, failures) in self.failures.items():
+            for start in range(0, len(failures), _MAX_PARTS):
+                parts, rounds = zip(*failures[start : start + _MAX_PARTS], strict=True)
+                yield Send(rank, _failure(pushed, consumed, parts, rounds, error))
+        for (rank, pushed, value), entries in self.answers.items():
+            yield from _answers(app, message_bytes, rank, pushed, value, entries)
+        for rank, entries in self.formed.items():
+            yield from _formed_answers(app, message_bytes, rank, entries)
+
+
+def _answers(
+    app: ServerApp,
+    message_bytes: int,
+    rank: int,
+    pushed: bool,
+    value: bool,
+    entries: Sequence[Value],
+) -> Iterator[Send]:
+    """Answers to one worker, cut where a message would grow beyond ``message_bytes``."""
+    group: list[Value] = []
+    nbytes = count = 0
+    for entry in entries:
+        size = sum(entry.sizes) if value else 0
+        if group and (nbytes + size > message_bytes or count + len(entry.parts) > _MAX_PARTS):
+            yield _answer(app, rank, pushed, value, group)
+            group, nbytes, count = [], 0, 0
+        group.append(entry)
+        nbytes += size
+        count += len(entry.parts)
+    yield _answer(app, rank, pushed, value, group)
+
+
+def _formed_answers(
+    app: ServerApp, message_bytes: int, rank: int, entries: Sequence[Value]
+) -> Iterator[Send]:
+    """Answers to pulls in forms of the app's own, cut as ``_answers`` does."""
+    group: list[Value] = []
+    frames: list[Buffer] = []
+    nbytes = 0
+    for entry in entries:
+        try:
+            frame = app.answer(entry.parts[0], entry.wanted)
+        except Exception as error:
+            yield Send(rank, _failure(False, True, entry.parts, (entry.round,), error))
+            continue
+        size = memoryview(frame).nbytes
+        if group and (nbytes + size > message_bytes or len(group) >= _MAX_PARTS):
+            yield _formed_answer(rank, group, frames)
+            group, frames, nbytes = [], [], 0
+        group.append(entry)
+        frames.append(frame)
+        nbytes += size
+    if group:
+        yield _formed_answer(rank, group, frames)
+
+
+def _answer(app: ServerApp, rank: int, pushed: bool, value: bool, entries: Sequence[Value]) -> Send:
+    parts = tuple(chain.from_iterable(entry.parts for entry in entries))
+    rounds = _repeated(entries, [entry.round for entry in entries])
+    versions = _repeated(entries, [entry.version for entry in entries])
+    if not value:
+        return Send(rank, Answer(pushed, parts, rounds, versions, ()))
+    sizes = tuple(chain.from_iterable(entry.sizes for entry in entries))
+    return Send(rank, Answer(pushed, parts, rounds, versions, sizes), app.read(parts))
+
+
+def _repeated(entries: Sequence[Value], numbers: Sequence[int]) -> Ints:
+    """Each number once for each part of its entry."""
+    pairs = zip(entries, numbers, strict=True)
+    return tuple(chain.from_iterable(repeat(number, len(entry.parts)) for entry, number in pairs))
+
+
+def _formed_answer(rank: int, entries: Sequence[Value], frames: list[Buffer]) -> Send:
+    parts = tuple(entry.parts[0] for entry in entries)
+    rounds = tuple(entry.round for entry in entries)
+    versions = tuple(entry.version for entry in entries)
+    sizes = tuple(memoryview(frame).nbytes for frame in frames)
+    return Send(rank, Answer(False, parts, rounds, versions, sizes), frames)
+
+
+def _failure(
+    pushed: bool, consumed: bool, parts: Ints, rounds: Ints, error: BaseException
+) -> PartsFailed:
+    role, rank = (error.role, error.rank) if isinstance(error, NodeLostError) else ("", -1)
+    return PartsFailed(pushed, consumed, parts, rounds, *describe(error), role, rank)
