@@ -4,7 +4,8 @@
 asked for (``call``), look at the clock, send what may be sent. A node is driven by its own
 I/O thread (``start_thread``) or, in the simulator, by somebody who calls ``step`` and owns the
 clock. What depends on the role stands in ``control.py`` (members) and ``scheduler.py``; how
-data moves in ``plane/``; apps use ``customer.py``. Nothing here waits, and nothing but
+data moves in ``plane/``; nodes of one machine in ``nearby.py``; apps use ``customer.py``. Nothing
+here waits, and nothing but
 ``call``, ``submit``, ``request``, ``barrier`` and futures may be used from other threads.
 """
 
@@ -29,6 +30,8 @@ from pslite.ids import NodeInfo, Role, role_of
 from pslite.links import TELL_BYTES, Delivery, Links
 from pslite.log import Log
 from pslite.memory import Bytes, Heap, Sharing
+from pslite.nearby import MESSAGES as NEARBY
+from pslite.nearby import Nearby
 from pslite.plane import Transfer
 from pslite.pool import InlinePool, Pool
 from pslite.protocol.membership import Gone, Membership
@@ -36,18 +39,14 @@ from pslite.survey import ProgressSource
 from pslite.timers import Timers
 from pslite.traffic import Traffic
 from pslite.van.base import Connected, Denied, Disconnected, Received, TurnedAway, Van
-from pslite.van.pipes import PipeTicket
 from pslite.watch import Watch
 from pslite.wire.codec import MAX_HEADER_BYTES
 from pslite.wire.messages import (
     Accepted,
     Beat,
     Message,
-    PipeOffer,
     Request,
     Response,
-    SegmentOffer,
-    SegmentTaken,
 )
 
 if TYPE_CHECKING:
@@ -110,6 +109,7 @@ class Postoffice:
         self.membership = Membership()
         self.customers = Customers(self._send_to_app, self.call)
         self.traffic = Traffic(self)
+        self.nearby = Nearby(self)
         self.timers = Timers()
         self.watch = Watch(self)
         self.control: Control | None = None
@@ -183,8 +183,8 @@ class Postoffice:
             self.watch.add(node.uid, now, node)
         for delivery in self.gate.complete(frozenset(self._node_ids)):
             self._dispatch(delivery, now)
-        self._offer_segments()
-        self._offer_pipes()
+        self.nearby.offer_segments()
+        self.nearby.offer_pipes()
         self._spread(self.config.connections)
         self.ready.set_result(info)
 
@@ -226,7 +226,7 @@ class Postoffice:
         return Heap(
             shared=self.config.shm,
             limit_bytes=self.config.shm_bytes,
-            announce=lambda: self.call(self._offer_segments),
+            announce=lambda: self.call(self.nearby.offer_segments),
             warn=self.log.warn,
         )
 
@@ -268,50 +268,6 @@ class Postoffice:
         that is no node's. From any thread.
         """
         return Heap.whole_of(buffer)
-
-    def _offer_segments(self) -> None:
-        if self.info is None or not self.config.shm:
-            return
-        now = self.clock()
-        for node in self.neighbours():
-            if node.machine == self.info.machine and node.role != Role.SCHEDULER.value:
-                for offer in self.sharing.offers(node.uid, now):
-                    self.send(node.node_id, offer)
-
-    def _segment_offered(self, peer: str, node: int, offer: SegmentOffer) -> None:
-        info = self.membership.node(node)
-        if not self.config.shm:
-            answer = SegmentTaken(offer.segment, False, "")
-        elif self.info is None or info is None or info.machine != self.info.machine:
-            answer = SegmentTaken(offer.segment, False, "it is on another machine")
-        else:
-            answer = self.sharing.map(peer, info.pid, offer)
-        self.send(node, answer)
-
-    def _segment_taken(self, peer: str, answer: SegmentTaken) -> None:
-        self.sharing.taken(peer, answer)
-        if not answer.taken and answer.reason:
-            whom = self.peer_title(peer)
-            text = f"{whom} cannot share memory with this node: values travel by TCP"
-            self.log.warn_seldom(f"no shared memory with {peer}", f"{text} ({answer.reason})")
-
-    # -- pipes -------------------------------------------------------------------------
-
-    def _offer_pipes(self) -> None:
-        if self.info is None or not self.config.shm:
-            return
-        for node in self.neighbours():
-            if node.machine == self.info.machine:
-                ticket = self.van.offer_pipe(node.uid)
-                if ticket is not None:
-                    self.send(node.node_id, PipeOffer(*ticket))
-
-    def _pipe_offered(self, peer: str, node: int, offer: PipeOffer) -> None:
-        info = self.membership.node(node)
-        if not self.config.shm or self.info is None or info is None:
-            return
-        if info.machine == self.info.machine:
-            self.van.take_pipe(peer, info.pid, PipeTicket(offer.fd, offer.inode))
 
     # -- what other threads may call ---------------------------------------------------
 
@@ -578,12 +534,8 @@ class Postoffice:
             self.customers.request_arrived(node, message, delivery.frames, now)
         elif isinstance(message, Response):
             self.customers.response_arrived(node, message, delivery.frames)
-        elif isinstance(message, SegmentOffer):
-            self._segment_offered(delivery.peer, node, message)
-        elif isinstance(message, SegmentTaken):
-            self._segment_taken(delivery.peer, message)
-        elif isinstance(message, PipeOffer):
-            self._pipe_offered(delivery.peer, node, message)
+        elif isinstance(message, NEARBY):
+            self.nearby.arrived(delivery.peer, node, message)
         else:
             self.traffic.arrived(delivery, node)
 
