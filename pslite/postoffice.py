@@ -5,8 +5,8 @@ asked for (``call``), look at the clock, send what may be sent. A node is driven
 I/O thread (``start_thread``) or, in the simulator, by somebody who calls ``step`` and owns the
 clock. What depends on the role stands in ``control.py`` (members) and ``scheduler.py``; how
 data moves in ``plane/``; nodes of one machine in ``nearby.py``; apps use ``customer.py``. Nothing
-here waits, and nothing but
-``call``, ``submit``, ``request``, ``barrier`` and futures may be used from other threads.
+here waits, and nothing but ``call``, ``submit``, ``request``, ``barrier`` and futures may be used
+from other threads.
 """
 
 from __future__ import annotations
