@@ -368,6 +368,7 @@ def test_many_rows_come_in_several_answers(
         some = np.arange(200)[kv.rank :: 3]
         np.testing.assert_array_equal(kv.row_sparse_pull("all", row_ids=some).values, whole[some])
         np.testing.assert_array_equal(kv.pull("all").values, whole)
+        kv.barrier()
         held = RowSparseArray([5, 6, 150], np.ones((3, 3), "f4"), whole.shape)
         kv.push("all", held)
         kv.wait()
