@@ -335,6 +335,31 @@ def test_all_workers_load_and_see_an_error_of_a_file(
     assert shared.run(script) == [40, 40]
 
 
+@pytest.mark.parametrize(("dim", "num_rows"), [(1, 20_000), (10_000, 1)])
+def test_a_file_that_no_message_holds_is_refused_and_leaves_the_table_as_it_was(
+    dim: int, num_rows: int, tmp_path: Any
+) -> None:
+    """Too many ids for one server, or too wide a row with its states."""
+
+    def make(kv: KVStore) -> Any:
+        return kv.create_table("t", dim, init=0.5, optimizer="adam")
+
+    with mx.create("local") as kv:
+        local = make(kv)
+        local.pull(np.arange(num_rows))
+        local.export(tmp_path / "large")
+
+    def script(kv: KVStore) -> None:
+        table = make(kv)
+        table.pull([1, 2, 3])
+        with pytest.raises(CheckpointError, match="PS_MAX_MESSAGE_BYTES allows 65536"):
+            table.load(tmp_path / "large")
+        assert table.ids().tolist() == [1, 2, 3]
+
+    with Workers("dist_sync", 1, 2, max_message_bytes=65536, chunk_bytes=4096) as workers:
+        workers.run(script)
+
+
 @pytest.mark.parametrize("num_servers", [1, 2])
 def test_a_delta_only_fits_the_export_of_its_own_table_and_no_half_of_it(
     num_servers: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
