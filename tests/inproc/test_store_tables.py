@@ -468,8 +468,47 @@ def test_workers_that_create_different_tables_are_told(
 
 
 @pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda table, path: table.export(path), "export of table 't' to 'file-[01]' \\(since"),
+        (lambda table, path: table.export_delta(1, path), "to 'file-[01]' \\(since mark 1,"),
+        (lambda table, path: table.load(path), "load of table 't' from 'file-[01]'"),
+    ],
+)
+def test_workers_that_name_different_files_are_told(
+    shared: Workers, tables: Any, tmp_path: Any, call: Callable[[Any, Any], Any], text: str
+) -> None:
+    def script(kv: KVStore) -> None:
+        table = tables[kv.rank]
+        table.export(tmp_path / "all")
+        with pytest.raises(UsageError, match=f"{text}.* where worker . calls .*{text}"):
+            call(table, tmp_path / f"file-{kv.rank}")
+
+    shared.run(script)
+    assert [path.name for path in tmp_path.iterdir()] == ["all"]
+
+
+def test_other_hosts_may_have_the_directory_of_an_export_elsewhere(
+    shared: Workers, tables: Any, tmp_path: Any
+) -> None:
+    """The lowest rank's path counts; the others' directories need not be there."""
+
+    def script(kv: KVStore) -> Any:
+        path = str(tmp_path / "all") if kv.rank == 0 else "/nowhere/all"
+        tables[kv.rank].pull([5])
+        tables[kv.rank].export(path)
+        tables[kv.rank].load(path)
+        return tables[kv.rank].size
+
+    assert shared.run(script) == [1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["all"]
+
+
+@pytest.mark.parametrize(
     ("call", "error"),
     [
+        (lambda table: table.export(None), ArgumentTypeError),
+        (lambda table: table.load(b"all"), ArgumentTypeError),
         (lambda table: table.pull([1.5]), ArgumentTypeError),
         (lambda table: table.pull([2**64]), ArgumentValueError),
         (lambda table: table.pull([1], out=np.zeros((2, 2))), ValueMismatchError),
