@@ -1,7 +1,8 @@
 """``Waiting``: ids that were asked for, and not often enough to get a row yet.
 
 Counts of the last ids that have none, in a ring: where it is full, the id that has waited longest
-is forgotten, and would begin again. So the memory is bounded, and every count is exact, which a
+is forgotten, and would begin again. An id that is admitted, and finds no room for its row, waits on
+as one that is admitted. So the memory is bounded, and every count is exact, which a
 count-min sketch is not: that one admits ids too early, all of them when it fills up. Source of the
 ring: the queue A1out of Johnson and Shasha, "2Q", VLDB 1994, counting to n here. Pure; one
 thread at a time. Read next: ``share.py``.
@@ -28,6 +29,7 @@ class Waiting:
     def __init__(self, admit_after: int, num_places: int) -> None:
         """Remembers the last ``num_places`` ids, at least one."""
         self._admit_after = admit_after
+        self.num_places = num_places
         self._index = IdIndex(num_places)
         self._counts = np.zeros(num_places, np.int32)
         """By place; 0 where no id is."""
@@ -37,26 +39,29 @@ class Waiting:
         return len(self._index)
 
     @property
-    def num_places(self) -> int:
-        return len(self._counts)
-
-    @property
     def nbytes(self) -> int:
         return self._index.nbytes + self._counts.nbytes
 
     def touch(self, ids: Ids) -> Mask:
-        """Count each of different ids, in this order; which of them are admitted, and wait no
-        longer."""
+        """Count each of different ids, in this order; which of them are admitted.
+
+        These wait on, and are still admitted, until ``remove`` is told that they have rows.
+        """
         places = self._index.look_up(ids)
         is_known = places >= 0
-        self._counts[places[is_known]] += 1
+        known = places[is_known]
+        self._counts[known] = np.minimum(self._counts[known] + 1, self._admit_after)
         is_admitted: Mask = is_known.copy()
-        is_admitted[is_known] = self._counts[places[is_known]] >= self._admit_after
-        leaving = places[is_admitted]
-        self._index.remove(leaving)
-        self._counts[leaving] = 0
+        is_admitted[is_known] = self._counts[known] == self._admit_after
         self._append(ids[~is_known])
         return is_admitted
+
+    def remove(self, ids: Ids) -> None:
+        """Different ids have rows now, and wait no longer if they did."""
+        places = self._index.look_up(ids)
+        places = places[places >= 0]
+        self._index.remove(places)
+        self._counts[places] = 0
 
     def _append(self, ids: Ids) -> None:
         size = len(self._counts)

@@ -211,6 +211,8 @@ class TableShare:
         taken = self._take_places(len(chosen), before)
         chosen = chosen[: len(taken)]
         self.index.add(ids[chosen], taken)
+        if self._waiting is not None:
+            self._waiting.remove(ids[chosen])
         width, dtype = self.settings.dim, self.settings.dtype
         self.slots.begin(taken, self._first_values.make(ids[chosen], width, dtype))
         self.changed[taken] = self.next_mark

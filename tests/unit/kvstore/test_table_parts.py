@@ -217,27 +217,33 @@ def test_touches_without_a_push_stay_in_order_however_many_they_are(
 @given(
     st.integers(2, 4),
     st.integers(1, 6),
-    st.lists(st.lists(st.integers(0, 9), unique=True, max_size=8), max_size=20),
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 9), unique=True, max_size=8), st.integers(0, 8)),
+        max_size=20,
+    ),
 )
 def test_ids_are_admitted_when_they_came_often_enough_among_the_last(
-    admit_after: int, size: int, calls: list[list[int]]
+    admit_after: int, size: int, calls: list[tuple[list[int], int]]
 ) -> None:
+    """In each call the first of those that are admitted find room; the others stay admitted."""
     waiting, known, came = Waiting(admit_after, size), dict[int, list[int]](), 0
-    for numbers in calls:
+    for numbers, room in calls:
         expected = []
         for id_ in numbers:
             if id_ in known:
                 known[id_][1] += 1
-            expected.append(id_ in known and known[id_][1] == admit_after)
-        new = [id_ for id_ in numbers if id_ not in known]
-        for id_, is_admitted in zip(numbers, expected, strict=True):
-            if is_admitted:
-                del known[id_]
-        for id_ in new:
-            known[id_] = [came, 1]
-            came += 1
+            expected.append(id_ in known and known[id_][1] >= admit_after)
+        for id_ in numbers:
+            if id_ not in known:
+                known[id_] = [came, 1]
+                came += 1
         known = {id_: each for id_, each in known.items() if came - each[0] <= size}
-        assert waiting.touch(np.array(numbers, np.int64)).tolist() == expected
+        ids = np.array(numbers, np.int64)
+        is_admitted = waiting.touch(ids)
+        assert is_admitted.tolist() == expected
+        waiting.remove(ids[is_admitted][:room])
+        for id_ in ids[is_admitted][:room].tolist():
+            known.pop(id_, None)
         assert len(waiting) == len(known)
 
 

@@ -232,6 +232,19 @@ def test_an_id_gets_its_row_with_the_pull_that_admits_it(kv: KVStore) -> None:
     assert (seen.dropped, seen.refused, seen.waiting, seen.hits) == (2, 4, 0, 1)
 
 
+def test_an_id_that_is_admitted_and_finds_no_room_gets_its_row_with_the_next_pull(
+    kv: KVStore,
+) -> None:
+    table = kv.create_table("t", 2, init=0, capacity=2, admit_after=2)
+    for ids in ([10, 11], [10, 11], [3], [10, 11, 3]):
+        table.pull(ids)
+    assert table.ids().tolist() == [10, 11]
+    assert table.statistics().waiting == 1
+    table.pull([3])
+    assert table.ids().tolist() == [3, 11]
+    assert table.statistics().waiting == 0
+
+
 def test_statistics_say_how_many_ids_had_a_row(table: Table) -> None:
     assert table.statistics().hit_rate == 0.0
     table.pull([1, 2])
