@@ -91,6 +91,7 @@ class DistTables:
         chosen = checked_table_optimizer(optimizer, settings.dtype)
         plain = [] if chosen is None else to_plain(chosen)
         check_name(self._tables, settings.name)
+        self._check_row_fits(settings)
         self.store.settle()
         shown = settings_to_plain(settings)
 
@@ -102,6 +103,15 @@ class DistTables:
         table = self._tables[settings.name] = DistTable(self, settings, chosen, self.parts_of(call))
         self.exchange.tables[table.title] = table.parts
         return table
+
+    def _check_row_fits(self, settings: TableSettings) -> None:
+        most_bytes = self.node.config.max_message_bytes
+        if payload_bytes(1, settings.dim * settings.dtype.itemsize) > most_bytes:
+            raise ArgumentValueError(
+                f"a row of {settings.dim} {settings.dtype} does not fit a message, of which "
+                f"PS_MAX_MESSAGE_BYTES allows {most_bytes} bytes: choose a smaller dim, or raise "
+                "that on all nodes"
+            )
 
     def parts_of(self, call: int) -> range:
         """The parts of a table by the number of the call that made it: one for each server."""

@@ -535,6 +535,11 @@ def test_wrong_arguments_change_nothing(
         ({"dtype": "int32"}, ArgumentTypeError),
         ({"capacity": 1}, ArgumentValueError),
         ({"ttl": 2**70}, ArgumentValueError),
+        ({"name": "\ud800"}, ArgumentValueError),
+        ({"dim": 2**40}, ArgumentValueError),
+        ({"dtype": None}, ArgumentTypeError),
+        ({"dtype": np.longdouble}, ArgumentTypeError),
+        ({"init": float("inf")}, ArgumentValueError),
         ({"optimizer": "lamb"}, NotSupportedError),
     ],
 )
@@ -545,9 +550,11 @@ def test_wrong_settings_are_refused_before_anything_is_sent(
         shared.stores[0].create_table(**{"name": "u", "dim": 2, **arguments})
 
 
-def test_a_push_that_no_message_holds_is_refused_whole() -> None:
+def test_a_push_or_a_row_that_no_message_holds_is_refused_whole() -> None:
     def script(kv: KVStore) -> None:
         table = kv.create_table("t", 500, init=0, optimizer=SGD)
+        with pytest.raises(ArgumentValueError, match="16384 float32 does not fit a message"):
+            kv.create_table("wide", 16384)
         with pytest.raises(ValueMismatchError, match="PS_MAX_MESSAGE_BYTES allows"):
             table.push(IDS, np.ones((40, 500), np.float32))
         table.push(IDS[:10], np.ones((10, 500), np.float32))

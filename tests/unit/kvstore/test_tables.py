@@ -376,11 +376,28 @@ def test_rows_that_are_not_pushed_stay_whatever_the_optimizer_keeps(kv: KVStore)
 # -- misuse -------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
         ({"name": 5}, ArgumentTypeError, "name of a table"),
         ({"name": ""}, ArgumentTypeError, "not empty"),
+        ({"name": "\ud800"}, ArgumentValueError, "name of a table is text"),
+        ({"dim": 2**24 + 1}, ArgumentValueError, "dim of a table is 16777216 at most"),
+        ({"dim": 2**40}, ArgumentValueError, "dim of a table is 16777216 at most"),
+        ({"dtype": None}, ArgumentTypeError, "float dtype, got None"),
+        ({"dtype": np.longdouble}, ArgumentTypeError, "float64, float32 or bfloat16, got"),
+        ({"admit_after": 2**31}, ArgumentValueError, "admit_after of a table is 2147483647 at"),
+        ({"init": float("nan")}, ArgumentValueError, "finite numbers of its dtype, float32"),
+        ({"init": float("inf")}, ArgumentValueError, "finite numbers"),
+        ({"init": 10**400}, ArgumentValueError, "finite numbers"),
+        ({"init": -1e39}, ArgumentValueError, "finite numbers"),
+        ({"init": 65520.0, "dtype": "f2"}, ArgumentValueError, "dtype, float16"),
+        ({"init": init.Uniform(1e5), "dtype": "f2"}, ArgumentValueError, "Uniform.scale=100000"),
+        ({"init": init.Uniform(1e39), "dtype": "f8"}, ArgumentValueError, "finite numbers"),
+        ({"init": init.Normal(12000), "dtype": "f2"}, ArgumentValueError, "finite numbers"),
+        ({"init": init.Normal(float("nan"))}, ArgumentValueError, "finite numbers"),
+        ({"init": init.Uniform("1")}, ArgumentTypeError, "told by a number"),
         ({"dim": 0}, ArgumentValueError, "dim of a table is 1 or more, got 0"),
         ({"dim": 2.0}, ArgumentTypeError, "dim of a table is an int, got 2.0"),
         ({"dim": True}, ArgumentTypeError, "dim of a table is an int"),
@@ -408,6 +425,24 @@ def test_a_table_that_cannot_be_is_refused_and_not_there(
     with pytest.raises(error, match=words):
         kv.create_table(**{"name": "t", "dim": 2, **arguments})
     kv.create_table("t", 2)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("chosen", "dtype"),
+    [
+        (65519.0, "f2"),
+        (-3.4e38, "f4"),
+        (1e300, "f8"),
+        (2**70, "f4"),
+        (init.Uniform(65000), "f2"),
+        (init.Uniform(-3e38), "f8"),
+        (init.Normal(10000.0), "f2"),
+    ],
+)
+def test_first_values_may_go_to_the_ends_of_the_dtype(kv: KVStore, chosen: Any, dtype: str) -> None:
+    table = kv.create_table("t", 50, chosen, dtype=dtype)
+    assert np.isfinite(table.pull(np.arange(1000))).all()
 
 
 @pytest.mark.parametrize(
