@@ -20,6 +20,9 @@ from kvstore.tables.index import PLACE_BYTES, IdIndex
 WAITING_BYTES = PLACE_BYTES + 4
 """What an id that waits takes: its part of the index, and an int32 count."""
 
+FIRST_PLACES = 1024
+"""What is there at first, of rows and of ids that wait."""
+
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -27,11 +30,12 @@ class Waiting:
     """Admits an id when it was touched ``admit_after`` times, 2 or more."""
 
     def __init__(self, admit_after: int, num_places: int) -> None:
-        """Remembers the last ``num_places`` ids, at least one."""
+        """Remembers the last ``num_places`` ids, at least one; takes memory as they come."""
         self._admit_after = admit_after
         self.num_places = num_places
-        self._index = IdIndex(num_places)
-        self._counts = np.zeros(num_places, np.int32)
+        first = step_towards(FIRST_PLACES, num_places)
+        self._index = IdIndex(first)
+        self._counts = np.zeros(first, np.int32)
         """By place; 0 where no id is."""
         self._next = 0
 
@@ -64,6 +68,9 @@ class Waiting:
         self._counts[places] = 0
 
     def _append(self, ids: Ids) -> None:
+        wanted = self._next + len(ids)
+        if wanted >= len(self._counts) and len(self._counts) < self.num_places:
+            self._grow(step_towards(max(wanted + 1, 2 * len(self._counts)), self.num_places))
         size = len(self._counts)
         kept = ids[-size:] if len(ids) else ids
         places = (self._next + len(ids) - len(kept) + np.arange(len(kept))) % size
@@ -71,3 +78,21 @@ class Waiting:
         self._index.remove(places[self._counts[places] > 0])
         self._index.add(kept, places)
         self._counts[places] = 1
+
+    def _grow(self, num_places: int) -> None:
+        """Have a longer ring; it has not come round yet, since it only does at its full length."""
+        self._index.grow(num_places)
+        counts = np.zeros(num_places, np.int32)
+        counts[: len(self._counts)] = self._counts
+        self._counts = counts
+
+
+def step_towards(num_places: int, limit: int) -> int:
+    """How many places to have for so many: the limit, its half, its quarter, ...
+
+    So the last step but one has half of the memory, and what is there is never there twice beyond
+    what the limit takes.
+    """
+    while limit > 1 and (limit + 1) // 2 >= num_places:
+        limit = (limit + 1) // 2
+    return limit

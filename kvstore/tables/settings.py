@@ -125,7 +125,7 @@ def _checked_dtype(dtype: Any) -> np.dtype[Any]:
     try:
         if dtype is None:  # which NumPy takes for float64
             raise TypeError
-        kind = np.dtype(dtype).newbyteorder("=")
+        kind: np.dtype[Any] = np.dtype(dtype).newbyteorder("=")
     except (TypeError, ValueError):
         raise ArgumentTypeError(f"the dtype of a table is a float dtype, got {dtype!r}") from None
     if not is_bfloat16(kind) and kind not in _DTYPES:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore import initializer
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
-from kvstore.tables.admission import Waiting
+from kvstore.tables.admission import WAITING_BYTES, Waiting
 from kvstore.tables.ages import NO_ROW, Ages, stamp_at
 from kvstore.tables.first_values import FirstValues, checked_init, normal
 from kvstore.tables.hashing import mix, shares_of, spread
@@ -245,6 +245,20 @@ def test_ids_are_admitted_when_they_came_often_enough_among_the_last(
         for id_ in ids[is_admitted][:room].tolist():
             known.pop(id_, None)
         assert len(waiting) == len(known)
+
+
+@pytest.mark.parametrize("size", [1500, 2048, 5000])
+@pytest.mark.parametrize("step", [1024, 300, 1, 7000])
+def test_ids_that_wait_are_the_last_ones_while_their_memory_grows(size: int, step: int) -> None:
+    waiting = Waiting(2, size)
+    assert waiting.nbytes <= 1500 * WAITING_BYTES
+    for start in range(0, 6000, step):
+        waiting.touch(np.arange(start, start + step))
+        assert len(waiting) == min(start + step, size)
+    assert waiting.nbytes == size * WAITING_BYTES
+    known = np.arange(len(waiting)) + max(start + step - size, 0)
+    assert not waiting.touch(known[:1] - 1).any()
+    assert waiting.touch(known[1:]).all()
 
 
 # -- first values -------------------------------------------------------------------------

@@ -293,10 +293,23 @@ def test_ids_that_come_once_take_no_more_than_what_waiting_may(kv: KVStore) -> N
     assert seen.nbytes <= seen.limit_bytes
 
 
-def test_a_great_capacity_costs_nothing_before_it_is_used(kv: KVStore) -> None:
-    table = kv.create_table("t", 64, capacity=2_000_000_000)
+@pytest.mark.parametrize(("capacity", "admit_after"), [(2_000_000_000, 1), (20_000_000, 2)])
+def test_a_great_capacity_costs_nothing_before_it_is_used(
+    kv: KVStore, capacity: int, admit_after: int
+) -> None:
+    table = kv.create_table("t", 64, capacity=capacity, admit_after=admit_after)
     table.pull([1])
     assert table.statistics().nbytes < 1_000_000
+
+
+@pytest.mark.parametrize("capacity", [None, 1, 1000])
+def test_wide_rows_take_memory_as_they_come(kv: KVStore, capacity: int | None) -> None:
+    table = kv.create_table("t", 1_000_000, init=0, capacity=capacity)
+    assert table.statistics().nbytes < 5_000_000
+    for id_ in range(5):
+        table.pull([id_])
+    assert table.size == min(5, capacity or 5)
+    assert table.statistics().nbytes < 9 * 4_000_000
 
 
 # -- arrays of other libraries ------------------------------------------------------------
