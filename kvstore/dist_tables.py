@@ -4,8 +4,10 @@ Each server has one share, a part of its own on the data plane, with the ids tha
 sends it. Rows travel by ``row_exchange.py`` in a form of their own (``tables/payload.py``), so that
 rounds, order and delivery are those of all keys. What changes a table as a whole (making,
 closing, its optimizer) all workers call together, in the same order and with the same
-arguments; the lowest rank tells the servers. Public calls may come from any thread but the node's
-I/O thread. Read next: ``table_stores.py`` and ``table_parts.py``, the servers' side.
+arguments; the lowest rank tells the servers. Of paths the names of the files are compared: the
+lowest rank's path is the one that counts, and other hosts may have its directory elsewhere. Public
+calls may come from any thread but the node's I/O thread. Read next: ``table_stores.py`` and
+``table_parts.py``, the servers' side.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from kvstore.servers import Servers
 from kvstore.sparse.ids import Ids
 from kvstore.sparse.payload import Bytes
 from kvstore.sparse.sums import RowValues, sum_repeated
-from kvstore.table_calls import check_name, check_out, checked_gradients, warn_of_checkpoint
+from kvstore.table_calls import (
+    check_name,
+    check_out,
+    checked_gradients,
+    checked_path,
+    warn_of_checkpoint,
+)
 from kvstore.table_files import TableFiles, split
 from kvstore.tables.base import Path, Table, TableStatistics
 from kvstore.tables.ids import checked_table_ids, first_appearances
@@ -83,6 +91,7 @@ class DistTables:
         chosen = checked_table_optimizer(optimizer, settings.dtype)
         plain = [] if chosen is None else to_plain(chosen)
         check_name(self._tables, settings.name)
+        self._check_row_fits(settings)
         self.store.settle()
         shown = settings_to_plain(settings)
 
@@ -94,6 +103,15 @@ class DistTables:
         table = self._tables[settings.name] = DistTable(self, settings, chosen, self.parts_of(call))
         self.exchange.tables[table.title] = table.parts
         return table
+
+    def _check_row_fits(self, settings: TableSettings) -> None:
+        most_bytes = self.node.config.max_message_bytes
+        if payload_bytes(1, settings.dim * settings.dtype.itemsize) > most_bytes:
+            raise ArgumentValueError(
+                f"a row of {settings.dim} {settings.dtype} does not fit a message, of which "
+                f"PS_MAX_MESSAGE_BYTES allows {most_bytes} bytes: choose a smaller dim, or raise "
+                "that on all nodes"
+            )
 
     def parts_of(self, call: int) -> range:
         """The parts of a table by the number of the call that made it: one for each server."""
@@ -311,12 +329,13 @@ class DistTable(Table):
         return self._export(path, mark, states=states)
 
     def _export(self, path: Path, since: int | None, *, states: bool) -> int:
+        file = checked_path(path)
         self._check()
         optimizer = self._optimizer if states else None
         self._owner.store.settle()
         self._owner.together(
-            f"export of {self.title} (since mark {since}, states={bool(states)})",
-            lambda _: self._files.write(path, self._settings, optimizer, since),
+            f"export of {self.title} to {file.name!r} (since mark {since}, states={bool(states)})",
+            lambda _: self._files.write(file, self._settings, optimizer, since),
         )
         return self._next_mark() - 1
 
@@ -325,11 +344,12 @@ class DistTable(Table):
         return self._files.numbers().next_mark
 
     def load(self, path: Path) -> None:
+        file = checked_path(path)
         self._check()
         self._owner.store.settle()
         self._owner.together(
-            f"load of {self.title}",
-            lambda _: self._files.load(path, self._settings, self._optimizer),
+            f"load of {self.title} from {file.name!r}",
+            lambda _: self._files.load(file, self._settings, self._optimizer),
         )
 
     def close(self) -> None:

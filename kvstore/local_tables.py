@@ -18,7 +18,13 @@ from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.optimizer.base import Optimizer
 from kvstore.sparse.ids import Ids
 from kvstore.sparse.sums import Contribution
-from kvstore.table_calls import check_name, check_out, checked_gradients, warn_of_checkpoint
+from kvstore.table_calls import (
+    check_name,
+    check_out,
+    checked_gradients,
+    checked_path,
+    warn_of_checkpoint,
+)
 from kvstore.tables.base import Path, Table, TableStatistics
 from kvstore.tables.files import write_table
 from kvstore.tables.ids import checked_table_ids
@@ -147,7 +153,7 @@ class LocalTable(Table):
 
     def export(self, path: Path, *, states: bool = True) -> int:
         with self._owner.lock:
-            return write_table(path, self._open(), None, with_states=states)
+            return write_table(checked_path(path), self._open(), None, with_states=states)
 
     def export_delta(self, mark: int, path: Path, *, states: bool = True) -> int:
         with self._owner.lock:
@@ -157,11 +163,11 @@ class LocalTable(Table):
                     f"{mark!r} is no mark of table {self.name!r}: pass what export or export_delta "
                     "returned"
                 )
-            return write_table(path, share, mark, with_states=states)
+            return write_table(checked_path(path), share, mark, with_states=states)
 
     def load(self, path: Path) -> None:
         with self._owner.lock:
-            load_table(path, self._open())
+            load_table(checked_path(path), self._open())
 
     def close(self) -> None:
         with self._owner.lock:

@@ -30,6 +30,9 @@ from pslite.customer import Reply
 from pslite.errors import ProtocolError
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Frames = Sequence[Sequence[Any]]
+"""For each server the frames of a message, by its rank."""
+
 _BLOCK_BYTES = 16 << 20
 _HEADER_BYTES = 4096
 
@@ -184,19 +187,23 @@ class TableFiles:
     def load(self, path: Any, settings: TableSettings, optimizer: Optimizer | None) -> None:
         """Have the servers take over an export, each what falls to it.
 
-        Raises ``CheckpointError``; a disk that fails in the middle leaves the table empty.
+        Raises ``CheckpointError``: before anything is sent, for a file that does not fit; a disk
+        that fails in the middle leaves the table empty.
         """
         with TableFile(path) as file:
             arrays = checked_arrays(file, settings, optimizer, self.numbers().lineage.at)
+            states_bytes = (len(arrays) - 1) * accumulation_dtype(settings.dtype).itemsize
+            self._check_fits("a row of it", settings.dim * (settings.dtype.itemsize + states_bytes))
+            frames = self._frames_of(rows_of(file))
             try:
-                self._load(file, arrays)
+                self._load(file, arrays, frames)
             except BaseException:
-                nothing = FileRows(*[np.empty(0, np.int64)] * 4)
+                nothing = self._frames_of(FileRows(*[np.empty(0, np.int64)] * 4))
                 self._begin_loading(nothing, 0, is_delta=False)
                 raise
 
-    def _load(self, file: TableFile, arrays: Sequence[str]) -> None:
-        self._begin_loading(rows_of(file), file.mark, is_delta=file.is_delta)
+    def _load(self, file: TableFile, arrays: Sequence[str], frames: Frames) -> None:
+        self._begin_loading(frames, file.mark, is_delta=file.is_delta)
         step = self._block_rows(8 * file.spec.shape[1] * len(arrays))
         for start in range(0, len(file.ids), step):
             stop = min(start + step, len(file.ids))
@@ -213,8 +220,9 @@ class TableFiles:
         bodies = [pack(part, *ends) for part in self._parts]
         self._wait(self._ask_each(StoreCall.END_LOADING, bodies))
 
-    def _begin_loading(self, rows: FileRows, mark: int, *, is_delta: bool) -> None:
-        """Each server chooses among its rows, so it has to know all of them: 16 bytes each."""
+    def _frames_of(self, rows: FileRows) -> Frames:
+        """For each server the rows of a file: it chooses among them, so it has to know all of
+        them, 16 bytes each. Raises ``CheckpointError`` for more than a message holds."""
         changed, kept = (split(ids, len(self._parts)) for ids in (rows.ids, rows.kept))
         frames = [
             [
@@ -224,12 +232,18 @@ class TableFiles:
             for mine, others in zip(changed, kept, strict=True)
         ]
         most = max(sum(frame.nbytes for frame in row) for row in frames)
-        if most > self._most_bytes - _HEADER_BYTES:
+        self._check_fits("the ids for one server", most)
+        return frames
+
+    def _check_fits(self, what: str, nbytes: int) -> None:
+        if nbytes > self._most_bytes - _HEADER_BYTES:
             raise CheckpointError(
-                f"the ids for one server are {most} bytes in a message, of which "
-                f"PS_MAX_MESSAGE_BYTES allows {self._most_bytes}: use more servers, or raise that "
-                "on all nodes"
+                f"the file does not fit {self._title}: {what}: {nbytes} bytes in a message, "
+                f"of which PS_MAX_MESSAGE_BYTES allows {self._most_bytes}: use more servers, or "
+                "raise that on all nodes"
             )
+
+    def _begin_loading(self, frames: Frames, mark: int, *, is_delta: bool) -> None:
         bodies = [pack(part, is_delta, mark) for part in self._parts]
         self._wait(self._ask_each(StoreCall.BEGIN_LOADING, bodies, frames))
 

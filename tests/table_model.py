@@ -107,6 +107,7 @@ class Model:
                 del self.rows[next(old for old in self.rows if old not in here)]
                 self.counts["evicted"] += 1
             self.rows[id_] = [self.first(id_), np.zeros(DIM)]
+            self.waiting.pop(id_, None)
             here.add(id_)
             self.counts["made"] += 1
         self.counts["refused"] += len(new) - len(admitted[:room])
@@ -116,20 +117,19 @@ class Model:
                 self.touched[id_] = self.time
 
     def _admitted(self, new: list[int]) -> list[int]:
+        """Those that wait no longer once they have rows; until then they stay admitted."""
         if self.admit_after == 1:
             return new
         admitted = []
         for id_ in new:
             if id_ in self.waiting:
                 self.waiting[id_][1] += 1
-                if self.waiting[id_][1] == self.admit_after:
+                if self.waiting[id_][1] >= self.admit_after:
                     admitted.append(id_)
         for id_ in new:
             if id_ not in self.waiting:
                 self.waiting[id_] = [self.came, 1]
                 self.came += 1
-        for id_ in admitted:
-            del self.waiting[id_]
         self.waiting = {
             id_: each
             for id_, each in self.waiting.items()

@@ -146,8 +146,9 @@ class Table(abc.ABC):
         """Write all rows to a file; returns its mark, for ``export_delta``.
 
         With ``states`` (the optimizer's) a table that loads the file goes on as this one would,
-        but for ids that wait for admission. Without, for serving, the file is smaller. Raises
-        ``CheckpointError``.
+        but for ids that wait for admission. Without, for serving, the file is smaller. On ``dist``
+        stores the lowest rank's path is the one that counts; those of the others have to name the
+        same file, in whatever directory. Raises ``CheckpointError``.
         """
 
     @abc.abstractmethod

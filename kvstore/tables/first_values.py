@@ -15,6 +15,7 @@ Applied Statistics 37, 1988, PPND7, which is good to 7 digits.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,9 @@ _TAIL = (
     (1.2021132975e-1, 7.3700164250e-1, 1.0),
 )
 _LN2 = 0.6931471805599453
+_NUMBERS = (int, float, np.integer, np.floating)
+_MOST_NORMAL = 6.5
+"""No number of ``normal`` is beyond."""
 
 
 def checked_init(init: object) -> Init:
@@ -49,8 +53,8 @@ def checked_init(init: object) -> Init:
     """
     if isinstance(init, str):
         init = initializer.create(init)
-    if isinstance(init, (int, float, np.integer, np.floating)) and not isinstance(init, bool):
-        init = initializer.Constant(float(init))
+    if isinstance(init, _NUMBERS) and not isinstance(init, bool):
+        init = initializer.Constant(init)  # type: ignore[arg-type]
     if isinstance(init, Init):
         return init
     if isinstance(init, (initializer.Xavier, initializer.Orthogonal)):
@@ -62,6 +66,37 @@ def checked_init(init: object) -> Init:
         "init of a table is kvstore.init.Uniform, Normal or Constant, the name of one, or a "
         f"number, got {init!r}"
     )
+
+
+def check_range(init: Init, dtype: np.dtype[Any]) -> None:
+    """Raise ``ArgumentValueError`` unless all first values are finite numbers of this dtype,
+    ``ArgumentTypeError`` if what they are made of is no number."""
+    if isinstance(init, initializer.Uniform):
+        number, reach = init.scale, 1.0
+    elif isinstance(init, initializer.Normal):
+        number, reach = init.sigma, _MOST_NORMAL
+    else:
+        number, reach = init.value, 1.0
+    try:
+        if not isinstance(number, _NUMBERS):
+            raise TypeError
+        most = abs(float(number))
+    except TypeError:
+        raise ArgumentTypeError(
+            f"how the rows of a table begin is told by a number, got {init!r}"
+        ) from None
+    except OverflowError:
+        most = math.inf
+    with np.errstate(over="ignore"):
+        largest = np.float64(most * reach)
+        is_made = not isinstance(init, initializer.Constant)  # in float32
+        fits = bool(np.isfinite(largest.astype(np.float32))) or not is_made
+        is_finite = fits and bool(np.isfinite(largest.astype(dtype)))
+    if not is_finite:
+        raise ArgumentValueError(
+            f"rows of a table begin with finite numbers of its dtype, {dtype}, which those of "
+            f"{init!r} are not; choose a smaller number"
+        )
 
 
 class FirstValues:
@@ -77,7 +112,7 @@ class FirstValues:
         """Set each row of ``out``, 2-D and of any float dtype, to the first values of its id."""
         init = self._init
         if isinstance(init, initializer.Constant):
-            out[...] = init.value
+            out[...] = float(init.value)
             return
         width = out.shape[1]
         for start, stop in row_blocks(len(ids), width):

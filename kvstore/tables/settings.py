@@ -11,14 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.dtypes import accumulation_dtype, is_float
+from kvstore.dtypes import accumulation_dtype, is_bfloat16
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
 from kvstore.optimizer.base import Optimizer, create
 from kvstore.optimizer.states import state_names
 from kvstore.tables.admission import WAITING_BYTES
 from kvstore.tables.ages import AGE_BYTES
-from kvstore.tables.first_values import Init, checked_init
+from kvstore.tables.first_values import Init, check_range, checked_init
 from kvstore.tables.index import MOST_PLACES, PLACE_BYTES
+
+MOST_DIM = 2**24
+"""A row of float64 has 128 MiB then, and has to fit a message."""
+
+MOST_PULLS = 2**31 - 1
+"""That an id may need for its row."""
+
+_DTYPES = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 
 WAITING = 1 << 20
 """Ids that may wait for admission in a table without a capacity."""
@@ -80,32 +88,51 @@ def checked_settings(
     num_shares: int = 1,
 ) -> TableSettings:
     """The settings of a table. Raises ``ArgumentTypeError`` and ``ArgumentValueError``."""
-    if not isinstance(name, str) or not name:
-        raise ArgumentTypeError(f"the name of a table is a str that is not empty, got {name!r}")
-    try:
-        kind = np.dtype(dtype).newbyteorder("=")
-    except TypeError as error:
-        raise ArgumentTypeError(f"the dtype of a table is a float dtype, got {dtype!r}") from error
-    if not is_float(kind):
-        raise ArgumentTypeError(
-            f"rows of a table are floats, such as float32 or bfloat16, got the dtype {kind}"
-        )
+    kind = _checked_dtype(dtype)
     settings = TableSettings(
-        name,
-        _natural("dim", dim, 1),
+        _checked_name(name),
+        _natural("dim", dim, 1, MOST_DIM),
         kind,
         checked_init(init),
         None if capacity is None else _natural("capacity", capacity, 1),
         None if ttl is None else _natural("ttl", ttl, 1),
-        _natural("admit_after", admit_after, 1),
+        _natural("admit_after", admit_after, 1, MOST_PULLS),
         _natural("seed", seed, None),
     )
+    check_range(settings.init, kind)
     if settings.capacity is not None and not num_shares <= settings.capacity <= MOST_PLACES:
         raise ArgumentValueError(
             f"capacity is {settings.capacity}, and must lie between the number of servers, "
             f"{num_shares}, and {MOST_PLACES}"
         )
     return settings
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise ArgumentTypeError(f"the name of a table is a str that is not empty, got {name!r}")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentValueError(
+            f"the name of a table is text, and {name!r} has half a character: {error.reason}"
+        ) from None
+    return name
+
+
+def _checked_dtype(dtype: Any) -> np.dtype[Any]:
+    """One of those that optimizers update and files have, in native byte order."""
+    try:
+        if dtype is None:  # which NumPy takes for float64
+            raise TypeError
+        kind: np.dtype[Any] = np.dtype(dtype).newbyteorder("=")
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"the dtype of a table is a float dtype, got {dtype!r}") from None
+    if not is_bfloat16(kind) and kind not in _DTYPES:
+        raise ArgumentTypeError(
+            f"rows of a table are float16, float64, float32 or bfloat16, got the dtype {kind}"
+        )
+    return kind
 
 
 def checked_table_optimizer(optimizer: object, dtype: np.dtype[Any]) -> Optimizer | None:
@@ -138,7 +165,7 @@ def checked_table_optimizer(optimizer: object, dtype: np.dtype[Any]) -> Optimize
     return optimizer
 
 
-def _natural(what: str, number: object, least: int | None) -> int:
+def _natural(what: str, number: object, least: int | None, most: int = 2**64 - 1) -> int:
     try:
         if isinstance(number, (bool, np.bool_)):
             raise TypeError
@@ -149,4 +176,6 @@ def _natural(what: str, number: object, least: int | None) -> int:
         raise ArgumentValueError(f"{what} of a table is an int of 64 bits, got {value}")
     if least is not None and value < least:
         raise ArgumentValueError(f"{what} of a table is {least} or more, got {value}")
+    if value > most:
+        raise ArgumentValueError(f"{what} of a table is {most} at most, got {value}")
     return value

@@ -24,7 +24,7 @@ from kvstore.aggregate import Workspace
 from kvstore.optimizer.base import Optimizer
 from kvstore.sparse.ids import Ids
 from kvstore.sparse.sums import Contribution, RowValues, Sum, sum_repeated
-from kvstore.tables.admission import Mask, Waiting
+from kvstore.tables.admission import FIRST_PLACES, Mask, Waiting, step_towards
 from kvstore.tables.ages import Ages, stamp_at
 from kvstore.tables.base import TableStatistics
 from kvstore.tables.first_values import FirstValues
@@ -34,7 +34,8 @@ from kvstore.tables.lineage import new_lineage
 from kvstore.tables.settings import TableSettings
 from kvstore.tables.slots import Slots
 
-FIRST_PLACES = 1024
+FIRST_BYTES = 4 << 20
+"""Less than ``FIRST_PLACES`` rows are there at first where these would be more than this."""
 
 
 class TableShare:
@@ -50,7 +51,8 @@ class TableShare:
         self.settings = settings
         self.share, self.num_shares = share, num_shares
         self.capacity = settings.capacity_of(share, num_shares)
-        self.num_places = self._size_for(FIRST_PLACES)
+        most_first = max(FIRST_BYTES // settings.row_bytes(optimizer), 1)
+        self.num_places = self._size_for(min(FIRST_PLACES, most_first))
         self.index = IdIndex(self.num_places)
         self.ages = Ages(self.num_places)
         self.slots = Slots(self.num_places, settings.dim, settings.dtype, optimizer)
@@ -211,6 +213,8 @@ class TableShare:
         taken = self._take_places(len(chosen), before)
         chosen = chosen[: len(taken)]
         self.index.add(ids[chosen], taken)
+        if self._waiting is not None:
+            self._waiting.remove(ids[chosen])
         width, dtype = self.settings.dim, self.settings.dtype
         self.slots.begin(taken, self._first_values.make(ids[chosen], width, dtype))
         self.changed[taken] = self.next_mark
@@ -253,17 +257,10 @@ class TableShare:
             self._release(*self.ages.take_oldest(number, before))
 
     def _size_for(self, num_places: int) -> int:
-        """How many places to have for so many: with a capacity this, its half, its quarter, ...
-
-        So the last step but one has half of the memory, and the rows are never there twice beyond
-        what the capacity takes.
-        """
+        """How many places to have for so many, or with a capacity a step towards that."""
         if self.capacity is None:
             return min(num_places, MOST_PLACES)
-        size = self.capacity
-        while (size + 1) // 2 >= num_places:
-            size = (size + 1) // 2
-        return size
+        return step_towards(num_places, self.capacity)
 
     def _grow(self, num_places: int) -> None:
         for part in (self.index, self.ages, self.slots):

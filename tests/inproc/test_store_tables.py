@@ -335,6 +335,31 @@ def test_all_workers_load_and_see_an_error_of_a_file(
     assert shared.run(script) == [40, 40]
 
 
+@pytest.mark.parametrize(("dim", "num_rows"), [(1, 20_000), (10_000, 1)])
+def test_a_file_that_no_message_holds_is_refused_and_leaves_the_table_as_it_was(
+    dim: int, num_rows: int, tmp_path: Any
+) -> None:
+    """Too many ids for one server, or too wide a row with its states."""
+
+    def make(kv: KVStore) -> Any:
+        return kv.create_table("t", dim, init=0.5, optimizer="adam")
+
+    with mx.create("local") as kv:
+        local = make(kv)
+        local.pull(np.arange(num_rows))
+        local.export(tmp_path / "large")
+
+    def script(kv: KVStore) -> None:
+        table = make(kv)
+        table.pull([1, 2, 3])
+        with pytest.raises(CheckpointError, match="PS_MAX_MESSAGE_BYTES allows 65536"):
+            table.load(tmp_path / "large")
+        assert table.ids().tolist() == [1, 2, 3]
+
+    with Workers("dist_sync", 1, 2, max_message_bytes=65536, chunk_bytes=4096) as workers:
+        workers.run(script)
+
+
 @pytest.mark.parametrize("num_servers", [1, 2])
 def test_a_delta_only_fits_the_export_of_its_own_table_and_no_half_of_it(
     num_servers: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
@@ -443,8 +468,47 @@ def test_workers_that_create_different_tables_are_told(
 
 
 @pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda table, path: table.export(path), "export of table 't' to 'file-[01]' \\(since"),
+        (lambda table, path: table.export_delta(1, path), "to 'file-[01]' \\(since mark 1,"),
+        (lambda table, path: table.load(path), "load of table 't' from 'file-[01]'"),
+    ],
+)
+def test_workers_that_name_different_files_are_told(
+    shared: Workers, tables: Any, tmp_path: Any, call: Callable[[Any, Any], Any], text: str
+) -> None:
+    def script(kv: KVStore) -> None:
+        table = tables[kv.rank]
+        table.export(tmp_path / "all")
+        with pytest.raises(UsageError, match=f"{text}.* where worker . calls .*{text}"):
+            call(table, tmp_path / f"file-{kv.rank}")
+
+    shared.run(script)
+    assert [path.name for path in tmp_path.iterdir()] == ["all"]
+
+
+def test_other_hosts_may_have_the_directory_of_an_export_elsewhere(
+    shared: Workers, tables: Any, tmp_path: Any
+) -> None:
+    """The lowest rank's path counts; the others' directories need not be there."""
+
+    def script(kv: KVStore) -> Any:
+        path = str(tmp_path / "all") if kv.rank == 0 else "/nowhere/all"
+        tables[kv.rank].pull([5])
+        tables[kv.rank].export(path)
+        tables[kv.rank].load(path)
+        return tables[kv.rank].size
+
+    assert shared.run(script) == [1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["all"]
+
+
+@pytest.mark.parametrize(
     ("call", "error"),
     [
+        (lambda table: table.export(None), ArgumentTypeError),
+        (lambda table: table.load(b"all"), ArgumentTypeError),
         (lambda table: table.pull([1.5]), ArgumentTypeError),
         (lambda table: table.pull([2**64]), ArgumentValueError),
         (lambda table: table.pull([1], out=np.zeros((2, 2))), ValueMismatchError),
@@ -471,6 +535,11 @@ def test_wrong_arguments_change_nothing(
         ({"dtype": "int32"}, ArgumentTypeError),
         ({"capacity": 1}, ArgumentValueError),
         ({"ttl": 2**70}, ArgumentValueError),
+        ({"name": "\ud800"}, ArgumentValueError),
+        ({"dim": 2**40}, ArgumentValueError),
+        ({"dtype": None}, ArgumentTypeError),
+        ({"dtype": np.longdouble}, ArgumentTypeError),
+        ({"init": float("inf")}, ArgumentValueError),
         ({"optimizer": "lamb"}, NotSupportedError),
     ],
 )
@@ -481,9 +550,11 @@ def test_wrong_settings_are_refused_before_anything_is_sent(
         shared.stores[0].create_table(**{"name": "u", "dim": 2, **arguments})
 
 
-def test_a_push_that_no_message_holds_is_refused_whole() -> None:
+def test_a_push_or_a_row_that_no_message_holds_is_refused_whole() -> None:
     def script(kv: KVStore) -> None:
         table = kv.create_table("t", 500, init=0, optimizer=SGD)
+        with pytest.raises(ArgumentValueError, match="16384 float32 does not fit a message"):
+            kv.create_table("wide", 16384)
         with pytest.raises(ValueMismatchError, match="PS_MAX_MESSAGE_BYTES allows"):
             table.push(IDS, np.ones((40, 500), np.float32))
         table.push(IDS[:10], np.ones((10, 500), np.float32))

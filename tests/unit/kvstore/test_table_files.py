@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore import KVStore, Table, create, optimizer
-from kvstore.errors import ArgumentValueError, CheckpointError
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
 from kvstore.sparse.sums import Contribution
 from kvstore.tables.files import TableFile, write_table
 from kvstore.tables.hashing import shares_of
@@ -302,6 +302,14 @@ def test_marks_go_on_after_a_load(kv: KVStore, tmp_path: Path) -> None:
     table.load(tmp_path / "all")
     table.load(tmp_path / "delta")
     assert rows_of(table) == rows_of(again)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"all"])
+def test_what_is_no_path_is_refused(kv: KVStore, path: Any) -> None:
+    table = kv.create_table("t", 2)
+    for call in (table.export, table.load, lambda path: table.export_delta(0, path)):
+        with pytest.raises(ArgumentTypeError, match="path of an export is a str"):
+            call(path)
 
 
 def test_an_export_that_cannot_be_written_makes_no_mark(kv: KVStore, tmp_path: Path) -> None:

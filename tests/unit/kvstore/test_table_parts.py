@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore import initializer
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
-from kvstore.tables.admission import Waiting
+from kvstore.tables.admission import WAITING_BYTES, Waiting
 from kvstore.tables.ages import NO_ROW, Ages, stamp_at
 from kvstore.tables.first_values import FirstValues, checked_init, normal
 from kvstore.tables.hashing import mix, shares_of, spread
@@ -217,28 +217,48 @@ def test_touches_without_a_push_stay_in_order_however_many_they_are(
 @given(
     st.integers(2, 4),
     st.integers(1, 6),
-    st.lists(st.lists(st.integers(0, 9), unique=True, max_size=8), max_size=20),
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 9), unique=True, max_size=8), st.integers(0, 8)),
+        max_size=20,
+    ),
 )
 def test_ids_are_admitted_when_they_came_often_enough_among_the_last(
-    admit_after: int, size: int, calls: list[list[int]]
+    admit_after: int, size: int, calls: list[tuple[list[int], int]]
 ) -> None:
+    """In each call the first of those that are admitted find room; the others stay admitted."""
     waiting, known, came = Waiting(admit_after, size), dict[int, list[int]](), 0
-    for numbers in calls:
+    for numbers, room in calls:
         expected = []
         for id_ in numbers:
             if id_ in known:
                 known[id_][1] += 1
-            expected.append(id_ in known and known[id_][1] == admit_after)
-        new = [id_ for id_ in numbers if id_ not in known]
-        for id_, is_admitted in zip(numbers, expected, strict=True):
-            if is_admitted:
-                del known[id_]
-        for id_ in new:
-            known[id_] = [came, 1]
-            came += 1
+            expected.append(id_ in known and known[id_][1] >= admit_after)
+        for id_ in numbers:
+            if id_ not in known:
+                known[id_] = [came, 1]
+                came += 1
         known = {id_: each for id_, each in known.items() if came - each[0] <= size}
-        assert waiting.touch(np.array(numbers, np.int64)).tolist() == expected
+        ids = np.array(numbers, np.int64)
+        is_admitted = waiting.touch(ids)
+        assert is_admitted.tolist() == expected
+        waiting.remove(ids[is_admitted][:room])
+        for id_ in ids[is_admitted][:room].tolist():
+            known.pop(id_, None)
         assert len(waiting) == len(known)
+
+
+@pytest.mark.parametrize("size", [1500, 2048, 5000])
+@pytest.mark.parametrize("step", [1024, 300, 1, 7000])
+def test_ids_that_wait_are_the_last_ones_while_their_memory_grows(size: int, step: int) -> None:
+    waiting = Waiting(2, size)
+    assert waiting.nbytes <= 1500 * WAITING_BYTES
+    for start in range(0, 6000, step):
+        waiting.touch(np.arange(start, start + step))
+        assert len(waiting) == min(start + step, size)
+    assert waiting.nbytes == size * WAITING_BYTES
+    known = np.arange(len(waiting)) + max(start + step - size, 0)
+    assert not waiting.touch(known[:1] - 1).any()
+    assert waiting.touch(known[1:]).all()
 
 
 # -- first values -------------------------------------------------------------------------

@@ -232,6 +232,19 @@ def test_an_id_gets_its_row_with_the_pull_that_admits_it(kv: KVStore) -> None:
     assert (seen.dropped, seen.refused, seen.waiting, seen.hits) == (2, 4, 0, 1)
 
 
+def test_an_id_that_is_admitted_and_finds_no_room_gets_its_row_with_the_next_pull(
+    kv: KVStore,
+) -> None:
+    table = kv.create_table("t", 2, init=0, capacity=2, admit_after=2)
+    for ids in ([10, 11], [10, 11], [3], [10, 11, 3]):
+        table.pull(ids)
+    assert table.ids().tolist() == [10, 11]
+    assert table.statistics().waiting == 1
+    table.pull([3])
+    assert table.ids().tolist() == [3, 11]
+    assert table.statistics().waiting == 0
+
+
 def test_statistics_say_how_many_ids_had_a_row(table: Table) -> None:
     assert table.statistics().hit_rate == 0.0
     table.pull([1, 2])
@@ -280,10 +293,23 @@ def test_ids_that_come_once_take_no_more_than_what_waiting_may(kv: KVStore) -> N
     assert seen.nbytes <= seen.limit_bytes
 
 
-def test_a_great_capacity_costs_nothing_before_it_is_used(kv: KVStore) -> None:
-    table = kv.create_table("t", 64, capacity=2_000_000_000)
+@pytest.mark.parametrize(("capacity", "admit_after"), [(2_000_000_000, 1), (20_000_000, 2)])
+def test_a_great_capacity_costs_nothing_before_it_is_used(
+    kv: KVStore, capacity: int, admit_after: int
+) -> None:
+    table = kv.create_table("t", 64, capacity=capacity, admit_after=admit_after)
     table.pull([1])
     assert table.statistics().nbytes < 1_000_000
+
+
+@pytest.mark.parametrize("capacity", [None, 1, 1000])
+def test_wide_rows_take_memory_as_they_come(kv: KVStore, capacity: int | None) -> None:
+    table = kv.create_table("t", 1_000_000, init=0, capacity=capacity)
+    assert table.statistics().nbytes < 5_000_000
+    for id_ in range(5):
+        table.pull([id_])
+    assert table.size == min(5, capacity or 5)
+    assert table.statistics().nbytes < 9 * 4_000_000
 
 
 # -- arrays of other libraries ------------------------------------------------------------
@@ -363,11 +389,28 @@ def test_rows_that_are_not_pushed_stay_whatever_the_optimizer_keeps(kv: KVStore)
 # -- misuse -------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
         ({"name": 5}, ArgumentTypeError, "name of a table"),
         ({"name": ""}, ArgumentTypeError, "not empty"),
+        ({"name": "\ud800"}, ArgumentValueError, "name of a table is text"),
+        ({"dim": 2**24 + 1}, ArgumentValueError, "dim of a table is 16777216 at most"),
+        ({"dim": 2**40}, ArgumentValueError, "dim of a table is 16777216 at most"),
+        ({"dtype": None}, ArgumentTypeError, "float dtype, got None"),
+        ({"dtype": np.longdouble}, ArgumentTypeError, "float64, float32 or bfloat16, got"),
+        ({"admit_after": 2**31}, ArgumentValueError, "admit_after of a table is 2147483647 at"),
+        ({"init": float("nan")}, ArgumentValueError, "finite numbers of its dtype, float32"),
+        ({"init": float("inf")}, ArgumentValueError, "finite numbers"),
+        ({"init": 10**400}, ArgumentValueError, "finite numbers"),
+        ({"init": -1e39}, ArgumentValueError, "finite numbers"),
+        ({"init": 65520.0, "dtype": "f2"}, ArgumentValueError, "dtype, float16"),
+        ({"init": init.Uniform(1e5), "dtype": "f2"}, ArgumentValueError, "Uniform.scale=100000"),
+        ({"init": init.Uniform(1e39), "dtype": "f8"}, ArgumentValueError, "finite numbers"),
+        ({"init": init.Normal(12000), "dtype": "f2"}, ArgumentValueError, "finite numbers"),
+        ({"init": init.Normal(float("nan"))}, ArgumentValueError, "finite numbers"),
+        ({"init": init.Uniform("1")}, ArgumentTypeError, "told by a number"),
         ({"dim": 0}, ArgumentValueError, "dim of a table is 1 or more, got 0"),
         ({"dim": 2.0}, ArgumentTypeError, "dim of a table is an int, got 2.0"),
         ({"dim": True}, ArgumentTypeError, "dim of a table is an int"),
@@ -395,6 +438,24 @@ def test_a_table_that_cannot_be_is_refused_and_not_there(
     with pytest.raises(error, match=words):
         kv.create_table(**{"name": "t", "dim": 2, **arguments})
     kv.create_table("t", 2)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("chosen", "dtype"),
+    [
+        (65519.0, "f2"),
+        (-3.4e38, "f4"),
+        (1e300, "f8"),
+        (2**70, "f4"),
+        (init.Uniform(65000), "f2"),
+        (init.Uniform(-3e38), "f8"),
+        (init.Normal(10000.0), "f2"),
+    ],
+)
+def test_first_values_may_go_to_the_ends_of_the_dtype(kv: KVStore, chosen: Any, dtype: str) -> None:
+    table = kv.create_table("t", 50, chosen, dtype=dtype)
+    assert np.isfinite(table.pull(np.arange(1000))).all()
 
 
 @pytest.mark.parametrize(
