@@ -1,8 +1,8 @@
 """The dtypes of the keys whose states are in a file: a line of its metadata.
 
 The arrays of states do not tell them: a float16 and a bfloat16 key have the same ones, and those
-of a float32 key are among theirs. Older files lack the line; of
-those, what the arrays tell is checked. Nothing read is believed before it was checked. No I/O of its own. Read next:
+of a float32 key are among theirs. Older files lack the line; of those, what the arrays tell is
+checked. Nothing read is believed before it was checked. No I/O of its own. Read next:
 ``kvstore/saving.py``.
 """
 

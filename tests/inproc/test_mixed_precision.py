@@ -316,7 +316,9 @@ def test_older_files_of_states_tell_a_dtype_by_their_masters(tmp_path: Path, kin
         rewrite(tmp_path / "states", without=("dtypes",))
         kv.delete("h")
         kv.init("h", np.ones(3, np.float32))
-        with pytest.raises(CheckpointError, match="'h' was float16 or bfloat16 .* is float32 here"):
+        with pytest.raises(
+            CheckpointError, match=r"'h' was float16 or bfloat16 .* is float32 here"
+        ):
             kv.load_optimizer_states(tmp_path / "states")
         kv.push("h", np.ones(3, np.float32))
         return kv.pull("h").shape
