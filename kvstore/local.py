@@ -385,7 +385,8 @@ class LocalKVStore(KVStore):
             else:
                 self._entries[key] = self._shelves.place(key, host, generation)
             self._generations[key] = generation
-        self._table.add(specs)
+        row_sparse = [key for key, host in hosts.items() if isinstance(host, RowSparseArray)]
+        self._table.add(specs, row_sparse)
 
     def _merge(self, pushed: Rows, outs: Sequence[Row] | None = None) -> None:
         """Add up and update; ``outs``, of the same keys and plain as well, get the new values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -336,6 +337,39 @@ def test_row_sparse_values_of_a_compressed_key_are_one_error() -> None:
     assert kv.pull("w").tolist() == [[0, 0]] * 5
 
 
+@pytest.mark.parametrize("kind", ["local", "device", "dist_sync", "dist_async"])
+def test_pushes_that_are_row_sparse_in_value_or_key_are_refused_where_a_rule_is_for_the_key(
+    kind: str,
+) -> None:
+    dense = np.ones((5, 2), np.float32)
+    rows = kvstore.RowSparseArray([1], np.ones((1, 2), np.float32), (5, 2))
+    keys = ["rows", "dense", "other rows", "other dense"]
+
+    def script(kv: KVStore) -> list[Any]:
+        kv.set_optimizer(optimizer.create("test"))
+        kv.set_gradient_compression({"type": "fp16", "exclude": "other*"})
+        kv.init(keys[::2], [kvstore.RowSparseArray.zeros((5, 2))] * 2)
+        kv.broadcast(keys[1::2], [np.zeros((5, 2), np.float32)] * 2, [np.empty_like(dense)] * 2)
+        for key, value in (("rows", dense), ("rows", rows), ("dense", rows)):
+            for call in (kv.push, kv.push_async):
+                with pytest.raises(NotSupportedError, match=f"leave key '{key}' out"):
+                    call(key, value)
+        with pytest.raises(NotSupportedError, match="leave key 'rows' out"):
+            kv.push(keys[::-1], [dense] * 4)
+        kv.push(["dense", "other dense", "other rows"], [dense, rows, dense])
+        kv.wait()
+        kv.barrier()
+        outs = [np.empty_like(dense) for _ in keys]
+        kv.pull(keys, outs, ignore_sparse=False)
+        return [out.tolist() for out in outs]
+
+    with Workers(kind, 2, 2) as workers:
+        for found in workers.run(script):
+            num = 2 if kind.startswith("dist") else 1
+            ones, one_row = (num * dense).tolist(), (num * rows.asnumpy()).tolist()
+            assert found == [np.zeros((5, 2)).tolist(), ones, ones, one_row]
+
+
 # -- what it saves ---------------------------------------------------------------------------
 
 
@@ -540,7 +574,14 @@ def test_residuals_of_another_dtype_or_number_of_workers_are_left_alone(tmp_path
             kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
             kv.set_optimizer(optimizer.create("sgd", learning_rate=1.0))
             kv.init("w", np.zeros(6, dtype))
-            kv.load_optimizer_states(tmp_path / "states")
+            states = tmp_path / "states"
+            if dtype == "f8":
+                states = tmp_path / "of float64"
+                kv.save_optimizer_states(states)
+                kv.barrier()
+                name = f"residuals-{kv.rank}"
+                shutil.copy(tmp_path / f"states.{name}", tmp_path / f"of float64.{name}")
+            kv.load_optimizer_states(states)
             kv.push("w", np.full(6, 0.6, dtype))
             return abs(float(kv.pull("w")[0]))
 
