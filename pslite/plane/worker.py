@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from pslite.errors import ProtocolError, rebuild
+from pslite.errors import ProtocolError, PSError, UsageError, rebuild
 from pslite.ids import rank_of, role_of
 from pslite.plane.interface import Buffer, Piece, Send, cut
 from pslite.wire.messages import Answer, Exchange, Ints, PartsFailed, StaleEpoch
@@ -130,8 +130,13 @@ class Transfer:
             except Exception as again:
                 self._note(index, self.unusable((index,), again))
 
-    def unusable(self, indices: Sequence[int], error: Exception) -> ProtocolError:
-        """What an answer about these parts comes to which makes no sense."""
+    def unusable(self, indices: Sequence[int], error: Exception) -> PSError:
+        """What an answer about these parts comes to which makes no sense.
+
+        A ``UsageError`` of the sink stays what it is: the answer is sound, and the call is not.
+        """
+        if isinstance(error, UsageError):
+            return error
         parts = ", ".join(str(self.parts[index]) for index in indices[:5])
         more = f" and {len(indices) - 5} more" if len(indices) > 5 else ""
         found = ProtocolError(
@@ -350,7 +355,7 @@ class WorkerPlane:
         except ProtocolError as error:
             reason = error
 
-            def why(transfer: Transfer, index: int) -> ProtocolError:
+            def why(transfer: Transfer, index: int) -> PSError:
                 return transfer.unusable((index,), reason)
 
             self._come_to_nothing(message, why, is_open=False)
