@@ -155,6 +155,11 @@ class Part:
     _encoded: tuple[int, Flat] | None = None
     """How often the arena had been written, and the value as it travelled then."""
 
+    def set_codecs(self, codecs: Codecs) -> None:
+        """From now on its values travel so."""
+        self.codecs = codecs
+        self._encoded = None  # by the codec of before
+
     @property
     def push_bytes(self) -> int:
         """The bytes of a contribution."""

@@ -20,11 +20,12 @@ import numpy as np
 
 from kvstore.aggregate import Flat
 from kvstore.compression import Chain, Compression, Draw, Residuals
-from kvstore.errors import NotSupportedError, UnknownKeyError
+from kvstore.errors import ArgumentValueError, NotSupportedError, UnknownKeyError
 from kvstore.keys import Key, KeyList
 from kvstore.plan import Bytes, Coded, Decoder, Group, Slice
 from kvstore.protocol import KeyEntry
 from kvstore.residual_files import load_residuals, save_residuals
+from pslite.errors import ProtocolError
 
 
 def rows_refused(key: Key) -> str:
@@ -32,6 +33,14 @@ def rows_refused(key: Key) -> str:
     return (
         f"row-sparse values cannot be compressed: leave key {key!r} out of the compression with "
         "its parameter 'exclude'"
+    )
+
+
+def value_refused(key: Key, chain: Chain) -> str:
+    """Why the value of this key is not pulled."""
+    return (
+        f"key {key!r} holds NaN or infinity, which {chain.name} cannot carry: set the compression "
+        "parameter 'pull' to fp16 or bf16, or leave it out, to see the values as they are"
     )
 
 
@@ -192,7 +201,8 @@ class Coding:
                 decoders.append(None)
             else:
                 nbytes = chain.encoded_bytes(size // spec.dtype.itemsize, spec.dtype)
-                decoders.append(Decoder(nbytes, partial(_decode, chain, spec.dtype)))
+                key = keys[piece.position]
+                decoders.append(Decoder(nbytes, partial(_decode, key, chain, spec.dtype)))
         return tuple(decoders) if any(decoders) else None
 
     # -- what servers are told ---------------------------------------------------------
@@ -202,5 +212,13 @@ class Coding:
         return self.compression.rule_number(entry.key, entry.spec.nbytes, entry.spec.dtype)
 
 
-def _decode(chain: Chain, dtype: np.dtype[np.generic], came: Bytes, values: Bytes) -> None:
-    chain.decode_from(came, values.view(dtype))
+def _decode(
+    key: Key, chain: Chain, dtype: np.dtype[np.generic], came: Bytes, values: Bytes
+) -> None:
+    into = values.view(dtype)
+    try:
+        chain.decode_from(came, into)
+    except ProtocolError as error:
+        if chain.is_of_non_finite(came, len(into), dtype):
+            raise ArgumentValueError(value_refused(key, chain)) from None
+        raise ProtocolError(f"key {key!r}: {error}") from error

@@ -134,7 +134,11 @@ class LocalKVStore(KVStore):
         keys, single = normalise_keys(key)
         for item in keys:
             self._table.spec(item)
+        came = self._decoded(keys)
         copies = [_copy(self._entries[item]) for item in keys]
+        for item, copy in zip(keys, copies, strict=True):
+            if item in came:
+                adapter_for(copy).assign(came[item], copy)
         self._count("pulls", keys)
         return copies[0] if single else copies
 
@@ -145,7 +149,9 @@ class LocalKVStore(KVStore):
             self._check_open()
             check_priority(priority)
             pushed, filled = self._pushed_and_filled(key, value, value if out is None else out)
-            if pushed.blocks and filled.blocks and self._updater is None:
+            is_plain = pushed.blocks and filled.blocks and self._updater is None
+            if is_plain and not (self._coding is not None and self._coding.encodes_pulls):
+                assert filled.blocks is not None
                 self._merge(pushed, filled.rows)
                 self._count("pulls", filled.keys, filled.blocks)
             else:
@@ -385,7 +391,8 @@ class LocalKVStore(KVStore):
             else:
                 self._entries[key] = self._shelves.place(key, host, generation)
             self._generations[key] = generation
-        self._table.add(specs)
+        row_sparse = [key for key, host in hosts.items() if isinstance(host, RowSparseArray)]
+        self._table.add(specs, row_sparse)
 
     def _merge(self, pushed: Rows, outs: Sequence[Row] | None = None) -> None:
         """Add up and update; ``outs``, of the same keys and plain as well, get the new values."""
@@ -458,13 +465,27 @@ class LocalKVStore(KVStore):
 
     def _fill(self, filled: Rows) -> None:
         """Write the values into the arrays of a call."""
-        if filled.blocks is None:
+        came = self._decoded(filled.keys)
+        if came:
+            self._fill_any([self._entries[key] for key in filled.keys], filled.rows)
+            for key, outs in zip(filled.keys, filled.rows, strict=True):
+                for out in outs if key in came else ():
+                    adapter_for(out).assign(came[key], out)
+        elif filled.blocks is None:
             self._fill_any([self._entries[key] for key in filled.keys], filled.rows)
         else:
             filled.blocks.fill(filled.rows)
         for key, outs in filled.sparse:
             local_rows.fill(self._entries[key], outs)
         self._count("pulls", [*filled.keys, *dict(filled.sparse)], filled.blocks)
+
+    def _decoded(self, keys: Sequence[Key]) -> dict[Key, Array]:
+        """The values of those dense keys that come back through a codec."""
+        if self._coding is None or not self._coding.encodes_pulls:
+            return {}
+        dense = [key for key in keys if self._entries[key].table is None]
+        came = {key: self._coding.pulled(key, self._entries[key].weight) for key in dense}
+        return {key: value for key, value in came.items() if value is not None}
 
     def _fill_any(self, entries: Sequence[Entry], rows: Sequence[Sequence[Array]]) -> None:
         here: list[Key] = []

@@ -1,4 +1,4 @@
-"""Gradient compression in one process: each device's values pass through the codecs of their key.
+"""Gradient compression in one process: what is pushed and pulled passes through the key's codecs.
 
 What is added up is what another machine would have received, so a script behaves as it will with
 servers. As in MXNet's ``device`` store every device's values are encoded, also when there is one;
@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.aggregate import Flat
 from kvstore.arrays import Array, adapter_for
-from kvstore.coding import rows_refused
+from kvstore.coding import rows_refused, value_refused
 from kvstore.compression import Chain, Compression, Draw, Residuals
-from kvstore.errors import NotSupportedError
+from kvstore.errors import ArgumentValueError, NotSupportedError
 from kvstore.keys import Key, KeySpec, KeyTable
 from kvstore.residual_files import load_residuals, save_residuals
 from kvstore.sparse.array import RowSparseArray
@@ -71,12 +72,29 @@ class LocalCoding:
             residual = None
             if chain.has_feedback:
                 residual = self.residuals.of(key, host.size, host.dtype, device)
-            data = np.empty(chain.encoded_bytes(host.size, host.dtype), np.uint8)
-            chain.encode_into(host, data, residual=residual, draw=draw)
-            out = np.empty(host.shape, host.dtype)
-            chain.decode_from(data, out)
-            passed.append(out)
+            passed.append(_through(chain, host, residual, draw))
         return passed
+
+    @property
+    def encodes_pulls(self) -> bool:
+        """Whether the values of any key come back through a codec."""
+        return any(rule.pull is not None for rule in self.compression.rules)
+
+    def pulled(self, key: Key, weight: Array) -> np.ndarray[Any, Any] | None:
+        """A dense key's value as it comes back: a new array on the host; None: as it is.
+
+        Raises ``ArgumentValueError`` for numbers that the codec cannot carry.
+        """
+        spec = self._table.spec(key)
+        chain = self.compression.pull_chain_for(key, spec.nbytes, spec.dtype)
+        if chain is None:
+            return None
+        host = adapter_for(weight).to_host(weight)
+        try:
+            chain.check(host)
+        except ArgumentValueError:
+            raise ArgumentValueError(value_refused(key, chain)) from None
+        return _through(chain, host, None, Draw())
 
     def save(self, path: Path) -> None:
         """Write what is owed. Raises ``CheckpointError``."""
@@ -93,3 +111,14 @@ class LocalCoding:
         self.residuals.forget(keys)
         for key in keys:
             self._rounds.pop(key, None)
+
+
+def _through(
+    chain: Chain, host: np.ndarray[Any, Any], residual: Flat | None, draw: Draw
+) -> np.ndarray[Any, Any]:
+    """What arrives of an array: a new one."""
+    data = np.empty(chain.encoded_bytes(host.size, host.dtype), np.uint8)
+    chain.encode_into(host, data, residual=residual, draw=draw)
+    out = np.empty(host.shape, host.dtype)
+    chain.decode_from(data, out)
+    return out

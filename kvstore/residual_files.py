@@ -79,7 +79,13 @@ def load_residuals(
     found: list[Residual] = []
     if path.exists():
         with TensorReader(path) as file:
-            if file.metadata == _metadata(compression, num_workers, file.metadata["key_type"]):
+            key_type = file.metadata.get("key_type")
+            if key_type is None:
+                raise CheckpointError(
+                    f"{path} is no file of residuals: its metadata have no key_type; remove it to "
+                    "go on without what was owed"
+                )
+            if file.metadata == _metadata(compression, num_workers, key_type):
                 found = [
                     each for name in file.names if _fits(each := _read(file, path, name), specs)
                 ]

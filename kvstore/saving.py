@@ -33,6 +33,7 @@ from kvstore.keys import Key, KeySpec
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain, to_plain
 from kvstore.optimizer.states import MASTER, create_state, state_names
+from kvstore.saved_dtypes import check_dtype, dtypes_text, read_dtypes
 from kvstore.sparse.files import ids_name, read_ids, read_shapes, shapes_text, stored_spec
 from kvstore.sparse.ids import Ids
 from kvstore.tensorfile import TensorReader, TensorWriter, read_json, write_json
@@ -94,6 +95,7 @@ class _StatesWriter:
         self._names = _names_of(contents, optimizer)
         self._num_written = dict.fromkeys(contents, 0)
         metadata = {"key_type": _key_type(contents)}
+        metadata |= dtypes_text({key: each.spec.dtype for key, each in contents.items()})
         if optimizer is not None:
             metadata["optimizer_name"] = optimizer.name
             if dump:
@@ -212,6 +214,7 @@ class SavedStates:
         self._file = TensorReader(path)
         try:
             self.optimizer = self._read_optimizer()
+            self._dtypes = read_dtypes(self._file, path)
             self.row_shapes = read_shapes(self._file, path)
             if self.row_shapes and not takes_rows:
                 raise CheckpointError(
@@ -249,10 +252,19 @@ class SavedStates:
                 f"store uses {optimizer.name}"
             )
         for key, content in contents.items():
+            names = self._names_of(key, optimizer)
+            has_saved_master = len(names) > len(optimizer.state_names())
+            check_dtype(
+                self.path,
+                key,
+                content.spec.dtype,
+                self._dtypes,
+                has_saved_master=has_saved_master,
+            )
             spec = self._stored_spec(key, content)
             # The last dtype may be that of a master which the file lacks.
             dtypes = state_dtypes(optimizer, spec.dtype)
-            for name, dtype in zip(self._names_of(key, optimizer), dtypes, strict=False):
+            for name, dtype in zip(names, dtypes, strict=False):
                 self._check_array(f"{name}/{key}", KeySpec(spec.shape, dtype))
             if f"count/{key}" not in self._file.names:
                 raise CheckpointError(f"{self.path} has nothing of key {key!r}")

@@ -221,7 +221,7 @@ class ServerStores:
             mine = [entries[index] for index in group]
             arena = Arena(store, self._lane_of(values), mine, values, self._node.buffer)
             for index, part in zip(group, arena.parts, strict=True):
-                part.codecs = codecs[index]
+                part.set_codecs(codecs[index])
                 self._parts.add(part)
                 self._plane.open_part(
                     part.entry.part,
@@ -327,7 +327,7 @@ class ServerStores:
             store.compression = compression
             self._copies.clear()
             for part in mine:
-                part.codecs = codecs[part.entry.part]
+                part.set_codecs(codecs[part.entry.part])
                 self._plane.resize_part(
                     part.entry.part,
                     part.pull_bytes,

@@ -118,6 +118,14 @@ class Chain:
         header = data[: self.header_bytes].tobytes()
         self._decode(header, data[self.header_bytes :], out, None, cores, add=add)
 
+    def is_of_non_finite(self, data: Payload, num_elements: int, dtype: np.dtype[Any]) -> bool:
+        """Whether ``encode_into`` was given NaN or infinity that this chain cannot carry.
+
+        For chains without a pick. ``data`` is of ``encoded_bytes`` and otherwise unchecked.
+        """
+        payload = data[self.header_bytes :]
+        return self.codec.is_of_non_finite(payload, num_elements, dtype)
+
     def check_encoded(self, data: Payload, num_elements: int, dtype: np.dtype[Any]) -> None:
         """Raise ``ProtocolError`` for what ``decode_from`` refuses; ``dtype`` is the key's.
 

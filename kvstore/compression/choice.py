@@ -9,8 +9,8 @@ rules, of which the first that is for a key counts. Besides the parameters of it
 ``min_bytes``
     keys with smaller values are not the rule's business (0 by default);
 ``pull``
-    how values travel from servers to workers: a dictionary of the same kind with ``type`` and
-    parameters but no feedback, or None (the default) for as they are.
+    how values travel from servers to workers: a dictionary of the same kind with ``type``
+    (fp16, bf16 or int8) and parameters but no feedback, or None (the default) for as they are.
 
 A key that no rule is for travels as it is, and so do values that are no floats. ``plain`` is the
 same in a form that can be packed and compared: all workers of a job must have the same one.
@@ -38,6 +38,8 @@ from pslite.errors import ProtocolError, UsageError
 
 _NONE = "none"
 _OWN = ("only", "exclude", "min_bytes", "pull")
+_FOR_VALUES = ("fp16", "bf16", "int8")
+"""The codecs of ``pull``: of a value, which adds up to nothing, every number has to arrive."""
 _ALLOWED = "a dictionary such as {'type': '2bit', 'threshold': 0.5}, or a list of such dictionaries"
 
 
@@ -187,7 +189,14 @@ def _pull(parameters: object, statistics: Statistics) -> Chain | None:
             "the compression parameter 'pull' has no feedback: what servers send are values, not "
             "gradients that add up"
         )
-    return make_chain({**parameters, FEEDBACK: False}, statistics)
+    chain = make_chain({**parameters, FEEDBACK: False}, statistics)
+    if chain.name not in _FOR_VALUES:
+        raise ArgumentValueError(
+            f"the compression parameter 'pull' has a codec that carries values: one of "
+            f"{', '.join(map(repr, _FOR_VALUES))}, got {chain.name!r}, which is for gradients: "
+            "what it leaves out would be missing in the values"
+        )
+    return chain
 
 
 def _keys(name: str, value: object) -> tuple[Key, ...]:

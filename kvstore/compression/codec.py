@@ -110,6 +110,13 @@ class ValueCodec(ABC):
     def check_payload(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> None:  # noqa: B027
         """Raise ``ProtocolError`` if a payload of the right length cannot be what we wrote."""
 
+    def is_of_non_finite(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> bool:
+        """Whether a payload of the right length was made of NaN or infinity, unchecked.
+
+        Never where ``carries_all``.
+        """
+        return False
+
     # -- whole arrays ------------------------------------------------------------------
 
     def encode(

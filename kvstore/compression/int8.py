@@ -54,6 +54,10 @@ class Int8(ValueCodec):
         if not ((scales >= 0) & (scales < np.inf)).all():  # NaN is neither
             raise ProtocolError("an int8 payload has a scale that is negative, infinite or NaN")
 
+    def is_of_non_finite(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> bool:
+        scales = payload[: self._scales_bytes(num_elements, dtype)].view(_stored(dtype))
+        return not np.isfinite(scales).all()
+
     def _scales_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
         return -(-num_elements // self.block) * _stored(dtype).itemsize
 

@@ -15,6 +15,7 @@ from kvstore.arrays import adapter_for
 from kvstore.errors import ArgumentTypeError
 from kvstore.sparse.array import RowSparseArray
 from kvstore.sparse.ids import starts_of
+from kvstore.sparse.sums import sum_repeated
 
 _TORCH_LAYOUTS = ("torch.sparse_coo", "torch.sparse_csr")
 
@@ -80,9 +81,7 @@ def _from_torch(tensor: Any) -> RowSparseArray:
     if plain.sparse_dim() == 1:
         # The attributes with an underscore are there for tensors whose ids repeat.
         return RowSparseArray(plain._indices()[0], plain._values(), shape)
-    summed = plain.coalesce()
-    indices = adapter_for(summed.indices()).to_host(summed.indices())
-    elements = adapter_for(summed.values()).to_host(summed.values())
+    indices, elements = _summed(plain)
     if not len(elements):
         return RowSparseArray.zeros(shape, elements.dtype)
     starts = starts_of(indices[0])
@@ -90,3 +89,21 @@ def _from_torch(tensor: Any) -> RowSparseArray:
     place = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(elements))))
     rows[tuple([place, *indices[1:]])] = elements  # noqa: C409
     return RowSparseArray(indices[0][starts], rows, shape)
+
+
+def _summed(tensor: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Places (one column each, sorted) and elements, each place once.
+
+    Of repeated places the elements are added in the order they stand, as rows of one id are:
+    PyTorch's ``coalesce`` would add 16-bit floats in 16 bits.
+    """
+    places, values = tensor._indices(), tensor._values()
+    indices = adapter_for(places).to_host(places)
+    elements = adapter_for(values).to_host(values)
+    if tensor.is_coalesced() or not len(elements):
+        return indices, elements
+    sizes = tuple(tensor.shape)[: len(indices)]
+    numbers = np.ravel_multi_index(tuple(indices), sizes).astype(np.int64, copy=False)
+    found, sums = sum_repeated(numbers, elements.reshape(len(elements), -1))
+    summed = sums.reshape(len(found), *elements.shape[1:])
+    return np.array(np.unravel_index(found, sizes)), summed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pslite.errors import ProtocolError
+from pslite.errors import ProtocolError, PSError, UsageError
 from pslite.ids import rank_of, role_of
 from pslite.plane.interface import Buffer, Piece, cut
 from pslite.wire.messages import Ints
@@ -109,8 +109,13 @@ class Transfer:
             except Exception as again:
                 self._note(index, self.unusable((index,), again))
 
-    def unusable(self, indices: Sequence[int], error: Exception) -> ProtocolError:
-        """What an answer about these parts comes to which makes no sense."""
+    def unusable(self, indices: Sequence[int], error: Exception) -> PSError:
+        """What an answer about these parts comes to which makes no sense.
+
+        A ``UsageError`` of the sink stays what it is: the answer is sound, and the call is not.
+        """
+        if isinstance(error, UsageError):
+            return error
         parts = ", ".join(str(self.parts[index]) for index in indices[:5])
         more = f" and {len(indices) - 5} more" if len(indices) > 5 else ""
         found = ProtocolError(

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from pslite.errors import ProtocolError, rebuild
+from pslite.errors import ProtocolError, PSError, rebuild
 from pslite.plane.interface import Buffer, Piece, Send, cut
 from pslite.plane.requested import Request, Requested, joined
 from pslite.plane.transfer import Transfer
@@ -107,7 +107,7 @@ class WorkerPlane:
         except ProtocolError as error:
             reason = error
 
-            def why(transfer: Transfer, index: int) -> ProtocolError:
+            def why(transfer: Transfer, index: int) -> PSError:
                 return transfer.unusable((index,), reason)
 
             self._come_to_nothing(message, why, is_open=False)

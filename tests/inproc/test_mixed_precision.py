@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 from workers import Workers
 
+import kvstore
 from kvstore import KVStore, RowSparseArray, optimizer
 from kvstore.dtypes import bfloat16
+from kvstore.errors import CheckpointError
 from kvstore.keys import KeySpec
 from kvstore.optimizer.states import MASTER
 from kvstore.tensorfile import TensorReader, TensorWriter
@@ -170,20 +173,32 @@ def test_only_keys_that_an_optimizer_updates_have_masters() -> None:
 # -- files --------------------------------------------------------------------------------
 
 
+def rewrite(
+    path: Path, without: Sequence[str] = (), metadata: Mapping[str, str] | None = None
+) -> int:
+    """Change a file: the names that begin so are left out. How many arrays those were."""
+
+    def stays(name: str) -> bool:
+        return not name.startswith(tuple(without))
+
+    with TensorReader(path) as states:
+        names = list(filter(stays, states.names))
+        num_left_out = len(list(states.names)) - len(names)
+        arrays = {name: KeySpec(*states.spec(name)) for name in names}
+        values = {n: states.read(n, 0, arrays[n].num_elements) for n in names}
+        texts = {k: v for k, v in states.metadata.items() if k != "format" and stays(k)}
+    path.unlink()
+    with TensorWriter(path, arrays, texts | dict(metadata or {})) as file:
+        for name, value in values.items():
+            file.write(name, 0, value)
+    return num_left_out
+
+
 def remove_masters(directory: Path) -> None:
     """Make a checkpoint what it was before there were masters."""
     manifest = json.loads((directory / "manifest.json").read_text())
     path = directory / manifest["files"]["states"]
-    with TensorReader(path) as states:
-        names = [name for name in states.names if not name.startswith(f"{MASTER}/")]
-        assert len(names) == len(states.names) - 2
-        arrays = {name: KeySpec(*states.spec(name)) for name in names}
-        values = {n: states.read(n, 0, arrays[n].num_elements) for n in names}
-        metadata = {k: v for k, v in states.metadata.items() if k != "format"}
-    path.unlink()
-    with TensorWriter(path, arrays, metadata) as file:
-        for name, value in values.items():
-            file.write(name, 0, value)
+    assert rewrite(path, without=(f"{MASTER}/",)) == 2
     manifest["sizes"]["states"] = path.stat().st_size
     (directory / "manifest.json").write_text(json.dumps(manifest))
 
@@ -243,6 +258,84 @@ def test_states_of_other_values_do_not_bring_their_values(tmp_path: Path, kind: 
     assert repr(pulled) == "[32.0, nan, -0.0]"
     assert repr(pushed) == f"[{32 - 2**-6}, nan, {-(2**-6)}]"
     assert same == [64 - 2**-5] * 3
+
+
+FLOATS = {"float16": HALF, "bfloat16": BRAIN, "float32": np.dtype("f4"), "float64": np.dtype("f8")}
+
+
+@pytest.mark.parametrize("is_row_sparse", [False, True])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        ("float16", "float32"),
+        ("float32", "float16"),
+        ("float16", "bfloat16"),
+        ("float32", "float64"),
+    ],
+    ids=" to ".join,
+)
+@pytest.mark.parametrize("kind", ["local", "device", "dist_sync", "dist_async"])
+def test_states_of_a_key_of_another_dtype_are_refused_and_nothing_has_changed(
+    tmp_path: Path, kind: str, dtypes: tuple[str, str], is_row_sparse: bool
+) -> None:
+    def value(name: str) -> Any:
+        array = np.ones((3, 2), FLOATS[name])
+        return RowSparseArray([0, 1, 2], array, (3, 2)) if is_row_sparse else array
+
+    def script(kv: KVStore) -> Any:
+        saved, there = dtypes
+        kv.set_optimizer(MOMENTUM)
+        kv.init("h", value(saved))
+        kv.push("h", value(saved))
+        kv.save_optimizer_states(tmp_path / "states", dump_optimizer=True)
+        kv.delete("h")
+        kv.set_optimizer(PLAIN)
+        kv.init("h", value(there))
+        with pytest.raises(CheckpointError) as caught:
+            kv.load_optimizer_states(tmp_path / "states")
+        assert kv.current_optimizer() == PLAIN
+        kv.push("h", value(there))
+        kv.push("h", value(there))
+        return str(caught.value), kv.pull("h")
+
+    with Workers(kind, 1, 2) as workers:
+        text, pulled = workers.run(script)[0]
+    for word in ("key 'h'", *dtypes, "states"):
+        assert word in text
+    rows = pulled.values if is_row_sparse else pulled
+    np.testing.assert_array_equal(np.asarray(rows).astype("f4"), np.full((3, 2), -1, "f4"))
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_older_files_of_states_tell_a_dtype_by_their_masters(tmp_path: Path, kind: str) -> None:
+    def script(kv: KVStore) -> Any:
+        kv.set_optimizer(MOMENTUM)
+        kv.init("h", np.ones(3, HALF))
+        kv.push("h", np.ones(3, HALF))
+        kv.save_optimizer_states(tmp_path / "states")
+        rewrite(tmp_path / "states", without=("dtypes",))
+        kv.delete("h")
+        kv.init("h", np.ones(3, np.float32))
+        with pytest.raises(
+            CheckpointError, match=r"'h' was float16 or bfloat16 .* is float32 here"
+        ):
+            kv.load_optimizer_states(tmp_path / "states")
+        kv.push("h", np.ones(3, np.float32))
+        return kv.pull("h").shape
+
+    with Workers(kind, 1, 1) as workers:
+        assert workers.run(script)[0] == (3,)
+
+
+@pytest.mark.parametrize("text", ["[", "[]", '{"h": 3}', "[" * 100_000])
+def test_malformed_dtypes_in_a_file_are_an_error(tmp_path: Path, text: str) -> None:
+    kv = kvstore.create("local")
+    kv.set_optimizer(MOMENTUM)
+    kv.init("h", np.ones(3, HALF))
+    kv.save_optimizer_states(tmp_path / "states")
+    rewrite(tmp_path / "states", metadata={"dtypes": text})
+    with pytest.raises(CheckpointError, match="malformed dtypes"):
+        kv.load_optimizer_states(tmp_path / "states")
 
 
 # -- row-sparse keys ----------------------------------------------------------------------

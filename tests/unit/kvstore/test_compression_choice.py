@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,14 @@ def test_no_compression_is_for_no_key(given: Any) -> None:
             {"type": "2bit", "pull": {"type": "int8", "feedback": True}},
             ArgumentValueError,
             "'pull' has no feedback",
+        ),
+        *(
+            (
+                {"type": "fp16", "pull": {"type": codec}},
+                ArgumentValueError,
+                f"one of 'fp16', 'bf16', 'int8', got '{re.escape(codec)}', which is for gradients",
+            )
+            for codec in ("2bit", "1bit", "topk", "randomk", "topk+fp16", "randomk+int8")
         ),
     ],
 )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from compression_cases import CHAINS, DTYPES, chain_of, kind
 
+import kvstore
+from kvstore import optimizer
 from kvstore.compression import Draw, Residual, Residuals
 from kvstore.dtypes import accumulation_dtype
-from kvstore.errors import ValueMismatchError
+from kvstore.errors import CheckpointError, ValueMismatchError
+from kvstore.tensorfile import TensorSpec, TensorWriter
 
 F4 = np.dtype(np.float32)
 
@@ -104,3 +109,22 @@ def test_training_with_two_workers_reaches_the_minimum_by_compressed_gradients()
 
     assert distance(feedback=True) < 0.02
     assert distance(feedback=False) > 0.1
+
+
+@pytest.mark.parametrize("metadata", [{}, {"num_workers": "1"}])
+def test_a_file_of_residuals_without_its_metadata_is_refused_and_nothing_is_forgotten(
+    tmp_path: Path, metadata: dict[str, str]
+) -> None:
+    kv = kvstore.create("local")
+    kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+    kv.set_optimizer(optimizer.create("test"))
+    kv.init("w", np.zeros(3, np.float32))
+    kv.push("w", np.full(3, 0.6, np.float32))
+    kv.save_optimizer_states(tmp_path / "states")
+    path = tmp_path / "states.residuals-0"
+    with TensorWriter(path, {"0/w": TensorSpec((3,), F4)}, metadata) as file:
+        file.write("0/w", 0, np.zeros(3, np.float32))
+    with pytest.raises(CheckpointError, match=r"residuals-0 is no file of residuals: .*remove it"):
+        kv.load_optimizer_states(tmp_path / "states")
+    kv.push("w", np.full(3, 0.6, np.float32))
+    assert kv.pull("w").tolist() == [1.0] * 3

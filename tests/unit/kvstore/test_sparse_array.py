@@ -212,6 +212,24 @@ def test_a_tensor_of_three_dimensions_keeps_its_rows_whole() -> None:
         np.testing.assert_array_equal(found.to_dense(), dense.numpy())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("sparse_dims", [1, 2, 3])
+def test_repeated_elements_of_a_tensor_are_added_in_32_bits(sparse_dims: int, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("ml_dtypes")
+    places = [[2] * 300 + [1, 2], [1] * 300 + [0, 0], [2] * 300 + [0, 1]][:sparse_dims]
+    values = torch.ones((302, *(4, 2, 3)[sparse_dims:]), dtype=getattr(torch, dtype))
+    values[:300] /= 256  # of 16 bits, 1 + 1/256 is 1, or is soon so
+    values[7] = 1
+    tensor = torch.sparse_coo_tensor(torch.tensor(places), values, (4, 2, 3), check_invariants=True)
+    found = row_sparse(tensor).unique()
+    expected = torch.zeros(4, 2, 3, dtype=torch.float64)
+    expected.index_put_(tuple(torch.tensor(places)), values.double(), accumulate=True)
+    assert found.indices.tolist() == [1, 2]
+    rounded = expected.float().numpy().astype(found.dtype)
+    np.testing.assert_array_equal(found.to_dense().astype("f4"), rounded.astype("f4"))
+
+
 # -- as in MXNet --------------------------------------------------------------------------
 
 
