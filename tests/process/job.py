@@ -25,7 +25,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 MARK = "PROCESS_TEST_MARK"
-PATIENCE_S = 15.0
+PATIENCE_S = 30.0
 """How long a test waits for what should take a moment: the machine may be busy."""
 GRACE_S = 2.0
 

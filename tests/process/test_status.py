@@ -32,6 +32,8 @@ from job import (
 pytestmark = [pytest.mark.process, needs_proc]
 
 NUMBERS = itertools.count(1)
+LINE_S = 45.0
+"""How long a test waits for the line: who supplies it gives way to all others (``os.nice``)."""
 #: Runs a command on a terminal of its own, and passes on what appears there.
 ON_A_TERMINAL = """
 import os, pty, sys
@@ -293,7 +295,7 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
     with_line, without = make_job(), make_job()
     quiet = launched(without, STEPS.format(code=code), "--no-status")
     shown = launched(with_line, STEPS.format(code=code))
-    shown.wait_for(r"\[launcher\] 2/2 workers, step 2\d, ")
+    shown.wait_for(r"\[launcher\] 2/2 workers, step 2\d, ", LINE_S)
     for job in with_line, without:
         job.allow("go")
     assert [shown.wait(30.0), quiet.wait(30.0)] == [code, code]
@@ -316,7 +318,7 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
 def test_the_line_vanishes_with_an_interrupt(make_job: MakeJob, settings: dict[str, str]) -> None:
     job = make_job(**settings)
     process = launched(job, STEPS.format(code=0))
-    process.wait_for(r"\[launcher\] 2/2 workers")
+    process.wait_for(r"\[launcher\] 2/2 workers", LINE_S)
     [launcher] = [
         int(entry.name)
         for entry in Path("/proc").iterdir()
