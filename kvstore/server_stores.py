@@ -1,8 +1,8 @@
 """A server's stores: the app of the data plane, and the answers to ``StoreCall``.
 
-The plane (``pslite/plane``) says which contributions make a round; ``arena.py`` adds them up
-and updates. Requests arrive on the I/O thread; what touches an arena's memory is handed to
-the pool thread of its lane, so that no value is read or written while it is updated.
+The plane (``pslite/plane``) says which contributions make a round; ``parts.py`` adds them up
+and updates. Requests arrive on the I/O thread; what touches an arena's memory (``arena.py``) is
+handed to the pool thread of its lane, so that no value is read or written while it is updated.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.aggregate import Flat
-from kvstore.arena import Arena, Part, PartTable, StoreState, codecs_of
+from kvstore.arena import Arena, Part, StoreState, codecs_of
 from kvstore.commands import run_command
 from kvstore.compression import Compression
 from kvstore.freed import return_freed_memory
 from kvstore.lanes import Lanes
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.plain import from_plain, to_plain
+from kvstore.parts import PartTable
 from kvstore.plan import message_bytes, most_group_bytes
 from kvstore.protocol import PartEntry, StoreCall, pack, unpack, unpack_parts
 from kvstore.row_parts import answer_cut, bytes_of, taken
@@ -217,7 +218,7 @@ class ServerStores:
         # A rank that stands in for one that left half-way finds some parts there; they stay.
         new = [index for index, entry in enumerate(entries) if entry.part not in self._parts]
         for group in _same_dtype(entries, new):
-            values = [_bytes_of(pieces[index]) for index in group]
+            values = [bytes_of(pieces[index]) for index in group]
             mine = [entries[index] for index in group]
             arena = Arena(store, self._lane_of(values), mine, values, self._node.buffer)
             for index, part in zip(group, arena.parts, strict=True):
@@ -456,10 +457,6 @@ class ServerStores:
                 incoming.fail(error)
 
         self._node.pool.submit(0, run)
-
-
-def _bytes_of(piece: Piece) -> Flat:
-    return np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]
 
 
 def _same_dtype(entries: Sequence[PartEntry], indices: Sequence[int]) -> Iterator[list[int]]:
