@@ -2,8 +2,9 @@
 
 ``Coding`` turns what a call pushes into encoded parts, one after the other for each key, tells
 plans (``plan.py``) where they lie, and decodes values that servers send encoded. What the rules
-and codecs are stands in ``compression/``; what servers do with encoded parts in ``arena.py``.
-Calls may come from any thread; nothing here waits. Read next: ``compression/choice.py``.
+and codecs are stands in ``compression/``; what servers do with encoded parts in ``arena.py`` and
+``neighbours.py``. Calls may come from any thread; nothing here waits. Read next:
+``compression/choice.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 What ``row_stores.py`` is for row-sparse keys. Requests arrive on the I/O thread, rounds on the pool
 thread of their lane; what touches an arena's memory is handed to that thread, so that no value is
-read or written while it is updated. Read next: ``arena.py`` for the memory and the rounds.
+read or written while it is updated. Read next: ``parts.py`` for the rounds, ``arena.py`` for the
+memory.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.aggregate import Flat
-from kvstore.arena import Arena, Part, PartTable, StoreState, codecs_of
+from kvstore.arena import Arena, Part, StoreState, codecs_of
 from kvstore.compression import Compression
 from kvstore.freed import LateReturn
 from kvstore.lanes import LaneNumbers, Lanes
+from kvstore.parts import PartTable
 from kvstore.protocol import PartEntry, StoreCall, pack, unpack, unpack_parts
 from kvstore.row_parts import bytes_of
 from pslite import Incoming, Postoffice
@@ -137,7 +139,7 @@ class DenseStores:
         # A rank that stands in for one that left half-way finds some parts there; they stay.
         new = [index for index, entry in enumerate(entries) if entry.part not in self.parts]
         for group in _same_dtype(entries, new):
-            values = [_bytes_of(pieces[index]) for index in group]
+            values = [bytes_of(pieces[index]) for index in group]
             mine = [entries[index] for index in group]
             lane = self._numbers.shared(sum(map(len, values)))
             arena = Arena(store, lane, mine, values, self._allocate)
@@ -237,10 +239,6 @@ class DenseStores:
                 raise UsageError(f"part {number!r} is not known to this server")
             parts.append(part)
         return parts
-
-
-def _bytes_of(piece: Piece) -> Flat:
-    return np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]
 
 
 def _same_dtype(entries: Sequence[PartEntry], indices: Sequence[int]) -> Iterator[list[int]]:

@@ -1,36 +1,36 @@
 """How a distributed store moves values: calls become transfers between worker and servers.
 
 The sum of a worker's devices' values (``calls.py``) is sent in parts to the servers that hold the
-keys (``plan.py``), and answers land in the caller's arrays (``operation.py``). Rounds, order and
-delivery are the data plane's business (``pslite/plane``). Calls may come from any thread;
-values are copied out by the node's I/O thread. Nothing here waits. Next: ``dist.py``.
+keys (``plan.py``), from where it lies or copied (``frames.py``), and answers land in the caller's
+arrays (``operation.py``). Calls that nobody is in a hurry for are joined first (``fusing.py``,
+``joined.py``). Rounds, order and delivery are the data plane's business (``pslite/plane``). Calls
+may come from any thread; values are copied out by the node's I/O thread. Nothing here waits.
+Next: ``dist.py``.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import NamedTuple
 
 from kvstore.base import Version
 from kvstore.coding import Coding
 from kvstore.errors import UnknownKeyError
-from kvstore.fusing import Batch, Call, Mix, Shape, answer_for, mixes_of, note_arrived
+from kvstore.frames import Frames, copied, frames_of
+from kvstore.fusing import Batch, Call, Shape, answer_for
+from kvstore.joined import Load, loads_of, transfers_of
 from kvstore.keys import ByKeys, Key, KeyList
-from kvstore.operation import Operation, UnderWay, overlaps
+from kvstore.operation import Operation, UnderWay
 from kvstore.plan import (
     Bytes,
     Group,
     Places,
-    gather,
     group_bytes,
     group_parts,
     message_bytes,
     places_of,
     scatter_into,
-    views,
 )
 from kvstore.progress import progress_of
 from kvstore.protocol import KeyEntry
@@ -39,14 +39,8 @@ from pslite.errors import UsageError
 from pslite.future import completed
 from pslite.plane import Piece, Sink, Transfer
 
-_Frames = Sequence[memoryview] | Callable[[], Sequence[memoryview]]
-
 #: A copy of up to so many bytes lies in ordinary memory: it is gathered into a message later.
 _SMALL_COPY_BYTES = 65_536
-#: Smaller frames travel as bytes anyway (``pslite/memory/sharing.py``).
-_LEAST_SHARED_BYTES = 1024
-#: Values that lie apart are sent as they lie when their frames are so large, else gathered.
-_LEAST_FRAME_BYTES = 65_536
 #: Up to so many calls that come together are no loop.
 _FEW_CALLS = 4
 #: Calls that nobody waits for go out when none has joined them for so long, and after so many
@@ -175,9 +169,12 @@ class Exchange:
             coding = self.coding
         self.check_coding(coding)
         groups = self._plans.of(keys.keys)
-        frames: Sequence[_Frames | None] = [None] * len(groups)
+        frames: Sequence[Frames | None] = [None] * len(groups)
         if sources is not None:
-            frames = self._frames(keys, groups, sources, targets, copy=copy)
+            if copy:
+                frames = [copied(self._node, group, sources) for group in groups]
+            else:
+                frames = frames_of(self._node, groups, sources, targets, keys.nbytes)
         operation = Operation(len(groups), lambda: answer_for(keys.keys))
         for group, own in zip(groups, frames, strict=True):
             sink = None if targets is None else scatter_into(group, targets)
@@ -197,59 +194,6 @@ class Exchange:
         pushes, pulls = sources is not None, targets is not None
         self.submit(keys, operation, coding, pushes=pushes, pulls=pulls)
         return operation
-
-    def _frames(
-        self,
-        keys: KeyList,
-        groups: Sequence[Group],
-        sources: Sequence[Bytes],
-        targets: Sequence[Bytes] | None,
-        *,
-        copy: bool,
-    ) -> list[_Frames]:
-        """What each group sends: the arrays' own memory, a copy, or a copy that is made later.
-
-        Later is better for much: the server begins with the first messages meanwhile. ``copy``
-        frees the arrays at once; else they may be filled meanwhile.
-        """
-        if copy:
-            return [self._copied(group, sources) for group in groups]
-        found: list[_Frames | None] = [self._uncopied(group, sources) for group in groups]
-        if keys.nbytes > self._node.config.chunk_bytes:
-            for index, group in enumerate(groups):
-                if found[index] is None and self._node.may_share_with(group.server):
-                    found[index] = partial(self._copied, group, sources)
-        if targets is not None:  # values may land while others are still to be sent
-            pairs = zip(groups, found, strict=True)
-            late = {part.position for group, own in pairs if own for part in group.slices}
-            if late and overlaps(sources, targets, late):
-                found = [None] * len(groups)
-        return [
-            own or self._copied(group, sources) for group, own in zip(groups, found, strict=True)
-        ]
-
-    def _uncopied(self, group: Group, memories: Sequence[Bytes]) -> list[memoryview] | None:
-        """A group as it lies in these arrays; None where a copy of it travels faster.
-
-        A list, unlike frames that are our own: ``Operation.let_go`` may replace what is in it.
-        Small parts that lie apart are gathered. To a server of this machine a copy in shared
-        memory is quicker than what TCP does.
-        """
-        pushed = group.to_push
-        if pushed.nbytes >= _LEAST_SHARED_BYTES and self._node.may_share_with(group.server):
-            rows = self._node.shared_rows(views(pushed, memories))
-            if rows is None or len(rows) * _LEAST_FRAME_BYTES > pushed.nbytes + _LEAST_FRAME_BYTES:
-                return None
-            return [row.data for row in rows]
-        first, last = pushed.slices[0], pushed.slices[-1]
-        if first.position != last.position or last.stop - first.start != pushed.nbytes:
-            return None
-        return [memories[first.position][first.start : last.stop].data]
-
-    def _copied(self, group: Group, memories: Sequence[Bytes]) -> tuple[memoryview, ...]:
-        staging = self._node.buffer(group.to_push.nbytes)
-        gather(group.to_push, memories, staging)
-        return (staging.data,)
 
     def submit(
         self,
@@ -395,7 +339,7 @@ class Exchange:
                 calls = list(self._known(calls))
                 staging = staging if len(calls) == len(shapes) else None
                 recipe = self._recipes.of(tuple([call.shape for call in calls]))
-            transfers = self._carried(recipe, calls, staging)
+            transfers = transfers_of(self._node, recipe, calls, staging)
         except Exception as error:  # a bug; whoever waits must not wait for ever
             for call in calls:
                 call.let_go()
@@ -413,64 +357,8 @@ class Exchange:
             else:
                 yield call
 
-    def _recipe(self, shapes: Sequence[Shape]) -> Sequence[_Load]:
-        starts = self._staged(shapes)
-        loads = []
-        for mix in mixes_of(shapes):
-            for group in self._plan(mix.keys):
-                positions = [piece.position for piece in group.slices]
-                calls = tuple(mix.calls[position] for position in positions)
-                each = tuple(dict.fromkeys(number for several in calls for number in several))
-                priority = max(mix.priorities[position] for position in positions)
-                lying = None
-                if mix.sources:
-                    places = [starts[mix.sources[position]] for position in positions]
-                    lying = _in_a_row(group, places)
-                loads.append(_Load(mix, group, calls, each, priority, lying))
-        return loads
-
-    def _staged(self, shapes: Sequence[Shape]) -> dict[tuple[int, int], int]:
-        """Where a batch's staging has each value that is pushed: by call, and key of the call."""
-        starts, start = {}, 0
-        for number, (keys, pushes, _, _) in enumerate(shapes):
-            for index, key in enumerate(keys if pushes else ()):
-                starts[number, index] = start
-                start += self.entries[key].spec.nbytes
-        return starts
-
-    def _carried(
-        self, recipe: Sequence[_Load], calls: Sequence[Call], staging: Bytes | None
-    ) -> list[Transfer]:
-        """The messages that carry what these calls say."""
-        transfers = []
-        for load in recipe:
-            mix, group = load.mix, load.group
-            frames: Sequence[memoryview] | None = None
-            sink = None
-            if staging is not None and load.lying is not None:
-                start, stop = load.lying
-                frames = [staging[start:stop].data]
-            elif mix.sources:
-                sources = [calls[number].sources[index] for number, index in mix.sources]
-                frames = self._uncopied(group, sources) or self._copied(group, sources)
-            if mix.targets:
-                targets = [calls[number].targets[index] for number, index in mix.targets]
-                sink = scatter_into(group, targets)
-            for number in load.each:
-                calls[number].left += 1
-            transfer = Transfer(
-                group.server,
-                group.parts,
-                group.pull_sizes,
-                frames,
-                sink,
-                _unused,
-                load.priority,
-                push_sizes=group.to_push.sizes,
-            )
-            transfer.done = _telling(transfer, load, calls)
-            transfers.append(transfer)
-        return transfers
+    def _recipe(self, shapes: Sequence[Shape]) -> Sequence[Load]:
+        return loads_of(shapes, self.entries, self._plan)
 
     def _plan(self, keys: Sequence[Key]) -> list[Group]:
         nbytes = sum(self.entries[key].spec.nbytes for key in keys)
@@ -497,54 +385,3 @@ def _noting_versions(sink: Sink, group: Group, versions: dict[int, int]) -> Sink
             versions[group.parts[index]] = version
 
     return note
-
-
-class _Load(NamedTuple):
-    """One message that carries something of several calls, which are given by their positions."""
-
-    mix: Mix
-    group: Group
-    calls: tuple[tuple[int, ...], ...]
-    """Parallel to the parts."""
-    each: tuple[int, ...]
-    """All of them, once."""
-    priority: int
-    lying: tuple[int, int] | None
-    """Where the batch's staging has its values as they travel; None where they lie apart."""
-
-
-def _in_a_row(group: Group, places: Sequence[int]) -> tuple[int, int] | None:
-    """The bytes of a group whose keys begin at these places; None where they lie apart."""
-    stop = begin = places[0] + group.slices[0].start
-    for piece, place in zip(group.slices, places, strict=True):
-        if place + piece.start != stop:
-            return None
-        stop = place + piece.stop
-    return begin, stop
-
-
-def _telling(
-    transfer: Transfer, load: _Load, calls: Sequence[Call]
-) -> Callable[[BaseException | None], None]:
-    """What to call when a message is done.
-
-    A part that came to nothing is an error of the calls for its key, and of no others.
-    """
-    mine = [calls[number] for number in load.each]
-
-    def done(error: BaseException | None) -> None:
-        if transfer.failed:
-            for part, reason in transfer.failed.items():
-                for number in load.calls[part]:
-                    call = calls[number]
-                    call.error_so_far = call.error_so_far or reason
-        elif error is not None:
-            for call in mine:
-                call.error_so_far = call.error_so_far or error
-        note_arrived(mine)
-
-    return done
-
-
-def _unused(error: BaseException | None) -> None:
-    """Stands in until a transfer is told whom to tell."""

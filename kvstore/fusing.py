@@ -7,7 +7,7 @@ share messages, those of the highest priority first. Order is kept: a call that 
 an earlier one of the same key goes into a later ``Mix``. How calls travel depends on their
 ``Shape`` only, so it is worked out once for a loop that is run again and again; and batches end
 where they did the last time, unless somebody waits. Pure but for completing futures. Next:
-``exchange.py``.
+``joined.py``, which makes messages of it.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class Operation:
             transfer.abandoned = True
             if not transfer.has_frames:
                 transfer.make_frames()
-            elif isinstance(transfer.frames, list):  # the caller's own, see ``Exchange``
+            elif isinstance(transfer.frames, list):  # the caller's own, see ``frames.py``
                 self._lent += transfer.frames
                 transfer.frames[:] = [memoryview(bytes(frame)) for frame in transfer.frames]
 

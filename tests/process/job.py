@@ -27,6 +27,8 @@ HOST = "127.0.0.1"
 MARK = "PROCESS_TEST_MARK"
 PATIENCE_S = 30.0
 """How long a test waits for what should take a moment: the machine may be busy."""
+SOON_S = 9.0
+"""How long what ends at once may take there: less than PS_CLOSE_TIMEOUT, which nobody waits out."""
 GRACE_S = 2.0
 
 SERVICE = ("-m", "kvstore.server")

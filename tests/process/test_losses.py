@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from job import Job, MakeJob, Process, assert_no_traceback, needs_proc, wait_until
+from job import SOON_S, Job, MakeJob, Process, assert_no_traceback, needs_proc, wait_until
 
 pytestmark = [pytest.mark.process, needs_proc]
 
@@ -104,7 +104,7 @@ for call in kv.barrier, lambda: kv.init("v", vector(0)):
     try:
         call()
     except PSError as error:
-        print(f"{type(error).__name__}: {error}; in time: {time.monotonic() - began < 1}")
+        print(f"{type(error).__name__}: {error}; in time: {time.monotonic() - began < 5}")
 kv.push("w", vector(6, kv.rank))
 print("after", kv.pull("w").tolist(), flush=True)
 """
@@ -151,7 +151,7 @@ for call in lambda: kv.pull("w"), kv.barrier, lambda: kv.init("v", vector(0)):
     end_within_15_s(scheduler, *servers)
     survivor.wait_for(r"worker 1 \(pid \d+ on \S+\) is lost")
     job.allow("go")
-    assert survivor.wait(5) == 0
+    assert survivor.wait(SOON_S) == 0
     errors = [line for line in survivor.lines if line.startswith("NodeLostError")]
     assert len(errors) == 3
     assert all(line.startswith("NodeLostError: worker 1 (pid ") for line in errors)
@@ -257,14 +257,14 @@ def test_a_worker_that_leaves_early_is_an_error_on_those_who_still_push_in_round
 ) -> None:
     job = make_job(2, 1)
     _, _, (stays, leaves) = start(job, SYNC + ROUND + ROUND, SYNC + ROUND)
-    assert leaves.wait(5) == 0
-    assert stays.wait(5) == 1
+    assert leaves.wait(SOON_S) == 0
+    assert stays.wait(SOON_S) == 1
     assert re.search(
         rf"NodeLostError: worker 1 \(pid {leaves.pid} on \S+\) has left the job; all workers of a "
         r"synchronous store must push the same number of rounds \(kv\.shard, ",
         stays.lines[-1],
     ), stays.text
-    job.wait_all(5)
+    job.wait_all(SOON_S)
 
 
 def test_a_worker_that_leaves_early_does_not_disturb_an_asynchronous_job(
@@ -277,10 +277,10 @@ def test_a_worker_that_leaves_early_does_not_disturb_an_asynchronous_job(
         ASYNC + many + 'wait_for_file("go")\n' + many + 'print(kv.pull("w"))',
         ASYNC + 'for _ in range(30): kv.push("w", vector(1, 2))\n',
     )
-    assert leaves.wait(5) == 0
+    assert leaves.wait(SOON_S) == 0
     job.allow("go")
     # All that was pushed counts, also the last push before the end of the process.
-    assert job.wait_all(5) == [0, 0, 0, 0], job.output()
+    assert job.wait_all(SOON_S) == [0, 0, 0, 0], job.output()
     assert stays.lines[-1] == "[-130. -260.]"
 
 
@@ -291,7 +291,7 @@ def test_a_worker_may_leave_after_its_part_of_the_last_round(make_job: MakeJob) 
         SYNC + 'wait_for_file("go")\nkv.push("w", vector(1, 2)); print(kv.pull("w"))\n',
         SYNC + 'kv.push("w", vector(10, 20))\n',
     )
-    assert leaves.wait(5) == 0
+    assert leaves.wait(SOON_S) == 0
     began_at = time.monotonic()
     job.allow("go")
     assert job.wait_all() == [0, 0, 0, 0], job.output()

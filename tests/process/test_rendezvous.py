@@ -8,7 +8,7 @@ import socket
 import time
 
 import pytest
-from job import HOST, SHORT, MakeJob, Process, assert_no_traceback, needs_proc
+from job import HOST, SHORT, SOON_S, MakeJob, Process, assert_no_traceback, needs_proc
 
 from pslite.version import __version__
 
@@ -75,7 +75,7 @@ def test_different_numbers_of_workers_are_an_error_on_all_sides_that_names_both(
     scheduler, (server,) = job.service()
     wait_until_registered(scheduler, server)
     worker = job.worker(0, JOIN, {"DMLC_NUM_WORKER": "3"})
-    assert job.wait_all(5) == [1, 1, 1]
+    assert job.wait_all(SOON_S) == [1, 1, 1]
     for process in scheduler, server, worker:
         assert re.search(
             rf"the worker on \S+ \(pid {worker.pid}\) has DMLC_NUM_WORKER=3, the scheduler has 2; "
@@ -90,7 +90,7 @@ def test_a_busy_port_ends_the_scheduler_at_once_with_its_name(make_job: MakeJob)
         job = make_job(1, 1)
         port = other.getsockname()[1]
         scheduler = job.scheduler({"DMLC_PS_ROOT_PORT": str(port)})
-        assert scheduler.wait(5) == 1
+        assert scheduler.wait(SOON_S) == 1
     assert scheduler.lines == [
         f"ConfigError: the scheduler cannot listen at DMLC_PS_ROOT_URI={HOST}, "
         f"DMLC_PS_ROOT_PORT={port}: cannot listen on {HOST}:{port}: the port is in use; choose "
@@ -100,7 +100,7 @@ def test_a_busy_port_ends_the_scheduler_at_once_with_its_name(make_job: MakeJob)
 
 def test_a_wrong_store_type_is_an_error_that_lists_the_known_ones(make_job: MakeJob) -> None:
     worker = make_job(1, 1).worker(0, 'mx.kvstore.create("dist_sink")')
-    assert worker.wait(5) == 1
+    assert worker.wait(SOON_S) == 1
     assert worker.lines[-1].startswith(
         "kvstore.errors.UnknownTypeError: unknown store type 'dist_sink'; known types: local, "
     )
@@ -140,7 +140,7 @@ def test_each_missing_variable_is_named_with_the_way_to_set_it(make_job: MakeJob
     workers = [job.worker(0, JOIN, {name: None}) for name in names]
     schedulers = [job.scheduler({name: None}) for name in names[:2]]
     nothing = job.worker(0, JOIN, dict.fromkeys(names))
-    assert set(job.wait_all(10)) == {1}
+    assert set(job.wait_all(SOON_S)) == {1}
     advice = (
         "; start the job with tools/launch.py (kvstore-launch), which sets them, or export them "
         "yourself"
@@ -162,7 +162,7 @@ def test_malformed_settings_are_refused_by_name(make_job: MakeJob) -> None:
     }
     servers = [job.server(0, {name: text}) for name, (text, _) in wrong.items()]
     worker_as_server = job.server(0, {"DMLC_ROLE": None})
-    assert set(job.wait_all(10)) == {2}
+    assert set(job.wait_all(SOON_S)) == {2}
     for server, (_, sentence) in zip(servers, wrong.values(), strict=True):
         (line,) = server.lines
         assert line.startswith(sentence)
@@ -177,7 +177,7 @@ def test_two_workers_with_one_task_id_end_the_job_at_once_with_the_reason_on_all
     first = job.worker(0, JOIN)
     wait_until_registered(scheduler, server, first)
     second = job.worker(0, JOIN)
-    assert job.wait_all(5) == [1, 1, 1, 1]
+    assert job.wait_all(SOON_S) == [1, 1, 1, 1]
     for process in job.processes:
         assert re.search(
             rf"two workers have DMLC_TASK_ID=0 \(pid {first.pid} on \S+, pid {second.pid} on "
@@ -193,7 +193,7 @@ def test_a_task_id_that_is_too_high_is_refused_and_the_job_goes_on(make_job: Mak
     first = job.worker(0, JOIN)
     wait_until_registered(scheduler, first)
     too_high = job.worker(2, JOIN)
-    assert too_high.wait(5) == 1
+    assert too_high.wait(SOON_S) == 1
     assert re.search(
         r"DMLC_TASK_ID=2 of the worker on \S+ is too high: the job has 2 workers, counted from 0$",
         too_high.lines[-1],
@@ -210,7 +210,7 @@ def test_one_worker_too_many_is_refused_before_and_after_the_job_is_complete(
     scheduler, member = job.scheduler(), job.worker(None, STAY)
     wait_until_registered(scheduler, member)
     early = job.worker(None, JOIN)
-    assert early.wait(5) == 1
+    assert early.wait(SOON_S) == 1
     assert re.search(
         r"all 1 workers of this job are there already; the worker on \S+ "
         rf"\(pid {early.pid}\) is one too many$",
@@ -219,7 +219,7 @@ def test_one_worker_too_many_is_refused_before_and_after_the_job_is_complete(
     job.server()
     member.wait_for("rank 0")
     late = job.worker(None, JOIN)
-    assert late.wait(5) == 1
+    assert late.wait(SOON_S) == 1
     assert late.lines[-1].endswith("this job is complete; it takes no further nodes")
     job.allow("go")
     assert member.wait() == 0
@@ -232,7 +232,7 @@ def test_a_worker_of_another_job_is_refused_and_the_right_one_still_gets_in(
     job = make_job(1, 1)
     scheduler, _ = job.service()
     stranger = job.worker(0, JOIN, {"PS_JOB_ID": "another"})
-    assert stranger.wait(5) == 1
+    assert stranger.wait(SOON_S) == 1
     assert stranger.lines[-1].endswith(
         f"this node belongs to job 'job-{job.mark}', the message to 'another'; two jobs use the "
         "same address: start each with a port of its own"
@@ -259,7 +259,7 @@ def test_a_worker_killed_before_the_job_is_complete_ends_it_with_a_sentence_abou
     scheduler, survivor, victim = job.scheduler(), job.worker(0, JOIN), job.worker(1, JOIN)
     wait_until_registered(scheduler, survivor, victim)
     victim.send(signal.SIGKILL)
-    assert job.wait_all(5) == [1, 1, -signal.SIGKILL]
+    assert job.wait_all(SOON_S) == [1, 1, -signal.SIGKILL]
     for process in scheduler, survivor:
         assert re.search(rf"a worker on \S+ \(pid {victim.pid}\) is lost: ", process.lines[-1])
     assert_no_traceback(scheduler)
@@ -273,7 +273,7 @@ def test_when_the_scheduler_is_killed_before_the_job_is_complete_those_that_wait
     worker = job.worker(0, JOIN)
     wait_until_registered(scheduler, server, worker)
     scheduler.send(signal.SIGKILL)
-    assert job.wait_all(5) == [-signal.SIGKILL, 1, 1]
+    assert job.wait_all(SOON_S) == [-signal.SIGKILL, 1, 1]
     for process in server, worker:
         sentence = f"NodeLostError: the scheduler at {HOST}:{job.port} is lost before the cluster "
         assert sentence in process.lines[-1]

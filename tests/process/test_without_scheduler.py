@@ -52,7 +52,7 @@ for call in kv.barrier, lambda: kv.init("v", vector(0)):
     try:
         call()
     except PSError as error:
-        print(f"{type(error).__name__}: {error}; in time: {time.monotonic() - began < 1}")
+        print(f"{type(error).__name__}: {error}; in time: {time.monotonic() - began < 5}")
 """
 
 
@@ -84,7 +84,7 @@ def test_push_and_pull_go_on_barriers_fail_at_once_and_the_job_ends_as_failed(
         "(exit code 137)"
     )
     launcher.wait_for(re.escape(line))
-    assert time.monotonic() - killed_at < 1
+    assert time.monotonic() - killed_at < 5
     # As long as the launcher once waited for others after a failure.
     with pytest.raises(AssertionError, match="still runs"):
         launcher.wait(5.5)

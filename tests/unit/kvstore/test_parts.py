@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.aggregate import Flat
-from kvstore.arena import Arena, PartTable, StoreState
+from kvstore.arena import Arena, StoreState
+from kvstore.parts import PartTable
 from kvstore.protocol import PartEntry
 from pslite.errors import UsageError
 from pslite.plane import Job, Piece
