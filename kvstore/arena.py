@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.aggregate import Flat, Workspace
-from kvstore.base import Key
 from kvstore.compression import Chain, Compression
 from kvstore.cores import Cores
 from kvstore.errors import ValueMismatchError
+from kvstore.keys import Key
 from kvstore.optimizer import states
 from kvstore.optimizer.base import Optimizer
 from kvstore.protocol import PartEntry, RowPartEntry

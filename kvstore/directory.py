@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.base import Key, KeySpec
 from kvstore.errors import KeyTypeError, OptimizerMismatch, UnknownTypeError, ValueMismatchError
+from kvstore.keys import Key, KeySpec
 from kvstore.placement import chunk_ranges, num_chunks, place
 from kvstore.protocol import (
     CLOSING,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.base import Key, KeySpec
 from kvstore.dtypes import dtype_of, dtype_text
+from kvstore.keys import Key, KeySpec
 from kvstore.placement import chunk_ranges, num_chunks
 from kvstore.sparse.stripes import Stripes
 from pslite.errors import ProtocolError

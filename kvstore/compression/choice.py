@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.base import Key
 from kvstore.compression.chain import Chain
 from kvstore.compression.layout import can_encode
 from kvstore.compression.making import FEEDBACK, known_parameters, make_chain
 from kvstore.compression.parameters import size
 from kvstore.compression.statistics import Statistics
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
+from kvstore.keys import Key
 from kvstore.suggest import did_you_mean
 from pslite.errors import ProtocolError, UsageError
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.aggregate import Flat
-from kvstore.base import Key
 from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import ValueMismatchError
+from kvstore.keys import Key
 
 
 class Residual(NamedTuple):
