@@ -238,7 +238,7 @@ class ServerStores:
         self._trim_at = self._node.clock() + _TRIM_AFTER_S
         if not self._is_trim_due:
             self._is_trim_due = True
-            self._node.look_after_each_step(self._trim)
+            self._node.errands.look_after_each_step(self._trim)
 
     def _trim(self) -> bool:
         """Give free memory back, a while after the last keys were made; whether that is done.
@@ -356,7 +356,7 @@ class ServerStores:
         try:
             return from_plain(plain)
         except UsageError as error:
-            lines = [f"{self._node.title(self._node_id)}: {error}", *self._import_errors]
+            lines = [f"{self._node.membership.title(self._node_id)}: {error}", *self._import_errors]
             raise type(error)("\n".join(lines)) from None
 
     @property

@@ -47,7 +47,7 @@ class Server:
             config=config,
             traffic=self._traffic,
             info=SimpleNamespace(node_id=8),
-            title=lambda node: "server 0",
+            membership=SimpleNamespace(title=lambda node: "server 0"),
             pool=SimpleNamespace(submit=lambda lane, work: work()),
             buffer=lambda nbytes: np.empty(nbytes, np.uint8),
         )
