@@ -30,6 +30,7 @@ from kvstore.context import Context
 from kvstore.dtypes import accumulation_dtype
 from kvstore.fused import Job, are_apart, jobs_of
 from kvstore.local import LocalKVStore
+from kvstore.local_values import LocalValues
 from kvstore.optimizer.states import create_state, has_master
 from kvstore.shelf import Entry
 
@@ -44,7 +45,11 @@ class DeviceKVStore(LocalKVStore):
     """
 
     def __init__(self, name: str = "device") -> None:
-        super().__init__(name)
+        super().__init__(name, DeviceValues())
+
+
+class DeviceValues(LocalValues):
+    """The values of one store, each on the host or on a GPU."""
 
     # -- where keys live ---------------------------------------------------------------
 
@@ -62,7 +67,7 @@ class DeviceKVStore(LocalKVStore):
 
     def _bytes_held(self) -> dict[Context, int]:
         held: dict[Context, int] = {}
-        for entry in self._entries.values():
+        for entry in self.entries.values():
             held[entry.home] = held.get(entry.home, 0) + entry.spec.nbytes
         return held
 
@@ -82,7 +87,7 @@ class DeviceKVStore(LocalKVStore):
             singly = list(range(len(group)))
             if isinstance(adapter_on(home), CupyAdapter):
                 sizes = [len(row) for _, row in group]
-                jobs, singly = jobs_of([entry for entry, _ in group], sizes, self._optimizer)
+                jobs, singly = jobs_of([entry for entry, _ in group], sizes, self.optimizer)
                 for job in jobs:
                     self._apply_job(home, job, [group[index] for index in job.indices])
             for index in singly:
@@ -93,13 +98,13 @@ class DeviceKVStore(LocalKVStore):
         copies = [[near(array, home) for array in row] for _, row in work]
         own = []
         for entry, _ in work:
-            if entry.state is None and self._optimizer is not None:
+            if entry.state is None and self.optimizer is not None:
                 with adapter_on(home).on(home):
-                    entry.keep_state(create_state(self._optimizer, entry.flat), entry.count)
+                    entry.keep_state(create_state(self.optimizer, entry.flat), entry.count)
             own.append([entry.weight, *(entry.state or ())])
         update(home.device_id, job.kernel, job.numbers, copies, own)
         for entry, _ in work:
-            entry.count += self._optimizer is not None
+            entry.count += self.optimizer is not None
             entry.version += 1
 
     def _apply_singly(self, entry: Entry, arrays: Sequence[Array]) -> None:
@@ -109,14 +114,14 @@ class DeviceKVStore(LocalKVStore):
         with adapter.on(entry.home):
             weight = entry.flat
             gradient = total.reshape(-1)
-            if self._optimizer is None:
+            if self.optimizer is None:
                 weight[...] = gradient
             else:
                 if entry.state is None:
-                    entry.keep_state(create_state(self._optimizer, weight), entry.count)
+                    entry.keep_state(create_state(self.optimizer, weight), entry.count)
                 entry.count += 1
                 scratch = np.empty_like(gradient)
-                optimizer = self._optimizer.for_key(entry.key)
+                optimizer = self.optimizer.for_key(entry.key)
                 own, wide = entry.state or (), weight
                 if has_master(weight.dtype):
                     own, wide = own[:-1], own[-1]

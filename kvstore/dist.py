@@ -400,10 +400,9 @@ class DistKVStore(DistControl):
 
     def _ready_to_push(self) -> None:
         self._check()
-        if self._synchronous or self._has_optimizer or self._optimizer is not None:
+        if self._synchronous or self._optimizer.is_set:
             return
-        self._has_optimizer = self._wait(self._servers.has_optimizer())
-        if not self._has_optimizer:
+        if not self._optimizer.look():
             raise OptimizerNotSet(
                 f"{self._name} updates the stored values on every push and needs an optimizer: "
                 "call set_optimizer on worker 0 before the first push"

@@ -11,7 +11,7 @@ import itertools
 import pathlib
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,13 +22,14 @@ from kvstore.base import CompressionParams, KeyInfo, KVStore, Path, check_optimi
 from kvstore.coding import Coding
 from kvstore.commands import check_command
 from kvstore.compression import Compression
+from kvstore.dist_files import DistFiles
+from kvstore.dist_optimizer import DistOptimizer
 from kvstore.errors import (
     NotSupportedError,
-    OptimizerMismatch,
     OptimizerNotSet,
-    UnknownOptimizerError,
 )
 from kvstore.exchange import Exchange
+from kvstore.joint_calls import JointCalls
 from kvstore.keys import (
     Key,
     Keys,
@@ -40,10 +41,9 @@ from kvstore.keys import (
 )
 from kvstore.operation import UnderWay
 from kvstore.optimizer.base import Number, Optimizer
-from kvstore.optimizer.plain import to_plain
 from kvstore.progress import progress_of
 from kvstore.protocol import CLOSING, KeyEntry
-from kvstore.residual_files import path_beside_states, path_in_checkpoint, remove_beyond
+from kvstore.residual_files import path_beside_states, path_in_checkpoint
 from kvstore.saving import (
     Checkpoint,
     Content,
@@ -63,9 +63,6 @@ from pslite.ids import group_members
 _store_numbers: weakref.WeakKeyDictionary[Postoffice, Iterator[int]] = weakref.WeakKeyDictionary()
 """Stores of a node are numbered in the order of creation, which is the same on all workers."""
 
-#: Another worker's ``set_optimizer`` may be on its way to the servers while this one asks.
-_READ_BACK_TRIES = 20
-
 
 class DistControl(KVStore):
     """All of a distributed store but the calls that move values."""
@@ -82,11 +79,10 @@ class DistControl(KVStore):
         #: Calls of ``init`` that are not over, whatever their keys.
         self._inits = UnderWay()
         self._table = KeyTable()
-        self._optimizer: Optimizer | None = None
-        # Of an asynchronous store: another worker's may be of a class that is unknown here.
-        self._has_optimizer = False
-        self._optimizer_calls = 0
-        self._meetings = 0
+        wait = self._waiter.wait
+        self._optimizer = DistOptimizer(self._servers, self._exchange.pushes, wait)
+        self._joint_calls = JointCalls(self._servers, wait)
+        self._files = DistFiles(self._servers, self._exchange, wait)
         self._late_error: BaseException | None = None
         self._is_closed = False
 
@@ -119,19 +115,11 @@ class DistControl(KVStore):
     def set_optimizer_async(self, optimizer: Optimizer) -> Future[None]:
         """``set_optimizer``; what was pushed before belongs to the optimizer before."""
         self._check()
-        plain = to_plain(optimizer)  # a call that raises here is none, so it has no number
-        self._optimizer_calls += 1
-        call = self._optimizer_calls
-
-        def remember(_: None) -> None:
-            self._optimizer = optimizer
-
-        pushed = settled(self._exchange.pushes.of())
-        return pushed.then(lambda _: self._servers.set_optimizer(plain, call)).map(remember)
+        return self._optimizer.set(optimizer)
 
     def set_optimizer_params(self, **numbers: Number) -> None:
         # Not what the servers use now: another rank may be some calls ahead of this one.
-        optimizer = self._optimizer or self.current_optimizer()
+        optimizer = self._optimizer.known or self.current_optimizer()
         self.set_optimizer(optimizer.replace(**numbers))
 
     def current_optimizer(self) -> Optimizer:
@@ -142,11 +130,7 @@ class DistControl(KVStore):
 
     def _optimizer_of_servers(self) -> Optimizer | None:
         self._check()
-        for _ in range(_READ_BACK_TRIES):
-            found = self._wait(self._servers.optimizers())
-            if all(optimizer == found[0] for optimizer in found):
-                return found[0] if found else None
-        raise OptimizerMismatch(f"the servers use different optimizers: {found}")
+        return self._optimizer.in_use()
 
     def set_updater(self, updater: UpdateFunction) -> None:
         raise NotSupportedError(
@@ -207,65 +191,34 @@ class DistControl(KVStore):
     # -- files -------------------------------------------------------------------------
 
     def save_checkpoint(self, directory: Path) -> None:
-        self._save_residuals(partial(path_in_checkpoint, directory))
-        self._save(
-            lambda contents, optimizer, pieces: write_checkpoint(
-                directory, contents, optimizer, pieces
-            )
-        )
+        self._save(partial(path_in_checkpoint, directory), partial(write_checkpoint, directory))
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
-        self._save_residuals(partial(path_beside_states, fname))
-        self._save(
-            lambda contents, optimizer, pieces: write_states(
-                fname, contents, optimizer, pieces, dump_optimizer=dump_optimizer
-            )
-        )
+        write = partial(write_states, fname, dump_optimizer=dump_optimizer)
+        self._save(partial(path_beside_states, fname), write)
 
-    def _save_residuals(self, path_of: Callable[[int], pathlib.Path]) -> None:
+    def _save(
+        self,
+        residuals_of: Callable[[int], pathlib.Path],
+        write: Callable[[Mapping[Key, Content], Optimizer | None, Iterable[Piece]], None],
+    ) -> None:
+        """Each worker what it owes; the lowest rank what the servers hold."""
         self._check()
-        if self._servers.decides:
-            remove_beyond(path_of, self.num_workers)
-        path = path_of(self.rank)
-        coding = self._exchange.coding
-        if coding is None:
-            path.unlink(missing_ok=True)  # of an earlier save
-        else:
-            coding.save(path)
-
-    def _load_residuals(self, path: pathlib.Path) -> None:
-        coding = self._exchange.coding
-        if coding is not None:
-            coding.load(path)
-
-    def _save(self, write: Callable[[Any, Optimizer | None, Any], None]) -> None:
-        self._check()
+        self._files.save_residuals(residuals_of, self.rank, self.num_workers)
         if not self._servers.decides:
             return
         self._settle()
         optimizer = self._optimizer_of_servers()
-        dense, row_sparse = self._entries()
-        held = [self._servers.rows.held(entry, self._wait) for entry in row_sparse]
-        pieces = [self._servers.rows.read(each, optimizer, self._wait) for each in held]
-        contents = self._contents() | {each.entry.key: each.content for each in held}
-        write(
-            contents,
-            optimizer,
-            itertools.chain(self._servers.read(dense, optimizer, self._wait), *pieces),
-        )
-
-    def _entries(self) -> tuple[list[KeyEntry], list[KeyEntry]]:
-        """The dense keys, and the row-sparse ones."""
-        entries = self._exchange.entries.values()
-        dense = [entry for entry in entries if not entry.is_row_sparse]
-        return dense, [entry for entry in entries if entry.is_row_sparse]
+        contents, pieces = self._files.held(optimizer)
+        write(contents, optimizer, pieces)
 
     def load_checkpoint(self, directory: Path) -> None:
         def load() -> Sequence[Key]:
             with Checkpoint(directory) as saved:
                 optimizer = saved.states.optimizer or self._optimizer_of_servers()
-                saved.check(self._contents())
-                saved.states.check(self._contents(), optimizer)
+                contents = self._files.contents()
+                saved.check(contents)
+                saved.states.check(contents, optimizer)
                 if optimizer is not None:
                     self.set_optimizer(optimizer)
                 missing = {k: spec for k, spec in saved.specs.items() if k not in self._table}
@@ -274,65 +227,31 @@ class DistControl(KVStore):
                     for key, spec in missing.items()
                 ]
                 self._wait(self._init(missing, empty))
-
-                def read(key: Key, start: int, stop: int) -> Piece:
-                    return saved.read(key, start, stop, optimizer)
-
-                self._write(read, saved.states, optimizer)
+                self._files.take_checkpoint(saved, optimizer)
             return ()
 
         self._check_may_wait()
         self._settle()
         entries = self._together("load_checkpoint", load)
         self._add([entry for entry in entries if entry.key not in self._table])
-        self._adopt_optimizer()
-        self._load_residuals(path_in_checkpoint(directory, self.rank))
+        self._optimizer.adopt()
+        self._files.load_residuals(path_in_checkpoint(directory, self.rank))
 
     def load_optimizer_states(self, fname: Path) -> None:
         def load() -> Sequence[Key]:
             with SavedStates(fname, takes_rows=True) as saved:
                 optimizer = saved.optimizer or self._optimizer_of_servers()
-                saved.check(self._contents(), optimizer)
+                saved.check(self._files.contents(), optimizer)
                 if optimizer is not None:
                     self.set_optimizer(optimizer)
-
-                def read(key: Key, start: int, stop: int) -> Piece:
-                    return Piece(key, start, None, *saved.read(key, start, stop, optimizer))
-
-                self._write(read, saved, optimizer)
+                self._files.take_states(saved, optimizer)
             return ()
 
         self._check_may_wait()
         self._settle()
         self._together("load_optimizer_states", load)
-        self._adopt_optimizer()
-        self._load_residuals(path_beside_states(fname, self.rank))
-
-    def _write(
-        self,
-        read: Callable[[Key, int, int], Piece],
-        states: SavedStates,
-        optimizer: Optimizer | None,
-    ) -> None:
-        """Have the servers take over what ``read`` gives of every key."""
-        dense, row_sparse = self._entries()
-        self._servers.write(dense, optimizer, read, self._wait)
-        for entry in row_sparse:
-            self._servers.rows.write(entry, states.rows_of(entry.key), read, self._wait)
-
-    def _adopt_optimizer(self) -> None:
-        """Note the optimizer that the deciding rank may have loaded."""
-        self._optimizer = None  # where it cannot be made: asked for when it is needed
-        with suppress(UnknownOptimizerError):
-            self._optimizer = self._wait(self._servers.declared_optimizer())
-
-    def _contents(self) -> dict[Key, Content]:
-        """What there is of each key; of row-sparse ones without their rows."""
-        no_rows = np.empty(0, np.int64)
-        return {
-            key: Content(entry.spec, len(entry.servers), no_rows if entry.is_row_sparse else None)
-            for key, entry in self._exchange.entries.items()
-        }
+        self._optimizer.adopt()
+        self._files.load_residuals(path_beside_states(fname, self.rank))
 
     # -- the cluster -------------------------------------------------------------------
 
@@ -376,8 +295,7 @@ class DistControl(KVStore):
         if self._late_error is not None:
             self._node.log.warn(f"a push had failed: {self._late_error}")
         self._is_closed = True
-        self._meetings += 1
-        call = self._meetings
+        call = self._joint_calls.begin()
 
         def free(news: bytes | None) -> Future[Any]:
             entries = dict(self._exchange.entries)
@@ -402,7 +320,7 @@ class DistControl(KVStore):
     def _init(self, specs: Mapping[Key, KeySpec], hosts: Sequence[HostValue]) -> Future[None]:
         self._exchange.check_coding(self._exchange.coding)
         # Sizes are checked by the directory: a rank that raised here would leave others waiting.
-        whole = self._optimizer is not None and self._optimizer.scope == "key"
+        whole = self._optimizer.needs_whole_keys
         made = self._servers.init(
             specs, hosts, self._exchange.entries, self._exchange.coding, whole=whole
         )
@@ -428,32 +346,9 @@ class DistControl(KVStore):
 
     def _meet(self, name: str, act: Callable[[int], Sequence[Key]]) -> tuple[int, list[KeyEntry]]:
         """``_together``, with the number of this call, which is the same on all workers."""
-        self._meetings += 1
-        call = self._meetings
-        meeting = self._servers.meet(call, name)
-        try:
-            news: bytes | None = self._wait(meeting)
-        except BaseException as error:
-            self._withdraw(call, meeting, error)
-            raise
-        if news is None:
-            try:
-                deleted = act(call)
-            except BaseException as error:
-                self._servers.report(call, error=error)
-                raise
-            news = self._wait(self._servers.report(call, deleted))
-        entries, self._optimizer_calls = self._servers.news_of(news)
+        call, news = self._joint_calls.make(name, act)
+        entries, self._optimizer.num_calls = self._servers.news_of(news)
         return call, entries
-
-    def _withdraw(self, call: int, meeting: Future[bytes | None], error: BaseException) -> None:
-        """This rank does not wait any more; if it turns out to decide, the others hear of that."""
-
-        def answered(done: Future[bytes | None]) -> None:
-            if done.error() is None and done.result(0) is None:
-                self._servers.report(call, error=error)
-
-        meeting.on_done(answered)
 
     def _wait(self, future: Future[Any]) -> Any:
         return self._waiter.wait(future)

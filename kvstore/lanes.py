@@ -1,7 +1,7 @@
-"""Work on a server's parts, each on its own pool thread: what requests of apps need done there.
+"""Work on a server's parts, each on its own pool thread: which one, and what requests need done.
 
 Parts of one lane are worked on one after the other, so that nobody reads a value that is being
-updated. Requests arrive on the I/O thread. Read next: ``server_stores.py`` and ``row_stores.py``.
+updated. Requests arrive on the I/O thread. Read next: ``dense_stores.py`` and ``row_stores.py``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,30 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from pslite import Incoming
+
+
+class LaneNumbers:
+    """Which lanes new parts get. On the I/O thread."""
+
+    def __init__(self, most_bytes: int) -> None:
+        """``most_bytes`` is how much small parts may have that share a lane."""
+        self._most_bytes = most_bytes
+        self._lane = 0
+        self._lane_bytes = 0
+
+    def shared(self, nbytes: int) -> int:
+        """A lane for so many bytes; small ones share it, so that they can be updated together."""
+        if self._lane_bytes + nbytes > self._most_bytes:
+            self._lane += 1
+            self._lane_bytes = 0
+        self._lane_bytes += nbytes
+        return self._lane
+
+    def own(self) -> int:
+        """A lane that nothing shares."""
+        self._lane += 2
+        self._lane_bytes = 0
+        return self._lane - 1
 
 
 class OnLane(Protocol):

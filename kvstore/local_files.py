@@ -1,4 +1,4 @@
-"""What a store of one process writes into files, and how it takes it back, key by key.
+"""What a store of one process writes into files, and how it takes it back.
 
 Row-sparse keys are written with the rows that are there. The store's lock guards everything
 here. Read next: ``saving.py``.
@@ -14,10 +14,12 @@ import numpy as np
 from kvstore.aggregate import Flat
 from kvstore.arrays import adapter_for, adapter_on
 from kvstore.keys import Key
+from kvstore.local_values import LocalValues
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import create_state, has_master, restored
 from kvstore.saving import Checkpoint, Content, Piece, SavedStates
 from kvstore.shelf import Entry
+from kvstore.sparse.array import RowSparseArray
 from kvstore.sparse.sums import RowValues
 
 
@@ -46,8 +48,43 @@ def pieces_of(entries: Iterable[Entry], optimizer: Optimizer | None) -> Iterator
         yield Piece(entry.key, 0, values, states, entry.count)
 
 
-def take_values(entry: Entry, saved: Checkpoint, optimizer: Optimizer | None) -> None:
-    """Set value, states and count of a key to those in a checkpoint that was checked."""
+def take_checkpoint(values: LocalValues, saved: Checkpoint) -> None:
+    """Take everything over from a checkpoint; keys that are not there are made.
+
+    Raises what the checks of ``saved`` do, before anything has changed.
+    """
+    optimizer = saved.states.optimizer or values.optimizer
+    contents = contents_of(values.entries.values())
+    saved.check(contents)
+    saved.states.check(contents, optimizer)
+    missing = {key: spec for key, spec in saved.specs.items() if key not in values.entries}
+    values.add(
+        {
+            key: (RowSparseArray.zeros if saved.is_row_sparse(key) else np.zeros)(*spec)
+            for key, spec in missing.items()
+        }
+    )
+    if optimizer is not None:
+        values.set_optimizer(optimizer)
+    for entry in values.entries.values():
+        _take_values(entry, saved, optimizer)
+
+
+def take_states(values: LocalValues, saved: SavedStates) -> None:
+    """Take states, counts and the optimizer over from a file.
+
+    Raises what the check of ``saved`` does, before anything has changed.
+    """
+    optimizer = saved.optimizer or values.optimizer
+    saved.check(contents_of(values.entries.values()), optimizer)
+    if optimizer is not None:
+        values.set_optimizer(optimizer)
+    for entry in values.entries.values():
+        _take_states(entry, saved, optimizer)
+
+
+def _take_values(entry: Entry, saved: Checkpoint, optimizer: Optimizer | None) -> None:
+    """Set value, states and count of a key to those in a checkpoint."""
     if entry.table is not None:
         ids = saved.states.rows_of(entry.key)
         shape = len(ids), entry.table.width
@@ -62,8 +99,8 @@ def take_values(entry: Entry, saved: Checkpoint, optimizer: Optimizer | None) ->
     _keep(entry, restored(optimizer, values.reshape(-1), piece.states), piece.num_updates)
 
 
-def take_states(entry: Entry, saved: SavedStates, optimizer: Optimizer | None) -> None:
-    """Set states and count of a key to those in a file that was checked."""
+def _take_states(entry: Entry, saved: SavedStates, optimizer: Optimizer | None) -> None:
+    """Set states and count of a key to those in a file."""
     if entry.table is not None:
         ids = saved.rows_of(entry.key)
         shape = len(ids), entry.table.width

@@ -1,9 +1,9 @@
 """Row-sparse values in the stores of one process: pushes, pulls and row_sparse_pull.
 
-``local.py`` sends here what has to do with rows; the arithmetic is that of ``kvstore/sparse/``.
-Row-sparse keys live on the host, whatever the store; row-sparse gradients of a dense key are
-brought to where it lives. The store's lock guards everything here, and arguments have been
-checked. Read next: ``sparse/table.py``.
+``local_values.py`` sends here what has to do with rows; the arithmetic is that of
+``kvstore/sparse/``. Row-sparse keys live on the host, whatever the store; row-sparse gradients of a
+dense key are brought to where it lives. The store's lock guards everything here, and arguments have
+been checked. Read next: ``sparse/table.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A model's parts are named in the same lists again and again, so what there is to know of a list is
 found out once: which of its parts lie side by side. Read next: ``arena.py`` for where they lie,
-``neighbours.py`` for how a round is applied to them, ``server_stores.py`` for who calls this.
+``neighbours.py`` for how a round is applied to them, ``dense_stores.py`` for who calls this.
 """
 
 from __future__ import annotations

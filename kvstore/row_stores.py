@@ -1,6 +1,6 @@
 """A server's row-sparse parts, and the requests about them: making, saving and loading.
 
-What ``server_stores.py`` is for dense keys. Requests arrive on the I/O thread; what touches a
+What ``dense_stores.py`` is for dense keys. Requests arrive on the I/O thread; what touches a
 table is done there before anybody else knows of the part, and on its lane's pool thread later.
 Read next: ``row_parts.py`` for rounds and pulls, ``row_files.py`` for the worker that asks.
 """

@@ -7,9 +7,9 @@ shows what a plug-in has to define. Source: ``TestStore`` of MXNet (python/mxnet
 from __future__ import annotations
 
 from kvstore.arrays import adapter_for
-from kvstore.base import KVStoreBase
 from kvstore.errors import ArgumentValueError
 from kvstore.keys import Keys, KeySpec, Values, check_outs, group_values, spec_of
+from kvstore.plugin import KVStoreBase
 
 
 @KVStoreBase.register

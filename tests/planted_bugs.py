@@ -51,8 +51,8 @@ BUGS = [
     ),
     Bug(
         "a key's update count is not loaded",
-        "kvstore/server_stores.py",
-        "            part.count = count\n",
+        "kvstore/arena.py",
+        "        self.count = count\n",
         "",
         "tests/inproc/test_store_files.py",
     ),
@@ -95,7 +95,7 @@ BUGS = [
     ),
     Bug(
         "an asynchronous value is sent from where it is updated",
-        "kvstore/server_stores.py",
+        "kvstore/dense_stores.py",
         "            if arena.store.ranks is None:\n                copy = ",
         "            if False:\n                copy = ",
         "tests/inproc/test_shared_memory.py",

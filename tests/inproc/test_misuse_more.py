@@ -15,7 +15,7 @@ from misuse import KINDS, LARGE, PARTS, Misuse, Shared, grown, misused, ready
 from workers import Workers
 
 import kvstore
-from kvstore import KVStore, optimizer, server_stores
+from kvstore import KVStore, dense_stores, optimizer
 from kvstore.errors import (
     ArgumentTypeError,
     KeyTypeError,
@@ -481,7 +481,7 @@ def test_values_that_servers_cannot_take_are_an_error_on_all_workers(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other ranks wait for rank 0's ``init``; the key can be made anew afterwards."""
-    made = server_stores.Arena
+    made = dense_stores.Arena
 
     class TooSmall(made):  # type: ignore[misc, valid-type]
         def __init__(self, store: Any, lane: Any, entries: Any, *rest: Any) -> None:
@@ -491,7 +491,7 @@ def test_values_that_servers_cannot_take_are_an_error_on_all_workers(
 
     with Workers(kind, **PARTS) as workers:
         ready(workers)
-        monkeypatch.setattr(server_stores, "Arena", TooSmall)
+        monkeypatch.setattr(dense_stores, "Arena", TooSmall)
 
         def script(kv: KVStore) -> None:
             # Rank 1 first, so that it waits.

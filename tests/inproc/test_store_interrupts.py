@@ -23,6 +23,7 @@ from kvstore.base import KVStore
 from kvstore.directory import Directory
 from kvstore.errors import CheckpointError, UnknownKeyError
 from kvstore.server_stores import ServerStores
+from kvstore.waiting import Waiter
 from pslite.errors import ClosedError, PSError, RemoteError, UsageError
 
 
@@ -95,13 +96,13 @@ def test_an_interrupted_delete_ends_for_all_and_can_be_made_again(
     with Workers("dist_sync") as workers:
         workers.run(lambda kv: kv.init("w", ones()))
         is_interrupted = threading.Event()
-        waited = type(workers.stores[0])._wait  # type: ignore[attr-defined]
+        waited = Waiter._wait
 
-        def wait(kv: Any, future: Any) -> Any:
-            if kv.rank == interrupted and "to call delete" in future.what:
+        def wait(waiter: Any, future: Any) -> Any:
+            if waiter._node.rank == interrupted and "to call delete" in future.what:
                 is_interrupted.set()
                 raise KeyboardInterrupt
-            return waited(kv, future)
+            return waited(waiter, future)
 
         def script(kv: KVStore) -> BaseException | None:
             if kv.rank != interrupted:
@@ -113,7 +114,7 @@ def test_an_interrupted_delete_ends_for_all_and_can_be_made_again(
             return None
 
         with monkeypatch.context() as patched:
-            patched.setattr(type(workers.stores[0]), "_wait", wait)
+            patched.setattr(Waiter, "_wait", wait)
             outcomes = workers.run(script)
         assert isinstance(outcomes[interrupted], KeyboardInterrupt)
         if interrupted == 0:

@@ -296,8 +296,8 @@ class TestAnOptimizerThatRaises:
         store.init(["a", "b", "c"], [np.zeros(40), np.zeros(40), np.zeros(40)])
         with pytest.raises(FloatingPointError):
             store.push(["a", "b", "c"], [np.ones(40), np.full(40, np.nan), np.ones(40)])
-        assert [store._entries[key].count for key in "abc"] == [1, 1, 0]
-        assert [store._entries[key].version for key in "abc"] == [1, 0, 0]
+        assert [store._values.entries[key].count for key in "abc"] == [1, 1, 0]
+        assert [store._values.entries[key].version for key in "abc"] == [1, 0, 0]
 
 
 class TestListsOfKeys:
@@ -330,7 +330,7 @@ class TestListsOfKeys:
         store.init(list(range(10)), [np.zeros(2) for _ in range(10)])
         for key in range(10):
             store.push([key, (key + 1) % 10], [np.ones(2), np.ones(2)])
-            assert len(store._rows._blocks) <= 3
+            assert len(store._values._rows._blocks) <= 3
         np.testing.assert_array_equal(store.pull(list(range(10))), np.ones((10, 2)))
 
     @pytest.mark.parametrize("wrong", [True, 1.0, [1, True], [1, "1"], None])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore import Context, create, device, local, optimizer
+from kvstore import Context, create, device, local_values, optimizer
 from kvstore.arrays import adapter_on
 from kvstore.device import DeviceKVStore
 
@@ -48,7 +48,7 @@ def test_a_key_stays_on_the_host_while_only_host_arrays_are_pushed() -> None:
     store = DeviceKVStore()
     store.init("w", np.zeros(3))
     store.push("w", [np.ones(3), np.ones(3)])
-    assert [entry.home for entry in store._entries.values()] == [Context("cpu", 0)]
+    assert [entry.home for entry in store._values.entries.values()] == [Context("cpu", 0)]
 
 
 class OnGpu(np.ndarray):
@@ -68,7 +68,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         type(host), "context", lambda _, array: place.get(type(array), Context("cpu", 0))
     )
     monkeypatch.setattr(device, "adapter_on", lambda context: host)
-    monkeypatch.setattr(local, "adapter_on", lambda context: host)
+    monkeypatch.setattr(local_values, "adapter_on", lambda context: host)
 
 
 @pytest.mark.usefixtures("pretended_gpu")
@@ -79,15 +79,19 @@ def test_a_key_moves_to_the_gpu_of_its_values_and_the_others_stay() -> None:
     store.init(keys, [zeros] * 3)
     store.push(keys, [ones] * 3)  # momentum -1
     store.push(keys, [ones, [on_gpu(ones), on_gpu(ones)], ones])  # -1.5, -2.5, -1.5
-    assert [entry.home.device_type for entry in store._entries.values()] == ["cpu", "gpu", "cpu"]
-    assert store._entries["b"].shelf is None
+    assert [entry.home.device_type for entry in store._values.entries.values()] == [
+        "cpu",
+        "gpu",
+        "cpu",
+    ]
+    assert store._values.entries["b"].shelf is None
     outs = [np.zeros(4) for _ in keys]
     store.pushpull(keys, [ones] * 3, out=outs)  # -1.75, -2.25, -1.75
     np.testing.assert_array_equal([out[0] for out in outs], [-4.25, -5.75, -4.25])
     values, versions = store.pull(keys, with_version=True)
     np.testing.assert_array_equal(values, outs)
     assert versions == [3, 3, 3]
-    assert [entry.count for entry in store._entries.values()] == [3, 3, 3]
+    assert [entry.count for entry in store._values.entries.values()] == [3, 3, 3]
 
 
 @pytest.mark.usefixtures("pretended_gpu")

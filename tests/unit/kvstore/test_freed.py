@@ -1,4 +1,4 @@
-"""What malloc keeps and gives back; in a process of its own, whose malloc it changes for good."""
+"""What malloc keeps and gives back (in a process of its own, whose malloc it changes), and when."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+
+from kvstore import freed
+from kvstore.freed import LateReturn
 
 PROGRAM = """
 import ctypes, threading
@@ -46,3 +49,29 @@ def test_freed_memory_is_kept_until_it_is_given_back() -> None:
     kept, left = map(int, done.stdout.split())
     assert 36 <= kept <= 48
     assert left <= 4
+
+
+def test_memory_is_given_back_once_and_only_a_while_after_it_was_asked_for_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, looks, returned = 0.0, [], []
+    monkeypatch.setattr(freed, "return_freed_memory", lambda: returned.append(now))
+    late = LateReturn(lambda: now, looks.append)
+
+    def step(at: float) -> None:
+        nonlocal now
+        now = at
+        looks[:] = [look for look in looks if not look()]
+
+    late.ask()
+    step(0.9)
+    late.ask()
+    assert len(looks) == 1
+    step(1.8)
+    assert returned == []
+    step(1.9)
+    step(2.0)
+    assert (returned, looks) == ([1.9], [])
+    late.ask()
+    step(3.0)
+    assert returned == [1.9, 3.0]

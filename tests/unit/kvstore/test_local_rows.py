@@ -475,7 +475,7 @@ def test_what_is_done_on_a_gpu_gives_the_bits_of_the_host(name: str | None, lazy
         each.init("w", np.arange(12, dtype="f4").reshape(SHAPE))
         if found is not None:
             each.set_optimizer(found)
-    entry = there._entries["w"]  # type: ignore[attr-defined]
+    entry = there._values.entries["w"]  # type: ignore[attr-defined]
     for seed in range(3):
         value = random_rows(seed).unique()
         here.push("w", value)

@@ -50,6 +50,8 @@ class Server:
             membership=SimpleNamespace(title=lambda node: "server 0"),
             pool=SimpleNamespace(submit=lambda lane, work: work()),
             buffer=lambda nbytes: np.empty(nbytes, np.uint8),
+            clock=lambda: 0.0,
+            errands=SimpleNamespace(look_after_each_step=lambda look: None),
         )
         self.stores = ServerStores(node, import_errors)
 
