@@ -111,8 +111,8 @@ def measure(
         return {name: _time(cases[name], store, agreement, budget_ms) for name in names}
 
     node, times_ms = store.node, times(cases)
-    servers = [info for info in node.neighbours() if info.role == Role.SERVER.value]
-    shared = sum(node.shares_with(info.node_id) for info in servers)
+    servers = [info for info in node.membership.neighbours() if info.role == Role.SERVER.value]
+    shared = sum(node.nearby.shares_with(info.node_id) for info in servers)
     way = "shared memory" if shared == len(servers) else "TCP" if shared == 0 else "both ways"
     setup = f"{_count(store.num_workers, 'worker')}, {_count(len(servers), 'server')}, {way}"
     found: dict[str, Any] = {"setup": setup, "times_ms": times_ms}

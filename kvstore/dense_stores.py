@@ -61,7 +61,7 @@ class DenseStores:
         self._lanes = lanes
         #: Parts -> their values right after an update, until ``read`` asks for them.
         self._copies: dict[Ints, _Copy] = {}
-        self._late_return = LateReturn(node.clock, node.look_after_each_step)
+        self._late_return = LateReturn(node.clock, node.errands.look_after_each_step)
         self.calls: dict[int, Callable[[Incoming], None]] = {
             StoreCall.INIT: self._init,
             StoreCall.READ: self._read_parts,

@@ -416,7 +416,7 @@ class DistKVStore(DistControl):
         except BaseException:
             unfinished = [each for each in operations if not each.future.done()]
             for operation in unfinished:
-                self._node.call(operation.let_go)
+                self._node.errands.call(operation.let_go)
             if unfinished:
                 self._node.wait_until_accepted()
             raise

@@ -78,7 +78,7 @@ class Exchange:
         self.pulls = UnderWay()
         self.counters = {"pushes": 0, "pulls": 0, "bytes_pushed": 0, "bytes_pulled": 0}
         #: How large messages of gathered values should be.
-        self.message_bytes = message_bytes(node.config, by_tcp=not node.is_on_one_machine)
+        self.message_bytes = message_bytes(node.config, by_tcp=not node.nearby.is_on_one_machine)
 
     def name_of(self, part: int) -> str | None:
         """The key or table that a part belongs to, for reports (``pslite/traffic.py``)."""
@@ -138,7 +138,7 @@ class Exchange:
         self.pushes.forget(keys)
         self.pulls.forget(keys)
         parts = [part for entry in gone for part in entry.parts]
-        self._node.call(lambda: self._node.traffic.forget(parts))
+        self._node.errands.call(lambda: self._node.traffic.forget(parts))
 
     def remove_table(self, title: str) -> None:
         """This growing table is gone."""
@@ -146,7 +146,7 @@ class Exchange:
         self._progress.forget(id(self), [title])
         self.pushes.forget([title])
         self.pulls.forget([title])
-        self._node.call(lambda: self._node.traffic.forget(parts))
+        self._node.errands.call(lambda: self._node.traffic.forget(parts))
 
     def begin(
         self,
@@ -210,7 +210,7 @@ class Exchange:
         ``coding`` is what was in use when it was made; ``nbytes`` where they are not those of the
         keys' whole values. Raises ``UsageError`` while the encoding changes.
         """
-        self._node.check_process()
+        self._node.errands.check_process()
         with self._lock:
             self.check_coding(coding)
             self.send_joined()  # what comes now comes after this
@@ -256,7 +256,7 @@ class Exchange:
         """
         if not keys.keys:
             return completed(None)
-        self._node.check_process()
+        self._node.errands.check_process()
         pushes = sources is not None
         with self._lock:
             self.check_coding(coding if pushes else self.coding)
@@ -289,7 +289,7 @@ class Exchange:
         with self._lock:
             batch, self._batch = self._batch, None
             if batch is not None:
-                self._node.call(lambda: self._take(batch))
+                self._node.errands.call(lambda: self._take(batch))
 
     def _begin_batch(self) -> Batch:
         # One call alone is not worth so much memory.
@@ -300,7 +300,7 @@ class Exchange:
         """Let others join; it goes out in a moment if nobody is in a hurry."""
         self._batch = batch
         try:
-            self._node.call_later(_JOIN_S, lambda: self._look_at(batch, 0, 1))
+            self._node.errands.call_later(_JOIN_S, lambda: self._look_at(batch, 0, 1))
         except BaseException:
             self._batch = None  # nobody may have been told of it
             raise
@@ -311,7 +311,7 @@ class Exchange:
         if batch is not self._batch or now == count or look == _MAX_LOOKS:
             self._take(batch)
         else:
-            self._node.call_later(_JOIN_S, lambda: self._look_at(batch, now, look + 1))
+            self._node.errands.call_later(_JOIN_S, lambda: self._look_at(batch, now, look + 1))
 
     def _copy(self, source: Bytes) -> Bytes:
         if len(source) <= _SMALL_COPY_BYTES:
@@ -362,7 +362,7 @@ class Exchange:
 
     def _plan(self, keys: Sequence[Key]) -> list[Group]:
         nbytes = sum(self.entries[key].spec.nbytes for key in keys)
-        by_tcp = not self._node.is_on_one_machine
+        by_tcp = not self._node.nearby.is_on_one_machine
         limit = group_bytes(self._node.config, nbytes, by_tcp=by_tcp)
         groups = group_parts([self._places[key] for key in keys], limit)
         coding = self.coding

@@ -39,7 +39,7 @@ def frames_of(
     found: list[Frames | None] = [as_they_lie(node, group, sources) for group in groups]
     if nbytes > node.config.chunk_bytes:
         for index, group in enumerate(groups):
-            if found[index] is None and node.may_share_with(group.server):
+            if found[index] is None and node.nearby.may_share_with(group.server):
                 found[index] = partial(copied, node, group, sources)
     if targets is not None:  # values may land while others are still to be sent
         pairs = zip(groups, found, strict=True)
@@ -59,7 +59,7 @@ def as_they_lie(
     memory is quicker than what TCP does.
     """
     pushed = group.to_push
-    if pushed.nbytes >= _LEAST_SHARED_BYTES and node.may_share_with(group.server):
+    if pushed.nbytes >= _LEAST_SHARED_BYTES and node.nearby.may_share_with(group.server):
         rows = node.shared_rows(views(pushed, memories))
         if rows is None or len(rows) * _LEAST_FRAME_BYTES > pushed.nbytes + _LEAST_FRAME_BYTES:
             return None

@@ -191,7 +191,7 @@ class ServerStores:
         try:
             return from_plain(plain)
         except UsageError as error:
-            lines = [f"{self._node.title(self._node_id)}: {error}", *self._import_errors]
+            lines = [f"{self._node.membership.title(self._node_id)}: {error}", *self._import_errors]
             raise type(error)("\n".join(lines)) from None
 
     @property

@@ -23,8 +23,8 @@ class Waiter:
 
     def check(self) -> None:
         """Raise ``UsageError`` where nobody may wait: before a call has any effect."""
-        self._node.check_process()
-        if self._node.is_io_thread:
+        self._node.errands.check_process()
+        if self._node.errands.is_io_thread:
             raise UsageError(
                 "a callback on the I/O thread must not wait: use the calls that return futures"
             )

@@ -57,7 +57,7 @@ class Asker:
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         self._io_thread: int | None = None
-        node.call(self._note_io_thread)
+        node.errands.call(self._note_io_thread)
 
     def ask(
         self,
@@ -100,7 +100,7 @@ class Asker:
 
         with self._lock:
             heapq.heappush(self._heap, (-priority, next(self._sequence), start))
-        self.node.call(self._start_first)
+        self.node.errands.call(self._start_first)
         # A node that has ended may never look at what was handed to it after its last step.
         if self.node.error is not None:
             future.set_error(self.node.error)
@@ -170,7 +170,8 @@ class Asker:
         self, nodes: Mapping[int, Any], asked: Mapping[int, Future[dict[int, Reply]]]
     ) -> str:
         missing = [node for node in nodes if node not in asked or not asked[node].done()]
-        return f"app {self.app} waits for " + ", ".join(self.node.title(node) for node in missing)
+        titles = ", ".join(self.node.membership.title(node) for node in missing)
+        return f"app {self.app} waits for {titles}"
 
 
 def as_int64(number: int, what: str) -> int:

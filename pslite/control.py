@@ -218,7 +218,7 @@ class MemberControl:
             future.set_result(None)
 
     def _say_who_has_not_come(self, message: BarrierWaits) -> None:
-        missing = ", ".join(self._office.title(node) for node in message.missing)
+        missing = ", ".join(self._office.membership.title(node) for node in message.missing)
         self._office.log.warn(
             f"a barrier of group {message.group} has waited {message.waited_s:.0f} s for {missing}"
         )
@@ -236,7 +236,7 @@ class MemberControl:
             sentence = f"the scheduler at {where} is lost before the cluster was complete: {reason}"
             office.fail(NodeLostError(sentence, role=Role.SCHEDULER.value, rank=0))
             return
-        node = office.node_of(peer)
+        node = office.membership.node_ids.get(peer)
         gone = None if node is None else office.membership.depart(node, left=False, reason=reason)
         if gone is not None:
             self._gone(gone)
@@ -244,7 +244,7 @@ class MemberControl:
     def _members_changed(self, peer: str, message: Members) -> None:
         """News of who is gone, from a member; only the scheduler announces epochs."""
         office = self._office
-        if office.node_of(peer) is None:
+        if office.membership.node_ids.get(peer) is None:
             return
         entries = zip(message.gone, message.left, message.reasons, strict=True)
         for node, left, reason in entries:
@@ -259,7 +259,7 @@ class MemberControl:
 
     def _member_left(self, peer: str) -> None:
         self._expect_no_goodbye(peer)
-        node = self._office.node_of(peer)
+        node = self._office.membership.node_ids.get(peer)
         if node is not None:
             gone = self._office.membership.depart(node, left=True, reason="")
             if gone is not None:
@@ -307,7 +307,7 @@ class MemberControl:
         """Tell this node's peers the cause, before they notice that this node ends too."""
         office = self._office
         news = Members(office.membership.epoch, (gone.node.node_id,), (0,), (gone.reason,))
-        for node in office.neighbours():
+        for node in office.membership.neighbours():
             office.send(node.node_id, news)
 
     def _scheduler_gone(self, error: NodeLostError, *, is_news: bool) -> None:
@@ -323,7 +323,7 @@ class MemberControl:
         office = self._office
         self._leaving = True
         self._warn_at = None
-        for node in office.neighbours():
+        for node in office.membership.neighbours():
             office.send(node.node_id, Leave())
 
     def fail(self, error: BaseException) -> None:

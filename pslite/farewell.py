@@ -33,7 +33,7 @@ def take_leave(node: Postoffice) -> None:
     def nothing_under_way() -> bool:
         if node.error is not None:
             return True
-        is_sent = node.timers.next_due() is None and node.traffic.everything_sent
+        is_sent = node.errands.timers.next_due() is None and node.traffic.everything_sent
         return is_sent and node.links.everything_accepted()
 
     def everything_answered() -> bool:
@@ -43,9 +43,9 @@ def take_leave(node: Postoffice) -> None:
     wait_until(node, everything_answered, min(limit, time.monotonic() + _ANSWERS_S))
     if node.control is not None:
         control = node.control
-        node.call(lambda: control.say_goodbye(node.clock()))
+        node.errands.call(lambda: control.say_goodbye(node.clock()))
     if not wait_until(node, nothing_under_way, limit):
-        owed = ", ".join(node.peer_title(peer) for peer in node.links.owed_by())
+        owed = ", ".join(node.membership.peer_title(peer) for peer in node.links.owed_by())
         node.log.warn(f"closed though not everything was accepted by {owed}")
 
 
@@ -58,5 +58,5 @@ def wait_until(node: Postoffice, condition: Callable[[], bool], limit: float) ->
             met.set()
         return met.is_set() or time.monotonic() >= limit
 
-    node.call(lambda: node.look_after_each_step(look))
+    node.errands.call(lambda: node.errands.look_after_each_step(look))
     return met.wait(max(0.0, limit - time.monotonic()))

@@ -303,7 +303,7 @@ class KVWorker:
         if not missing:
             return completed(replies)
         if again is None:
-            raise ProtocolError(f"{self.node.title(node)} refuses keys that it was sent")
+            raise ProtocolError(f"{self.node.membership.title(node)} refuses keys that it was sent")
         return again().then(partial(self._unless_missing, node, listed, None))
 
     def _answers(
@@ -320,7 +320,7 @@ class KVWorker:
         return sorted(answers, key=lambda answer: int(answer.keys[0]))
 
     def _bad_answer(self, node: int, error: ProtocolError) -> ProtocolError:
-        return ProtocolError(f"{self.node.title(node)} answered badly: {error}")
+        return ProtocolError(f"{self.node.membership.title(node)} answered badly: {error}")
 
 
 def _nothing(_: Sequence[KVPairs]) -> None:

@@ -6,9 +6,10 @@ the I/O thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pslite.ids import Role
+from pslite.ids import NodeInfo, Role
 from pslite.van.pipes import PipeTicket
 from pslite.wire.messages import Message, PipeOffer, SegmentOffer, SegmentTaken
 
@@ -24,6 +25,29 @@ class Nearby:
 
     def __init__(self, office: Postoffice) -> None:
         self._office = office
+        #: The nodes on this machine, if memory may be shared at all.
+        self.near: frozenset[int] = frozenset()
+        #: Whether all nodes that this one exchanges values with can share its memory.
+        self.is_on_one_machine = False
+
+    def begin(self, info: NodeInfo, roster: Sequence[NodeInfo]) -> None:
+        """The cluster is complete; ``info`` is this node's entry."""
+        if self._office.config.shm:
+            peers = [node for node in roster if node.role != Role.SCHEDULER.value]
+            self.near = frozenset(node.node_id for node in peers if node.machine == info.machine)
+            self.is_on_one_machine = len(self.near) == len(peers)
+
+    def shares_with(self, node: int) -> bool:
+        """Whether a node reads this one's buffers where they lie. From any thread."""
+        return self._office.sharing.reaches(self._office.membership.uids.get(node, ""))
+
+    def may_share_with(self, node: int) -> bool:
+        """Whether a copy in this node's buffers is the way to send to a node. From any thread.
+
+        Before the first such copy nobody knows whether the node will read it where it lies.
+        """
+        office = self._office
+        return node in self.near and office.sharing.may_reach(office.membership.uids[node])
 
     def arrived(self, peer: str, node: int, message: Message) -> None:
         """One of ``MESSAGES``, from a node of the roster."""
@@ -40,7 +64,7 @@ class Nearby:
         if office.info is None or not office.config.shm:
             return
         now = office.clock()
-        for node in office.neighbours():
+        for node in office.membership.neighbours():
             if node.machine == office.info.machine and node.role != Role.SCHEDULER.value:
                 for offer in office.sharing.offers(node.uid, now):
                     office.send(node.node_id, offer)
@@ -60,7 +84,7 @@ class Nearby:
         office = self._office
         office.sharing.taken(peer, answer)
         if not answer.taken and answer.reason:
-            whom = office.peer_title(peer)
+            whom = office.membership.peer_title(peer)
             text = f"{whom} cannot share memory with this node: values travel by TCP"
             office.log.warn_seldom(f"no shared memory with {peer}", f"{text} ({answer.reason})")
 
@@ -69,7 +93,7 @@ class Nearby:
         office = self._office
         if office.info is None or not office.config.shm:
             return
-        for node in office.neighbours():
+        for node in office.membership.neighbours():
             if node.machine == office.info.machine:
                 ticket = office.van.offer_pipe(node.uid)
                 if ticket is not None:

@@ -1,32 +1,31 @@
 """A node: where the pure protocol meets a van. One I/O thread owns everything in here.
 
 ``step`` is the whole life of a node: take what the van has, carry out what other threads
-asked for (``call``), look at the clock, send what may be sent. A node is driven by its own
+asked for (``errands.py``), look at the clock, send what may be sent. A node is driven by its own
 I/O thread (``start_thread``) or, in the simulator, by somebody who calls ``step`` and owns the
-clock. What depends on the role stands in ``control.py`` (members) and ``scheduler.py``; how
-data moves in ``plane/``; nodes of one machine in ``nearby.py``; apps use ``customer.py``. Nothing
-here waits, and nothing but ``call``, ``submit``, ``request``, ``barrier`` and futures may be used
-from other threads.
+clock. What depends on the role stands in ``control.py`` (members) and ``scheduler.py``; who is who
+in ``protocol/membership.py``; how data moves in ``plane/``; nodes of one machine in ``nearby.py``;
+apps use ``customer.py``. Nothing on the I/O thread waits, and other threads may use only what says
+so, and futures.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pslite.config import Config
 from pslite.customer import Customers, Handler, Reply
+from pslite.errands import Errands
 from pslite.errors import ClosedError, ConfigError, NodeLostError, PSError, UsageError
 from pslite.farewell import take_leave, wait_until
 from pslite.future import Future
 from pslite.gate import FROM_MEMBERS, Gate
-from pslite.ids import NodeInfo, Role, role_of
+from pslite.ids import NodeInfo, Role
 from pslite.links import TELL_BYTES, Delivery, Links
 from pslite.log import Log
 from pslite.memory import Bytes, Heap, Sharing
@@ -36,7 +35,6 @@ from pslite.plane import Transfer
 from pslite.pool import InlinePool, Pool
 from pslite.protocol.membership import Gone, Membership
 from pslite.survey import ProgressSource
-from pslite.timers import Timers
 from pslite.traffic import Traffic
 from pslite.van.base import Connected, Denied, Disconnected, Received, TurnedAway, Van
 from pslite.watch import Watch
@@ -58,17 +56,6 @@ _EXPIRE_INTERVAL_S = 1.0
 _ACCEPTANCE_S = 5.0
 #: The rest of a header frame is small (``wire/codec.py``).
 _MAX_BODY_BYTES = MAX_HEADER_BYTES - 65_536
-
-# Which process this is. Kept, since ``os.getpid`` asks the kernel, and each call of a store asks.
-_pid = os.getpid()
-
-
-def _note_fork() -> None:
-    global _pid
-    _pid = os.getpid()
-
-
-os.register_at_fork(after_in_child=_note_fork)
 
 
 class Postoffice:
@@ -92,6 +79,7 @@ class Postoffice:
         self.pool: Pool = pool if pool is not None else InlinePool()
         self.van = van
         trace = log.trace if config.verbose >= 2 else None
+        self.errands = Errands(van.wake, clock)
         self.gate = Gate(takes_registrations=self.role is Role.SCHEDULER)
         self.heap = self._new_heap()
         self.sharing = Sharing(self.heap)
@@ -106,11 +94,10 @@ class Postoffice:
             objection=self.gate.objection,
             sharing=self.sharing,
         )
-        self.membership = Membership()
-        self.customers = Customers(self._send_to_app, self.call)
+        self.membership = Membership(self.role)
+        self.customers = Customers(self._send_to_app, self.errands.call)
         self.traffic = Traffic(self)
         self.nearby = Nearby(self)
-        self.timers = Timers()
         self.watch = Watch(self)
         self.control: Control | None = None
         #: Completes with this node's entry once the cluster is complete.
@@ -124,21 +111,10 @@ class Postoffice:
         self.began_at = clock()
         self.error: BaseException | None = None
         self.info: NodeInfo | None = None
-        #: Whether all nodes that this one exchanges values with can share its memory.
-        self.is_on_one_machine = False
-        self._uids: dict[int, str] = {}
-        #: The nodes on this machine, if memory may be shared at all.
-        self._near: frozenset[int] = frozenset()
-        self._node_ids: dict[str, int] = {}
-        self._commands: deque[Callable[[], None]] = deque()
         #: How many strangers the van has turned away, as far as it told.
         self.turned_away = 0
         self._expire_at = 0.0
-        self._pid = _pid
         self._closing = False
-        self._ended = False
-        self._looks: list[Callable[[], bool]] = []
-        self._thread: threading.Thread | None = None
 
     # -- who is who --------------------------------------------------------------------
 
@@ -153,59 +129,21 @@ class Postoffice:
             raise UsageError("the rank is known once the cluster is complete: wait for `ready`")
         return self.info.rank
 
-    def uid_of(self, node: int) -> str | None:
-        """The van's name of a node."""
-        return self._uids.get(node)
-
-    def node_of(self, peer: str) -> int | None:
-        """The node id behind a van's name."""
-        return self._node_ids.get(peer)
-
-    def title(self, node: int) -> str:
-        """A node's name for people."""
-        info = self.membership.node(node)
-        return info.title if info is not None else f"{role_of(node).value} (node {node})"
-
     def join(self, info: NodeInfo, roster: tuple[NodeInfo, ...], now: float) -> None:
         """The cluster is complete; called by ``control``."""
         self.membership.begin(roster)
         self.info = info
         for node in roster:
-            self._uids[node.node_id] = node.uid
-            self._node_ids[node.uid] = node.node_id
             self.links.know(node.uid)
-        peers = [node for node in roster if node.role != Role.SCHEDULER.value]
-        if self.config.shm:
-            near = [node.node_id for node in peers if node.machine == info.machine]
-            self._near = frozenset(near)
-            self.is_on_one_machine = len(near) == len(peers)
-        for node in self.neighbours():
+        self.nearby.begin(info, roster)
+        for node in self.membership.neighbours():
             self.watch.add(node.uid, now, node)
-        for delivery in self.gate.complete(frozenset(self._node_ids)):
+        for delivery in self.gate.complete(frozenset(self.membership.node_ids)):
             self._dispatch(delivery, now)
         self.nearby.offer_segments()
         self.nearby.offer_pipes()
         self._spread(self.config.connections)
         self.ready.set_result(info)
-
-    def neighbours(self) -> list[NodeInfo]:
-        """The nodes that this one talks to and that are there: those of other roles."""
-        gone = self.membership.gone
-        return [
-            node
-            for node in self.membership.roster
-            if node.role != self.role.value and node.node_id not in gone
-        ]
-
-    def info_of(self, peer: str) -> NodeInfo | None:
-        """The roster's entry behind a van's name."""
-        node = self._node_ids.get(peer)
-        return None if node is None else self.membership.node(node)
-
-    def peer_title(self, peer: str) -> str:
-        """The name for people behind a van's name."""
-        info = self.info_of(peer)
-        return peer if info is None else info.title
 
     def spread(self, connections: int) -> None:
         """Use so many TCP connections to each server of another machine. From any thread.
@@ -213,11 +151,11 @@ class Postoffice:
         They are opened by a worker, come into use as they are there, and never become fewer;
         16 are the most.
         """
-        self.call(lambda: self._spread(connections))
+        self.errands.call(lambda: self._spread(connections))
 
     def _spread(self, connections: int) -> None:
-        for node in self.neighbours():
-            if node.role == Role.SERVER.value and node.node_id not in self._near:
+        for node in self.membership.neighbours():
+            if node.role == Role.SERVER.value and node.node_id not in self.nearby.near:
                 self.van.spread(node.uid, connections)
 
     # -- memory ------------------------------------------------------------------------
@@ -226,7 +164,7 @@ class Postoffice:
         return Heap(
             shared=self.config.shm,
             limit_bytes=self.config.shm_bytes,
-            announce=lambda: self.call(self.nearby.offer_segments),
+            announce=lambda: self.errands.call(self.nearby.offer_segments),
             warn=self.log.warn,
         )
 
@@ -238,19 +176,8 @@ class Postoffice:
         Peers on this machine read it where it lies, so it must stay as it is until they are
         done with it: see ``pslite/memory``. From any thread.
         """
-        self.check_process()  # a child's memory would be its parent's
+        self.errands.check_process()  # a child's memory would be its parent's
         return self.heap.buffer(nbytes, lasting=lasting)
-
-    def shares_with(self, node: int) -> bool:
-        """Whether a node reads this one's buffers where they lie. From any thread."""
-        return self.sharing.reaches(self._uids.get(node, ""))
-
-    def may_share_with(self, node: int) -> bool:
-        """Whether a copy in this node's buffers is the way to send to a node. From any thread.
-
-        Before the first such copy nobody knows whether the node will read it where it lies.
-        """
-        return node in self._near and self.sharing.may_reach(self._uids[node])
 
     def shared_rows(self, pieces: Sequence[Bytes]) -> list[Bytes] | None:
         """These pieces of this node's buffers, neighbours as one; None where any is no such piece.
@@ -277,39 +204,11 @@ class Postoffice:
         Raises:
             UsageError: this is a forked child, which has no I/O thread: nothing would happen.
         """
-        self.check_process()
-        self._commands.append(command)
-        if self._ended:
-            # Nobody else will: the node's error is set, which is what commands look at.
-            self._run_commands()
-        elif threading.current_thread() is not self._thread:
-            self.van.wake()
-
-    def call_later(self, delay_s: float, command: Callable[[], None]) -> None:
-        """Have ``command`` run on the I/O thread, after so long or when the node ends.
-
-        From any thread; returns at once. Raises as ``call`` does.
-        """
-
-        def set_timer() -> None:
-            if self._ended:
-                command()
-            else:
-                self.timers.add(self.clock() + delay_s, command)
-
-        self.call(set_timer)
-
-    def check_process(self) -> None:
-        """Raise ``UsageError`` in a forked child, which has no I/O thread: nothing would happen."""
-        if _pid != self._pid:
-            raise UsageError(
-                f"this node belongs to process {self._pid}; a forked child cannot use it: "
-                "create stores in the child itself, or do not fork"
-            )
+        self.errands.call(command)
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         """Start pushes, pulls or both. From any thread of a worker."""
-        self.call(lambda: self.traffic.submit(transfers))
+        self.errands.call(lambda: self.traffic.submit(transfers))
 
     def request(
         self,
@@ -335,7 +234,7 @@ class Postoffice:
             self.customers.ask(nodes, app, customer, head, body, payload, future)
 
         self.traffic.send_joined()  # what was pushed before comes before
-        self.call(ask)
+        self.errands.call(ask)
         return future
 
     def barrier(self, group: int, timeout_s: float | None = None) -> Future[None]:
@@ -355,41 +254,27 @@ class Postoffice:
             self.control.enter_barrier(group, limit_s, future)
 
         self.traffic.send_joined()
-        self.call(enter)
+        self.errands.call(enter)
         return future
 
     def add_app(self, app: int, handler: Handler) -> Future[None]:
         """Register an app (``customer.py``). From any thread."""
-        return self._on_io(lambda: self.customers.add(app, handler))
+        return self.errands.perform(lambda: self.customers.add(app, handler))
 
     def remove_app(self, app: int) -> None:
         """Take an app away. From any thread."""
-        self.call(lambda: self.customers.remove(app))
-
-    def _on_io(self, action: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future("the I/O thread")
-
-        def run() -> None:
-            try:
-                action()
-            except Exception as error:
-                future.set_error(error)
-            else:
-                future.set_result(None)
-
-        self.call(run)
-        return future
+        self.errands.call(lambda: self.customers.remove(app))
 
     def _names(self, nodes: Sequence[int]) -> str:
-        return "an answer of " + ", ".join(self.title(node) for node in nodes)
+        return "an answer of " + ", ".join(self.membership.title(node) for node in nodes)
 
     # -- the loop ----------------------------------------------------------------------
 
     def start_thread(self) -> None:
         """Drive the node by a thread of its own."""
         name = f"pslite-io-{self.config.role}-{self.incarnation & 0xFFFF:x}"
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self._thread.start()
+        self.errands.thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self.errands.thread.start()
 
     def _loop(self) -> None:
         # A script may have asked to be ended by it; here it only means that a peer reads no more.
@@ -418,7 +303,7 @@ class Postoffice:
     def step(self, timeout_s: float | None) -> bool:
         """Do what there is to do, waiting for it at most ``timeout_s``. Whether there was."""
         due = -math.inf
-        if self._commands:
+        if self.errands.commands:
             timeout_s = 0.0
         else:
             due = self.next_due()
@@ -434,8 +319,9 @@ class Postoffice:
                 if delivery is not None:
                     self._dispatch(delivery, now)
             elif type(event) is Disconnected:
-                if event.peer in self._node_ids:
-                    self.log.info(1, f"connection to {self.peer_title(event.peer)} is gone")
+                if event.peer in self.membership.node_ids:
+                    who = self.membership.peer_title(event.peer)
+                    self.log.info(1, f"connection to {who} is gone")
                 self.watch.disconnected(event.peer, now)
             elif type(event) is Connected:
                 self.watch.connected(event.peer)
@@ -444,25 +330,14 @@ class Postoffice:
                 self.fail(ConfigError(event.reason))
             elif type(event) is TurnedAway:
                 self._turned_away(event)
-        worked |= self._run_commands()
+        worked |= self.errands.run()
         if now >= due:  # what became due meanwhile has its turn in the next step
             self._run_timers(now)
-            self._run_commands()
+            self.errands.run()
         self.traffic.send_mail(now)
         self.links.flush(self.membership.epoch, now)
-        if self._looks:
-            self._looks = [look for look in self._looks if not look()]
-        return worked
-
-    def _run_commands(self) -> bool:
-        commands = self._commands
-        worked = bool(commands)
-        while commands:
-            try:
-                command = commands.popleft()
-            except IndexError:  # another thread was faster, after the end
-                break
-            command()
+        if self.errands.looks:
+            self.errands.look()
         return worked
 
     def next_due(self) -> float:
@@ -470,7 +345,7 @@ class Postoffice:
         soonest = min(self._expire_at, self.watch.next_due())
         for due in (
             self.links.next_due(),
-            self.timers.next_due(),
+            self.errands.timers.next_due(),
             self.van.next_due(),
             self.sharing.next_due(self.clock()),
             self.control.next_due() if self.control is not None else None,
@@ -483,7 +358,7 @@ class Postoffice:
         self.links.resend(now)
         self.watch.run(now)
         self.traffic.run(now)
-        self.timers.run(now)
+        self.errands.timers.run(now)
         if now >= self._expire_at:
             self._expire_at = now + _EXPIRE_INTERVAL_S
             self.customers.expire(now - self.config.rendezvous_timeout_s)
@@ -494,20 +369,20 @@ class Postoffice:
 
     def send(self, node: int, message: Message, frames: Sequence[Any] = ()) -> None:
         """Send to a node of the roster; nothing happens when it is gone. I/O thread only."""
-        peer = self._uids.get(node)
+        peer = self.membership.uids.get(node)
         if peer is not None:
             self.links.send(peer, message, frames, self.membership.epoch, self.clock())
 
     def _send_to_app(self, node: int, message: Request | Response, frames: Sequence[Any]) -> None:
         if self.info is not None and node == self.info.node_id:
             delivery = Delivery(self.info.uid, self.incarnation, 0, message, frames)
-            self.call(lambda: self._dispatch(delivery, self.clock()))
+            self.errands.call(lambda: self._dispatch(delivery, self.clock()))
             return
         self.send(node, message, frames)
 
     def _dispatch(self, delivery: Delivery, now: float) -> None:
         kind = type(delivery.message)
-        node = self._node_ids.get(delivery.peer)
+        node = self.membership.node_ids.get(delivery.peer)
         try:
             if kind is Accepted or kind is Beat:
                 return
@@ -519,7 +394,7 @@ class Postoffice:
             else:
                 self.gate.keep(delivery)
         except PSError as error:
-            text = f"a message of {self.peer_title(delivery.peer)} is wrong: {error}"
+            text = f"a message of {self.membership.peer_title(delivery.peer)} is wrong: {error}"
             self.log.warn_seldom(f"wrong message of {delivery.peer}", text)
 
     def _turned_away(self, event: TurnedAway) -> None:
@@ -585,7 +460,8 @@ class Postoffice:
             info = self.membership.node(node)
             reachable = info is not None and info.role != self.role.value
             if not reachable and node != self.info.node_id:
-                return UsageError(f"{self.info.title} has no connection to {self.title(node)}")
+                whom = self.membership.title(node)
+                return UsageError(f"{self.info.title} has no connection to {whom}")
         return None
 
     def __enter__(self) -> Postoffice:
@@ -600,20 +476,15 @@ class Postoffice:
         With ``goodbye``, waits (PS_CLOSE_TIMEOUT at most) until the peers have accepted all
         that was pushed, and tells them that this node is done.
         """
-        thread = self._thread
-        if thread is None or self._closing or _pid != self._pid:
+        thread = self.errands.thread
+        if thread is None or self._closing or self.errands.is_forked:
             return
         if goodbye and self.info is not None and thread.is_alive():
             take_leave(self)
-        self.call(self._stop)
+        self.errands.call(self._stop)
         thread.join(self.config.close_timeout_s)
         if not self.pool.close(self.config.close_timeout_s):
             self.log.warn("closed though the pool still works on what was pushed")
-
-    @property
-    def is_io_thread(self) -> bool:
-        """Whether the caller runs on this node's I/O thread, which must never wait."""
-        return threading.current_thread() is self._thread
 
     def wait_until_accepted(self) -> None:
         """Return once the peers have accepted all that was sent, or after a short while.
@@ -621,10 +492,6 @@ class Postoffice:
         Not on the I/O thread. Afterwards nobody reads the memory that was sent from.
         """
         wait_until(self, self.links.everything_accepted, time.monotonic() + _ACCEPTANCE_S)
-
-    def look_after_each_step(self, look: Callable[[], bool]) -> None:
-        """Call ``look`` after each step until it returns True. On the I/O thread."""
-        self._looks.append(look)
 
     def _stop(self) -> None:
         self._closing = True
@@ -635,10 +502,7 @@ class Postoffice:
             counts = ", ".join(f"{count} {why}" for why, count in self.links.dropped.items())
             self.log.info(1, f"dropped {sum(self.links.dropped.values())} messages: {counts}")
         self.fail(ClosedError("the node was closed"))
-        self._ended = True
-        self._run_commands()
-        self.timers.run(math.inf)
-        self._looks.clear()
+        self.errands.end()
         self.customers.close()
         self.traffic.close()
         self.sharing.close()

@@ -82,7 +82,7 @@ class SchedulerControl:
         if isinstance(message, StatusQuestion):
             self._surveyor.asked(delivery.peer, message, now)
             return
-        node = self._office.node_of(delivery.peer)
+        node = self._office.membership.node_ids.get(delivery.peer)
         if node is None:
             return
         if isinstance(message, Members):
@@ -203,7 +203,7 @@ class SchedulerControl:
 
     def lost(self, peer: str, reason: str, now: float) -> None:
         office = self._office
-        node = office.node_of(peer)
+        node = office.membership.node_ids.get(peer)
         if node is None:
             self._lost_while_gathering(peer, reason, now)
             return
@@ -247,7 +247,7 @@ class SchedulerControl:
 
     def _tell_all(self, message: Message) -> None:
         office = self._office
-        for node in office.neighbours():
+        for node in office.membership.neighbours():
             office.send(node.node_id, message)
 
     # -- the end -----------------------------------------------------------------------

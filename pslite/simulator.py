@@ -251,7 +251,7 @@ class Simulation:
     def finish(self, limit_s: float = 300.0) -> None:
         """Let all workers say goodbye, and wait for servers and scheduler to be finished."""
         for node in self.workers:
-            node.call(self._goodbye(node))
+            node.errands.call(self._goodbye(node))
         ends = [node.finished for node in self.servers]
         self._until(lambda: all(end.done() for end in ends), [], self.now + limit_s)
 

@@ -70,7 +70,7 @@ class Surveyor:
             refusal = Refused(ConfigError.__name__, text)
             self._office.links.send_unnumbered(peer, refusal)
             return
-        nodes = [node.node_id for node in self._office.neighbours()]
+        nodes = [node.node_id for node in self._office.membership.neighbours()]
         number = self._surveys.ask(peer, message.question, nodes, now)
         if number is not None:
             for node in nodes:

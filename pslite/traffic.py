@@ -132,7 +132,7 @@ class Traffic:
             return
         credit_bytes = office.config.credit_bytes
         for server in plane.servers_with_mail():
-            peer = office.uid_of(server)
+            peer = office.membership.uids.get(server)
             if peer is not None and office.sharing.awaits(peer, now):
                 continue
             while peer is not None and office.links.unaccepted_bytes(peer) < credit_bytes:
@@ -208,7 +208,7 @@ class Traffic:
             answer = effect.message
             if not isinstance(answer, Answer):
                 raise
-            title = self._office.title(worker)
+            title = self._office.membership.title(worker)
             text = f"an answer to {title} cannot be sent: {error}"
             self._office.log.warn_seldom(f"unsendable answer to {title}", text)
             failed = PartsFailed(
@@ -234,7 +234,7 @@ class Traffic:
 
         def work() -> None:
             outcomes = _outcomes(plane, run.jobs)
-            office.call(lambda: self.carry_out(plane.finished(run.jobs, outcomes)))
+            office.errands.call(lambda: self.carry_out(plane.finished(run.jobs, outcomes)))
 
         office.pool.submit(run.lane, work)
 
@@ -254,7 +254,7 @@ class Traffic:
 
     def _report(self, message: RoundWaits) -> None:
         missing = ", ".join(
-            self._office.title(node_id(Role.WORKER, rank)) for rank in message.missing
+            self._office.membership.title(node_id(Role.WORKER, rank)) for rank in message.missing
         )
         what, waited_s = self._name_of(message.part), message.waited_s
         self._office.log.warn(

@@ -120,7 +120,7 @@ class Watch:
 
     def _beat(self, now: float) -> None:
         office = self._office
-        for node in office.neighbours():
+        for node in office.membership.neighbours():
             office.links.send(node.uid, Beat(), (), office.membership.epoch, now)
 
     def _look_at_suspects(self, now: float) -> None:
@@ -140,9 +140,9 @@ class Watch:
             if isinstance(verdict, Lost):
                 self._lost(verdict, now)
             else:
+                who = self._office.membership.peer_title(verdict.peer)
                 self._office.log.warn(
-                    f"{self._office.peer_title(verdict.peer)} is connected but has been silent "
-                    f"for {verdict.silent_s:.0f} s"
+                    f"{who} is connected but has been silent for {verdict.silent_s:.0f} s"
                 )
 
     def _lost(self, lost: Lost, now: float) -> None:

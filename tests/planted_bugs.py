@@ -182,9 +182,9 @@ BUGS = [
     Bug(
         "an update runs though its part is being read",
         "pslite/plane/server.py",
-        "        unit.rounds.finish()\n",
-        "        unit.rounds.finish()\n"
-        "        self.app.apply([Job(unit.parts, unit.sizes, unit.push_sizes, batch)])\n",
+        "                unit.finish(batch, None, replies)\n",
+        "                self.app.apply([Job(unit.parts, unit.sizes, unit.push_sizes, batch)])\n"
+        "                unit.finish(batch, None, replies)\n",
         SEEDS,
     ),
     Bug(
@@ -198,7 +198,7 @@ BUGS = [
         "who sends malformed rows never hears of it",
         "pslite/plane/server.py",
         "                if is_push:\n"
-        "                    self._refuse(unit, rank, round_, error, replies)\n"
+        "                    unit.refuse(rank, round_, error, replies)\n"
         "                else:\n",
         "                if not is_push:\n",
         "tests/unit/pslite/test_plane_forms.py",

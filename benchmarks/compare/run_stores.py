@@ -72,7 +72,7 @@ class Stores:
     def notes(self) -> dict[str, Any]:
         if self._task.settings.get("memory") != "yes" or self.rank != 0:
             return {}
-        nodes = self._store.node.neighbours()
+        nodes = self._store.node.membership.neighbours()
         found = {node.role: resident_mb(node.pid) for node in nodes}
         return {"memory_mb": {**found, "worker": resident_mb(os.getpid())}}
 

@@ -62,7 +62,8 @@ class Carrier:
         self._failure: str | None = None
         self._cancellation: Sequence[str] | None = None
         self._gate: Gate | None = None
-        self._said: deque[str] = deque(maxlen=_KEPT_LINES)  # and not shown yet
+        self._said: deque[str] = deque(maxlen=_KEPT_LINES)  # before all agents had come
+        self._unshown: deque[str] = deque(maxlen=_KEPT_LINES)
         self._has_ended = False
         self._has_begun = False
         self._is_over = False
@@ -161,8 +162,11 @@ class Carrier:
                 notes.append(self._note(text))
                 continue
             self._said.append(text)
-            if self._failure is None:
-                self._failure = _not_shared(text) or self._cluster.fatal(text)
+            why = _not_shared(text) or self._cluster.fatal(text)
+            if why is None:
+                self._unshown.append(text)
+            elif self._failure is None:
+                self._failure = why
         return notes
 
     def sweep(self) -> list[Event]:
@@ -193,9 +197,9 @@ class Carrier:
                 self._give_up(connect_s)
         events: list[Event] = []
         if now_s >= self._roster_s:
-            events += [self._note(text) for text in self._said]
+            events += [self._note(text) for text in self._unshown]
             events.append(Note(self._roster()))
-            self._said.clear()
+            self._unshown.clear()
             self._rosters += 1
             self._roster_s = now_s + _ROSTER_S[min(self._rosters, len(_ROSTER_S) - 1)]
         left_s = max(0.0, min(self._roster_s, *due_s) - now_s)
@@ -256,7 +260,7 @@ class Carrier:
         return f"waiting for {_some(self.awaited())}{there}" + (f": {state}" if state else "")
 
     def _give_up(self, after_s: float) -> None:
-        said = "".join(f"\n  {line.strip()}" for line in self._said)
+        said = "".join(f"\n  {line.strip()}" for line in self._unshown)
         state = self._cluster.state()
         self._fail(
             f"no answer from {_some(self.awaited())} within {after_s:g} s"

@@ -23,7 +23,14 @@ from kvstore.launch.clusters import Cluster, Habits
 from kvstore.launch.here import checkout_root
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
-from kvstore.launch.ray_demand import LOG_NAME, PLAN_NAME, STATE_NAME, RayPlan, resources_of
+from kvstore.launch.ray_demand import (
+    FATAL,
+    LOG_NAME,
+    PLAN_NAME,
+    STATE_NAME,
+    RayPlan,
+    resources_of,
+)
 
 _DRIVER = Path(__file__).with_name("ray_driver.py")
 _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
@@ -53,6 +60,7 @@ def run(
         environment={"RAY_USAGE_STATS_ENABLED": "0", **environ},
         rank_names=(),
         explain=directory.explain,
+        fatal=why_no_job,
         files={PLAN_NAME: plan.to_text()},
         state=directory.state,
         habits=Habits(name="ray"),
@@ -115,6 +123,11 @@ def _runtime_env(given: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def why_no_job(line: str) -> str | None:
+    """What a line of the driver says, if that is why there will be no agents."""
+    return line.removeprefix(FATAL) if line.startswith(FATAL) else None
+
+
 class _JobDirectory:
     """What the driver leaves in the job's directory, once that has been made."""
 
@@ -130,8 +143,8 @@ class _JobDirectory:
         return self._read(STATE_NAME).strip()
 
     def explain(self, lines: Sequence[str], code: int) -> str:
-        """The driver has ended before all agents had come: its last line says why."""
-        if code > 0 and lines:
+        """The driver has ended before all agents had come, and has not said why."""
+        if code > 0 and lines:  # Python could not even run it
             return lines[-1]
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         said = [line for line in self._read(LOG_NAME).splitlines() if line.strip()]

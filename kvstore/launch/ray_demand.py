@@ -19,6 +19,9 @@ PLAN_NAME = "plan.json"
 STATE_NAME = "state"
 LOG_NAME = "ray.log"
 
+FATAL = "ray: "
+"""How the driver's last line begins, which says why it gives up."""
+
 _SHOWN = {"CPU": "CPUs", "GPU": "GPUs"}
 _GIB = 1 << 30
 

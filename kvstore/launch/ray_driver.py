@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ if __name__ == "__main__" and sys.path[0] == os.path.dirname(os.path.abspath(__f
 
 from kvstore.launch.agent import GREETING, LOADER, agent_program
 from kvstore.launch.ray_demand import (
+    FATAL,
     LOG_NAME,
     PLAN_NAME,
     STATE_NAME,
@@ -58,7 +60,8 @@ def main(directory: Path) -> int:
         try:
             Driver(plan, directory, own).run()
         except CannotRun as error:
-            print(" ".join(str(error).split()), file=own)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray is leaving; that may take a while
+            print(FATAL + " ".join(str(error).split()), file=own)
             return 1
     return 0
 

@@ -45,9 +45,9 @@ from pslite.plane.interface import (
     cuts_of,
     piece_of,
 )
-from pslite.plane.server import OpenRound, ServerPlane
+from pslite.plane.server import ServerPlane
 from pslite.plane.transfer import Sink, Transfer
-from pslite.plane.unit import NO_SIZE
+from pslite.plane.unit import NO_SIZE, OpenRound
 from pslite.plane.worker import WorkerPlane
 from pslite.wire.messages import Ints
 

@@ -1,22 +1,18 @@
 """A server's half of the data plane. Pure; runs on the node's I/O thread.
 
-The rules stand in the package's docstring; ``worker.py`` is the other half, and
-``protocol/rounds.py`` decides which contributions belong together. Read next: ``unit.py`` and
-``replies.py``.
+What arrives is looked at here, and goes to the units that its parts belong to (``parts.py``). The
+rules stand in the package's docstring; ``worker.py`` is the other half, and ``protocol/rounds.py``
+decides which contributions belong together. Read next: ``unit.py`` and ``replies.py``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain
-from typing import NamedTuple
 
 from pslite.errors import ProtocolError, UsageError
 from pslite.plane.interface import (
     Buffer,
     Effect,
-    Formed,
     Job,
     Outcome,
     Piece,
@@ -27,34 +23,14 @@ from pslite.plane.interface import (
     cut,
     piece_of,
 )
-from pslite.plane.replies import Replies, Value
-from pslite.plane.unit import NO_SIZE, Unit, WaitingPull, joined
-from pslite.protocol.rounds import AsyncRounds, Batch, Rounds, SyncRounds, Verdict
-from pslite.wire.messages import (
-    Exchange,
-    Ints,
-    RoundWaits,
-    StaleEpoch,
-)
-
-#: So often a list of parts has to be pushed before they are kept as one.
-_FAMILIAR = 2
-#: Lists that are not familiar yet are remembered for so many.
-_MAX_LISTS = 256
+from pslite.plane.parts import Parts
+from pslite.plane.replies import Replies
+from pslite.plane.unit import NO_SIZE, OpenRound, Unit
+from pslite.protocol.rounds import AsyncRounds, Rounds, SyncRounds
+from pslite.wire.messages import Exchange, Ints, StaleEpoch
 
 #: Requests of epochs that this node has not heard of: the scheduler's news is on its way.
 _MAX_EARLY = 65_536
-
-
-class OpenRound(NamedTuple):
-    """A round of some parts that waits for workers."""
-
-    parts: Ints
-    round: int
-    missing: Ints
-    """Their ranks."""
-    opened_at: float | None
-    """When ``tick`` saw it first; None if it has not yet."""
 
 
 class ServerPlane:
@@ -67,11 +43,7 @@ class ServerPlane:
         self._window = window
         self._message_bytes = message_bytes
         self._stall_report_s = stall_report_s
-        #: Part -> the unit that it belongs to.
-        self._units: dict[int, Unit] = {}
-        self._sizes: dict[int, int] = {}
-        #: How often a list of parts that are no unit was pushed: those that come again are joined.
-        self._lists: Counter[Ints] = Counter()
+        self._parts = Parts()
         self._gone: dict[int, BaseException] = {}
         self._early: list[tuple[int, int, Exchange, Sequence[Buffer]]] = []
         self.epoch = 1
@@ -97,7 +69,7 @@ class ServerPlane:
             push_size: the bytes of what is pushed, where they differ from those of its value.
             is_checked: whether the app looks at each push as it arrives (``ServerApp.check``).
         """
-        if part in self._units:
+        if part in self._parts.units:
             raise UsageError(f"part {part} is open already")
         rounds: Rounds
         if ranks is None:
@@ -107,13 +79,12 @@ class ServerPlane:
             for rank in self._gone:
                 rounds.abandon(rank)
         push_sizes = None if push_size is None else (push_size,)
-        self._units[part] = Unit((part,), (size,), rounds, lane, push_sizes, is_checked=is_checked)
-        self._sizes[part] = size
+        self._parts.put(Unit((part,), (size,), rounds, lane, push_sizes, is_checked=is_checked))
 
     def is_quiet(self, part: int) -> bool:
         """Whether a part is there and no push or pull of it is under way."""
-        unit = self._units.get(part)
-        return not (unit is None or unit.rounds.waiting() or unit.rounds.running or unit.pulls)
+        unit = self._parts.units.get(part)
+        return unit is not None and unit.is_quiet
 
     def resize_part(
         self, part: int, size: int, push_size: int, *, is_checked: bool = False
@@ -122,82 +93,34 @@ class ServerPlane:
 
         ``is_checked`` is that of ``open_part``.
         """
-        unit = self._single(part)
+        unit = self._parts.single(part)
         if unit is None:
             raise UsageError(f"part {part} is not open")
-        resized = Unit(
-            (part,), (size,), unit.rounds, unit.lane, (push_size,), is_checked=is_checked
-        )
-        resized.refused = unit.refused
-        self._units[part] = resized
-        self._sizes[part] = size
+        self._parts.put(unit.resized(size, push_size, is_checked=is_checked))
 
     def close_part(self, part: int, error: BaseException) -> list[Effect]:
         """Refuse a part from now on; who waits for it gets ``error``."""
-        unit = self._single(part)
+        unit = self._parts.single(part)
         replies = Replies()
         if unit is not None:
-            del self._units[part], self._sizes[part]
-            for rank, round_ in unit.rounds.waiting():
-                replies.fail(rank, True, False, error, unit.parts, round_)
-            for pull in unit.pulls:
-                replies.fail(pull.rank, pull.pushed, True, error, unit.parts, pull.after_round)
+            self._parts.remove(part)
+            unit.give_up(error, replies)
         return self._effects(replies, [])
 
     @property
     def num_waiting(self) -> int:
         """Contributions that are here and not applied yet."""
-        return sum(len(unit.rounds.waiting()) * len(unit.parts) for unit in self._distinct())
+        return sum(len(unit.rounds.waiting()) * len(unit.parts) for unit in self._parts.distinct())
 
     @property
     def num_pulls(self) -> int:
         """Parts whose values somebody waits for."""
-        return sum(len(pull.parts) for unit in self._distinct() for pull in unit.pulls)
+        return sum(len(pull.parts) for unit in self._parts.distinct() for pull in unit.pulls)
 
     def open_rounds(self) -> list[OpenRound]:
         """The rounds that some workers have contributed to and others have not."""
-        found = []
-        for unit in self._distinct():
-            open_round = unit.rounds.missing()
-            if open_round is not None:
-                round_, missing = open_round
-                is_seen = unit.opened_at is not None and unit.opened_at[0] == round_
-                opened_at = unit.opened_at[1] if unit.opened_at and is_seen else None
-                found.append(OpenRound(unit.parts, round_, missing, opened_at))
-        return found
-
-    def _distinct(self) -> Iterable[Unit]:
-        return dict.fromkeys(self._units.values())
-
-    def _single(self, part: int) -> Unit | None:
-        """The unit of this part alone; None if there is no such part."""
-        unit = self._units.get(part)
-        if unit is None or len(unit.parts) == 1:
-            return unit
-        for single in unit.split():
-            self._units[single.parts[0]] = single
-        return self._units[part]
-
-    def _whole(self, parts: Ints) -> Unit | None:
-        """The unit of exactly these parts; made of smaller ones if they are pushed often."""
-        unit = self._units.get(parts[0]) if parts else None
-        if unit is None or unit.parts == parts:
-            return unit
-        if len(self._lists) >= _MAX_LISTS:
-            self._lists.clear()
-        self._lists[parts] += 1
-        if self._lists[parts] <= _FAMILIAR:
-            return None
-        # Units that are wholly in the list, in its order, each once.
-        units = list(dict.fromkeys(map(self._units.get, parts)))
-        there = [unit for unit in units if unit is not None]
-        if tuple(chain.from_iterable(unit.parts for unit in there)) != parts:
-            return None
-        whole = joined(there)
-        if whole is not None:
-            self._units.update(dict.fromkeys(parts, whole))
-            del self._lists[parts]
-        return whole
+        found = (unit.open_round() for unit in self._parts.distinct())
+        return [open_round for open_round in found if open_round is not None]
 
     # -- events ------------------------------------------------------------------------
 
@@ -234,13 +157,13 @@ class ServerPlane:
         """
         replies = Replies()
         for part, round_ in zip(message.parts, message.rounds, strict=True):
-            unit = self._single(part)
+            unit = self._parts.single(part)
             if not message.push:
                 replies.fail(rank, False, True, error, (part,), round_)
             elif unit is None:
                 replies.fail(rank, True, False, error, (part,), round_)
             elif not unit.rounds.knows(rank, round_):
-                self._refuse(unit, rank, round_, error, replies)
+                unit.refuse(rank, round_, error, replies)
         return self._effects(replies, [])
 
     def finished(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> list[Effect]:
@@ -249,41 +172,26 @@ class ServerPlane:
         ready: list[Unit] = []
         for job, outcome in zip(jobs, outcomes, strict=True):
             parts, batch = job.parts, job.batch
-            unit = self._units.get(parts[0])
+            unit = self._parts.units.get(parts[0])
             if outcome is None and unit is not None and unit.parts == parts:
-                self._finish(unit, batch, None, replies)
+                unit.finish(batch, None, replies)
                 ready.append(unit)
                 continue
             # They went their own ways meanwhile, or do so now, since some came to nothing.
             for part, error in zip(parts, outcome or [None] * len(parts), strict=True):
-                unit = self._single(part)
+                unit = self._parts.single(part)
                 if unit is not None:
-                    self._finish(unit, batch, error, replies)
+                    unit.finish(batch, error, replies)
                     ready.append(unit)
         return self._effects(replies, ready)
-
-    def _finish(
-        self, unit: Unit, batch: Batch, error: BaseException | None, replies: Replies
-    ) -> None:
-        unit.rounds.finish()
-        version = unit.rounds.version
-        for rank, round_ in batch.rounds:
-            wanted = (rank, round_) in unit.wanted
-            unit.wanted.discard((rank, round_))
-            if error is not None:
-                replies.fail(rank, True, True, error, unit.parts, round_)
-            else:
-                value = Value(unit.parts, unit.sizes, round_, version)
-                replies.answer(rank, True, wanted, value)
-        self._answer_pulls(unit, replies)
 
     def depart(self, rank: int, error: BaseException) -> list[Effect]:
         """A worker is gone; rounds that cannot be complete without it end with ``error``."""
         self._gone[rank] = error
         replies = Replies()
-        for unit in self._distinct():
+        for unit in self._parts.distinct():
             for other, round_ in unit.rounds.abandon(rank):
-                self._refuse(unit, other, round_, error, replies)
+                unit.refuse(other, round_, error, replies)
         return self._effects(replies, [])
 
     def begin_epoch(self, epoch: int) -> list[Effect]:
@@ -301,18 +209,9 @@ class ServerPlane:
     def tick(self, now: float) -> list[Effect]:
         """Tell those who wait for a round that has been open for long whom it waits for."""
         effects: list[Effect] = []
-        for unit in self._distinct():
-            open_round = unit.rounds.missing()
-            if open_round is None:
-                unit.opened_at = None
-                continue
-            round_, missing = open_round
-            if unit.opened_at is None or unit.opened_at[0] != round_:
-                unit.opened_at = (round_, now)
-                unit.reported_at = now
-            elif now - unit.reported_at >= self._stall_report_s:
-                unit.reported_at = now
-                waits = RoundWaits(unit.parts[0], round_, missing, now - unit.opened_at[1])
+        for unit in self._parts.distinct():
+            waits = unit.overdue(now, self._stall_report_s)
+            if waits is not None:
                 waiting = sorted({rank for rank, _ in unit.rounds.waiting()})
                 effects += [Send(rank, waits) for rank in waiting]
         return effects
@@ -331,26 +230,27 @@ class ServerPlane:
         if len(sizes) != len(parts):
             raise ProtocolError("a push needs a size for each part")
         if frames and _is_uniform(rounds):
-            unit = self._whole(parts)
+            unit = self._parts.whole(parts)
             is_fit = unit is not None and unit.push_sizes == sizes
             piece = _whole_piece(unit, frames) if unit is not None and is_fit else None
             if unit is not None and piece is not None and self._is_fine(unit, piece):
-                self._contribute(rank, unit, rounds[0], piece, message.pull, replies, ready)
+                if unit.contribute(rank, rounds[0], piece, message.pull, self._gone, replies):
+                    ready.append(unit)
                 return
         pieces = cut(sizes, frames)
         for part, round_, size, piece in zip(parts, rounds, sizes, pieces, strict=True):
-            unit = self._single(part)
+            unit = self._parts.single(part)
             if unit is None:
                 replies.fail(rank, True, False, _unknown(part), (part,), round_)
             elif unit.nbytes != size:
                 text = f"a push of part {part} has {unit.nbytes} bytes, {size} were pushed"
                 if unit.nbytes == NO_SIZE:
                     text = f"part {part} has no plain value, as it was pushed"
-                self._refuse(unit, rank, round_, UsageError(text), replies)
+                unit.refuse(rank, round_, UsageError(text), replies)
             elif (error := self._why_malformed(unit, part, piece)) is not None:
-                self._refuse(unit, rank, round_, error, replies)
-            else:
-                self._contribute(rank, unit, round_, piece, message.pull, replies, ready)
+                unit.refuse(rank, round_, error, replies)
+            elif unit.contribute(rank, round_, piece, message.pull, self._gone, replies):
+                ready.append(unit)
 
     def _is_fine(self, unit: Unit, piece: Piece) -> bool:
         """Whether the app has nothing against any part of a push of a whole unit."""
@@ -386,7 +286,7 @@ class ServerPlane:
             raise ProtocolError("an exchange in a form has a size for each part, and one purpose")
         pieces = cut(message.sizes, frames)
         for part, round_, piece in zip(message.parts, message.rounds, pieces, strict=True):
-            unit = self._single(part)
+            unit = self._parts.single(part)
             if unit is None:
                 replies.fail(rank, is_push, not is_push, _unknown(part), (part,), round_)
                 continue
@@ -394,51 +294,21 @@ class ServerPlane:
                 formed = self.app.take(part, message.form, piece, is_push=is_push)
             except Exception as error:
                 if is_push:
-                    self._refuse(unit, rank, round_, error, replies)
+                    unit.refuse(rank, round_, error, replies)
                 else:
                     replies.fail(rank, False, True, error, unit.parts, round_)
                 continue
-            if is_push:
-                self._contribute(rank, unit, round_, formed, False, replies, ready)
-            else:
-                self._take_pull(rank, unit, unit.parts, unit.sizes, round_, False, replies, formed)
-
-    def _contribute(
-        self,
-        rank: int,
-        unit: Unit,
-        round_: int,
-        piece: Piece | Formed,
-        pull: bool,
-        replies: Replies,
-        ready: list[Unit],
-    ) -> None:
-        verdict = unit.rounds.contribute(rank, round_, piece)
-        if verdict is Verdict.TAKEN:
-            unit.refused.get(rank, {}).pop(round_, None)
-            if pull:
-                unit.wanted.add((rank, round_))
-            ready.append(unit)
-        elif verdict is Verdict.APPLIED:
-            # It came again: answer, never apply.
-            if pull:
-                self._take_pull(rank, unit, unit.parts, unit.sizes, round_, True, replies)
-            else:
-                value = Value(unit.parts, unit.sizes, round_, unit.rounds.version)
-                replies.answer(rank, True, False, value)
-        elif verdict is Verdict.TOO_FAR:
-            error = ProtocolError(f"round {round_} of part {unit.parts[0]} is beyond the window")
-            self._refuse(unit, rank, round_, error, replies)
-        elif verdict is Verdict.HOPELESS:
-            gone = self._gone[unit.rounds.blocked_by or 0]
-            self._refuse(unit, rank, round_, gone, replies)
+            if not is_push:
+                unit.pull(rank, unit.parts, unit.sizes, round_, False, replies, formed)
+            elif unit.contribute(rank, round_, formed, False, self._gone, replies):
+                ready.append(unit)
 
     def _take_pulls(self, rank: int, message: Exchange, replies: Replies) -> None:
         """Each run of parts that belong to one unit is pulled as one."""
         parts, rounds = message.parts, message.rounds
         start = 0
         while start < len(parts):
-            unit = self._units.get(parts[start])
+            unit = self._parts.units.get(parts[start])
             if unit is None or unit.nbytes == NO_SIZE:
                 error = _unknown(parts[start])
                 if unit is not None:
@@ -450,62 +320,13 @@ class ServerPlane:
             while (
                 stop < len(parts)
                 and rounds[stop] == rounds[start]
-                and self._units.get(parts[stop]) is unit
+                and self._parts.units.get(parts[stop]) is unit
             ):
                 stop += 1
             asked = parts[start:stop]
-            sizes = tuple(map(self._sizes.__getitem__, asked))
-            self._take_pull(rank, unit, asked, sizes, rounds[start], False, replies)
+            sizes = tuple(map(self._parts.sizes.__getitem__, asked))
+            unit.pull(rank, asked, sizes, rounds[start], False, replies)
             start = stop
-
-    def _take_pull(
-        self,
-        rank: int,
-        unit: Unit,
-        parts: Ints,
-        sizes: Ints,
-        after_round: int,
-        pushed: bool,
-        replies: Replies,
-        wanted: Formed | None = None,
-    ) -> None:
-        """A pull of some parts of a unit."""
-        refused = [error for r, error in unit.refused.get(rank, {}).items() if r <= after_round]
-        if refused:
-            replies.fail(rank, pushed, True, refused[0], parts, after_round)
-        elif unit.rounds.readable(rank, after_round):
-            value = Value(parts, sizes, after_round, unit.rounds.version, wanted)
-            if wanted is None:
-                replies.answer(rank, pushed, True, value)
-            else:
-                replies.formed.setdefault(rank, []).append(value)
-        else:
-            unit.pulls.append(WaitingPull(rank, after_round, pushed, parts, sizes, wanted))
-
-    def _answer_pulls(self, unit: Unit, replies: Replies) -> None:
-        waiting, unit.pulls = unit.pulls, []
-        for pull in waiting:
-            self._take_pull(
-                pull.rank,
-                unit,
-                pull.parts,
-                pull.sizes,
-                pull.after_round,
-                pull.pushed,
-                replies,
-                pull.wanted,
-            )
-
-    def _refuse(
-        self, unit: Unit, rank: int, round_: int, error: BaseException, replies: Replies
-    ) -> None:
-        """A contribution is not taken; nor will pulls that count on it be answered."""
-        refused = unit.refused.setdefault(rank, {})
-        if len(refused) <= self._window:
-            refused[round_] = error
-        unit.wanted.discard((rank, round_))
-        replies.fail(rank, True, False, error, unit.parts, round_)
-        self._answer_pulls(unit, replies)
 
     def _effects(self, replies: Replies, ready: Iterable[Unit]) -> list[Effect]:
         effects: list[Effect] = [*replies.sends(self.app, self._message_bytes)]
@@ -513,20 +334,9 @@ class ServerPlane:
         for unit in ready:
             batch = unit.rounds.start()
             if batch is not None:
-                wanted = not unit.wanted.isdisjoint(batch.rounds)
-                lanes.setdefault(unit.lane, []).append(_job(unit, batch, wanted))
+                lanes.setdefault(unit.lane, []).append(unit.job(batch))
         effects += [Run(lane, jobs) for lane, jobs in lanes.items()]
         return effects
-
-
-def _job(unit: Unit, batch: Batch, wanted: bool) -> Job:
-    """A round of a unit that is complete."""
-    if all(type(payload) is Piece for payload in batch.payloads):
-        return Job(unit.parts, unit.sizes, unit.push_sizes, batch, wanted)
-    largest = max(
-        unit.nbytes if type(payload) is Piece else payload.nbytes for payload in batch.payloads
-    )
-    return Job(unit.parts, (largest,), (largest,), batch, wanted, is_formed=True)
 
 
 def _is_uniform(rounds: Ints) -> bool:

@@ -3,22 +3,36 @@
 A model's small tensors travel in one message round after round, and are in the same state all
 the time. A server then keeps that state once, in one ``Unit``, instead of once for each part.
 What the rules say of parts stays true: a request for only some of a unit's parts makes the
-server split it, and units whose parts are in the same state again may be joined. Pure; used by
-``server.py`` on the I/O thread.
+server split it (``parts.py``), and units whose parts are in the same state again may be joined.
+Pure; used by ``server.py`` on the I/O thread, which finds the unit that a request is for; what its
+workers are told then goes into ``Replies``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
-from pslite.plane.interface import Formed, Piece, piece_of
-from pslite.protocol.rounds import Rounds
-from pslite.wire.messages import Ints
+from pslite.errors import ProtocolError
+from pslite.plane.interface import Formed, Job, Piece, piece_of
+from pslite.plane.replies import Replies, Value
+from pslite.protocol.rounds import Batch, Rounds, Verdict
+from pslite.wire.messages import Ints, RoundWaits
 
 NO_SIZE = -1
 """The size of a part that has no plain value: its contributions have forms of the app's own."""
+
+
+class OpenRound(NamedTuple):
+    """A round of some parts that waits for workers."""
+
+    parts: Ints
+    round: int
+    missing: Ints
+    """Their ranks."""
+    opened_at: float | None
+    """When ``overdue`` saw it first; None if it has not yet."""
 
 
 class Unit:
@@ -69,9 +83,162 @@ class Unit:
         self.pulls: list[WaitingPull] = []
         #: Rank -> its rounds that were refused, and why: pulls that count on one end likewise.
         self.refused: dict[int, dict[int, BaseException]] = {}
-        #: When the open round was first seen open by ``tick``, and last reported.
+        #: The open round and when ``overdue`` saw it first, and when it last was worth a report.
         self.opened_at: tuple[int, float] | None = None
         self.reported_at = 0.0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no push or pull of it is under way."""
+        return not (self.rounds.waiting() or self.rounds.running or self.pulls)
+
+    # -- pushes and pulls --------------------------------------------------------------
+
+    def contribute(
+        self,
+        rank: int,
+        round_: int,
+        payload: Piece | Formed,
+        pull: bool,
+        gone: Mapping[int, BaseException],
+        replies: Replies,
+    ) -> bool:
+        """A push. Whether it was taken, so that a round may be complete.
+
+        ``gone`` says of the ranks that are gone what their loss comes to for others.
+        """
+        verdict = self.rounds.contribute(rank, round_, payload)
+        if verdict is Verdict.TAKEN:
+            self.refused.get(rank, {}).pop(round_, None)
+            if pull:
+                self.wanted.add((rank, round_))
+            return True
+        if verdict is Verdict.APPLIED:
+            # It came again: answer, never apply.
+            if pull:
+                self.pull(rank, self.parts, self.sizes, round_, True, replies)
+            else:
+                value = Value(self.parts, self.sizes, round_, self.rounds.version)
+                replies.answer(rank, True, False, value)
+        elif verdict is Verdict.TOO_FAR:
+            error = ProtocolError(f"round {round_} of part {self.parts[0]} is beyond the window")
+            self.refuse(rank, round_, error, replies)
+        elif verdict is Verdict.HOPELESS:
+            self.refuse(rank, round_, gone[self.rounds.blocked_by or 0], replies)
+        return False
+
+    def pull(
+        self,
+        rank: int,
+        parts: Ints,
+        sizes: Ints,
+        after_round: int,
+        pushed: bool,
+        replies: Replies,
+        wanted: Formed | None = None,
+    ) -> None:
+        """Answer a pull of some of the parts, now or as soon as they may be read."""
+        refused = [error for r, error in self.refused.get(rank, {}).items() if r <= after_round]
+        if refused:
+            replies.fail(rank, pushed, True, refused[0], parts, after_round)
+        elif self.rounds.readable(rank, after_round):
+            value = Value(parts, sizes, after_round, self.rounds.version, wanted)
+            if wanted is None:
+                replies.answer(rank, pushed, True, value)
+            else:
+                replies.formed.setdefault(rank, []).append(value)
+        else:
+            self.pulls.append(WaitingPull(rank, after_round, pushed, parts, sizes, wanted))
+
+    def _answer_pulls(self, replies: Replies) -> None:
+        waiting, self.pulls = self.pulls, []
+        for pull in waiting:
+            self.pull(
+                pull.rank,
+                pull.parts,
+                pull.sizes,
+                pull.after_round,
+                pull.pushed,
+                replies,
+                pull.wanted,
+            )
+
+    def refuse(self, rank: int, round_: int, error: BaseException, replies: Replies) -> None:
+        """A contribution is not taken; nor will pulls that count on it be answered."""
+        refused = self.refused.setdefault(rank, {})
+        if len(refused) <= self.rounds.window:
+            refused[round_] = error
+        self.wanted.discard((rank, round_))
+        replies.fail(rank, True, False, error, self.parts, round_)
+        self._answer_pulls(replies)
+
+    def job(self, batch: Batch) -> Job:
+        """What is to be done for a round that is complete."""
+        wanted = not self.wanted.isdisjoint(batch.rounds)
+        if all(type(payload) is Piece for payload in batch.payloads):
+            return Job(self.parts, self.sizes, self.push_sizes, batch, wanted)
+        largest = max(
+            self.nbytes if type(payload) is Piece else payload.nbytes for payload in batch.payloads
+        )
+        return Job(self.parts, (largest,), (largest,), batch, wanted, is_formed=True)
+
+    def finish(self, batch: Batch, error: BaseException | None, replies: Replies) -> None:
+        """The round is over, also when it came to nothing; pulls that waited for it are due."""
+        self.rounds.finish()
+        version = self.rounds.version
+        for rank, round_ in batch.rounds:
+            wanted = (rank, round_) in self.wanted
+            self.wanted.discard((rank, round_))
+            if error is not None:
+                replies.fail(rank, True, True, error, self.parts, round_)
+            else:
+                value = Value(self.parts, self.sizes, round_, version)
+                replies.answer(rank, True, wanted, value)
+        self._answer_pulls(replies)
+
+    def give_up(self, error: BaseException, replies: Replies) -> None:
+        """Whoever waits for a push or a pull of it gets ``error``."""
+        for rank, round_ in self.rounds.waiting():
+            replies.fail(rank, True, False, error, self.parts, round_)
+        for pull in self.pulls:
+            replies.fail(pull.rank, pull.pushed, True, error, self.parts, pull.after_round)
+
+    # -- rounds that are open for long -------------------------------------------------
+
+    def open_round(self) -> OpenRound | None:
+        """The round that some workers have contributed to and others have not."""
+        open_round = self.rounds.missing()
+        if open_round is None:
+            return None
+        round_, missing = open_round
+        is_seen = self.opened_at is not None and self.opened_at[0] == round_
+        opened_at = self.opened_at[1] if self.opened_at and is_seen else None
+        return OpenRound(self.parts, round_, missing, opened_at)
+
+    def overdue(self, now: float, report_s: float) -> RoundWaits | None:
+        """Whom the open round waits for, once whenever another ``report_s`` have passed."""
+        open_round = self.rounds.missing()
+        if open_round is None:
+            self.opened_at = None
+            return None
+        round_, missing = open_round
+        if self.opened_at is None or self.opened_at[0] != round_:
+            self.opened_at = (round_, now)
+            self.reported_at = now
+        elif now - self.reported_at >= report_s:
+            self.reported_at = now
+            return RoundWaits(self.parts[0], round_, missing, now - self.opened_at[1])
+        return None
+
+    # -- its shape ---------------------------------------------------------------------
+
+    def resized(self, size: int, push_size: int, *, is_checked: bool) -> Unit:
+        """The unit of the same part, which is quiet, with other sizes from now on."""
+        unit = Unit(
+            self.parts, (size,), self.rounds, self.lane, (push_size,), is_checked=is_checked
+        )
+        unit.refused = self.refused
+        return unit
 
     def split(self) -> list[Unit]:
         """The same state, once for each part."""

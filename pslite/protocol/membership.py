@@ -3,14 +3,14 @@
 ``Rendezvous`` is the scheduler's side: it collects registrations, gives ranks, and says who is
 missing. Ranks are stable: a node that names its rank (the launcher's order) gets it; others
 take the free ones in the order of registration. Host names never decide (ps-lite sorted by
-them). ``Membership`` is every node's view afterwards: the epoch, and who is gone.
+them). ``Membership`` is every node's view afterwards: who is who, the epoch, and who is gone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pslite.ids import NodeInfo, Role
+from pslite.ids import NodeInfo, Role, role_of
 
 _SAME_ROUNDS = (
     "all workers of a synchronous store must push the same number of rounds "
@@ -165,19 +165,45 @@ class Gone:
 
 @dataclass(slots=True)
 class Membership:
-    """A node's view of the cluster: the roster, the epoch, and who is gone."""
+    """A node's view of the cluster: who is in it, by which names, the epoch, who is gone."""
 
+    role: Role
+    """This node's."""
     roster: tuple[NodeInfo, ...] = ()
     epoch: int = 0
     gone: dict[int, Gone] = field(default_factory=dict)
+    uids: dict[int, str] = field(default_factory=dict)
+    """Node id -> the van's name of the node."""
+    node_ids: dict[str, int] = field(default_factory=dict)
+    """And the other way round."""
 
     def begin(self, roster: tuple[NodeInfo, ...]) -> None:
         """The cluster is complete: epoch 1."""
         self.roster, self.epoch = roster, 1
+        self.uids = {node.node_id: node.uid for node in roster}
+        self.node_ids = {node.uid: node.node_id for node in roster}
 
     def node(self, node_id: int) -> NodeInfo | None:
         """The roster's entry of a node."""
         return next((node for node in self.roster if node.node_id == node_id), None)
+
+    def title(self, node_id: int) -> str:
+        """A node's name for people."""
+        node = self.node(node_id)
+        return node.title if node is not None else f"{role_of(node_id).value} (node {node_id})"
+
+    def peer_title(self, uid: str) -> str:
+        """The name for people behind a van's name."""
+        node_id = self.node_ids.get(uid)
+        return uid if node_id is None else self.title(node_id)
+
+    def neighbours(self) -> list[NodeInfo]:
+        """The nodes that this one talks to and that are there: those of other roles."""
+        return [
+            node
+            for node in self.roster
+            if node.role != self.role.value and node.node_id not in self.gone
+        ]
 
     def depart(self, node_id: int, *, left: bool, reason: str) -> Gone | None:
         """Note that a node is gone; None when that was known or it is no member."""

@@ -12,7 +12,7 @@ their numbers, those of different workers as they come.
 In both, a contribution is (rank, round): each worker counts its own pushes of the part, from
 1. A repeated one is known by its number and never applied again. One that runs ahead waits in
 a window; beyond the window the sender broke the protocol. A pull carries ``after_round``, its
-sender's own pushes so far, and is due once those are applied. Next: ``plane.py``.
+sender's own pushes so far, and is due once those are applied. Next: ``plane/unit.py``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class SyncRounds:
 
     def __init__(self, expected: Iterable[int], window: int) -> None:
         self._expected = frozenset(expected)
-        self._window = window
+        #: How many rounds a rank may contribute to ahead of the open one.
+        self.window = window
         self._open: dict[int, dict[int, Any]] = {}
         self._running = False
         self._dead_from: int | None = None
@@ -74,7 +75,7 @@ class SyncRounds:
 
     def copy(self, payload: Callable[[int, int, Any], Any]) -> SyncRounds:
         """The same state with other payloads: ``payload(rank, round, present one)``."""
-        copy = SyncRounds(self._expected, self._window)
+        copy = SyncRounds(self._expected, self.window)
         copy._open = {
             round_: {rank: payload(rank, round_, found) for rank, found in contributions.items()}
             for round_, contributions in self._open.items()
@@ -92,7 +93,7 @@ class SyncRounds:
         """Take one contribution in."""
         if round_ <= self.version:
             return Verdict.APPLIED
-        if round_ > self.version + 1 + self._window:
+        if round_ > self.version + 1 + self.window:
             return Verdict.TOO_FAR
         contributions = self._open.get(round_, {})
         if rank in contributions:
@@ -179,7 +180,8 @@ class AsyncRounds:
     """Contributions that are applied one by one."""
 
     def __init__(self, window: int) -> None:
-        self._window = window
+        #: How many contributions of a rank may wait for an earlier one of it.
+        self.window = window
         self._waiting: dict[int, dict[int, Any]] = {}
         self._applied: dict[int, int] = {}
         self._order: list[int] = []
@@ -194,7 +196,7 @@ class AsyncRounds:
 
     def copy(self, payload: Callable[[int, int, Any], Any]) -> AsyncRounds:
         """The same state with other payloads: ``payload(rank, round, present one)``."""
-        copy = AsyncRounds(self._window)
+        copy = AsyncRounds(self.window)
         copy._waiting = {
             rank: {round_: payload(rank, round_, found) for round_, found in waiting.items()}
             for rank, waiting in self._waiting.items()
@@ -214,7 +216,7 @@ class AsyncRounds:
         applied = self._applied.get(rank, 0)
         if round_ <= applied:
             return Verdict.APPLIED
-        if round_ > applied + 1 + self._window:
+        if round_ > applied + 1 + self.window:
             return Verdict.TOO_FAR
         waiting = self._waiting.setdefault(rank, {})
         if round_ in waiting or self._running == (rank, round_):

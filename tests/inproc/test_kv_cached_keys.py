@@ -351,7 +351,7 @@ def sharing(cluster: InprocCluster, job: Job) -> None:
         for worker in range(len(job.workers)):
             job.push(some_keys(LARGE), np.zeros(LARGE, np.float32), worker)
             job.pull(some_keys(LARGE), worker)
-    assert all(node.shares_with(8) for node in cluster.workers)
+    assert all(node.nearby.shares_with(8) for node in cluster.workers)
 
 
 def test_buffers_are_free_again_when_their_request_is_answered() -> None:
@@ -397,7 +397,7 @@ def test_a_handle_may_keep_what_was_pushed_unless_it_borrows(borrows: bool) -> N
         worker = KVWorker(node, 0)
         for turn in range(6):
             worker.wait(worker.push(some_keys(LARGE), np.full(LARGE, turn, np.float32)), LIMIT_S)
-        assert node.shares_with(8)
+        assert node.nearby.shares_with(8)
         found = [set(values.tolist()) for _, values in kept]
         assert (found == [{float(turn)} for turn in range(6)]) == (not borrows)
         assert all(np.array_equal(keys, some_keys(LARGE)) for keys, _ in kept)
@@ -426,7 +426,7 @@ def test_an_answer_that_waits_for_another_servers_is_copied_before_its_memory_is
         worker = KVWorker(cluster.workers[0], 0)
         for _ in range(3):
             worker.wait(worker.pull(np.concatenate([near, far])), LIMIT_S)
-        assert all(node.shares_with(9) for node in cluster.servers)
+        assert all(node.nearby.shares_with(9) for node in cluster.servers)
         slow = worker.pull(np.concatenate([near, far]), cmd=1)
         for _ in range(3):  # the first server answers these where the first answer lay
             worker.wait(worker.pull(near, cmd=2), LIMIT_S)

@@ -128,6 +128,24 @@ def test_an_early_end_is_explained_by_what_was_said(start: Start) -> None:
     )
 
 
+def test_what_was_shown_while_it_ran_still_explains_its_end(start: Start, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    run = start(f"echo refused; read line <'{go}'; exit 3")
+    run.until(lambda: "refused" in run.carrier._said)
+    assert texts(run.carrier.tick(run.began_s + 5.5)[0])[0] == "sh: refused"
+    go.write_text("")
+    run.until(lambda: run.carrier.failure is not None)
+    assert run.carrier.failure == "ended with 3 after ['refused']"
+
+
+def test_a_fatal_line_is_not_said_twice(start: Start) -> None:
+    run = start("echo fatal; exec sleep 60")
+    run.until(lambda: run.carrier.failure is not None)
+    [roster] = texts(run.carrier.tick(run.began_s + 5.5)[0])
+    assert roster.startswith("waiting for")
+
+
 def test_a_fatal_line_ends_the_wait_while_the_command_runs(start: Start) -> None:
     run = start("echo fatal; exec sleep 60")
     run.until(lambda: run.carrier.failure == "that is fatal")

@@ -15,7 +15,7 @@ import socket
 
 def connections():
     # Those of this process to servers: (its descriptor, the server's port).
-    server = next(node for node in kv.node.neighbours() if node.role == "server")
+    server = next(node for node in kv.node.membership.neighbours() if node.role == "server")
     port, found = int(server.address.rpartition(":")[2]), []
     for name in os.listdir("/proc/self/fd"):
         try:

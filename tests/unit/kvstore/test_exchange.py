@@ -23,23 +23,11 @@ ELEMENTS = {"large": 2048, "a": 8, "b": 8, "c": 8}
 """``large`` has two parts that travel alone."""
 
 
-class Node:
-    """What an exchange asks of its node; work for the I/O thread waits in ``commands``."""
+class Errands:
+    """Work for the I/O thread, which waits."""
 
-    def __init__(self, *, shared: bool = False) -> None:
-        self.config = Config(chunk_bytes=CHUNK_BYTES)
-        self.is_on_one_machine = shared
-
-        def nothing(_: object) -> None:
-            pass
-
-        self.traffic = SimpleNamespace(add_owner=nothing, submit=self.submit, forget=nothing)
-        self.sent: list[Transfer] = []
+    def __init__(self) -> None:
         self.commands: list[Callable[[], None]] = []
-        self.heap = Heap(shared=shared)
-
-    def submit(self, transfers: Sequence[Transfer]) -> None:
-        self.sent += transfers
 
     def call(self, command: Callable[[], None]) -> None:
         self.commands.append(command)
@@ -50,11 +38,29 @@ class Node:
     def check_process(self) -> None:
         pass
 
+
+class Node:
+    """What an exchange asks of its node."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self.config = Config(chunk_bytes=CHUNK_BYTES)
+        self.errands = Errands()
+        self.nearby = SimpleNamespace(
+            is_on_one_machine=shared, may_share_with=lambda server: shared
+        )
+
+        def nothing(_: object) -> None:
+            pass
+
+        self.traffic = SimpleNamespace(add_owner=nothing, submit=self.submit, forget=nothing)
+        self.sent: list[Transfer] = []
+        self.heap = Heap(shared=shared)
+
+    def submit(self, transfers: Sequence[Transfer]) -> None:
+        self.sent += transfers
+
     def buffer(self, nbytes: int) -> np.ndarray[Any, Any]:
         return self.heap.buffer(nbytes)
-
-    def may_share_with(self, server: int) -> bool:
-        return self.is_on_one_machine
 
     def shared_rows(
         self, pieces: Sequence[np.ndarray[Any, Any]]
@@ -161,7 +167,7 @@ def test_a_joined_push_frees_the_callers_arrays_at_once() -> None:
         future = made.join(keys(*names), sources, None, 0)
         for source in sources:
             source[:] = 0
-        for command in node.commands:
+        for command in node.errands.commands:
             command()
         sent = [frame for transfer in node.sent for frame in frames(transfer)]
         assert bytes(np.concatenate(sent)) == expected
@@ -178,7 +184,7 @@ def test_calls_that_are_joined_carry_each_key_to_its_own_array() -> None:
     sources, targets = memory(*names), [np.zeros(32, np.uint8) for _ in names]
     futures = [made.join(keys(name), [s], None, 0) for name, s in zip(names, sources, strict=True)]
     futures += [made.join(keys(name), None, [t], 0) for name, t in zip(names, targets, strict=True)]
-    for command in node.commands:
+    for command in node.errands.commands:
         command()
     (transfer,) = node.sent
     (frame,) = transfer.frames
@@ -247,17 +253,17 @@ def keys_sent(node: Node) -> list[int]:
 
 def run(node: Node) -> None:
     """What the I/O thread would do; commands may bring further ones."""
-    for command in node.commands:
+    for command in node.errands.commands:
         command()
-    node.commands.clear()
+    node.errands.commands.clear()
 
 
 def test_calls_wait_for_each_other_until_somebody_waits_for_one_of_them() -> None:
     node = Node()
     made = exchange_on(node)
     made.join(keys("a"), memory("a"), None, 0)
-    (look,) = node.commands
-    node.commands.clear()
+    (look,) = node.errands.commands
+    node.errands.commands.clear()
     look()  # it has come since the last look, so others may follow
     assert node.sent == []
     second = made.join(keys("b"), memory("b"), None, 0)
@@ -291,8 +297,8 @@ def test_a_batch_that_never_stops_growing_goes_out_all_the_same() -> None:
     made.join(keys("a"), memory("a"), None, 0)
     looks = 0
     while not node.sent:
-        (look,) = node.commands
-        node.commands.clear()
+        (look,) = node.errands.commands
+        node.errands.commands.clear()
         look()
         looks += 1
         assert looks < 20
@@ -320,7 +326,7 @@ def test_a_key_that_is_gone_is_an_error_of_its_calls_alone() -> None:
     gone = made.join(keys("a", "b"), memory("a", "b"), None, 0)
     stays = made.join(keys("c"), memory("c"), None, 0)
     made.remove(["a"])
-    for command in node.commands:
+    for command in node.errands.commands:
         command()
     assert "'a'" in str(gone.error())
     assert [transfer.parts for transfer in node.sent] == [(5,)]

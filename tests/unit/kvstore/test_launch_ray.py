@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.launch.options import LaunchError, parse_arguments
-from kvstore.launch.ray_cluster import _JobDirectory, make_plan
-from kvstore.launch.ray_demand import LOG_NAME, STATE_NAME, RayPlan, shortage, why_waiting
+from kvstore.launch.ray_cluster import _JobDirectory, make_plan, why_no_job
+from kvstore.launch.ray_demand import FATAL, LOG_NAME, STATE_NAME, RayPlan, shortage, why_waiting
 
 GIB = 1 << 30
 NODE = {"CPU": 8.0, "memory": 16.0 * GIB, "node:10.0.0.1": 1.0}
@@ -103,10 +103,14 @@ def test_a_cluster_without_nodes_is_a_shortage() -> None:
     assert "no node of the Ray cluster has 1 CPU" in str(shortage(plan_of("-n", "1"), []))
 
 
-def test_the_last_line_of_the_driver_says_why_it_ended() -> None:
-    assert _JobDirectory().explain(["first", "there is no Ray at 10.0.0.1:6379"], 1) == (
-        "there is no Ray at 10.0.0.1:6379"
-    )
+def test_the_drivers_own_line_says_why_there_is_no_job() -> None:
+    sentence = "there is no Ray at 10.0.0.1:6379"
+    assert why_no_job(FATAL + sentence) == sentence
+    assert why_no_job(sentence) is None
+
+
+def test_a_driver_that_cannot_be_run_is_explained_by_its_last_line() -> None:
+    assert _JobDirectory().explain(["Traceback ...", "ImportError: no"], 1) == "ImportError: no"
 
 
 def test_a_driver_that_ends_without_a_word_is_explained_by_its_log(tmp_path: Path) -> None:

@@ -56,11 +56,11 @@ class Server:
                 carry_out=lambda effects: None,
             ),
             info=SimpleNamespace(node_id=8),
-            title=lambda node: "server 0",
+            membership=SimpleNamespace(title=lambda node: "server 0"),
             pool=SimpleNamespace(submit=lambda lane, work: work()),
             buffer=lambda nbytes: np.empty(nbytes, np.uint8),
             clock=lambda: 0.0,
-            look_after_each_step=lambda look: None,
+            errands=SimpleNamespace(look_after_each_step=lambda look: None),
         )
         self.stores = ServerStores(node)
         self.plane = self.stores._plane

@@ -47,11 +47,11 @@ class Server:
             config=config,
             traffic=self._traffic,
             info=SimpleNamespace(node_id=8),
-            title=lambda node: "server 0",
+            membership=SimpleNamespace(title=lambda node: "server 0"),
             pool=SimpleNamespace(submit=lambda lane, work: work()),
             buffer=lambda nbytes: np.empty(nbytes, np.uint8),
             clock=lambda: 0.0,
-            look_after_each_step=lambda look: None,
+            errands=SimpleNamespace(look_after_each_step=lambda look: None),
         )
         self.stores = ServerStores(node, import_errors)
 

@@ -21,12 +21,12 @@ class Node:
     def __init__(self, *, is_io_thread: bool = False, is_forked: bool = False) -> None:
         self.lines: list[str] = []
         self.reported = threading.Event()
-        self.is_io_thread = is_io_thread
+        self.errands = SimpleNamespace(is_io_thread=is_io_thread, check_process=self._check_process)
         self._is_forked = is_forked
         self.config = SimpleNamespace(stall_report_s=0.01)
         self.log = SimpleNamespace(warn=self._warn)
 
-    def check_process(self) -> None:
+    def _check_process(self) -> None:
         if self._is_forked:
             raise UsageError("a forked child cannot use it")
 

@@ -145,7 +145,7 @@ ROSTER = (node("scheduler", 0, 0), node("worker", 1, 0), node("worker", 2, 1), n
 
 
 def members() -> Membership:
-    membership = Membership()
+    membership = Membership(Role.WORKER)
     membership.begin(ROSTER)
     return membership
 
@@ -158,6 +158,30 @@ def test_a_complete_cluster_is_in_epoch_one() -> None:
         (0,),
     )
     assert [membership.node(node_id) for node_id in (1, 9, 11, 8, 13)] == [*ROSTER, None]
+
+
+def test_members_are_known_by_their_ids_and_by_the_vans_names() -> None:
+    membership = members()
+    assert membership.uids == {1: "scheduler0", 9: "worker1", 11: "worker2", 8: "server3"}
+    assert [membership.node_ids.get(uid) for uid in ("server3", "server4")] == [8, None]
+
+
+def test_everybody_has_a_name_for_people() -> None:
+    before, membership = Membership(Role.WORKER), members()
+    assert [membership.title(node_id) for node_id in (8, 13)] == [
+        ROSTER[3].title,
+        "worker (node 13)",
+    ]
+    assert (before.title(8), before.peer_title("server3")) == ("server (node 8)", "server3")
+    assert [membership.peer_title(uid) for uid in ("server3", "x")] == [ROSTER[3].title, "x"]
+
+
+def test_a_node_talks_to_those_of_other_roles_that_are_there() -> None:
+    membership = members()
+    assert Membership(Role.WORKER).neighbours() == []
+    assert membership.neighbours() == [ROSTER[0], ROSTER[3]]
+    membership.depart(1, left=False, reason="killed")
+    assert membership.neighbours() == [ROSTER[3]]
 
 
 def test_a_departure_is_noted_once_and_for_members_only() -> None:

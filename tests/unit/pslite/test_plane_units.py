@@ -68,7 +68,7 @@ def submit_job(cluster: Cluster, steadiness: float) -> list[tuple[int, int, Aske
 
 def joined_units(cluster: Cluster) -> int:
     """How many parts are kept together at the end, on all nodes."""
-    states = [*cluster.servers[8]._units.values()]
+    states = [*cluster.servers[8]._parts.units.values()]
     states += [state for worker in cluster.workers.values() for state in worker._parts.values()]
     return sum(len(state.parts) > 1 for state in states)
 
@@ -144,7 +144,7 @@ def joined_server(ranks: tuple[int, ...] = (0,)) -> tuple[ServerPlane, Cluster, 
     for round_ in range(1, 5):
         for rank in ranks:
             carry_out(plane, plane.exchange(rank, 1, together(round_), [counts(1, 1)]))
-    assert plane._units[1] is plane._units[2]
+    assert plane._parts.units[1] is plane._parts.units[2]
     return plane, cluster, 4
 
 
@@ -164,7 +164,7 @@ def test_a_push_in_several_frames_is_one_to_the_whole_unit() -> None:
     plane.exchange(0, 1, together(done + 1), [counts(1), counts(2)])
     sends = carry_out(plane, plane.exchange(1, 1, together(done + 1), [counts(10, 20)]))
     assert len(sends) == 2
-    assert plane._units[1] is plane._units[2]
+    assert plane._parts.units[1] is plane._parts.units[2]
     values = [cluster.apps[8].values[part].tolist() for part in (1, 2)]
     assert values == [[2 * done + 11], [2 * done + 22]]
 
@@ -226,7 +226,7 @@ def test_a_pull_of_some_parts_waits_with_the_unit_and_is_answered_alone() -> Non
     sends = carry_out(plane, plane.exchange(1, 1, together(done + 1), [counts(1, 1)]))
     values = [send for send in sends if isinstance(send.message, Answer) and send.message.sizes]
     assert [send.message.parts for send in values] == [(2,)]  # type: ignore[attr-defined]
-    assert plane._units[1] is plane._units[2]
+    assert plane._parts.units[1] is plane._parts.units[2]
 
 
 def test_a_push_that_comes_again_is_answered_and_not_applied() -> None:

@@ -11,6 +11,7 @@ import pytest
 from pslite.errors import UsageError
 from pslite.ids import Role, node_id
 from pslite.plane import Send
+from pslite.protocol.membership import Membership
 from pslite.traffic import Traffic
 from pslite.wire.messages import Answer, Message, PartsFailed, RoundWaits
 
@@ -26,9 +27,7 @@ class Office:
         self.sent: list[tuple[int, Message]] = []
         self.warnings: list[str] = []
         self.log = SimpleNamespace(warn_seldom=lambda topic, text: self.warnings.append(text))
-
-    def title(self, node: int) -> str:
-        return f"node {node}"
+        self.membership = Membership(self.role)
 
     def send(self, node: int, message: Message, frames: Sequence[Any] = ()) -> None:
         if any(len(frame) > LIMIT for frame in frames):
