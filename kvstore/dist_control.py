@@ -24,10 +24,7 @@ from kvstore.commands import check_command
 from kvstore.compression import Compression
 from kvstore.dist_files import DistFiles
 from kvstore.dist_optimizer import DistOptimizer
-from kvstore.errors import (
-    NotSupportedError,
-    OptimizerNotSet,
-)
+from kvstore.errors import NotSupportedError, OptimizerNotSet
 from kvstore.exchange import Exchange
 from kvstore.joint_calls import JointCalls
 from kvstore.keys import (

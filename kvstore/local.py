@@ -12,14 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvstore.base import (
-    CompressionParams,
-    KeyInfo,
-    KVStore,
-    Path,
-    Version,
-    check_optimizer,
-)
+from kvstore.base import CompressionParams, KeyInfo, KVStore, Path, Version, check_optimizer
 from kvstore.compression import Compression
 from kvstore.errors import ArgumentTypeError, OptimizerNotSet
 from kvstore.keys import (
