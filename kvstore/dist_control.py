@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.atomicfile import checked_path
 from kvstore.base import CompressionParams, KeyInfo, KVStore, Path, check_optimizer
 from kvstore.coding import Coding
 from kvstore.commands import check_command
@@ -207,6 +208,7 @@ class DistControl(KVStore):
     # -- files -------------------------------------------------------------------------
 
     def save_checkpoint(self, directory: Path) -> None:
+        directory = checked_path(directory)
         self._save_residuals(partial(path_in_checkpoint, directory))
         self._save(
             lambda contents, optimizer, pieces: write_checkpoint(
@@ -215,6 +217,7 @@ class DistControl(KVStore):
         )
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
+        fname = checked_path(fname)
         self._save_residuals(partial(path_beside_states, fname))
         self._save(
             lambda contents, optimizer, pieces: write_states(
@@ -261,6 +264,8 @@ class DistControl(KVStore):
         return dense, [entry for entry in entries if entry.is_row_sparse]
 
     def load_checkpoint(self, directory: Path) -> None:
+        directory = checked_path(directory)
+
         def load() -> Sequence[Key]:
             with Checkpoint(directory) as saved:
                 optimizer = saved.states.optimizer or self._optimizer_of_servers()
@@ -289,6 +294,8 @@ class DistControl(KVStore):
         self._load_residuals(path_in_checkpoint(directory, self.rank))
 
     def load_optimizer_states(self, fname: Path) -> None:
+        fname = checked_path(fname)
+
         def load() -> Sequence[Key]:
             with SavedStates(fname, takes_rows=True) as saved:
                 optimizer = saved.optimizer or self._optimizer_of_servers()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.atomicfile import checked_path
 from kvstore.errors import CheckpointError
 from kvstore.tensorfile import TensorReader, TensorSpec, TensorWriter
 
@@ -40,12 +41,12 @@ class SavedModel(NamedTuple):
 
 def params_path(prefix: Prefix, epoch: int) -> Path:
     """Where the parameters after ``epoch`` epochs lie."""
-    return Path(f"{os.fspath(prefix)}-{epoch:04d}.params")
+    return Path(f"{checked_path(prefix)}-{epoch:04d}.params")
 
 
 def states_path(prefix: Prefix, epoch: int) -> Path:
     """Where the optimizer's states of that moment lie."""
-    return Path(f"{os.fspath(prefix)}-{epoch:04d}.states")
+    return Path(f"{checked_path(prefix)}-{epoch:04d}.states")
 
 
 def save_checkpoint(
