@@ -61,9 +61,10 @@ class Call:
 class LocalCluster:
     """A scheduler, ``servers`` servers and ``workers`` workers on this machine, until closed.
 
-    All have joined when this returns. ``env``, ``options``, ``log_dir`` and ``python`` are those
-    of ``kvstore.run``. It is closed by :meth:`close`, by the end of a ``with`` block, at the end
-    of the interpreter, and when nothing refers to it any more.
+    All have joined when this returns, within ``timeout_s`` seconds; else ``DeadlineError`` is
+    raised and nothing of them stays. ``env``, ``options``, ``log_dir`` and ``python`` are those of
+    ``kvstore.run``. It is closed by :meth:`close`, by the end of a ``with`` block (at once, if an
+    exception leaves it), at the end of the interpreter, and when nothing refers to it any more.
 
     An exception in a function is raised by the call. If all workers have answered, the cluster
     goes on; if some have not within 2 s, since they wait for the one that raised, or if a worker

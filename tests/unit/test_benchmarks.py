@@ -341,7 +341,7 @@ def test_each_machine_of_the_network_has_a_worker_and_a_server_and_one_has_the_s
 
 def test_a_model_that_there_is_not_is_refused_in_words() -> None:
     assert chosen_models("lenet, one") == ["lenet", "one"]
-    with pytest.raises(argparse.ArgumentTypeError, match="no model .foo.; the models are"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"no model .foo.; the models are"):
         chosen_models("lenet,foo")
 
 
