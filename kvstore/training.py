@@ -209,8 +209,8 @@ def deal_out(
     the last ones are filled up from the start of the order. Else they are disjoint, and differ
     by one sample at most; one may be empty. Raises a ``UsageError``.
     """
-    num_samples, epoch = _as_int("num_samples", num_samples), _as_int("epoch", epoch)
-    seed = None if seed is None else _as_int("seed", seed)
+    num_samples, epoch = as_int("num_samples", num_samples), as_int("epoch", epoch)
+    seed = None if seed is None else as_int("seed", seed)
     if not 0 <= rank < num_workers:
         raise UsageError(f"there is no rank {rank} among {num_workers} workers")
     of, among = (rank, num_workers) if even else (0, 1)
@@ -219,7 +219,8 @@ def deal_out(
     return dealt if even else dealt[rank::num_workers].copy()
 
 
-def _as_int(name: str, value: Any) -> int:
+def as_int(name: str, value: Any) -> int:
+    """The argument ``name``, also NumPy's integers. Raises ``ArgumentTypeError``."""
     try:
         return operator.index(value)
     except TypeError:
