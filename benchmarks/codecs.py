@@ -5,6 +5,10 @@ error feedback where it is on by default), decoding into an array, and decoding 
 copy of the same array. Once by NumPy and once by the compiled kernels where there are any, whose
 bytes must be the same. ``--threads`` share each call's work. ``--part`` elements are encoded at a
 time: by default 262,144, the 1 MiB that travels in one piece.
+
+With ``--lost``, what is lost instead: the norm of (what arrived - what was pushed) over the norm of
+what was pushed, for one push, and for the sums over ``--pushes`` with error feedback and without.
+Gradients are a constant direction (standard deviation 0.1) plus noise (0.3), as in training.
 """
 
 from __future__ import annotations
@@ -102,13 +106,45 @@ def measure(parameters: dict[str, Any], values: Any, options: argparse.Namespace
     return f"{parameters['type']:10s} {ratio:6.1f} " + " ".join(f"{each:8.2f}" for each in rates)
 
 
+def lost(parameters: dict[str, Any], options: argparse.Namespace) -> str:
+    """One line of the table of ``--lost``."""
+    feedback = sums_lost({**parameters, "feedback": True}, options)
+    plain = sums_lost({**parameters, "feedback": False}, options)
+    return f"{parameters['type']:10s} {feedback[0]:10.2g} {feedback[-1]:20.2g} {plain[-1]:10.2g}"
+
+
+def sums_lost(parameters: dict[str, Any], options: argparse.Namespace) -> list[float]:
+    """After the first push and after the last: how far the sums differ, of those pushed."""
+    rng = np.random.default_rng(1)
+    direction = np.float32(0.1) * rng.standard_normal(options.elements, np.float32)
+    chain = make_chain(parameters)
+    residual = np.zeros_like(direction) if chain.has_feedback else None
+    pushed, arrived = np.zeros(options.elements), np.zeros_like(direction)
+    found = []
+    for count in range(options.pushes):
+        noise = rng.standard_normal(options.elements, np.float32)
+        gradient = direction + np.float32(0.3) * noise
+        header, payload = chain.encode(gradient, residual=residual, draw=Draw(0, count))
+        chain.decode_add(header, payload, arrived)
+        pushed += gradient
+        if count in (0, options.pushes - 1):
+            found.append(float(np.linalg.norm(arrived - pushed) / np.linalg.norm(pushed)))
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--elements", type=int, default=25_000_000)
+    parser.add_argument("--elements", type=int, help="default: 25,000,000; with --lost 262,144")
     parser.add_argument("--part", type=int, default=262_144)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--lost", action="store_true", help="what is lost, not how long it takes")
+    parser.add_argument("--pushes", type=int, default=100, help="with --lost")
     options = parser.parse_args()
+    if options.elements is None:
+        options.elements = 262_144 if options.lost else 25_000_000
+    if options.lost:
+        return print_lost(options)
     values = np.random.default_rng(1).standard_normal(options.elements, np.float32)
     values *= np.float32(0.3)
     copy = np.empty_like(values)
@@ -120,6 +156,15 @@ def main() -> int:
     print(f"{'codec':10s} {'ratio':>6s} " + "   encode   decode      add" * len(sides))
     for parameters in CHAINS:
         print(measure(parameters, values, options), flush=True)
+    return 0
+
+
+def print_lost(options: argparse.Namespace) -> int:
+    print(f"{options.elements:,d} float32; lost, of what was pushed")
+    sums = f"{options.pushes} pushes"
+    print(f"{'codec':10s} {'one push':>10s} {sums + ', feedback':>20s} {'without':>10s}")
+    for parameters in CHAINS:
+        print(lost(parameters, options), flush=True)
     return 0
 
 

@@ -22,10 +22,12 @@ HOWS = ("pushpull", "push, pull", "key by key")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.models import MODELS, chosen  # noqa: E402
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="resnet50,resnet110,lenet,one")
+    parser.add_argument("--models", type=chosen, default="resnet50,resnet110,lenet,one")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
@@ -36,7 +38,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     if "DMLC_ROLE" in os.environ:
-        for model in options.models.split(","):
+        for model in options.models:
             measure(model, options)
         return 0
     launcher = [sys.executable, str(ROOT / "tools" / "launch.py"), "--launcher", "local"]
@@ -49,7 +51,6 @@ def measure(name: str, options: argparse.Namespace) -> None:
     import numpy as np
 
     import kvstore as mx
-    from benchmarks.models import MODELS
 
     store = mx.kvstore.create(options.kv_store)
     shapes = MODELS[name]()

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 
 import kvstore as mx  # noqa: E402
-from benchmarks.models import MODELS  # noqa: E402
+from benchmarks.models import MODELS, chosen  # noqa: E402
 from kvstore.cores import shared  # noqa: E402
 
 Arrays = list[np.ndarray[Any, Any]]
@@ -34,7 +34,7 @@ WARM_UP = 3
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="resnet50,resnet110")
+    parser.add_argument("--models", type=chosen, default="resnet50,resnet110")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--kv-store", default="local")
@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    for model in options.models.split(","):
+    for model in options.models:
         measure(model, options)
     return 0
 

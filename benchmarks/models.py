@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 Shape = tuple[int, ...]
 
 
@@ -45,3 +47,14 @@ def _conv_bn(width: int, width_in: int, kernel: int) -> list[Shape]:
 
 
 MODELS = {"resnet50": resnet50, "resnet110": resnet110, "lenet": lenet, "one": one_tensor}
+
+
+def chosen(names: str) -> list[str]:
+    """The models of a list with commas, for argparse: an unknown one is an error in words."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in MODELS:
+            raise argparse.ArgumentTypeError(
+                f"there is no model {name!r}; the models are {', '.join(MODELS)}"
+            )
+    return wanted

@@ -14,9 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import CheckpointError
+from kvstore.errors import ArgumentTypeError, CheckpointError
 
 MAX_JSON_BYTES = 16 * 1024 * 1024
+
+
+def checked_path(path: object) -> Path:
+    """Raises ``ArgumentTypeError`` for what is neither text nor a path."""
+    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        raise ArgumentTypeError(f"files are named by a str or a pathlib.Path, got {path!r}")
+    return Path(path)
 
 
 class Replacement:
@@ -77,7 +84,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
         text = json.dumps(value, indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the value cannot be written as JSON: {error}") from error
-    file = Replacement(Path(path))
+    file = Replacement(checked_path(path))
     try:
         file.write(0, text.encode())
         file.commit()
@@ -98,7 +105,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> 
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if len(data) > max_bytes:
         raise CheckpointError(f"{path} is longer than {max_bytes} bytes")
-    return load_json(Path(path), data)
+    return load_json(checked_path(path), data)
 
 
 def load_json(path: Path, data: bytes) -> Any:

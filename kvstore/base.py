@@ -341,12 +341,20 @@ class KVStore(KVStoreBase, abc.ABC):
         when those of one model were made one after the other. They are ordinary NumPy arrays,
         C-contiguous, of ``shape`` and ``dtype``; the memory is free when nothing refers to it.
         Make them once and fill them in place. Raises ``ArgumentValueError`` for a negative size and
-        ``ArgumentTypeError`` for a dtype that stores cannot hold.
+        ``ArgumentTypeError`` for what is no shape, or a dtype that stores cannot hold.
         """
-        sizes = [index(size) for size in (shape if isinstance(shape, Iterable) else [shape])]
+        try:
+            sizes = [index(size) for size in (shape if isinstance(shape, Iterable) else [shape])]
+        except TypeError:
+            raise ArgumentTypeError(
+                f"a shape is an int or a tuple of them, got {shape!r}"
+            ) from None
         if any(size < 0 for size in sizes):
             raise ArgumentValueError(f"an array cannot have the shape {sizes}")
-        kind = np.dtype(dtype)
+        try:
+            kind = np.dtype(dtype)
+        except TypeError:
+            raise ArgumentTypeError(f"{dtype!r} is no dtype; use one such as 'float32'") from None
         check_dtype(kind)
         return self._memory(math.prod(sizes) * kind.itemsize).view(kind).reshape(sizes)
 

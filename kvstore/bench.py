@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         model = _model(options)
-    except (ArgumentValueError, OSError) as error:
+    except ArgumentValueError as error:
         parser.error(str(error))
     config, _ = Config.from_env()
     if config.num_workers == 0 and config.role == Role.WORKER.value:
@@ -254,10 +255,14 @@ def _parser() -> argparse.ArgumentParser:
     add("-s", "--num-servers", type=int, default=1, metavar="N", help="alone: servers (1)")
     add("--kv-store", choices=("dist_sync", "dist_async"), default="dist_sync")
     add("--model", choices=sorted(MODELS), help="estimate a step of this model")
-    add("--shapes", metavar="FILE", help="estimate for these tensors: one shape a line")
+    add(
+        "--shapes",
+        metavar="FILE",
+        help="estimate for these tensors: one shape a line, such as 64, 3, 7, 7",
+    )
     add("--parameters", type=int, metavar="N", help="estimate for so many numbers ...")
     add("--tensors", type=int, metavar="N", help="... in so many tensors")
-    add("--seconds", type=float, default=20.0, help="about how long to measure (20)")
+    add("--seconds", type=_seconds, default=20.0, help="about how long to measure (20)")
     add("--report", help=argparse.SUPPRESS)
     return parser
 
@@ -273,13 +278,31 @@ def _model(options: argparse.Namespace) -> Model | None:
     if options.model is not None:
         return MODELS[options.model]
     if options.shapes is not None:
-        text = Path(options.shapes).read_text(encoding="utf-8")
-        return model_from_shapes(text, options.shapes)
+        return model_from_shapes(_text_of(options.shapes), options.shapes)
     if counts == (None, None):
         return None
     if None in counts or min(counts) < 1:
         raise ArgumentValueError("--parameters and --tensors belong together, each at least 1")
     return Model("your model", *counts)
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ArgumentValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ArgumentValueError(f"{path} is no text; write one shape a line") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"a number of seconds greater than 0, not {text}")
+    return seconds
 
 
 if __name__ == "__main__":

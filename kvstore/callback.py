@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ArgumentValueError
 from kvstore.metric import EvalMetric
+from kvstore.training import as_int
 
 if TYPE_CHECKING:
     from kvstore.training import Progress
@@ -185,7 +186,7 @@ def _values(param: BatchEndParam) -> list[tuple[str, float]]:
     return [] if param.eval_metric is None else param.eval_metric.get_name_value()
 
 
-def _at_least_one(name: str, number: int) -> int:
-    if number < 1:
+def _at_least_one(name: str, number: Any) -> int:
+    if as_int(name, number) < 1:
         raise ArgumentValueError(f"{name} must be at least 1, got {number}")
-    return number
+    return int(number)

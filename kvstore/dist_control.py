@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.atomicfile import checked_path
 from kvstore.base import CompressionParams, KeyInfo, KVStore, Path, check_optimizer
 from kvstore.coding import Coding
 from kvstore.commands import check_command
@@ -188,9 +189,11 @@ class DistControl(KVStore):
     # -- files -------------------------------------------------------------------------
 
     def save_checkpoint(self, directory: Path) -> None:
+        directory = checked_path(directory)
         self._save(partial(path_in_checkpoint, directory), partial(write_checkpoint, directory))
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
+        fname = checked_path(fname)
         write = partial(write_states, fname, dump_optimizer=dump_optimizer)
         self._save(partial(path_beside_states, fname), write)
 
@@ -210,6 +213,8 @@ class DistControl(KVStore):
         write(contents, optimizer, pieces)
 
     def load_checkpoint(self, directory: Path) -> None:
+        directory = checked_path(directory)
+
         def load() -> Sequence[Key]:
             with Checkpoint(directory) as saved:
                 optimizer = saved.states.optimizer or self._optimizer_of_servers()
@@ -235,6 +240,8 @@ class DistControl(KVStore):
         self._files.load_residuals(path_in_checkpoint(directory, self.rank))
 
     def load_optimizer_states(self, fname: Path) -> None:
+        fname = checked_path(fname)
+
         def load() -> Sequence[Key]:
             with SavedStates(fname, takes_rows=True) as saved:
                 optimizer = saved.optimizer or self._optimizer_of_servers()

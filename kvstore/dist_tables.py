@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.arrays import Array, adapter_for
+from kvstore.atomicfile import checked_path
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, ValueMismatchError
 from kvstore.exchange import Exchange
 from kvstore.keys import Key, KeyList
@@ -34,7 +35,6 @@ from kvstore.table_calls import (
     check_name,
     check_out,
     checked_gradients,
-    checked_path,
     warn_of_checkpoint,
 )
 from kvstore.table_files import TableFiles, split

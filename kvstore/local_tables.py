@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.arrays import Array, adapter_for
+from kvstore.atomicfile import checked_path
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.optimizer.base import Optimizer
 from kvstore.sparse.ids import Ids
@@ -22,7 +23,6 @@ from kvstore.table_calls import (
     check_name,
     check_out,
     checked_gradients,
-    checked_path,
     warn_of_checkpoint,
 )
 from kvstore.tables.base import Path, Table, TableStatistics

@@ -54,6 +54,7 @@ from kvstore.training import (
     Network,
     Progress,
     StatefulNetwork,
+    as_int,
     check_network,
     describe_data,
     initial_aux,
@@ -118,8 +119,15 @@ class FeedForward:
                 f"{', '.join(optimizer_params)} would have no effect on a ready optimizer; give "
                 f"its name instead, or the numbers when you create it"
             )
+        for name, number in (
+            ("num_epoch", num_epoch),
+            ("begin_epoch", begin_epoch),
+            ("seed", seed),
+        ):
+            if number is not None:
+                as_int(name, number)
         for name, number in (("numpy_batch_size", numpy_batch_size), ("epoch_size", epoch_size)):
-            if number is not None and number < 1:
+            if number is not None and as_int(name, number) < 1:
                 raise UsageError(f"{name} must be at least 1, got {number}")
         check_network(symbol)
         self.symbol = symbol

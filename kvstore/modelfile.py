@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import CheckpointError
+from kvstore.atomicfile import checked_path
+from kvstore.errors import ArgumentTypeError, CheckpointError
 from kvstore.tensorfile import TensorReader, TensorSpec, TensorWriter
 
 HostArray = NDArray[Any]
@@ -40,12 +41,20 @@ class SavedModel(NamedTuple):
 
 def params_path(prefix: Prefix, epoch: int) -> Path:
     """Where the parameters after ``epoch`` epochs lie."""
-    return Path(f"{os.fspath(prefix)}-{epoch:04d}.params")
+    return Path(f"{_stem(prefix, epoch)}.params")
 
 
 def states_path(prefix: Prefix, epoch: int) -> Path:
     """Where the optimizer's states of that moment lie."""
-    return Path(f"{os.fspath(prefix)}-{epoch:04d}.states")
+    return Path(f"{_stem(prefix, epoch)}.states")
+
+
+def _stem(prefix: Prefix, epoch: int) -> str:
+    checked_path(prefix)
+    try:
+        return f"{os.fspath(prefix)}-{epoch:04d}"  # as it stands: "models/" is a directory
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"epoch must be an int, got {epoch!r}") from None
 
 
 def save_checkpoint(

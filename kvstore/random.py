@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.context import Context
+from kvstore.errors import ArgumentTypeError
 from kvstore.ndarray import NDArray, new_array
 from kvstore.ndmethods import DType, Shape, checked_shape
 
@@ -25,7 +26,11 @@ _generator = np.random.Generator(np.random.PCG64(0))
 def seed(seed_state: int) -> None:
     """Start the generator again from this number, 0 or greater."""
     global _generator
-    _generator = np.random.Generator(np.random.PCG64(seed_state))
+    try:
+        _generator = np.random.Generator(np.random.PCG64(seed_state))
+    except (TypeError, ValueError):
+        text = f"seed_state must be an int of at least 0, got {seed_state!r}"
+        raise ArgumentTypeError(text) from None
 
 
 def uniform(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.atomicfile import checked_path
 from kvstore.compression import Compression, Residual, Residuals
 from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import CheckpointError
@@ -25,12 +26,12 @@ from kvstore.tensorfile import TensorReader, TensorWriter
 
 def path_in_checkpoint(directory: FilePath, rank: int) -> Path:
     """The file of a worker in a checkpoint."""
-    return Path(directory) / f"residuals-{rank}.safetensors"
+    return checked_path(directory) / f"residuals-{rank}.safetensors"
 
 
 def path_beside_states(fname: FilePath, rank: int) -> Path:
     """The file of a worker that belongs to a file of optimizer states."""
-    return Path(f"{fname}.residuals-{rank}")
+    return Path(f"{checked_path(fname)}.residuals-{rank}")
 
 
 def save_residuals(

@@ -19,7 +19,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvstore.running_job import JobOptions, RunningJob, as_words, packed
+from kvstore.running_checks import (
+    as_count,
+    as_environment,
+    as_launcher,
+    as_path,
+    as_seconds,
+    as_words,
+)
+from kvstore.running_job import JobOptions, RunningJob, packed
 
 _CALL = 1
 
@@ -37,7 +45,7 @@ def run(
     options: Sequence[str] = (),
     share_dir: str | os.PathLike[str] | None = None,
     log_dir: str | os.PathLike[str] | None = None,
-    python: str | None = None,
+    python: str | os.PathLike[str] | None = None,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` once on each worker of a new job; return what they returned.
 
@@ -58,7 +66,7 @@ def run(
             go, on which all hosts must look under the same name. By default that for temporary
             files with ``local``, else the current directory.
         log_dir: keep one log file per process there; by default none is kept.
-        python: the workers' Python; by default this one.
+        python: the path of the workers' Python; by default this one.
 
     Raises what a worker raised, with ``WorkerFailed`` and its traceback there as the cause; the
     other workers are ended. ``WorkerFailed`` when one died, or when what it raised or returned
@@ -68,16 +76,17 @@ def run(
     nothing of the job runs any more.
     """
     wanted = JobOptions(
-        workers=workers,
-        servers=servers,
-        launcher=launcher,
-        env=env or {},
+        workers=as_count("workers", workers),
+        servers=as_count("servers", servers),
+        launcher=as_launcher(launcher),
+        env=as_environment(env),
         options=as_words(options),
-        share_dir=share_dir,
-        log_dir=log_dir,
-        python=python,
+        share_dir=as_path("share_dir", share_dir),
+        log_dir=as_path("log_dir", log_dir),
+        python=as_path("python", python),
     )
-    body = packed(fn, args, kwargs or {})
+    timeout_s = as_seconds(timeout_s)
+    body = packed(fn, args, kwargs)
     job = RunningJob(wanted, "once")
     try:
         job.leave_call(_CALL, body)

@@ -23,10 +23,15 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from kvstore.running_job import JobOptions, Outcome, RunningJob, as_words, packed
+from kvstore.launch.background import show
+from kvstore.running_checks import as_count, as_environment, as_path, as_seconds, as_words
+from kvstore.running_job import JobOptions, Outcome, RunningJob, packed
 from pslite.errors import ClosedError, DeadlineError, UsageError
 
 START_S = 120.0
+
+SAY_S = 10.0
+"""After so long ``close`` says for which workers it waits."""
 
 MOST_CALLS = 4096
 """So many may wait: their numbers fit into a worker's pipe, so all workers get the same ones."""
@@ -50,15 +55,16 @@ class Call:
         Raises as ``kvstore.run`` does; after a ``DeadlineError`` the call goes on, and this may
         be called again.
         """
-        return self._cluster._settle(self, timeout_s).values()
+        return self._cluster._settle(self, as_seconds(timeout_s)).values()
 
 
 class LocalCluster:
     """A scheduler, ``servers`` servers and ``workers`` workers on this machine, until closed.
 
-    All have joined when this returns. ``env``, ``options``, ``log_dir`` and ``python`` are those
-    of ``kvstore.run``. It is closed by :meth:`close`, by the end of a ``with`` block, at the end
-    of the interpreter, and when nothing refers to it any more.
+    All have joined when this returns, within ``timeout_s`` seconds; else ``DeadlineError`` is
+    raised and nothing of them stays. ``env``, ``options``, ``log_dir`` and ``python`` are those of
+    ``kvstore.run``. It is closed by :meth:`close`, by the end of a ``with`` block (at once, if an
+    exception leaves it), at the end of the interpreter, and when nothing refers to it any more.
 
     An exception in a function is raised by the call. If all workers have answered, the cluster
     goes on; if some have not within 2 s, since they wait for the one that raised, or if a worker
@@ -74,16 +80,17 @@ class LocalCluster:
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
         log_dir: str | os.PathLike[str] | None = None,
-        python: str | None = None,
+        python: str | os.PathLike[str] | None = None,
     ) -> None:
         wanted = JobOptions(
-            workers=workers,
-            servers=servers,
-            env=env or {},
+            workers=as_count("workers", workers),
+            servers=as_count("servers", servers),
+            env=as_environment(env),
             options=as_words(options),
-            log_dir=log_dir,
-            python=python,
+            log_dir=as_path("log_dir", log_dir),
+            python=as_path("python", python),
         )
+        timeout_s = as_seconds(timeout_s)
         # Guards all below and every outcome; never held for long.
         self._condition = threading.Condition()
         self._calls: deque[Call] = deque()
@@ -127,6 +134,7 @@ class LocalCluster:
         ``timeout_s`` are seconds, also for the calls before it that are not over. When they are
         over, and at a Ctrl-C, the cluster ends. Raises as ``kvstore.run`` does.
         """
+        timeout_s = as_seconds(timeout_s)
         call = self.submit(fn, args, kwargs)
         try:
             return call.result(timeout_s)
@@ -145,7 +153,7 @@ class LocalCluster:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Call:
         """Have ``fn`` called after the calls before it, without waiting."""
-        body = packed(fn, args, kwargs or {})
+        body = packed(fn, args, kwargs)
         with self._condition:
             self._check()
             if len(self._calls) >= MOST_CALLS:
@@ -157,33 +165,50 @@ class LocalCluster:
             self._calls.append(call)
             return call
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Wait for the calls that are under way, then end everything; idempotent.
 
-        Errors of calls whose result nobody has asked for are not raised.
+        ``timeout_s`` are seconds; when they are over, calls under way are ended, and a line on
+        ``sys.stderr`` says so. None waits for as long as they take, and says after some seconds
+        for whom. Errors of calls whose result nobody has asked for are not raised.
         """
-        while (last := self._last_call_or_closed()) is not None:
-            try:
-                self._settle(last, None)
-            except KeyboardInterrupt:
-                self._end_because("closing it was interrupted")
-                raise
+        timeout_s = as_seconds(timeout_s)
+        try:
+            self._settle_all(timeout_s)
+        except DeadlineError as error:
+            show([(True, f"[launcher] closing the cluster: {error}; ending the job")])
+            self._end_because("closing it took longer than its timeout_s")
+        except KeyboardInterrupt:
+            self._end_because("closing it was interrupted")
+            raise
         with self._turn():
             if self._end.alive and self._job.goes_on:
                 self._job.finish()
         self._end_because("it was closed")
+
+    def _settle_all(self, timeout_s: float | None) -> None:
+        """Take the answers of all calls; then none can follow. Raises ``DeadlineError``."""
+        began_s = time.monotonic()
+        while (last := self._last_call_or_closed()) is not None:
+            if timeout_s is None:
+                try:
+                    self._settle(last, SAY_S)
+                except DeadlineError as error:
+                    show([(True, f"[launcher] closing the cluster: {error}; waiting on")])
+            self._settle(last, timeout_s, began_s)
 
     # -- for Call ----------------------------------------------------------------------
 
     def _is_answered(self, number: int) -> bool:
         return not self._job.goes_on or self._job.is_answered(number)
 
-    def _settle(self, call: Call, timeout_s: float | None) -> Outcome:
+    def _settle(self, call: Call, timeout_s: float | None, began_s: float | None = None) -> Outcome:
         """Take the answers of all calls up to ``call``. Raises ``DeadlineError``.
 
-        Another thread may take some of them meanwhile, and end the job.
+        ``timeout_s`` count from ``began_s`` of the monotonic clock (now). Another thread may take
+        some answers meanwhile, and end the job.
         """
-        began_s = time.monotonic()
+        began_s = time.monotonic() if began_s is None else began_s
         while call._outcome is None:
             left_s = None if timeout_s is None else began_s + timeout_s - time.monotonic()
             with self._turn(call, left_s) as has_turn:

@@ -28,12 +28,8 @@ from kvstore.errors import (
 )
 from kvstore.launch import parcels
 from kvstore.launch.background import BackgroundLauncher, show
-from kvstore.launch.options import (
-    RESERVED_NAMES,
-    LaunchError,
-    LaunchOptions,
-    parse_arguments,
-)
+from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
+from kvstore.running_checks import check_call
 from kvstore.running_errors import Answer, Ending, first_cause, value_of
 from pslite.errors import DeadlineError, UsageError
 
@@ -54,15 +50,15 @@ LAST_LINES_S = 1.0
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What the caller asked for; checked by :func:`checked_command`."""
+    """What the caller asked for, checked by ``running_checks``; see :func:`checked_command`."""
 
     workers: int
     servers: int
     launcher: str = "local"
     env: Mapping[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
-    share_dir: str | os.PathLike[str] | None = None
-    log_dir: str | os.PathLike[str] | None = None
+    share_dir: str | None = None
+    log_dir: str | None = None
     python: str | None = None
 
 
@@ -82,20 +78,26 @@ class Outcome:
 
 def checked_command(options: JobOptions, directory: Path, mode: str) -> list[str]:
     """The launcher's arguments. Raises a ``UsageError`` where they make no sense."""
-    log_dir = directory / "logs" if options.log_dir is None else options.log_dir
+    log_dir = options.log_dir or str(directory / "logs")
     python = options.python or sys.executable
     arguments = [
         *("-n", str(options.workers), "-s", str(options.servers), "--launcher", options.launcher),
-        *("--log-dir", os.fspath(log_dir), "--no-status"),
+        *("--log-dir", log_dir, "--no-status"),
         *(part for name in options.env for part in ("--env", name)),
         *(() if options.python is None or options.launcher == "local" else ("--python", python)),
         *options.options,
-        *("--", python, "-m", "kvstore.launch.worker_main", str(directory), mode),
     ]
+    command = (python, "-m", "kvstore.launch.worker_main", str(directory), mode)
+    arguments += ["--", *command]
     try:
         understood = parse_arguments(arguments)
     except LaunchError as error:
-        raise ArgumentValueError(str(error)) from error
+        text = str(error).replace("(--help", "(kvstore-launch --help")
+        raise ArgumentValueError(text) from error
+    except SystemExit:  # of --help or --version
+        raise _no_such_options(options) from None
+    if understood.command != command:
+        raise _no_such_options(options)
     _check_agreement(options, understood)
     _check_launcher(understood)
     return arguments
@@ -105,10 +107,14 @@ def _check_agreement(options: JobOptions, understood: LaunchOptions) -> None:
     wanted = (options.workers, options.servers, options.launcher)
     found = (understood.num_workers, understood.num_servers, understood.launcher)
     if wanted != found or understood.check or understood.dry_run:
-        raise ArgumentValueError(
-            "options are for the launcher's other options: workers, servers and launcher have "
-            f"arguments of their own, and the job must run; got {list(options.options)}"
-        )
+        raise _no_such_options(options)
+
+
+def _no_such_options(options: JobOptions) -> ArgumentValueError:
+    return ArgumentValueError(
+        "options are for the launcher's other options: workers, servers and launcher have "
+        f"arguments of their own, and the job must run; got {list(options.options)}"
+    )
 
 
 def _check_launcher(understood: LaunchOptions) -> None:
@@ -140,7 +146,7 @@ class RunningJob:
         self._launcher: BackgroundLauncher | None = None
         self._orders: list[int] = []
         self._serial = 0
-        self._env = _checked_env(options.env)
+        self._env = options.env
         self._directory = _make_directory(options)
         try:
             self._arguments = checked_command(options, self._directory, mode)
@@ -360,31 +366,14 @@ def _make_directory(options: JobOptions) -> Path:
         ) from error
 
 
-def _checked_env(env: Mapping[str, str]) -> dict[str, str]:
-    for name, text in env.items():
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise ArgumentTypeError(f"env maps names to texts, got {name!r}: {text!r}")
-        if name in RESERVED_NAMES:
-            raise ArgumentValueError(f"env cannot set {name}: the launcher sets it itself")
-    return dict(env)
-
-
-def as_words(options: Sequence[str] | str) -> tuple[str, ...]:
-    """``options`` of a caller; a single text would be taken for many letters."""
-    if isinstance(options, str):
-        raise ArgumentTypeError(f"options is a sequence of texts, as in options=({options!r},)")
-    return tuple(options)
-
-
-def packed(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+def packed(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> bytes:
     """A call as bytes. Raises a ``UsageError`` where it cannot travel."""
-    if not callable(function):
-        raise ArgumentTypeError(f"fn must be a function, got {type(function).__name__}")
-    if isinstance(args, str):
-        raise ArgumentTypeError("args is a tuple of arguments, as in args=('a',)")
+    named = check_call(function, args, kwargs)
     what = f"the function {getattr(function, '__name__', type(function).__name__)}"
     try:
-        return parcels.dump((function, tuple(args), dict(kwargs)), what)
+        return parcels.dump((function, tuple(args), named), what)
     except parcels.NotSendable as error:
         if error.needs_cloudpickle:
             raise MissingDependencyError(str(error)) from error

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kvstore.aggregate import Flat
+from kvstore.atomicfile import checked_path
 from kvstore.errors import CheckpointError, OptimizerNotSet
 from kvstore.keys import Key, KeySpec
 from kvstore.optimizer.base import Optimizer
@@ -153,7 +154,7 @@ def write_states(
     """Write a states file. Raises ``OptimizerNotSet``, ``CheckpointError``."""
     if optimizer is None:
         raise OptimizerNotSet("there are no optimizer states to save: no optimizer is set")
-    writer = _StatesWriter(Path(path), contents, optimizer, dump_optimizer)
+    writer = _StatesWriter(checked_path(path), contents, optimizer, dump_optimizer)
     with writer.file:
         for piece in pieces:
             writer.add(piece)
@@ -166,7 +167,7 @@ def write_checkpoint(
     pieces: Iterable[Piece],
 ) -> None:
     """Write a checkpoint into ``directory``, which is made if it is not there."""
-    directory = Path(directory)
+    directory = checked_path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -210,7 +211,7 @@ class SavedStates:
     """
 
     def __init__(self, path: FilePath, *, takes_rows: bool = False) -> None:
-        self.path = Path(path)
+        self.path = checked_path(path)
         self._file = TensorReader(path)
         try:
             self.optimizer = self._read_optimizer()
@@ -345,7 +346,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: FilePath) -> None:
-        directory = Path(directory)
+        directory = checked_path(directory)
         manifest = read_json(directory / MANIFEST, _MAX_MANIFEST_BYTES)
         paths = _files_of(directory, manifest)
         with ExitStack() as stack:

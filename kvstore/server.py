@@ -21,7 +21,7 @@ from kvstore.protocol import DIRECTORY_APP, STORE_APP
 from kvstore.server_stores import ServerStores
 from kvstore.shares import describe, server_shares
 from pslite import Config, Postoffice, Role, start
-from pslite.errors import PSError
+from pslite.errors import ConfigError, PSError
 from pslite.version import __version__
 
 
@@ -95,6 +95,11 @@ def serve(config: Config, *, joined_fd: int = -1) -> int:
 
     A byte goes to ``joined_fd``, where one is given, once the cluster is complete.
     """
+    try:
+        config.checked_for_cluster()
+    except ConfigError as wrong:
+        print(wrong, file=sys.stderr)
+        return 2
     # A pool thread that holds the interpreter keeps the I/O thread waiting this long.
     sys.setswitchinterval(0.001)
     keep_freed_memory()
@@ -150,13 +155,12 @@ def main(arguments: Sequence[str] | None = None, *, joined_fd: int = -1) -> int:
     _parser().parse_args(arguments)
     try:
         config, unknown = Config.from_env()
-    except PSError as error:
+        for sentence in unknown:
+            print(f"warning: {sentence}", file=sys.stderr)
+        if config.role == Role.WORKER.value:
+            raise ConfigError("DMLC_ROLE must be server or scheduler for kvstore.server")
+    except ConfigError as error:
         print(error, file=sys.stderr)
-        return 2
-    for sentence in unknown:
-        print(f"warning: {sentence}", file=sys.stderr)
-    if config.role == Role.WORKER.value:
-        print("DMLC_ROLE must be server or scheduler for kvstore.server", file=sys.stderr)
         return 2
     return serve(config, joined_fd=joined_fd)
 

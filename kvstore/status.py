@@ -2,7 +2,7 @@
 
 Asks as an observer (``pslite/observer.py``), which takes no part in the job, and prints what
 ``status_text.py`` makes of the answer. Ends with 0; with 1 where nobody answers or the key is
-another one; with 2 where the command makes no sense. What goes wrong is one sentence.
+another one; with 2 where the command or a setting makes no sense. What goes wrong is one sentence.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from kvstore.launch.jobs import running_jobs
 from kvstore.status_text import as_json, as_line, as_table, summarise
 from pslite import Config, Observer, Survey, __version__
-from pslite.errors import ConfigError, PSError
+from pslite.errors import ConfigError, DeadlineError, PSError
 
 RATE_S = 1.0
 """Traffic is measured over so long where the command asks only once."""
@@ -70,9 +71,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _interval(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not LEAST_WATCH_S <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"at least {LEAST_WATCH_S:g} seconds, not {text}")
+        raise argparse.ArgumentTypeError(
+            f"a number of seconds, at least {LEAST_WATCH_S:g}, not {text}"
+        )
     return seconds
 
 
@@ -82,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except PSError as error:
-        print(f"kvstore.status: {error}", file=sys.stderr)
-        return 1
+        return _said(error, 1)
     except KeyboardInterrupt:
         return 0 if options.watch is not None else 130
     except BrokenPipeError:  # as of `| head`: nobody reads on
@@ -92,8 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    address, config = _job(options)
-    with Observer(address, config=config) as observer:
+    try:
+        observer = _observer(options)
+    except ConfigError as error:  # nobody was asked: it is the command, or a setting
+        return _said(error, 2)
+    with observer:
         survey = observer.ask()
         if options.watch is not None:
             return _watch(observer, survey, options)
@@ -106,8 +114,18 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _said(error: PSError, code: int) -> int:
+    print(f"kvstore.status: {error}", file=sys.stderr)
+    return code
+
+
+def _observer(options: argparse.Namespace) -> Observer:
+    address, config = _job(options)
+    return Observer(address, config=config)
+
+
 def _job(options: argparse.Namespace) -> tuple[str | None, Config]:
-    """Whom to ask, and with which key.
+    """Whom to ask, and with which key. Raises ``ConfigError``, and ``DeadlineError`` for no job.
 
     Where no key is given, a job that the launcher runs here for this user is asked with its own.
     """
@@ -129,12 +147,17 @@ def _job(options: argparse.Namespace) -> tuple[str | None, Config]:
     return address, config
 
 
-def _only_address() -> str | None:
-    """That of the one job of this user; None where there is none."""
+def _only_address() -> str:
+    """That of the one job of this user."""
     addresses = [job.address for job in running_jobs()]
     if len(addresses) > 1:
         raise ConfigError(f"{len(addresses)} jobs run here, say which: {', '.join(addresses)}")
-    return addresses[0] if addresses else None
+    if not addresses:
+        raise DeadlineError(
+            "no job that kvstore-launch runs for you on this machine was found below "
+            f"{tempfile.gettempdir()} (TMPDIR); name its scheduler as HOST:PORT"
+        )
+    return addresses[0]
 
 
 def _watch(observer: Observer, survey: Survey, options: argparse.Namespace) -> int:
@@ -151,8 +174,7 @@ def _watch(observer: Observer, survey: Survey, options: argparse.Namespace) -> i
         try:
             before, survey = survey, observer.ask()
         except PSError as error:
-            print(f"kvstore.status: {error}", file=sys.stderr)
-            return 0
+            return _said(error, 0)
 
 
 def _shown(

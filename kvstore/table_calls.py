@@ -6,14 +6,12 @@ Used by the tables of all stores. Arrays are the caller's. Read next: ``local_ta
 
 from __future__ import annotations
 
-import pathlib
 import warnings
 from collections.abc import Collection
 
 from kvstore.arrays import Array, adapter_for
-from kvstore.errors import ArgumentTypeError, DuplicateKeyError, ValueMismatchError
+from kvstore.errors import DuplicateKeyError, ValueMismatchError
 from kvstore.sparse.sums import RowValues
-from kvstore.tables.base import Path
 from kvstore.tables.settings import TableSettings
 
 
@@ -52,16 +50,6 @@ def checked_gradients(
             f"and dtype {settings.dtype}, got {adapter.shape(gradients)} and {dtype}"
         )
     return adapter.to_host(gradients).reshape(-1, settings.dim)
-
-
-def checked_path(path: Path) -> pathlib.Path:
-    """The path of an export. Raises ``ArgumentTypeError`` for what is neither text nor a path."""
-    try:
-        return pathlib.Path(path)
-    except TypeError:
-        raise ArgumentTypeError(
-            f"the path of an export is a str or a pathlib.Path, got {path!r}"
-        ) from None
 
 
 def warn_of_checkpoint(names: Collection[str], stacklevel: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.atomicfile import Replacement, read_json, write_json
+from kvstore.atomicfile import Replacement, checked_path, read_json, write_json
 from kvstore.errors import CheckpointError
 from kvstore.tensorheader import LENGTH_BYTES, MAX_HEADER_BYTES, Entry, TensorSpec, layout, parse
 
@@ -46,7 +46,7 @@ class TensorWriter:
         specs: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        self._path = Path(path)
+        self._path = checked_path(path)
         self._entries, header = layout(self._path, specs, metadata or {})
         self._data_at = len(header)
         self._written: dict[str, list[tuple[int, int]]] = {name: [] for name in specs}
@@ -115,7 +115,7 @@ class TensorReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = checked_path(path)
         try:
             self._file = open(self._path, "rb", buffering=0)  # noqa: SIM115 (closed in close)
         except OSError as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -329,7 +328,7 @@ class Trainer:
                 updater.set_states(states)
 
     def _saved_count(self, fname: FilePath) -> int:
-        with SavedStates(Path(fname)) as saved:
+        with SavedStates(fname) as saved:
             return max(saved.read(key, 0, 0, None)[1] for key in self._params)
 
 

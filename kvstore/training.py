@@ -10,6 +10,7 @@ synchronous job. Read next: ``model.py``, which runs the loop.
 from __future__ import annotations
 
 import math
+import operator
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -206,14 +207,24 @@ def deal_out(
     All workers shuffle alike, by ``seed`` and ``epoch`` (None: not at all), and the samples are
     dealt out in turn, so that the shards cover everything. With ``even`` all are equally long:
     the last ones are filled up from the start of the order. Else they are disjoint, and differ
-    by one sample at most; one may be empty.
+    by one sample at most; one may be empty. Raises a ``UsageError``.
     """
+    num_samples, epoch = as_int("num_samples", num_samples), as_int("epoch", epoch)
+    seed = None if seed is None else as_int("seed", seed)
     if not 0 <= rank < num_workers:
         raise UsageError(f"there is no rank {rank} among {num_workers} workers")
     of, among = (rank, num_workers) if even else (0, 1)
     rows = shard(num_samples, of, among, seed=seed or 0, epoch=epoch, shuffle=seed is not None)
     dealt: NDArray[np.int64] = rows.reshape(-1)
     return dealt if even else dealt[rank::num_workers].copy()
+
+
+def as_int(name: str, value: Any) -> int:
+    """The argument ``name``, also NumPy's integers. Raises ``ArgumentTypeError``."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ArgumentTypeError(f"{name} must be an int, got {value!r}") from None
 
 
 def describe_data(x: HostArray, y: HostArray, batch_size: int) -> NDArray[np.int64]:

@@ -47,6 +47,7 @@ class Output:
     block: list[str] = field(default_factory=list)
     marks: set[tuple[int, int, bool]] = field(default_factory=set)
     is_ending: bool = False
+    _goes_on: bool = False
 
     def show(self, line: str, *, is_error: bool) -> str | None:
         """The line as it is to be shown, or None. Lines come without their end."""
@@ -55,7 +56,7 @@ class Output:
             return None
         if is_error and not line:  # stands above the block, and nowhere else
             return None
-        if line.startswith("[launcher] "):
+        if self._is_of_the_launcher(line, is_error):
             self.said.append(line.removeprefix("[launcher] "))
             return None if self.is_ending else line
         if self.is_ending and _OF_THE_END.match(line):
@@ -74,6 +75,14 @@ class Output:
     def is_without_scheduler(self) -> bool:
         """Whether the launcher has said that the scheduler is lost and the job goes on."""
         return any(GOES_ON in text for text in self.said)
+
+    def _is_of_the_launcher(self, line: str, is_error: bool) -> bool:
+        """Its messages begin with its name; what a cluster's program said follows, indented."""
+        begins = line.startswith("[launcher] ")
+        if not is_error:
+            return begins
+        self._goes_on = begins or (self._goes_on and line.startswith("  "))
+        return self._goes_on
 
     def _without_mark(self, line: str, is_error: bool) -> str | None:
         found = _MARKED.match(line)

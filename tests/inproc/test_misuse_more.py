@@ -162,6 +162,27 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
         OptimizerParameterError,
         "finite",
     ),
+    "a checkpoint in a number": (lambda kv: kv.save_checkpoint(3), ArgumentTypeError, "got 3"),
+    "a checkpoint from nowhere": (
+        lambda kv: kv.load_checkpoint(None),
+        ArgumentTypeError,
+        "files are named by a str or a pathlib.Path, got None",
+    ),
+    "states in bytes": (
+        lambda kv: kv.save_optimizer_states(b"states"),
+        ArgumentTypeError,
+        "got b'states'",
+    ),
+    "states from a number": (
+        lambda kv: kv.load_optimizer_states(3.5),
+        ArgumentTypeError,
+        "got 3.5",
+    ),
+    "half a sample": (lambda kv: kv.shard(2.5), ArgumentTypeError, "num_samples must be an int"),
+    "a seed in words": (lambda kv: kv.shard(9, seed="a"), ArgumentTypeError, "seed must be an int"),
+    "half an epoch": (lambda kv: kv.shard(9, epoch=0.5), ArgumentTypeError, "epoch must be an int"),
+    "an array of half a number": (lambda kv: kv.empty(2.5), ArgumentTypeError, "a shape is an int"),
+    "an array of no dtype": (lambda kv: kv.zeros(3, "nope"), ArgumentTypeError, "is no dtype"),
     "a command in words": (
         lambda kv: kv.send_command_to_servers("stop", ""),
         ArgumentTypeError,

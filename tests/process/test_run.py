@@ -333,6 +333,27 @@ def test_threads_submit_and_end_a_cluster_while_another_one_waits_for_a_result(
             cluster.submit(os.getpid)
 
 
+def test_an_exception_or_close_with_a_timeout_ends_a_call_that_never_returns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def endless() -> None:
+        threading.Event().wait()
+
+    cluster = mx.LocalCluster(workers=1, servers=1)
+    call = cluster.submit(endless)
+    with pytest.raises(DeadlineError), cluster:
+        call.result(timeout_s=0.01)
+    with pytest.raises(ClosedError, match="an exception left its with block"):
+        call.result()
+
+    cluster = mx.LocalCluster(workers=1, servers=1)
+    call = cluster.submit(endless)
+    cluster.close(timeout_s=0.01)
+    with pytest.raises(ClosedError, match="closing it took longer than its timeout_s"):
+        call.result()
+    assert capsys.readouterr().err.startswith("[launcher] closing the cluster: after 0.01 s work")
+
+
 def test_a_cluster_whose_workers_wait_for_the_one_that_raised_ends(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks import network
+from benchmarks import codecs, network
 from benchmarks.compare import arithmetic, table
 from benchmarks.compare.contenders import CONTENDERS, Programs, pslite_ms
 from benchmarks.compare.figures import (
@@ -28,6 +29,7 @@ from benchmarks.compare.run_allreduce import BlockwiseSGD, pieces_of
 from benchmarks.compare.run_kv import sorted_keys
 from benchmarks.compare.scripts import holds
 from benchmarks.models import MODELS
+from benchmarks.models import chosen as chosen_models
 from benchmarks.soak import Sample, growth
 
 # -- figures ------------------------------------------------------------------------------
@@ -332,3 +334,21 @@ def test_each_machine_of_the_network_has_a_worker_and_a_server_and_one_has_the_s
         assert each.environment["PS_MACHINE"] == f"machine {machine}"
         assert each.environment["PS_CONNECTIONS"] == "4"
     assert {each.environment["DMLC_PS_ROOT_URI"] for each in made} == {network.address(0)}
+
+
+# -- what scripts are asked for -------------------------------------------------------------
+
+
+def test_a_model_that_there_is_not_is_refused_in_words() -> None:
+    assert chosen_models("lenet, one") == ["lenet", "one"]
+    with pytest.raises(argparse.ArgumentTypeError, match=r"no model .foo.; the models are"):
+        chosen_models("lenet,foo")
+
+
+def test_what_a_codec_loses_comes_later_with_feedback() -> None:
+    options = argparse.Namespace(elements=1000, pushes=20)
+    first, last = codecs.sums_lost({"type": "int8", "feedback": True}, options)
+    assert 0 < last < first / 5
+    plain = codecs.sums_lost({"type": "int8", "feedback": False}, options)
+    assert plain[0] == first
+    assert plain[1] > last

@@ -18,7 +18,7 @@ from kvstore.callback import (
     do_checkpoint,
     log_train_metric,
 )
-from kvstore.errors import ArgumentValueError
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.model import Progress, load_checkpoint
 
 
@@ -132,3 +132,8 @@ def test_a_fit_saves_through_its_own_save() -> None:
 def test_a_period_of_nothing_is_refused(make: Any) -> None:
     with pytest.raises(ArgumentValueError, match="must be at least 1, got 0"):
         make()
+
+
+def test_a_period_in_words_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match="batch_size must be an int, got 'a'"):
+        Speedometer("a")  # type: ignore[arg-type]

@@ -151,3 +151,21 @@ def test_a_model_that_makes_no_sense_is_refused_before_anything_starts(
         bench.main(arguments)
     assert ended.value.code == 2
     assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--shapes", "/no/shapes.txt"], "/no/shapes.txt cannot be read: No such file or direct"),
+        (["--seconds", "-3"], "--seconds: a number of seconds greater than 0, not -3"),
+        (["--seconds", "0"], "--seconds: a number of seconds greater than 0, not 0"),
+        (["--seconds", "soon"], "--seconds: a number of seconds greater than 0, not soon"),
+    ],
+)
+def test_a_measurement_that_makes_no_sense_is_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(options)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

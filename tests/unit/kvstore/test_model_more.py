@@ -171,6 +171,9 @@ def test_an_epoch_can_be_shorter_or_longer_than_the_data() -> None:
         assert seen == [size] * size
     with pytest.raises(UsageError, match="epoch_size must be at least 1"):
         linear(epoch_size=0)
+    for name in ("num_epoch", "begin_epoch", "seed", "numpy_batch_size", "epoch_size"):
+        with pytest.raises(ArgumentTypeError, match=f"{name} must be an int, got 'a'"):
+            linear(**{name: "a"})
 
 
 @pytest.mark.parametrize("num_workers", [1, 3, 4, 7])

@@ -14,7 +14,7 @@ from clouds import Cluster, LinearSoftmax, equal, linear, three_clouds
 from kvstore.base import KVStore
 from kvstore.callback import do_checkpoint
 from kvstore.context import cpu
-from kvstore.errors import CheckpointError
+from kvstore.errors import ArgumentTypeError, CheckpointError
 from kvstore.kvstore import create
 from kvstore.lr_scheduler import FactorScheduler
 from kvstore.model import FeedForward, load_checkpoint, save_checkpoint
@@ -240,6 +240,18 @@ def test_files_that_hold_no_model_are_refused(tmp_path: Path) -> None:
         pass
     with pytest.raises(CheckpointError, match="'w' is no parameter of a model"):
         load_checkpoint(tmp_path / "m", 3)
+
+
+def test_a_prefix_or_an_epoch_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"files are named by a str or .*, got 3"):
+        load_checkpoint(3, 1)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="epoch must be an int, got 'last'"):
+        load_checkpoint(tmp_path / "m", "last")  # type: ignore[arg-type]
+
+
+def test_a_prefix_that_is_a_directory_stays_one(tmp_path: Path) -> None:
+    save_checkpoint(f"{tmp_path}/", 1, None, {"w": np.zeros(2)})
+    assert [path.name for path in tmp_path.iterdir()] == ["-0001.params"]
 
 
 def test_parameters_of_any_dtype_and_name_come_back(tmp_path: Path) -> None:

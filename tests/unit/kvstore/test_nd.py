@@ -142,6 +142,12 @@ def test_arrays_are_added_and_joined() -> None:
 # -- random -------------------------------------------------------------------------------
 
 
+def test_a_seed_that_is_none_is_refused() -> None:
+    for seed in ("a", -1):
+        with pytest.raises(ArgumentTypeError, match="seed_state must be an int of at least 0, got"):
+            nd.random.seed(seed)  # type: ignore[arg-type]
+
+
 def test_random_arrays_repeat_with_their_seed() -> None:
     def draw() -> list[NDArray]:
         return [

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.running_cluster import LocalCluster
 from kvstore.running_job import Outcome
-from pslite.errors import UsageError
+from pslite.errors import ClosedError, DeadlineError, UsageError
 
 
 class FakeJob:
@@ -18,18 +18,63 @@ class FakeJob:
 
     def __init__(self, *arguments: Any) -> None:
         self.ordered: list[int] = []
+        self.is_ended = False
 
     def start(self) -> None: ...
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        self.is_ended = True
 
-    def gather(self, *arguments: Any) -> Outcome:
-        return Outcome([])
+    def gather(self, call: int, timeout_s: float | None, began_s: float | None = None) -> Outcome:
+        if call == 0:  # they have joined
+            return Outcome([])
+        assert timeout_s is not None, "it would wait without end"
+        raise DeadlineError(f"after {timeout_s:g} s worker 0 had not returned")
 
     def leave_call(self, call: int, body: bytes) -> None: ...
 
     def order(self, call: int) -> None:
         self.ordered.append(call)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> LocalCluster:
+    monkeypatch.setattr("kvstore.running_cluster.RunningJob", FakeJob)
+    return LocalCluster(1, 1)
+
+
+def test_close_with_a_timeout_ends_calls_under_way_and_says_so(
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job: Any = cluster._job
+    call = cluster.submit(abs, (1,))
+    cluster.close(timeout_s=5)
+    assert job.is_ended
+    assert capsys.readouterr().err == (
+        "[launcher] closing the cluster: after 5 s worker 0 had not returned; ending the job\n"
+    )
+    with pytest.raises(ClosedError, match="closing it took longer than its timeout_s"):
+        call.result()
+    with pytest.raises(ClosedError, match="closing it took longer"):
+        cluster.submit(abs, (1,))
+
+
+def test_close_without_a_timeout_says_for_whom_it_waits(
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.submit(abs, (1,))
+    with pytest.raises(AssertionError, match="it would wait without end"):
+        cluster.close()
+    assert capsys.readouterr().err == (
+        "[launcher] closing the cluster: after 10 s worker 0 had not returned; waiting on\n"
+    )
+
+
+def test_an_exception_that_leaves_a_with_block_ends_calls_under_way(cluster: LocalCluster) -> None:
+    job: Any = cluster._job
+    with pytest.raises(DeadlineError), cluster:
+        cluster.submit(abs, (1,)).result(timeout_s=1)
+    assert job.is_ended
 
 
 def test_a_call_too_many_reaches_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,14 +145,20 @@ def test_a_python_of_other_hosts_is_the_launcher_s_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        ({"workers": 0}, "--num-workers must be at least 1, not 0"),
-        ({"launcher": "lsf"}, "--launcher: invalid choice: 'lsf'"),
+        ({"workers": 0}, "^workers must be an int of at least 1, got 0$"),
+        ({"servers": -1}, "^servers must be an int of at least 1, got -1$"),
+        ({"launcher": "slrm"}, "launcher must be one of local, .*'slrm'; did you mean 'slurm'"),
+        ({"launcher": 3}, "launcher must be one of local, .*; got 3$"),
+        ({"timeout_s": -1}, "^timeout_s must be at least 0 seconds, got -1$"),
         ({"launcher": "kubernetes"}, "cannot run a function: pods share no directory .* script"),
         ({"launcher": "ssh"}, r"needs the hosts: options=\('--hostfile=FILE',\)"),
-        ({"options": ("--nope",)}, "unrecognized arguments: --nope"),
+        ({"options": ("--nope",)}, r"arguments: --nope \(kvstore-launch --help lists"),
+        ({"options": ("--help",)}, "options are for the launcher's other options"),
+        ({"options": ("--", "true")}, "options are for the launcher's other options"),
         ({"options": ("-n", "7")}, "have arguments of their own"),
         ({"options": ("--dry-run",)}, "the job must run"),
         ({"env": {"DMLC_ROLE": "server"}}, "DMLC_ROLE"),
+        ({"env": {"A=B": "x"}}, "env cannot hold 'A=B': 'x' as a variable"),
         ({"share_dir": "/nowhere/at/all"}, r"can be made in /nowhere.*share_dir="),
     ],
 )
@@ -170,7 +176,16 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_starts(
     ("wanted", "words"),
     [
         ({"fn": 7}, "fn must be a function, got int"),
-        ({"args": "ab"}, r"args is a tuple of arguments, as in args=\('a',\)"),
+        ({"args": "ab"}, r"args must be a sequence .*, as in args=\(2,\); got str"),
+        ({"args": 2}, r"args must be a sequence .*, as in args=\(2,\); got int"),
+        ({"kwargs": [("rate", 1)]}, "kwargs must map names to values"),
+        ({"kwargs": {1: 2}}, "kwargs must map names to values"),
+        ({"workers": "2"}, "^workers must be an int of at least 1, got '2'$"),
+        ({"servers": 1.5}, "^servers must be an int of at least 1, got 1.5$"),
+        ({"timeout_s": "9"}, "^timeout_s must be a number of seconds, or None .*, got '9'$"),
+        ({"share_dir": 3}, "^share_dir must be a path, got 3$"),
+        ({"options": (1,)}, r"^options is a sequence of texts, got \(1,\)$"),
+        ({"env": 7}, "^env maps names to texts, got int$"),
         ({"args": (open,), "options": "-H hosts"}, "options is a sequence of texts"),
         ({"env": {"A": 1}}, "env maps names to texts, got 'A': 1"),
     ],
@@ -178,6 +193,13 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_starts(
 def test_arguments_of_the_wrong_kind_are_refused(wanted: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentTypeError, match=words):
         mx.run(**{"fn": os.getpid, **wanted})
+
+
+def test_a_cluster_names_its_arguments_too() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^workers must be an int .*, got 'x'$"):
+        mx.LocalCluster("x")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match=r"^timeout_s must be a number"):
+        mx.LocalCluster(1, 1, timeout_s="soon")  # type: ignore[arg-type]
 
 
 def test_a_function_that_cannot_travel_says_what_to_install(

@@ -96,6 +96,17 @@ def test_words_of_the_launcher_are_shown_until_the_caller_ends_the_job() -> None
     assert output.said == ["a note", "got SIGTERM: ending the job"]
 
 
+def test_what_a_cluster_s_program_said_belongs_to_the_launcher_s_message() -> None:
+    output = Output()
+    message = ["[launcher] srun ended (exit code 1); it said:", "  no such partition", "  x"]
+    assert output.show(message[0], is_error=True) == message[0]
+    assert output.show("  a line of standard output", is_error=False) is not None
+    assert [output.show(line, is_error=True) for line in message[1:]] == message[1:]
+    output.show("[worker 0] hello", is_error=True)
+    output.show("  nobody's", is_error=True)
+    assert output.said == [message[0].removeprefix("[launcher] "), *message[1:]]
+
+
 def test_a_line_that_the_caller_cannot_encode_is_shown_in_other_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from kvstore.status import main
 from kvstore.status_text import Summary, as_json, as_line, as_table, rates, summarise
 from pslite.survey import NodeReport, NodeStatus, Progressed, Survey, Wait
 
@@ -199,3 +202,13 @@ def test_json_has_all_fields_rates_and_the_summary() -> None:
         "samples_per_s": 64.0,
         "communication": 0.5,
     }
+
+
+@pytest.mark.parametrize("text", ["abc", "0.4", "nan", "inf"])
+def test_an_interval_that_is_none_is_refused_in_words(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--watch", text])
+    assert ended.value.code == 2
+    assert f"--watch: a number of seconds, at least 0.5, not {text}\n" in capsys.readouterr().err

@@ -308,7 +308,7 @@ def test_marks_go_on_after_a_load(kv: KVStore, tmp_path: Path) -> None:
 def test_what_is_no_path_is_refused(kv: KVStore, path: Any) -> None:
     table = kv.create_table("t", 2)
     for call in (table.export, table.load, lambda path: table.export_delta(0, path)):
-        with pytest.raises(ArgumentTypeError, match="path of an export is a str"):
+        with pytest.raises(ArgumentTypeError, match="files are named by a str"):
             call(path)
 
 
