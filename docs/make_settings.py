@@ -27,8 +27,10 @@ INTRODUCTION = """\
 
 A setting is an argument of `Config.from_env`, else an environment variable, else its default.
 The variables are read once, when a process joins its job; changing them later has no effect.
-`DMLC_*` names, and those `PS_*` names that ps-lite has, mean what they mean there. A `PS_*` name
-that is not on this page is reported when a node starts, with the name that was probably meant.
+What is on or off takes `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; an empty variable is
+as good as none. `DMLC_*` names, and those `PS_*` names that ps-lite has, mean what they mean there.
+A `PS_*` name that is not on this page is reported when a node starts, with the name that was
+probably meant; a `DMLC_*` or `KVSTORE_*` name only when it is all but equal to one on this page.
 
 The launcher decides the names with a star, and `--env` cannot set them. (An exported
 `DMLC_PS_ROOT_URI` or `DMLC_PS_ROOT_PORT` tells it where the scheduler is to listen.) All others
