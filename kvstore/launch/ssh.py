@@ -106,7 +106,7 @@ def _reach(supervisor: Supervisor, options: LaunchOptions, host: Host) -> SshPla
             command,
             bootstrap(directory, checkout_root()),
             supervisor.guardian(),
-            lambda lines, code: refusal(host, lines, code, python),
+            lambda lines, code: refusal(host, lines, code, python, options.places.launcher_args),
             time.monotonic(),
         )
     except OSError as error:
