@@ -118,10 +118,19 @@ class Config:
         "PS_ROSTER_INTERVAL", 5.0, float, "seconds between lines that say who is missing"
     )
     lost_after_s: float = _setting(
-        "PS_LOST_AFTER", 5.0, float, "seconds without a connection after which a node is lost"
+        "PS_LOST_AFTER",
+        5.0,
+        float,
+        "seconds without a connection after which a node is lost. A process that is stopped as a "
+        "whole (Ctrl-Z, a debugger, a paused container) has none after about 5 s: what is set for "
+        "all nodes here is how much longer it is waited for",
     )
     stall_report_s: float = _setting(
-        "PS_STALL_REPORT", 60.0, float, "seconds of silence after which a stall is reported"
+        "PS_STALL_REPORT",
+        60.0,
+        float,
+        "seconds of silence after which a stall is reported: the node is connected, but something "
+        "holds its interpreter",
     )
     close_timeout_s: float = _setting(
         "PS_CLOSE_TIMEOUT", 10.0, float, "seconds that close() waits for what is under way"
