@@ -1,7 +1,7 @@
 """Writes docs/settings.md from ``pslite.config.Config``: ``python docs/make_settings.py``.
 
-The page has one row for each field and nothing that is not in the code, so it cannot be out of
-date unless nobody ran this; a test notices that (``tests/unit/test_docs_examples.py``).
+The tables of settings have one row for each field, so they cannot be out of date unless nobody ran
+this; a test notices that (``tests/unit/test_docs_examples.py``).
 """
 
 from __future__ import annotations
@@ -27,14 +27,55 @@ INTRODUCTION = """\
 
 A setting is an argument of `Config.from_env`, else an environment variable, else its default.
 The variables are read once, when a process joins its job; changing them later has no effect.
-`DMLC_*` names, and those `PS_*` names that ps-lite has, mean what they mean there. A `PS_*` name
-that is not on this page is reported when a node starts, with the name that was probably meant.
+What is on or off takes `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; an empty variable is
+as good as none. `DMLC_*` names, and those `PS_*` names that ps-lite has, mean what they mean there.
+A `PS_*` name that is not on this page is reported when a node starts, with the name that was
+probably meant; a `DMLC_*` or `KVSTORE_*` name only when it is all but equal to one on this page.
 
 The launcher decides the names with a star, and `--env` cannot set them. (An exported
 `DMLC_PS_ROOT_URI` or `DMLC_PS_ROOT_PORT` tells it where the scheduler is to listen.) All others
 are inherited by every process of a job, on other hosts too: `PS_VERBOSE=1 kvstore-launch -n 2 ...`.
 To set one for servers or workers only: `--env-server NAME:VALUE`, `--env-worker NAME:VALUE`.
 """
+
+LAUNCHER = """\
+## Read by the launcher
+
+`kvstore-launch` reads these where it is called. It sets `DMLC_JOB_CLUSTER` on every process of a
+job: its own name (`local`, `ssh`, ...), for scripts that want to know.
+
+| variable | default | meaning |
+| --- | --- | --- |
+"""
+READ_BY_LAUNCHER = (
+    (
+        "`KVSTORE_JOB_DIR`",
+        "`~/.kvstore/jobs`",
+        "directory in which `mpi`, `slurm`, `sge`, `ray` and `yarn` make one for each job, which "
+        "they remove at its end. For `mpi`, `slurm` and `sge` all hosts of the job must share it; "
+        "nobody else may be able to write to it",
+    ),
+    (
+        "`RAY_ADDRESS`",
+        "none",
+        "the cluster for `ray`: `HOST:PORT`, `auto` or `local` ([ray](launchers/ray.md))",
+    ),
+    (
+        "`RAY_TMPDIR`",
+        "`TMPDIR`",
+        "where `ray start` has left the address of the cluster on this machine",
+    ),
+    (
+        "`HADOOP_YARN_HOME`, `HADOOP_HOME`",
+        "where the program `yarn` is",
+        "where `yarn` looks for the jar of the distributed shell ([yarn](launchers/yarn.md))",
+    ),
+    (
+        "`TMPDIR`",
+        "`/tmp`",
+        "where the job's key is, and the logs of its processes unless `--log-dir` names a place",
+    ),
+)
 
 WITHOUT = """\
 ## Names of the original that change nothing
@@ -53,10 +94,12 @@ def page() -> str:
     job = [field for field in fields if not field.metadata["name"].startswith("PS_")]
     runtime = [field for field in fields if field.metadata["name"].startswith("PS_")]
     rows = "\n".join(f"| `{name}` | {reason} |" for name, reason in WITHOUT_EFFECT.items())
+    read = "\n".join(f"| {' | '.join(row)} |" for row in READ_BY_LAUNCHER)
     return (
         f"{INTRODUCTION}\n"
         f"## The job and its addresses\n\n{table(job)}\n"
         f"## The runtime\n\n{table(runtime)}\n"
+        f"{LAUNCHER}{read}\n\n"
         f"{WITHOUT}{rows}\n"
     )
 

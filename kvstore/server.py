@@ -24,6 +24,9 @@ from pslite import Config, Postoffice, Role, start
 from pslite.errors import ConfigError, PSError
 from pslite.version import __version__
 
+#: The launcher's option sets the variable, and a server sees only that.
+_SOURCE = "--server-import or KVSTORE_SERVER_IMPORT"
+
 
 def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
     """Give a scheduler or server node what stores need of it. Before it is driven.
@@ -58,23 +61,24 @@ def _shares(node: Postoffice) -> Sequence[float] | None:
     return shares
 
 
-def import_modules(names: str) -> list[str]:
+def import_modules(names: str, source: str = _SOURCE) -> list[str]:
     """Import what KVSTORE_SERVER_IMPORT names; returns a text with traceback for each failure.
 
-    ``names`` are modules, or paths of files that end in ``.py``, separated by commas.
+    ``names`` are modules, or paths of files that end in ``.py``, separated by commas; ``source``
+    is what the text says of where they come from.
     """
     errors = []
     for name in filter(None, (part.strip() for part in names.split(","))):
         try:
             _import(name)
         except (Exception, SystemExit):  # a script that ends itself must not end the server
-            errors.append(f"importing {name} (--server-import) failed:\n{traceback.format_exc()}")
+            errors.append(f"importing {name} ({source}) failed:\n{traceback.format_exc()}")
     return errors
 
 
-def import_failures(names: str) -> list[str]:
+def import_failures(names: str, source: str) -> list[str]:
     """The same in one line for each failure, without its traceback: for the launcher."""
-    texts = [error.strip().splitlines() for error in import_modules(names)]
+    texts = [error.strip().splitlines() for error in import_modules(names, source)]
     return [f"{lines[0]} {lines[-1]}" for lines in texts]
 
 

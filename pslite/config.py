@@ -23,6 +23,7 @@ SECURITY_NAMES = ("plain", "curve")
 PLACEMENT_NAMES = ("network", "equal")
 MAX_CONNECTIONS = 16
 """With one peer: a first one and 15 further ones (``wire.md``, section 2)."""
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _MAX_NAME = 512
 """Characters in a name that peers are told (``wire.md``, section 5)."""
 
@@ -32,7 +33,10 @@ def _milliseconds(text: str) -> float:
 
 
 def _flag(text: str) -> bool:
-    return text.strip().lower() not in ("", "0", "false", "no", "off")
+    word = text.strip().lower()
+    if word not in _YES + _NO:
+        raise ValueError(f"{text!r} is neither yes nor no")
+    return word in _YES
 
 
 def _setting(name: str, default: Any, parse: Callable[[str], Any], text: str) -> Any:
@@ -114,10 +118,19 @@ class Config:
         "PS_ROSTER_INTERVAL", 5.0, float, "seconds between lines that say who is missing"
     )
     lost_after_s: float = _setting(
-        "PS_LOST_AFTER", 5.0, float, "seconds without a connection after which a node is lost"
+        "PS_LOST_AFTER",
+        5.0,
+        float,
+        "seconds without a connection after which a node is lost. A process that is stopped as a "
+        "whole (Ctrl-Z, a debugger, a paused container) has none after about 5 s: what is set for "
+        "all nodes here is how much longer it is waited for",
     )
     stall_report_s: float = _setting(
-        "PS_STALL_REPORT", 60.0, float, "seconds of silence after which a stall is reported"
+        "PS_STALL_REPORT",
+        60.0,
+        float,
+        "seconds of silence after which a stall is reported: the node is connected, but something "
+        "holds its interpreter",
     )
     close_timeout_s: float = _setting(
         "PS_CLOSE_TIMEOUT", 10.0, float, "seconds that close() waits for what is under way"
@@ -194,8 +207,8 @@ class Config:
         """Read settings; arguments win over ``mapping`` (``os.environ`` when None).
 
         Returns:
-            The settings, and sentences about ``PS_*`` names that nobody knows; from
-            PS_VERBOSE=1 on also about names of the original that change nothing here.
+            The settings, and sentences about names that nobody knows (:func:`unknown_names`);
+            from PS_VERBOSE=1 on also about names of the original that change nothing here.
 
         Raises:
             ConfigError: a value is malformed, or the settings contradict each other.
@@ -320,10 +333,15 @@ def _parse(setting: dataclasses.Field[Any], text: str) -> Any:
     try:
         return setting.metadata["parse"](text)
     except ValueError:
-        name = setting.metadata["name"]
-        raise ConfigError(f"{name} is {text!r}; expected: {setting.metadata['help']}") from None
+        name, expected = setting.metadata["name"], setting.metadata["help"]
+        if setting.metadata["parse"] is _flag:
+            expected = f"1 or 0 ({expected})"
+        raise ConfigError(f"{name} is {text!r}; expected: {expected}") from None
 
 
+#: How alike (``difflib``) a name must be to one of ours to be taken for it, misspelt.
+#: DMLC_PS_ROOT_URL is by 0.94 DMLC_PS_ROOT_URI; DMLC_NUM_ALL_WORKER, another's, by 0.88.
+_MISSPELT = 0.9
 _OWN_WAY = "stores share arrays out and add them up in a way of their own"
 #: Names of the original that need no field, because they change nothing here -> why.
 WITHOUT_EFFECT = {
@@ -353,12 +371,19 @@ def names_without_effect(mapping: Mapping[str, str]) -> list[str]:
 
 
 def unknown_names(mapping: Mapping[str, str]) -> list[str]:
-    """One sentence for each ``PS_*`` name in the environment that has no meaning here."""
+    """One sentence for each name in the environment that has no meaning here and may be meant.
+
+    That is each ``PS_*`` name. MXNet and its trackers have many ``DMLC_*`` names of no concern
+    here: of these, and of ``KVSTORE_*``, only what is all but equal to a known name.
+    """
     known = set(_names().values()) | ACCEPTED_NAMES
     sentences = []
     for name in sorted(mapping):
-        if name.startswith("PS_") and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+        if name in known or not name.startswith(("PS_", "DMLC_", "KVSTORE_")):
+            continue
+        is_ours = name.startswith("PS_")
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6 if is_ours else _MISSPELT)
+        if is_ours or close:
             hint = f"; did you mean {close[0]}?" if close else ""
             sentences.append(f"the setting {name} is unknown and was ignored{hint}")
     return sentences

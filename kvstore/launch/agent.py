@@ -84,9 +84,11 @@ try:
     from kvstore.launch.{module} import main
     from pslite.version import __version__ as version
 except ImportError as error:
-    fail("kvstore cannot be imported by " + sys.executable + ": " + str(error))
+    fail("kvstore cannot be imported by " + sys.executable + " (" + str(error) + "): install this "
+        "package there, or name another Python with --python")
 if version != {version!r}:
-    fail("kvstore " + version + " is installed, and here it is " + {version!r})
+    fail("kvstore " + version + " is installed, and here it is " + {version!r} + ": install the "
+        "same version on all hosts, or name another Python with --python")
 main()
 """
 

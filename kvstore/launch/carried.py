@@ -35,7 +35,7 @@ from kvstore.launch.elsewhere import (
 )
 from kvstore.launch.gate import Gate
 from kvstore.launch.gpus import share_gpus
-from kvstore.launch.jobrun import Arrangement, run_job
+from kvstore.launch.jobrun import Arrangement, check_plan, run_job
 from kvstore.launch.key import new_key
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
@@ -76,6 +76,7 @@ def run_carried(
     if options.dry_run:
         return _print_plan(options, cluster)
     if options.check:
+        check_plan(options, environ, service_command)
         return _check(options, environ, timing, cluster)
 
     def arrange(supervisor: Supervisor) -> Arrangement:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
+from kvstore.launch.preflight import check_forwarded
 from kvstore.launch.requirements import missing_packages
 from kvstore.launch.tie import Tie, parse
 
@@ -54,6 +55,7 @@ def main(
         missing = missing_packages() if service_command is None else None
         if missing is not None:
             raise LaunchError(missing, exit_code=2)
+        check_forwarded(options.forwarded_names, os.environ)
         run = _runner(options)
         return run(options, os.environ, service, timing or Timing())
     except LaunchError as error:

@@ -31,7 +31,7 @@ from kvstore.launch.plan import (
     plan_job,
     requested_address,
 )
-from kvstore.launch.preflight import check_server_imports
+from kvstore.launch.preflight import by_role, check_key, check_server_imports, check_settings
 from kvstore.launch.supervisor import Outcome, Supervisor
 
 
@@ -63,7 +63,7 @@ def run_job(
     Standard output and error of all processes are passed on; the report of a failure is the
     last thing on standard error. Raises :class:`LaunchError` when nothing could be started.
     """
-    check_imports(options, environ, service_command)
+    check_plan(options, environ, service_command)
     log_dir, is_temporary = make_log_dir(options.log_dir)
     try:
         outcome = _supervise(options, environ, service_command, timing, arrange, log_dir)
@@ -74,10 +74,34 @@ def run_job(
     return conclude(outcome, log_dir, is_temporary)
 
 
+def check_plan(
+    options: LaunchOptions, environ: Mapping[str, str], service_command: Sequence[str]
+) -> None:
+    """What can be known of a job before it runs: its settings, its key, what servers import.
+
+    Raises :class:`LaunchError`.
+    """
+    specs = _rough_plan(options, environ, service_command)
+    variables = base_environment(environ)
+    environments = by_role(specs, variables)
+    check_settings(environments.values())
+    if brings_a_key(options, environ):
+        check_key(environments["scheduler"])
+    check_server_imports(specs, variables, options.server_imports)
+
+
 def check_imports(
     options: LaunchOptions, environ: Mapping[str, str], service_command: Sequence[str]
 ) -> None:
-    """Import what ``--server-import`` names, as a server would. Raises :class:`LaunchError`."""
+    """Import what servers will import when they start. Raises :class:`LaunchError`."""
+    specs = _rough_plan(options, environ, service_command)
+    check_server_imports(specs, base_environment(environ), options.server_imports)
+
+
+def _rough_plan(
+    options: LaunchOptions, environ: Mapping[str, str], service_command: Sequence[str]
+) -> list[ProcessSpec]:
+    """Who will run, with what does not depend on addresses."""
     facts = JobFacts(
         job_id="none",
         host="127.0.0.1",
@@ -86,8 +110,7 @@ def check_imports(
         cpu_count=1,
         checkout_root=checkout_root(),
     )
-    specs = plan_job(options, facts, environ, service_command)
-    check_server_imports(specs, base_environment(environ), options.server_imports)
+    return plan_job(options, facts, environ, service_command)
 
 
 def scheduler_address(environ: Mapping[str, str]) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvstore.launch.options import RESERVED_NAMES, LaunchError, LaunchOptions
 from kvstore.launch.plan import SERVER_IMPORT_NAME, THREAD_COUNT_NAMES, ProcessSpec
+from kvstore.launch.preflight import check_settings
 
 JOB_LABEL = "kvstore-job"
 ROLE_LABEL = "kvstore-role"
@@ -162,8 +163,7 @@ def role_environment(
             "PS_JOB_KEY_FILE where you call the launcher to use the key in that file",
             exit_code=2,
         )
-    return {
-        **found,
+    found |= {
         "DMLC_ROLE": role,
         "DMLC_NUM_WORKER": str(options.num_workers),
         "DMLC_NUM_SERVER": str(options.num_servers),
@@ -172,6 +172,8 @@ def role_environment(
         "PS_JOB_ID": job.job_id,
         "PS_JOB_KEY_FILE": f"{_KEY_DIRECTORY}/{KEY_NAME}",
     }
+    check_settings([found])
+    return found
 
 
 def escaped(text: str) -> str:
@@ -191,14 +193,7 @@ def _settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _forwarded(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, str]:
     names = [name for name in options.forwarded_names if name not in _NOT_PASSED_ON]
-    missing = [name for name in names if name not in environ]
-    if missing:
-        raise LaunchError(
-            f"--env {missing[0]}: there is no such variable here to pass on; "
-            f"export it, or write --env {missing[0]}=VALUE",
-            exit_code=2,
-        )
-    return {name: environ[name] for name in names}
+    return {name: environ[name] for name in names if name in environ}
 
 
 def _threads(options: LaunchOptions, given: Mapping[str, str]) -> dict[str, str]:

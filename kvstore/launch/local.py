@@ -62,6 +62,6 @@ def rehearse(
         print(rehearsal(specs, os.getcwd()), end="")
     if not options.check:
         return 0
-    rows = local_rows(specs, environ)
+    rows = local_rows(specs, environ, has_key=brings_a_key(options, environ))
     print(table(rows), end="")
     return 0 if all(row.is_good for row in rows) else 1

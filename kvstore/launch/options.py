@@ -244,7 +244,8 @@ def _build_parser() -> _Parser:
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="pass this variable on to all processes (local: all are inherited anyway)",
+        help="pass this variable on to all processes (local: all are inherited anyway); without "
+        "a value it must be set here",
     )
     add("--env-server", action="append", default=[], metavar="K:V", help="variable for servers")
     add("--env-worker", action="append", default=[], metavar="K:V", help="variable for workers")

@@ -242,8 +242,12 @@ def nurse(
 
 
 def _started_here() -> str | None:
-    """The address of the cluster that ``ray start`` has left word of on this machine."""
-    path = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+    """The address of the cluster that ``ray start`` has left word of on this machine.
+
+    Where Ray itself looks (``get_default_system_temp_dir`` in its ``_common/utils.py``).
+    """
+    directory = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    path = Path(directory, "ray", "ray_current_cluster")
     try:
         if path.stat().st_uid not in (0, os.geteuid()):
             return None  # the job's key would go to somebody else's Ray

@@ -10,11 +10,13 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.launch.plan import ProcessSpec
+from kvstore.launch.options import LaunchError
+from kvstore.launch.plan import ProcessSpec, base_environment
+from kvstore.launch.preflight import by_role, check_interface, check_key, check_settings
 from pslite.version import __version__
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -50,11 +52,14 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def local_rows(specs: Sequence[ProcessSpec], environ: Mapping[str, str]) -> list[Row]:
-    """Look at this machine as the job's processes would find it.
+def local_rows(
+    specs: Sequence[ProcessSpec], environ: Mapping[str, str], *, has_key: bool
+) -> list[Row]:
+    """Look at this machine as the job's processes would find it; ``has_key``: the user's own.
 
     The scheduler's address and the servers' modules are tried before, and are errors there.
     """
+    environments = by_role(specs, base_environment(environ))
     worker = next(spec for spec in specs if spec.role == "worker")
     path = worker.environment.get("PATH", environ.get("PATH", os.defpath))
     program = shutil.which(worker.argv[0], path=path)
@@ -66,11 +71,25 @@ def local_rows(specs: Sequence[ProcessSpec], environ: Mapping[str, str]) -> list
             "worker's program", program or f"there is no program '{worker.argv[0]}'", bool(program)
         ),
         Row("directory", os.getcwd(), True),
+        _tried("settings", lambda: "; ".join(check_settings(environments.values())) or "readable"),
+        _tried("job key", lambda: check_key(environments["scheduler"]))
+        if has_key
+        else Row("job key", "a new one", True),
         Row("scheduler's address", _address(worker), True),
+        _tried("servers' address", lambda: check_interface(environments["server"])),
+        _tried("workers' address", lambda: check_interface(environments["worker"])),
         _shared_memory(),
         Row("processors", f"{cores} for {len(specs)} processes", True),
         Row("GPUs", str(gpu_count()), True),
     ]
+
+
+def _tried(name: str, look: Callable[[], str]) -> Row:
+    """What ``look`` returns, or the sentence of its :class:`LaunchError`."""
+    try:
+        return Row(name, look(), True)
+    except LaunchError as error:
+        return Row(name, str(error), False)
 
 
 def _address(worker: ProcessSpec) -> str:

@@ -107,7 +107,11 @@ def shell_line(words: Sequence[str]) -> str:
 
 
 def refusal(
-    host: Host, stderr_lines: Sequence[str], exit_code: int | None, python: str | None = None
+    host: Host,
+    stderr_lines: Sequence[str],
+    exit_code: int | None,
+    python: str | None = None,
+    launcher_args: Sequence[str] = (),
 ) -> str:
     """Why ssh, or the remote command, could not run: one sentence that says what to do.
 
@@ -118,16 +122,21 @@ def refusal(
     lines = [_CONTROL.sub("", line).strip() for line in stderr_lines]
     lines = [line for line in lines if line]
     if exit_code not in (None, 255):
-        return _command_refusal(host, lines, exit_code, python)
-    return known_refusal(host, lines) or _unknown_refusal(host, lines, exit_code)
+        known = _command_refusal(host, lines, exit_code, python)
+    else:
+        known = known_refusal(host, lines, launcher_args)
+    return known or _unknown_refusal(host, lines, exit_code, launcher_args)
 
 
-def known_refusal(host: Host, lines: Sequence[str]) -> str | None:
+def known_refusal(
+    host: Host, lines: Sequence[str], launcher_args: Sequence[str] = ()
+) -> str | None:
     """The sentence for lines of ssh of which we know the remedy, or None."""
     for pattern, sentence in _REFUSALS:
         for line in reversed(lines):
             if pattern.search(line):
-                return f"{host.label} {sentence.replace('LOGIN', login(host))} ({line})"
+                advice = sentence.replace("LOGIN", login(host, launcher_args))
+                return f"{host.label} {advice} ({line})"
     return None
 
 
@@ -140,9 +149,10 @@ def no_program(name: str, error: OSError) -> str:
     )
 
 
-def login(host: Host) -> str:
-    """What to type behind ``ssh`` for this host."""
+def login(host: Host, launcher_args: Sequence[str] = ()) -> str:
+    """What to type behind ``ssh`` for this host, with the user's own options of ssh."""
     words = [] if host.port is None else ["-p", str(host.port)]
+    words += launcher_args
     words.append(host.name if host.user is None else f"{host.user}@{host.name}")
     return shlex.join(words)
 
@@ -167,7 +177,7 @@ def _quoted(word: str) -> str:
 
 def _command_refusal(
     host: Host, lines: Sequence[str], exit_code: int | None, python: str | None
-) -> str:
+) -> str | None:
     """ssh has reached the host: the remote command has ended with ``exit_code``."""
     for line in reversed(lines):
         if _NO_MODULE.search(line):
@@ -182,10 +192,12 @@ def _command_refusal(
             f"{host.label} has no {python or 'such Python'}, or you may not run it: name one that "
             f"is on all hosts with --python{said}"
         )
-    return _unknown_refusal(host, lines, exit_code)
+    return None
 
 
-def _unknown_refusal(host: Host, lines: Sequence[str], exit_code: int | None) -> str:
+def _unknown_refusal(
+    host: Host, lines: Sequence[str], exit_code: int | None, launcher_args: Sequence[str]
+) -> str:
     said = f": {lines[-1]}" if lines else " and said nothing"
     if exit_code is None:
         how = "closed its output"
@@ -193,7 +205,8 @@ def _unknown_refusal(host: Host, lines: Sequence[str], exit_code: int | None) ->
         how = f"ended with signal {-exit_code}"
     else:
         how = f"ended with exit code {exit_code}"
-    return f"ssh to {host.label} {how}{said}; try by hand: ssh -o BatchMode=yes {login(host)} true"
+    by_hand = f"ssh -o BatchMode=yes {login(host, launcher_args)} true"
+    return f"ssh to {host.label} {how}{said}; try by hand: {by_hand}"
 
 
 _NO_MODULE = re.compile(r"No module named '?kvstore\b")
@@ -220,7 +233,7 @@ _REFUSALS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (
             r"Host key verification failed|No .* host key is known for",
             "is not known to this machine: run 'ssh LOGIN' once, compare the key that it shows, "
-            "and answer yes; that puts it into ~/.ssh/known_hosts",
+            "and answer yes; ssh then keeps it",
         ),
         (
             r"Could not resolve hostname|Name or service not known",

@@ -3,7 +3,7 @@
 Run by its path, because ``-m kvstore.server`` imports the package and NumPy before any code of
 ours runs, and an interrupt in that fifth of a second would end in a traceback. The launcher
 passes interrupts on to all processes, so users would see many. With ``--check-imports`` it only
-imports what ``--server-import`` names (``preflight.py``). Nothing imports this file.
+imports what servers shall (``preflight.py``). Nothing imports this file.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def _end_quietly(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def _check_imports(names: str) -> None:
+def _check_imports(names: str, source: str) -> None:
     """End with 0, or with 3 and one line. At once: modules may have started threads."""
     from kvstore.server import import_failures
 
-    failures = import_failures(names)
+    failures = import_failures(names, source)
     for failure in failures[:1]:
         print(failure, file=sys.stderr, flush=True)
     os._exit(3 if failures else 0)
@@ -37,7 +37,7 @@ if __name__ == "__main__":
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         sys.path[0] = os.getcwd()  # as for -m, so that --server-import finds what is there
     if sys.argv[1:2] == ["--check-imports"]:
-        _check_imports(sys.argv[2])
+        _check_imports(*sys.argv[2:4])
 
     from kvstore.server import main
 

@@ -28,7 +28,7 @@ from kvstore.launch.elsewhere import (
 )
 from kvstore.launch.here import checkout_root
 from kvstore.launch.hosts import Host, Placement, read_hosts, spread
-from kvstore.launch.jobrun import Arrangement, run_job
+from kvstore.launch.jobrun import Arrangement, check_plan, run_job
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
 from kvstore.launch.places import Place
@@ -59,9 +59,10 @@ def run(
     used = sorted({host for _, _, host in places})
     if options.dry_run:
         return _print_plan(options, hosts, places)
-    if options.check:
-        return _check(options, environ, timing, [hosts[index] for index in used])
     wished, wished_port = wished_address(environ)
+    if options.check:
+        check_plan(options, environ, service_command)
+        return _check(options, environ, timing, [hosts[index] for index in used])
     if wished_port:  # is it in use? Not after all has been copied
         listen(wished or "0.0.0.0", wished_port).close()
     if options.sync_dst_dir is not None:
@@ -106,7 +107,7 @@ def _reach(supervisor: Supervisor, options: LaunchOptions, host: Host) -> SshPla
             command,
             bootstrap(directory, checkout_root()),
             supervisor.guardian(),
-            lambda lines, code: refusal(host, lines, code, python),
+            lambda lines, code: refusal(host, lines, code, python, options.places.launcher_args),
             time.monotonic(),
         )
     except OSError as error:

@@ -145,7 +145,7 @@ class SshPlace(AgentPlace):
         if not isinstance(found, dict):
             raise LinkLost("the agent's greeting cannot be read")
         if "error" in found:
-            self._refused = str(found["error"])
+            self._refused = f"{self.label}: {found['error']}"
             raise LinkLost(self._refused)
         self.greet(link, found)
         link.put_back(self._head[end + 1 :])

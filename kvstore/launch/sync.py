@@ -62,7 +62,7 @@ def copy_to_hosts(
                 host = waiting.pop(0)
                 argv = rsync_argv(host, source, destination, launcher_args)
                 say(f"copying {source} to {place(host, destination)}")
-                copy = _Copy(host, argv)
+                copy = _Copy(host, argv, launcher_args)
                 cleanup.callback(copy.close)
                 running.append(copy)
             _pause(signals)
@@ -120,7 +120,13 @@ def place(host: Host, destination: str) -> str:
     return f"{user}{bracketed(host.name)}:{destination}"
 
 
-def sync_refusal(host: Host, destination: str, stderr_lines: Sequence[str], exit_code: int) -> str:
+def sync_refusal(
+    host: Host,
+    destination: str,
+    stderr_lines: Sequence[str],
+    exit_code: int,
+    launcher_args: Sequence[str] = (),
+) -> str:
     """Why a copy failed: one sentence, with what ssh or rsync said."""
     lines = [_CONTROL.sub("", line).strip() for line in stderr_lines]
     lines = [line for line in lines if line]
@@ -128,11 +134,12 @@ def sync_refusal(host: Host, destination: str, stderr_lines: Sequence[str], exit
     if any("is your shell clean" in line for line in lines):
         return (
             f"cannot copy to {where}: a start-up file of the shell there prints something, which "
-            f"spoils the connection; see what 'ssh {login(host)} true' prints and silence it"
+            f"spoils the connection; see what 'ssh {login(host, launcher_args)} true' prints and "
+            "silence it"
         )
     if exit_code == 127 or any(_NO_RSYNC.search(line) for line in lines):
         return f"cannot copy to {where}: {host.label} has no rsync; install it there"
-    ssh_says = known_refusal(host, lines)
+    ssh_says = known_refusal(host, lines, launcher_args)
     if ssh_says is not None:
         return f"cannot copy to {where}: {ssh_says}"
     telling = [line for line in lines if not _SUMMARY.match(line)] or lines
@@ -147,8 +154,9 @@ def sync_refusal(host: Host, destination: str, stderr_lines: Sequence[str], exit
 class _Copy:
     """A running rsync; whoever makes one closes it."""
 
-    def __init__(self, host: Host, argv: Sequence[str]) -> None:
+    def __init__(self, host: Host, argv: Sequence[str], launcher_args: Sequence[str]) -> None:
         self.host = host
+        self._launcher_args = launcher_args
         self.begun_s = time.monotonic()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         try:
@@ -175,7 +183,8 @@ class _Copy:
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - _LONGEST_ERROR_BYTES))
         lines = self._errors.read().decode(errors="replace").splitlines()
-        raise LaunchError(sync_refusal(self.host, destination, lines, status), exit_code=1)
+        sentence = sync_refusal(self.host, destination, lines, status, self._launcher_args)
+        raise LaunchError(sentence, exit_code=1)
 
     def close(self) -> None:
         """End it if it still runs, with the ssh that it has started."""

@@ -68,6 +68,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def start(tmp_path: Path) -> Start:
     programs = tmp_path / "bin"
     programs.mkdir()
+    (tmp_path / "tmp").mkdir()
     (programs / "mpirun").write_text(MPIRUN)
     (programs / "mpirun").chmod(0o755)
 
@@ -76,6 +77,7 @@ def start(tmp_path: Path) -> Start:
         variables = {
             "PATH": f"{programs}:{os.environ['PATH']}",
             "KVSTORE_JOB_DIR": str(tmp_path / "jobs"),
+            "TMPDIR": str(tmp_path / "tmp"),  # where the logs of failed jobs stay
         }
         return subprocess.Popen(
             [*launcher, *own],

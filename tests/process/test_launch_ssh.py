@@ -136,6 +136,16 @@ def test_a_host_that_lets_nobody_in_is_a_sentence(start: Start) -> None:
     assert errors.count("\n") == 1
 
 
+def test_a_python_that_lacks_packages_is_named_with_its_host(start: Start, tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -E -S "$@"\n')  # no site-packages
+    bare.chmod(0o755)
+    code, output, errors = ended(start("-n", "1", "--python", str(bare), "true", hosts="one\n"))
+    assert (code, output) == (1, "")
+    assert errors.startswith("[launcher] one: kvstore cannot be imported by ")
+    assert errors.endswith("install this package there, or name another Python with --python\n")
+
+
 def test_a_host_that_is_lost_while_others_are_reached_is_named(start: Start) -> None:
     code, _, errors = ended(start("-n", "2", "true", hosts="mayfly\nslow\n"))
     assert code == 1

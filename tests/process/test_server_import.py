@@ -115,14 +115,17 @@ def test_an_optimizer_that_servers_do_not_know_is_an_error_that_says_what_to_do(
 def test_a_module_that_does_not_exist_is_named_at_the_worker(make_job: MakeJob) -> None:
     text = refusal(make_job(2, 2), "there.is_no_such_module")
     assert len(re.findall(REFUSAL, text)) == 2
-    assert "importing there.is_no_such_module (--server-import) failed" in text
+    assert (
+        "importing there.is_no_such_module (--server-import or KVSTORE_SERVER_IMPORT) failed"
+        in text
+    )
     assert "ModuleNotFoundError: No module named 'there'" in text
 
 
 def test_what_a_module_raises_is_shown_at_the_worker(make_job: MakeJob) -> None:
     job = with_source(make_job(2, 1), "broken.py", MODULE.replace("import kvstore", "1 / 0"))
     text = refusal(job, "broken.py")
-    assert "importing broken.py (--server-import) failed" in text
+    assert "importing broken.py (--server-import or KVSTORE_SERVER_IMPORT) failed" in text
     assert "ZeroDivisionError: division by zero" in text
 
 
@@ -145,6 +148,16 @@ def test_the_launcher_starts_nothing_when_a_module_for_servers_cannot_be_importe
     assert line.startswith(f"[launcher] importing {name} (--server-import) failed: {sentence}")
     assert line.endswith("; nothing was started")
     assert list(job.directory.glob("kvstore-launch-*")) == []
+
+
+def test_the_variable_is_named_when_it_is_what_names_the_module(make_job: MakeJob) -> None:
+    job = make_job(1, 1, KVSTORE_SERVER_IMPORT="rules")
+    launcher = job.launch("print('started')\n")
+    assert launcher.wait() == 2, launcher.text
+    assert launcher.lines == [
+        "[launcher] importing rules (KVSTORE_SERVER_IMPORT) failed: ModuleNotFoundError: No module "
+        "named 'rules'; nothing was started"
+    ]
 
 
 def test_a_module_for_servers_that_kills_its_process_is_a_sentence_too(make_job: MakeJob) -> None:

@@ -43,6 +43,7 @@ PUBLIC = frozenset(
         "pslite.future",
         "pslite.ids",
         "pslite.plane",
+        "pslite.security.read_key",
         "pslite.survey",
         "pslite.version",
         "pslite.wire.codec.pack_value",

@@ -178,9 +178,9 @@ def test_a_name_without_a_value_takes_the_value_from_here() -> None:
     assert variables_of("worker", made("--env", "A", environ={"A": "here"}))["A"] == "here"
 
 
-def test_a_name_without_a_value_that_is_not_set_here_is_an_error() -> None:
-    with pytest.raises(LaunchError, match="--env A: there is no such variable here"):
-        made("--env", "A")
+def test_a_setting_that_no_pod_could_read_is_refused() -> None:
+    with pytest.raises(LaunchError, match="PS_VERBOSE is 'x'; expected: "):
+        made("--env-server", "PS_VERBOSE:x")
 
 
 def test_exported_settings_travel_and_those_of_this_machine_do_not() -> None:

@@ -10,8 +10,10 @@ import pytest
 from kvstore.launch.options import LaunchError, parse_arguments
 from kvstore.launch.ray_cluster import _JobDirectory, make_plan, why_no_job
 from kvstore.launch.ray_demand import FATAL, LOG_NAME, STATE_NAME, RayPlan, shortage, why_waiting
+from kvstore.launch.ray_driver import _started_here
 
 GIB = 1 << 30
+RUNNING = "10.0.0.1:6379"
 NODE = {"CPU": 8.0, "memory": 16.0 * GIB, "node:10.0.0.1": 1.0}
 GPU_NODE = {**NODE, "CPU": 4.0, "GPU": 4.0}
 
@@ -123,3 +125,22 @@ def test_a_driver_that_ends_without_a_word_is_explained_by_its_log(tmp_path: Pat
     assert directory.explain([], -6).endswith(
         "ended (killed by signal 6) before all processes had started; it said:\n  a check failed"
     )
+
+
+@pytest.mark.parametrize(
+    ("running", "variables"),
+    [
+        ("temporary", {"TMPDIR": "temporary"}),
+        ("own", {"RAY_TMPDIR": "own", "TMPDIR": "temporary"}),
+        ("temporary", {"RAY_TMPDIR": "", "TMPDIR": "temporary"}),
+    ],
+)
+def test_a_running_cluster_is_looked_for_where_ray_leaves_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: str, variables: dict[str, str]
+) -> None:
+    (tmp_path / running / "ray").mkdir(parents=True)
+    (tmp_path / running / "ray" / "ray_current_cluster").write_text(f"{RUNNING}\n")
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    for name, directory in variables.items():
+        monkeypatch.setenv(name, str(tmp_path / directory) if directory else "")
+    assert _started_here() == RUNNING

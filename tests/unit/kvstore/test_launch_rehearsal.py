@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.launch.cli import main
+from kvstore.launch.options import LAUNCHERS
 from kvstore.launch.rehearsal import Row, table
 
 
@@ -46,6 +47,85 @@ def test_a_check_tries_the_port_that_is_asked_for(
         monkeypatch.setenv("DMLC_PS_ROOT_PORT", str(taken.getsockname()[1]))
         assert main(["-n", "1", "--check", "true"]) == 1
     assert "is in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "row"),
+    [
+        ("PS_VERBOSE", "x", "settings             PS_VERBOSE is 'x'; expected: "),
+        ("PS_JOB_KEY_FILE", "nokey", "job key              the job key nokey "),
+        (
+            "DMLC_INTERFACE",
+            "nosuch",
+            "servers' address     DMLC_INTERFACE=nosuch: no such interface",
+        ),
+        (
+            "DMLC_INTERFACE",
+            "nosuch",
+            "workers' address     DMLC_INTERFACE=nosuch: no such interface",
+        ),
+    ],
+)
+def test_a_check_finds_what_processes_could_not_start_with(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    row: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert main(["-n", "1", "--check", sys.executable, "-V"]) == 1
+    assert f"NO  {row}" in capsys.readouterr().out
+
+
+def test_a_check_reads_the_settings_of_each_role(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-n", "1", "--env-server", "PS_SHM:maybe", "--check", sys.executable, "-V"]) == 1
+    assert "NO  settings             PS_SHM is 'maybe'; expected: 1 or 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("own", [[], ["--check"]])
+@pytest.mark.parametrize(
+    ("name", "sentence", "code"),
+    [
+        ("PS_VERBOSE", "PS_VERBOSE is 'no-such'; expected: ", 2),
+        ("PS_JOB_KEY_FILE", "the job key no-such (PS_JOB_KEY_FILE) cannot be read: ", 1),
+        ("KVSTORE_SERVER_IMPORT", "importing no-such (KVSTORE_SERVER_IMPORT) failed: ", 2),
+        ("DMLC_INTERFACE", "DMLC_INTERFACE=no-such: no such interface", 1),
+    ],
+)
+def test_no_host_is_asked_when_it_is_known_here_that_the_job_cannot_run(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    own: list[str],
+    name: str,
+    sentence: str,
+    code: int,
+) -> None:
+    (tmp_path / "hosts").write_text("one\n")
+    monkeypatch.setenv(name, "no-such")
+    monkeypatch.setattr("kvstore.launch.ssh.SshPlace", None)
+    assert main(["-n", "1", "-H", str(tmp_path / "hosts"), *own, "true"]) == code
+    said = capsys.readouterr()
+    assert said.err.startswith(f"[launcher] {sentence}") and said.err.count("\n") == 1
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_variable_to_pass_on_that_is_not_set_is_an_error(
+    capsys: pytest.CaptureFixture[str], launcher: str
+) -> None:
+    assert main(["-n", "1", "--launcher", launcher, "--env", "NO_SUCH_NAME", "true"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (
+        "",
+        "[launcher] --env NO_SUCH_NAME: there is no such variable here to pass on; export it, or "
+        "write --env NO_SUCH_NAME=VALUE\n",
+    )
+
+
+def test_what_the_launcher_sets_itself_need_not_be_set_to_be_passed_on() -> None:
+    assert main(["-n", "1", "--env", "DMLC_ROLE", "--dry-run", "true"]) == 0
 
 
 def test_a_table_has_its_findings_in_one_column() -> None:

@@ -20,6 +20,7 @@ from kvstore.launch.remote_shell import (
     shell_line,
     ssh_argv,
 )
+from kvstore.launch.sync import sync_refusal
 
 PRINT_WORDS = "import json, sys; print(json.dumps(sys.argv[1:]))"
 CHANGED_KEY = """\
@@ -206,6 +207,15 @@ def test_a_refusal_is_one_sentence_that_says_what_to_do(text: str, advice: str) 
     assert said.startswith(("ann@node1:2222 ", "ssh to ann@node1:2222 "))
     assert "\n" not in said
     assert "LOGIN" not in said
+
+
+def test_the_command_to_try_has_the_users_options_of_ssh() -> None:
+    host, words = Host("node1", port=2222), ["-F", "my config"]
+    unknown = ["Host key verification failed."]
+    assert "run 'ssh -p 2222 -F 'my config' node1' once" in refusal(host, unknown, 255, None, words)
+    said = refusal(host, ["something new"], 255, None, words)
+    assert said.endswith("try by hand: ssh -o BatchMode=yes -p 2222 -F 'my config' node1 true")
+    assert "ssh -p 2222 -F 'my config' node1" in sync_refusal(host, "/x", unknown, 12, words)
 
 
 def test_what_ssh_said_is_quoted_without_what_could_move_the_cursor() -> None:

@@ -98,9 +98,24 @@ def test_a_malformed_value_is_named_with_its_setting(field: str, text: str) -> N
     )
 
 
-@pytest.mark.parametrize("text", ["0", "false", "No", " OFF ", ""])
-def test_a_flag_can_be_turned_off_in_words(text: str) -> None:
-    assert Config.from_env({"DMLC_USE_KUBERNETES": text})[0].bind_all is False
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *((text, False) for text in ("0", "false", "No", " OFF ", "")),
+        *((text, True) for text in ("1", "true", "YES", " On ")),
+    ],
+)
+def test_a_flag_can_be_said_in_words(text: str, value: bool) -> None:
+    assert Config.from_env({"DMLC_USE_KUBERNETES": text})[0].bind_all is value
+
+
+@pytest.mark.parametrize("text", ["maybe", "2", "x", " "])
+def test_a_flag_that_is_neither_yes_nor_no_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_env({"PS_SHM": text})
+    assert str(caught.value) == (
+        f"PS_SHM is {text!r}; expected: 1 or 0 ({FIELDS['shm'].metadata['help']})"
+    )
 
 
 def test_without_a_mapping_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +215,31 @@ def test_an_unknown_setting_is_reported_with_a_suggestion() -> None:
         "the setting PS_QQQ is unknown and was ignored",
         "the setting PS_VERBOS is unknown and was ignored; did you mean PS_VERBOSE?",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KVSTORE_NAITVE", "KVSTORE_NATIVE"),
+        ("DMLC_PS_ROOT_URL", "DMLC_PS_ROOT_URI"),
+        ("DMLC_NUM_WORKERS", "DMLC_NUM_WORKER"),
+    ],
+)
+def test_a_misspelt_name_is_reported_with_the_one_that_was_meant(name: str, meant: str) -> None:
+    assert unknown_names({name: "1"}) == [
+        f"the setting {name} is unknown and was ignored; did you mean {meant}?"
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("DMLC_WORKER_ID", "DMLC_NUM_PORTS", "DMLC_NUM_ALL_WORKER", "DMLC_TRACKER_URI"),
+        *("DMLC_PS_GLOBAL_ROOT_PORT", "DMLC_JOB_CLUSTER", "KVSTORE_JOB_DIR", "KVSTORE_AGENT_ID"),
+    ],
+)
+def test_names_of_other_programs_are_left_alone(name: str) -> None:
+    assert unknown_names({name: "1"}) == []
 
 
 def test_settings_of_the_original_that_need_no_field_are_known() -> None:
