@@ -27,6 +27,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -84,16 +85,17 @@ def run(
     """Standard output and error of a command that must end with this code."""
     hidden = ("DMLC_", "PS_", "KVSTORE_", "PYTEST_")
     environment = {name: text for name, text in os.environ.items() if not name.startswith(hidden)}
-    environment.update({"PYTHONPATH": str(ROOT), **dict(variables)})
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as scratch:  # a job that fails leaves its logs there
+        environment.update({"PYTHONPATH": str(ROOT), "TMPDIR": scratch, **dict(variables)})
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
     seen = f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
     assert done.returncode == exit_code, f"{seen}\nexit code {done.returncode}"
     return done.stdout, done.stderr
