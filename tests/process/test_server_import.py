@@ -7,9 +7,12 @@ it, at once, with the server's name and what to do.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from job import Job, MakeJob, needs_proc
+
+from kvstore.launch.cli import main
 
 pytestmark = [pytest.mark.process, needs_proc]
 
@@ -194,3 +197,19 @@ def test_if_one_server_lacks_it_none_uses_it(make_job: MakeJob) -> None:
     assert "server 0" not in worker.text
     assert "then OptimizerNotSet" in worker.text
     assert "then [3.5]" in worker.text
+
+
+@pytest.mark.parametrize("own", [[], ["--check"]])
+def test_no_host_is_asked_when_servers_could_not_import_what_they_shall(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    own: list[str],
+) -> None:
+    (tmp_path / "hosts").write_text("one\n")
+    monkeypatch.setenv("KVSTORE_SERVER_IMPORT", "no-such")
+    monkeypatch.setattr("kvstore.launch.ssh.SshPlace", None)
+    assert main(["-n", "1", "-H", str(tmp_path / "hosts"), *own, "true"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("[launcher] importing no-such (KVSTORE_SERVER_IMPORT) failed: ")
+    assert (said.err.count("\n"), said.out) == (1, "")

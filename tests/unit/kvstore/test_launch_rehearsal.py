@@ -89,7 +89,6 @@ def test_a_check_reads_the_settings_of_each_role(capsys: pytest.CaptureFixture[s
     [
         ("PS_VERBOSE", "PS_VERBOSE is 'no-such'; expected: ", 2),
         ("PS_JOB_KEY_FILE", "the job key no-such (PS_JOB_KEY_FILE) cannot be read: ", 1),
-        ("KVSTORE_SERVER_IMPORT", "importing no-such (KVSTORE_SERVER_IMPORT) failed: ", 2),
         ("DMLC_INTERFACE", "DMLC_INTERFACE=no-such: no such interface", 1),
     ],
 )
