@@ -52,7 +52,7 @@ MODELS = {"resnet50": resnet50, "resnet110": resnet110, "lenet": lenet, "one": o
 def chosen(names: str) -> list[str]:
     """The models of a list with commas, for argparse: an unknown one is an error in words."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted:
+    for name in wanted or [names]:
         if name not in MODELS:
             raise argparse.ArgumentTypeError(
                 f"there is no model {name!r}; the models are {', '.join(MODELS)}"

@@ -84,7 +84,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
         text = json.dumps(value, indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the value cannot be written as JSON: {error}") from error
-    file = Replacement(checked_path(path))
+    file = Replacement(Path(path))
     try:
         file.write(0, text.encode())
         file.commit()
@@ -105,7 +105,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> 
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if len(data) > max_bytes:
         raise CheckpointError(f"{path} is longer than {max_bytes} bytes")
-    return load_json(checked_path(path), data)
+    return load_json(Path(path), data)
 
 
 def load_json(path: Path, data: bytes) -> Any:

@@ -15,14 +15,14 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from numpy.typing import NDArray
 
-from kvstore.errors import ArgumentValueError
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.metric import EvalMetric
-from kvstore.training import as_int
 
 if TYPE_CHECKING:
     from kvstore.training import Progress
@@ -106,7 +106,7 @@ class ProgressBar:
 
     def __init__(self, total: int, length: int = 80, stream: TextIO | None = None) -> None:
         self._total = _at_least_one("total", total)
-        self._length = _at_least_one("length", length)
+        self._length = int(_at_least_one("length", length))
         self._stream = stream
         self._drawn = ""
 
@@ -154,7 +154,7 @@ class Checkpoint:
 
     def __init__(self, prefix: str | Path, period: int = 1) -> None:
         self.prefix = prefix
-        self.period = _at_least_one("period", int(period))
+        self.period = int(_at_least_one("period", period))
 
     def __call__(
         self,
@@ -186,7 +186,10 @@ def _values(param: BatchEndParam) -> list[tuple[str, float]]:
     return [] if param.eval_metric is None else param.eval_metric.get_name_value()
 
 
-def _at_least_one(name: str, number: Any) -> int:
-    if as_int(name, number) < 1:
+def _at_least_one(name: str, number: Any) -> float:
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise ArgumentTypeError(f"{name} must be a number, got {number!r}")
+    found = cast(float, number)
+    if not found >= 1:
         raise ArgumentValueError(f"{name} must be at least 1, got {number}")
-    return int(number)
+    return found

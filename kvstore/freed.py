@@ -47,9 +47,9 @@ class LateReturn:
         clock: Callable[[], float],
         look_after_each_step: Callable[[Callable[[], bool]], None],
     ) -> None:
-        """The arguments are methods of a ``Postoffice``.
+        """A node's clock, and its errands' ``look_after_each_step``.
 
-        Its steps are counted on and not its timers, for a node that ends waits for those.
+        The node's steps are counted on and not its timers, for a node that ends waits for those.
         """
         self._clock = clock
         self._look_after_each_step = look_after_each_step

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.context import Context
-from kvstore.errors import ArgumentTypeError
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.ndarray import NDArray, new_array
 from kvstore.ndmethods import DType, Shape, checked_shape
 
@@ -28,9 +28,9 @@ def seed(seed_state: int) -> None:
     global _generator
     try:
         _generator = np.random.Generator(np.random.PCG64(seed_state))
-    except (TypeError, ValueError):
-        text = f"seed_state must be an int of at least 0, got {seed_state!r}"
-        raise ArgumentTypeError(text) from None
+    except (TypeError, ValueError) as error:
+        kind = ArgumentValueError if isinstance(error, ValueError) else ArgumentTypeError
+        raise kind(f"seed_state must be an int of at least 0, got {seed_state!r}") from None
 
 
 def uniform(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -38,7 +38,7 @@ def as_launcher(launcher: object) -> str:
 
 
 def as_seconds(timeout_s: object) -> float | None:
-    """None is no limit."""
+    """None is no limit; a time that has passed is 0."""
     if timeout_s is None:
         return None
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real):
@@ -46,9 +46,9 @@ def as_seconds(timeout_s: object) -> float | None:
             f"timeout_s must be a number of seconds, or None for no limit, got {timeout_s!r}"
         )
     seconds = float(timeout_s)
-    if not seconds >= 0:
-        raise ArgumentValueError(f"timeout_s must be at least 0 seconds, got {timeout_s}")
-    return None if math.isinf(seconds) else seconds
+    if math.isnan(seconds):
+        raise ArgumentValueError(f"timeout_s must be a number of seconds, got {timeout_s}")
+    return None if seconds == math.inf else max(0.0, seconds)
 
 
 def as_environment(env: Mapping[str, str] | None) -> dict[str, str]:
@@ -84,19 +84,20 @@ def as_path(name: str, path: object) -> str | None:
     return text
 
 
-def check_call(function: Callable[..., Any], args: Sequence[Any], kwargs: object) -> dict[str, Any]:
-    """The function and its arguments; returns ``kwargs`` as a dictionary."""
+def check_call(
+    function: Callable[..., Any], args: Iterable[Any], kwargs: object
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The function and its arguments; returns these as a tuple and a dictionary."""
     if not callable(function):
         raise ArgumentTypeError(f"fn must be a function, got {type(function).__name__}")
-    if not isinstance(args, Sequence) or isinstance(args, str | bytes | bytearray):
+    if not isinstance(args, Iterable) or isinstance(args, str | bytes | bytearray | Mapping):
         raise ArgumentTypeError(
             "args must be a sequence of the function's arguments, as in args=(2,); "
             f"got {type(args).__name__}"
         )
-    if kwargs is None:
-        return {}
-    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+    named = {} if kwargs is None else kwargs
+    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
         raise ArgumentTypeError(
             f"kwargs must map names to values, as in kwargs={{'rate': 0.1}}; got {kwargs!r:.60}"
         )
-    return dict(kwargs)
+    return tuple(args), dict(named)

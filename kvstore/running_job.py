@@ -370,10 +370,10 @@ def packed(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> bytes:
     """A call as bytes. Raises a ``UsageError`` where it cannot travel."""
-    named = check_call(function, args, kwargs)
+    positional, named = check_call(function, args, kwargs)
     what = f"the function {getattr(function, '__name__', type(function).__name__)}"
     try:
-        return parcels.dump((function, tuple(args), named), what)
+        return parcels.dump((function, positional, named), what)
     except parcels.NotSendable as error:
         if error.needs_cloudpickle:
             raise MissingDependencyError(str(error)) from error

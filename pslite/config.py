@@ -359,6 +359,8 @@ WITHOUT_EFFECT = {
 }
 #: All names of the original without a field; what PS_RESEND asks for is always on.
 ACCEPTED_NAMES = frozenset({"PS_RESEND", *WITHOUT_EFFECT})
+#: What the launcher alone reads, or sets for scripts.
+LAUNCHER_NAMES = frozenset({"DMLC_JOB_CLUSTER", "KVSTORE_JOB_DIR"})
 
 
 def names_without_effect(mapping: Mapping[str, str]) -> list[str]:
@@ -376,7 +378,7 @@ def unknown_names(mapping: Mapping[str, str]) -> list[str]:
     That is each ``PS_*`` name. MXNet and its trackers have many ``DMLC_*`` names of no concern
     here: of these, and of ``KVSTORE_*``, only what is all but equal to a known name.
     """
-    known = set(_names().values()) | ACCEPTED_NAMES
+    known = set(_names().values()) | ACCEPTED_NAMES | LAUNCHER_NAMES
     sentences = []
     for name in sorted(mapping):
         if name in known or not name.startswith(("PS_", "DMLC_", "KVSTORE_")):

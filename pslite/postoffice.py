@@ -201,6 +201,8 @@ class Postoffice:
     def call(self, command: Callable[[], None]) -> None:
         """Have ``command`` run on the I/O thread. From any thread; returns at once.
 
+        For apps; the project's own code calls ``errands`` itself.
+
         Raises:
             UsageError: this is a forked child, which has no I/O thread: nothing would happen.
         """

@@ -73,10 +73,11 @@ def run_carried(
 ) -> int:
     """As :func:`kvstore.launch.jobrun.run_job`, on ``cluster``."""
     _allow_files_for(len(cluster.members))
+    if options.dry_run or options.check:
+        check_plan(options, environ, service_command)
     if options.dry_run:
         return _print_plan(options, cluster)
     if options.check:
-        check_plan(options, environ, service_command)
         return _check(options, environ, timing, cluster)
 
     def arrange(supervisor: Supervisor) -> Arrangement:

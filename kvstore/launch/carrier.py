@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from kvstore.launch.agent import GREETING
 from kvstore.launch.child import die_with_launcher
-from kvstore.launch.clusters import Cluster
+from kvstore.launch.clusters import Cluster, quoted
 from kvstore.launch.gate import Gate
 from kvstore.launch.guardian_process import GuardianProcess
 from kvstore.launch.lines import LineSplitter
@@ -162,11 +162,10 @@ class Carrier:
                 notes.append(self._note(text))
                 continue
             self._said.append(text)
-            why = _not_shared(text) or self._cluster.fatal(text)
-            if why is None:
+            if self._failure is None:
+                self._failure = _not_shared(text) or self._cluster.fatal(text)
+            if self._failure is None:  # which is said by itself
                 self._unshown.append(text)
-            elif self._failure is None:
-                self._failure = why
         return notes
 
     def sweep(self) -> list[Event]:
@@ -260,7 +259,7 @@ class Carrier:
         return f"waiting for {_some(self.awaited())}{there}" + (f": {state}" if state else "")
 
     def _give_up(self, after_s: float) -> None:
-        said = "".join(f"\n  {line.strip()}" for line in self._unshown)
+        said = quoted(self._said)
         state = self._cluster.state()
         self._fail(
             f"no answer from {_some(self.awaited())} within {after_s:g} s"

@@ -12,11 +12,20 @@ from pathlib import Path
 
 from kvstore.launch.ticket import Ticket
 
+_FIRST_LINES, _LAST_LINES = 10, 10  # of what a command said, around which the reason may be
+
 Member = tuple[str, int]
 """A role and the rank in it."""
 
 Explain = Callable[[Sequence[str], int], str]
 """What a command said and its exit code (negative for a signal), as a sentence."""
+
+
+def quoted(lines: Sequence[str]) -> str:
+    """The first and the last lines of what a command said, each on a line of its own."""
+    said = [line.strip() for line in lines]
+    shown = [*said[:_FIRST_LINES], *said[_FIRST_LINES:][-_LAST_LINES:]]
+    return "".join(f"\n  {line}" for line in shown)
 
 
 @dataclass(frozen=True)

@@ -82,20 +82,29 @@ def check_plan(
     Raises :class:`LaunchError`.
     """
     specs = _rough_plan(options, environ, service_command)
-    variables = base_environment(environ)
-    environments = by_role(specs, variables)
+    environments = by_role(specs, base_environment(environ))
     check_settings(environments.values())
     if brings_a_key(options, environ):
         check_key(environments["scheduler"])
-    check_server_imports(specs, variables, options.server_imports)
+    _check_imports(options, environ, specs)
 
 
 def check_imports(
     options: LaunchOptions, environ: Mapping[str, str], service_command: Sequence[str]
 ) -> None:
     """Import what servers will import when they start. Raises :class:`LaunchError`."""
-    specs = _rough_plan(options, environ, service_command)
-    check_server_imports(specs, base_environment(environ), options.server_imports)
+    _check_imports(options, environ, _rough_plan(options, environ, service_command))
+
+
+def _check_imports(
+    options: LaunchOptions, environ: Mapping[str, str], specs: Sequence[ProcessSpec]
+) -> None:
+    check_server_imports(
+        specs,
+        base_environment(environ),
+        options.server_imports,
+        are_here=options.launcher == "local",
+    )
 
 
 def _rough_plan(

@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.launch.address import listen
 from kvstore.launch.here import available_cpu_count, checkout_root
-from kvstore.launch.jobrun import Arrangement, check_imports, run_job, scheduler_address
+from kvstore.launch.jobrun import (
+    Arrangement,
+    check_imports,
+    check_plan,
+    run_job,
+    scheduler_address,
+)
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchOptions
 from kvstore.launch.plan import JobFacts, brings_a_key, plan_job
@@ -43,9 +49,9 @@ def rehearse(
     """``--check`` and ``--dry-run``: what would run, and whether it could; starts no job.
 
     Prints to standard output. Returns 0, or with ``--check`` 1 when something is missing.
-    Raises :class:`LaunchError` as :func:`run` would.
+    Raises :class:`LaunchError` as :func:`run` would, but for what the table of ``--check`` says.
     """
-    check_imports(options, environ, service_command)
+    (check_imports if options.check else check_plan)(options, environ, service_command)
     host, port = scheduler_address(environ)
     with listen(host, port) as listener:
         facts = JobFacts(

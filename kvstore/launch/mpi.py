@@ -19,7 +19,7 @@ from kvstore.launch.carried import (
     run_carried,
     servers_then_workers,
 )
-from kvstore.launch.clusters import Cluster, Member
+from kvstore.launch.clusters import Cluster, Member, quoted
 from kvstore.launch.hosts import Host, bracketed, read_hosts, spread
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
@@ -28,7 +28,6 @@ from kvstore.launch.remote_shell import known_refusal
 _VERSION_S = 10.0
 _CONNECT_S = 60.0
 _HOSTS_NAME = "hosts"
-_FIRST_LINES, _LAST_LINES = 10, 10  # of what it said, around which the reason may be
 _OF_SSH = re.compile(r"\Assh: |Permission denied \(|[Hh]ost key|HOST IDENTIFICATION")
 
 # Servers need little of a processor: a machine takes more processes than it has of these. Both
@@ -173,8 +172,7 @@ def _outside(environ: Mapping[str, str]) -> dict[str, str]:
 def explain(lines: Sequence[str], code: int) -> str:
     """``mpirun`` has ended before all agents had come."""
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    shown = [*lines[:_FIRST_LINES], *lines[_FIRST_LINES:][-_LAST_LINES:]]
-    said = "".join(f"\n  {line.strip()}" for line in shown)
+    said = quoted(lines)
     return f"mpirun ended ({how}) before all processes had started" + (
         f"; it said:{said}" if said else ""
     )

@@ -62,6 +62,11 @@ def check_settings(environments: Iterable[Mapping[str, str]]) -> list[str]:
 def check_key(environment: Mapping[str, str]) -> str:
     """Read the job's key as a process will, and return its file. Exit code 1 when it cannot be."""
     path: str = Config.read("job_key_file", environment)
+    if not path:
+        raise LaunchError(
+            "PS_JOB_KEY_FILE is empty: name the file with the job's key, or leave it out",
+            exit_code=1,
+        )
     try:
         read_key(Config(job_key_file=path))
     except ConfigError as error:
@@ -83,19 +88,25 @@ def check_interface(environment: Mapping[str, str]) -> str:
 
 
 def check_server_imports(
-    specs: Sequence[ProcessSpec], base_environment: Mapping[str, str], given: Sequence[str]
+    specs: Sequence[ProcessSpec],
+    base_environment: Mapping[str, str],
+    given: Sequence[str],
+    *,
+    are_here: bool,
 ) -> None:
     """Import what the first server of ``specs`` will: with its program, variables, directory.
 
-    ``given`` is what ``--server-import`` names; where the server's variable says something else,
-    that counts. Raises :class:`LaunchError` (exit code 2) with the last line of what went wrong.
+    ``given`` is what ``--server-import`` names, which every machine must have. Where the server's
+    variable says something else, that counts, and is tried if servers run on this machine
+    (``are_here``). Raises :class:`LaunchError` (exit code 2) with the last line of what went wrong.
     """
     server = next(spec for spec in specs if spec.role == "server")
     environment = {**base_environment, **server.environment}
     names = environment.get(SERVER_IMPORT_NAME, "")
-    if not names:
+    is_given = names == ",".join(given)
+    if not names or not (is_given or are_here):
         return
-    source = "--server-import" if names == ",".join(given) else SERVER_IMPORT_NAME
+    source = "--server-import" if is_given else SERVER_IMPORT_NAME
     done = subprocess.run(
         [*server.argv, CHECK_IMPORTS, names, source],
         env=environment,

@@ -152,8 +152,11 @@ def no_program(name: str, error: OSError) -> str:
 def login(host: Host, launcher_args: Sequence[str] = ()) -> str:
     """What to type behind ``ssh`` for this host, with the user's own options of ssh."""
     words = [] if host.port is None else ["-p", str(host.port)]
+    if launcher_args and host.user is not None:
+        words += ["-l", host.user]  # ssh takes the first that it is told
     words += launcher_args
-    words.append(host.name if host.user is None else f"{host.user}@{host.name}")
+    is_told = host.user is None or launcher_args
+    words.append(host.name if is_told else f"{host.user}@{host.name}")
     return shlex.join(words)
 
 

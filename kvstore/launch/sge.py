@@ -18,7 +18,7 @@ from kvstore.launch import sge_words
 from kvstore.launch.agent import GREETING
 from kvstore.launch.carried import agent_command, run_carried, servers_then_workers
 from kvstore.launch.carrier import refusal
-from kvstore.launch.clusters import Cluster, Habits
+from kvstore.launch.clusters import Cluster, Habits, quoted
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
 
@@ -181,7 +181,7 @@ class ArrayJob:
                 hint = ": --worker-gpus asks for it; use --launcher-args='-l NAME=COUNT' instead"
             return f"Grid Engine does not take the job: {why}{hint}"
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        said = "".join(f"\n  {line.strip()}" for line in lines[:_SHOWN_LINES])
+        said = quoted(lines)
         return f"qsub ended ({how}) before all processes had started" + (
             f"; it said:{said}" if said else ""
         )

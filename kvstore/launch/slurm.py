@@ -19,7 +19,7 @@ from pathlib import Path
 from kvstore.launch import slurm_queue
 from kvstore.launch.agent import GREETING
 from kvstore.launch.carried import agent_command, run_carried, servers_then_workers
-from kvstore.launch.clusters import Cluster, Habits
+from kvstore.launch.clusters import Cluster, Habits, quoted
 from kvstore.launch.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
 from kvstore.launch.slurm_allocation import (
@@ -34,6 +34,7 @@ from kvstore.launch.slurm_allocation import (
 
 _STEP_S = 300.0  # for a step in an allocation that is there already
 _SHOWN_LINES = 20
+_LAST_LINES = 5
 _FAIL_CODE = "code 3"  # of an agent that says itself why it cannot serve (enlist.py)
 _AGENT_ENDED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.*)")
 _KNOWN = (
@@ -230,13 +231,14 @@ class AgentsEnd:
 
 def explain(lines: Sequence[str], code: int) -> str:
     """``srun`` has ended before all agents had come."""
-    for pattern, meaning in _KNOWN:
-        if any(re.search(pattern, line) for line in lines):
-            return f"Slurm does not run the job: {meaning}"
+    for line in reversed(lines[-_LAST_LINES:]):  # what it said while it waited has passed
+        for pattern, meaning in _KNOWN:
+            if re.search(pattern, line):
+                return f"Slurm does not run the job: {meaning}"
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return f"srun ended ({how}) before all processes had started{_quoted(lines)}"
 
 
 def _quoted(lines: Sequence[str]) -> str:
-    shown = [line.strip() for line in lines if GREETING.decode() not in line][:_SHOWN_LINES]
-    return "; it said:" + "".join(f"\n  {line}" for line in shown) if shown else ""
+    said = quoted([line for line in lines if GREETING.decode() not in line])
+    return f"; it said:{said}" if said else ""

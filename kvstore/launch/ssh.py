@@ -57,11 +57,12 @@ def run(
     check_launcher_args(options.places.launcher_args)
     places = spread(hosts, options.num_servers, options.num_workers, options.hostfile)
     used = sorted({host for _, _, host in places})
+    wished, wished_port = wished_address(environ)
+    if options.dry_run or options.check:
+        check_plan(options, environ, service_command)
     if options.dry_run:
         return _print_plan(options, hosts, places)
-    wished, wished_port = wished_address(environ)
     if options.check:
-        check_plan(options, environ, service_command)
         return _check(options, environ, timing, [hosts[index] for index in used])
     if wished_port:  # is it in use? Not after all has been copied
         listen(wished or "0.0.0.0", wished_port).close()

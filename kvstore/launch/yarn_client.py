@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from kvstore.launch.clusters import quoted
+
 _LOGGED = re.compile(
     r"\d{2,4}[-/]\d\d[-/]\d\d \d\d:\d\d:\d\d(?:[,.]\d+)? (?:\[[^\]]*\] )?([A-Z]+) +\S+: (.*)"
 )
@@ -25,7 +27,6 @@ _STATE = re.compile(r"yarnAppState=(\w+)")
 _DATE = re.compile(r"\A\[[^\]]*\d{4}\]\s*")
 _DETAILS = re.compile(r"\s*Details :.*", re.S)
 _LONGEST = 400
-_SHOWN_LINES = 20
 
 
 class ClientWords:
@@ -74,7 +75,7 @@ class ClientWords:
             found = f"{self.application} is {self.app_state} before all processes had started{why}"
             return f"{found} ({self.logs()} may say more)"
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        said = "".join(f"\n  {line.strip()}" for line in lines[:_SHOWN_LINES])
+        said = quoted(lines)
         return f"yarn ended ({how}) before all processes had started" + (
             f"; it said:{said}" if said else ""
         )

@@ -51,6 +51,7 @@ class Run:
     ) -> None:
         self.crew = [AgentPlace(f"worker {rank}") for rank in range(members)]
         self.guardian = Watched()
+        self.asked: list[str] = []
         self.began_s = time.monotonic()
         cluster = Cluster(
             members=[("worker", rank) for rank in range(members)],
@@ -58,7 +59,7 @@ class Run:
             environment=os.environ,
             rank_names=[],
             explain=lambda lines, code: f"ended with {code} after {list(lines)}",
-            fatal=lambda line: "that is fatal" if "fatal" in line else None,
+            fatal=self.fatal,
             state=lambda: "in the queue",
             cancel=lambda line: cancel,
             habits=habits,
@@ -68,6 +69,10 @@ class Run:
         self.carrier = Carrier(cluster, ["sh", "-c", script], self.crew, guardian)
         self.selector = selectors.PollSelector()
         self.links: list[Link] = []
+
+    def fatal(self, line: str) -> str | None:
+        self.asked.append(line)
+        return "that is fatal" if "fatal" in line else None
 
     def until(self, happened: Callable[[], bool]) -> list[Event]:
         """Serve what the command says until then."""
@@ -139,6 +144,13 @@ def test_what_was_shown_while_it_ran_still_explains_its_end(start: Start, tmp_pa
     assert run.carrier.failure == "ended with 3 after ['refused']"
 
 
+def test_what_is_fatal_is_not_asked_again(start: Start) -> None:
+    run = start("exec sleep 60")
+    run.carrier.heard([b"fatal 1", b"fatal 2"])
+    assert run.carrier.failure == "that is fatal"
+    assert run.asked == ["fatal 1"]
+
+
 def test_a_fatal_line_is_not_said_twice(start: Start) -> None:
     run = start("echo fatal; exec sleep 60")
     run.until(lambda: run.carrier.failure is not None)
@@ -177,7 +189,8 @@ def test_time_is_up_when_nobody_has_come_for_so_long(start: Start) -> None:
     run = start("echo a hint; exec sleep 60", connect_s=20.0)
     run.until(lambda: "a hint" in run.carrier._said)
     run.admit({"rank": 0, "host": "node1"})
-    assert run.carrier.tick(time.monotonic() + 4.0)[1] is not None
+    run.carrier.tick(time.monotonic() + 5.5)  # shows the hint
+    assert run.carrier.tick(time.monotonic() + 6.0)[1] is not None
     assert run.carrier.failure is None
     run.carrier.tick(time.monotonic() + 20.0)
     assert run.carrier.failure == (

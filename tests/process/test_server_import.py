@@ -199,7 +199,7 @@ def test_if_one_server_lacks_it_none_uses_it(make_job: MakeJob) -> None:
     assert "then [3.5]" in worker.text
 
 
-@pytest.mark.parametrize("own", [[], ["--check"]])
+@pytest.mark.parametrize("own", [[], ["--check"], ["--dry-run"]])
 def test_no_host_is_asked_when_servers_could_not_import_what_they_shall(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -207,9 +207,19 @@ def test_no_host_is_asked_when_servers_could_not_import_what_they_shall(
     own: list[str],
 ) -> None:
     (tmp_path / "hosts").write_text("one\n")
-    monkeypatch.setenv("KVSTORE_SERVER_IMPORT", "no-such")
     monkeypatch.setattr("kvstore.launch.ssh.SshPlace", None)
-    assert main(["-n", "1", "-H", str(tmp_path / "hosts"), *own, "true"]) == 2
+    ssh = ["-n", "1", "-H", str(tmp_path / "hosts"), "--server-import", "no_such_module"]
+    assert main([*ssh, *own, "true"]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith("[launcher] importing no-such (KVSTORE_SERVER_IMPORT) failed: ")
+    assert said.err.startswith("[launcher] importing no_such_module (--server-import) failed: ")
     assert (said.err.count("\n"), said.out) == (1, "")
+
+
+def test_what_the_hosts_are_to_import_need_not_be_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("one\n")
+    monkeypatch.setenv("KVSTORE_SERVER_IMPORT", "only_on_the_hosts")
+    assert main(["-n", "1", "-H", str(tmp_path / "hosts"), "--dry-run", "true"]) == 0
+    assert "# server 0 on one" in capsys.readouterr().out
+    assert main(["-n", "1", "--dry-run", "true"]) == 2

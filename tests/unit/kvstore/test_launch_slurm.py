@@ -212,9 +212,17 @@ def test_how_the_script_lays_out_its_tasks_is_kept_from_srun() -> None:
     ],
 )
 def test_what_slurm_refuses_is_said_in_plain_words(line: str, words: str) -> None:
-    found = explain(["srun: something else", line], 1)
+    found = explain(["srun: error: Unable to contact slurm controller", line], 1)
     assert found.startswith("Slurm does not run the job: ") and words in found
     assert "\n" not in found
+
+
+def test_what_was_said_long_before_is_not_why_it_ended() -> None:
+    waiting = ["srun: error: Unable to contact slurm controller"]
+    lines = [*waiting, *(f"srun: {n}" for n in range(30)), "srun: error: Invalid account"]
+    found = explain(lines, 1)
+    assert found.startswith("srun ended (exit code 1)")
+    assert found.endswith("\n  srun: error: Invalid account")
 
 
 def test_what_is_not_known_is_quoted() -> None:

@@ -149,7 +149,7 @@ def test_a_python_of_other_hosts_is_the_launcher_s_too(tmp_path: Path) -> None:
         ({"servers": -1}, "^servers must be an int of at least 1, got -1$"),
         ({"launcher": "slrm"}, "launcher must be one of local, .*'slrm'; did you mean 'slurm'"),
         ({"launcher": 3}, "launcher must be one of local, .*; got 3$"),
-        ({"timeout_s": -1}, "^timeout_s must be at least 0 seconds, got -1$"),
+        ({"timeout_s": float("nan")}, "^timeout_s must be a number of seconds, got nan$"),
         ({"launcher": "kubernetes"}, "cannot run a function: pods share no directory .* script"),
         ({"launcher": "ssh"}, r"needs the hosts: options=\('--hostfile=FILE',\)"),
         ({"options": ("--nope",)}, r"arguments: --nope \(kvstore-launch --help lists"),
