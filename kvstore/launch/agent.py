@@ -362,10 +362,10 @@ class Agent:
                 self._link.write_pending()
 
     def _close(self) -> None:
+        if self._key_directory is not None:  # first: a cluster may kill all here any moment
+            shutil.rmtree(self._key_directory, ignore_errors=True)
         if self._place is not None:
             self._place.close()
-        if self._key_directory is not None:
-            shutil.rmtree(self._key_directory, ignore_errors=True)
         if self._guardian is not None:
             self._guardian.dismiss()
         self._selector.close()

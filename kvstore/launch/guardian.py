@@ -157,6 +157,9 @@ def main(job_id: str, agent_id: str | None = None) -> None:
             commands.append([_text(word) for word in line.split()[1:]])
         else:
             groups.add(int(line))
+    if agent_id is not None:  # a cluster may kill all here any moment, this process too
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
     end_job(job_id, groups, 0, agent_id)
     failing = _failing(commands)
     for directory in directories:  # the key does not wait for a cluster that does not answer

@@ -33,10 +33,10 @@ kv.push("w", np.full(3, kv.rank + 1, np.float32))
 print("sum", kv.pull("w")[0], "on", socket.gethostname(), "with", sys.argv[1:], flush=True)
 """
 STAY = """
-import time
+import os, time
 import kvstore as mx
 kv = mx.create("dist_sync")
-print("here", flush=True)
+print("here", os.environ["PS_JOB_KEY_FILE"], flush=True)
 time.sleep(60)
 """
 GO_ON = """
@@ -194,7 +194,7 @@ class EveryLauncher:
     ) -> None:
         with launcher.start("-n", "2", "-s", "1", *python(STAY)) as job:
             try:
-                two_lines(job)
+                keys = [Path(line.split()[-1]) for line in two_lines(job)]
                 began = time.monotonic()
                 job.send_signal(number)
                 code = job.wait(JOB_S)
@@ -202,6 +202,7 @@ class EveryLauncher:
                 job.kill()
         assert code == (-number if number is signal.SIGKILL else 128 + number)
         assert launcher.nothing_runs()
+        assert not any(key.parent.exists() for key in keys)
         assert time.monotonic() - began < SENTENCE_S
 
     def test_the_job_goes_on_without_its_scheduler(self, launcher: Launcher) -> None:
