@@ -19,7 +19,7 @@ from kvstore.exchange import Exchange
 from kvstore.keys import Key
 from kvstore.optimizer.base import Optimizer
 from kvstore.protocol import KeyEntry
-from kvstore.residual_files import remove_beyond
+from kvstore.residual_files import load_owed, remove_beyond, save_owed
 from kvstore.saving import Checkpoint, Content, Piece, SavedStates
 from kvstore.servers import Reader, Servers
 from pslite import Future
@@ -85,15 +85,8 @@ class DistFiles:
         """Write what this worker owes; ``path_of`` gives the file of a rank."""
         if self._servers.decides:
             remove_beyond(path_of, num_workers)
-        path = path_of(rank)
-        coding = self._exchange.coding
-        if coding is None:
-            path.unlink(missing_ok=True)  # of an earlier save
-        else:
-            coding.save(path)
+        save_owed(self._exchange.coding, path_of(rank))
 
     def load_residuals(self, path: pathlib.Path) -> None:
         """Owe what is in this worker's file."""
-        coding = self._exchange.coding
-        if coding is not None:
-            coding.load(path)
+        load_owed(self._exchange.coding, path)

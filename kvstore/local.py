@@ -7,7 +7,6 @@ the store is open, and has ``local_values.py`` do what it does to values. No soc
 
 from __future__ import annotations
 
-import pathlib
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -30,7 +29,7 @@ from kvstore.local_tables import LocalTables
 from kvstore.local_values import LocalValues
 from kvstore.operation import futures_in
 from kvstore.optimizer.base import Optimizer
-from kvstore.residual_files import path_beside_states, path_in_checkpoint
+from kvstore.residual_files import load_owed, path_beside_states, path_in_checkpoint, save_owed
 from kvstore.row_calls import check_wanted
 from kvstore.saving import Checkpoint, SavedStates, write_checkpoint, write_states
 from kvstore.sparse.array import RowSparseArray
@@ -218,13 +217,13 @@ class LocalKVStore(KVStore):
             entries, optimizer = self._values.entries.values(), self._values.optimizer
             pieces = pieces_of(entries, optimizer)
             write_checkpoint(directory, contents_of(entries), optimizer, pieces)
-            self._save_residuals(path_in_checkpoint(directory, 0))
+            save_owed(self._values.coding, path_in_checkpoint(directory, 0))
 
     def load_checkpoint(self, directory: Path) -> None:
         with self._lock, Checkpoint(directory) as saved:
             self._check_open()
             take_checkpoint(self._values, saved)
-            self._load_residuals(path_in_checkpoint(directory, 0))
+            load_owed(self._values.coding, path_in_checkpoint(directory, 0))
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
         with self._lock:
@@ -232,25 +231,13 @@ class LocalKVStore(KVStore):
             entries, optimizer = self._values.entries.values(), self._values.optimizer
             contents, pieces = contents_of(entries), pieces_of(entries, optimizer)
             write_states(fname, contents, optimizer, pieces, dump_optimizer=dump_optimizer)
-            self._save_residuals(path_beside_states(fname, 0))
+            save_owed(self._values.coding, path_beside_states(fname, 0))
 
     def load_optimizer_states(self, fname: Path) -> None:
         with self._lock, SavedStates(fname, takes_rows=True) as saved:
             self._check_open()
             take_states(self._values, saved)
-            self._load_residuals(path_beside_states(fname, 0))
-
-    def _save_residuals(self, path: pathlib.Path) -> None:
-        coding = self._values.coding
-        if coding is None:
-            path.unlink(missing_ok=True)  # of an earlier save
-        else:
-            coding.save(path)
-
-    def _load_residuals(self, path: pathlib.Path) -> None:
-        coding = self._values.coding
-        if coding is not None:
-            coding.load(path)
+            load_owed(self._values.coding, path_beside_states(fname, 0))
 
     # -- the rest ----------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -32,6 +33,33 @@ def path_in_checkpoint(directory: FilePath, rank: int) -> Path:
 def path_beside_states(fname: FilePath, rank: int) -> Path:
     """The file of a worker that belongs to a file of optimizer states."""
     return Path(f"{checked_path(fname)}.residuals-{rank}")
+
+
+class Owing(Protocol):
+    """What compresses a store's values, and owes what it has left out."""
+
+    def save(self, path: Path) -> None:
+        """Write what is owed."""
+
+    def load(self, path: Path) -> None:
+        """Owe what is in this file, and nothing else."""
+
+
+def save_owed(coding: Owing | None, path: Path) -> None:
+    """Write what is owed; without compression no file of an earlier save stays.
+
+    Raises ``CheckpointError``.
+    """
+    if coding is None:
+        path.unlink(missing_ok=True)
+    else:
+        coding.save(path)
+
+
+def load_owed(coding: Owing | None, path: Path) -> None:
+    """Owe what is in this file, with compression. Raises ``CheckpointError``."""
+    if coding is not None:
+        coding.load(path)
 
 
 def save_residuals(

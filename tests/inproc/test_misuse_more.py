@@ -37,17 +37,10 @@ DIST = ["dist_sync", "dist_async"]
 BOTH = pytest.mark.parametrize("by", ["all", "one"])
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def shared(request: pytest.FixtureRequest) -> Iterator[Shared]:
-    shared = Shared(request.param)
-    yield shared
-    shared.close()
-
-
 @pytest.fixture
-def workers(shared: Shared) -> Iterator[Workers]:
+def workers(file_cluster: Shared) -> Iterator[Workers]:
     """One cluster for the whole file, with stores of its own for each test."""
-    with shared.lent() as workers:
+    with file_cluster.lent() as workers:
         yield ready(workers)
 
 
