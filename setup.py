@@ -1,4 +1,7 @@
-"""Packaging: what `pip install .` installs. The settings of the tools stand in pyproject.toml."""
+"""What `pip install .` installs: version, dependencies, extras, packages and the C extension.
+
+Name, description, commands and addresses are in pyproject.toml, with the settings of the tools.
+"""
 
 import re
 from pathlib import Path
@@ -60,10 +63,10 @@ LAUNCHERS = [
 # setuptools says so, and everything works without it. NumPy's bits depend on the flags: no fused
 # multiply-add, no shortcuts, but arithmetic that need not set errno or raise a trap.
 KERNELS = Extension(
-    "kvstore._kernels",
-    sources=["kvstore/native/kernels.c"],
+    "kvstore.arrays.cpu._kernels",
+    sources=["kvstore/arrays/cpu/native/kernels.c"],
     depends=[
-        f"kvstore/native/{name}.h"
+        f"kvstore/arrays/cpu/native/{name}.h"
         for name in ("codecs", "coding_calls", "kernels", "loops", "row_calls", "rules")
     ],
     extra_compile_args=[
@@ -78,24 +81,16 @@ KERNELS = Extension(
 )
 
 setup(
-    # The name of the distribution; what is imported is `kvstore` (and `pslite`). The name
-    # `kvstore` belongs to another project on the public package index.
-    name="kvstore-pslite",
     version=version(),
-    description="A parameter server in Python with the API of MXNet's KVStore",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
     packages=find_packages(include=["kvstore", "kvstore.*", "pslite", "pslite.*"]),
     ext_modules=[KERNELS],
-    package_data={"kvstore": ["py.typed", "*.pyi"], "pslite": ["py.typed"]},
-    python_requires=">=3.10",
+    package_data={"kvstore": ["py.typed"], "kvstore.arrays.cpu": ["*.pyi"], "pslite": ["py.typed"]},
     install_requires=REQUIREMENTS,
     extras_require={
         "bfloat16": ["ml_dtypes>=0.5"],
         "cuda12": ["cupy-cuda12x>=13"],
         "cuda13": ["cupy-cuda13x>=13.6"],
-        "torch": ["torch>=2.1"],
+        "torch": ["torch>=2.1", "ml_dtypes>=0.5"],  # NumPy's bfloat16, which tensors have
         "jax": ["jax>=0.4.30"],
         "notebook": ["cloudpickle>=3.0"],
         "ray": ["ray>=2.9"],
@@ -104,20 +99,6 @@ setup(
         "dev": DEVELOPMENT,
         "launchers": LAUNCHERS,
     },
-    entry_points={"console_scripts": ["kvstore-launch = kvstore.launch.cli:main"]},
+    include_package_data=False,  # the sources of the extension are not for a wheel
     zip_safe=False,
-    classifiers=[
-        "Development Status :: 3 - Alpha",
-        "Intended Audience :: Developers",
-        "Intended Audience :: Science/Research",
-        "Operating System :: POSIX :: Linux",
-        "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.10",
-        "Programming Language :: Python :: 3.11",
-        "Programming Language :: Python :: 3.12",
-        "Programming Language :: Python :: 3.13",
-        "Topic :: Scientific/Engineering :: Artificial Intelligence",
-        "Topic :: System :: Distributed Computing",
-        "Typing :: Typed",
-    ],
 )

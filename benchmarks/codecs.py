@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from kvstore import kernels
+from kvstore.arrays.cpu import kernels
+from kvstore.arrays.cpu.threads import Cores
 from kvstore.compression import Chain, Draw, make_chain
-from kvstore.cores import Cores
 
 #: Gradients have a standard deviation of 0.3: with the threshold 0.5 most become 0, as they should.
 CHAINS: tuple[dict[str, Any], ...] = (

@@ -28,14 +28,14 @@ import numpy as np  # noqa: E402
 import kvstore as mx  # noqa: E402
 from benchmarks.local import MOMENTUM, RATE, check  # noqa: E402
 from benchmarks.models import MODELS, Shape  # noqa: E402
-from kvstore.arrays.cuda import launch  # noqa: E402
-from kvstore.arrays.cuda_kernels import Kernel, Numbers, rows_of  # noqa: E402
-from kvstore.arrays.cuda_streams import addresses_of  # noqa: E402
 from kvstore.arrays.cupy import load  # noqa: E402
-from kvstore.device_sums import sums_of  # noqa: E402
+from kvstore.arrays.gpu.kernels import Kernel, KernelParameters, rows_of  # noqa: E402
+from kvstore.arrays.gpu.pipeline import cut  # noqa: E402
+from kvstore.arrays.gpu.streams import addresses_of  # noqa: E402
+from kvstore.arrays.gpu.sums import launch  # noqa: E402
+from kvstore.arrays.keys import KeySpec  # noqa: E402
 from kvstore.errors import MissingDependencyError  # noqa: E402
-from kvstore.keys import KeySpec  # noqa: E402
-from kvstore.pipeline import cut  # noqa: E402
+from kvstore.stores.dist.gpu_sums import sums_of  # noqa: E402
 
 WARM_UP = 5
 COPY_BYTES = 1 << 30
@@ -130,7 +130,7 @@ def launches_s(cupy: Any, shapes: list[Shape], num_copies: int) -> float:
     sizes = [row[0].size for row in copies]
     blocks = cut(sizes, sys.maxsize, kernel.num_rows)
     rows = [rows_of(kernel, block, addresses_of(copies), addresses_of(own)) for block in blocks]
-    numbers = Numbers(rate=RATE, momentum=MOMENTUM)
+    numbers = KernelParameters(rate=RATE, momentum=MOMENTUM)
 
     def run() -> None:
         for pointers, lengths in rows:

@@ -49,7 +49,10 @@ def measure(modules: list[str], runs: int) -> tuple[list[float], list[float]]:
 def main() -> int:
     options = arguments()
     cost_ms = 0.0
-    for modules in ["kvstore"], ["kvstore", "kvstore.dist", "kvstore.nodes", "pslite.van.zmq_van"]:
+    for modules in (
+        ["kvstore"],
+        ["kvstore", "kvstore.stores.dist.store", "kvstore.stores.dist.node", "pslite.van.zmq.van"],
+    ):
         libraries, package = measure(modules, options.runs)
         print(
             f"import {', '.join(modules)}: median {statistics.median(package):.1f} ms "

@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from kvstore import kernels, optimizer
-from kvstore.aggregate import Workspace, apply_round
-from kvstore.dtypes import bfloat16
+from kvstore import optimizer
+from kvstore.arrays.cpu import kernels
+from kvstore.arrays.cpu.sums import Workspace, apply_round
+from kvstore.arrays.dtypes import bfloat16
 from kvstore.optimizer import Optimizer
 from kvstore.optimizer.states import create_state
 

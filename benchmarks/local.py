@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 
 import kvstore as mx  # noqa: E402
 from benchmarks.models import MODELS, chosen  # noqa: E402
-from kvstore.cores import shared  # noqa: E402
+from kvstore.arrays.cpu.threads import shared  # noqa: E402
 
 Arrays = list[np.ndarray[Any, Any]]
 

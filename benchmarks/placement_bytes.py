@@ -58,7 +58,7 @@ def bound(n: int, k: int) -> float:
 
 def measure(n: int, k: int, options: argparse.Namespace) -> bool:
     """Run one job and print its row; whether it is near enough to the bound."""
-    from kvstore.shares import server_shares
+    from kvstore.server.shares import server_shares
 
     sent: Counter[str] = Counter()
     received: Counter[str] = Counter()

@@ -36,6 +36,10 @@ root_doc = "index"
 html_theme = "pydata_sphinx_theme"
 html_title = f"kvstore {__version__}"
 html_show_copyright = False
+# Pages that belong to no group have nothing to show at their side.
+html_sidebars: dict[str, list[str]] = {
+    name: [] for name in ("index", "search", "genindex", "py-modindex", "_modules/**")
+}
 html_theme_options: dict[str, Any] = {
     "show_nav_level": 2,
     "show_toc_level": 2,
@@ -108,6 +112,6 @@ def setup(app: Any) -> dict[str, bool]:
     app.connect("source-read", lead_out_of_the_folder)
     app.connect("autodoc-process-docstring", keep_asterisks)
     app.connect("autodoc-process-signature", name_aliases)
-    for name in KVStore.__abstractmethods__:  # that they are abstract is no user's business
+    for name in KVStore.__abstractmethods__:  # users need not know that they are abstract
         getattr(KVStore, name).__isabstractmethod__ = False
     return {"parallel_read_safe": True, "parallel_write_safe": True}

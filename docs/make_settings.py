@@ -1,7 +1,7 @@
 """Writes docs/settings.md from ``pslite.config.Config``: ``python docs/make_settings.py``.
 
-The tables of settings have one row for each field, so they cannot be out of date unless nobody ran
-this; a test notices that (``tests/unit/test_docs_examples.py``).
+The tables of settings have one row for each field, so running this brings
+them up to date; a test notices when it was forgotten (``tests/unit/test_docs_examples.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ probably meant; a `DMLC_*` or `KVSTORE_*` name only when it is all but equal to 
 The launcher decides the names with a star, and `--env` cannot set them. (An exported
 `DMLC_PS_ROOT_URI` or `DMLC_PS_ROOT_PORT` tells it where the scheduler is to listen.) All others
 are inherited by every process of a job, on other hosts too: `PS_VERBOSE=1 kvstore-launch -n 2 ...`.
-To set one for servers or workers only: `--env-server NAME:VALUE`, `--env-worker NAME:VALUE`.
+Times may be `inf`, which is 10⁹ seconds; other numbers have bounds, which an error names.
+To set one for servers or workers only: `--env-server NAME=VALUE`, `--env-worker NAME=VALUE`.
 """
 
 LAUNCHER = """\
@@ -53,7 +54,7 @@ READ_BY_LAUNCHER = (
         "`~/.kvstore/jobs`",
         "directory in which `mpi`, `slurm`, `sge`, `ray` and `yarn` make one for each job, which "
         "they remove at its end. For `mpi`, `slurm` and `sge` all hosts of the job must share it; "
-        "nobody else may be able to write to it",
+        "other users must not be able to write to it",
     ),
     (
         "`RAY_ADDRESS`",

@@ -10,43 +10,77 @@
     kv.pull("w", out=[w_device0, w_device1])
 
 Importing starts nothing and is cheap: distributed stores, training tools and array libraries
-are imported when they are first used. Read next: ``kvstore/base.py``.
+are imported when they are first used. Read next: ``kvstore/stores/base.py``.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from kvstore import context, errors, kvstore, optimizer
-from kvstore.base import KVStore, KVStoreBase
-from kvstore.commands import register_command
-from kvstore.context import Context, cpu, gpu, num_gpus
+from kvstore import errors, kvstore, optimizer
+from kvstore.arrays import context
+from kvstore.arrays.context import Context, cpu, current_context, gpu, num_gpus
 from kvstore.kvstore import create
+from kvstore.protocol.commands import register_command
+from kvstore.stores.base import KVStore, KVStoreBase
 from pslite.version import __version__
 
-kv = kvstore
+if TYPE_CHECKING:  # what is imported on first use, for type checkers and editors
+    from kvstore.arrays import initializer as initializer
+    from kvstore.launch.run import run as run
+    from kvstore.launch.run.cluster import LocalCluster as LocalCluster
+    from kvstore.mxnet import callback as callback
+    from kvstore.mxnet import gluon as gluon
+    from kvstore.mxnet import io as io
+    from kvstore.mxnet import lr_scheduler as lr_scheduler
+    from kvstore.mxnet import metric as metric
+    from kvstore.mxnet import model as model
+    from kvstore.mxnet import nd as nd
+    from kvstore.mxnet import random as random
+    from kvstore.mxnet.nd import ndarray as ndarray
+    from kvstore.sparse import RowSparseArray as RowSparseArray
+    from kvstore.stores.base import MXNetError as MXNetError
+    from kvstore.tables import Table as Table
 
-#: Modules that are imported when they are first used, by the name that scripts use.
-_LAZY = {
-    "callback": "kvstore.callback",
-    "gluon": "kvstore.gluon",
-    "init": "kvstore.initializer",
-    "initializer": "kvstore.initializer",
-    "io": "kvstore.io",
-    "lr_scheduler": "kvstore.lr_scheduler",
-    "metric": "kvstore.metric",
-    "model": "kvstore.model",
-    "nd": "kvstore.nd",
-    "random": "kvstore.random",
+    init = initializer
+    rnd = random
+
+kv = kvstore
+opt = optimizer
+
+#: Public modules, by their names for users, with the place where the code is.
+_PUBLIC = {
+    "base": "kvstore.stores.base",
+    "callback": "kvstore.mxnet.callback",
+    "context": "kvstore.arrays.context",
+    "gluon": "kvstore.mxnet.gluon",
+    "init": "kvstore.arrays.initializer",
+    "initializer": "kvstore.arrays.initializer",
+    "io": "kvstore.mxnet.io",
+    "lr_scheduler": "kvstore.mxnet.lr_scheduler",
+    "metric": "kvstore.mxnet.metric",
+    "model": "kvstore.mxnet.model",
+    "nd": "kvstore.mxnet.nd",
+    "ndarray": "kvstore.mxnet.nd.ndarray",
+    "random": "kvstore.mxnet.random",
+    "rnd": "kvstore.mxnet.random",
+    "training": "kvstore.mxnet.fit.network",
 }
 
 #: The same for single functions and classes, by their module.
 _LAZY_MEMBERS = {
-    "LocalCluster": "kvstore.running_cluster",
+    "LocalCluster": "kvstore.launch.run.cluster",
+    "MXNetError": "kvstore.stores.base",
     "RowSparseArray": "kvstore.sparse",
     "Table": "kvstore.tables",
-    "run": "kvstore.running",
+    "run": "kvstore.launch.run",
 }
 
 __all__ = [
@@ -57,23 +91,79 @@ __all__ = [
     "context",
     "cpu",
     "create",
+    "current_context",
     "errors",
     "gpu",
     "kv",
     "kvstore",
     "num_gpus",
+    "opt",
     "optimizer",
     "register_command",
-    *_LAZY,
+    *(name for name in _PUBLIC if name not in ("base", "context", "training")),
     *_LAZY_MEMBERS,
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return importlib.import_module(_LAZY[name])
-    if name in _LAZY_MEMBERS:
-        return getattr(importlib.import_module(_LAZY_MEMBERS[name]), name)
-    from kvstore.absent import missing
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
-    raise missing("kvstore", name, __all__)
+
+if not TYPE_CHECKING:  # a checker that saw this would take every name, misspelt ones too
+
+    def __getattr__(name):
+        if name in _PUBLIC:
+            found = globals()[name] = importlib.import_module(_PUBLIC[name])
+            return found
+        if name in _LAZY_MEMBERS:
+            return getattr(importlib.import_module(_LAZY_MEMBERS[name]), name)
+        from kvstore.errors.hints import missing
+
+        raise missing("kvstore", name, __all__)
+
+
+class _PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Lets users import names of ``_PUBLIC``: ``kvstore.gluon`` is ``kvstore.mxnet.gluon``.
+
+    Both names give the same module object, also for the modules within.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, rest = name.partition(".")
+        first, _, inner = rest.partition(".")
+        if package != __name__ or first not in _PUBLIC:
+            return None
+        place = f"{_PUBLIC[first]}.{inner}" if inner else _PUBLIC[first]
+        exists = importlib.util.find_spec(place) is not None
+        return ModuleSpec(name, self, origin=place) if exists else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        assert spec.origin is not None
+        module = importlib.import_module(spec.origin)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The import system has just given the module this finder's spec: give its own back."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+class _Absent:
+    """Asked last for a module: says what to use instead of one that only MXNet has."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        package, _, own = name.rpartition(".")
+        if package in ("kvstore", "kvstore.gluon"):
+            from kvstore.errors.hints import INSTEAD, sentence
+
+            if own in INSTEAD[package]:
+                raise ModuleNotFoundError(sentence(package, own), name=name)
+
+
+if str(_Absent) not in map(str, sys.meta_path):  # as when this is loaded anew
+    sys.meta_path.insert(0, _PublicNames())
+    sys.meta_path.append(_Absent)

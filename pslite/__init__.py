@@ -9,30 +9,30 @@
         worker.wait(worker.push(keys, values))
 
 It knows nothing of stores and optimizers. Importing starts nothing and is cheap: each name is
-imported when it is first used. Read next: ``kv_app.py`` for what users call, ``plane/`` for
-how data moves, ``postoffice.py`` for the node's loop.
+imported when it is first used. Read next: ``apps/kv_app.py`` for what users call, ``plane/`` for
+how data moves, ``node/postoffice.py`` for the node's loop.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pslite.version import __version__
 
 if TYPE_CHECKING:
+    from pslite.apps.kv_app import KVMeta, KVServer, KVWorker
+    from pslite.apps.kv_pairs import KVPairs
+    from pslite.apps.kv_sum import SumHandle
+    from pslite.apps.simple_app import SimpleApp, SimpleData
     from pslite.config import Config
-    from pslite.customer import Incoming, Reply
     from pslite.future import Future
     from pslite.ids import ALL_GROUP, SCHEDULER_GROUP, SERVER_GROUP, WORKER_GROUP, NodeInfo, Role
-    from pslite.kv_app import KVMeta, KVServer, KVWorker
-    from pslite.kv_pairs import KVPairs
-    from pslite.kv_sum import SumHandle
-    from pslite.observer import Observer, ask_status
-    from pslite.postoffice import Postoffice
-    from pslite.simple_app import SimpleApp, SimpleData
-    from pslite.starting import start
-    from pslite.survey import Survey
+    from pslite.node.customer import Incoming, Reply
+    from pslite.node.postoffice import Postoffice
+    from pslite.node.start import start
+    from pslite.status.observer import Observer, ask_status
+    from pslite.wire.survey import Survey
 
 _HOMES = {
     "ALL_GROUP": "ids",
@@ -41,22 +41,22 @@ _HOMES = {
     "WORKER_GROUP": "ids",
     "Config": "config",
     "Future": "future",
-    "Incoming": "customer",
-    "KVMeta": "kv_app",
-    "KVPairs": "kv_pairs",
-    "KVServer": "kv_app",
-    "KVWorker": "kv_app",
+    "Incoming": "node.customer",
+    "KVMeta": "apps.kv_app",
+    "KVPairs": "apps.kv_pairs",
+    "KVServer": "apps.kv_app",
+    "KVWorker": "apps.kv_app",
     "NodeInfo": "ids",
-    "Observer": "observer",
-    "Postoffice": "postoffice",
-    "Reply": "customer",
+    "Observer": "status.observer",
+    "Postoffice": "node.postoffice",
+    "Reply": "node.customer",
     "Role": "ids",
-    "SimpleApp": "simple_app",
-    "SimpleData": "simple_app",
-    "SumHandle": "kv_sum",
-    "Survey": "survey",
-    "ask_status": "observer",
-    "start": "starting",
+    "SimpleApp": "apps.simple_app",
+    "SimpleData": "apps.simple_app",
+    "SumHandle": "apps.kv_sum",
+    "Survey": "wire.survey",
+    "ask_status": "status.observer",
+    "start": "node.start",
 }
 """Public name -> the module that it lives in."""
 
@@ -87,10 +87,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'pslite' has no attribute {name!r}")
-    value = getattr(import_module(f"pslite.{home}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+
+    def __getattr__(name):
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'pslite' has no attribute {name!r}")
+        value = getattr(import_module(f"pslite.{home}"), name)
+        globals()[name] = value
+        return value

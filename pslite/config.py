@@ -1,7 +1,7 @@
 """All settings of the runtime, and the only place that reads the environment.
 
 A ``Config`` is a frozen value: made once by ``Config.from_env`` (argument > environment >
-default) and passed to whoever needs it. The meaning of the DMLC_* and PS_* names is
+default) and passed to those who need it. The meaning of the DMLC_* and PS_* names is
 ps-lite's (``docs/env.md`` there); the others are new. ``SETTINGS`` describes each field, for
 the check of unknown names here and for the page in the docs.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from pslite.ids import Role
 MIB = 1 << 20
 SECURITY_NAMES = ("plain", "curve")
 PLACEMENT_NAMES = ("network", "equal")
+LONGEST_S = 1e9
+"""Thirty years: what a setting of ``inf`` comes to."""
 MAX_CONNECTIONS = 16
 """With one peer: a first one and 15 further ones (``wire.md``, section 2)."""
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -127,13 +130,25 @@ class Config:
     )
     stall_report_s: float = _setting(
         "PS_STALL_REPORT",
-        60.0,
+        10.0,
         float,
-        "seconds of silence after which a stall is reported: the node is connected, but something "
-        "holds its interpreter",
+        "seconds after which a wait is reported, and a node that is connected and silent because "
+        "something holds its interpreter",
+    )
+    stall_timeout_s: float = _setting(
+        "PS_STALL_TIMEOUT",
+        0.0,
+        float,
+        "seconds after which a wait for other nodes ends with an error that says who is missing; "
+        "0: it has no end of its own",
     )
     close_timeout_s: float = _setting(
-        "PS_CLOSE_TIMEOUT", 10.0, float, "seconds that close() waits for what is under way"
+        "PS_CLOSE_TIMEOUT",
+        60.0,
+        float,
+        "seconds for which a node that ends waits for peers that accept nothing of what it has "
+        "sent, before it gives that up with an error; time in which anything moves does not count. "
+        "inf: no limit",
     )
     resend_timeout_s: float = _setting(
         "PS_RESEND_TIMEOUT",
@@ -199,6 +214,13 @@ class Config:
     max_message_bytes: int = _setting(
         "PS_MAX_MESSAGE_BYTES", 256 * MIB, int, "largest message that a node receives"
     )
+    stranger_bytes: int = _setting(
+        "PS_STRANGER_BYTES",
+        64 * MIB,
+        int,
+        "bytes of memory that connections may fill together before they have shown that they know "
+        "the job's key; those that send most are ended first",
+    )
 
     @classmethod
     def from_env(
@@ -207,7 +229,7 @@ class Config:
         """Read settings; arguments win over ``mapping`` (``os.environ`` when None).
 
         Returns:
-            The settings, and sentences about names that nobody knows (:func:`unknown_names`);
+            The settings, and sentences about unknown names (:func:`unknown_names`);
             from PS_VERBOSE=1 on also about names of the original that change nothing here.
 
         Raises:
@@ -226,7 +248,7 @@ class Config:
 
     @classmethod
     def read(cls, name: str, mapping: Mapping[str, str] | None = None) -> Any:
-        """One setting alone, for code that is no node: ``mapping`` or ``os.environ``, or default.
+        """Read one setting, for code that is not a node: ``mapping`` or ``os.environ``, or default.
 
         ``name`` is the field's. Raises ``ConfigError`` when this one is malformed; others may be.
         """
@@ -234,31 +256,24 @@ class Config:
         (setting,) = (field for field in dataclasses.fields(cls) if field.name == name)
         text = mapping.get(setting.metadata["name"], "")
         value: Any = setting.default if text == "" else _parse(setting, text)
-        if name in _NOT_NEGATIVE and value < 0:
-            raise ConfigError(f"{setting.metadata['name']} must not be negative")
+        _check_range(name, value)
         return value
 
+    def __post_init__(self) -> None:
+        for name in _TIMES:
+            if getattr(self, name) > LONGEST_S:  # inf, too: clocks and locks cannot count so far
+                object.__setattr__(self, name, LONGEST_S)
+
+    def _check_ranges(self) -> None:
+        """Raise ``ConfigError`` for numbers that no node could work with."""
+        for name in _names():
+            _check_range(name, getattr(self, name))
+
     def checked(self) -> Config:
-        """This value, after the checks that concern more than one field."""
+        """This value, after the checks of its range and of what fields say together."""
+        self._check_ranges()
         if self.role not in {role.value for role in Role}:
             raise ConfigError(f"DMLC_ROLE is {self.role!r}; it must be worker, server or scheduler")
-        for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{_names()[name]} must not be negative")
-        for name in ("root_port", "port"):
-            if getattr(self, name) > 65_535:
-                raise ConfigError(f"{_names()[name]} must be at most 65535")
-        if self.task_id is not None and self.task_id < 0:
-            raise ConfigError("DMLC_TASK_ID must not be negative")
-        if self.drop_percent > 100:
-            raise ConfigError("PS_DROP_MSG is a percentage, from 0 to 100")
-        for name in _POSITIVE:
-            # "not >" rather than "<=", so that NaN is refused as well.
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{_names()[name]} must be greater than 0")
-        for name in ("heartbeat_interval_s", "heartbeat_timeout_s", "drop_percent"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{_names()[name]} must not be negative")
         if self.heartbeat_timeout_s > 0 and self.heartbeat_interval_s == 0:
             raise ConfigError(
                 "PS_HEARTBEAT_TIMEOUT needs signs of life: set PS_HEARTBEAT_INTERVAL above 0"
@@ -284,8 +299,14 @@ class Config:
             raise ConfigError(f"DMLC_PS_VAN_TYPE is {self.van_type!r}; this build has zmq (and p3)")
         return self
 
+    @property
+    def report_after_s(self) -> float:
+        """Seconds until waits are reported: soon enough for what PS_STALL_TIMEOUT will say."""
+        return min(self.stall_report_s, self.stall_timeout_s / 4 or math.inf)
+
     def checked_for_cluster(self) -> Config:
         """This value, after the check that a cluster can be joined with it."""
+        self._check_ranges()
         missing = [
             _names()[name]
             for name in ("num_workers", "num_servers", "root_uri")
@@ -310,9 +331,45 @@ _NOT_NEGATIVE = (
     "num_servers",
     "root_port",
     "port",
+    "task_id",
     "round_window",
     "shm_bytes",
     "reduction_threads",
+    "stall_timeout_s",
+    "heartbeat_interval_s",
+    "heartbeat_timeout_s",
+    "drop_percent",
+)
+#: Field -> the largest number that it takes: what sockets, threads and the kernel can do.
+_MOST = {
+    "num_workers": 65_536,
+    "num_servers": 65_536,
+    "root_port": 65_535,
+    "port": 65_535,
+    "task_id": 65_535,
+    "listen_fd": 2**31 - 1,
+    "job_key_fd": 2**31 - 1,
+    "round_window": 1_000_000,
+    "pool_threads": 1024,
+    "reduction_threads": 1024,
+    "shm_bytes": 2**62,
+    "stranger_bytes": 2**62,
+    "chunk_bytes": 2**40,
+    "credit_bytes": 2**62,
+    "max_message_bytes": 2**40,
+    "drop_percent": 100,
+}
+#: Fields that count seconds; more than ``LONGEST_S`` is as much as that.
+_TIMES = (
+    "heartbeat_interval_s",
+    "heartbeat_timeout_s",
+    "rendezvous_timeout_s",
+    "roster_interval_s",
+    "lost_after_s",
+    "stall_report_s",
+    "stall_timeout_s",
+    "close_timeout_s",
+    "resend_timeout_s",
 )
 _POSITIVE = (
     "rendezvous_timeout_s",
@@ -322,7 +379,24 @@ _POSITIVE = (
     "close_timeout_s",
     "resend_timeout_s",
     "pool_threads",
+    "stranger_bytes",
 )
+
+
+def _check_range(name: str, value: Any) -> None:
+    """Raise ``ConfigError`` where the field ``name`` may not have this value."""
+    if value is None:
+        return
+    expected = ""
+    # "not >" rather than "<=", so that NaN is refused as well.
+    if name in _POSITIVE and not value > 0:
+        expected = "greater than 0"
+    elif name in _NOT_NEGATIVE and not value >= 0:
+        expected = "0 or greater"
+    elif name in _MOST and not value <= _MOST[name]:
+        expected = f"at most {_MOST[name]}"
+    if expected:
+        raise ConfigError(f"{_names()[name]} is {value}; it must be {expected}")
 
 
 def _names() -> dict[str, str]:

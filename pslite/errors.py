@@ -4,7 +4,8 @@
 
     PSError                     anything this project raises on purpose
     ├── UsageError              you misused it: the call, its arguments or the settings
-    │   └── ConfigError         a setting is missing, malformed or contradicts another
+    │   ├── ConfigError         a setting is missing, malformed or contradicts another
+    │   └── DeadlockError       workers wait for each other; the text names the call of each
     ├── PeerError               a peer misbehaved
     │   ├── ProtocolError       it sent something that the wire format does not allow
     │   └── RemoteError         its code raised; the text carries its traceback
@@ -18,6 +19,7 @@ module of the project, so that every layer can raise these.
 
 from __future__ import annotations
 
+import reprlib
 import traceback
 
 
@@ -31,6 +33,13 @@ class UsageError(PSError):
 
 class ConfigError(UsageError, ValueError):
     """A setting is missing, malformed or contradicts another one."""
+
+
+class DeadlockError(UsageError):
+    """All workers wait in calls that only they could end for each other: each ends with this.
+
+    The text names the call of every worker. What had been sent stays under way.
+    """
 
 
 class PeerError(PSError):
@@ -70,13 +79,39 @@ class ClosedError(PSError):
 def describe(error: BaseException) -> tuple[str, str]:
     """An error for the wire: the name of its class, and its text.
 
-    What nobody raised on purpose comes with its traceback, so that the asker can find it.
+    An error that was not raised on purpose comes with its traceback, so that the asker can find it.
     """
-    text = str(error)
-    if not isinstance(error, PSError):
+    if isinstance(error, PSError):
+        text = str(error)
+    else:  # not its str, which may raise in turn
         text = "".join(traceback.format_exception(error)).rstrip()
     # Names of files that are not UTF-8 reach Python as lone surrogates, which cannot travel.
     return type(error).__name__, text.encode("utf-8", "backslashreplace").decode()
+
+
+def check_unicode(what: str, text: str, error: type[UsageError] = UsageError) -> str:
+    """``text``. Raises ``error`` where it holds half a character, which cannot travel."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as found:
+        raise error(
+            f"{what} must be valid Unicode, got {reprlib.repr(text)}: character {found.start} is "
+            f"{text[found.start]!r}, half a character (a lone surrogate); take it out"
+        ) from None
+    return text
+
+
+def as_failure(error: BaseException) -> Exception:
+    """The same as an ``Exception``: one that ends no thread, and no process, in silence.
+
+    ``SystemExit`` and its like, raised by code of a user on a thread of a node, become a
+    ``RuntimeError`` with the original as its cause.
+    """
+    if isinstance(error, Exception):
+        return error
+    failure = RuntimeError(f"a thread of this node was to end by {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def lost_node(error: BaseException | None) -> tuple[str, int]:

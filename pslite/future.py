@@ -1,12 +1,13 @@
 """Futures: how a result of the I/O thread reaches the thread that waits for it.
 
-A future completes exactly once, with a value or an error; whoever creates one sees to it that
-it does (``protocol/pending.py``, ``plane.py``). Callbacks run on the completing thread, which
-is the I/O thread, so they must be short and must not wait. A leaf: it knows no node.
+A future completes exactly once, with a value or an error; its creator sees to it that
+it does (``protocol/pending.py``, ``plane/worker.py``). Callbacks run on the completing thread,
+which is the I/O thread, so they must be short and must not wait. A leaf: it knows no node.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,7 @@ class Future(Generic[T]):
     _lock = threading.RLock()
     _condition = threading.Condition(_lock)
 
-    __slots__ = ("_callbacks", "_done", "_error", "_on_error", "_value", "describe", "hurry")
+    __slots__ = ("_callbacks", "_done", "_error", "_on_error", "_value", "describe", "flush")
 
     def __init__(self, describe: Callable[[], str] | str = "a request") -> None:
         self._done = False
@@ -37,10 +38,10 @@ class Future(Generic[T]):
         #: What is being waited for, and on whom; used in the text of a time-out.
         self.describe = describe
         #: Called before a wait: what could go on without haste should go on now.
-        self.hurry: Callable[[], None] | None = None
+        self.flush: Callable[[], None] | None = None
 
     def done(self) -> bool:
-        """Whether there is a value or an error."""
+        """Return whether there is a value or an error."""
         return self._done
 
     def set_result(self, value: T) -> None:
@@ -60,22 +61,25 @@ class Future(Generic[T]):
             self._callbacks = self._on_error = ()
             self._condition.notify_all()
         for callback in callbacks:
-            self._tell(callback)
-
-    def _tell(self, callback: Callable[[Future[T]], None]) -> None:
-        try:
-            callback(self)
-        except Exception:
-            # The completing thread belongs to the node, which goes on.
-            traceback.print_exc()
+            _tell(self, callback)
 
     @property
     def what(self) -> str:
         """What is being waited for, and on whom."""
         return self.describe if isinstance(self.describe, str) else self.describe()
 
+    def __repr__(self) -> str:
+        """``<Future of a pull of 'w': pending>``; does not wait."""
+        if not self._done:
+            state = "pending"
+        elif self._error is None:
+            state = f"done, {type(self._value).__name__}"
+        else:
+            state = f"failed, {type(self._error).__name__}: {self._error}"
+        return f"<Future of {self.what}: {state}>"
+
     def describer(self) -> Callable[[], str] | str:
-        """What a future made of this one is described by; refers to no value."""
+        """Return the description of a future made of this one; refers to no value."""
         return self.describe
 
     def error(self) -> BaseException | None:
@@ -90,8 +94,8 @@ class Future(Generic[T]):
             Exception: the error it completed with, whatever that is.
         """
         if not self._done:
-            if self.hurry is not None:
-                self.hurry()
+            if self.flush is not None:
+                self.flush()
             with self._condition:
                 self._condition.wait_for(lambda: self._done, timeout_s)
         if not self._done:
@@ -120,7 +124,7 @@ class Future(Generic[T]):
     def then(self, step: Callable[[T], Future[U]]) -> Future[U]:
         """The future of a further step, taken with this one's value."""
         result: Future[U] = Future(self.describer())
-        result.hurry = self.hurry
+        result.flush = self.flush
 
         def take(done: Future[T]) -> None:
             if done._error is not None:
@@ -128,10 +132,12 @@ class Future(Generic[T]):
                 return
             try:
                 following = step(done._value)  # type: ignore[arg-type]
-            except Exception as error:
+            except BaseException as error:  # those who wait must not wait for ever
                 result.set_error(error)
+                if _ends_the_script(error):
+                    raise
                 return
-            result.describe, result.hurry = following.describer(), following.hurry
+            result.describe, result.flush = following.describer(), following.flush
             following.on_done(result._adopt)
 
         self.on_done(take)
@@ -140,7 +146,7 @@ class Future(Generic[T]):
     def or_else(self, step: Callable[[BaseException], Future[Any]]) -> Future[T]:
         """This one's value; after an error, ``step`` is taken first and the error stays."""
         result: Future[T] = Future(self.describer())
-        result.hurry = self.hurry
+        result.flush = self.flush
 
         def take(done: Future[T]) -> None:
             if done._error is None:
@@ -148,8 +154,10 @@ class Future(Generic[T]):
                 return
             try:
                 step(done._error).on_done(lambda _: result._adopt(done))
-            except Exception:
+            except BaseException as error:
                 result._adopt(done)
+                if _ends_the_script(error):
+                    raise
 
         self.on_done(take)
         return result
@@ -162,10 +170,30 @@ class Future(Generic[T]):
         self._complete(done._value, done._error)
 
 
+def _tell(future: Future[T], callback: Callable[[Future[T]], None]) -> None:
+    """Call ``callback``; show what it raises, since the completing thread must continue.
+
+    That thread belongs to the node. Where standard error takes nothing, nothing is shown.
+    """
+    try:
+        callback(future)
+    except BaseException as error:
+        if _ends_the_script(error):
+            raise
+        with contextlib.suppress(Exception):
+            traceback.print_exc()
+
+
+def _ends_the_script(error: BaseException) -> bool:
+    """Ctrl-C or ``sys.exit`` on the main thread; on others they would only end that thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and not isinstance(error, Exception)
+
+
 def complete_all(futures: Sequence[Future[None]]) -> None:
     """Complete all of them with None, at little more than the cost of one.
 
-    Whoever waits for one of them is woken once.
+    A thread that waits for one of them is woken once.
     """
     told = []
     with Future._lock:
@@ -178,10 +206,7 @@ def complete_all(futures: Sequence[Future[None]]) -> None:
         Future._condition.notify_all()
     for future, callbacks in told:
         for callback in callbacks:
-            try:
-                callback(future)
-            except Exception:  # as in _tell
-                traceback.print_exc()
+            _tell(future, callback)
 
 
 def completed(value: T) -> Future[T]:
@@ -215,12 +240,12 @@ def settled(futures: Iterable[Future[Any]]) -> Future[None]:
                 return
         result.set_result(None)
 
-    def hurry() -> None:
+    def flush() -> None:
         for future in waited:
-            if future.hurry is not None:
-                future.hurry()
+            if future.flush is not None:
+                future.flush()
 
-    result.hurry = hurry
+    result.flush = flush
     if not waited:
         result.set_result(None)
     for future in waited:
@@ -231,7 +256,7 @@ def settled(futures: Iterable[Future[Any]]) -> Future[None]:
 def gather(futures: Iterable[Future[Any]]) -> Future[list[Any]]:
     """All values, in order, once all are there; or the first error, once all are done.
 
-    It waits for all of them also after an error, so that nobody's buffers are still in use
+    It waits for all of them also after an error, so that no buffers are still in use
     when it completes.
     """
     waited = list(futures)

@@ -69,6 +69,15 @@ def group_members(group: int, num_workers: int, num_servers: int) -> frozenset[i
     return frozenset(members)
 
 
+def group_title(group: int) -> str:
+    """``the workers``: a group as people call it."""
+    roles = {SCHEDULER_GROUP: "the scheduler", SERVER_GROUP: "the servers"}
+    roles[WORKER_GROUP] = "the workers"
+    if group > ALL_GROUP:
+        return f"node {group}"
+    return " and ".join(title for bit, title in roles.items() if group & bit) or f"group {group}"
+
+
 class NodeInfo(NamedTuple):
     """One registered node, as the roster lists it."""
 
@@ -85,7 +94,7 @@ class NodeInfo(NamedTuple):
     machine: str
     """Identity of the running kernel, so that "same host" is not guessed from a name.
 
-    Or what PS_MACHINE says. Then it tells whose network connection is shared, and is no promise
+    Or what PS_MACHINE says. Then it tells whose network connection is shared, and does not promise
     that process ids are.
     """
     pid: int

@@ -1,18 +1,22 @@
 """The key of a job: reading it, and what a connection's two ends derive from it. A leaf.
 
-Every job has one key, a secret that all of its nodes hold and nobody else. ``read_key`` is the
+``Proofs`` is what they show each other under PLAIN.
+
+Every job has one key, a secret that only its nodes hold. ``read_key`` is the
 only place that reads it; it never travels, is never written to a log and is in no ``repr``.
 What travels is derived from it by BLAKE2b (RFC 7693), differently for each mechanism, so that
 a token overheard under PLAIN opens nothing under CURVE. Opens no socket; reads one small file
 on the thread that starts the node. ``docs/security.md`` says what all this protects from; the
-options of ZeroMQ are set in ``van/zmq_sockets.py``, and ``van/zmq_zap.py`` checks who knocks.
+options of ZeroMQ are set in ``van/zmq/sockets.py``, and ``van/zmq/zap.py`` checks who knocks.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import hmac
 import os
+import secrets
 import stat
 from dataclasses import dataclass, field
 
@@ -42,7 +46,7 @@ class Mechanism:
 
 
 def derive(key: bytes, name: str) -> Mechanism:
-    """What ``key`` means for the mechanism ``name``.
+    """Return what ``key`` means for the mechanism ``name``.
 
     Raises:
         ConfigError: there is no such mechanism, or the key's length is out of bounds.
@@ -54,6 +58,58 @@ def derive(key: bytes, name: str) -> Mechanism:
     short = hashlib.blake2b(key, digest_size=64, person=b"pslite key 1").digest()
     secret = hashlib.blake2b(b"", digest_size=32, key=short, person=f"pslite {name}".encode())
     return Mechanism(name, secret.digest())
+
+
+class Proofs:
+    """What the two ends of a connection under PLAIN show each other (wire.md, section 13).
+
+    PLAIN alone has the visitor hand a password to any listener. So each listener has a password
+    of its own, which opens no other door, and then both ends prove that they know the secret, the
+    listener first: each by a BLAKE2b that only holders of the secret can make, over the
+    connection's name, which is never used again, and over the listener's fresh number. Nothing
+    that is shown can be used a second time, or towards another listener.
+    """
+
+    NUMBER_BYTES = 16
+    PROOF_BYTES = 32
+    CHALLENGE_BYTES = NUMBER_BYTES + PROOF_BYTES
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        # From this a listener makes its numbers, and so need not remember them.
+        self._numbers = secrets.token_bytes(32)
+
+    def password(self, listener: str) -> bytes:
+        """Return what a visitor presents at the door of the node with this uid."""
+        return self._prove(b"pslite door", listener.encode()).hex().encode()
+
+    def challenge(self, listener: str, connection: bytes) -> bytes:
+        """The listener's first word to a connection: its number, and its proof."""
+        number = hashlib.blake2b(connection, digest_size=self.NUMBER_BYTES, key=self._numbers)
+        return number.digest() + self._listens(listener, connection, number.digest())
+
+    def answer(self, listener: str, connection: bytes, challenge: bytes) -> bytes | None:
+        """The visitor's own proof; None where ``challenge`` does not prove that it is the node."""
+        number = challenge[: self.NUMBER_BYTES]
+        expected = number + self._listens(listener, connection, number)
+        if len(challenge) != self.CHALLENGE_BYTES or not hmac.compare_digest(challenge, expected):
+            return None
+        return self._visits(listener, connection, number)
+
+    def accepts(self, listener: str, connection: bytes, answer: bytes) -> bool:
+        """Return whether ``answer`` is the right one to this listener's challenge."""
+        number = self.challenge(listener, connection)[: self.NUMBER_BYTES]
+        return hmac.compare_digest(answer, self._visits(listener, connection, number))
+
+    def _listens(self, listener: str, connection: bytes, number: bytes) -> bytes:
+        return self._prove(b"pslite listens", listener.encode() + b"\0" + number + connection)
+
+    def _visits(self, listener: str, connection: bytes, number: bytes) -> bytes:
+        return self._prove(b"pslite visits", listener.encode() + b"\0" + number + connection)
+
+    def _prove(self, purpose: bytes, text: bytes) -> bytes:
+        made = hashlib.blake2b(text, digest_size=self.PROOF_BYTES, key=self._secret, person=purpose)
+        return made.digest()
 
 
 def mechanism_of(config: Config) -> Mechanism | None:
@@ -88,7 +144,7 @@ def read_key(config: Config) -> bytes | None:
 
 
 def check_length(num_bytes: int, what: str) -> None:
-    """Raise :class:`ConfigError` unless a key may have so many bytes."""
+    """Raise :class:`ConfigError` unless a key may have this many bytes."""
     if not MIN_KEY_BYTES <= num_bytes <= MAX_KEY_BYTES:
         raise ConfigError(
             f"{what} has {'more than ' if num_bytes > MAX_KEY_BYTES else ''}"
@@ -103,6 +159,8 @@ def _read_file(path: str, what: str) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"{what} cannot be read: {error.strerror}; {HOW_TO_MAKE_A_KEY}") from None
+    except ValueError as error:  # with NUL or surrogates, which no file's name has
+        raise ConfigError(f"{path!r} is not the name of a key file: {error}") from None
     try:
         _check_file(os.fstat(descriptor), path, what)
         return _read(descriptor, what)
@@ -112,7 +170,7 @@ def _read_file(path: str, what: str) -> bytes:
 
 def _check_file(status: os.stat_result, path: str, what: str) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{what} is no regular file; {HOW_TO_MAKE_A_KEY}")
+        raise ConfigError(f"{what} is not a regular file; {HOW_TO_MAKE_A_KEY}")
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(
             f"{what} belongs to user {status.st_uid}, who could change it; "

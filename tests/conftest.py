@@ -55,7 +55,8 @@ gc.set_threshold(20_000, 10, 10)
 
 GRACE_S = 2.0
 THREAD_PREFIXES = ("pslite-", "kvstore-")
-# Made once for a process by its first large call, and asleep in between (kvstore/cores.py).
+# Made once for a process by its first large call, and asleep in between
+# (kvstore/arrays/cpu/threads.py).
 LASTING_THREADS = "kvstore-core-"
 SEGMENT_PREFIX = "psl"
 SHARED_MEMORY = Path("/dev/shm")
@@ -153,6 +154,16 @@ def _set_aside_what_stays() -> None:
         _num_modules = len(sys.modules)
         gc.collect()
         gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A slow test says why ``make test`` may leave it out."""
+    for item in items:
+        if any(not mark.kwargs.get("reason") for mark in item.iter_markers("slow")):
+            raise pytest.UsageError(
+                f'{item.nodeid}: expected pytest.mark.slow(reason="..."), found a mark without a'
+                " reason; say why make test may leave the test to make test-slow"
+            )
 
 
 def pytest_collection_finish() -> None:

@@ -1,11 +1,12 @@
 """Throws what no node would send at every listening socket of a running job.
 
-``python -m tests.fuzz_sockets 100000 [seed]`` starts two workers and two servers, throws so
+``python -m tests.fuzz_sockets 100000 [seed] [plain]`` starts two workers and two servers, throws so
 many things at them - mutated messages of every type, raw bytes below ZMTP, handshakes that
 break off, multipart oddities; with the job's key and without it - and prints what became of
 the job: its processes' memory before and after, and whether its results were right to the
 last bit. Who has the key speaks under names of its own here: somebody who forges a member's
-name *and* has the key is a member (``docs/security.md``).
+name *and* has the key is a member (``docs/security.md``). Under PLAIN they know the password of
+the scheduler's door and cannot prove that they know the key.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from doors import curve, plain, settings_of, tcp_doors
 from job import Job, Process
 
 from pslite.ids import NodeInfo
-from pslite.van.accepted import further_routing_id, make_routing_id
+from pslite.van.zmq.accepted import further_routing_id, make_routing_id
 from pslite.version import __version__
 from pslite.wire.codec import Envelope, encode
 from pslite.wire.messages import (
@@ -238,10 +239,14 @@ def below_zmtp(numbers: random.Random) -> bytes:
 class Fuzzer:
     """Throws things at the doors of one job."""
 
-    def __init__(self, doors: Sequence[Door], key: bytes, job_id: str, seed: int) -> None:
+    def __init__(
+        self, doors: Sequence[Door], key: bytes, job_id: str, seed: int, security: str
+    ) -> None:
         self._doors = doors
         self._numbers = random.Random(seed)
-        self._mine, self._others = plain(key), [{}, plain(b"x" * 20), curve(key), curve(b"x" * 20)]
+        keys = {"plain": plain(key), "curve": curve(key)}
+        self._mine = keys.pop(security)
+        self._others = [{}, plain(b"x" * 20), curve(b"x" * 20), *keys.values()]
         # Receiver 0: meant for whoever it is, so nothing is dropped for a wrong incarnation.
         self._recorded = recorded(job_id, receiver=0)
         self._context = zmq.Context()
@@ -357,9 +362,10 @@ def settled(pids: Sequence[int], measure: Callable[[int], int] = resident_kib) -
     return before
 
 
-def fuzz(directory: Path, count: int, seed: int = 1) -> Outcome:
+def fuzz(directory: Path, count: int, seed: int = 1, security: str = "curve") -> Outcome:
     """Throw ``count`` things at a job of two workers and two servers."""
-    job = Job(directory, 2, 2, {"PS_VERBOSE": "1"})  # so that nodes say what they have dropped
+    # With PS_VERBOSE nodes say what they have dropped.
+    job = Job(directory, 2, 2, {"PS_VERBOSE": "1", "PS_SECURITY": security})
     try:
         launcher = job.launch(TRAIN)
         for rank in range(2):
@@ -374,7 +380,8 @@ def _fuzz(job: Job, launcher: Process, count: int, seed: int) -> Outcome:
     owners = tcp_doors(names)
     settings = settings_of(next(iter(names)))
     key = Path(settings["PS_JOB_KEY_FILE"]).read_bytes().strip()
-    fuzzer = Fuzzer(list(owners), key, settings["PS_JOB_ID"], seed)
+    security = settings["PS_SECURITY"]
+    fuzzer = Fuzzer(list(owners), key, settings["PS_JOB_ID"], seed, security)
     try:
         fuzzer.throw(min(WARM_UP, count // 2))
         before = settled(list(names))
@@ -408,8 +415,9 @@ def _members(job: Job) -> Iterator[tuple[int, str]]:
 def main(arguments: Sequence[str]) -> int:
     count = int(arguments[0]) if arguments else 10_000
     seed = int(arguments[1]) if len(arguments) > 1 else 1
+    security = arguments[2] if len(arguments) > 2 else "curve"
     with tempfile.TemporaryDirectory() as directory:
-        outcome = fuzz(Path(directory), count, seed)
+        outcome = fuzz(Path(directory), count, seed, security)
     print(f"{outcome.thrown} things thrown in {outcome.seconds:.0f} s (seed {seed})")
     for name, grown in sorted(outcome.grown_kib.items()):
         print(f"{name}: {grown:+d} KiB")

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore import initializer
+from kvstore.arrays import initializer
 from kvstore.optimizer import SGD
-from kvstore.tables.first_values import FirstValues
+from kvstore.tables.initial_rows import FirstValues
 from kvstore.tables.settings import TableSettings
 
 DIM = 2

@@ -100,7 +100,7 @@ def _rows(programs: Programs, variant: Variant, task: Task) -> list[Process]:
 
 
 def _no_kernels(programs: Programs) -> str | None:
-    if importlib.util.find_spec("kvstore._kernels") is None:
+    if importlib.util.find_spec("kvstore.arrays.cpu._kernels") is None:
         return "the compiled kernels are not built; build them: python setup.py build_ext --inplace"
     return None
 

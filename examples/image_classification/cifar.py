@@ -29,6 +29,11 @@ WHERE = (
     "(cifar-10-binary.tar.gz)"
 )
 
+GET = (
+    "curl -O https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz && "
+    "tar xzf cifar-10-binary.tar.gz"
+)
+
 # Of the 50,000 images to train on.
 MEAN = np.array([125.31, 122.95, 113.87], np.float32).reshape(3, 1, 1)
 DEVIATION = np.array([62.99, 62.09, 66.70], np.float32).reshape(3, 1, 1)

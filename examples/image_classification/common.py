@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kvstore.training import is_synchronous, rescale_grad
 
 import kvstore as mx
 from kvstore import initializer
-from kvstore.training import is_synchronous, rescale_grad
 from pslite.errors import UsageError
 
 INITIALIZERS = ("default", "xavier", "msra", "orthogonal", "normal", "uniform", "one", "zero")
@@ -79,7 +79,7 @@ def add_fit_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--dtype", choices=("float16", "float32", "float64"), default="float32", help="of weights")
     add("--seed", type=int, default=0, help="of first weights and order of samples")
     add("--disp-batches", type=positive, default=20, help="batches from one line to the next")
-    add("--top-k", type=int, default=0, help="also show how often the label is among so many")
+    add("--top-k", type=int, default=0, help="also show how often the label is among the best K")
     add("--loss", choices=("", "ce"), default="", help="also show the cross-entropy")
     add("--model-prefix", default="", help="save the model as PREFIX-<epoch>.params and .states")
     add("--save-period", type=positive, default=1, help="epochs from one to the next")

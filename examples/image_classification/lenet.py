@@ -4,7 +4,7 @@ convolution 5x5, 20 filters, tanh, 2x2 max pooling; convolution 5x5, 50 filters,
 pooling; 500 units, tanh; 10 units, softmax (example/image-classification/symbols/lenet.py of the
 original; Y. LeCun et al., 1998). A network holds no parameters and no state: it is handed the
 parameters and returns gradients, so one object serves every device and thread. Read next:
-``layers.py``, and ``kvstore/model.py`` for what calls it.
+``layers.py``, and ``kvstore/mxnet/model.py`` for what calls it.
 """
 
 from __future__ import annotations

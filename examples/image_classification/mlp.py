@@ -3,7 +3,7 @@
 128 units, relu; 64 units, relu; 10 units, softmax (example/image-classification/symbols/mlp.py
 of the original), in NumPy or CuPy. The smallest complete network: start here to write your own.
 It holds no parameters and no state, so one object serves every device and thread. Read next:
-``lenet.py``, and ``kvstore/model.py`` for what calls it.
+``lenet.py``, and ``kvstore/mxnet/model.py`` for what calls it.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import MissingDependencyError
 from kvstore.model import Progress
+
+from kvstore.errors import MissingDependencyError
 from pslite.errors import UsageError
 
 

@@ -18,6 +18,43 @@ BAR_WIDTH = 20
 REDRAW_EVERY_S = 0.1
 
 
+class Bar:
+    """A bar that is drawn over itself, on a terminal only."""
+
+    def __init__(self, stream: TextIO, *, is_wanted: bool = True) -> None:
+        self.is_drawn = is_wanted and stream.isatty()
+        self._stream = stream
+        self._on_line = 0
+        self._drawn_at_s = 0.0
+
+    def draw(self, begin: str, share: float, end: str) -> None:
+        """Show that this share is done, from 0 to 1; not more often than the eye can follow."""
+        now_s = time.monotonic()
+        if not self.is_drawn or now_s - self._drawn_at_s < REDRAW_EVERY_S:
+            return
+        self._drawn_at_s = now_s
+        done = int(BAR_WIDTH * share)
+        line = f"{begin} [{'#' * done}{'-' * (BAR_WIDTH - done)}] {end}"
+        # A line that wraps could not be drawn over, so it ends before the last column.
+        line = line[: shutil.get_terminal_size().columns - 1]
+        self._stream.write("\r" + line.ljust(self._on_line))
+        self._stream.flush()
+        self._on_line = len(line)
+
+    def erase(self) -> None:
+        """Leave an empty line in its place; the next one is drawn at once."""
+        if self._on_line:
+            self._stream.write("\r" + " " * self._on_line + "\r")
+            self._on_line = 0
+        self._drawn_at_s = 0.0
+
+    def leave_line(self) -> None:
+        """Go to a fresh line below it."""
+        if self._on_line:
+            print(file=self._stream, flush=True)
+            self._on_line = 0
+
+
 class ProgressPrinter:
     """``on_batch`` and ``on_epoch`` for the worker ``rank``.
 
@@ -29,45 +66,23 @@ class ProgressPrinter:
         self._stream = stream
         self._num_epochs = num_epochs
         self._disp_batches = disp_batches
-        self._draws_bar = rank == 0 and stream.isatty()
-        self._on_line = 0
-        self._drawn_at_s = 0.0
+        self._bar = Bar(stream, is_wanted=rank == 0)
 
     def on_batch(self, progress: Progress) -> None:
-        if self._draws_bar:
-            self._draw(progress)
+        if self._bar.is_drawn:
+            share = progress.nbatch / progress.num_batches
+            self._bar.draw(self._epoch(progress), share, numbers_of(progress))
         elif progress.nbatch % self._disp_batches == 0 and progress.nbatch < progress.num_batches:
             batch = f"batch {progress.nbatch}/{progress.num_batches}"
             self._print(f"{self._epoch(progress)} {batch}: {numbers_of(progress)}")
 
     def on_epoch(self, progress: Progress) -> None:
-        self._erase()
+        self._bar.erase()
         self._print(f"{self._epoch(progress)}: {numbers_of(progress)}")
 
     def leave_line(self) -> None:
         """Go to a fresh line when a bar stands on this one, before something else is printed."""
-        if self._on_line:
-            self._print("")
-            self._on_line = 0
-
-    def _draw(self, progress: Progress) -> None:
-        now_s = time.monotonic()
-        if now_s - self._drawn_at_s < REDRAW_EVERY_S:
-            return
-        self._drawn_at_s = now_s
-        done = BAR_WIDTH * progress.nbatch // progress.num_batches
-        bar = "#" * done + "-" * (BAR_WIDTH - done)
-        line = f"{self._epoch(progress)} [{bar}] {numbers_of(progress)}"
-        # A line that wraps could not be drawn over, so it ends before the last column.
-        line = line[: shutil.get_terminal_size().columns - 1]
-        self._stream.write("\r" + line.ljust(self._on_line))
-        self._stream.flush()
-        self._on_line = len(line)
-
-    def _erase(self) -> None:
-        if self._on_line:
-            self._stream.write("\r" + " " * self._on_line + "\r")
-            self._on_line = 0
+        self._bar.leave_line()
 
     def _epoch(self, progress: Progress) -> str:
         return f"epoch {progress.epoch + 1}/{self._num_epochs}"

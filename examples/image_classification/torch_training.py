@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import kvstore as mx
-from kvstore.modelfile import load_checkpoint, params_path, save_checkpoint
+from kvstore.mxnet.fit.files import load_checkpoint, params_path, save_checkpoint
 from pslite.errors import UsageError
 
 Labels = NDArray[np.int64]
@@ -112,7 +112,7 @@ class Trainer:
 
 
 def devices(gpus: str, num_cpus: int) -> list[torch.device]:
-    """The GPUs named in a list such as ``0,2``; when it is empty, the CPU so many times.
+    """The GPUs named in a list such as ``0,2``; when it is empty, the CPU num_cpus times.
 
     Raises ``UsageError`` for a GPU that is not there.
     """

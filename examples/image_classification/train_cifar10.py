@@ -36,11 +36,12 @@ import common
 import numpy as np
 import torch_resnet
 import torch_training
+from kvstore.training import shard, split_input_slice
+from progress import Bar
 from torch_training import Replica, Trainer
 
 import kvstore as mx
-from kvstore.modelfile import states_path
-from kvstore.training import shard, split_input_slice
+from kvstore.mxnet.fit.files import states_path
 from pslite.errors import PSError, UsageError
 
 OF_NUMPY_NETWORKS = ("initializer", "dtype", "top_k", "loss")
@@ -138,12 +139,17 @@ class Loop:
             epoch=epoch,
         )[: self.num_batches]
         rng = np.random.default_rng((args.seed, epoch, rank))
-        meter = Meter(f"epoch {epoch + 1}/{args.num_epochs}", len(rows), args.disp_batches)
-        for row in rows:
-            varied = cifar.augment(self.training.pixels[row], rng)
-            loss, right = self.trainer.step(cifar.normalised(varied), self.training.labels[row])
-            meter.count(len(row), loss, right)
-        meter.end()
+        shown = f"epoch {epoch + 1}/{args.num_epochs}"
+        bar = Bar(sys.stdout, is_wanted=rank == 0)
+        meter = Meter(shown, len(rows), args.disp_batches, bar)
+        try:
+            for row in rows:
+                varied = cifar.augment(self.training.pixels[row], rng)
+                loss, right = self.trainer.step(cifar.normalised(varied), self.training.labels[row])
+                meter.count(len(row), loss, right)
+            meter.end()
+        finally:
+            bar.leave_line()
 
     def end_epoch(self, epoch: int) -> None:
         """Evaluate, and save where a prefix was given."""
@@ -163,36 +169,45 @@ class Loop:
 
 
 class Meter:
-    """Prints this worker's speed, loss and accuracy every so many batches, and at the end."""
+    """This worker's speed, loss and accuracy: a line every few batches, and at the end.
 
-    def __init__(self, epoch: str, num_batches: int, disp_batches: int) -> None:
+    On a terminal rank 0 shows a bar instead of the lines between, from before the first batch on.
+    """
+
+    def __init__(self, epoch: str, num_batches: int, disp_batches: int, bar: Bar) -> None:
         self._epoch = epoch
         self._num_batches = num_batches
         self._disp_batches = disp_batches
+        self._bar = bar
         self._began_s = self._shown_s = time.perf_counter()
         self._seen = self._seen_at_show = self._batches = self._right = 0
         self._loss = 0.0
+        bar.draw(epoch, 0.0, f"batch 1/{num_batches} under way")
 
     def count(self, images: int, loss: float, right: int) -> None:
         self._seen += images
         self._batches += 1
         self._loss += loss
         self._right += right
-        if self._batches % self._disp_batches == 0 and self._batches < self._num_batches:
-            now_s = time.perf_counter()
+        begin = f"{self._epoch} batch {self._batches}/{self._num_batches}"
+        now_s = time.perf_counter()
+        if self._bar.is_drawn:
+            speed = self._seen / max(now_s - self._began_s, 1e-9)
+            self._bar.draw(begin, self._batches / self._num_batches, self._numbers(speed))
+        elif self._batches % self._disp_batches == 0 and self._batches < self._num_batches:
             speed = (self._seen - self._seen_at_show) / max(now_s - self._shown_s, 1e-9)
-            self._print(f"{self._epoch} batch {self._batches}/{self._num_batches}", speed)
+            print(f"{begin}: {self._numbers(speed)}", flush=True)
             self._shown_s, self._seen_at_show = now_s, self._seen
 
     def end(self) -> None:
+        self._bar.erase()
         speed = self._seen / max(time.perf_counter() - self._began_s, 1e-9)
-        self._print(self._epoch, speed)
+        print(f"{self._epoch}: {self._numbers(speed)}", flush=True)
 
-    def _print(self, begin: str, images_per_s: float) -> None:
-        print(
-            f"{begin}: {images_per_s:,.1f} img/s, loss {self._loss / self._seen:.4f}, "
-            f"accuracy {self._right / self._seen:.4f}",
-            flush=True,
+    def _numbers(self, images_per_s: float) -> str:
+        return (
+            f"{images_per_s:,.1f} img/s, loss {self._loss / self._seen:.4f}, "
+            f"accuracy {self._right / self._seen:.4f}"
         )
 
 
@@ -204,8 +219,8 @@ def images_of(args: argparse.Namespace) -> tuple[cifar.Images, cifar.Images]:
         return cifar.synthetic(number, args.seed), test
     if args.data_dir is None:
         raise UsageError(
-            f"--data-dir is missing: unpack {cifar.WHERE} and give its folder, or try out the "
-            f"script with --benchmark 1, which makes images up"
+            f"--data-dir is missing. --benchmark 1 needs no data, it makes images up. Else get "
+            f"{cifar.WHERE}: {cifar.GET}, and give --data-dir {cifar.FOLDER_IN_ARCHIVE}"
         )
     return cifar.load(args.data_dir)
 
@@ -221,7 +236,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--num-layers", type=int, default=110, help="its depth: 6n + 2; resnext also 9n + 2")
     add("--num-group", type=int, default=32, help="groups of resnext's convolutions, if it has any")
     add("--num-threads", type=int, default=0, help="PyTorch's threads; 0: this worker's cores")
-    add("--num-batches", type=int, default=0, help="end each epoch after so many batches; 0: never")
+    add("--num-batches", type=int, default=0, help="how many batches an epoch has; 0: all")
     add("--data-dir", type=Path, help="folder with the six files of the binary version")
     add("--benchmark", type=int, default=0, choices=(0, 1), help="1: images that are made up")
     add("--num-examples", type=int, default=5000, help="how many images --benchmark makes up")

@@ -11,7 +11,7 @@ Two workers and one server on this machine::
 
 The flags are those of MXNet's image-classification examples where both have them
 (example/image-classification/common/fit.py). Every worker is given all digits; ``fit`` deals
-them out. The last line is ``test accuracy: ...``. Read next: ``kvstore/model.py``.
+them out. The last line is ``test accuracy: ...``. Read next: ``kvstore/mxnet/model.py``.
 """
 
 from __future__ import annotations

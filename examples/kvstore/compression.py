@@ -39,7 +39,7 @@ def data(rank: int, number: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(kv: mx.KVStore, key: str, steps: int) -> float:
-    """The loss of this worker's samples after so many steps."""
+    """The loss of this worker's samples after ``steps`` steps."""
     samples, classes = data(kv.rank, 500)
     weight = np.zeros(FEATURES, np.float32)
     kv.init(key, weight)

@@ -1,12 +1,12 @@
-"""Growing tables: embeddings of ids that nobody has counted, in bounded memory.
+"""Growing tables: embeddings of ids without a known number, in bounded memory.
 
     python examples/kvstore/table.py
     kvstore-launch -n 2 -s 2 python examples/kvstore/table.py --kv-store dist_sync
 
 Learns ratings from a stream in which new users come and old ones stay away. Users and items are
-64-bit ids, such as hashes of names. The table of users has room for few of them: whoever was not
-seen for long makes room, and whoever comes once only gets no row. Prints the error, what the table
-did, and the size of a full export and of one with the changes since.
+64-bit ids, such as hashes of names. The table of users has room for few of them: a user who
+was not seen for long makes room, and one who comes only once gets no row. Prints the error, what
+the table did, and the size of a full export and of one with the changes since.
 """
 
 import argparse

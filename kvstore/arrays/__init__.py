@@ -1,10 +1,10 @@
-"""Which array library a value comes from, and the few operations that a store needs of it.
+"""Adapters for array libraries: the few operations that a store needs of a value.
 
 One file per library implements :class:`Adapter`; ``adapter_for`` picks by the name of the
 value's class, so a library is imported only when somebody passes one of its arrays. Nothing
 here keeps an array or changes one that it was not told to write. Any thread may call; an
 adapter has no state. Read next: ``numpy.py``, then ``cupy.py`` (the same on GPUs); all other
-arrays are looked at as one of these two (``view.py``).
+arrays are looked at as one of these two (``buffer.py``).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvstore.context import Context
-from kvstore.dtypes import check_dtype as check_dtype
+from kvstore.arrays.context import Context
+from kvstore.arrays.dtypes import check_dtype as check_dtype
 from kvstore.errors import ArgumentTypeError
 
 Array = Any
-"""An array of any library that ``adapter_for`` knows; they share no base class."""
+"""An array of any library that ``adapter_for`` knows; they have no common base class."""
 
 NativeArray = Any
 """A ``numpy.ndarray`` or a ``cupy.ndarray``."""
@@ -30,24 +30,27 @@ _LIBRARIES = {
     ("numpy", "ndarray"): "numpy",
     ("cupy", "ndarray"): "cupy",
     ("torch", "Tensor"): "torch",
-    ("kvstore", "NDArray"): "nd",
 }
 _JAX_PACKAGES = ("jax", "jaxlib")
 _PACKAGES = frozenset({*(package for package, _ in _LIBRARIES), *_JAX_PACKAGES})
 _OFFERS = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
 _NO_DTYPE = (bool, int, float, complex, str, bytes, bytearray, list, tuple, np.generic)
-"""They have no dtype or are no arrays, though some offer their memory as one."""
+"""Types without a dtype or that are not arrays, though some offer their memory as one."""
 
 
 _adapters: dict[type, Adapter] = {}
 """By class, for classes of the libraries themselves: these never go away, and are met often."""
 
 
+_registered: dict[type, Adapter] = {}
+"""By class, for what ``register`` was told of."""
+
+
 class Adapter(Protocol):
     """What a store needs of an array library. Shapes are any; dtypes are those of the array.
 
-    A caller's array is looked at through its adapter only: ``array.dtype`` of a tensor is no
-    dtype of NumPy's. ``dtype`` is the first call for a caller's array and refuses what has no
+    A caller's array is looked at through its adapter only: ``array.dtype`` of a tensor is
+    not a dtype of NumPy. ``dtype`` is the first call for a caller's array and refuses what has no
     values to give; the other methods count on that.
 
     ``host`` arrays are NumPy's. A result that is called new is owned by the caller; any other
@@ -66,14 +69,14 @@ class Adapter(Protocol):
     def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
         """The array's own memory as flat, writable bytes, in the order of its elements.
 
-        None unless values in native byte order may be written right there. Whoever wrote
+        None unless values in native byte order may be written right there. The writer
         calls ``written`` afterwards.
         """
 
     def device_memory(self, array: Array) -> NativeArray | None:
         """The array's own memory on a GPU as a C-contiguous CuPy array that may be written to.
 
-        None unless elements lie there as they are. Whoever wrote calls ``written`` afterwards.
+        None unless elements lie there unchanged. The writer calls ``written`` afterwards.
         """
 
     def written(self, array: Array) -> None:
@@ -135,6 +138,9 @@ def adapter_for(value: object) -> Adapter:
         raise ArgumentTypeError(
             "a masked array would lose its mask; pass value.filled(...) instead"
         )
+    for base in type(value).__mro__:
+        if base in _registered:
+            return _registered[base]
     library = _library_of(type(value))
     if library is not None:
         adapter = _adapter_of(library)
@@ -144,10 +150,20 @@ def adapter_for(value: object) -> Adapter:
     if _offers_memory(value):
         return _adapter_of("buffer")
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    if hasattr(value, "named_parameters"):
+        raise ArgumentTypeError(
+            f"a value must be an array, got the module {kind}; pass its parameters, each under a "
+            "key of its own: kv.init(*zip(*module.named_parameters()))"
+        )
     raise ArgumentTypeError(
         f"a value must be an array of NumPy, CuPy, PyTorch or JAX, got {kind}; "
         "pass a NumPy array, such as numpy.asarray(value, dtype='float32')"
     )
+
+
+def register(kind: type, adapter: Adapter) -> None:
+    """Make arrays of this class, and of classes that extend it, values that stores take."""
+    _registered[kind] = _adapters[kind] = adapter
 
 
 def adapter_on(context: Context) -> Adapter:
@@ -197,10 +213,6 @@ def _adapter_of(library: str) -> Adapter:
         from kvstore.arrays.torch import TorchAdapter
 
         return TorchAdapter()
-    if library == "nd":
-        from kvstore.arrays.nd import NDArrayAdapter
-
-        return NDArrayAdapter()
     if library == "jax":
         from kvstore.arrays.jax import JaxAdapter
 

@@ -1,4 +1,4 @@
-"""CuPy arrays as the stores see them, and the one place of the project that imports CuPy.
+"""The adapter for CuPy arrays, and the only import of CuPy in the project.
 
 CuPy is loaded by the first ``gpu(i)`` or the first CuPy array, never before. Arithmetic is
 written as NumPy ufuncs, which CuPy arrays carry out on their device (NEP 13), so that the
@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.arrays import Array, NativeArray, adapter_for
-from kvstore.context import Context
-from kvstore.dtypes import accumulation_dtype
+from kvstore.arrays.context import Context
+from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.errors import MissingDependencyError
 
 

@@ -1,4 +1,4 @@
-"""JAX arrays as the stores see them, and the one place of the project that imports JAX.
+"""The adapter for JAX arrays, and the only import of JAX in the project.
 
 They can be pushed, not filled: a JAX array never changes. One on the CPU is looked at by NumPy
 in its own memory, one on a single CUDA device by CuPy (DLPack, which orders the work of both);
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from kvstore.arrays import Array, NativeArray, adapter_on
+from kvstore.arrays.buffer import ViewAdapter
+from kvstore.arrays.context import Context, gpu
 from kvstore.arrays.cupy import load as load_cupy
-from kvstore.arrays.view import ViewAdapter
-from kvstore.context import Context, gpu
-from kvstore.dtypes import is_bfloat16
+from kvstore.arrays.dtypes import is_bfloat16
 from kvstore.errors import ArgumentTypeError
 
 _HOST = Context("cpu", 0)

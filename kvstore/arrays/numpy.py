@@ -1,7 +1,7 @@
-"""NumPy arrays as the stores see them: everything lives on ``cpu(0)``.
+"""The adapter for NumPy arrays: everything lives on ``cpu(0)``.
 
 The reference for ``cupy.py``: same operations, same bits. Uses no other array library; the
-arithmetic itself is in ``kvstore/aggregate.py``. Any thread may call.
+arithmetic itself is in ``kvstore/arrays/cpu/sums.py``. Any thread may call.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore import aggregate
 from kvstore.arrays import Array, NativeArray, adapter_for
-from kvstore.context import Context
+from kvstore.arrays.context import Context
+from kvstore.arrays.cpu import sums
 
 _HOST = Context("cpu", 0)
 
@@ -81,5 +81,5 @@ class NumpyAdapter:
     ) -> NativeArray:
         total = np.empty(adapter_for(arrays[0]).shape(arrays[0]), dtype)
         contributions = [self.to_context(array, context).reshape(-1) for array in arrays]
-        aggregate.sum_in_order(contributions, total.reshape(-1))
+        sums.sum_in_order(contributions, total.reshape(-1))
         return total

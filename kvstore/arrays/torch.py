@@ -1,4 +1,4 @@
-"""PyTorch tensors as the stores see them, and the one place of the project that imports it.
+"""The adapter for PyTorch tensors, and the only import of PyTorch in the project.
 
 A tensor on the CPU is looked at as a NumPy array in its own memory, one on a CUDA device as a
 CuPy array (DLPack); bfloat16, which DLPack gives to neither, as 16-bit integers on the CPU and
@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from kvstore.arrays import Array, NativeArray, adapter_for, adapter_on
+from kvstore.arrays.buffer import ViewAdapter
+from kvstore.arrays.context import Context, gpu
 from kvstore.arrays.cupy import load as load_cupy
-from kvstore.arrays.view import ViewAdapter
-from kvstore.context import Context, gpu
-from kvstore.dtypes import bfloat16
+from kvstore.arrays.dtypes import bfloat16
 from kvstore.errors import ArgumentTypeError
 
 _NAMES = (
@@ -113,6 +113,13 @@ class TorchAdapter(ViewAdapter):
             self.from_host(adapter_for(value).to_host(value), out)
 
 
+def tensor_of(host: np.ndarray[Any, Any]) -> Array:
+    """A new tensor on the CPU with a copy of the values."""
+    import torch
+
+    return torch.from_numpy(np.array(host))
+
+
 def _plain(tensor: Any) -> Any:
     """The tensor without its history and its subclass; shares memory and version."""
     import torch
@@ -122,7 +129,7 @@ def _plain(tensor: Any) -> Any:
         return tensor.detach()
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise _refused(
-            f"a {kind.__qualname__} keeps its values in a way of its own; "
+            f"a {kind.__qualname__} keeps its values in its own format; "
             "pass the torch.Tensor that holds them"
         )
     if torch.nn.parameter.is_lazy(tensor):

@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.aggregate import Flat, Workspace
-from kvstore.compression.codec import Payload, Span, ValueCodec
-from kvstore.compression.parameters import Parameter, finite, positive
+from kvstore.arrays.cpu.sums import Flat, Workspace
+from kvstore.compression.codec import CodecParameter, Payload, Span, ValueCodec, finite, positive
 
 _WORD = 4
 _BYTE = np.dtype(np.uint8)
@@ -94,7 +93,7 @@ class TwoBit(_BitCodec):
 
     name = "2bit"
     code = 1
-    parameters = {"threshold": Parameter(positive, 0.5)}
+    parameters = {"threshold": CodecParameter(positive, 0.5)}
     per_byte = 4
 
     #: A word of four codes, one in each byte, times this has them together in its last byte;
@@ -139,7 +138,7 @@ class OneBit(_BitCodec):
 
     name = "1bit"
     code = 2
-    parameters = {"threshold": Parameter(finite, 0.5)}
+    parameters = {"threshold": CodecParameter(finite, 0.5)}
     per_byte = 8
 
     def numbers(self) -> tuple[float, ...]:

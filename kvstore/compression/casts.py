@@ -1,8 +1,8 @@
-"""The codecs that store each number in fewer bits: ``fp16``, ``bf16``, and ``exact``.
+"""The codecs that store numbers in fewer bits: ``fp16``, ``bf16`` and ``exact``.
 
 ``fp16`` is IEEE 754 binary16, ``bf16`` the upper half of a float32; both round to nearest, ties to
 even, and numbers that are too large become infinite, as in any cast. A payload is the numbers one
-after the other, little-endian. ``exact`` leaves a key's dtype as it is: it carries the numbers that
+after the other, little-endian. ``exact`` keeps a key's dtype: it carries the numbers that
 ``topk`` and ``randomk`` pick where no other codec follows them.
 
 Pure; any thread may call. Read next: ``codec.py`` for what calls this.
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.aggregate import Flat, Workspace
+from kvstore.arrays.cpu.sums import Flat, Workspace
+from kvstore.arrays.dtypes import bfloat16
 from kvstore.compression.codec import Payload, Span, ValueCodec, convert
-from kvstore.dtypes import bfloat16
 
 
 class _Cast(ValueCodec):

@@ -1,12 +1,12 @@
-"""A chain of codecs: what becomes of one part of a key, and the checks before it is undone.
+"""Encode and decode one part of a key with a chain of codecs, with checks.
 
 A chain is a codec of numbers (``2bit``, ``1bit``, ``fp16``, ``bf16``, ``int8``), or ``topk`` or
 ``randomk``, or one of these two followed by one of the others: then only the numbers that were
-picked are encoded further. An encoded part is a header of a few bytes (``layout.py``) and one
+picked are encoded further. An encoded part is a header of a few bytes (``header.py``) and one
 payload, whose length depends on the part's size only.
 
-Whoever encodes keeps a residual for each part where the chain has error feedback
-(``residuals.py``). Whoever decodes has the same chain, by agreement, and refuses what another one
+The encoder keeps a residual for each part where the chain has error feedback
+(``residuals.py``). The decoder has the same chain, by agreement, and refuses what another one
 made. Pure; any thread may call, with different arrays. Read next: ``codec.py``.
 """
 
@@ -17,22 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.aggregate import Flat, Workspace
+from kvstore.arrays.cpu.sums import Flat, Workspace
+from kvstore.arrays.cpu.threads import Cores, Task
+from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.compression.casts import Exact
-from kvstore.compression.codec import (
-    Payload,
-    ValueCodec,
-    add_to,
-    check_finite,
-    run,
-    spans,
-    widened,
-)
-from kvstore.compression.layout import Header, dtype_code
-from kvstore.compression.picks import Draw, Pick
-from kvstore.compression.statistics import Statistics
-from kvstore.cores import Cores, Task
-from kvstore.dtypes import accumulation_dtype
+from kvstore.compression.codec import Payload, ValueCodec, add_to, check_finite, run, spans, widened
+from kvstore.compression.header import Header, dtype_code
+from kvstore.compression.residuals import Statistics
+from kvstore.compression.sparsify import Draw, Pick
 from kvstore.errors import ArgumentValueError, ValueMismatchError
 from pslite.errors import ProtocolError
 
@@ -72,7 +64,7 @@ class Chain:
         self._headers: dict[tuple[int, np.dtype[Any]], bytes] = {}
 
     def payload_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
-        """The length of every payload of a part of so many elements, of a key of this dtype."""
+        """The length of every payload of a part of this many elements, of a key of this dtype."""
         ids, count = 0, num_elements
         if self.pick is not None:
             ids, count = self.pick.ids_bytes(num_elements), self.pick.count(num_elements)
@@ -266,7 +258,7 @@ class Chain:
         add: bool,
     ) -> None:
         if not (out.flags.c_contiguous and out.flags.writeable):
-            raise ArgumentValueError("a part is decoded into a C-contiguous, writeable array")
+            raise ArgumentValueError("a part must be decoded into a C-contiguous, writeable array")
         flat = out.reshape(-1)
         found = self._checked_header(header, len(flat), flat.dtype, draw, is_sum=True)
         dtype, memory = found.dtype, np.frombuffer(payload, np.uint8)
@@ -322,10 +314,10 @@ class Chain:
         found = Header.unpacked(header)
         if found.num_elements != num_elements:
             raise ProtocolError(
-                f"an encoded part of {found.num_elements} elements came for one of {num_elements}"
+                f"expected an encoded part of {num_elements} elements, got {found.num_elements}"
             )
         if dtype != found.dtype and not (is_sum and dtype == accumulation_dtype(found.dtype)):
-            raise ProtocolError(f"an encoded part of {found.dtype} came for one of {dtype}")
+            raise ProtocolError(f"expected an encoded part of {dtype}, got {found.dtype}")
         wanted = self._header(found.dtype, num_elements, found.draw if draw is None else draw)
         is_drawn = self.pick is not None and self.pick.draws
         if found._replace(draw=wanted.draw) != wanted:

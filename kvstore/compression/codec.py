@@ -1,4 +1,10 @@
-"""What a codec of values is, and how it goes through an array: in spans that stay in the cache.
+"""The base class of codecs, and the checks of their parameters.
+
+A ``CodecParameter`` checks one value and gives it its plain form (bool, int, float), which is what
+travels and is compared. Numbers may come as text, as MXNet's do ("0.5"). Pure; any thread may
+call. Read next: ``config.py``, which takes a user's dictionary apart.
+
+What a codec of values is, and how it goes through an array: in spans that stay in the cache.
 
 A codec turns numbers into fewer bytes and back. What it makes of n numbers is always equally
 long (``payload_bytes``), so that messages can be planned before there is anything to send. A
@@ -20,20 +26,124 @@ arrays. Read next: ``bits.py``, the shortest real codec; then ``chain.py``, whic
 
 from __future__ import annotations
 
+import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
 import numpy as np
 
-from kvstore import kernels
-from kvstore.aggregate import Flat, Workspace
-from kvstore.blocks import Workspaces
-from kvstore.compression.parameters import Parameter
-from kvstore.cores import Cores, Task, shared
-from kvstore.dtypes import accumulation_dtype, is_bfloat16
-from kvstore.errors import ArgumentValueError
+from kvstore.arrays.cpu import kernels
+from kvstore.arrays.cpu.sums import Flat, Workspace, Workspaces
+from kvstore.arrays.cpu.threads import Cores, Task, shared
+from kvstore.arrays.dtypes import accumulation_dtype, is_bfloat16
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
+
+_MOST = (1 << 63) - 1
+_LEAST_FLOAT32 = 1.401298464324817e-45
+_MOST_FLOAT32 = 3.4028234663852886e38
+
+
+class CodecParameter(NamedTuple):
+    """One parameter of a codec."""
+
+    check: Callable[[str, Any], Any]
+    """Called with the parameter's name (for errors) and the value; returns its plain form."""
+    default: Any
+    """None: unset, the codec has another parameter in its place."""
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False; also as 0 and 1."""
+    if type(value) is bool or (type(value) is int and value in (0, 1)):
+        return bool(value)
+    raise ArgumentTypeError(f"the compression parameter {name!r} is True or False, got {value!r}")
+
+
+def finite(name: str, value: Any) -> float:
+    """Any number that a float32 can hold."""
+    number = _number(name, value)
+    if not abs(number) <= _MOST_FLOAT32:
+        raise ArgumentValueError(
+            f"the compression parameter {name!r} is a finite number, got {value!r}"
+        )
+    return number
+
+
+def positive(name: str, value: Any) -> float:
+    """A number above 0, also when it is rounded to float32."""
+    number = finite(name, value)
+    if number < _LEAST_FLOAT32:
+        raise ArgumentValueError(
+            f"the compression parameter {name!r} is a number greater than 0, got {value!r}: it is "
+            "the size of the steps in which gradients are sent"
+        )
+    return number
+
+
+def ratio(name: str, value: Any) -> float:
+    """A share: above 0, at most 1."""
+    number = _number(name, value)
+    if not 0.0 < number <= 1.0:
+        raise ArgumentValueError(
+            f"the compression parameter {name!r} is a number above 0 and at most 1, got {value!r}: "
+            "the share of the numbers that are sent (for a count there is 'k')"
+        )
+    return number
+
+
+def count(name: str, value: Any) -> int | None:
+    """A whole number from 1 on, or None for none."""
+    if value is None:
+        return None
+    return _whole(name, value, 1, _MOST)
+
+
+def size(name: str, value: Any) -> int:
+    """A whole number from 0 on."""
+    return _whole(name, value, 0, _MOST)
+
+
+def block(name: str, value: Any) -> int:
+    """How many numbers share a scale."""
+    return _whole(name, value, 8, 65536)
+
+
+def _whole(name: str, value: Any, least: int, most: int) -> int:
+    if isinstance(value, str):
+        try:
+            value = int(value)
+        except ValueError:
+            pass
+    # NumPy's integers too, but no floats.
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ArgumentTypeError(
+            f"the compression parameter {name!r} is a whole number, got {value!r}"
+        )
+    number = operator.index(value)
+    if not least <= number <= most:
+        raise ArgumentValueError(
+            f"the compression parameter {name!r} is a whole number from {least} to {most}, "
+            f"got {number}"
+        )
+    return number
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ArgumentTypeError(
+            f"the compression parameter {name!r} is a number, got {value!r}"
+        ) from None
+    if math.isnan(number):
+        raise ArgumentValueError(f"the compression parameter {name!r} is a number, got nan")
+    return number
+
 
 Payload = np.ndarray[Any, np.dtype[np.uint8]]
 """Encoded bytes, 1-D, at any address."""
@@ -63,11 +173,11 @@ class ValueCodec(ABC):
     name: ClassVar[str]
     """In parameters and statistics."""
     code: ClassVar[int]
-    """In headers (``layout.py``); never used for another codec again."""
+    """In headers (``header.py``); never used for another codec again."""
     format: ClassVar[str] = ""
     """Of its ``numbers`` in a header, as in the module ``struct``."""
-    parameters: ClassVar[Mapping[str, Parameter]] = {}
-    """What it can be told, and what it is told if nobody does."""
+    parameters: ClassVar[Mapping[str, CodecParameter]] = {}
+    """Its parameters and their defaults."""
     has_feedback: ClassVar[bool]
     """Whether a residual is kept unless the parameters say otherwise."""
     carries_all: ClassVar[bool]
@@ -78,12 +188,12 @@ class ValueCodec(ABC):
 
     @property
     def unit(self) -> int:
-        """Spans begin at multiples of so many elements."""
+        """Spans begin at multiples of this many elements."""
         return 1
 
     @abstractmethod
     def payload_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
-        """How many bytes it makes of so many elements of a key of this dtype."""
+        """How many bytes it makes of this many elements of a key of this dtype."""
 
     @abstractmethod
     def numbers(self) -> tuple[float, ...]:
@@ -212,7 +322,7 @@ class ValueCodec(ABC):
 
 
 def spans(num_elements: int, unit: int, dtype: np.dtype[Any]) -> Iterator[Span]:
-    """Cut so many elements at multiples of ``unit``."""
+    """Cut this many elements at multiples of ``unit``."""
     step = max(SPAN_ELEMENTS // unit, 1) * unit
     for start in range(0, num_elements, step):
         yield Span(start, min(start + step, num_elements), num_elements, dtype)
@@ -248,7 +358,7 @@ def convert(values: Flat, target: Flat) -> None:
 
 
 def drop_non_finite(rest: Flat, workspace: Workspace) -> None:
-    """Set what is NaN or infinite to 0: it was sent as it is, and must not come back for ever."""
+    """Set what is NaN or infinite to 0: it was sent unchanged, and must not come back for ever."""
     fine = np.isfinite(rest, out=workspace.block(9, np.dtype(bool), len(rest)))
     if not fine.all():
         rest[~fine] = 0

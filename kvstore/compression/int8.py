@@ -1,4 +1,4 @@
-"""The codec ``int8``: whole numbers from -127 to 127, and a scale for each block of numbers.
+"""The codec ``int8``: integers from -127 to 127, and a scale for each block.
 
 Linear, symmetric, by the largest magnitude of a block (Dettmers et al., "8-bit Optimizers via
 Block-wise Quantization", ICLR 2022, section 2, with linear steps): scale = max |p| / 127, code =
@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.aggregate import Flat, Workspace
-from kvstore.compression.codec import Payload, Span, ValueCodec
-from kvstore.compression.parameters import Parameter, block
-from kvstore.dtypes import accumulation_dtype
+from kvstore.arrays.cpu.sums import Flat, Workspace
+from kvstore.arrays.dtypes import accumulation_dtype
+from kvstore.compression.codec import CodecParameter, Payload, Span, ValueCodec, block
 from pslite.errors import ProtocolError
 
 _MOST = 127
@@ -31,7 +30,7 @@ class Int8(ValueCodec):
     name = "int8"
     code = 5
     format = "I"
-    parameters = {"block": Parameter(block, 256)}
+    parameters = {"block": CodecParameter(block, 256)}
     has_feedback = True
     carries_all = False
 

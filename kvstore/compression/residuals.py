@@ -1,12 +1,16 @@
-"""What compression has lost so far and still owes: one array for each key and sender.
+"""Residuals of compression (error feedback), and counters of what was encoded.
 
 A residual is made at the first use, of zeros, and lives until its key is deleted or compression
-is set anew. The sender is a device or rank: whoever encodes the same key from different gradients
-needs a residual for each. A part of a key uses its slice. Residuals can be taken out and put back,
-so that a job continued from saved states does not lose what it owes.
+is set anew. The sender is a device or rank: each one encodes the same key from gradients of its own
+and needs its own residual. A part of a key uses its slice. Residuals can be taken out and put back,
+so that a job continued from saved states does not lose its residuals.
 
 The arrays are the caller's to change, one thread at a time; the table is guarded. Read next:
 ``codec.py`` for what is kept in them.
+
+How much was encoded and decoded, and how much smaller it became: counters for each chain.
+
+Any thread may call. Read next: ``chain.py``, which counts here.
 """
 
 from __future__ import annotations
@@ -17,10 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.aggregate import Flat
-from kvstore.dtypes import accumulation_dtype
+from kvstore.arrays.cpu.sums import Flat
+from kvstore.arrays.dtypes import accumulation_dtype
+from kvstore.arrays.keys import Key
 from kvstore.errors import ValueMismatchError
-from kvstore.keys import Key
 
 
 class Residual(NamedTuple):
@@ -77,7 +81,7 @@ class Residuals:
     def restore(self, saved: Iterable[Residual]) -> None:
         """Instead of what there is: copies of what ``export`` gave.
 
-        Raises ``ValueMismatchError`` for arrays that are no residuals; then nothing has changed.
+        Raises ``ValueMismatchError`` for arrays that are not residuals; then nothing has changed.
         """
         arrays: dict[tuple[Key, int], Flat] = {}
         for key, sender, values in saved:
@@ -95,3 +99,52 @@ class Residuals:
         """How much memory they take."""
         with self._lock:
             return sum(array.nbytes for array in self._arrays.values())
+
+
+_FIELDS = (
+    "parts_encoded",
+    "bytes_before",
+    "bytes_after",
+    "parts_decoded",
+    "bytes_received",
+    "bytes_restored",
+)
+
+
+class Statistics:
+    """Counters by the name of a chain. Bytes after encoding are those of header and payload."""
+
+    def __init__(self) -> None:
+        # Guards the counters.
+        self._lock = threading.Lock()
+        self._counters: dict[str, dict[str, int]] = {}
+
+    def encoded(self, name: str, before: int, after: int) -> None:
+        """One part of ``before`` bytes was encoded into ``after``."""
+        self._count(name, parts_encoded=1, bytes_before=before, bytes_after=after)
+
+    def decoded(self, name: str, restored: int, received: int) -> None:
+        """``received`` bytes were decoded into a part of ``restored`` (in the key's dtype)."""
+        self._count(name, parts_decoded=1, bytes_restored=restored, bytes_received=received)
+
+    def _count(self, name: str, **more: int) -> None:
+        with self._lock:
+            counters = self._counters.setdefault(name, dict.fromkeys(_FIELDS, 0))
+            for field, number in more.items():
+                counters[field] += number
+
+    def plain(self) -> dict[str, dict[str, Any]]:
+        """For each chain its counters, and ``ratio``: bytes before for each byte after.
+
+        Of what was encoded here, else of what was decoded; None for no bytes at all.
+        """
+        with self._lock:
+            found: dict[str, dict[str, Any]] = {
+                name: dict(counters) for name, counters in self._counters.items()
+            }
+        for counters in found.values():
+            before, after = counters["bytes_before"], counters["bytes_after"]
+            if not after:
+                before, after = counters["bytes_restored"], counters["bytes_received"]
+            counters["ratio"] = before / after if after else None
+        return found

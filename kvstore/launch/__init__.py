@@ -3,13 +3,16 @@
 It knows nothing of arrays or messages and imports neither NumPy nor, but for its version,
 ``pslite`` itself, so that it starts fast. Everything runs on the main thread. Read ``cli.py``
 next, then ``options.py`` (the command line), ``plan.py`` (who is started with which
-environment), ``preflight.py`` (what is checked before), ``lifecycle.py`` (the rules by which a
-job ends), ``places.py`` (where processes run) and ``supervisor.py`` (the loop); ``guardian.py``
-is what remains when the launcher itself is killed. ``ssh.py`` and ``kubernetes.py`` are for jobs
-on other machines, which ``agent.py`` and ``kube_follow.py`` serve.
+environment), ``launch/job/checks.py`` (what is checked before), ``launch/job/lifecycle.py`` (the
+rules by which a job ends), ``launch/job/places.py`` (where processes run) and
+``launch/job/supervisor.py`` (the loop); ``launch/job/guardian.py`` is what remains when the
+launcher itself is killed. ``launch/backends/ssh.py`` and ``launch/backends/kubernetes/run.py`` are
+for jobs on other machines, which ``launch/agents/agent.py`` and
+``launch/backends/kubernetes/follow.py`` serve.
 
-``background.py``, ``markers.py``, ``parcels.py`` and ``worker_main.py`` are not part of it:
-they are how ``kvstore.run`` uses the launcher, and ``tie.py`` is what it knows of that.
+``launch/run/background.py``, ``launch/run/parcels.py``, ``launch/run/parcels.py`` and
+``launch/run/worker.py`` are not part of it: they are how ``kvstore.run`` uses the launcher, and
+``launch/job/tie.py`` is what it knows of that.
 """
 
 from __future__ import annotations

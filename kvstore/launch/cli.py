@@ -1,7 +1,7 @@
 """The launcher's entry point: ``kvstore-launch`` and ``tools/launch.py`` call :func:`main`.
 
 The only place of the launcher that reads the process's arguments and environment. Read
-``options.py`` and ``local.py`` next.
+``options.py`` and ``launch/backends/local.py`` next.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvstore.launch.lifecycle import Timing
+from kvstore.launch.job.checks import check_forwarded
+from kvstore.launch.job.conclusion import say
+from kvstore.launch.job.lifecycle import Timing
+from kvstore.launch.job.tie import Tie, parse
 from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
-from kvstore.launch.preflight import check_forwarded
 from kvstore.launch.requirements import missing_packages
-from kvstore.launch.tie import Tie, parse
 
 # Each launcher is a module of its own with a function run(options, environ, service_command,
 # timing) -> exit code, and is imported when it is asked for.
 _MODULES = {
-    "local": "kvstore.launch.local",
-    "ssh": "kvstore.launch.ssh",
-    "mpi": "kvstore.launch.mpi",
-    "slurm": "kvstore.launch.slurm",
-    "sge": "kvstore.launch.sge",
-    "ray": "kvstore.launch.ray_cluster",
-    "yarn": "kvstore.launch.yarn",
-    "kubernetes": "kvstore.launch.kubernetes",
+    "local": "kvstore.launch.backends.local",
+    "ssh": "kvstore.launch.backends.ssh",
+    "mpi": "kvstore.launch.backends.mpi",
+    "slurm": "kvstore.launch.backends.slurm",
+    "sge": "kvstore.launch.backends.sge",
+    "ray": "kvstore.launch.backends.ray",
+    "yarn": "kvstore.launch.backends.yarn",
+    "kubernetes": "kvstore.launch.backends.kubernetes.run",
 }
 
 
@@ -59,7 +60,7 @@ def main(
         run = _runner(options)
         return run(options, os.environ, service, timing or Timing())
     except LaunchError as error:
-        print(f"[launcher] {error}", file=sys.stderr)
+        say(str(error))
         return error.exit_code
     except KeyboardInterrupt:  # before the first process was started, or after the last ended
         return 130

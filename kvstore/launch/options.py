@@ -9,12 +9,14 @@ option of ours belongs to the user's command and is never looked at again. Read 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from kvstore.errors.hints import did_you_mean
 from pslite.version import __version__
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "ray", "yarn", "kubernetes")
@@ -62,6 +64,25 @@ OF_ONE_MACHINE = RESERVED_NAMES | {"PS_JOB_KEY_FILE", "DMLC_NODE_HOST", "DMLC_RA
 _MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\Z")
 _MEMORY = re.compile(r"([0-9]{1,9})([gGmM]?)[bB]?\Z")
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_ASSIGNMENT = re.compile(r"([^=:]*)([=:])(.*)\Z", re.DOTALL)
+_WITH_ITS_VALUE = re.compile(r"-[ns][0-9]+\Z|-H.")  # -n2, -Hhosts
+
+_DESCRIPTION = """\
+Start a job: one scheduler, the servers, and COMMAND once for each worker.
+Everything from COMMAND on is passed to the workers as it stands, without a shell."""
+
+_EXAMPLES = """\
+examples:
+  %(prog)s -n 2 -s 1 python train.py --kv-store dist_sync
+      two workers and a server on this machine
+  %(prog)s -n 4 -s 2 -H hosts python train.py --kv-store dist_sync
+      on the hosts that the file "hosts" lists, one in each line, by ssh
+  %(prog)s -n 8 --launcher slurm --queue gpu --worker-gpus 1 python train.py
+      as a job of Slurm; mpi, sge, yarn, ray and kubernetes likewise
+  %(prog)s -n 2 --check python train.py
+      only look whether it could run; --dry-run prints what would run
+  %(prog)s -n 2 --env OMP_NUM_THREADS=4 --env-server PS_VERBOSE=1 python train.py
+      with variables for all processes, and for the servers alone"""
 
 Assignment = tuple[str, str]
 
@@ -124,7 +145,7 @@ class LaunchOptions:
     tied: str | None = None
 
 
-class _Parser(argparse.ArgumentParser):
+class _OptionParser(argparse.ArgumentParser):
     """Raises instead of exiting, so that one place decides about exit codes."""
 
     def error(self, message: str) -> NoReturn:
@@ -137,8 +158,12 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
     Raises :class:`LaunchError` with exit code 2 when it makes no sense. ``--help`` and
     ``--version`` print and raise ``SystemExit(0)``, as argparse does.
     """
+    for word in argv:
+        check_word(word)
     parser = _build_parser()
-    own_arguments, command = split_command(argv, _options_with_value(parser))
+    with_value = _options_with_value(parser)
+    own_arguments, command = split_command(argv, with_value)
+    _check_spelling(own_arguments, parser, with_value)
     found = parser.parse_args(own_arguments)
     if not command:
         raise LaunchError(
@@ -162,8 +187,8 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
         num_workers=found.num_workers,
         num_servers=num_servers,
         command=tuple(command),
-        environment=_forwarded_assignments(found.env),
-        forwarded_names=tuple(text for text in found.env if "=" not in text),
+        environment=(*_forwarded_assignments(found.env), *_timeout(found.timeout)),
+        forwarded_names=tuple(text for text in found.env if not _ASSIGNMENT.match(text)),
         server_environment=_assignments("--env-server", found.env_server),
         worker_environment=_assignments("--env-worker", found.env_worker),
         server_imports=_modules(found.server_import),
@@ -179,6 +204,19 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
         places=_places(found),
         tied=found.tied,
     )
+
+
+def check_word(word: str) -> None:
+    """Raise :class:`LaunchError` for text that no process can be given: with NUL or surrogates."""
+    try:
+        encoded = os.fsencode(word)
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
+        raise LaunchError(
+            f"{word!r} cannot be given to a process: expected text without NUL and surrogates",
+            exit_code=2,
+        )
 
 
 def _places(found: argparse.Namespace) -> Places:
@@ -216,12 +254,31 @@ def split_command(
     return list(argv[:position]), list(argv[position:])
 
 
-def _build_parser() -> _Parser:
-    parser = _Parser(
+def _check_spelling(
+    arguments: Sequence[str], parser: argparse.ArgumentParser, with_value: frozenset[str]
+) -> None:
+    """Refuse an option that does not exist, and name the one that was probably meant."""
+    known = parser._option_string_actions
+    position = 0
+    while position < len(arguments):
+        argument = arguments[position]
+        name = argument.partition("=")[0]
+        if name not in known and not _WITH_ITS_VALUE.match(argument):
+            raise LaunchError(
+                f"there is no option '{name}'{did_you_mean(name, known)} "
+                "(--help lists the options)",
+                exit_code=2,
+            )
+        position += 2 if argument in with_value else 1
+
+
+def _build_parser() -> _OptionParser:
+    parser = _OptionParser(
         prog="kvstore-launch",
         usage="%(prog)s -n WORKERS [-s SERVERS] [options] [--] COMMAND [ARGUMENT ...]",
-        description="Start a job: one scheduler, the servers, and COMMAND once per worker. "
-        "Everything from COMMAND on is passed to the workers as it stands, without a shell.",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -232,23 +289,35 @@ def _build_parser() -> _Parser:
     add("--sync-dst-dir", metavar="DIR", help="directory on the hosts to copy this one to (ssh)")
     add(
         "--launcher",
-        choices=LAUNCHERS,
-        help="how processes are started (default: local, everything on this machine; with "
-        "--hostfile ssh)",
+        metavar="NAME",
+        help=f"how processes are started: {', '.join(LAUNCHERS)} (default: local, everything on "
+        "this machine; with --hostfile ssh)",
     )
     add("--check", action="store_true", help="look whether the job could run; start nothing")
     add("--dry-run", action="store_true", help="print exactly what would run; start nothing")
+    add(
+        "--timeout",
+        metavar="SECONDS",
+        help="end what waits longer than this for other processes (a round, an init, a barrier) "
+        "with an error that names who is missing; sets PS_STALL_TIMEOUT (default: no limit)",
+    )
     add("--no-status", action="store_true", help="no line about the job's progress")
     add(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="pass this variable on to all processes (local: all are inherited anyway); without "
-        "a value it must be set here",
+        help="set this variable for all processes; without a value pass on the one that is set "
+        "here (local: all are inherited anyway)",
     )
-    add("--env-server", action="append", default=[], metavar="K:V", help="variable for servers")
-    add("--env-worker", action="append", default=[], metavar="K:V", help="variable for workers")
+    for role in "server", "worker":
+        add(
+            f"--env-{role}",
+            action="append",
+            default=[],
+            metavar="NAME=VALUE",
+            help=f"set this variable for {role}s only; NAME:VALUE means the same",
+        )
     add(
         "--server-import",
         action="append",
@@ -332,10 +401,30 @@ def _words(option: str, texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
+def _timeout(text: str | None) -> tuple[Assignment, ...]:
+    if text is None:
+        return ()
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise LaunchError(
+            f"--timeout needs a number of seconds greater than 0, not '{text}'", exit_code=2
+        )
+    return (("PS_STALL_TIMEOUT", f"{seconds:g}"),)
+
+
 def _launcher(launcher: str | None, hostfile: str | None) -> str:
     """MXNet's default is ssh, which means nothing without hosts; so it is local then."""
     if launcher is None:
         launcher = "local" if hostfile is None else "ssh"
+    if launcher not in LAUNCHERS:
+        raise LaunchError(
+            f"--launcher is one of {', '.join(LAUNCHERS)}; got '{launcher}'"
+            f"{did_you_mean(launcher, LAUNCHERS)}",
+            exit_code=2,
+        )
     if launcher == "local" and hostfile is not None:
         raise LaunchError(
             "--launcher local starts everything on this machine and takes no --hostfile; "
@@ -350,29 +439,28 @@ def _check_meaning(found: argparse.Namespace, launcher: str) -> None:
         given = getattr(found, option.removeprefix("--").replace("-", "_"))
         if given not in (None, []) and launcher not in launchers:
             raise LaunchError(
-                f"{option} is for --launcher {', '.join(launchers)}; {launcher} has no use for it",
+                f"{option} is for --launcher {', '.join(launchers)}; {launcher} does not use it",
                 exit_code=2,
             )
 
 
 def _forwarded_assignments(texts: Sequence[str]) -> tuple[Assignment, ...]:
-    found = []
+    """Those of ``--env`` with a value; the others have only their names checked."""
     for text in texts:
-        name, separator, value = text.partition("=")
-        _check_name("--env", name, text)
-        if separator:
-            found.append((name, value))
-    return tuple(found)
+        if _ASSIGNMENT.match(text) is None:
+            _check_name("--env", text, text)
+    return _assignments("--env", [text for text in texts if _ASSIGNMENT.match(text)])
 
 
 def _assignments(option: str, texts: Sequence[str]) -> tuple[Assignment, ...]:
+    """NAME=VALUE, or NAME:VALUE as MXNet's launcher wants it; the first of both signs counts."""
     found = []
     for text in texts:
-        name, separator, value = text.partition(":")
-        if not separator:
-            raise LaunchError(f"{option} needs NAME:VALUE, not '{text}'", exit_code=2)
-        _check_name(option, name, text)
-        found.append((name, value))
+        parts = _ASSIGNMENT.match(text)
+        if parts is None:
+            raise LaunchError(f"{option} needs NAME=VALUE, not '{text}'", exit_code=2)
+        _check_name(option, parts[1], text)
+        found.append((parts[1], parts[3]))
     return tuple(found)
 
 

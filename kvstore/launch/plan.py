@@ -3,16 +3,17 @@
 Pure: options and facts in, a list of :class:`ProcessSpec` out; nothing is started or read
 here. The variables are those of ps-lite's contract (``DMLC_*``) plus ``PS_JOB_ID``,
 ``PS_JOB_KEY_FILE``, ``PS_SECURITY``, ``PS_LISTEN_FD`` and ``PS_JOINED_FD``. Read
-``supervisor.py`` next, which starts what is planned here.
+``launch/job/supervisor.py`` next, which starts what is planned here.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore.launch.guardian import AGENT_ID_NAME
+from kvstore.launch.job.guardian import AGENT_ID_NAME
 from kvstore.launch.options import LaunchOptions
 
 THREAD_COUNT_NAMES = (
@@ -22,6 +23,9 @@ THREAD_COUNT_NAMES = (
     "NUMEXPR_NUM_THREADS",
 )
 
+# With it a worker that crashes in compiled code shows where its Python was (faulthandler).
+_FAULTS = "PYTHONFAULTHANDLER"
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*\Z")
 # What a job around this one left in the environment, and no process of this job may see.
 _FOREIGN_NAMES = ("PS_LISTEN_FD", "PS_JOINED_FD", "PS_JOB_KEY_FD", "DMLC_RANK", AGENT_ID_NAME)
 SERVER_IMPORT_NAME = "KVSTORE_SERVER_IMPORT"
@@ -50,7 +54,7 @@ class JobFacts:
     ``checkout_root`` is the directory that makes ``kvstore`` importable, or None where the
     package is installed: adding a ``site-packages`` to PYTHONPATH would give a worker that
     runs under another interpreter the wrong libraries. ``key_file`` is the file with the job's
-    key, or None where the user has given one. The scheduler writes a byte to ``joined_fd``
+    key, or None where the user has given one. The scheduler writes a line to ``joined_fd``
     once all have joined. ``cluster`` is the launcher's name.
     """
 
@@ -88,6 +92,7 @@ def plan_job(
     server = {**service, **dict(options.server_environment)}
     worker = {
         **everyone,
+        **({} if _FAULTS in environ else {_FAULTS: "1"}),
         **worker_threads(options, environ, facts.cpu_count),
         **dict(options.worker_environment),
     }
@@ -119,8 +124,23 @@ def plan_job(
     ]
 
 
+def script_of(command: Sequence[str]) -> str:
+    """The file that a command such as ``python -u train.py`` runs; "" where nothing says."""
+    if not _PYTHON.match(os.path.basename(command[0])):
+        return ""
+    words = iter(command[1:])
+    for word in words:
+        if not word.startswith("-"):
+            return word
+        if word in ("-", "-c", "-m") or word.startswith(("-c", "-m")):
+            return ""
+        if word in ("-W", "-X", "--check-hash-based-pycs"):
+            next(words, None)
+    return ""
+
+
 def _job_variables(options: LaunchOptions, facts: JobFacts) -> dict[str, str]:
-    """What every process of the job is told, whatever the user has set."""
+    """Return what every process of the job is told, whatever the user has set."""
     job = {
         "DMLC_PS_ROOT_URI": facts.host,
         "DMLC_PS_ROOT_PORT": str(facts.port),
@@ -140,7 +160,7 @@ def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def requested_address(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Where the user wants the scheduler: loopback and a free port (0), unless exported.
+    """Return where the user wants the scheduler: loopback and a free port (0), unless exported.
 
     Inside a worker of another job the exported address is that job's, not a wish.
     Raises ValueError when the exported port is not a port number.
@@ -154,14 +174,14 @@ def requested_address(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def brings_a_key(options: LaunchOptions, environ: Mapping[str, str]) -> bool:
-    """Whether the user has a key of their own for this job. That of a job around it is none."""
+    """Return whether the user has a key for this job; that of a job around it does not count."""
     if any(name == "PS_JOB_KEY_FILE" for name, _ in options.environment):
         return True
     return bool(environ.get("PS_JOB_KEY_FILE")) and not _is_within_a_job(environ)
 
 
 def security(environ: Mapping[str, str]) -> dict[str, str]:
-    """The mechanism, unless the user chose: on one host there is nobody to hide data from."""
+    """The mechanism, unless the user chose: on one host data need not be hidden."""
     chosen = bool(environ.get("PS_SECURITY")) and not _is_within_a_job(environ)
     return {} if chosen else {"PS_SECURITY": "plain"}
 

@@ -2,7 +2,7 @@
 
 Standard library only, and no import of this project: ``tools/launch.py`` runs it by its path
 before the package is imported, which needs NumPy itself. Runs on the main thread. Read
-``preflight.py`` next.
+``launch/job/checks.py`` next.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Run by its path, because ``-m kvstore.server`` imports the package and NumPy before any code of
 ours runs, and an interrupt in that fifth of a second would end in a traceback. The launcher
 passes interrupts on to all processes, so users would see many. With ``--check-imports`` it only
-imports what servers shall (``preflight.py``). Nothing imports this file.
+imports what servers shall (``launch/job/checks.py``); ``--joined-fd 1`` has a scheduler write a
+line on its standard output once all have joined. Nothing imports this file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _check_imports(names: str, source: str) -> None:
 
 
 if __name__ == "__main__":
-    # An interrupt that whoever started the job has switched off stays switched off.
+    # An interrupt that the caller has switched off stays switched off.
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_interruptible:
         signal.signal(signal.SIGINT, _end_quietly)
@@ -45,6 +46,8 @@ if __name__ == "__main__":
     joined_fd = int(os.environ.pop("PS_JOINED_FD", "-1"))
     if joined_fd >= 0:
         os.set_inheritable(joined_fd, False)
+    if sys.argv[1:2] == ["--joined-fd"]:  # in a pod
+        joined_fd = int(sys.argv[2])
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main((), joined_fd=joined_fd))

@@ -1,39 +1,47 @@
-"""Optimizers: a registered name with typed numbers, and one update formula each.
+"""Optimizers: registered names with typed parameters and one update formula each.
 
 ``create("sgd", learning_rate=0.1)`` makes one; ``kv.set_optimizer`` hands it to a store. What
-travels to a server is only a name and numbers (``plain.py``), never code. All of them, with
+travels to a server is only a name and numbers (``serialize.py``), never code. All of them, with
 their formulas: ``docs/optimizers.md``. Read next: ``base.py``.
 """
 
-from kvstore.optimizer.adadelta import AdaDelta
-from kvstore.optimizer.adagrad import AdaGrad
-from kvstore.optimizer.adam import Adam, AdamW
-from kvstore.optimizer.adamax import Adamax
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.optimizer import contrib
+from kvstore.optimizer.adam import Adam, Adamax, AdamW, Nadam
+from kvstore.optimizer.adaptive import AdaDelta, AdaGrad, RMSProp
 from kvstore.optimizer.base import Optimizer, create, register
-from kvstore.optimizer.fields import Number
-from kvstore.optimizer.ftrl import Ftrl
-from kvstore.optimizer.lamb import LAMB
-from kvstore.optimizer.lars import LARS
-from kvstore.optimizer.nadam import Nadam
-from kvstore.optimizer.plain import from_plain, to_plain
-from kvstore.optimizer.rmsprop import RMSProp
+from kvstore.optimizer.contrib import GroupAdaGrad
+from kvstore.optimizer.ftrl import FTML, Ftrl
+from kvstore.optimizer.layerwise import LAMB, LARS, LBSGD
+from kvstore.optimizer.parameters import Number
 from kvstore.optimizer.schedule import Schedule
-from kvstore.optimizer.sgd import NAG, SGD
-from kvstore.optimizer.signum import SignSGD, Signum
+from kvstore.optimizer.serialize import from_plain, to_plain
+from kvstore.optimizer.sgd import DCASGD, NAG, SGD, SGLD, SignSGD, Signum
 from kvstore.optimizer.test import Test
 from kvstore.optimizer.updater import Updater, get_updater
 
+ccSGD = SGD  # noqa: N816
+"""MXNet's older name of it."""
+
 __all__ = [
+    "DCASGD",
+    "FTML",
     "LAMB",
     "LARS",
+    "LBSGD",
     "NAG",
     "SGD",
+    "SGLD",
     "AdaDelta",
     "AdaGrad",
     "Adam",
     "AdamW",
     "Adamax",
     "Ftrl",
+    "GroupAdaGrad",
     "Nadam",
     "Number",
     "Optimizer",
@@ -43,9 +51,19 @@ __all__ = [
     "Signum",
     "Test",
     "Updater",
+    "ccSGD",
+    "contrib",
     "create",
     "from_plain",
     "get_updater",
     "register",
     "to_plain",
 ]
+
+
+if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+
+    def __getattr__(name):
+        from kvstore.errors.hints import missing
+
+        raise missing("kvstore.optimizer", name, __all__)

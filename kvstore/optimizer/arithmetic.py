@@ -1,4 +1,4 @@
-"""The steps that the update formulas share: rescaling, clipping, decay, running means, norms.
+"""Steps that update formulas share: rescaling, clipping, decay, means, norms.
 
 Everything works in place on 1-D arrays of the caller, written as NumPy ufuncs with ``out=``
 and ``dtype=``, which CuPy arrays carry out on their device (NEP 13). No threads, no clock.
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.aggregate import Flat
+from kvstore.arrays.cpu.sums import Flat
 
 NORM_ELEMENTS = 16384
 """Elements whose squares are added at a time on the host: 128 KiB of float64."""

@@ -1,4 +1,4 @@
-"""What an optimizer is, and the registry of their names.
+"""The base class of optimizers, and the registry of their names.
 
 Pure: formulas over arrays that the caller owns; no I/O, no threads, no clock. An optimizer is
 an immutable value, so that a store, its servers and the caller can share one; the arrays that
@@ -21,26 +21,34 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
-from kvstore.aggregate import Flat
-from kvstore.dtypes import accumulation_dtype, is_float
+from kvstore.arrays.cpu.sums import Flat
+from kvstore.arrays.dtypes import accumulation_dtype, is_float
+from kvstore.arrays.keys import Key
 from kvstore.errors import (
     ArgumentTypeError,
     NotSupportedError,
     OptimizerParameterError,
     UnknownOptimizerError,
 )
-from kvstore.optimizer.fields import (
-    Key,
+from kvstore.errors.hints import did_you_mean
+from kvstore.optimizer.parameters import (
     Multipliers,
     Number,
     build,
     check_known,
     convert_fields,
     parameter_names,
+    positions,
     register_in,
 )
 from kvstore.optimizer.schedule import ScaledScheduler, Schedule
-from kvstore.suggest import did_you_mean
+from kvstore.optimizer.scripted import (
+    OptimizerKind,
+    ScriptedOptimizer,
+    checked_class,
+    create_scripted,
+    register_scripted,
+)
 
 __all__ = ["Number", "Optimizer", "create", "register"]
 
@@ -52,7 +60,7 @@ class ImmutableOptimizerError(NotSupportedError, dataclasses.FrozenInstanceError
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Optimizer:
+class Optimizer(metaclass=OptimizerKind):
     """Base of all optimizers. Subclasses are frozen dataclasses whose fields are the parameters.
 
     ::
@@ -73,21 +81,37 @@ class Optimizer:
     Every optimizer also takes, by keyword: ``lr_scheduler``, a schedule of the learning rate;
     ``lr_mult`` and ``wd_mult``, mappings of keys to factors for their learning rate and decay
     (kept as sorted pairs); ``lazy_update``, whether a row-sparse gradient leaves rows alone that
-    it does not have (else they are updated with a gradient of zero); ``multi_precision``, MXNet's
-    name for float32 masters, which is always on. A ``base_lr`` of the schedule becomes the
-    ``learning_rate`` where that was left at its default, and else gives way to it, as in MXNet.
+    it does not have (else they are updated with a gradient of zero), with None for what MXNet
+    does (``is_lazy``); ``multi_precision``, MXNet's name for float32 masters, which 16-bit weights
+    always have: with False they are refused. Whether a ``base_lr`` of the schedule becomes the
+    ``learning_rate`` or gives way to it say ``rate_counts`` and ``Schedule.gives_way``.
+
+    A subclass written MXNet's way, with ``update(index, weight, grad, state)``, is not one of
+    these: ``scripted.py``.
     """
 
     scope: ClassVar[str] = "element"
-    """``"element"``: each element is updated by itself. ``"key"``: needs the whole key (norms)."""
+    """``"element"``: each element is updated by itself. ``"row"``: each row is, which is everything
+    behind a key's first axis (``for_rows``). ``"key"``: needs the whole key (norms)."""
 
     name: ClassVar[str] = ""
     """The registered name: the class's, lower-cased."""
 
+    positional: ClassVar[tuple[str, ...]]
+    """Parameters that may be given by position. Where a class does not say: its own fields."""
+
+    rate_counts: ClassVar[str] = "given"
+    """When the learning rate takes the place of a schedule's ``base_lr``: ``"given"``, where it
+    was given; ``"always"``, the class's default too; ``"never"``. Each is so in MXNet 1.9.1."""
+
+    lazy_stypes: ClassVar[tuple[str, ...]] = ()
+    """Kinds of keys (``"default"``, ``"row_sparse"``) on which updates by rows are lazy, unless
+    ``lazy_update`` says something else: those on which MXNet 1.9.1's are."""
+
     lr_scheduler: Schedule | None = dataclasses.field(default=None, kw_only=True)
     lr_mult: Multipliers = dataclasses.field(default=(), kw_only=True)
     wd_mult: Multipliers = dataclasses.field(default=(), kw_only=True)
-    lazy_update: bool = dataclasses.field(default=True, kw_only=True)
+    lazy_update: bool | None = dataclasses.field(default=None, kw_only=True)
     multi_precision: bool = dataclasses.field(default=True, kw_only=True)
 
     _factors: dict[Key, tuple[float, float]] = dataclasses.field(
@@ -100,13 +124,30 @@ class Optimizer:
     )
     """What ``for_key`` has made; keys of equal multipliers share one."""
 
+    @staticmethod
+    def register(klass: Any) -> Any:
+        """MXNet's name of ``kvstore.optimizer.register``."""
+        return register(klass)
+
+    @staticmethod
+    def create_optimizer(name: str, **params: Any) -> Any:
+        """MXNet's name of ``kvstore.optimizer.create``."""
+        return create(name, **params)
+
     def __new__(cls: type[_Self], *args: Any, **params: Any) -> _Self:
         # Before __init__, whose own error for an unknown name would say nothing of what is known.
         check_known(cls, params)
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        is_given = "learning_rate" in (*params, *positions(cls)[: len(args)])
+        object.__setattr__(made, "_is_rate_given", is_given)
+        return made
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if cls.scope not in ("element", "row", "key"):
+            raise ArgumentTypeError(
+                f"the scope of {cls.__name__} is 'element', 'row' or 'key', got {cls.scope!r}"
+            )
         if "__repr__" not in vars(cls):
             cls.__repr__ = Optimizer.__repr__  # type: ignore[method-assign]
 
@@ -116,11 +157,8 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         convert_fields(self)
-        if not self.multi_precision:
-            raise OptimizerParameterError(
-                "multi_precision=False is not possible, leave it out: float16 and bfloat16 weights "
-                "always have a float32 master, and those of other dtypes never have one"
-            )
+        if self.lazy_update is None and set(self.lazy_stypes) == {"default", "row_sparse"}:
+            object.__setattr__(self, "lazy_update", True)
         for needed, given in (
             ("learning_rate", self.lr_scheduler is not None or self.lr_mult),
             ("wd", self.wd_mult),
@@ -141,8 +179,9 @@ class Optimizer:
         if schedule is None:
             return
         if schedule.base_lr is not None:
-            fields = {field.name: field for field in dataclasses.fields(self)}
-            if self._base_rate() == fields["learning_rate"].default:
+            counts = self.rate_counts == "always"
+            counts = counts or (self.rate_counts == "given" and self._values()["_is_rate_given"])
+            if not (counts and schedule.gives_way):
                 object.__setattr__(self, "learning_rate", schedule.base_lr)
             schedule = dataclasses.replace(schedule, base_lr=None)
             object.__setattr__(self, "lr_scheduler", schedule)
@@ -153,16 +192,17 @@ class Optimizer:
     def params(self) -> dict[str, Any]:
         """The parameters by name; ``create(optimizer.name, **params)`` makes an equal one.
 
-        Schedule and multipliers are there when they are set, ``lazy_update`` when it is off, and
-        ``multi_precision``, which is always on, never. What travels is ``to_plain``.
+        Schedule and multipliers are there when they are set, ``lazy_update`` and
+        ``multi_precision`` when they are not the default. What travels is ``to_plain``.
         """
         values = {name: getattr(self, name) for name in parameter_names(type(self))}
-        del values["multi_precision"]
         for name in ("lr_scheduler", "lr_mult", "wd_mult"):
             if not values[name]:
                 del values[name]
-        if self.lazy_update:
+        if self.lazy_update is (True if len(self.lazy_stypes) == 2 else None):
             del values["lazy_update"]
+        if self.multi_precision:
+            del values["multi_precision"]
         return values
 
     def replace(self: _Self, **numbers: Any) -> _Self:
@@ -204,22 +244,36 @@ class Optimizer:
         """What ``key`` multiplies learning rate and decay with: 1.0 where nothing is given."""
         return self._factors.get(key, (1.0, 1.0))
 
-    def for_key(self, key: Key) -> Optimizer:
+    def for_rows(self, width: int) -> Optimizer:
+        """The optimizer of arrays with rows of ``width`` numbers: itself, unless it sees rows.
+
+        One of scope ``"row"`` gives one of the same class and state that knows the width, the same
+        object for every call. Its ``update`` gets whole rows, one after the other.
+        """
+        return self
+
+    def block_length(self, length: int, elements: int) -> int:
+        """How many of ``length`` elements ``update`` gets at a time, where ``elements`` suit the
+        caches: a multiple of what has to be seen at once."""
+        return max(length, 1) if self.scope == "key" else elements
+
+    def for_key(self, key: Key, width: int | None = None) -> Optimizer:
         """The optimizer of one key: itself, unless the key has multipliers.
 
         With multipliers, one of the same class with both numbers multiplied (the rates of a
         schedule too) and no multipliers left: the same object for every call and for all keys
-        of equal multipliers. State belongs to both alike.
+        of equal multipliers. State belongs to both alike. With ``width``, the numbers in a row of
+        the key, what ``for_rows`` gives of it.
         """
         factors = self._factors.get(key)
         if factors is None:
-            return self
+            return self if width is None else self.for_rows(width)
         variant = self._variants.get(factors)
         if variant is None:
             # Two threads may get here at once; both leave with the one that was first.
             variant = self._variants.setdefault(factors, self._scaled(*factors))
         found: Optimizer = variant
-        return found
+        return found if width is None else found.for_rows(width)
 
     def _scaled(self: _Self, lr_mult: float, wd_mult: float) -> _Self:
         changes: dict[str, Any] = {"lr_mult": (), "wd_mult": ()}
@@ -250,6 +304,15 @@ class Optimizer:
                     f"got {self._values()[name]!r}"
                 )
 
+    def _check_positive(self, *names: str) -> None:
+        """Raise ``OptimizerParameterError`` unless these are more than 0."""
+        for name in names:
+            if not self._values()[name] > 0:
+                raise OptimizerParameterError(
+                    f"{name} of {type(self).__name__} must be more than 0, "
+                    f"got {self._values()[name]!r}"
+                )
+
     def _check_not_negative(self, *names: str) -> None:
         """Raise ``OptimizerParameterError`` if one of these is less than 0."""
         for name in names:
@@ -262,12 +325,31 @@ class Optimizer:
     # -- arrays ------------------------------------------------------------------------
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Raise ``ArgumentTypeError`` unless weights of ``dtype`` can be updated: real floats."""
+        """Raise ``ArgumentTypeError`` unless weights of ``dtype`` can be updated: real floats.
+
+        And ``NotSupportedError`` for 16-bit ones that are to have no master.
+        """
+        if not self.multi_precision and accumulation_dtype(dtype) != dtype:
+            raise NotSupportedError(
+                f"multi_precision=False: weights of {dtype} are always updated in a float32 master "
+                "here, without which most of a small step would be rounded away; leave it out, or "
+                "say multi_precision=True"
+            )
         if not is_float(dtype):
             raise ArgumentTypeError(
                 f"the optimizer {self.name or type(self).__name__} updates float weights, not "
                 f"{dtype}; keep such keys in a store without an optimizer"
             )
+
+    def is_lazy(self, stype: str) -> bool:
+        """Whether a row-sparse gradient leaves the other rows of a key of this kind alone.
+
+        ``stype`` is the key's, ``"default"`` (dense) or ``"row_sparse"``. Never with norms over
+        the whole key.
+        """
+        if self.scope == "key":
+            return False
+        return stype in self.lazy_stypes if self.lazy_update is None else self.lazy_update
 
     def state_names(self) -> tuple[str, ...]:
         """Names of the arrays that ``create_state`` makes, in order: none by default.
@@ -297,10 +379,10 @@ class Optimizer:
         """Update ``weight`` and ``state`` in place from the summed gradient.
 
         All arrays are 1-D, of one length, on one device and the caller's. ``weight``, ``grad``
-        and ``scratch`` have the accumulation dtype (see ``kvstore/aggregate.py``), in which all
-        arithmetic is done: for a float16 key, ``weight`` is its float32 master. ``grad`` and
-        ``scratch`` may be overwritten; ``scratch`` holds nothing at entry. ``count`` is the
-        number of this update of this part, from 1 on.
+        and ``scratch`` have the accumulation dtype (see ``kvstore/arrays/cpu/sums.py``), in which
+        all arithmetic is done: for a float16 key, ``weight`` is its float32 master. ``grad`` and
+        ``scratch`` may be overwritten; ``scratch`` holds nothing at entry. ``count`` is the number
+        of this update of this part, from 1 on.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define update()")
 
@@ -340,33 +422,42 @@ def _refuse_to_delete(self: Optimizer, name: str) -> NoReturn:
     raise ImmutableOptimizerError(f"optimizers are values; {name} cannot be deleted")
 
 
-_Class = TypeVar("_Class", bound=type[Optimizer])
+_Class = TypeVar("_Class", bound=type)
 
 _registry: dict[str, type[Optimizer]] = {}
 
 
-def register(cls: _Class) -> _Class:
+def register(klass: _Class) -> _Class:
     """Class decorator: make an optimizer known under its class name, lower-cased.
 
     The same class may be registered again (a module that is loaded anew); another class of the
-    same name raises ``ArgumentTypeError``, as does a class that is no frozen dataclass itself.
+    same name raises ``ArgumentTypeError``, as does a class that is not a frozen dataclass itself.
+    One that is written MXNet's way (``scripted.py``) takes the place of one of its name.
     """
-    register_in(_registry, cls, cls.__name__.lower(), "optimizer")
+    name = checked_class(klass).__name__.lower()
+    if issubclass(klass, ScriptedOptimizer) and name not in _registry:
+        register_scripted(klass)
+        return klass
+    register_in(_registry, klass, name, "optimizer")
     # In the place of a frozen dataclass's own, whose error says only that it is frozen.
-    cls.__setattr__ = _refuse_to_set  # type: ignore[assignment, method-assign]
-    cls.__delattr__ = _refuse_to_delete  # type: ignore[assignment, method-assign]
-    return cls
+    klass.__setattr__ = _refuse_to_set  # type: ignore[assignment, method-assign]
+    klass.__delattr__ = _refuse_to_delete  # type: ignore[assignment, method-assign]
+    return klass
 
 
 def create(name: str, **params: Any) -> Optimizer:
     """The optimizer registered under ``name`` (case does not matter), with these numbers.
 
-    Raises ``UnknownOptimizerError`` or ``OptimizerParameterError``, which list what is known.
-    Source of the names: ``mxnet.optimizer.create``.
+    ``"ccsgd"``, which MXNet still has, is ``"sgd"``. Raises ``UnknownOptimizerError`` or
+    ``OptimizerParameterError``, which list what is known. Source of the names:
+    ``mxnet.optimizer.create``.
     """
     if not isinstance(name, str):
         raise ArgumentTypeError(f"an optimizer's name must be a string, got {name!r}")
-    cls = _registry.get(name.lower())
+    cls = _registry.get("sgd" if name.lower() == "ccsgd" else name.lower())
+    scripted = create_scripted(name, params) if cls is None else None
+    if scripted is not None:
+        return scripted  # type: ignore[return-value]
     if cls is None:
         raise UnknownOptimizerError(
             f"no optimizer is named {name!r}; known: {', '.join(sorted(_registry))}"

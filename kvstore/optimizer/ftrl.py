@@ -1,17 +1,19 @@
-"""FTRL-Proximal: online learning with exact zeros, for sparse linear models.
+"""Follow-the-leader optimizers: FTRL-Proximal and FTML.
 
-Pure formulas; see ``base.py`` for the contract. Read next: ``signum.py``.
+Both keep sums from which the weight follows anew at each update. Pure formulas; see ``base.py``
+for the contract. Read next: ``sgd.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
-from kvstore.aggregate import Flat
-from kvstore.optimizer.arithmetic import clip, rescale
+from kvstore.arrays.cpu.sums import Flat
+from kvstore.optimizer.arithmetic import add_decay, average, average_square, clip, rescale
 from kvstore.optimizer.base import Optimizer, register
 
 
@@ -31,8 +33,12 @@ class Ftrl(Optimizer):
     with names and defaults of MXNet 1.9.1 (``lamda1`` is the L1 strength, ``wd`` the L2 one).
     The weight follows from ``z`` and ``n`` alone: its first value counts for the gradients
     only, and changing ``learning_rate`` on the way changes all weights. A rate of 0 (the
-    multiplier of a frozen key) leaves everything as it is, where MXNet would set weights to 0.
+    multiplier of a frozen key) leaves everything unchanged, where MXNet makes NaN.
     """
+
+    positional: ClassVar[tuple[str, ...]] = ("lamda1", "learning_rate", "beta")
+    rate_counts: ClassVar[str] = "never"
+    lazy_stypes: ClassVar[tuple[str, ...]] = ("row_sparse",)
 
     learning_rate: float = 0.1
     lamda1: float = 0.01
@@ -74,3 +80,64 @@ class Ftrl(Optimizer):
         np.maximum(scratch, -self.lamda1, out=scratch)
         np.subtract(scratch, z, out=scratch)
         np.divide(scratch, grad, out=weight, dtype=scratch.dtype)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class FTML(Optimizer):
+    """For update number t (``count``) of an element::
+
+        grad = clip(rescale_grad * grad + wd * weight, clip_gradient)
+        v = beta2 * v + (1 - beta2) * grad * grad
+        before, d = d, (1 - beta1 ** t) / learning_rate * (sqrt(v / (1 - beta2 ** t)) + epsilon)
+        z = beta1 * z + (1 - beta1) * grad - (d - beta1 * before) * weight
+        weight = -z / d
+
+    Zheng and Kwok, "Follow the Moving Leader in Deep Learning" (ICML 2017), with numbers, defaults
+    and formula of MXNet 1.9.1 (``FTMLKernel`` in ``src/operator/optimizer_op-inl.h``). A rate of 0
+    (the multiplier of a frozen key) leaves everything unchanged, where MXNet makes NaN. With an
+    ``epsilon`` of 0, elements that never had a gradient become NaN, as in MXNet.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("beta1", "beta2", "epsilon")
+
+    learning_rate: float = 0.01
+    beta1: float = 0.6
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_unit("beta1", "beta2")
+        self._check_not_negative("epsilon")
+
+    def state_names(self) -> tuple[str, ...]:
+        return "d", "v", "z"
+
+    def update(
+        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
+    ) -> None:
+        before, square, z = state
+        rate = self.rate(count)
+        if rate == 0.0:
+            return
+        rescale(grad, self.rescale_grad)
+        add_decay(grad, weight, self.wd, scratch)
+        clip(grad, self.clip_gradient)
+        average_square(square, grad, self.beta2, scratch)
+        average(z, grad, self.beta1, scratch)
+        np.multiply(square, 1.0 / (1.0 - self.beta2**count), out=grad)
+        np.sqrt(grad, out=grad)
+        np.add(grad, self.epsilon, out=grad)
+        np.multiply(grad, (1.0 - self.beta1**count) / rate, out=grad)
+        # grad holds d from here on.
+        np.multiply(before, self.beta1, out=scratch)
+        np.subtract(grad, scratch, out=scratch)
+        np.multiply(scratch, weight, out=scratch)
+        np.subtract(z, scratch, out=z)
+        np.positive(grad, out=before)
+        np.divide(z, grad, out=weight)
+        np.negative(weight, out=weight)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: immutable values that give the rate of an update from its number.
+"""Learning-rate schedules: immutable values that map an update number to a rate.
 
 Pure. A schedule keeps no count of its own, unlike MXNet's: the rate depends on the number of
 the update only, so a server that restarts, a key that joins late and a test all see the same.
@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 from kvstore.errors import ArgumentTypeError, OptimizerParameterError
-from kvstore.optimizer.fields import build, convert_fields, register_in
-from kvstore.suggest import did_you_mean
+from kvstore.errors.hints import did_you_mean
+from kvstore.optimizer.parameters import build, convert_fields, register_in
+
+_WARM_UP = ("warmup_steps", "warmup_begin_lr", "warmup_mode")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +37,17 @@ class Schedule:
     Before update number ``warmup_steps`` the rate climbs in equal steps from
     ``warmup_begin_lr`` towards the base rate (mode ``"linear"``) or stays at
     ``warmup_begin_lr`` (``"constant"``). ``base_lr`` None means the learning rate of the
-    optimizer; in MXNet it is 0.01 and gives way to a learning rate that the optimizer is given.
+    optimizer; in MXNet it is 0.01. One that is given may give way to the optimizer's.
     """
 
     name: ClassVar[str] = ""
     """The registered name: the class's, lower-cased, without ``scheduler`` at its end."""
+
+    gives_way: ClassVar[bool] = True
+    """Whether a learning rate of the optimizer's takes the place of ``base_lr``, as in MXNet."""
+
+    positional: ClassVar[tuple[str, ...]]
+    """Parameters that may be given by position. Where a class does not say: its own fields."""
 
     base_lr: float | None = dataclasses.field(default=None, kw_only=True)
     warmup_steps: int = dataclasses.field(default=0, kw_only=True)
@@ -120,6 +128,14 @@ class FactorScheduler(Schedule):
     and so on, never less than ``stop_factor_lr``. The warm-up's updates count too.
     """
 
+    positional: ClassVar[tuple[str, ...]] = (
+        "step",
+        "factor",
+        "stop_factor_lr",
+        "base_lr",
+        *_WARM_UP,
+    )
+
     step: int
     factor: float = 1.0
     stop_factor_lr: float = 1e-8
@@ -142,6 +158,8 @@ class MultiFactorScheduler(Schedule):
     ``step`` is a list of update numbers, each larger than the one before; kept as a tuple.
     """
 
+    positional: ClassVar[tuple[str, ...]] = ("step", "factor", "base_lr", *_WARM_UP)
+
     step: Sequence[int]
     factor: float = 1.0
 
@@ -160,7 +178,12 @@ class MultiFactorScheduler(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class _UntilMaximum(Schedule):
-    """From the base rate after the warm-up to ``final_lr`` at update number ``max_update``."""
+    """From the base rate after the warm-up to ``final_lr`` at update number ``max_update``.
+
+    MXNet's compute with the ``base_lr`` that they were made with, whatever the optimizer's rate.
+    """
+
+    gives_way: ClassVar[bool] = False
 
     max_update: int
 
@@ -186,6 +209,14 @@ class PolyScheduler(_UntilMaximum):
     progress rises from 0 at the end of the warm-up to 1 at ``max_update``.
     """
 
+    positional: ClassVar[tuple[str, ...]] = (
+        "max_update",
+        "base_lr",
+        "pwr",
+        "final_lr",
+        *_WARM_UP,
+    )
+
     pwr: float = 2.0
     final_lr: float = 0.0
 
@@ -206,6 +237,8 @@ class CosineScheduler(_UntilMaximum):
     progress rises from 0 at the end of the warm-up to 1 at ``max_update``. Without restarts,
     the annealing of Loshchilov and Hutter (arXiv 1608.03983).
     """
+
+    positional: ClassVar[tuple[str, ...]] = ("max_update", "base_lr", "final_lr", *_WARM_UP)
 
     final_lr: float = 0.0
 

@@ -1,18 +1,27 @@
-"""Stochastic gradient descent: with momentum, and with Nesterov's.
+"""Update weights by SGD, NAG, Signum, SGLD or DCASGD.
 
-Pure formulas; see ``base.py`` for the contract. Read next: ``adam.py``.
+SGD may have momentum; NAG has Nesterov's. Signum and signSGD make steps of one size in the
+direction of a sign. SGLD adds noise, so that weights are samples of a posterior; the noise is a
+function of the seed, the key, the number of the update and the position of an element (scope
+``"key"``), so that a server that is replaced computes the same. DCASGD corrects gradients on
+asynchronous servers for the updates that came in between. Pure formulas; see ``base.py`` for the
+contract. Read next: ``layerwise.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import math
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
-from kvstore import kernels
-from kvstore.aggregate import Flat
-from kvstore.optimizer.arithmetic import add_decay, clip, descend, rescale
+from kvstore.arrays.cpu import kernels
+from kvstore.arrays.cpu.sums import BLOCK_ELEMENTS, Flat
+from kvstore.arrays.keys import Key
+from kvstore.optimizer.arithmetic import add_decay, average, clip, descend, is_on_host, rescale
 from kvstore.optimizer.base import Optimizer, register
 
 
@@ -31,6 +40,9 @@ class SGD(Optimizer):
     ``src/operator/optimizer_op-inl.h``). ``rescale_grad`` is the caller's business: stores
     add gradients up and never average them.
     """
+
+    positional: ClassVar[tuple[str, ...]] = ("momentum", "lazy_update")
+    lazy_stypes: ClassVar[tuple[str, ...]] = ("default", "row_sparse")
 
     learning_rate: float = 0.01
     momentum: float = 0.0
@@ -84,6 +96,8 @@ class NAG(Optimizer):
     (arXiv 1212.0901, section 3.5) and, at a constant learning rate, PyTorch's.
     """
 
+    positional: ClassVar[tuple[str, ...]] = ("momentum",)
+
     learning_rate: float = 0.01
     momentum: float = 0.0
     wd: float = 0.0
@@ -108,3 +122,213 @@ class NAG(Optimizer):
             np.multiply(velocity, self.momentum, out=scratch)
             np.subtract(grad, scratch, out=grad)
         descend(weight, grad)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Signum(Optimizer):
+    """The sign of a running mean. For each element::
+
+        grad = clip(rescale_grad * grad, clip_gradient) + wd * weight
+        mom = momentum * mom + (1 - momentum) * grad
+        weight = (1 - learning_rate * wd_lh) * weight - learning_rate * sign(mom)
+
+    Bernstein et al., arXiv 1802.04434, algorithm 2, with numbers and defaults of MXNet 1.9.1
+    (whose state is ``-mom``); ``wd_lh`` is a decoupled decay (arXiv 1711.05101). With momentum
+    0 there is no state and it is ``SignSGD``, as in MXNet: ``wd`` is the decoupled decay then,
+    and ``wd_lh`` has no effect. The sign of NaN is NaN.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("learning_rate", "momentum", "wd_lh")
+    rate_counts: ClassVar[str] = "always"
+
+    learning_rate: float = 0.01
+    momentum: float = 0.9
+    wd_lh: float = 0.0
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_unit("momentum")
+
+    def state_names(self) -> tuple[str, ...]:
+        """The mean ``mom``; nothing when momentum is 0."""
+        return ("mom",) if self.momentum != 0.0 else ()
+
+    def update(
+        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
+    ) -> None:
+        rate = self.rate(count)
+        rescale(grad, self.rescale_grad)
+        if self.momentum == 0.0:
+            step_by_sign(weight, grad, grad, rate, self.wd, scratch)
+            return
+        (mean,) = state
+        clip(grad, self.clip_gradient)
+        add_decay(grad, weight, self.wd, scratch)
+        average(mean, grad, self.momentum, scratch)
+        step_by_sign(weight, mean, grad, rate, self.wd_lh, scratch)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class SignSGD(Optimizer):
+    """The sign of the gradient. For each element::
+
+        weight = (1 - learning_rate * wd) * weight - learning_rate * sign(rescale_grad * grad)
+
+    Bernstein et al., arXiv 1802.04434, algorithm 1; the operator ``signsgd_update`` of MXNet
+    1.9.1, which is what its ``Signum`` does with momentum 0. Of ``rescale_grad`` only the sign
+    counts, and clipping would change nothing.
+    """
+
+    learning_rate: float = 0.01
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+
+    def update(
+        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
+    ) -> None:
+        rescale(grad, self.rescale_grad)
+        step_by_sign(weight, grad, grad, self.rate(count), self.wd, scratch)
+
+
+def step_by_sign(
+    weight: Flat, direction: Flat, step: Flat, rate: float, wd: float, scratch: Flat
+) -> None:
+    """weight -= rate * (sign(direction) + wd * weight); overwrites ``step`` and ``scratch``."""
+    np.sign(direction, out=step)
+    np.multiply(step, rate, out=step)
+    add_decay(step, weight, rate * wd, scratch)
+    descend(weight, step)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class SGLD(Optimizer):
+    """For each element::
+
+        grad = clip(rescale_grad * grad, clip_gradient)
+        weight = weight - learning_rate / 2 * (grad + wd * weight)
+        weight = weight + sqrt(learning_rate) * noise
+
+    noise is normal, of mean 0 and variance 1, drawn anew for each element and update. Welling and
+    Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics" (ICML 2011), with names,
+    defaults and formula of MXNet 1.9.1 (``python/mxnet/optimizer/optimizer.py``), which names a
+    later paper. MXNet draws from the generator of ``mx.random.seed``. Here another ``seed`` gives
+    another chain, and the same gives the same again. The noise is drawn on the host, by NumPy's
+    Philox, also for weights on a GPU.
+    """
+
+    scope: ClassVar[str] = "key"
+    positional: ClassVar[tuple[str, ...]] = ()
+
+    learning_rate: float = 0.01
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+    seed: int = 0
+
+    _stream: int = dataclasses.field(default=0, init=False, compare=False)
+    """The key's number, set by ``for_key``: keys have noise of their own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_not_negative("learning_rate", "seed")
+
+    def for_key(self, key: Key, width: int | None = None) -> Optimizer:
+        """As in ``Optimizer``, and with a stream of noise of its own for each key."""
+        found = super().for_key(key)
+        own = found._variants.get(("stream", key))
+        if own is None:
+            own = found.replace(lr_mult=(), wd_mult=())
+            digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+            object.__setattr__(own, "_stream", int.from_bytes(digest, "big"))
+            own = found._variants.setdefault(("stream", key), own)
+        result: Optimizer = own
+        return result
+
+    def update(
+        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
+    ) -> None:
+        rate = self.rate(count)
+        rescale(grad, self.rescale_grad)
+        clip(grad, self.clip_gradient)
+        add_decay(grad, weight, self.wd, scratch)
+        np.multiply(grad, rate / 2, out=grad)
+        descend(weight, grad)
+        if rate == 0.0:
+            return
+        generator = self._generator(count)
+        for start in range(0, len(weight), BLOCK_ELEMENTS):
+            _draw(generator, scratch[start : start + BLOCK_ELEMENTS])
+        np.multiply(scratch, math.sqrt(rate), out=scratch)
+        np.add(weight, scratch, out=weight)
+
+    def _generator(self, count: int) -> np.random.Generator:
+        entropy = [self.seed, self._stream, count]
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+
+
+def _draw(generator: np.random.Generator, out: Any) -> None:
+    """Fill a block with normal numbers, on the host or a GPU: the same ones."""
+    if is_on_host(out):
+        generator.standard_normal(dtype=out.dtype, out=out)
+    else:
+        out.set(generator.standard_normal(len(out), dtype=out.dtype))
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class DCASGD(Optimizer):
+    """For each element::
+
+        grad = clip(rescale_grad * grad, clip_gradient)
+        grad = grad + wd * weight + lamda * grad * grad * moved
+        mom = momentum * mom - learning_rate * grad
+        before, weight = weight, weight + mom
+        moved = weight - before
+
+    Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation" (arXiv
+    1609.08326), with names, defaults and formula of MXNet 1.9.1
+    (``python/mxnet/optimizer/optimizer.py``). The paper compares the weight with the one that the
+    worker had pulled; MXNet with that before the last update, whose state has no worker, and so
+    does this. What is kept is the difference of the two, which begins at zero. MXNet's momentum
+    raises ``ValueError`` for keys of more than one element; here it works as in the formula.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("momentum", "lamda")
+
+    learning_rate: float = 0.01
+    momentum: float = 0.0
+    lamda: float = 0.04
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+
+    def state_names(self) -> tuple[str, ...]:
+        """What the last update did, ``moved``; with a momentum the velocity ``mom``, too."""
+        return ("moved",) if self.momentum == 0.0 else ("moved", "mom")
+
+    def update(
+        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
+    ) -> None:
+        moved = state[0]
+        rescale(grad, self.rescale_grad)
+        clip(grad, self.clip_gradient)
+        np.multiply(grad, self.lamda, out=scratch)
+        np.multiply(scratch, grad, out=scratch)
+        np.multiply(scratch, moved, out=moved)
+        add_decay(grad, weight, self.wd, scratch)
+        np.add(grad, moved, out=grad)
+        np.multiply(grad, -self.rate(count), out=grad)
+        if self.momentum != 0.0:
+            velocity = state[1]
+            np.multiply(velocity, self.momentum, out=velocity)
+            np.add(velocity, grad, out=velocity)
+            np.positive(velocity, out=grad)
+        np.positive(weight, out=scratch)
+        np.add(weight, grad, out=weight)
+        np.subtract(weight, scratch, out=moved)

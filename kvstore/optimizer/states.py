@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a weight: its own arrays and, for 16 bits, a float32 master.
+"""Optimizer state of one weight: its arrays and, for 16 bits, a float32 master.
 
 float16 and bfloat16 weights are too coarse to be added to: near 1, a float16 has steps of 0.001,
 and what is less than half of that is lost. So wherever an optimizer updates such a weight, a
@@ -9,7 +9,7 @@ dtypes have no master.
 
 Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740), section 3.1; MXNet's
 ``multi_precision`` (``python/mxnet/optimizer/optimizer.py``). Pure; arrays are the caller's. Read
-next: ``kvstore/aggregate.py``, which updates.
+next: ``kvstore/arrays/cpu/sums.py``, which updates.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore import kernels
-from kvstore.dtypes import accumulation_dtype
+from kvstore.arrays.cpu import kernels
+from kvstore.arrays.dtypes import accumulation_dtype
 
 if TYPE_CHECKING:
-    from kvstore.aggregate import Flat
+    from kvstore.arrays.cpu.sums import Flat
     from kvstore.optimizer.base import Optimizer
 
 MASTER = "master"
@@ -50,6 +50,13 @@ def create_state(optimizer: Optimizer, weight: Flat) -> tuple[Flat, ...]:
         return optimizer.create_state(weight)
     master = _widened(weight)
     return (*optimizer.create_state(master), master)
+
+
+def state_dtypes(optimizer: Optimizer | None, dtype: np.dtype[Any]) -> list[np.dtype[Any]]:
+    """The dtypes of the states that an optimizer keeps for values of ``dtype``."""
+    if optimizer is None:
+        return []
+    return [array.dtype for array in create_state(optimizer, np.zeros(1, dtype))]
 
 
 def take_over(

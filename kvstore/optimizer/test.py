@@ -1,4 +1,4 @@
-"""The optimizer of MXNet's own tests of stores: it adds the gradient and remembers the weight.
+"""The optimizer of MXNet's store tests: add the gradient, remember the weight.
 
 Pure formulas; see ``base.py`` for the contract. For tests of stores, not for training. Read
 next: ``base.py``.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
-from kvstore.aggregate import Flat
+from kvstore.arrays.cpu.sums import Flat
 from kvstore.optimizer.arithmetic import add_decay, descend, rescale
 from kvstore.optimizer.base import Optimizer, register
 
@@ -29,6 +30,8 @@ class Test(Optimizer):
     optimizer of the same name in MXNet 2, which keeps no state and whose defaults are 0.01
     and 0 (both ``python/mxnet/optimizer/optimizer.py``).
     """
+
+    positional: ClassVar[tuple[str, ...]] = ()
 
     learning_rate: float = -1.0
     wd: float = 0.0

@@ -1,9 +1,9 @@
-"""An optimizer with the state of many keys, for updates outside of a store.
+"""``Updater``: an optimizer with the state of many keys, for use outside a store.
 
 ``updater(key, grad, weight)`` changes ``weight`` in place, as MXNet's does, with the bits that
 the ``local`` store gives for one pushed value. Works on the host; arrays of other libraries
 are brought there and back. No threads of its own: one thread at a time. Read next:
-``kvstore/aggregate.py``, which does the work in blocks.
+``kvstore/arrays/cpu/sums.py``, which does the work in blocks.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.aggregate import Flat, Workspace, apply_round
 from kvstore.arrays import Array, adapter_for
-from kvstore.dtypes import accumulation_dtype
-from kvstore.errors import ArgumentTypeError, ValueMismatchError
+from kvstore.arrays.cpu.sums import Flat, Workspace, apply_round
+from kvstore.arrays.dtypes import accumulation_dtype
+from kvstore.arrays.keys import Key, width_of
+from kvstore.errors import ArgumentTypeError, NotSupportedError, ValueMismatchError
 from kvstore.optimizer.base import Optimizer
-from kvstore.optimizer.fields import Key
+from kvstore.optimizer.scripted import ScriptedOptimizer, ScriptedStates, check_travels
+from kvstore.optimizer.serialize import from_bytes, from_plain, to_bytes, to_plain
 from kvstore.optimizer.states import create_state, follow, has_master, restored, take_over
 
 States = dict[Key, tuple[int, tuple[Flat, ...]]]
@@ -30,17 +32,22 @@ class Updater:
 
     A key's state is made at its first update; keys have counts of their own. ``optimizer`` may
     be set to another at any time: of the same class keeps state and counts, any other begins
-    anew, as in the stores. float16 and bfloat16 weights have a float32 master here; where the
-    caller has changed a weight since its last update, the weight counts and not the master.
+    anew, as in the stores. One that is written MXNet's way (``scripted.py``) stays; it is called
+    for each array, on the host, and keeps what it likes. float16 and bfloat16 weights have a
+    float32 master here; where the caller has changed a weight since its last update, the weight
+    counts and not the master.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        if not isinstance(optimizer, Optimizer):
+    def __init__(self, optimizer: Optimizer | ScriptedOptimizer) -> None:
+        self._scripted: ScriptedStates | None = None
+        if isinstance(optimizer, ScriptedOptimizer):
+            self._scripted = ScriptedStates(optimizer)
+        elif not isinstance(optimizer, Optimizer):
             raise ArgumentTypeError(
                 f"an Updater takes an Optimizer, got {type(optimizer).__name__}; make one with "
                 "kvstore.optimizer.create('sgd', learning_rate=0.1)"
             )
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer
         self._entries: dict[Key, tuple[Optimizer, int, tuple[Flat, ...]]] = {}
         self._workspace = Workspace()
 
@@ -51,7 +58,7 @@ class Updater:
 
         Both are arrays of one shape and dtype, in any library and memory order, on any device;
         ``grad`` is only read. Both are the caller's and are not kept. Raises
-        ``ArgumentTypeError`` for what is no array, not floating point or read-only, and
+        ``ArgumentTypeError`` for what is not an array, not floating point or read-only, and
         ``ValueMismatchError`` for unequal shapes, dtypes or lengths of lists.
         """
         if not isinstance(key, list | tuple):
@@ -65,19 +72,56 @@ class Updater:
             self._update(*row)
 
     def states(self) -> States:
-        """Copies of every key's count and arrays, flat, on the host."""
+        """Copies of every key's count and arrays, flat, on the host; ``get_states`` as bytes.
+
+        Raises ``NotSupportedError`` for an optimizer that is written MXNet's way.
+        """
+        check_travels(self.optimizer)
         return {
             key: (count, tuple(array.copy() for array in state))
             for key, (_, count, state) in self._entries.items()
         }
 
-    def set_states(self, states: Mapping[Key, tuple[int, Sequence[Flat]]]) -> None:
-        """Go on from what ``states`` gave, of an optimizer of the same kind; keeps copies.
+    def get_states(self, dump_optimizer: bool = False) -> bytes:
+        """Counts and states, and with ``dump_optimizer`` the optimizer, for ``set_states``.
+
+        MXNet's call; the bytes are not a pickle (``serialize.py``). Raises ``NotSupportedError``
+        for an optimizer that is to be dumped and is written MXNet's way: it is code.
+        """
+        if dump_optimizer:
+            check_travels(self.optimizer)
+        plain = to_plain(self.optimizer) if dump_optimizer else None
+        if self._scripted is None:
+            return to_bytes(self.states(), plain)
+        own = self._scripted
+        return to_bytes({key: (own.count(key), state) for key, state in own.states.items()}, plain)
+
+    def _set_bytes(self, data: bytes) -> None:
+        entries, plain = from_bytes(data)
+        if self._scripted is not None:
+            self._scripted.restore(entries)
+            return
+        if plain is not None:
+            self.optimizer = from_plain(plain)
+        for key, (_, arrays) in entries.items():
+            if type(arrays) is not tuple or not all(type(each) is np.ndarray for each in arrays):
+                raise ValueMismatchError(f"the state of key {key!r} is not a tuple of arrays")
+        self.set_states(entries)
+
+    def set_states(self, states: bytes | Mapping[Key, tuple[int, Sequence[Flat]]]) -> None:
+        """Go on from what ``states`` or ``get_states`` gave, of an optimizer of the same kind.
+
+        Bytes that hold an optimizer bring it along; malformed ones raise ``CheckpointError``.
+        Keeps copies.
 
         Replaces all keys. Masters may be missing. Raises ``ValueMismatchError`` where a key has
         another number of arrays than the optimizer keeps, or a count below 0; then nothing has
         changed. Lengths and dtypes are checked at the key's next update.
         """
+        if isinstance(states, bytes | bytearray | memoryview):
+            self._set_bytes(bytes(states))
+            return
+        check_travels(self.optimizer)
         names = self.optimizer.state_names()
         entries: dict[Key, tuple[Optimizer, int, tuple[Flat, ...]]] = {}
         for key, (count, arrays) in states.items():
@@ -91,6 +135,12 @@ class Updater:
         self._entries = entries
 
     def _update(self, key: Key, grad: Array, weight: Array) -> None:
+        if "row_sparse" in (getattr(grad, "stype", ""), getattr(weight, "stype", "")):
+            raise NotSupportedError(
+                f"key {key!r} comes with a row-sparse array, and an Updater takes dense ones: "
+                "give array.to_dense(), or let a store update by rows, with kv.set_optimizer and "
+                "an optimizer that is a value"
+            )
         source, target = adapter_for(grad), adapter_for(weight)
         shape, dtype = target.shape(weight), target.dtype(weight).newbyteorder("=")
         offered = source.shape(grad), source.dtype(grad).newbyteorder("=")
@@ -102,16 +152,20 @@ class Updater:
         refusal = target.why_read_only(weight)
         if refusal is not None:
             raise ArgumentTypeError(f"the weight of key {key!r} cannot be updated: {refusal}")
-        self.optimizer.check_dtype(dtype)
+        if self._scripted is None:
+            self.optimizer.check_dtype(dtype)
         memory = target.memory(weight)
         flat = (
             np.array(target.to_host(weight)).reshape(-1) if memory is None else memory.view(dtype)
         )
-        state, count = self._taken_over(key, flat)
-        chosen = self.optimizer.for_key(key)
         gradient = source.to_host(grad).reshape(-1)
-        apply_round(flat, [gradient], chosen, state, count + 1, self._workspace)
-        self._entries[key] = self.optimizer, count + 1, state
+        if self._scripted is not None:
+            self._scripted.update(key, gradient.reshape(shape), flat.reshape(shape))
+        else:
+            state, count = self._taken_over(key, flat)
+            chosen = self.optimizer.for_key(key, width_of(shape))
+            apply_round(flat, [gradient], chosen, state, count + 1, self._workspace)
+            self._entries[key] = self.optimizer, count + 1, state
         if memory is None:
             target.from_host(flat.reshape(shape), weight)
         else:
@@ -138,6 +192,6 @@ class Updater:
         return take_over(self.optimizer, previous, weight, state, count)
 
 
-def get_updater(optimizer: Optimizer) -> Updater:
+def get_updater(optimizer: Optimizer | ScriptedOptimizer) -> Updater:
     """An ``Updater`` of ``optimizer``. Source of the name: ``mxnet.optimizer.get_updater``."""
     return Updater(optimizer)

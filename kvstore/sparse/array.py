@@ -1,31 +1,35 @@
 """``RowSparseArray``: some rows of a large array; all others are zero.
 
-What stores take and fill. It owns no arithmetic and knows no store. Not for several threads at
-once. Source of the idea and of some names: ``RowSparseNDArray`` of MXNet
+What stores take and fill. It knows no store, and its arithmetic is NumPy's (``arithmetic.py``).
+Not for several threads at once. Source of the idea and of some names: ``RowSparseNDArray`` of MXNet
 (python/mxnet/ndarray/sparse.py); here ids may come in any order, and repeatedly. Read next:
 ``convert.py``, which makes them from sparse matrices and tensors of other libraries.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from kvstore.arrays import Array, adapter_for
-from kvstore.dtypes import check_dtype
+from kvstore.arrays.dtypes import check_dtype
+from kvstore.arrays.keys import width_of
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, ValueMismatchError
+from kvstore.sparse import arithmetic
 from kvstore.sparse.ids import Ids, check_num_rows, checked_ids, is_increasing
 from kvstore.sparse.sums import sum_repeated
 
+Self = TypeVar("Self", bound="RowSparseArray")
+
 _MOST_ROOM = 2
-"""So many times the memory that is needed is kept for what comes next."""
+"""Memory that grows is made this many times as large as needed, for what comes next."""
 
 
-class RowSparseArray:
+class RowSparseArray(NDArrayOperatorsMixin):
     """Rows ``indices`` of an array of shape ``shape`` are ``values``; the others are zero.
 
     ::
@@ -38,14 +42,19 @@ class RowSparseArray:
     kept as they are, without a copy, and so are the caller's; those of other libraries are
     brought to the host.
 
-    Raises ``ArgumentTypeError`` for ids that are no integers and values that are no array,
+    NumPy's ufuncs and operators take it. Sums, differences and products of two, and products and
+    quotients with a number, are row-sparse again; all else gives dense arrays, as in MXNet.
+    ``dense += rows`` touches these rows only, ``rows += other`` changes ``rows`` itself.
+
+    Raises ``ArgumentTypeError`` for ids that are not integers and values that are not an array,
     ``ArgumentValueError`` for ids out of range, ``ValueMismatchError`` for values of another
     shape.
     """
 
     __slots__ = ("_indices", "_room", "_shape", "_values")
 
-    __array_ufunc__ = None  # NumPy would take it for a number and give an array of objects
+    # As keys of dicts and in sets they go by identity, though == compares elements.
+    __hash__ = object.__hash__
 
     stype: ClassVar[str] = "row_sparse"
     """MXNet's name of the storage type."""
@@ -76,8 +85,13 @@ class RowSparseArray:
     # -- what it is ----------------------------------------------------------------------
 
     @property
-    def indices(self) -> Ids:
-        """The ids, int64, shape (n,)."""
+    def ids(self) -> Ids:
+        """The ids as NumPy's array: int64, shape (n,)."""
+        return self._indices
+
+    @property
+    def indices(self) -> Any:
+        """The same as ``ids``."""
         return self._indices
 
     @property
@@ -85,8 +99,10 @@ class RowSparseArray:
         """The rows, shape (n, \\*shape[1:]): the array's own memory."""
         return self._values
 
-    data = values
-    """MXNet's name of ``values``."""
+    @property
+    def data(self) -> Any:
+        """MXNet's name of ``values``."""
+        return self._values
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -114,7 +130,7 @@ class RowSparseArray:
 
     # -- other forms ---------------------------------------------------------------------
 
-    def unique(self) -> RowSparseArray:
+    def unique(self: Self) -> Self:
         """The same with sorted ids, each there once: rows of one id are added, in their order.
 
         The array itself if it is so already. Sums of 16-bit floats are made in float32.
@@ -123,11 +139,15 @@ class RowSparseArray:
             return self
         flat = self._values.reshape(len(self._indices), width_of(self._shape))
         ids, values = sum_repeated(self._indices, flat)
-        return RowSparseArray(ids, values.reshape(len(ids), *self._shape[1:]), self._shape)
+        return self.like(ids, values.reshape(len(ids), *self._shape[1:]))
 
-    def copy(self) -> RowSparseArray:
+    def copy(self: Self) -> Self:
         """The same in memory of its own."""
-        return RowSparseArray(self._indices.copy(), self._values.copy(), self._shape)
+        return self.like(self._indices.copy(), self._values.copy())
+
+    def like(self: Self, ids: Ids, values: np.ndarray[Any, Any]) -> Self:
+        """Other rows of an array of the same shape and class; nothing is copied."""
+        return type(self)(ids, values, self._shape)
 
     def to_dense(self) -> np.ndarray[Any, Any]:
         """All rows, as a new NumPy array of the whole shape."""
@@ -141,7 +161,15 @@ class RowSparseArray:
         return self.to_dense()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
-        raise ArgumentTypeError("a RowSparseArray is no dense array; use its to_dense()")
+        raise ArgumentTypeError("a RowSparseArray is not a dense array; use its to_dense()")
+
+    def dense_operand(self) -> Any:
+        """``to_dense`` in the class of array that dense results have."""
+        return self.to_dense()
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        """NumPy's ufuncs on row-sparse arrays; see NEP 13 for the arguments."""
+        return arithmetic.computed(RowSparseArray, ufunc, method, inputs, options)
 
     # -- for the stores ------------------------------------------------------------------
 
@@ -189,12 +217,7 @@ def _checked_shape(shape: Iterable[int]) -> tuple[int, ...]:
         raise ArgumentTypeError(f"a shape is a list of ints, got {shape!r}") from error
     if not sizes or any(size < 0 for size in sizes):
         raise ArgumentValueError(
-            f"a row-sparse array has one dimension or more, of no negative size, got {sizes}"
+            f"a row-sparse array must have dimensions, none of negative size, got {sizes}"
         )
     check_num_rows(sizes[0])
     return sizes
-
-
-def width_of(shape: tuple[int, ...]) -> int:
-    """How many numbers a row has."""
-    return math.prod(shape[1:])

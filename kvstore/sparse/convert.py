@@ -1,4 +1,4 @@
-"""Sparse matrices of SciPy and sparse tensors of PyTorch as row-sparse arrays.
+"""Convert SciPy's sparse matrices and PyTorch's sparse tensors to row-sparse.
 
 They are recognised by their classes and asked by their own methods, so neither library is
 imported here. Pure; any thread may call. Read next: ``sums.py``.
@@ -66,7 +66,7 @@ def _library_by_name(kind: type) -> str | None:
 def _from_scipy(matrix: Any) -> RowSparseArray:
     if len(matrix.shape) != 2:
         raise ArgumentTypeError(
-            f"of SciPy's sparse arrays, those with two dimensions are taken, got {matrix.shape}"
+            f"a sparse array of SciPy must have two dimensions, got the shape {matrix.shape}"
         )
     by_row = matrix.tocsr()
     ids = np.flatnonzero(np.diff(by_row.indptr))

@@ -1,4 +1,4 @@
-"""Row ids: what callers pass, as flat int64 that is known to be in range.
+"""Check the row ids that callers pass, as flat int64 in range.
 
 Ids are integers, and exact up to 2**63 - 1. Floats are taken only where each of them can be told
 from its neighbours: whole numbers below the largest up to which the dtype has all of them (2**24
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvstore.arrays import adapter_for
-from kvstore.dtypes import is_bfloat16, is_float
+from kvstore.arrays.dtypes import is_bfloat16, is_float
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
 
 Ids: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -34,7 +34,7 @@ def checked_ids(ids: object, num_rows: int, owner: str) -> Ids:
 
     ``ids`` is an array of any library and any shape, or an int, or a list of ints. ``owner`` has
     ``num_rows`` rows and is named in errors. The result may share the memory of ``ids`` and is
-    only to be read. Raises ``ArgumentTypeError`` for what is no integer, ``ArgumentValueError``
+    only to be read. Raises ``ArgumentTypeError`` for what is not an integer, ``ArgumentValueError``
     for ids out of range.
     """
     if isinstance(ids, (list, tuple, range, *_INTEGERS)):

@@ -1,9 +1,10 @@
-"""Rows as bytes: what workers and servers send to each other about rows of a part.
+"""Encode rows of a part for messages between workers and servers.
 
 A payload is a header of 32 bytes, ids, and values (``docs/wire.md``, section 18). Ids are those
-within the part, sorted, each once, in 4 bytes where the part has no more rows, else in 8. Whoever
-reads a payload believes nothing: what does not add up is a ``ProtocolError``. Pure; nothing is
-copied that need not be. Read next: ``stripes.py`` and ``cuts.py``: what the rows of a part are.
+within the part, sorted, each once, in 4 bytes where the part has no more rows, else in 8. The
+reader of a payload checks everything: a contradiction is a ``ProtocolError``. Pure; nothing is
+copied that need not be. Read next: ``partition.py``: what the rows of a part
+are.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ ROWS_FORM = 1
 
 HEADER_BYTES = 32
 _HEADER = struct.Struct("<BBHIQQQ")
-#: Values begin at a multiple of so many bytes: the alignment of the widest dtype.
+#: Values begin at a multiple of this many bytes: the alignment of the widest dtype.
 _ALIGNMENT = 16
 _SHORT_IDS = 1 << 32
 _ID_TYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<i8")}
 
 
-class Kind(enum.IntEnum):
+class RowPayloadKind(enum.IntEnum):
     """What a payload says."""
 
     ROWS = 1
@@ -43,15 +44,15 @@ class Kind(enum.IntEnum):
     """Of the ``num_rows`` rows from ``offset`` on, those that are there are wanted, with ids."""
 
 
-class Payload(NamedTuple):
+class RowPayload(NamedTuple):
     """A payload, read."""
 
-    kind: Kind
+    kind: RowPayloadKind
     num_rows: int
     width: int
     """Numbers in a row."""
     offset: int
-    """So many numbers of the first row lie before the part; with ``HELD`` a row."""
+    """How many numbers of the first row lie before the part; with ``HELD`` a row."""
     ids: Ids
     """Empty for kinds without."""
     values: Bytes
@@ -59,7 +60,7 @@ class Payload(NamedTuple):
 
 
 def id_bytes_for(num_rows: int) -> int:
-    """In how many bytes an id of a part with so many rows travels."""
+    """In how many bytes an id of a part with this many rows travels."""
     return 4 if num_rows <= _SHORT_IDS else 8
 
 
@@ -69,7 +70,13 @@ def payload_bytes(num_ids: int, id_bytes: int, value_bytes: int) -> int:
 
 
 def write_payload(
-    memory: Bytes, kind: Kind, num_rows: int, width: int, offset: int, ids: Ids, id_bytes: int
+    memory: Bytes,
+    kind: RowPayloadKind,
+    num_rows: int,
+    width: int,
+    offset: int,
+    ids: Ids,
+    id_bytes: int,
 ) -> Bytes:
     """Write header and ids into ``memory``, of ``payload_bytes``; returns where values go.
 
@@ -87,16 +94,16 @@ def write_payload(
     return memory[start:]
 
 
-def read_payload(memory: Bytes) -> Payload:
+def read_payload(memory: Bytes) -> RowPayload:
     """What ``write_payload`` wrote, checked as far as it can be without knowing the part."""
     if len(memory) < HEADER_BYTES:
         raise ProtocolError(f"a payload of rows has {len(memory)} bytes, too few for its header")
     number, size, *unused, count, width, offset = _HEADER.unpack(memory[:HEADER_BYTES].tobytes())
     try:
-        kind = Kind(number)
+        kind = RowPayloadKind(number)
     except ValueError:
-        raise ProtocolError(f"{number} is no kind of payload of rows") from None
-    has_ids = kind in (Kind.ROWS, Kind.WANTED) and count > 0
+        raise ProtocolError(f"unknown kind of row payload: {number}") from None
+    has_ids = kind in (RowPayloadKind.ROWS, RowPayloadKind.WANTED) and count > 0
     if any(unused) or (has_ids and size not in _ID_TYPES) or (size and not has_ids):
         raise ProtocolError("the header of a payload of rows is malformed")
     start = HEADER_BYTES + _padded(count * size)
@@ -108,7 +115,7 @@ def read_payload(memory: Bytes) -> Payload:
         ids = memory[HEADER_BYTES:stop].view(_ID_TYPES[size]).astype(np.int64, copy=False)
         if int(ids[0]) < 0 or not is_increasing(ids):
             raise ProtocolError("the ids of a payload of rows are not sorted, or repeated")
-    return Payload(kind, count, width, offset, ids, memory[start:])
+    return RowPayload(kind, count, width, offset, ids, memory[start:])
 
 
 def _padded(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Adding up row-sparse contributions, in a fixed order: the arithmetic of every store.
+"""Sum row-sparse contributions in a fixed order: the arithmetic of every store.
 
 **Order.** First the rows of one id within a contribution, left to right; then contributions, left
 to right: what adding the dense arrays would give, to the last bit, signs of zeros included.
@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore import kernels
-from kvstore.aggregate import add_up
-from kvstore.dtypes import accumulation_dtype
+from kvstore.arrays.cpu import kernels
+from kvstore.arrays.cpu.sums import add_up
+from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.sparse.ids import Ids, is_increasing, sorted_with_places, starts_of, union_of
 
 RowValues = np.ndarray[Any, Any]
 """Rows as a 2-D array (number of rows, numbers in a row), in any layout."""
 
 _FEW = 32
-"""So many rows of one id are added step by step, in one step for all ids; more of them id by id."""
+"""Up to this many rows of one id are added step by step, each step for all ids; more, id by id."""
 
 
 class Contribution(NamedTuple):

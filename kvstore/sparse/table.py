@@ -1,4 +1,4 @@
-"""``RowTable``: the rows of one key that are there, and what the optimizer keeps for them.
+"""``RowTable``: the rows of one key that are present, and their optimizer states.
 
 A row that is not there is zero. What a store in one process holds of a row-sparse key; a server
 can hold its share of the rows the same way, under ids of its own. Values and states are 2-D
@@ -9,8 +9,8 @@ arrays with a row in the same place in each of them:
 * by index: places are given out as rows come; a sorted index finds them. The number of rows that
   the shape speaks of costs nothing then.
 
-Which of the two it is changes no result. Whoever owns the table lets one thread in at a time.
-Read next: ``kvstore/local_rows.py``.
+Which of the two it is changes no result. The table's owner lets one thread in at a time.
+Read next: ``kvstore/stores/local/sparse.py``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvstore import kernels
-from kvstore.aggregate import Flat, Workspace
-from kvstore.dtypes import accumulation_dtype
+from kvstore.arrays.cpu import kernels
+from kvstore.arrays.cpu.sums import Flat, Workspace
+from kvstore.arrays.dtypes import accumulation_dtype
+from kvstore.arrays.keys import KeySpec, width_of
 from kvstore.errors import NotSupportedError
-from kvstore.keys import KeySpec
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import (
     create_state,
@@ -33,11 +33,9 @@ from kvstore.optimizer.states import (
     state_names,
     take_over,
 )
-from kvstore.sparse.array import width_of
 from kvstore.sparse.ids import Ids, is_increasing
-from kvstore.sparse.spans import over_cores
 from kvstore.sparse.sums import Contribution, RowValues, Sum
-from kvstore.sparse.update import assign, is_lazy, keeps_zero, update_all, update_lazily
+from kvstore.sparse.update import assign, keeps_zero, over_cores, update_all, update_lazily
 
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -151,7 +149,7 @@ class RowTable:
         then nothing has changed.
         """
         total = Sum(contributions)
-        if is_lazy(optimizer):
+        if optimizer.is_lazy("row_sparse"):
             places = self._ready(total.ids, optimizer)
             update_lazily(
                 self.values, self.states or (), places, total, optimizer, count, workspace
@@ -264,9 +262,12 @@ class RowTable:
             self._places.use_all()
             return
         name = optimizer.name or type(optimizer).__name__
+        instead = "another optimizer, such as adagrad: this one needs whole keys"
+        if optimizer.scope != "key":
+            instead = "lazy_update=True"
         raise NotSupportedError(
             f"{name} would change all {self.num_rows} rows of this key, of which only {len(self)} "
-            "are held; use lazy_update=True, or an optimizer other than LARS and LAMB"
+            f"are held; use {instead}"
         )
 
 

@@ -1,42 +1,61 @@
-"""Optimizers on some rows of a table: lazily, or as a dense gradient would have it.
+"""Run optimizers on some rows of a table, on several cores.
 
 One path for every optimizer: a block of rows of the weight and of each state is gathered, updated
 by the optimizer's own dense formula, and written back. Blocks stay in the processor's cache; rows
-that follow each other are updated where they lie. Arrays are 2-D, (rows, numbers in a row), on
-the host, and the caller's. Others may work on other rows meanwhile, with another workspace. Read
-next: ``table.py``.
+that follow each other are updated where they lie. Arrays are 2-D, (rows, numbers in a row), on the
+host, and the caller's. Others may work on other rows meanwhile, with another workspace. Scattered
+rows cost the wait for memory, so they are divided among threads; that changes no bit.
 
-**Lazy** (``lazy_update=True``, the default as in MXNet 1.9.1): rows without a gradient stay as they
-are, their momentum and decay too. **Not lazy**: they are updated with a gradient of zero, and the
-outcome is that of the dense gradient to the last bit. An optimizer that needs whole keys (LARS,
-LAMB) is never lazy.
+**Lazy** (``Optimizer.is_lazy``): rows without a gradient stay unchanged, their momentum and decay
+too. **Not lazy**: they are updated with a gradient of zero, and the outcome is that of the dense
+gradient to the last bit. Read next: ``table.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
-from kvstore import kernels
-from kvstore.aggregate import BLOCK_ELEMENTS, Flat, Workspace, update_block
-from kvstore.dtypes import accumulation_dtype
+from kvstore.arrays.cpu import kernels
+from kvstore.arrays.cpu.sums import BLOCK_ELEMENTS, Flat, Workspace, update_block
+from kvstore.arrays.cpu.threads import shared
+from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import create_state, has_master
 from kvstore.sparse.ids import Ids, is_increasing
-from kvstore.sparse.spans import over_cores
 from kvstore.sparse.sums import RowValues, Sum, put_rows
+
+_LEAST_ELEMENTS = 1 << 18
+"""Numbers that are worth another thread."""
+
+_EACH = 2
+"""Spans for a thread: one that is disturbed leaves some to the others."""
+
+
+def over_cores(num_rows: int, width: int, work: Callable[[int, int, int], None]) -> None:
+    """Call ``work(number, start, stop)`` for spans that cover all rows, at the same time.
+
+    Numbers are those of the spans, from 0 on. Returns when all are done; raises what the first
+    has raised.
+    """
+    cores = shared()
+    step = max(-(-num_rows // (_EACH * cores.num_threads)), _LEAST_ELEMENTS // max(width, 1), 1)
+    tasks = [
+        partial(work, number, start, min(start + step, num_rows))
+        for number, start in enumerate(range(0, num_rows, step))
+    ]
+    failure = cores.run(tasks)
+    if failure is not None:
+        raise failure.error
+
 
 _GRADIENT, _WEIGHT, _SUM, _STATE = 0, 10, 11, 12
 """Slots of a workspace; ``update_block`` takes the gradient in slot 0, and 1 for itself."""
 
 _LAZY_BLOCK = 4 * BLOCK_ELEMENTS
 """Rows that lie here and there take more calls for a block than whole arrays do."""
-
-
-def is_lazy(optimizer: Optimizer) -> bool:
-    """Whether the optimizer leaves rows alone that have no gradient."""
-    return optimizer.lazy_update and optimizer.scope != "key"
 
 
 def update_lazily(
@@ -108,14 +127,14 @@ def assign(weight: RowValues, places: Ids, total: Sum, workspace: Workspace) -> 
 
 
 def keeps_zero(optimizer: Optimizer, dtype: np.dtype[np.generic], count: int) -> bool:
-    """Whether update number ``count`` leaves a weight of zero, never touched, exactly as it is.
+    """Whether update number ``count`` leaves a weight of zero, never touched, unchanged.
 
-    Then rows that nobody ever pushed need no memory, even where updates are not lazy.
+    Then rows that were never pushed need no memory, even where updates are not lazy.
     """
-    weight: Flat = np.zeros(1, dtype)
+    weight: Flat = np.zeros(optimizer.block_length(1, 1), dtype)
     state = create_state(optimizer, weight)
     before = [array.tobytes() for array in (weight, *state)]
-    gradient: Flat = np.zeros(1, accumulation_dtype(dtype))
+    gradient: Flat = np.zeros(len(weight), accumulation_dtype(dtype))
     with np.errstate(all="ignore"):
         update_block(weight, gradient, optimizer, state, count, Workspace())
     return before == [array.tobytes() for array in (weight, *state)]
@@ -124,7 +143,7 @@ def keeps_zero(optimizer: Optimizer, dtype: np.dtype[np.generic], count: int) ->
 def row_blocks(
     num_rows: int, width: int, elements: int = BLOCK_ELEMENTS
 ) -> Iterator[tuple[int, int]]:
-    """Stretches of rows of about so many numbers, which fit the cache, as (start, stop)."""
+    """Stretches of rows of about this many numbers, which fit the cache, as (start, stop)."""
     step = max(elements // max(width, 1), 1)
     for start in range(0, num_rows, step):
         yield start, min(start + step, num_rows)

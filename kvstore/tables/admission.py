@@ -1,11 +1,11 @@
-"""``Waiting``: ids that were asked for, and not often enough to get a row yet.
+"""``WaitingIds``: ids that were not yet asked for often enough to get a row.
 
 Counts of the last ids that have none, in a ring: where it is full, the id that has waited longest
 is forgotten, and would begin again. An id that is admitted, and finds no room for its row, waits on
 as one that is admitted. So the memory is bounded, and every count is exact, which a
 count-min sketch is not: that one admits ids too early, all of them when it fills up. Source of the
 ring: the queue A1out of Johnson and Shasha, "2Q", VLDB 1994, counting to n here. Pure; one
-thread at a time. Read next: ``share.py``.
+thread at a time. Read next: ``shard.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.sparse.ids import Ids
-from kvstore.tables.index import PLACE_BYTES, IdIndex
+from kvstore.tables.hash_index import PLACE_BYTES, IdIndex
 
 WAITING_BYTES = PLACE_BYTES + 4
 """What an id that waits takes: its part of the index, and an int32 count."""
@@ -26,7 +26,7 @@ FIRST_PLACES = 1024
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-class Waiting:
+class WaitingIds:
     """Admits an id when it was touched ``admit_after`` times, 2 or more."""
 
     def __init__(self, admit_after: int, num_places: int) -> None:
@@ -88,7 +88,7 @@ class Waiting:
 
 
 def step_towards(num_places: int, limit: int) -> int:
-    """How many places to have for so many: the limit, its half, its quarter, ...
+    """How many places to have for this many: the limit, its half, its quarter, ...
 
     So the last step but one has half of the memory, and what is there is never there twice beyond
     what the limit takes.

@@ -1,8 +1,8 @@
-"""``Table``: what a growing table promises, in whatever store.
+"""``Table``: the interface of a growing table, for every kind of store.
 
-Hardly anything here does anything. Read next: ``share.py`` for how it is done,
-``kvstore/local_tables.py`` for the tables of a store in one process, and
-``kvstore/dist_tables.py`` for those on servers.
+Hardly anything here does anything. Read next: ``shard.py`` for how it is done,
+``kvstore/stores/local/tables.py`` for the tables of a store in one process, and
+``kvstore/stores/dist/tables.py`` for those on servers.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Table(abc.ABC):
     def export(self, path: Path, *, states: bool = True) -> int:
         """Write all rows to a file; returns its mark, for ``export_delta``.
 
-        With ``states`` (the optimizer's) a table that loads the file goes on as this one would,
+        With ``states`` (the optimizer's) a table that loads the file continues as this one would,
         but for ids that wait for admission. Without, for serving, the file is smaller. On ``dist``
         stores the lowest rank's path is the one that counts; those of the others have to name the
         same file, in whatever directory. Raises ``CheckpointError``.
@@ -156,7 +156,7 @@ class Table(abc.ABC):
         """Write what has changed since the export that returned ``mark``; returns the new mark.
 
         That is the rows which were made or pushed since, and the ids of all others that are still
-        there. Raises ``ArgumentValueError`` for a mark that is none of this table's.
+        there. Raises ``ArgumentValueError`` for a mark that is not one of this table's.
         """
 
     @abc.abstractmethod

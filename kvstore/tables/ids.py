@@ -1,12 +1,16 @@
-"""Ids of tables: what callers pass, as flat int64 of which all 64 bits count.
+"""Read ids of tables as flat int64, and hash them to shares.
 
 Every value of int64 and of uint64 is an id. The two are one space, bit by bit: -1 and 2**64 - 1
-are the same id, as ``array.view`` has it. Pure; any thread may call. Read next: ``hashing.py``.
+are the same id, as ``array.view`` has it. The hash is the finaliser of SplitMix64: every bit of the
+result depends on every bit of the id, different ids have different results, and it is the same on
+every machine. Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014; constants of Vigna's splitmix64.c. Pure; any thread may call. Read next:
+``hash_index.py``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,7 +27,7 @@ def checked_table_ids(ids: object) -> tuple[Ids, tuple[int, ...]]:
 
     ``ids`` is an array of any library, of any integer dtype and any shape, or an int, or a list of
     ints. The result may share the memory of ``ids`` and is only to be read. Raises
-    ``ArgumentTypeError`` for what is no integer, floats of whole numbers too,
+    ``ArgumentTypeError`` for what is not an integer, floats of whole numbers too,
     ``ArgumentValueError`` for an int of more than 64 bits.
     """
     if isinstance(ids, (*_LISTS, *_INTEGERS)):
@@ -70,3 +74,52 @@ def _of_numbers(ids: Any) -> tuple[Ids, tuple[int, ...]]:
             raise ArgumentValueError(f"ids of a table have 64 bits, got {number}")
     words = np.array([int(number) % 2**64 for number in numbers], np.uint64)
     return words.view(np.int64), () if is_single else (len(numbers),)
+
+
+Words: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2**64 divided by the golden ratio: the step of SplitMix64's counter."""
+
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_HALF = np.uint64(32)
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+def mix(words: Words) -> Words:
+    """Hash each word, in place; returns the array itself."""
+    shifted = words >> np.uint64(30)
+    words ^= shifted
+    words *= _FIRST
+    np.right_shift(words, np.uint64(27), out=shifted)
+    words ^= shifted
+    words *= _SECOND
+    np.right_shift(words, np.uint64(31), out=shifted)
+    words ^= shifted
+    return words
+
+
+def spread(ids: Ids, num_slots: int) -> Ids:
+    """For each id a number from 0 to ``num_slots`` - 1, from the upper half of its hash.
+
+    ``num_slots`` is below 2**32.
+    """
+    words = mix(ids.view(np.uint64).copy())
+    words >>= _HALF
+    return _scaled(words, num_slots)
+
+
+def shares_of(ids: Ids, num_shares: int) -> Ids:
+    """The share of a table that each id belongs to, from the lower half of its hash.
+
+    Not the half of ``spread``, so that the ids of a share lie everywhere in its index.
+    """
+    words = mix(ids.view(np.uint64).copy())
+    words &= _LOW
+    return _scaled(words, num_shares)
+
+
+def _scaled(halves: Words, number: int) -> Ids:
+    halves *= np.uint64(number)
+    halves >>= _HALF
+    return halves.view(np.int64)

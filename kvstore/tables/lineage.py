@@ -1,10 +1,10 @@
-"""``Lineage``: what a table comes from, which tells whether a delta goes on from what is there.
+"""``Lineage``: which exports a table comes from, so which deltas it can load.
 
 Every table counts its marks from 1, so a mark does not say whose it is. A line is a random id and
 the last mark that counts as of it. A table draws an id when it is made, and another one whenever it
 loads a file: what it exports from then on are marks of its own. An export has all lines up to its
-mark, so a table that resumed from a file of another one goes on with that one's deltas. Pure but
-for the random numbers. Read next: ``loading.py``.
+mark, so a table that resumed from a file of another one continues with that one's deltas. Pure but
+for the random numbers. Read next: ``checkpoint/tables.py``.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def line_of(lines: Lines, mark: int) -> str | None:
 def agreed(shares: Sequence[Lineage]) -> Lineage:
     """That of a table by those of its shares, which draw ids of their own.
 
-    Once one has been given to all of them (``table_files.py``) it is that. Shares that have not
-    loaded the same have loaded nothing together.
+    Once one has been given to all of them (``stores/dist/sparse_checkpoint.py``) it is that. Shares
+    that have not loaded the same have loaded nothing together.
     """
     first = shares[0]
     if all(lineage == first for lineage in shares):
@@ -81,7 +81,7 @@ def lines_to_plain(lines: Lines) -> list[list[Any]]:
 def lines_from_plain(data: object) -> Lines:
     """What ``lines_to_plain`` wrote. Raises ``ValueError``."""
     if not isinstance(data, (list, tuple)):
-        raise ValueError("the lineage is no list")
+        raise ValueError("the lineage is not a list")
     for pair in data:
         if not isinstance(pair, (list, tuple)) or [type(each) for each in pair] != [str, int]:
             raise ValueError("the lineage does not consist of pairs of an id and a mark")

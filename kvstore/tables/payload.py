@@ -1,9 +1,9 @@
-"""Rows of tables as bytes: what workers and servers send to each other about a share.
+"""Encode rows of tables for messages between workers and servers.
 
 A payload is a header of 16 bytes, ids, and values (``docs/wire.md``, section 19). Ids are any
-64-bit ones, in the order of the caller, each once; the server takes repeated ones, too. Whoever
-reads a payload believes nothing: what does not add up is a ``ProtocolError``. Pure; nothing is
-copied that need not be. Read next: ``kvstore/table_parts.py``, which reads them.
+64-bit ones, in the order of the caller, each once; the server takes repeated ones, too. The
+reader of a payload checks everything: a contradiction is a ``ProtocolError``. Pure; nothing is
+copied that need not be. Read next: ``kvstore/server/tables.py``, which reads them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TABLE_FORM = 2
 
 _HEADER = struct.Struct("<BBHIQ")
 _ALIGNMENT = 16
-"""Values begin at a multiple of so many bytes."""
+"""Values begin at a multiple of this many bytes."""
 
 
-class Kind(enum.IntEnum):
+class TablePayloadKind(enum.IntEnum):
     """What a payload says."""
 
     PUSH = 1
@@ -37,10 +37,10 @@ class Kind(enum.IntEnum):
     """The rows of these ids are wanted, and nothing is to change."""
 
 
-class Payload(NamedTuple):
+class TablePayload(NamedTuple):
     """A payload, read."""
 
-    kind: Kind
+    kind: TablePayloadKind
     width: int
     """Numbers in a row."""
     ids: Ids
@@ -53,7 +53,7 @@ def payload_bytes(num_ids: int, value_bytes: int) -> int:
     return _values_start(num_ids) + value_bytes
 
 
-def write_payload(memory: Bytes, kind: Kind, width: int, ids: Ids) -> Bytes:
+def write_payload(memory: Bytes, kind: TablePayloadKind, width: int, ids: Ids) -> Bytes:
     """Write header and ids into ``memory``, of ``payload_bytes``; returns where values go."""
     size = _HEADER.size
     memory[:size] = np.frombuffer(_HEADER.pack(kind, 0, 0, width, len(ids)), np.uint8)
@@ -63,23 +63,23 @@ def write_payload(memory: Bytes, kind: Kind, width: int, ids: Ids) -> Bytes:
     return memory[start:]
 
 
-def read_payload(memory: Bytes) -> Payload:
+def read_payload(memory: Bytes) -> TablePayload:
     """What ``write_payload`` wrote, checked as far as it can be without knowing the table."""
     size = _HEADER.size
     if len(memory) < size:
         raise ProtocolError(f"a payload of a table has {len(memory)} bytes, too few for its header")
     number, *unused, width, count = _HEADER.unpack(memory[:size].tobytes())
     try:
-        kind = Kind(number)
+        kind = TablePayloadKind(number)
     except ValueError:
-        raise ProtocolError(f"{number} is no kind of payload of a table") from None
+        raise ProtocolError(f"unknown kind of table payload: {number}") from None
     if any(unused):
         raise ProtocolError("the header of a payload of a table is malformed")
     start = _values_start(count)
     if start > len(memory):
         raise ProtocolError(f"a payload of a table is too short for {count} ids")
     ids = memory[size : size + 8 * count].view("<i8").astype(np.int64, copy=False)
-    return Payload(kind, width, ids, memory[start:])
+    return TablePayload(kind, width, ids, memory[start:])
 
 
 def _values_start(num_ids: int) -> int:

@@ -1,6 +1,10 @@
-"""``TableSettings``: what never changes about a table, checked once; and its memory limit.
+"""``TableSettings``: the constant settings of a table, and its memory limit.
 
-Pure; any thread may call. Read next: ``share.py``.
+Pure; any thread may call. Read next: ``shard.py``.
+
+Settings and lineages of tables as plain data, for messages: names and numbers, never code.
+
+Pure; any thread may call. Read next: ``kvstore/server/tables.py``, which reads them.
 """
 
 from __future__ import annotations
@@ -11,14 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.dtypes import accumulation_dtype, is_bfloat16
+from kvstore.arrays import initializer
+from kvstore.arrays.dtypes import accumulation_dtype, dtype_of, dtype_text, is_bfloat16
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
 from kvstore.optimizer.base import Optimizer, create
 from kvstore.optimizer.states import state_names
 from kvstore.tables.admission import WAITING_BYTES
-from kvstore.tables.ages import AGE_BYTES
-from kvstore.tables.first_values import Init, check_range, checked_init
-from kvstore.tables.index import MOST_PLACES, PLACE_BYTES
+from kvstore.tables.eviction import AGE_BYTES
+from kvstore.tables.hash_index import MOST_PLACES, PLACE_BYTES
+from kvstore.tables.initial_rows import Init, check_range, checked_init
+from kvstore.tables.lineage import Lineage, Lines, lines_from_plain, lines_to_plain
+from pslite.errors import ProtocolError, check_unicode
 
 MOST_DIM = 2**24
 """A row of float64 has 128 MiB then, and has to fit a message."""
@@ -111,13 +118,7 @@ def checked_settings(
 def _checked_name(name: object) -> str:
     if not isinstance(name, str) or not name:
         raise ArgumentTypeError(f"the name of a table is a str that is not empty, got {name!r}")
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise ArgumentValueError(
-            f"the name of a table is text, and {name!r} has half a character: {error.reason}"
-        ) from None
-    return name
+    return check_unicode("the name of a table", name, ArgumentValueError)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype[Any]:
@@ -138,8 +139,8 @@ def _checked_dtype(dtype: Any) -> np.dtype[Any]:
 def checked_table_optimizer(optimizer: object, dtype: np.dtype[Any]) -> Optimizer | None:
     """The optimizer of a table; its name will do.
 
-    Raises ``ArgumentTypeError`` for what is none, ``NotSupportedError`` for one that would change
-    rows which were not pushed.
+    Raises ``ArgumentTypeError`` for what is not one, ``NotSupportedError`` for one that would
+    change rows which were not pushed.
     """
     if optimizer is None:
         return None
@@ -154,10 +155,10 @@ def checked_table_optimizer(optimizer: object, dtype: np.dtype[Any]) -> Optimize
     shown = optimizer.name or type(optimizer).__name__
     if optimizer.scope == "key":
         raise NotSupportedError(
-            f"{shown} needs norms over all rows, and a table has those only that were touched; "
+            f"{shown} needs all rows at once, and a table holds only those that were touched; "
             "use another optimizer, such as adagrad"
         )
-    if not optimizer.lazy_update:
+    if optimizer.lazy_update is False:
         raise NotSupportedError(
             f"a table updates the rows that are pushed, and no others; use {shown} with "
             "lazy_update=True"
@@ -179,3 +180,75 @@ def _natural(what: str, number: object, least: int | None, most: int = 2**64 - 1
     if value > most:
         raise ArgumentValueError(f"{what} of a table is {most} at most, got {value}")
     return value
+
+
+_INITS = {
+    "uniform": initializer.Uniform,
+    "normal": initializer.Normal,
+    "constant": initializer.Constant,
+}
+
+
+def settings_to_plain(settings: TableSettings) -> list[Any]:
+    """Numbers, texts and None; equal settings give equal data."""
+    return [
+        settings.name,
+        settings.dim,
+        dtype_text(settings.dtype),
+        *_init_to_plain(settings.init),
+        settings.capacity,
+        settings.ttl,
+        settings.admit_after,
+        settings.seed,
+    ]
+
+
+def settings_from_plain(data: list[Any], num_shares: int) -> TableSettings:
+    """What ``settings_to_plain`` wrote. Raises ``ProtocolError``."""
+    if len(data) != 9:
+        raise ProtocolError("the settings of a table are malformed")
+    name, dim, dtype, kind, number, capacity, ttl, admit_after, seed = data
+    if type(kind) is not str or kind not in _INITS or type(number) is not float:
+        raise ProtocolError("the initial rows of a table are malformed")
+    try:
+        return checked_settings(
+            name,
+            dim,
+            init=_INITS[kind](number),
+            capacity=capacity,
+            ttl=ttl,
+            admit_after=admit_after,
+            dtype=dtype_of(dtype),
+            seed=seed,
+            num_shares=num_shares,
+        )
+    except (ArgumentTypeError, ArgumentValueError) as error:
+        raise ProtocolError(f"the settings of a table are malformed: {error}") from error
+
+
+def lineage_to_plain(lineage: Lineage) -> list[Any]:
+    """Its own id, and pairs of an id and a mark."""
+    return [lineage.own, lines_to_plain(lineage.loaded)]
+
+
+def lineage_from_plain(data: list[Any]) -> Lineage:
+    """What ``lineage_to_plain`` wrote. Raises ``ProtocolError``."""
+    if len(data) != 2 or type(data[0]) is not str or not data[0]:
+        raise ProtocolError("the lineage of a table is malformed")
+    return Lineage(checked_lines(data[1]), data[0])
+
+
+def checked_lines(data: object) -> Lines:
+    """What ``lines_to_plain`` wrote, from a message. Raises ``ProtocolError``."""
+    try:
+        return lines_from_plain(data)
+    except ValueError as error:
+        raise ProtocolError(f"the lineage of a table is malformed: {error}") from error
+
+
+def _init_to_plain(init: Init) -> tuple[str, float]:
+    if isinstance(init, initializer.Uniform):
+        return "uniform", float(init.scale)
+    if isinstance(init, initializer.Normal):
+        return "normal", float(init.sigma)
+    return "constant", float(init.value)

@@ -5,7 +5,7 @@ can map. A frame that lies in one travels to such a peer as a descriptor (which 
 how long), and the peer reads the sender's memory itself. To everybody else, and to layers
 above, it is a frame like any other.
 
-What that asks of whoever sends a buffer: it stays as it is until the *receiver is done with
+What that asks of a buffer's sender: not to change it until the *receiver is done with
 it*, not only until the message is accepted. For a push that is its answer; for an answer, its
 acceptance, since a worker copies values out before it accepts.
 

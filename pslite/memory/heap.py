@@ -1,9 +1,9 @@
 """Where a node's buffers come from. Any thread may ask; nothing here waits.
 
 A buffer is a flat array of bytes that is free again when nothing refers to it: no array, no
-view, no message under way. So nobody gives buffers back, and none is reused too early. Memory
-once touched stays for the next buffer, since fresh memory costs page faults. Next:
-``sharing.py``.
+view, no message under way. So buffers are never given back by hand, and none is reused
+too early. Memory once touched stays for the next buffer, since fresh memory costs page faults.
+Next: ``sharing.py``.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Heap:
         return owner.segment.address, owner.segment.nbytes, owner.segment
 
     def segments(self) -> list[tuple[int, Segment]]:
-        """What peers may map: (number, segment)."""
+        """Return what peers may map: (number, segment)."""
         _, stretches = self._by_address
         return [(stretch.number, stretch.segment) for stretch in sorted(stretches, key=_number)]
 

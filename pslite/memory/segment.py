@@ -91,13 +91,13 @@ def map_segment(pid: int, ticket: Ticket) -> memoryview:
     """
     path = f"/proc/{pid}/fd/{ticket.fd}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-        raise OSError(f"{path} is no segment")
+        raise OSError(f"{path} is not a shared memory segment")
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
         is_whole = stat.S_ISREG(found.st_mode) and found.st_size == ticket.nbytes
         if not is_whole or not fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK:
-            raise OSError(f"{path} is of another size than it should be, or may shrink")
+            raise OSError(f"{path} does not have {ticket.nbytes} bytes, or may shrink")
         if not hmac.compare_digest(os.pread(fd, NONCE_BYTES, 0), ticket.nonce):
             raise OSError(f"{path} is another segment: its nonce differs")
         memory = mmap.mmap(fd, ticket.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)

@@ -21,7 +21,7 @@ from pslite.wire.messages import Ints, SegmentOffer, SegmentTaken
 MIN_SHARED_BYTES = 1024
 """Smaller frames are copied faster than they are described."""
 MAX_SEGMENTS = 4096
-"""So many segments of one peer are mapped at most."""
+"""The most segments of one peer that are mapped."""
 PATIENCE_S = 0.5
 """So long values wait for a peer that is asked to map memory, which takes a millisecond."""
 _FIELDS = 4
@@ -60,7 +60,7 @@ class Sharing:
         return awaited is not None and max(awaited.values()) > now
 
     def next_due(self, now: float) -> float | None:
-        """When ``awaits`` changes by itself."""
+        """Return when ``awaits`` changes by itself."""
         if not self._awaited:
             return None
         times = [until for each in self._awaited.values() for until in each.values() if until > now]
@@ -70,7 +70,7 @@ class Sharing:
         """Map what ``peer``, whose process id the roster has, offers; the answer to it."""
         windows = self._windows.setdefault(peer, {})
         if len(windows) >= MAX_SEGMENTS:
-            return SegmentTaken(offer.segment, False, f"{MAX_SEGMENTS} segments are mapped")
+            return SegmentTaken(offer.segment, False, f"{MAX_SEGMENTS} segments are mapped already")
         try:
             ticket = Ticket(offer.fd, offer.nbytes, offer.nonce)
             windows[offer.segment] = map_segment(pid, ticket)
@@ -90,7 +90,7 @@ class Sharing:
             self._refused.add(peer)
 
     def reaches(self, peer: str) -> bool:
-        """Whether ``peer`` reads memory of this node. From any thread."""
+        """Return whether ``peer`` reads memory of this node. From any thread."""
         return peer in self._taken
 
     def may_reach(self, peer: str) -> bool:
@@ -148,16 +148,22 @@ class Sharing:
         """
         windows = self._windows.get(peer, {})
         if len(shared) % _FIELDS:
-            raise ProtocolError("a descriptor has four numbers")
+            raise ProtocolError(
+                f"expected {_FIELDS} numbers for each descriptor, got {len(shared)} in all"
+            )
         resolved = list(frames)
         last = -1
         for at in range(0, len(shared), _FIELDS):
             index, segment, offset, nbytes = shared[at : at + _FIELDS]
             window = windows.get(segment)
             if window is None or offset < 0 or nbytes < 0 or offset + nbytes > len(window):
-                raise ProtocolError("a descriptor is of memory that is not mapped here")
+                raise ProtocolError(
+                    f"segment {segment} is not mapped here at {offset} for {nbytes} bytes"
+                )
             if not last < index <= len(resolved):
-                raise ProtocolError("descriptors are out of order")
+                raise ProtocolError(
+                    f"descriptor of frame {index} is out of order after frame {last}"
+                )
             resolved.insert(index, window[offset : offset + nbytes])
             last = index
         return resolved

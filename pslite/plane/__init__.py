@@ -29,7 +29,7 @@ Parts that are always asked for together are kept as one (``unit.py``), which ch
 above but speed.
 
 A server's app supplies what rounds mean (``ServerApp``). ``protocol/rounds.py`` decides which
-contributions belong together; ``postoffice.py`` connects all this with a van.
+contributions belong together; ``node/postoffice.py`` connects all this with a van.
 """
 
 from pslite.plane.interface import (

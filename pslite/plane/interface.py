@@ -125,7 +125,7 @@ class ServerApp(Protocol):
         """Look at a payload in a form of the app's own; what it returns is a contribution.
 
         Or, for a pull, what ``answer`` gets. Raises for a payload that makes no sense: its sender
-        gets that error, and nobody else notices. The piece is valid until the job is done.
+        gets that error; other workers do not notice. The piece is valid until the job is done.
         """
 
     def check(self, part: int, piece: Piece) -> None:
@@ -157,7 +157,7 @@ Effect = Send | Run
 
 
 def cut(sizes: Sequence[int], frames: Sequence[Buffer]) -> list[Piece]:
-    """Where each part lies in the payload.
+    """Return where each part lies in the payload.
 
     Raises:
         ProtocolError: the sizes do not add up to frames of whole parts.
@@ -177,11 +177,11 @@ def cut(sizes: Sequence[int], frames: Sequence[Buffer]) -> list[Piece]:
             frame = _as_bytes(next(rest, b""))
             start, length = 0, len(frame)
         if size < 0 or start + size > length:
-            raise ProtocolError("the payload is shorter than its sizes say")
+            raise ProtocolError("the payload is shorter than its sizes add up to")
         pieces.append(Piece(frame, start, start + size))
         start += size
     if start != length or next(rest, None) is not None:
-        raise ProtocolError("the payload is longer than its sizes say")
+        raise ProtocolError("the payload is longer than its sizes add up to")
     return pieces
 
 

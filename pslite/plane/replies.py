@@ -13,7 +13,7 @@ from pslite.errors import NodeLostError, describe
 from pslite.plane.interface import Buffer, Formed, Send, ServerApp
 from pslite.wire.messages import Answer, Ints, PartsFailed
 
-#: So many parts at most travel in one answer, each in a frame of its own at worst.
+#: The most parts that travel in one answer, each in a frame of its own at worst.
 _MAX_PARTS = 4096
 
 
@@ -54,7 +54,7 @@ class Replies:
         parts: Ints,
         round_: int,
     ) -> None:
-        """Parts came to nothing; ``consumed`` says that the round counts all the same."""
+        """Report failed parts; ``consumed`` says that the round counts all the same."""
         key = (rank, pushed, consumed, id(error))
         entries = self.failures.setdefault(key, (error, []))[1]
         entries += [(part, round_) for part in parts]

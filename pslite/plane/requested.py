@@ -84,7 +84,7 @@ class Requested:
             self.pushed -= 1
 
     def may_send(self, transfer: Transfer, window: int) -> bool:
-        """Whether a request may go out now, if none is held before it."""
+        """Return whether a request may go out now, if none is held before it."""
         if self.pulling is not None:
             return False
         return not transfer.push or len(self.inflight) <= window

@@ -1,6 +1,6 @@
 """A server's half of the data plane. Pure; runs on the node's I/O thread.
 
-What arrives is looked at here, and goes to the units that its parts belong to (``parts.py``). The
+What arrives is looked at here, and goes to the units that its parts belong to (``groups.py``). The
 rules stand in the package's docstring; ``worker.py`` is the other half, and ``protocol/rounds.py``
 decides which contributions belong together. Read next: ``unit.py`` and ``replies.py``.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pslite.errors import ProtocolError, UsageError
+from pslite.plane.groups import Parts
 from pslite.plane.interface import (
     Buffer,
     Effect,
@@ -23,7 +24,6 @@ from pslite.plane.interface import (
     cut,
     piece_of,
 )
-from pslite.plane.parts import Parts
 from pslite.plane.replies import Replies
 from pslite.plane.unit import NO_SIZE, OpenRound, Unit
 from pslite.protocol.rounds import AsyncRounds, Rounds, SyncRounds
@@ -46,6 +46,10 @@ class ServerPlane:
         self._parts = Parts()
         self._gone: dict[int, BaseException] = {}
         self._early: list[tuple[int, int, Exchange, Sequence[Buffer]]] = []
+        #: Rank -> (part, round) of its pushes that were of an earlier epoch, and come again.
+        self._stale: dict[int, set[tuple[int, int]]] = {}
+        #: Workers that have left, some of whose pushes are stale or early still.
+        self._leaving: dict[int, BaseException] = {}
         self.epoch = 1
 
     # -- parts -------------------------------------------------------------------------
@@ -70,7 +74,7 @@ class ServerPlane:
             is_checked: whether the app looks at each push as it arrives (``ServerApp.check``).
         """
         if part in self._parts.units:
-            raise UsageError(f"part {part} is open already")
+            raise UsageError(f"part {part} is already open")
         rounds: Rounds
         if ranks is None:
             rounds = AsyncRounds(self._window)
@@ -82,14 +86,14 @@ class ServerPlane:
         self._parts.put(Unit((part,), (size,), rounds, lane, push_sizes, is_checked=is_checked))
 
     def is_quiet(self, part: int) -> bool:
-        """Whether a part is there and no push or pull of it is under way."""
+        """Return whether a part is there and no push or pull of it is under way."""
         unit = self._parts.units.get(part)
         return unit is not None and unit.is_quiet
 
     def resize_part(
         self, part: int, size: int, push_size: int, *, is_checked: bool = False
     ) -> None:
-        """Values and pushes of a part, which is quiet, have so many bytes from now on.
+        """Give the values and pushes of a part, which is quiet, this many bytes from now on.
 
         ``is_checked`` is that of ``open_part``.
         """
@@ -113,6 +117,15 @@ class ServerPlane:
         return sum(len(unit.rounds.waiting()) * len(unit.parts) for unit in self._parts.distinct())
 
     @property
+    def is_applying(self) -> bool:
+        """Whether a round of any part is being applied, or will be."""
+        return bool(self._leaving) or any(unit.rounds.running for unit in self._parts.distinct())
+
+    def owes(self, rank: int) -> bool:
+        """Return whether a worker waits for the answer to a push or a pull."""
+        return any(unit.owes(rank) for unit in self._parts.distinct())
+
+    @property
     def num_pulls(self) -> int:
         """Parts whose values somebody waits for."""
         return sum(len(pull.parts) for unit in self._parts.distinct() for pull in unit.pulls)
@@ -132,12 +145,20 @@ class ServerPlane:
         Raises ``ProtocolError`` for what is malformed, of which nothing was taken then:
         ``refuse`` tells its sender.
         """
+        effects = self._take(rank, epoch, message, frames)
+        return effects + self._let_go(rank) if rank in self._leaving else effects
+
+    def _take(
+        self, rank: int, epoch: int, message: Exchange, frames: Sequence[Buffer]
+    ) -> list[Effect]:
+        if message.push and (epoch < self.epoch or self._stale.get(rank)):
+            self._note_stale(rank, message, is_stale=epoch < self.epoch)
         if epoch < self.epoch:
             stale = StaleEpoch(self.epoch, message.push, message.parts, message.rounds)
             return [Send(rank, stale)]
         if epoch > self.epoch:
             if len(self._early) >= _MAX_EARLY:
-                raise ProtocolError(f"too many requests of epoch {epoch}, which nobody announced")
+                raise ProtocolError(f"too many requests of epoch {epoch}, which was not announced")
             self._early.append((rank, epoch, message, frames))
             return []
         replies = Replies()
@@ -149,6 +170,19 @@ class ServerPlane:
         else:
             self._take_pulls(rank, message, replies)
         return self._effects(replies, ready)
+
+    def _note_stale(self, rank: int, message: Exchange, *, is_stale: bool) -> None:
+        """Note which pushes will come again, as many as a worker may have under way."""
+        pushes = set(zip(message.parts, message.rounds, strict=True))
+        noted = self._stale.get(rank, set())
+        noted = noted | pushes if is_stale else noted - pushes
+        most = (1 + self._window) * len(self._parts.units)
+        if is_stale and len(noted) > most:
+            raise ProtocolError(
+                f"{len(noted)} pushes of earlier epochs are under way; {most} are the most, "
+                f"{1 + self._window} of each part of this server"
+            )
+        self._stale[rank] = noted
 
     def refuse(self, rank: int, message: Exchange, error: BaseException) -> list[Effect]:
         """Tell the sender of a message of which nothing was taken, so that it does not wait.
@@ -177,7 +211,7 @@ class ServerPlane:
                 unit.finish(batch, None, replies)
                 ready.append(unit)
                 continue
-            # They went their own ways meanwhile, or do so now, since some came to nothing.
+            # They went their own ways meanwhile, or do so now, since some failed.
             for part, error in zip(parts, outcome or [None] * len(parts), strict=True):
                 unit = self._parts.single(part)
                 if unit is not None:
@@ -185,8 +219,22 @@ class ServerPlane:
                     ready.append(unit)
         return self._effects(replies, ready)
 
+    def leave(self, rank: int, error: BaseException) -> list[Effect]:
+        """A worker has left: ``depart``, once all is here that it had pushed before."""
+        self._leaving[rank] = error
+        return self._let_go(rank)
+
+    def _let_go(self, rank: int) -> list[Effect]:
+        """Have a worker depart that has left, unless pushes of it are to come."""
+        is_early = any(early[0] == rank for early in self._early)
+        if is_early or self._stale.get(rank):
+            return []
+        return self.depart(rank, self._leaving[rank])
+
     def depart(self, rank: int, error: BaseException) -> list[Effect]:
         """A worker is gone; rounds that cannot be complete without it end with ``error``."""
+        self._leaving.pop(rank, None)
+        self._stale.pop(rank, None)
         self._gone[rank] = error
         replies = Replies()
         for unit in self._parts.distinct():
@@ -201,9 +249,11 @@ class ServerPlane:
         effects: list[Effect] = []
         for rank, their_epoch, message, frames in early:
             try:
-                effects += self.exchange(rank, their_epoch, message, frames)
-            except ProtocolError as error:  # the others' are none the worse for it
+                effects += self._take(rank, their_epoch, message, frames)
+            except ProtocolError as error:  # the others' are not affected
                 effects += self.refuse(rank, message, error)
+        for rank in list(self._leaving):
+            effects += self._let_go(rank)
         return effects
 
     def tick(self, now: float) -> list[Effect]:
@@ -228,7 +278,9 @@ class ServerPlane:
     ) -> None:
         parts, rounds, sizes = message.parts, message.rounds, message.sizes
         if len(sizes) != len(parts):
-            raise ProtocolError("a push needs a size for each part")
+            raise ProtocolError(
+                f"a push needs a size for each of its {len(parts)} parts, got {len(sizes)}"
+            )
         if frames and _is_uniform(rounds):
             unit = self._parts.whole(parts)
             is_fit = unit is not None and unit.push_sizes == sizes
@@ -243,9 +295,9 @@ class ServerPlane:
             if unit is None:
                 replies.fail(rank, True, False, _unknown(part), (part,), round_)
             elif unit.nbytes != size:
-                text = f"a push of part {part} has {unit.nbytes} bytes, {size} were pushed"
+                text = f"a push of part {part} must have {unit.nbytes} bytes, got {size}"
                 if unit.nbytes == NO_SIZE:
-                    text = f"part {part} has no plain value, as it was pushed"
+                    text = f"part {part} does not take plain values, and one was pushed"
                 unit.refuse(rank, round_, UsageError(text), replies)
             elif (error := self._why_malformed(unit, part, piece)) is not None:
                 unit.refuse(rank, round_, error, replies)
@@ -253,7 +305,7 @@ class ServerPlane:
                 ready.append(unit)
 
     def _is_fine(self, unit: Unit, piece: Piece) -> bool:
-        """Whether the app has nothing against any part of a push of a whole unit."""
+        """Return whether the app has nothing against any part of a push of a whole unit."""
         if not unit.is_checked:
             return True
         start = 0
@@ -283,7 +335,9 @@ class ServerPlane:
         """Contributions, or pulls, of which the app knows the form. Each part is alone."""
         is_push = message.push
         if len(message.sizes) != len(message.parts) or (is_push and message.pull):
-            raise ProtocolError("an exchange in a form has a size for each part, and one purpose")
+            raise ProtocolError(
+                "a formed exchange needs a size for each part, and must push or pull, not both"
+            )
         pieces = cut(message.sizes, frames)
         for part, round_, piece in zip(message.parts, message.rounds, pieces, strict=True):
             unit = self._parts.single(part)
@@ -312,7 +366,7 @@ class ServerPlane:
             if unit is None or unit.nbytes == NO_SIZE:
                 error = _unknown(parts[start])
                 if unit is not None:
-                    error = UsageError(f"part {parts[start]} has no plain value to pull")
+                    error = UsageError(f"part {parts[start]} does not have a plain value to pull")
                 replies.fail(rank, False, True, error, parts[start : start + 1], rounds[start])
                 start += 1
                 continue
@@ -354,4 +408,4 @@ def _whole_piece(unit: Unit, frames: Sequence[Buffer]) -> Piece | None:
 
 
 def _unknown(part: int) -> BaseException:
-    return UsageError(f"part {part} is not known to this server; was its key deleted?")
+    return UsageError(f"this server does not know part {part}: was its key deleted?")

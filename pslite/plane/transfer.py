@@ -73,9 +73,9 @@ class Transfer:
         self.sink = sink
         self.done = done
         self.priority = priority
-        #: Nobody wants the values any more (a time-out); they are not copied out.
+        #: The caller wants the values no more (a time-out); they are not copied out.
         self.abandoned = False
-        #: Index of a part that came to nothing -> why; None when it may be any of them.
+        #: Index of a part that failed -> why; None when it may be any of them.
         self.failed: dict[int, BaseException] | None = {}
         self._left = len(parts)
         self._error: BaseException | None = None
@@ -110,7 +110,7 @@ class Transfer:
                 self._note(index, self.unusable((index,), again))
 
     def unusable(self, indices: Sequence[int], error: Exception) -> PSError:
-        """What an answer about these parts comes to which makes no sense.
+        """Return the error for an unusable answer about these parts.
 
         A ``UsageError`` of the sink stays what it is: the answer is sound, and the call is not.
         """
@@ -126,7 +126,7 @@ class Transfer:
         return found
 
     def fail(self, index: int, error: BaseException) -> None:
-        """One part came to nothing."""
+        """Fail one part."""
         self._note(index, error)
         self._settle(1)
 
@@ -136,7 +136,7 @@ class Transfer:
         self._error = self._error or error
 
     def give_up(self, error: BaseException) -> None:
-        """All parts that are not answered yet came to nothing."""
+        """Fail all parts that are not answered yet."""
         if self._left:
             self.failed = None
             self._error = self._error or error
@@ -175,11 +175,11 @@ class Transfer:
     def _settle(self, count: int) -> None:
         self._left -= count
         if self._left == 0:
-            # Whoever still holds this transfer does not hold memory.
+            # An object that still holds this transfer does not hold memory.
             done, self.done = self.done, _nothing
             self.frames, self.sink, self._make = (), None, None
             done(self._error)
 
 
 def _nothing(error: BaseException | None) -> None:
-    """What a transfer does that is done already."""
+    """Do nothing: the transfer is done already."""

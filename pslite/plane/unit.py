@@ -3,7 +3,7 @@
 A model's small tensors travel in one message round after round, and are in the same state all
 the time. A server then keeps that state once, in one ``Unit``, instead of once for each part.
 What the rules say of parts stays true: a request for only some of a unit's parts makes the
-server split it (``parts.py``), and units whose parts are in the same state again may be joined.
+server split it (``groups.py``), and units whose parts are in the same state again may be joined.
 Pure; used by ``server.py`` on the I/O thread, which finds the unit that a request is for; what its
 workers are told then goes into ``Replies``.
 """
@@ -173,7 +173,7 @@ class Unit:
         self._answer_pulls(replies)
 
     def job(self, batch: Batch) -> Job:
-        """What is to be done for a round that is complete."""
+        """Return what is to be done for a round that is complete."""
         wanted = not self.wanted.isdisjoint(batch.rounds)
         if all(type(payload) is Piece for payload in batch.payloads):
             return Job(self.parts, self.sizes, self.push_sizes, batch, wanted)
@@ -183,7 +183,7 @@ class Unit:
         return Job(self.parts, (largest,), (largest,), batch, wanted, is_formed=True)
 
     def finish(self, batch: Batch, error: BaseException | None, replies: Replies) -> None:
-        """The round is over, also when it came to nothing; pulls that waited for it are due."""
+        """End the round, also a failed one; pulls that waited for it are due."""
         self.rounds.finish()
         version = self.rounds.version
         for rank, round_ in batch.rounds:
@@ -196,8 +196,13 @@ class Unit:
                 replies.answer(rank, True, wanted, value)
         self._answer_pulls(replies)
 
+    def owes(self, rank: int) -> bool:
+        """Return whether a worker waits for the answer to a push or a pull."""
+        is_pulling = any(pull.rank == rank for pull in self.pulls)
+        return is_pulling or any(other == rank for other, _ in self.rounds.waiting())
+
     def give_up(self, error: BaseException, replies: Replies) -> None:
-        """Whoever waits for a push or a pull of it gets ``error``."""
+        """Give ``error`` to all that wait for a push or a pull of it."""
         for rank, round_ in self.rounds.waiting():
             replies.fail(rank, True, False, error, self.parts, round_)
         for pull in self.pulls:

@@ -19,11 +19,11 @@ from pslite.wire.messages import Answer, Exchange, Ints, PartsFailed, StaleEpoch
 
 #: So often a list of parts has to be asked for before they are kept as one.
 _FAMILIAR = 2
-#: Lists that are not familiar yet are remembered for so many.
+#: At most this many lists that are not familiar yet are remembered.
 _MAX_LISTS = 256
 
 
-class _Letter(NamedTuple):
+class _QueuedMessage(NamedTuple):
     """A message that waits to be sent."""
 
     transfer: Transfer
@@ -45,10 +45,11 @@ class WorkerPlane:
         self._lists: Counter[Ints] = Counter()
         #: Transfers that are not complete, in order of submission.
         self._active: dict[Transfer, None] = {}
-        self._outbox: dict[int, list[tuple[int, int, _Letter]]] = {}
+        self._outbox: dict[int, list[tuple[int, int, _QueuedMessage]]] = {}
         self._sequence = 0
         self._stale: list[StaleEpoch] = []
         self._error: BaseException | None = None
+        self._tell: Callable[[BaseException], None] | None = None
         self._departed: dict[int, BaseException] = {}
         #: What was pushed and never answered. A server that was lost, or is thought to be, may
         #: still read it where it lies; so it is never used again while the node is there.
@@ -64,6 +65,8 @@ class WorkerPlane:
 
     def submit(self, transfer: Transfer) -> None:
         """Take a request on; ``take`` hands out what may be sent."""
+        if self._tell is not None and transfer.push:
+            transfer.done = _telling(transfer.done, self._tell)
         error = self._error or self._departed.get(transfer.server)
         if error is not None:
             if transfer.parts:
@@ -127,7 +130,9 @@ class WorkerPlane:
             freed.append(part)
             is_plain = transfer.pull and not transfer.form
             if is_plain and piece.stop - piece.start != transfer.sizes[index]:
-                size = ValueError(f"{piece.stop - piece.start} bytes for {transfer.sizes[index]}")
+                size = ValueError(
+                    f"expected {transfer.sizes[index]} bytes, got {piece.stop - piece.start}"
+                )
                 transfer.fail(index, transfer.unusable((index,), size))
                 continue
             indices.append(index)
@@ -210,7 +215,7 @@ class WorkerPlane:
 
     @property
     def awaited_epoch(self) -> int:
-        """The latest epoch that a server has spoken of and nobody has announced; 0: none."""
+        """The latest epoch that a server named and that is not announced yet; 0: none."""
         return max((message.epoch for message in self._stale), default=0)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -235,8 +240,16 @@ class WorkerPlane:
             self._drop(transfer, error)
 
     def close(self) -> None:
-        """The node has ended, after ``fail``: its memory is not used again, whoever holds it."""
+        """The node has ended, after ``fail``: its memory is not used again."""
         self._unanswered.clear()
+
+    def tell_failures(self, tell: Callable[[BaseException], None]) -> None:
+        """From now on, tell of each push that fails: the node ends."""
+        if self._tell is None:
+            self._tell = tell
+            for transfer in self._active:
+                if transfer.push:
+                    transfer.done = _telling(transfer.done, tell)
 
     def forget(self, parts: Iterable[int]) -> None:
         """These parts are gone for good; requests of them that are under way are still answered."""
@@ -273,7 +286,14 @@ class WorkerPlane:
     @property
     def everything_sent(self) -> bool:
         """Whether no request is held back any more."""
-        return not self._outbox and not any(state.held for state in self._parts.values())
+        if self._outbox or self._stale:
+            return False
+        return not any(state.held for state in self._parts.values())
+
+    @property
+    def num_unsent(self) -> int:
+        """Messages that may be sent, and for which there were no credits yet."""
+        return sum(map(len, self._outbox.values()))
 
     def waiting_for(self) -> list[int]:
         """The servers that still owe an answer."""
@@ -384,7 +404,7 @@ class WorkerPlane:
         self._sequence += 1
         mail = self._outbox.setdefault(transfer.server, [])
         frames = transfer.frames_of(indices) if transfer.has_frames else None
-        letter = _Letter(transfer, message, indices, frames)
+        letter = _QueuedMessage(transfer, message, indices, frames)
         heapq.heappush(mail, (-transfer.priority, self._sequence, letter))
 
     def _drop(self, transfer: Transfer, error: BaseException) -> None:
@@ -400,10 +420,26 @@ class WorkerPlane:
         transfer.give_up(error)
 
 
+def _telling(
+    done: Callable[[BaseException | None], None], tell: Callable[[BaseException], None]
+) -> Callable[[BaseException | None], None]:
+    """``done``, after telling of an error."""
+
+    def tell_and_end(error: BaseException | None) -> None:
+        if error is not None:
+            tell(error)
+        done(error)
+
+    return tell_and_end
+
+
 def _pieces_in(message: Answer, frames: Sequence[Buffer]) -> list[Piece]:
     """The value of each part of an answer. Raises ``ProtocolError``."""
     if not message.sizes:
         return [Piece(b"", 0, 0)] * len(message.parts)
     if len(message.sizes) != len(message.parts):
-        raise ProtocolError("an answer with values needs a size for each part")
+        raise ProtocolError(
+            f"an answer needs a size for each of its {len(message.parts)} parts, got "
+            f"{len(message.sizes)}"
+        )
     return cut(message.sizes, frames)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pslite.errors import DeadlineError, NodeLostError, UsageError
+from pslite.ids import group_title
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Overdue:
     waited_s: float
 
 
-#: Barriers that failed are remembered for those who come late, at most so many.
+#: At most this many failed barriers are remembered, for those who come late.
 MAX_GIVEN_UP = 4096
 
 
@@ -59,6 +60,10 @@ class _Wait:
     opened_at: float | None = None
     """When ``overdue`` first saw it."""
     reported_at: float = 0.0
+
+
+#: How many barriers a node may wait in at a time.
+MAX_OPEN = 256
 
 
 class Barriers:
@@ -84,8 +89,14 @@ class Barriers:
             return [Release(node, group, round_, given_up.kind, given_up.error)]
         member_set = frozenset(members)
         if node not in member_set:
-            reason = f"{self._title(node)} is no member of barrier group {group}"
+            reason = f"{self._title(node)} is not a member of barrier group {group}"
             return [Release(node, group, round_, UsageError.__name__, reason)]
+        if sum(node in wait.arrived for wait in self._open.values()) >= MAX_OPEN:
+            text = (
+                f"{self._title(node)} waits in {MAX_OPEN} barriers, which is the limit; wait for "
+                "one of them before you enter another"
+            )
+            return [Release(node, group, round_, UsageError.__name__, text)]
         wait = self._open.setdefault((group, round_), _Wait(member_set, {}))
         wait.arrived.setdefault(node, until)
         if wait.arrived.keys() >= wait.members:
@@ -112,8 +123,15 @@ class Barriers:
         for (group, round_), wait in list(self._open.items()):
             if min(wait.arrived.values()) <= now:
                 missing = ", ".join(self._title(node) for node in self.missing(group, round_))
-                text = f"the barrier of group {group} was not reached in time by {missing}"
+                text = f"the barrier of {group_title(group)} was not reached in time by {missing}"
                 releases += self._end(group, round_, wait, DeadlineError, text)
+        return releases
+
+    def give_up(self, error: type[Exception], text: str) -> list[Release]:
+        """End all barriers that somebody waits in with ``error``, also for those who come late."""
+        releases = []
+        for (group, round_), wait in list(self._open.items()):
+            releases += self._end(group, round_, wait, error, text)
         return releases
 
     def overdue(self, now: float, report_s: float) -> list[Overdue]:
@@ -144,7 +162,7 @@ class Barriers:
         ]
 
     def next_due(self) -> float | None:
-        """When the first wait's time is over."""
+        """Return when the first wait's time is over."""
         times = [until for wait in self._open.values() for until in wait.arrived.values()]
         return min(times, default=None)
 

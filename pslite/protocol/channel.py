@@ -12,6 +12,7 @@ to 8 bits and a set that grew for ever (``src/resender.h``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,8 @@ class Outgoing:
     nbytes: int
     sent_at: float
     repeats: int = 0
+    #: How much had been sent to the peer, this included, when it was sent the last time.
+    position: int = 0
 
     def due_at(self, timeout_s: float) -> float:
         return self.sent_at + timeout_s * (1 << min(self.repeats, MAX_BACKOFF))
@@ -90,7 +93,7 @@ class Channel:
         self._next_sequence = outgoing.sequence
 
     def drop_outgoing(self) -> None:
-        """Nobody will accept any more what was sent."""
+        """Forget what was sent: the peer will not accept it any more."""
         self._unaccepted.clear()
         self.unaccepted_bytes = 0
         self._check_at = None
@@ -105,18 +108,31 @@ class Channel:
         return not self._unaccepted
 
     @property
+    def num_unaccepted(self) -> int:
+        """Messages that the peer has not accepted."""
+        return len(self._unaccepted)
+
+    @property
     def next_due(self) -> float | None:
         """When ``repeats`` has to be asked again."""
         return self._check_at
 
-    def repeats(self, now: float, *, at_once: bool = False) -> list[Outgoing]:
-        """The messages to send again now; with ``at_once`` all that are not accepted."""
+    def repeats(
+        self, now: float, *, at_once: bool = False, passed: float = math.inf
+    ) -> list[Outgoing]:
+        """The messages to send again now; with ``at_once`` all that are not accepted.
+
+        Not those behind the position ``passed``: they are on their way through a slow link still,
+        which a repetition would only make slower. Their time begins when they are through.
+        """
         if not at_once and (self._check_at is None or now < self._check_at):
             return []
         due = []
         for outgoing in self._unaccepted.values():
             if at_once or outgoing.due_at(self._timeout_s) <= now:
                 outgoing.sent_at = now
+                if outgoing.position > passed:
+                    continue
                 outgoing.repeats += 1
                 due.append(outgoing)
         self._check_at = min(
@@ -128,7 +144,7 @@ class Channel:
     # -- the receiving side ------------------------------------------------------------
 
     def admit(self, sequence: int) -> bool:
-        """Whether a message that arrived is new. Seen ones are acknowledged again."""
+        """Return whether a message that arrived is new. Seen ones are acknowledged again."""
         if sequence > self._low + RECEIVE_WINDOW:
             return False
         self.owes_acceptance = True
@@ -144,7 +160,7 @@ class Channel:
         return True
 
     def acceptance(self) -> tuple[int, Ints]:
-        """What to tell the peer; from here on it counts as told."""
+        """Return what to tell the peer; from here on it counts as told."""
         self.owes_acceptance = False
         if not self._above:
             return self._low, ()

@@ -2,7 +2,9 @@
 
 Lost: the transport says that the connection is gone and it does not come back within
 ``lost_after_s``, or never came about within ``reach_s``, or the process is known to be dead
-(same machine, process id gone).
+(same machine, process id gone). Where bytes arrive on a connection that is being made, the first
+of these is waited for longer (``AWAITED_S``). A dead process may leave its connections to children
+that it had forked; what it said last is waited for then (``ENDED_S``).
 libzmq answers its heartbeats from its own thread, so a busy interpreter keeps its connection.
 
 Stalled: connected, but no sign of life from the node's own code for ``stall_report_s``. That
@@ -14,6 +16,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+AWAITED_S = 30.0
+"""For so much longer a connection is waited for at most where somebody answers. That may be another
+program, or one who keeps asking for the key."""
+ENDED_S = 0.5
+"""A process is gone and its connection is not: lost when nothing more has arrived for so long."""
+PROCESS_GONE = "its process is gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +42,72 @@ class Stalled:
 
 
 @dataclass(slots=True)
-class _Peer:
+class _PeerState:
     heard_at: float
     reported_at: float
     gone_since: float | None = None
+    #: When somebody answered there the last time.
+    answered_at: float = -math.inf
     #: Since when a first connection is waited for.
     unreached_since: float | None = None
+    #: Since when its process is gone though the connection is there.
+    ended_since: float | None = None
+
+
+@dataclass(slots=True)
+class _VainConnections:
+    """Connections of one peer, one after the other, that brought nothing to its end."""
+
+    progress: int
+    since: float
+    connections: int = 0
+    moved_bytes: int = 0
+
+
+VAIN_CONNECTIONS = 10
+VAIN_S = 30.0
+
+
+class Headway:
+    """Notices connections that come and go while nothing gets through.
+
+    Each attempt begins a message from its start, so without this a job would go on for ever, and
+    no peer would ever be lost: the connection always comes back in time.
+    """
+
+    def __init__(self) -> None:
+        self._peers: dict[str, _VainConnections] = {}
+
+    def disconnected(
+        self, peer: str, now: float, *, progress: int, unaccepted_bytes: int, moved_bytes: int
+    ) -> str | None:
+        """A connection has ended; returns a sentence when too many have ended in vain.
+
+        ``progress`` counts what got through so far in either direction, ``unaccepted_bytes`` what
+        waits to, and ``moved_bytes`` is what this connection brought.
+        """
+        stretch = self._peers.get(peer)
+        if not unaccepted_bytes or stretch is None or stretch.progress != progress:
+            self._peers[peer] = _VainConnections(progress, now)
+            return None
+        stretch.connections += 1
+        stretch.moved_bytes += moved_bytes
+        took_s = now - stretch.since
+        if stretch.connections < VAIN_CONNECTIONS or took_s < VAIN_S:
+            return None
+        speed = 8e-6 * stretch.moved_bytes / took_s
+        return (
+            f"{stretch.connections} connections one after the other ended before one message was "
+            f"through: {stretch.moved_bytes} bytes moved in {took_s:.0f} s ({speed:.2f} Mbit/s), "
+            f"and {unaccepted_bytes} bytes wait. A connection must last until a message is there: "
+            "find out what ends it (a firewall, a proxy, a faulty cable, an MTU that is larger "
+            "than what the network carries), or make messages smaller (PS_CHUNK_BYTES, fewer rows "
+            "at once)"
+        )
+
+    def forget(self, peer: str) -> None:
+        """It is lost, or has left."""
+        self._peers.pop(peer, None)
 
 
 class Liveness:
@@ -55,12 +124,12 @@ class Liveness:
         self._stall_report_s = stall_report_s
         self._fatal_after_s = fatal_after_s
         self._reach_s = reach_s
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _PeerState] = {}
 
     def watch(self, peer: str, now: float, *, connected: bool = True) -> None:
         """Start to watch a peer (no effect when it is watched already)."""
         unreached_since = None if connected else now
-        self._peers.setdefault(peer, _Peer(now, now, unreached_since=unreached_since))
+        self._peers.setdefault(peer, _PeerState(now, now, unreached_since=unreached_since))
 
     def forget(self, peer: str) -> None:
         """Stop watching: it said goodbye, or it has been declared lost."""
@@ -71,7 +140,7 @@ class Liveness:
         entry = self._peers.get(peer)
         if entry is not None:
             entry.heard_at = entry.reported_at = now
-            entry.gone_since = entry.unreached_since = None
+            entry.gone_since = entry.unreached_since = entry.ended_since = None
 
     def silent_s(self, peer: str, now: float) -> float:
         """How long nothing of the peer's own code has arrived; 0 for one that is not watched."""
@@ -79,7 +148,7 @@ class Liveness:
         return 0.0 if entry is None else max(0.0, now - entry.heard_at)
 
     def excuse(self, now: float) -> None:
-        """Nobody's silence counts so far: this node was not listening."""
+        """Forgive all silence so far: this node was not listening."""
         for entry in self._peers.values():
             entry.heard_at = entry.reported_at = now
 
@@ -95,9 +164,25 @@ class Liveness:
         if entry is not None and entry.gone_since is None:
             entry.gone_since = now
 
+    def answered(self, peer: str, now: float) -> None:
+        """A connection with a peer that has none is being made, and bytes arrive on it."""
+        entry = self._peers.get(peer)
+        if entry is not None:
+            entry.answered_at = now
+
     def died(self, peer: str, what: str) -> list[Lost]:
         """The peer's process is known to be dead."""
         return [Lost(peer, what)] if self._peers.pop(peer, None) is not None else []
+
+    def ended(self, peer: str, now: float) -> None:
+        """The peer's process is gone; its connection may be there still."""
+        entry = self._peers.get(peer)
+        if entry is not None and entry.ended_since is None:
+            entry.ended_since = now
+
+    def watched(self) -> list[str]:
+        """Everybody who is watched."""
+        return list(self._peers)
 
     def suspects(self) -> list[str]:
         """Watched peers without a connection, whose processes are worth a look."""
@@ -108,7 +193,7 @@ class Liveness:
         ]
 
     def tick(self, now: float) -> list[Lost | Stalled]:
-        """What time alone has decided since the last call."""
+        """Return what time alone has decided since the last call."""
         verdicts: list[Lost | Stalled] = []
         for peer, entry in list(self._peers.items()):
             verdict = self._judge(peer, entry, now)
@@ -118,12 +203,11 @@ class Liveness:
                 verdicts.append(verdict)
         return verdicts
 
-    def _judge(self, peer: str, entry: _Peer, now: float) -> Lost | Stalled | None:
+    def _judge(self, peer: str, entry: _PeerState, now: float) -> Lost | Stalled | None:
+        if entry.ended_since is not None and now - entry.ended_since >= ENDED_S:
+            return Lost(peer, PROCESS_GONE)
         if entry.gone_since is not None:
-            gone_s = now - entry.gone_since
-            if gone_s >= self._lost_after_s:
-                return Lost(peer, f"its connection has been gone for {gone_s:.1f} s")
-            return None
+            return self._judge_gone(peer, now - entry.gone_since, now - entry.answered_at)
         if entry.unreached_since is not None and now - entry.unreached_since >= self._reach_s:
             return Lost(peer, f"no connection with it came about within {self._reach_s:g} s")
         silent_s = now - entry.heard_at
@@ -133,3 +217,16 @@ class Liveness:
             entry.reported_at = now
             return Stalled(peer, silent_s)
         return None
+
+    def _judge_gone(self, peer: str, gone_s: float, unanswered_s: float) -> Lost | None:
+        if min(gone_s, unanswered_s) < self._lost_after_s and (
+            gone_s < self._lost_after_s + AWAITED_S
+        ):
+            return None
+        reason = f"its connection has been gone for {gone_s:.1f} s"
+        if unanswered_s < gone_s:
+            reason += (
+                f". Somebody answered attempts to connect until {unanswered_s:.1f} s ago, but no "
+                "connection came about: the network loses too much, or another program is there"
+            )
+        return Lost(peer, reason)

@@ -4,12 +4,16 @@
 missing. Ranks are stable: a node that names its rank (the launcher's order) gets it; others
 take the free ones in the order of registration. Host names never decide (ps-lite sorted by
 them). ``Membership`` is every node's view afterwards: who is who, the epoch, and who is gone.
+``Hearsay`` is what members say of others, which alone does not end a member.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pslite.errors import NodeLostError, UsageError
 from pslite.ids import NodeInfo, Role, role_of
 
 _SAME_ROUNDS = (
@@ -58,7 +62,7 @@ class Rendezvous:
         for known in self._nodes:
             if known.incarnation == node.incarnation or known.uid == node.uid:
                 is_same = (known.incarnation, known.uid) == (node.incarnation, node.uid)
-                return None if is_same else Refusal("another node goes by this one's name")
+                return None if is_same else Refusal("another node has this one's name")
         refusal = self._mismatch(node, num_workers, num_servers, package)
         if refusal is not None:
             return refusal
@@ -88,7 +92,7 @@ class Rendezvous:
                 fatal=True,
             )
         if role not in self._wanted:
-            return Refusal("this job has its scheduler already")
+            return Refusal("this job already has a scheduler")
         same = [known for known in self._nodes if known.role == node.role]
         if len(same) >= self._wanted[role]:
             return Refusal(
@@ -120,7 +124,7 @@ class Rendezvous:
         return tuple(roster)
 
     def missing(self) -> tuple[str, ...]:
-        """Who has not come, for people: ``2 of 4 workers``."""
+        """Return who has not come, for people: ``2 of 4 workers``."""
         lines = []
         for role, wanted in self._wanted.items():
             there = sum(1 for node in self._nodes if node.role == role.value)
@@ -130,7 +134,7 @@ class Rendezvous:
         return tuple(lines)
 
     def present(self) -> tuple[str, ...]:
-        """Who has come, for people."""
+        """Return who has come, for people."""
         return tuple(f"{node.role} on {node.host} (pid {node.pid})" for node in self._nodes)
 
     def waited_s(self, now: float) -> float:
@@ -172,6 +176,14 @@ class Membership:
     roster: tuple[NodeInfo, ...] = ()
     epoch: int = 0
     gone: dict[int, Gone] = field(default_factory=dict)
+    has_said_goodbye: bool = False
+    """Whether this node has told the others that it wants nothing more than answers."""
+    told: set[int] = field(default_factory=set)
+    """Those of them that have said goodbye to this node itself."""
+    ended: set[int] = field(default_factory=set)
+    """Those of them that have said goodbye and are not there any more."""
+    ending: set[int] = field(default_factory=set)
+    """Those that have said that they end, because they have lost another node: they know why."""
     uids: dict[int, str] = field(default_factory=dict)
     """Node id -> the van's name of the node."""
     node_ids: dict[str, int] = field(default_factory=dict)
@@ -205,14 +217,49 @@ class Membership:
             if node.role != self.role.value and node.node_id not in self.gone
         ]
 
+    def listeners(self) -> list[NodeInfo]:
+        """The neighbours, and those that have said goodbye and wait for answers still."""
+        return [
+            node
+            for node in self.roster
+            if node.role != self.role.value
+            and (node.node_id not in self.gone or self.is_leaving(node.node_id))
+        ]
+
+    def is_leaving(self, node_id: int) -> bool:
+        """Return whether a node has said goodbye and may be there still."""
+        gone = self.gone.get(node_id)
+        return gone is not None and gone.left and node_id not in self.ended
+
     def depart(self, node_id: int, *, left: bool, reason: str) -> Gone | None:
-        """Note that a node is gone; None when that was known or it is no member."""
+        """Note that a node is gone; None when that was known or it is not a member."""
         node = self.node(node_id)
         if node is None or node_id in self.gone:
             return None
         gone = Gone(node, left, reason)
         self.gone[node_id] = gone
         return gone
+
+    def has_gone(self, uid: str) -> bool:
+        """Return whether this is the van's name of a node that was here and will not come back."""
+        node = self.node_ids.get(uid)
+        return node in self.gone and not self.is_leaving(node)
+
+    def why_unreachable(
+        self, nodes: Sequence[int], own: NodeInfo | None
+    ) -> NodeLostError | UsageError | None:
+        """Return why the node ``own`` cannot ask these; None where it can."""
+        if own is None:
+            return UsageError("requests can be made once the cluster is complete: wait for `ready`")
+        for node in nodes:
+            gone = self.gone.get(node)
+            if gone is not None:
+                return NodeLostError(gone.sentence, role=gone.node.role, rank=gone.node.rank)
+            info = self.node(node)
+            is_neighbour = info is not None and info.role != self.role.value
+            if not is_neighbour and node != own.node_id:
+                return UsageError(f"{own.title} has no connection to {self.title(node)}")
+        return None
 
     def live(self, role: Role) -> tuple[int, ...]:
         """The ranks of a role that are still there."""
@@ -221,3 +268,59 @@ class Membership:
             for node in self.roster
             if node.role == role.value and node.node_id not in self.gone
         )
+
+
+@dataclass(slots=True)
+class _Said:
+    about: int
+    reason: str
+    title: str
+    until: float
+    ended: str | None = None
+    """Why the speaker is gone itself, where that is so."""
+
+
+class Hearsay:
+    """Which members say that they have lost others, and whose own ends wait for that.
+
+    Who is lost is decided by the scheduler, by what it sees itself, so that no member can end
+    another. But a member that has lost another one ends, and should not be named as the cause if
+    it is a consequence: its end is put off for the time in which its word comes true, if it does.
+    """
+
+    def __init__(self) -> None:
+        self._said: dict[int, _Said] = {}
+
+    def note(self, speaker: int, about: int, reason: str, title: str, until: float) -> None:
+        """``speaker`` says that ``about``, who has this title, is lost. Its last word counts."""
+        said = self._said.get(speaker)
+        if said is None or said.ended is None:
+            self._said[speaker] = _Said(about, reason, title, until)
+
+    def puts_off(self, speaker: int, reason: str, now: float) -> bool:
+        """Return whether the end of ``speaker`` is put off; ``ended`` returns it later."""
+        said = self._said.get(speaker)
+        if said is None or now >= said.until:
+            return False
+        if said.ended is None:
+            word = f"it has lost {said.title}: {said.reason}"
+            said.ended = f"{reason}; {word}" if reason else word
+        return True
+
+    def ended(self, now: float) -> list[tuple[int, str]]:
+        """Who is to be taken for gone after all, and why: who was put off for long enough."""
+        over = [
+            speaker
+            for speaker, said in self._said.items()
+            if said.ended is not None and now >= said.until
+        ]
+        return [(speaker, self._said.pop(speaker).ended or "") for speaker in over]
+
+    def words(self) -> list[tuple[int, int, str]]:
+        """Who says that a member is lost, which one, and why. In the order of their speaking."""
+        return [(speaker, said.about, said.reason) for speaker, said in self._said.items()]
+
+    def next_due(self) -> float:
+        """Return when ``ended`` has something to say."""
+        times = [said.until for said in self._said.values() if said.ended is not None]
+        return min(times, default=math.inf)

@@ -16,7 +16,7 @@ from pslite.future import Future
 
 
 @dataclass(slots=True)
-class _Entry:
+class _OpenRequest:
     future: Future[dict[int, Any]]
     waiting: set[int]
     answers: dict[int, Any] = field(default_factory=dict)
@@ -28,13 +28,13 @@ class Pending:
 
     def __init__(self) -> None:
         self._next_id = 1
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _OpenRequest] = {}
 
     def open(self, nodes: Iterable[int], future: Future[dict[int, Any]]) -> int:
         """Enter a request to ``nodes``; returns its id."""
         request_id = self._next_id
         self._next_id += 1
-        entry = _Entry(future, set(nodes))
+        entry = _OpenRequest(future, set(nodes))
         if entry.waiting:
             self._entries[request_id] = entry
         else:
@@ -70,7 +70,7 @@ class Pending:
                 self.refuse(request_id, node, error)
 
     def cancel(self, request_id: int, error: BaseException) -> None:
-        """End one request with ``error``, whoever has answered."""
+        """End one request with ``error``, whatever has been answered."""
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             entry.future.set_error(error)

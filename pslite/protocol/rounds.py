@@ -86,7 +86,7 @@ class SyncRounds:
         return copy
 
     def payload(self, rank: int, round_: int) -> Any:
-        """What a rank contributed to a round that is not applied yet."""
+        """Return what a rank contributed to a round that is not applied yet."""
         return self._open[round_][rank]
 
     def contribute(self, rank: int, round_: int, payload: Any) -> Verdict:
@@ -105,7 +105,7 @@ class SyncRounds:
         return Verdict.TAKEN
 
     def knows(self, rank: int, round_: int) -> bool:
-        """Whether a rank's contribution to a round is here, or applied."""
+        """Return whether a rank's contribution to a round is here, or applied."""
         return round_ <= self.version or rank in self._open.get(round_, ())
 
     def start(self) -> Batch | None:
@@ -123,7 +123,7 @@ class SyncRounds:
         )
 
     def finish(self) -> None:
-        """The running round has been applied (or came to nothing for good)."""
+        """Note that the running round has been applied, or has failed for good."""
         self._running = False
         self.version += 1
         self._open.pop(self.version, None)
@@ -133,11 +133,11 @@ class SyncRounds:
         return self._running
 
     def applied(self, rank: int) -> int:
-        """How many rounds of this rank have been applied."""
+        """Return how many rounds of this rank have been applied."""
         return self.version
 
     def readable(self, rank: int, after_round: int) -> bool:
-        """Whether a pull of this rank may be answered now."""
+        """Return whether a pull of this rank may be answered now."""
         return not self._running and after_round <= self.version
 
     def missing(self) -> tuple[int, tuple[int, ...]] | None:
@@ -208,7 +208,7 @@ class AsyncRounds:
         return copy
 
     def payload(self, rank: int, round_: int) -> Any:
-        """What a rank contributed to a round that is not begun yet."""
+        """Return what a rank contributed to a round that is not begun yet."""
         return self._waiting[rank][round_]
 
     def contribute(self, rank: int, round_: int, payload: Any) -> Verdict:
@@ -226,7 +226,7 @@ class AsyncRounds:
         return Verdict.TAKEN
 
     def knows(self, rank: int, round_: int) -> bool:
-        """Whether this contribution is here, or applied."""
+        """Return whether this contribution is here, or applied."""
         is_waiting = round_ in self._waiting.get(rank, ())
         return is_waiting or round_ <= self.applied(rank) or self._running == (rank, round_)
 
@@ -244,7 +244,7 @@ class AsyncRounds:
         return None
 
     def finish(self) -> None:
-        """The running contribution has been applied (or came to nothing for good)."""
+        """Note that the running contribution has been applied, or has failed for good."""
         if self._running is None:
             raise ValueError("nothing is running")
         rank, round_ = self._running
@@ -257,15 +257,15 @@ class AsyncRounds:
         return self._running is not None
 
     def applied(self, rank: int) -> int:
-        """How many contributions of this rank have been applied."""
+        """Return how many contributions of this rank have been applied."""
         return self._applied.get(rank, 0)
 
     def readable(self, rank: int, after_round: int) -> bool:
-        """Whether a pull of this rank may be answered now."""
+        """Return whether a pull of this rank may be answered now."""
         return self._running is None and after_round <= self._applied.get(rank, 0)
 
     def missing(self) -> tuple[int, tuple[int, ...]] | None:
-        """Nobody waits for anybody here."""
+        """Return None: no worker waits for another here."""
         return None
 
     def waiting(self) -> list[tuple[int, int]]:

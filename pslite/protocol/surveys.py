@@ -1,11 +1,11 @@
 """When the scheduler asks its nodes how they are, and when it has heard enough. Pure.
 
 One survey is under way at a time; who asks meanwhile gets the same. One that was begun a moment
-ago is given again, so that nobody can make the nodes busy by asking often; and nobody is answered
+ago is given again, so that frequent questions cannot make the nodes busy; and no asker is answered
 more often than that, so that answers to somebody who does not read them do not pile up. A survey
 is over when all nodes have answered or ``ANSWER_S`` has passed: a node that is stopped holds
-nobody up. Nothing is kept for long of whoever asked, and ``MAX_ASKERS`` may wait. Used by
-``pslite/surveying.py``.
+no asker up. Nothing is kept for long of the askers, and ``MAX_ASKERS`` may wait. Used by
+``pslite/node/surveyor.py``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Surveys(Generic[T]):
         if self._due_at is not None and self._waiting and now < self._due_at:
             return []
         self._due_at = None
-        self._told = {asker: at for asker, at in self._told.items() if now - at < FRESH_S}
+        self._told = {asker: at for asker, at in self._told.items() if now < at + FRESH_S}
         served = [pair for pair in self._askers.items() if pair[0] not in self._told]
         for asker, _ in served:
             del self._askers[asker]
@@ -76,7 +76,7 @@ class Surveys(Generic[T]):
         return served
 
     def next_due(self) -> float | None:
-        """When ``take_served`` has somebody though no node answers."""
+        """Return when ``take_served`` has somebody though no node answers."""
         if self._due_at is not None or not self._askers:
             return self._due_at
         return min(self._told.get(asker, 0.0) + FRESH_S for asker in self._askers)

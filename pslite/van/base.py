@@ -3,11 +3,11 @@
 A van knows no ranks, keys, rounds or retries and never looks into a frame. What it promises is
 little on purpose: the layer above numbers its messages, acknowledges them and sends them again.
 All methods but :meth:`Van.wake` are called from one thread, the van's owner. Read next:
-``inproc.py`` (the same contract without sockets), then ``zmq_van.py``.
+``testing/inproc.py`` (the same contract without sockets), then ``van/zmq/van.py``.
 
 What every van promises
-    * **Connections.** ``connect(peer, address)`` opens a connection to whoever listens at the
-      address and goes on trying, also after a loss, until ``disconnect(peer)``. The connecting
+    * **Connections.** ``connect(peer, address)`` opens a connection to the listener at the
+      address and keeps trying, also after a loss, until ``disconnect(peer)``. The connecting
       end chooses the peer's name; the accepting end knows the connection by the ``uid`` of the
       van that opened it. A connection carries messages both ways. The names that a van gives to
       ``connect`` and the uids of those who connect to it share one name space, so two nodes
@@ -26,9 +26,11 @@ What every van promises
       buffers are released. Messages sent to a peer of ``connect`` before the connection is
       there wait for it; those to an unknown name, or to an accepted peer that is gone, are
       dropped.
-    * **Strangers.** A van with a key demands it from everybody who connects, and a van without
-      one stays on this machine (over TCP: loopback addresses only). ``Denied`` and ``TurnedAway``
-      tell the two ends of a connection that did not come about.
+    * **Strangers.** A van with a key demands it from everybody who connects, and says nothing to
+      a listener that has not proved that it has the key and is the van whose uid ``connect`` was
+      given as the peer's name; a van without one stays on this machine (over TCP: loopback
+      addresses only). ``Denied`` and ``TurnedAway`` tell the two ends of a connection that did
+      not come about.
     * **Memory.** A van may read a frame's buffer long after ``send`` returned (a large frame is
       sent without a copy), so the caller leaves it alone until the receiver has acknowledged
       the message or the connection is reported as lost. Received frames belong to the
@@ -41,7 +43,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pslite.errors import UsageError
@@ -52,9 +54,9 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAX_UID_BYTES = 200
 MAX_FRAMES = 65_536
-"""So many frames at most are one message."""
+"""The most frames of one message."""
 TOTAL_PER_FRAME = 16
-"""All frames of a message together may have so many times the bytes of the largest one."""
+"""All frames of a message together may have this many times the largest one's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,13 @@ class Disconnected:
 
     peer: str
     reason: str
+    moved_bytes: int = field(default=0, compare=False)
+    """What it brought in both directions, as far as that is known: at least so much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """Whoever listens at the address of ``peer`` does not let this van in.
+    """What listens at the address of ``peer`` does not let this van in.
 
     Comes once a ``connect``, before any ``Connected``, and only when waiting longer would be no
     use: another key, another mechanism, or an address that may not be connected to. ``reason``
@@ -129,7 +133,7 @@ class Van(abc.ABC):
     def connect(self, peer: str, address: str) -> None:
         """Open a connection to ``address`` (``tcp://host:port``) and call its other end ``peer``.
 
-        Returns at once; nobody need listen yet. A peer that is connected already is
+        Returns at once; the peer need not listen yet. A peer that is connected already is
         disconnected first. Raises :class:`ConfigError` for an address of another form.
         """
 
@@ -166,8 +170,28 @@ class Van(abc.ABC):
         """
         return None
 
+    def trouble(self, peer: str) -> str:
+        """What of this machine keeps it from connecting to ``peer``; empty where nothing does."""
+        return ""
+
+    def in_transit(self, peer: str) -> int:
+        """Bytes sent to ``peer`` that the present connection still has to bring to its machine.
+
+        An estimate; they are always the last that were sent. 0 where a van does not know.
+        """
+        return 0
+
+    def is_answered(self, peer: str) -> bool:
+        """Return whether a connection with ``peer``, which is gone, may be about to come back.
+
+        That is so where bytes arrive on one that is being made, which a dead machine, a dead
+        process and a stopped one do not send. Who accepts does not know yet who it is then. False
+        where a van does not know.
+        """
+        return False
+
     def spread(self, peer: str, connections: int) -> bool:
-        """Let large messages to and from ``peer``, one of ``connect``, take turns on so many flows.
+        """Spread large messages to and from ``peer`` over this many ``connections``.
 
         For networks that give one flow less than all. Never fewer than before, and fewer than
         asked where they cannot be had. Such messages may overtake each other and others, and what
@@ -204,7 +228,7 @@ def check_uid(uid: str) -> str:
     size = len(uid.encode("utf-8", "surrogatepass"))
     if not 1 <= size <= MAX_UID_BYTES or "\0" in uid or not uid.isprintable():
         raise UsageError(
-            f"a van's uid must be 1 to {MAX_UID_BYTES} bytes of printable text, not {uid!r}"
+            f"a van's uid must be 1 to {MAX_UID_BYTES} bytes of printable text, got {uid!r}"
         )
     return uid
 

@@ -131,6 +131,15 @@ class FaultyVan(Van):
             self._send_copy(peer, frames)
         self._send_copy(peer, frames)
 
+    def trouble(self, peer: str) -> str:
+        return self._inner.trouble(peer)
+
+    def is_answered(self, peer: str) -> bool:
+        return self._inner.is_answered(peer)
+
+    def in_transit(self, peer: str) -> int:
+        return self._inner.in_transit(peer)
+
     def poll(self, timeout_s: float | None) -> list[VanEvent]:
         if timeout_s == 0:
             return self._turn(0)

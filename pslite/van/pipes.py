@@ -6,7 +6,7 @@ such peer and tells it the descriptor; the peer opens it through ``/proc/<pid>/f
 maps memory (``memory/segment.py``), which the kernel allows to processes of the same user that
 see the same process ids. A message is written whole or not at all, never waited for: what finds
 no room goes the other way. Knows nothing of vans. Runs on the owner's thread. Read next:
-``zmq_pipes.py``.
+``van/zmq/pipes.py``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PipeIn:
     def __init__(self) -> None:
         if not hasattr(os, "pipe2"):
             raise OSError("this system has no pipe2")
-        # The writing end stays open: it is what the peer opens, and a pipe that nobody can write
+        # The writing end stays open: it is what the peer opens, and a pipe without a writer
         # to would look like one that has ended. Who is gone is the connection's business.
         self._reading, self._writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         fcntl.fcntl(self._writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # more where pages are large
@@ -63,7 +63,7 @@ class PipeIn:
         """The messages that are there: the frames of each.
 
         Raises:
-            ProtocolError: what was written is no message.
+            ProtocolError: what was written is not a message.
         """
         try:
             data = os.read(self._reading, PIPE_BYTES)
@@ -99,13 +99,18 @@ def _frames_at(view: memoryview, start: int) -> list[memoryview | bytes] | None:
         return None
     (count,) = _COUNT.unpack_from(view, start)
     if count > MAX_MESSAGE_FRAMES:
-        raise ProtocolError(f"a message of {count} frames came through a pipe")
+        raise ProtocolError(
+            f"a pipe takes messages of up to {MAX_MESSAGE_FRAMES} frames, got {count}"
+        )
     at = start + _head_bytes(count)
     if at > len(view):
         return None
     lengths = struct.unpack_from(f"={count}I", view, start + _COUNT.size)
     if at - start + sum(lengths) > MAX_MESSAGE_BYTES:
-        raise ProtocolError("a message that is too large came through a pipe")
+        raise ProtocolError(
+            f"a pipe takes messages of up to {MAX_MESSAGE_BYTES} bytes, got "
+            f"{at - start + sum(lengths)}"
+        )
     if at + sum(lengths) > len(view):
         return None
     frames: list[memoryview | bytes] = []
@@ -142,9 +147,9 @@ class PipeOut:
         return bool(self._rest)
 
     def send(self, buffers: Sequence[bytes | memoryview]) -> bool:
-        """Whether the pipe has taken the message; else nothing has happened.
+        """Return whether the pipe has taken the message; else nothing has happened.
 
-        The buffers are the caller's again. Raises ``BrokenPipeError`` when nobody reads any more.
+        The buffers are the caller's again. Raises ``BrokenPipeError`` when the reader is gone.
         """
         if self._rest or len(buffers) > MAX_MESSAGE_FRAMES:
             return False

@@ -25,7 +25,7 @@ from pslite.errors import ProtocolError, UsageError
 from pslite.ids import NodeInfo
 from pslite.wire.messages import ALL_MESSAGES, Ints, Message, Nodes, Texts
 
-VERSION = 3
+VERSION = 4
 MAX_HEADER_BYTES = 16 << 20
 MAX_FRAMES = 65_536
 MAX_INTEGERS = 1 << 18
@@ -72,9 +72,9 @@ def _pack_ints(values: Sequence[int]) -> bytes:
 
 def _unpack_ints(field: Any) -> Ints:
     if type(field) is not bytes or len(field) % 8:
-        raise ProtocolError("a list of integers is malformed")
+        raise ProtocolError(f"expected packed 64-bit integers, got {field!r:.60}")
     if len(field) > 8 * MAX_INTEGERS:
-        raise ProtocolError(f"a list of {len(field) // 8} integers; {MAX_INTEGERS} are allowed")
+        raise ProtocolError(f"expected at most {MAX_INTEGERS} integers, got {len(field) // 8}")
     words = array("q")
     words.frombytes(field)
     if sys.byteorder == "big":
@@ -84,9 +84,9 @@ def _unpack_ints(field: Any) -> Ints:
 
 def _unpack_texts(field: Any) -> Texts:
     if type(field) is not list or not all(type(text) is str for text in field):
-        raise ProtocolError("a list of texts is malformed")
+        raise ProtocolError(f"expected a list of texts, got {field!r:.60}")
     if len(field) > MAX_LISTED:
-        raise ProtocolError(f"a list of {len(field)} texts; {MAX_LISTED} are allowed")
+        raise ProtocolError(f"expected at most {MAX_LISTED} texts, got {len(field)}")
     return tuple(field)
 
 
@@ -95,23 +95,27 @@ _NODE_TYPES = tuple(typing.get_type_hints(NodeInfo)[name] for name in NodeInfo._
 
 def _unpack_nodes(field: Any) -> Nodes:
     if type(field) is not list or len(field) > MAX_LISTED:
-        raise ProtocolError("a list of nodes is malformed, or too long")
+        raise ProtocolError(f"expected a list of at most {MAX_LISTED} nodes, got {field!r:.60}")
     return tuple(_unpack_node(entry) for entry in field)
 
 
 def _unpack_node(entry: Any) -> NodeInfo:
     if type(entry) is not list or len(entry) != len(NodeInfo._fields):
-        raise ProtocolError("a node's entry is malformed")
+        count = len(NodeInfo._fields)
+        raise ProtocolError(f"expected a node as a list of {count} fields, got {entry!r:.60}")
     for value, wanted in zip(entry, _NODE_TYPES, strict=True):
         if type(value) is not wanted:
-            raise ProtocolError("a node's entry has a field of a wrong type")
+            raise ProtocolError(f"a node's field: expected {wanted.__name__}, got {value!r:.60}")
         if wanted is str and not (len(value) <= MAX_NAME_BYTES and value.isprintable()):
-            raise ProtocolError("a node's entry has a text that is too long or not printable")
+            raise ProtocolError(f"a node's text is too long or not printable: {value!r:.60}")
     node = NodeInfo(*entry)
     if node.role not in ("scheduler", "server", "worker"):
-        raise ProtocolError(f"{node.role!r} is no role")
+        raise ProtocolError(f"unknown role {node.role!r}")
     if node.rank < -1 or node.incarnation < 0 or node.pid < 0:
-        raise ProtocolError("a node's entry has a number that cannot be")
+        raise ProtocolError(
+            f"a node's number is out of range: rank {node.rank}, incarnation "
+            f"{node.incarnation}, pid {node.pid}"
+        )
     return node
 
 
@@ -126,7 +130,7 @@ def _exactly(wanted: type) -> Callable[[Any], Any]:
 
 def _unpack_time(field: Any) -> float:
     if type(field) is not float or not 0.0 <= field < math.inf:
-        raise ProtocolError("a time is no number of seconds")
+        raise ProtocolError(f"expected a time in seconds, got {field!r:.60}")
     return field
 
 
@@ -136,14 +140,14 @@ def _natural(unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def check(field: Any) -> Any:
         value = unpack(field)
         if min(value, default=0) < 0 if type(value) is tuple else value < 0:
-            raise ProtocolError("a number is negative that must not be")
+            raise ProtocolError(f"a number must not be negative, got {value!r:.60}")
         return value
 
     return check
 
 
 def _is(kind: Any) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]:
-    """How a field of this annotation is packed (None: as it is) and unpacked."""
+    """Return how a field of this annotation is packed (None: unchanged) and unpacked."""
     if kind == Ints:
         return _pack_ints, _unpack_ints
     if kind == Texts:
@@ -155,7 +159,7 @@ def _is(kind: Any) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]:
     return None, _exactly(kind)
 
 
-class _Layout:
+class _MessageLayout:
     """How one message type is packed; built once from its annotations."""
 
     def __init__(self, kind: type[Message]) -> None:
@@ -187,17 +191,19 @@ class _Layout:
         values = self._values(message)
         for index, name in self._bounded:
             if not 0 <= values[index] < math.inf:
-                raise UsageError(f"{name} of {self.kind.__name__} cannot be {values[index]}")
+                raise UsageError(f"{self.kind.__name__}.{name} cannot be {values[index]}")
         for index, pack in self._packers:
             values[index] = pack(values[index])
         return values
 
     def build(self, fields: Sequence[Any]) -> Message:
         if len(fields) != self.count:
-            raise ProtocolError(f"{self.kind.__name__} has {len(fields)} fields, not {self.count}")
+            raise ProtocolError(
+                f"{self.kind.__name__} needs {self.count} fields, got {len(fields)}"
+            )
         values = [unpack(field) for unpack, field in zip(self._unpackers, fields, strict=True)]
         if len({len(values[index]) for index in self._parallel}) > 1:
-            raise ProtocolError(f"lists of {self.kind.__name__} have different lengths")
+            raise ProtocolError(f"the lists of {self.kind.__name__} have different lengths")
         return self.kind(*values)
 
 
@@ -211,7 +217,7 @@ def _getter(names: list[str]) -> Callable[[Message], list[Any]]:
     return lambda message: list(several(message))
 
 
-_BY_NUMBER = {kind.NUMBER: _Layout(kind) for kind in ALL_MESSAGES}
+_BY_NUMBER = {kind.NUMBER: _MessageLayout(kind) for kind in ALL_MESSAGES}
 _BY_KIND = {layout.kind: layout for layout in _BY_NUMBER.values()}
 
 
@@ -234,7 +240,7 @@ def encode(envelope: Envelope) -> bytes:
     header.extend(_BY_KIND[type(message)].fields(message))
     packed: bytes = msgpack.packb(header)
     if len(packed) > MAX_HEADER_BYTES:
-        raise UsageError(f"a header of {len(packed)} bytes; {MAX_HEADER_BYTES} are allowed")
+        raise UsageError(f"the header has {len(packed)} bytes; the limit is {MAX_HEADER_BYTES}")
     return packed
 
 
@@ -245,23 +251,30 @@ def decode(frames: Sequence[Buffer]) -> Envelope:
         ProtocolError: the header is not what ``docs/wire.md`` allows.
     """
     if not frames or len(frames) > MAX_FRAMES:
-        raise ProtocolError(f"a transmission has {len(frames)} frames")
+        raise ProtocolError(f"expected 1 to {MAX_FRAMES} frames, got {len(frames)}")
     header = unpack_value(frames[0])
     if type(header) is not list or len(header) < _ENVELOPE_FIELDS:
-        raise ProtocolError("the header is no array, or too short")
+        raise ProtocolError(
+            f"expected a header of at least {_ENVELOPE_FIELDS} fields, got {header!r:.60}"
+        )
     if type(header[0]) is not int or header[0] != VERSION:
-        raise ProtocolError(f"protocol version {header[0]!r}; this node speaks {VERSION}")
+        raise ProtocolError(f"expected protocol version {VERSION}, got {header[0]!r:.60}")
     layout = _BY_NUMBER.get(header[1]) if type(header[1]) is int else None
     if layout is None:
-        raise ProtocolError(f"{header[1]!r} is no message type")
+        raise ProtocolError(f"unknown message type {header[1]!r:.60}")
     _, _, job, epoch, sender, receiver, sequence, accepted, also, shared = header[:_ENVELOPE_FIELDS]
     if type(job) is not str or len(job) > MAX_JOB_BYTES:
-        raise ProtocolError("the job id is no text, or too long")
+        raise ProtocolError(
+            f"expected a job id of at most {MAX_JOB_BYTES} characters, got {job!r:.60}"
+        )
     if type(also) is not bytes or type(shared) is not bytes:
-        raise ProtocolError("a list of the envelope is none")
+        found = f"{type(also).__name__} and {type(shared).__name__}"
+        raise ProtocolError(f"expected two packed lists in the envelope, got {found}")
     for number in (epoch, sender, receiver, sequence, accepted):
         if type(number) is not int or not 0 <= number <= _MAX_NUMBER:
-            raise ProtocolError("an envelope field is no number, or out of range")
+            raise ProtocolError(
+                f"expected a number from 0 to {_MAX_NUMBER} in the envelope, got {number!r:.60}"
+            )
     message = layout.build(header[_ENVELOPE_FIELDS:])
     return Envelope(
         job,
@@ -289,7 +302,9 @@ def unpack_value(data: Buffer) -> Any:
         ProtocolError: the bytes are malformed, too many, or nested too deeply.
     """
     if len(data) > MAX_HEADER_BYTES:
-        raise ProtocolError(f"{len(data)} bytes of plain data; {MAX_HEADER_BYTES} are allowed")
+        raise ProtocolError(
+            f"the plain data has {len(data)} bytes; the limit is {MAX_HEADER_BYTES}"
+        )
     data = bytes(data)
     if sum(map(data.count, _LARGE)) > _MAX_LARGE:
         _check_structure(data)
@@ -302,7 +317,7 @@ def unpack_value(data: Buffer) -> Any:
 
 
 def _refuse_extension(code: int, data: bytes) -> None:
-    raise ProtocolError("plain data holds an extension")
+    raise ProtocolError(f"plain data contains a msgpack extension of type {code}")
 
 
 # msgpack reserves memory for as many elements as an array or map claims to have, at every level,
@@ -340,11 +355,11 @@ def _check_structure(data: bytes) -> None:
         is_large = data[position] in _COUNTED
         position, elements = _skip(data, position)
         if elements > len(data) - position:
-            raise ProtocolError("malformed msgpack: it claims more elements than it has bytes")
+            raise ProtocolError("malformed msgpack: it announces more elements than it has bytes")
         if elements:
             large += is_large
             if large > _MAX_LARGE:
-                raise ProtocolError(f"more than {_MAX_LARGE} large containers in each other")
+                raise ProtocolError(f"more than {_MAX_LARGE} large containers are nested")
             open_containers.append((elements, is_large))
 
 
@@ -369,4 +384,4 @@ def _skip(data: bytes, position: int) -> tuple[int, int]:
         width, per_count = _COUNTED[mark]
         body = position + width
         return body, per_count * int.from_bytes(data[position:body], "big")
-    raise ProtocolError("plain data holds an extension, or an unknown mark")
+    raise ProtocolError(f"plain data contains a msgpack extension or an unknown mark: {mark:#04x}")

@@ -217,7 +217,7 @@ class Answer(Message):
 
 @dataclass(frozen=True, slots=True)
 class PartsFailed(Message):
-    """An ``Exchange`` (some parts of it) came to nothing; ``error`` says why."""
+    """An ``Exchange`` (some parts of it) failed; ``error`` says why."""
 
     NUMBER: ClassVar[int] = 13
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
@@ -361,7 +361,7 @@ class StatusReport(Message):
     NATURAL: ClassVar[tuple[str, ...]] = ("question",)
     question: int
     body: bytes
-    """A ``NodeReport`` (``pslite/survey.py``)."""
+    """A ``NodeReport`` (``pslite/wire/survey.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +373,27 @@ class StatusSurvey(Message):
     NATURAL: ClassVar[tuple[str, ...]] = ("question",)
     question: int
     body: bytes
-    """A ``Survey`` (``pslite/survey.py``)."""
+    """A ``Survey`` (``pslite/wire/survey.py``)."""
+
+
+# -- waits without an end: worker -> scheduler, and back -------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LongWait(Message):
+    """A thread of this worker has waited for long; sent with each report of such a wait."""
+
+    NUMBER: ClassVar[int] = 25
+    RELIABLE: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlock(Message):
+    """All workers wait for each other: end the waits that have lasted long."""
+
+    NUMBER: ClassVar[int] = 26
+    error: str
+    """The text of their ``DeadlockError``."""
 
 
 ALL_MESSAGES: tuple[type[Message], ...] = (
@@ -401,4 +421,6 @@ ALL_MESSAGES: tuple[type[Message], ...] = (
     StatusQuestion,
     StatusReport,
     StatusSurvey,
+    LongWait,
+    Deadlock,
 )

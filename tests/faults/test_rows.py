@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from kvstore import RowSparseArray, optimizer
-from kvstore.dist import create_dist
-from kvstore.row_calls import check_wanted
 from kvstore.server import install
+from kvstore.stores.arguments_sparse import check_wanted
+from kvstore.stores.dist.store import create_dist
 from pslite import Postoffice
 from pslite.future import gather
-from pslite.simulator import Faults, Simulation
+from pslite.testing.simulator import Faults, Simulation
 
 FAULTS = Faults(drop=0.1, duplicate=0.2, delay=0.2, reorder=0.3, cuts=2, cut_within_s=2.0)
 NUM_WORKERS, NUM_ROUNDS = 3, 5

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 from kvstore import optimizer
-from kvstore.dist import create_dist
-from kvstore.dist_tables import DistTable
-from kvstore.optimizer.plain import to_plain
-from kvstore.protocol import StoreCall, pack, unpack
+from kvstore.optimizer.serialize import to_plain
+from kvstore.protocol.requests import StoreCall, pack, unpack
 from kvstore.server import install
-from kvstore.tables.payload import Kind
-from kvstore.tables.plain import settings_to_plain
-from kvstore.tables.settings import checked_settings
+from kvstore.stores.dist.store import create_dist
+from kvstore.stores.dist.tables import DistTable
+from kvstore.tables.payload import TablePayloadKind
+from kvstore.tables.settings import checked_settings, settings_to_plain
 from pslite import Postoffice
-from pslite.simulator import Faults, Simulation
+from pslite.testing.simulator import Faults, Simulation
 
 FAULTS = Faults(drop=0.1, duplicate=0.2, delay=0.2, reorder=0.3, cuts=2, cut_within_s=2.0)
 NUM_WORKERS, NUM_SERVERS, NUM_ROUNDS, DIM = 3, 2, 6, 3
@@ -65,10 +64,10 @@ def script_of(seed: int, kind: str) -> Any:
             yield chance.random() * 0.2
             push = table.begin_push(*pushed(seed, node.rank, round_))
             if kind == "dist_sync":
-                yield from look(table, total(seed, round_ + 1), Kind.PULL)
+                yield from look(table, total(seed, round_ + 1), TablePayloadKind.PULL)
             yield push.future
         yield node.barrier(4)
-        yield from look(table, total(seed, NUM_ROUNDS), Kind.LOOK)
+        yield from look(table, total(seed, NUM_ROUNDS), TablePayloadKind.LOOK)
         replies = yield owner.servers.ask_each(StoreCall.TABLE_STATS, [pack(n) for n in parts])
         num_pushes = NUM_ROUNDS if kind == "dist_sync" else NUM_ROUNDS * NUM_WORKERS
         assert [unpack(reply.body, list)[0][10] for reply in replies] == [num_pushes] * NUM_SERVERS
@@ -76,7 +75,7 @@ def script_of(seed: int, kind: str) -> Any:
     return script
 
 
-def look(table: DistTable, expected: Any, kind: Kind) -> Generator[Any, Any, None]:
+def look(table: DistTable, expected: Any, kind: TablePayloadKind) -> Generator[Any, Any, None]:
     rows = np.full((len(IDS), DIM), -1.0)
     yield table.begin_pull(IDS, rows, kind).future
     np.testing.assert_array_equal(rows, expected)

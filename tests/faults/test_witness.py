@@ -16,18 +16,27 @@ import numpy as np
 import pytest
 
 from kvstore import optimizer
-from kvstore.dist import create_dist
 from kvstore.server import install
+from kvstore.stores.dist.store import create_dist
 from pslite import Postoffice
 from pslite.memory import Sharing
-from pslite.simulator import Simulation
+from pslite.testing.simulator import Simulation
 from tests.faults import witness
 
 SEEDS = 2000
 BLOCK = 25
+# A mistake in the protocol shows within a few blocks (planted_bugs.py runs the first alone).
+ALWAYS = 250
+slow = pytest.mark.slow(reason="2,000 clusters take minutes; 250 of them run always")
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(0, ALWAYS, BLOCK),
+        *(pytest.param(first, marks=slow) for first in range(ALWAYS, SEEDS, BLOCK)),
+    ],
+)
 def test_nothing_is_lost_or_doubled_or_hangs_whatever_the_network_does(first: int) -> None:
     for seed in range(first, first + BLOCK):
         try:

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from kvstore import optimizer
-from kvstore.dist import DistKVStore, create_dist
-from kvstore.ndarray import NDArray
+from kvstore.mxnet.nd.ndarray import NDArray
 from kvstore.server import install
+from kvstore.stores.dist.store import DistKVStore, create_dist
 from pslite import WORKER_GROUP, Future, Postoffice
 from pslite.future import gather
-from pslite.simulator import Faults, Simulation
+from pslite.testing.simulator import Faults, Simulation
 
 KEYS = {"small": 1, "other": 1, "large": 5}
 """Key -> how many times the slots are repeated; ``large`` spans several parts and servers."""

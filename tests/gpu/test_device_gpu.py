@@ -10,7 +10,7 @@ import pytest
 
 from kvstore import KVStore, create, gpu, optimizer
 from kvstore.arrays import adapter_for, adapter_on
-from kvstore.device import DeviceKVStore
+from kvstore.stores.local.device import DeviceKVStore
 
 pytestmark = pytest.mark.gpu
 

@@ -29,9 +29,10 @@ from several_values import (
 from workers import Workers
 
 from kvstore import KVStore, create, gpu, optimizer
-from kvstore.arrays import adapter_on, cuda
-from kvstore.device_sums import _pinned
-from kvstore.dist import DistKVStore
+from kvstore.arrays import adapter_on
+from kvstore.arrays.gpu import sums
+from kvstore.stores.dist.gpu_sums import _pinned
+from kvstore.stores.dist.store import DistKVStore
 from pslite import Postoffice
 
 pytestmark = pytest.mark.gpu
@@ -172,4 +173,4 @@ def test_the_memory_that_is_sent_is_page_locked_once_for_all_stores_of_a_node(cu
         if not _pinned.holds(node.buffer(100)):
             pytest.skip("this system locks no shared memory for GPUs")
         for whole in first:
-            assert not cuda.lock_pages(*whole)  # it is locked already
+            assert not sums.lock_pages(*whole)  # it is locked already

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from kvstore import create, gpu, optimizer
-from kvstore.arrays import cuda
-from kvstore.device import DeviceKVStore
-from kvstore.device_sums import sums_of
-from kvstore.fused import kernel_for
-from kvstore.keys import spec_of
-from kvstore.local import LocalKVStore
-from kvstore.lr_scheduler import FactorScheduler
+from kvstore.arrays.gpu import sums as cuda
+from kvstore.arrays.gpu.pipeline import BufferPool
+from kvstore.mxnet.lr_scheduler import FactorScheduler
 from kvstore.optimizer.base import Optimizer
-from kvstore.pipeline import BufferPool
+from kvstore.stores.arguments import spec_of
+from kvstore.stores.dist.gpu_sums import sums_of
+from kvstore.stores.local.device import DeviceKVStore, kernel_for
+from kvstore.stores.local.store import LocalKVStore
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import pslite
-from pslite.van.inproc import InprocNetwork, InprocVan
+from pslite.testing.inproc import InprocNetwork, InprocVan
 
 #: Generous: the machine may be busy. Nothing waits that long when all is well.
 LIMIT_S = 20.0
@@ -83,6 +83,8 @@ class InprocCluster:
         """
         goodbye = goodbye and not self._killed
         try:
+            for worker in self.workers if goodbye else ():
+                worker.leave()  # all at the same time: each stays for the others' rounds
             for node in self.nodes:
                 if goodbye and node not in self.workers:
                     node.finished.result(LIMIT_S)

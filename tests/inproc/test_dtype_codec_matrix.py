@@ -17,10 +17,10 @@ from workers import Workers
 
 import kvstore as mx
 from kvstore import KVStore, RowSparseArray, optimizer
+from kvstore.arrays.dtypes import accumulation_dtype, bfloat16
 from kvstore.compression import make_chain
-from kvstore.dtypes import accumulation_dtype, bfloat16
 from kvstore.errors import ArgumentTypeError, NotSupportedError
-from kvstore.placement import chunk_ranges
+from kvstore.protocol.layout import chunk_ranges
 
 CHUNK_BYTES = 512
 SHAPE = (40, 5)

@@ -12,6 +12,7 @@ from cluster import LIMIT_S, InprocCluster
 from numpy.typing import NDArray
 
 from pslite import Future, KVMeta, KVPairs, KVServer, KVWorker, Postoffice, Role, SumHandle
+from pslite.apps.kv_pairs import KeyRange, server_ranges
 from pslite.errors import (
     ClosedError,
     DeadlineError,
@@ -20,7 +21,6 @@ from pslite.errors import (
     RemoteError,
     UsageError,
 )
-from pslite.kv_pairs import KeyRange, server_ranges
 from pslite.wire.codec import pack_value
 
 MAX_KEY = 2**64 - 1
@@ -135,7 +135,7 @@ def test_a_call_without_keys_is_done_without_any_server() -> None:
         assert worker.wait(worker.pull(np.empty(0, np.uint64)), LIMIT_S).shape == (0,)
         out = np.empty((0, 4), np.int32)
         assert worker.wait(worker.pull([], out), LIMIT_S) is out
-        with pytest.raises(UsageError, match="values for no keys"):
+        with pytest.raises(UsageError, match="values and no keys"):
             worker.pull([], np.empty(1))
     assert done == ["push"]
 
@@ -327,9 +327,9 @@ def test_keys_that_were_never_pushed_are_zero() -> None:
 @pytest.mark.parametrize(
     ("values", "lens", "match"),
     [
-        (np.ones(2), None, "keeps float32, the values pushed are float64"),
-        (np.ones((2, 2), np.float32), None, "keeps 1 elements a key"),
-        (np.ones(2, np.float32), np.array([0, 2]), "keeps 1 elements a key"),
+        (np.ones(2), None, "keeps float32, but the pushed values are float64"),
+        (np.ones((2, 2), np.float32), None, "keeps 1 elements for each key"),
+        (np.ones(2, np.float32), np.array([0, 2]), "keeps 1 elements for each key"),
     ],
 )
 def test_sums_refuse_values_of_another_kind_and_stay_as_they_are(
@@ -353,7 +353,7 @@ def test_sums_refuse_values_of_another_kind_and_stay_as_they_are(
         ([1.0, 2.0], [1, 1], None, "integers from 0 to"),
         (np.array([1.0, 2.0]), [1, 1], None, "uint64"),
         ([-1, 2], [1, 1], None, "integers from 0 to"),
-        (np.array([-1, 2]), [1, 1], None, "must not be negative, -1 is"),
+        (np.array([-1, 2]), [1, 1], None, "must not be negative, got -1"),
         ([2**64], [1], None, "integers from 0 to"),
         (np.array([[1], [2]]), [1, 1], None, "1-D"),
         ([1, 2], [1, 1, 1], None, r"shape \(3,\) do not fit 2 keys"),
@@ -362,9 +362,9 @@ def test_sums_refuse_values_of_another_kind_and_stay_as_they_are(
         ([1, 2], 5.0, None, "do not fit 2 keys"),
         ([], [1], None, "do not fit 0 keys"),
         ([1, 2], ["a", "b"], None, "values must be bool"),
-        ([1, 2], [1, 1, 1], [1, 1], "lens sum up to 2, values are 3"),
-        ([1, 2], [1, 1, 1], [4, -1], "lens must be between 0"),
-        ([1, 2], [1, 1, 1], [3], "one length a key"),
+        ([1, 2], [1, 1, 1], [1, 1], "lens add up to 2, but there are 3 values"),
+        ([1, 2], [1, 1, 1], [4, -1], "each of lens must be from 0"),
+        ([1, 2], [1, 1, 1], [3], "one length for each"),
         ([1, 2], [1, 1], [1.0, 1.0], "int32 or int64"),
         ([1, 2], np.ones((2, 1)), [1, 1], "must be 1-D where lens are given"),
     ],
@@ -413,9 +413,9 @@ def test_a_message_over_the_limit_is_refused_at_the_caller_both_ways() -> None:
 
 def test_each_side_wants_a_node_of_its_role() -> None:
     with InprocCluster(1, 1) as cluster:
-        with pytest.raises(UsageError, match="needs a worker's node, this is a server's"):
+        with pytest.raises(UsageError, match="needs the node of a worker, got that of a server"):
             KVWorker(cluster.servers[0], 0)
-        with pytest.raises(UsageError, match="needs a server's node, this is a worker's"):
+        with pytest.raises(UsageError, match="needs the node of a server, got that of a worker"):
             KVServer(cluster.workers[0], 0, echo)
 
 
@@ -448,8 +448,8 @@ def test_a_failing_handle_is_an_error_with_its_traceback_and_the_next_push_is_ri
         (lambda pairs: None, "NoneType instead of KVPairs"),
         (lambda pairs: KVPairs(pairs.keys + np.uint64(1), np.ones(2)), "other keys"),
         (lambda pairs: KVPairs(pairs.keys[:1], np.ones(1)), "other keys"),
-        (lambda pairs: KVPairs(pairs.keys, np.ones(3)), "values that fit no pull"),
-        (lambda pairs: KVPairs(pairs.keys, np.ones(3), np.array([1, 1])), "lens sum up to 2"),
+        (lambda pairs: KVPairs(pairs.keys, np.ones(3)), "values that do not fit the keys"),
+        (lambda pairs: KVPairs(pairs.keys, np.ones(3), np.array([1, 1])), "lens add up to 2"),
         (lambda pairs: KVPairs(pairs.keys, np.array([None, None])), "cannot be sent"),
         (lambda pairs: KVPairs(pairs.keys, np.ones(4)), "4 values of float64 under these keys"),
         (lambda pairs: KVPairs(pairs.keys, np.ones(2, np.int32)), "values of int32"),
@@ -473,7 +473,7 @@ def test_servers_whose_values_do_not_fit_each_other_are_a_protocol_error() -> No
             KVServer(server, 1, SumHandle(width=server.rank + 1))
         for app in (0, 1):
             worker = KVWorker(cluster.workers[0], app)
-            with pytest.raises(ProtocolError, match="do not fit each other"):
+            with pytest.raises(ProtocolError, match="differ in dtype or shape"):
                 worker.wait(worker.pull([0, MAX_KEY]), LIMIT_S)
 
 
@@ -694,7 +694,7 @@ def test_a_second_app_of_the_same_number_is_refused() -> None:
     with InprocCluster(1, 1) as cluster:
         KVServer(cluster.servers[0], 0, SumHandle())
         second = KVServer(cluster.servers[0], 0, SumHandle())
-        with pytest.raises(UsageError, match="has an app 0 already"):
+        with pytest.raises(UsageError, match="already has an app 0"):
             second.registered.result(LIMIT_S)
 
 

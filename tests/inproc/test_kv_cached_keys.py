@@ -14,10 +14,10 @@ from cluster import LIMIT_S, InprocCluster
 from numpy.typing import NDArray
 
 from pslite import KVMeta, KVPairs, KVServer, KVWorker, Postoffice, SumHandle
-from pslite.customer import Incoming
+from pslite.apps.kv_lists import MAX_LISTS, MIN_KEYS
+from pslite.apps.kv_pairs import Keys
 from pslite.errors import ProtocolError
-from pslite.kv_lists import MAX_LISTS, MIN_KEYS
-from pslite.kv_pairs import Keys
+from pslite.node.customer import Incoming
 from pslite.wire.codec import pack_value
 
 MAX_KEY = 2**64 - 1
@@ -307,7 +307,7 @@ def test_a_name_that_is_used_for_other_keys_is_refused() -> None:
         node = job.cluster.workers[0]
         body = [False, True, "", -1, False, 5, 3]
         assert len(ask_raw(node, body, [np.uint64(1).tobytes()]).frames) == 1
-        with pytest.raises(ProtocolError, match="list 3 of keys is there, with other keys"):
+        with pytest.raises(ProtocolError, match="key list 3 exists already with other keys"):
             ask_raw(node, body, [np.uint64(2).tobytes()])
 
 
@@ -321,7 +321,7 @@ def test_a_push_that_does_not_fit_its_list_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("number", "match"),
-    [(1, "refuses keys that it was sent"), (2, r"speaks of list 2 of keys, asked was 1")],
+    [(1, "still lacks the keys that it was sent"), (2, r"about key list 1, got 2")],
 )
 @pytest.mark.parametrize("pull", [True, False])
 def test_a_server_that_asks_for_the_wrong_list_is_a_protocol_error(

@@ -8,9 +8,9 @@ import numpy as np
 from cluster import InprocCluster
 
 import pslite
-from kvstore.dist import create_dist
 from kvstore.server import install
-from pslite.address import machine_id
+from kvstore.stores.dist.store import create_dist
+from pslite.node.address import machine_id
 
 CHUNK_BYTES = 256
 NUM_CHUNKS = 72

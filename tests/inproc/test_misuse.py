@@ -17,7 +17,7 @@ from workers import Workers
 
 import kvstore
 from kvstore import KVStore, RowSparseArray, optimizer
-from kvstore.aggregate import Flat
+from kvstore.arrays.cpu.sums import Flat
 from kvstore.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -46,10 +46,10 @@ def workers(file_cluster: Shared) -> Iterator[Workers]:
 TWICE: dict[str, tuple[Misuse, str]] = {
     "the same key again": (lambda kv: kv.init("w", ONES), "'w' is initialised already"),
     "several values of one key": (lambda kv: kv.init("v", [ONES, ONES]), "several values"),
-    "twice in one call": (lambda kv: kv.init(["v", "v"], [ONES, ONES]), "stands twice"),
+    "twice in one call": (lambda kv: kv.init(["v", "v"], [ONES, ONES]), "appears twice"),
     "twice and not adjacent": (
         lambda kv: kv.init(["v", "u", "v"], [ONES, ONES, ONES]),
-        "'v' stands twice",
+        "'v' appears twice",
     ),
     "a new key beside a known one": (lambda kv: kv.init(["v", "w"], [ONES, ONES]), "'w' is init"),
     "a broadcast of a known key": (lambda kv: kv.broadcast("w", ONES, ONES.copy()), "'w' is init"),
@@ -177,15 +177,17 @@ def test_an_output_of_another_dtype_is_cast(workers: Workers) -> None:
     """'Output buffer dtype is different' on dist; here pushpull casts as pull does."""
     out = np.empty(LARGE, np.float32)
     ready(workers)
-    workers.run(lambda kv: kv.pushpull("w", ONES, out=np.empty(LARGE, np.int16)))
+    workers.run(lambda kv: kv.pushpull("w", ONES, out=np.empty(LARGE, np.float16)))
     workers.stores[0].pull("w", out=out)
     assert out[0] in (1.0, 2.0)
+    with pytest.raises(ValueMismatchError, match=r"is float64, the array to fill is int16"):
+        workers.stores[0].pull("w", out=np.empty(LARGE, np.int16))
 
 
 # -- compression --------------------------------------------------------------------------
 
 COMPRESSIONS: dict[str, tuple[object, str]] = {
-    "an unknown type": ({"type": "3bit"}, "there is no compression '3bit'; the codecs are"),
+    "an unknown type": ({"type": "3bit"}, "unknown compression '3bit'; the codecs are"),
     "no type": ({}, "needs the parameter 'type'"),
     "no dict": ("2bit", "compression is a dictionary such as"),
     "threshold 0": ({"type": "2bit", "threshold": 0}, "threshold"),

@@ -15,9 +15,11 @@ from misuse import KINDS, LARGE, PARTS, Misuse, Shared, grown, misused, ready
 from workers import Workers
 
 import kvstore
-from kvstore import KVStore, dense_stores, optimizer
+from kvstore import KVStore, RowSparseArray, optimizer
 from kvstore.errors import (
     ArgumentTypeError,
+    ArgumentValueError,
+    CheckpointError,
     KeyTypeError,
     OptimizerMismatch,
     OptimizerNotSet,
@@ -27,7 +29,8 @@ from kvstore.errors import (
     UnknownTypeError,
     ValueMismatchError,
 )
-from kvstore.protocol import DIRECTORY_APP, DirectoryCall
+from kvstore.protocol.requests import DIRECTORY_APP, DirectoryCall
+from kvstore.server import dense
 from pslite import Incoming
 from pslite.errors import ClosedError, DeadlineError, RemoteError, UsageError
 from pslite.ids import rank_of
@@ -54,6 +57,21 @@ def objects() -> np.ndarray[Any, Any]:
     return np.array([None] * LARGE)
 
 
+class Network:
+    """What looks like a module of PyTorch."""
+
+    def named_parameters(self) -> list[tuple[str, np.ndarray[Any, Any]]]:
+        return [("v", ONES)]
+
+
+class Descent:
+    """What looks like an optimizer of PyTorch."""
+
+    param_groups: list[Any] = []
+
+
+NOT_CUT = (ValueMismatchError, "is float64, the array to fill is (int32|uint8|bool|int64), which")
+
 MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
     # values that are none
     "None": (lambda kv: kv.push("w", None), ArgumentTypeError, "NoneType"),
@@ -69,6 +87,12 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
         lambda kv: kv.push("w", np.ma.masked_array(ONES, ONES > 0)),
         ArgumentTypeError,
         "mask",
+    ),
+    "a module": (lambda kv: kv.init("v", Network()), ArgumentTypeError, "named_parameters"),
+    "an optimizer of another library": (
+        lambda kv: kv.set_optimizer(Descent()),
+        ArgumentTypeError,
+        "got Descent of PyTorch",
     ),
     "no value": (lambda kv: kv.push("w", []), ValueMismatchError, "at least one array"),
     # lists that do not match
@@ -91,6 +115,31 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
         lambda kv: kv.pull("w", out=np.ones(3)),
         ValueMismatchError,
         r"\(300,\).*\(3,\)",
+    ),
+    "integers for floats": (lambda kv: kv.pull("w", out=np.ones(300, "i4")), *NOT_CUT),
+    "lazy bytes for floats": (
+        lambda kv: kv.pull("w", out=[kvstore.nd.zeros(300), kvstore.nd.zeros(300, dtype="u1")]),
+        *NOT_CUT,
+    ),
+    "bool for floats, in a pull that goes on": (
+        lambda kv: kv.pull_async("w", np.ones(300, "?")),
+        *NOT_CUT,
+    ),
+    "integers for the floats of a pushpull": (
+        lambda kv: kv.pushpull("w", ONES, np.ones(300, "i8")),
+        *NOT_CUT,
+    ),
+    "integers for the floats of a broadcast": (
+        lambda kv: kv.broadcast("v", ONES, np.ones(300, "i8")),
+        *NOT_CUT,
+    ),
+    "integers for rows of floats": (
+        lambda kv: kv.row_sparse_pull("w", np.ones(2, "i4"), row_ids=[1, 2]),
+        *NOT_CUT,
+    ),
+    "integers for rows of floats by their ids": (
+        lambda kv: kv.row_sparse_pull("w", RowSparseArray.zeros((300,), "i4"), row_ids=[1, 2]),
+        *NOT_CUT,
     ),
     "an out that is a list": (lambda kv: kv.pull("w", out=[0.0] * 3), ArgumentTypeError, "float"),
     "an out of objects": (lambda kv: kv.pull("w", out=objects()), ArgumentTypeError, "object"),
@@ -174,8 +223,98 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
     "half a sample": (lambda kv: kv.shard(2.5), ArgumentTypeError, "num_samples must be an int"),
     "a seed in words": (lambda kv: kv.shard(9, seed="a"), ArgumentTypeError, "seed must be an int"),
     "half an epoch": (lambda kv: kv.shard(9, epoch=0.5), ArgumentTypeError, "epoch must be an int"),
-    "an array of half a number": (lambda kv: kv.empty(2.5), ArgumentTypeError, "a shape is an int"),
-    "an array of no dtype": (lambda kv: kv.zeros(3, "nope"), ArgumentTypeError, "is no dtype"),
+    "an array of half a number": (
+        lambda kv: kv.empty(2.5),
+        ArgumentTypeError,
+        "a shape must be an int",
+    ),
+    "an array of no dtype": (lambda kv: kv.zeros(3, "nope"), ArgumentTypeError, "is not a dtype"),
+    "files without a name": (lambda kv: kv.save_checkpoint(""), CheckpointError, "'' is not"),
+    "a checkpoint without a name": (
+        lambda kv: kv.load_checkpoint(""),
+        CheckpointError,
+        "'' is not a file name",
+    ),
+    "states without a name": (
+        lambda kv: kv.save_optimizer_states(""),
+        CheckpointError,
+        "'' is not a file name",
+    ),
+    "states from a file without a name": (
+        lambda kv: kv.load_optimizer_states(""),
+        CheckpointError,
+        "'' is not a file name",
+    ),
+    "NUL in a checkpoint's name": (
+        lambda kv: kv.save_checkpoint("a\0b"),
+        CheckpointError,
+        "is not a file name: expected non-empty text",
+    ),
+    "a checkpoint from a name with NUL": (
+        lambda kv: kv.load_checkpoint("a\0b"),
+        CheckpointError,
+        "is not a file name: expected non-empty text",
+    ),
+    "NUL in the name of states": (
+        lambda kv: kv.save_optimizer_states("a\0b"),
+        CheckpointError,
+        "is not a file name: expected non-empty text",
+    ),
+    "states from a name with NUL": (
+        lambda kv: kv.load_optimizer_states("a\0b"),
+        CheckpointError,
+        "is not a file name: expected non-empty text",
+    ),
+    "a barrier without time": (
+        lambda kv: kv.barrier(timeout=0),
+        ArgumentValueError,
+        "timeout must be more than 0 seconds, got 0",
+    ),
+    "a barrier until yesterday": (
+        lambda kv: kv.barrier(timeout=-1.5),
+        ArgumentValueError,
+        r"more than 0 seconds, got -1\.5",
+    ),
+    "a barrier of NaN seconds": (
+        lambda kv: kv.barrier(timeout=float("nan")),
+        ArgumentValueError,
+        "more than 0 seconds, got nan",
+    ),
+    "a barrier with a time in words": (
+        lambda kv: kv.barrier(timeout="30"),
+        ArgumentTypeError,
+        "timeout must be a number of seconds or None, got '30'",
+    ),
+    "a barrier that is to be limited": (
+        lambda kv: kv.barrier(timeout=True),
+        ArgumentTypeError,
+        "got True",
+    ),
+    "a wait without time": (
+        lambda kv: kv.wait(timeout=0),
+        ArgumentValueError,
+        "timeout must be more than 0 seconds, got 0",
+    ),
+    "a wait for a key until yesterday": (
+        lambda kv: kv.wait("w", timeout=-1),
+        ArgumentValueError,
+        "more than 0 seconds, got -1",
+    ),
+    "a wait with a time in words": (
+        lambda kv: kv.wait("w", timeout="30"),
+        ArgumentTypeError,
+        "timeout must be a number of seconds or None, got '30'",
+    ),
+    "one argument of an optimizer too many": (
+        lambda kv: kv.set_optimizer(optimizer.SGD(*range(20))),
+        OptimizerParameterError,
+        "SGD takes 2 values by position .*, got 20; give the others by name",
+    ),
+    "an argument of an optimizer twice": (
+        lambda kv: kv.set_optimizer(optimizer.SGD(0.9, momentum=0.5)),
+        OptimizerParameterError,
+        "SGD got momentum by position and by name",
+    ),
     "a command in words": (
         lambda kv: kv.send_command_to_servers("stop", ""),
         ArgumentTypeError,
@@ -183,6 +322,26 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
     ),
     "a negative command": (lambda kv: kv.send_command_to_servers(-1), ArgumentTypeError, "head"),
     "a huge command": (lambda kv: kv.send_command_to_servers(2**70), ArgumentTypeError, "head"),
+    "half a character in a command": (
+        lambda kv: kv.send_command_to_servers(1, "v\udc80"),
+        ArgumentValueError,
+        "a command's body must be valid Unicode",
+    ),
+    "half a character in a key of a factor": (
+        lambda kv: kv.set_optimizer(optimizer.SGD(lr_mult={"v\udc80": 0.5})),
+        OptimizerParameterError,
+        "a key in lr_mult of SGD must be valid Unicode, got .*: character 1 is",
+    ),
+    "half a character in a setting of an optimizer": (
+        lambda kv: kv.set_optimizer(optimizer.LBSGD(warmup_strategy="\udc80")),
+        OptimizerParameterError,
+        "warmup_strategy of LBSGD must be valid Unicode",
+    ),
+    "half a character in a key of a compression": (
+        lambda kv: kv.set_gradient_compression({"type": "2bit", "exclude": ["\udc80"]}),
+        ArgumentValueError,
+        "a key of the compression parameter 'exclude' must be valid Unicode",
+    ),
     "a command without a text": (
         lambda kv: kv._send_command_to_servers(1, None),  # type: ignore[arg-type]
         ArgumentTypeError,
@@ -495,7 +654,7 @@ def test_values_that_servers_cannot_take_are_an_error_on_all_workers(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other ranks wait for rank 0's ``init``; the key can be made anew afterwards."""
-    made = dense_stores.Arena
+    made = dense.Arena
 
     class TooSmall(made):  # type: ignore[misc, valid-type]
         def __init__(self, store: Any, lane: Any, entries: Any, *rest: Any) -> None:
@@ -505,7 +664,7 @@ def test_values_that_servers_cannot_take_are_an_error_on_all_workers(
 
     with Workers(kind, **PARTS) as workers:
         ready(workers)
-        monkeypatch.setattr(dense_stores, "Arena", TooSmall)
+        monkeypatch.setattr(dense, "Arena", TooSmall)
 
         def script(kv: KVStore) -> None:
             # Rank 1 first, so that it waits.

@@ -15,8 +15,9 @@ from cluster import LIMIT_S
 from workers import Workers
 
 import kvstore
-from kvstore import KVStore, lr_scheduler, optimizer
-from kvstore.errors import UsageError, ValueMismatchError
+from kvstore import KVStore, optimizer
+from kvstore.errors import NotSupportedError, UsageError, ValueMismatchError
+from kvstore.mxnet import lr_scheduler
 from pslite.future import settled
 
 PARTS: dict[str, Any] = {"chunk_bytes": 256, "credit_bytes": 1024}
@@ -34,6 +35,14 @@ STEPS = 5
 NEEDS_WHOLE_KEYS = {
     "lamb": optimizer.create("lamb", learning_rate=0.05, wd=0.01),
     "lars": optimizer.create("lars", learning_rate=0.5, momentum=0.9, wd=0.01),
+    "lbsgd": optimizer.create("lbsgd", momentum=0.9, batch_scale=2, warmup_strategy="lars"),
+    "sgld": optimizer.create("sgld", learning_rate=0.05, wd=0.01, lr_mult={"fc1_bias": 0.5}),
+}
+BY_ROW = {
+    "groupadagrad": optimizer.create("groupadagrad", learning_rate=0.1),
+    "groupadagrad with factors": optimizer.create(
+        "groupadagrad", learning_rate=0.1, lr_mult={"fc1_weight": 0.5, "fc2_bias": 2.0}
+    ),
 }
 BY_KEY = {
     "sgd": optimizer.create(
@@ -59,6 +68,8 @@ BY_KEY = {
             step=[3, 4], factor=0.1, warmup_steps=2, warmup_begin_lr=0.05
         ),
     ),
+    "dcasgd": optimizer.create("dcasgd", learning_rate=0.1, momentum=0.5, lr_mult={"scale": 2.0}),
+    "ftml": optimizer.create("ftml", learning_rate=0.1, wd=0.01, wd_mult={"fc1_bias": 0.0}),
     "lamb": optimizer.create(
         "lamb", learning_rate=0.05, wd=0.01, lr_mult={"scale": 3.0}, wd_mult={"fc2_bias": 0.0}
     ),
@@ -89,11 +100,14 @@ def trained_locally(chosen: optimizer.Optimizer, num_devices: int) -> list[bytes
 
 @pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("num_servers", [1, 2, 3])
-@pytest.mark.parametrize("name", [*NEEDS_WHOLE_KEYS, *(f"{name} by key" for name in BY_KEY)])
+@pytest.mark.parametrize(
+    "name", [*NEEDS_WHOLE_KEYS, *BY_ROW, *(f"{name} by key" for name in BY_KEY)]
+)
 def test_every_key_has_the_bits_of_one_process_after_every_step(
     name: str, num_servers: int, one_by_one: bool
 ) -> None:
-    chosen = BY_KEY[name.removesuffix(" by key")] if "by key" in name else NEEDS_WHOLE_KEYS[name]
+    by_key = {f"{name} by key": chosen for name, chosen in BY_KEY.items()}
+    chosen = {**NEEDS_WHOLE_KEYS, **BY_ROW, **by_key}[name]
 
     def script(kv: KVStore) -> list[bytes]:
         kv.set_optimizer(chosen)
@@ -115,7 +129,7 @@ def test_every_key_has_the_bits_of_one_process_after_every_step(
 
 def test_the_factors_matter() -> None:
     """Else the test above could not tell that they do not arrive."""
-    for chosen in BY_KEY.values():
+    for chosen in (*BY_KEY.values(), BY_ROW["groupadagrad with factors"]):
         plain = chosen.replace(lr_mult={}, wd_mult={})
         assert trained_locally(chosen, 2) != trained_locally(plain, 2)
 
@@ -268,3 +282,20 @@ def test_numbers_of_a_schedule_and_factors_can_change_at_run_time() -> None:
         ):
             for mine, theirs in zip(seen, expected, strict=True):
                 np.testing.assert_array_equal(mine, theirs)
+
+
+def test_an_optimizer_that_is_code_is_refused_and_the_one_before_stays() -> None:
+    class Script(optimizer.Optimizer):
+        def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:  # type: ignore[override]
+            raise AssertionError("not on servers")
+
+    def script(kv: KVStore) -> None:
+        kv.set_optimizer(BY_KEY["sgd"])
+        with pytest.raises(
+            NotSupportedError, match=r"Script is written MXNet's way.*--server-import"
+        ):
+            kv.set_optimizer(Script())
+        assert kv.current_optimizer() == BY_KEY["sgd"]
+
+    with Workers("dist_sync", 2, 1) as workers:
+        workers.run(script)

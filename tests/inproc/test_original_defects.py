@@ -27,7 +27,7 @@ from kvstore.errors import (
     UnknownKeyError,
     UnknownTypeError,
 )
-from kvstore.optimizer.plain import from_plain
+from kvstore.optimizer.serialize import from_plain
 from pslite import WORKER_GROUP
 from pslite.errors import DeadlineError, NodeLostError, ProtocolError, UsageError
 

@@ -19,8 +19,8 @@ from cluster import LIMIT_S
 from workers import Workers
 
 import kvstore
-from kvstore import nd
-from kvstore.base import KVStore
+from kvstore.mxnet import nd
+from kvstore.stores.base import KVStore
 from pslite import Postoffice
 from pslite.memory import Sharing
 from pslite.memory.segment import HEADER_BYTES

@@ -9,7 +9,7 @@ from cluster import LIMIT_S, InprocCluster
 
 import pslite
 from pslite import ALL_GROUP, SCHEDULER_GROUP, SERVER_GROUP, WORKER_GROUP, SimpleApp, SimpleData
-from pslite.asking import MAX_BODY_BYTES
+from pslite.apps.asking import MAX_BODY_BYTES
 from pslite.errors import (
     ClosedError,
     DeadlineError,
@@ -140,7 +140,7 @@ def test_time_is_up_names_only_those_who_have_not_answered() -> None:
 def test_a_receiver_that_does_not_exist_is_refused(receiver: int) -> None:
     with InprocCluster(1, 1) as cluster:
         asker = SimpleApp(cluster.workers[0], APP)
-        with pytest.raises(UsageError, match="no node and no group"):
+        with pytest.raises(UsageError, match="neither a node nor a group"):
             asker.request(0, "", receiver)
 
 
@@ -162,7 +162,9 @@ def test_what_cannot_travel_is_refused_at_the_caller() -> None:
             asker.request(1 << 63, "", 8)
         with pytest.raises(UsageError, match="64-bit integer"):
             asker.request("stop", "", 8)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match="are allowed"):
+        with pytest.raises(UsageError, match="the body must be valid Unicode"):
+            asker.request(0, "a\ud800", 8)
+        with pytest.raises(UsageError, match="the limit is"):
             asker.request(0, bytes(MAX_BODY_BYTES + 1), 8)
         with pytest.raises(UsageError, match="customer 0"):
             SimpleApp(cluster.workers[0], APP + 1, lambda data: None, customer=1)
@@ -172,7 +174,7 @@ def test_an_answer_that_cannot_travel_is_an_error_at_the_asker() -> None:
     with InprocCluster(1, 1) as cluster:
         SimpleApp(cluster.servers[0], APP, lambda data: bytes(MAX_BODY_BYTES + data.head))
         asker = SimpleApp(cluster.workers[0], APP)
-        with pytest.raises(UsageError, match="answer with less"):
+        with pytest.raises(UsageError, match="send a shorter answer"):
             asker.wait(asker.request(1, "", 8), LIMIT_S)
         largest = asker.wait(asker.request(0, "", 8), LIMIT_S)
         assert len(largest[8]) == MAX_BODY_BYTES
@@ -182,9 +184,9 @@ def test_two_apps_of_one_number_are_refused_and_closing_frees_the_number() -> No
     with InprocCluster(1, 1) as cluster:
         first = SimpleApp(cluster.servers[0], APP, lambda data: b"first")
         second = SimpleApp(cluster.servers[0], APP, lambda data: b"second")
-        with pytest.raises(UsageError, match="has an app 7 already"):
+        with pytest.raises(UsageError, match="already has an app 7"):
             second.registered.result(LIMIT_S)
-        assert "has an app 7 already" in cluster.lines[-1]
+        assert "already has an app 7" in cluster.lines[-1]
         asker = SimpleApp(cluster.workers[0], APP)
         second.close()
         assert asker.wait(asker.request(0, "", 8), LIMIT_S) == {8: b"first"}
@@ -242,4 +244,4 @@ def test_nothing_is_asked_before_the_cluster_is_complete() -> None:
 
     with InprocCluster(1, 1, prepare=too_early):
         pass
-    assert ["wait for ready" in str(error) for error in refused] == [True, True]
+    assert ["wait for `ready`" in str(error) for error in refused] == [True, True]

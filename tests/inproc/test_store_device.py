@@ -30,10 +30,10 @@ from several_values import (
 from workers import Workers
 
 from kvstore import KVStore
-from kvstore.calls import Sums, sums_on_host
-from kvstore.device_sums import split
-from kvstore.dist import DistKVStore
-from kvstore.keys import KeySpec
+from kvstore.arrays.keys import KeySpec
+from kvstore.stores.dist.arguments import Sums, sums_on_host
+from kvstore.stores.dist.gpu_sums import split
+from kvstore.stores.dist.store import DistKVStore
 from pslite import Postoffice
 
 

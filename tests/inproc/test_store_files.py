@@ -11,9 +11,10 @@ import pytest
 from workers import Workers
 
 import kvstore
-import kvstore.local
+import kvstore.stores.local.store
 from kvstore import KVStore, optimizer
 from kvstore.errors import CheckpointError, OptimizerNotSet
+from kvstore.optimizer import states
 
 OPTIMIZERS = {
     "sgd": optimizer.create("sgd", learning_rate=0.1, momentum=0.9, wd=0.01),
@@ -253,9 +254,92 @@ def test_an_interrupted_save_leaves_the_checkpoint_before_it(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(kvstore.local, broken, interrupted)
+            patch.setattr(kvstore.stores.local.store, broken, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 kv.save_checkpoint(tmp_path)
     other = kvstore.create("local")
     other.load_checkpoint(tmp_path)
     assert_same(other.pull(list(SHAPES)), before)
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_a_key_is_looked_up_without_a_list_of_all_keys(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Workers(kind, 1, 1) as workers:
+        kv = workers.stores[0]
+        kv.init(["a", "b"], [np.zeros(3), np.zeros(3)])
+
+        def keys(_: Any) -> Any:
+            raise AssertionError("all keys are listed for one")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(kv), "keys", keys)
+            found = [key in kv for key in ("a", "c", 3, ["a"], None)]
+        assert found == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_what_an_optimizer_keeps_is_asked_once_for_all_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    asked = 0
+    without_counting = states.create_state
+
+    def create_state(*arguments: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return without_counting(*arguments)
+
+    keys = [f"key{number}" for number in range(40)]
+    with Workers(kind, 1, 1) as workers:
+        kv = workers.stores[0]
+        kv.set_optimizer(OPTIMIZERS["adam"])
+        kv.init(keys, [np.zeros(3, np.float32)] * len(keys))
+        monkeypatch.setattr(states, "create_state", create_state)
+        kv.save_checkpoint(tmp_path)
+        kv.load_checkpoint(tmp_path)
+    assert 0 < asked < 10
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
+@pytest.mark.parametrize("what", ["checkpoint", "optimizer_states"])
+def test_a_damaged_file_of_residuals_is_refused_by_all_before_anything_changes(
+    kind: str, what: str, tmp_path: Path
+) -> None:
+    """It is the last worker's: with servers not the one that has them take values over."""
+    place = tmp_path / "saved"
+
+    def begin(kv: KVStore, rate: float, value: float) -> None:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+        kv.set_optimizer(optimizer.create("sgd", learning_rate=rate, momentum=0.5))
+        kv.init("w", np.full(3, value, np.float32))
+
+    def save(kv: KVStore) -> None:
+        begin(kv, 0.5, 0.0)
+        kv.push("w", np.full(3, 0.75, np.float32))
+        kv.wait()
+        kv.barrier()
+        getattr(kv, f"save_{what}")(place, *([True] if what == "optimizer_states" else []))
+
+    def load(kv: KVStore) -> tuple[Any, ...]:
+        begin(kv, 1.0, 8.0)
+        with pytest.raises(CheckpointError, match=rf"{damaged.name} is damaged"):
+            getattr(kv, f"load_{what}")(place)
+        kv.barrier()
+        found = kv.pull("w").tolist(), kv.current_optimizer()
+        damaged.write_bytes(content)
+        kv.barrier()
+        getattr(kv, f"load_{what}")(place)
+        return *found, kv.current_optimizer()
+
+    with Workers(kind) as workers:
+        workers.run(save)
+        (damaged,) = tmp_path.rglob(f"*residuals-{workers.stores[-1].rank}*")
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    unchanged = optimizer.create("sgd", learning_rate=1.0, momentum=0.5)
+    loaded = optimizer.create("sgd", learning_rate=0.5, momentum=0.5)
+    with Workers(kind) as workers:
+        for found in workers.run(load):
+            assert found == ([8.0] * 3, unchanged, loaded)

@@ -9,7 +9,7 @@ import pytest
 from workers import Workers
 
 import kvstore
-from kvstore import KVStore, commands, optimizer
+from kvstore import KVStore, optimizer
 from kvstore.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -18,6 +18,7 @@ from kvstore.errors import (
     OptimizerParameterError,
     UnknownKeyError,
 )
+from kvstore.protocol import commands
 from pslite import Future
 from pslite.errors import UsageError
 
@@ -315,6 +316,6 @@ def test_an_asynchronous_worker_need_not_know_the_class_of_the_optimizer(
         def unknown(_: Any) -> Any:
             raise AssertionError("a worker that only pushes has no use for the optimizer")
 
-        monkeypatch.setattr("kvstore.servers.from_plain", unknown)
+        monkeypatch.setattr("kvstore.stores.dist.control_client.from_plain", unknown)
         second.push("w", np.ones(2))
         np.testing.assert_array_equal(second.pull("w"), np.ones(2))

@@ -18,12 +18,12 @@ from workers import Workers
 
 import kvstore
 import kvstore.server
-from kvstore import nd
-from kvstore.base import KVStore
-from kvstore.directory import Directory
 from kvstore.errors import CheckpointError, UnknownKeyError
-from kvstore.server_stores import ServerStores
-from kvstore.waiting import Waiter
+from kvstore.mxnet import nd
+from kvstore.server.app import ServerStores
+from kvstore.server.directory import Directory
+from kvstore.stores.base import KVStore
+from kvstore.stores.dist.node import Waiter
 from pslite.errors import ClosedError, PSError, RemoteError, UsageError
 
 
@@ -98,11 +98,11 @@ def test_an_interrupted_delete_ends_for_all_and_can_be_made_again(
         is_interrupted = threading.Event()
         waited = Waiter._wait
 
-        def wait(waiter: Any, future: Any) -> Any:
+        def wait(waiter: Any, future: Any, *limits: Any, **how: Any) -> Any:
             if waiter._node.rank == interrupted and "to call delete" in future.what:
                 is_interrupted.set()
                 raise KeyboardInterrupt
-            return waited(waiter, future)
+            return waited(waiter, future, *limits, **how)
 
         def script(kv: KVStore) -> BaseException | None:
             if kv.rank != interrupted:

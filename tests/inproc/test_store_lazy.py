@@ -194,7 +194,7 @@ def test_what_was_pushed_goes_out_before_anything_else_is_asked_for(then: str) -
             kv.wait("w")  # type: ignore[attr-defined]
         else:
             getattr(kv, then)()
-        pushed.hurry = None  # what waits for nobody is nobody's hurry from here on
+        pushed.flush = None  # what waits for nobody is not flushed from here on
         pushed.result(LIMIT_S)
 
 

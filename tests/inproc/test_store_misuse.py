@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import dataclasses
 import itertools
@@ -9,19 +10,24 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from cluster import InprocCluster
 
+import pslite
 from kvstore import optimizer
-from kvstore.dist import DistKVStore, create_dist
+from kvstore.mxnet.nd.sparse import row_sparse_array
+from kvstore.protocol import commands
 from kvstore.server import install
+from kvstore.stores.dist.store import DistKVStore, create_dist
 from pslite import WORKER_GROUP
-from pslite.errors import DeadlineError, RemoteError, UsageError
+from pslite.errors import ConfigError, DeadlineError, NodeLostError, RemoteError, UsageError
 from pslite.future import settled
-from pslite.van.inproc import InprocVan
+from pslite.node.control import SCHEDULER
+from pslite.testing.inproc import InprocNetwork, InprocVan
 from pslite.wire.codec import Envelope, encode
 from pslite.wire.messages import Members
 
@@ -211,3 +217,136 @@ def test_a_slow_optimizer_does_not_keep_a_server_from_answering_others() -> None
         assert not any(on_io[-3:])
         assert store.pull("w").tolist() == [8.0] * 3
         store.close()
+
+
+# -- code of a user's that ends the script, on a server -------------------------------------
+
+
+@optimizer.register
+@dataclasses.dataclass(frozen=True)
+class Ends(optimizer.Optimizer):
+    """Ends the process where it updates (or makes states), as a script might."""
+
+    of_states: bool = False
+    ending: ClassVar[type[BaseException]] = SystemExit
+
+    def create_state(self, weight: Any) -> Any:
+        if self.of_states:
+            raise self.ending(0)
+        return ()
+
+    def update(self, weight: Any, grad: Any, state: Any, count: int, scratch: Any) -> None:
+        raise self.ending(0)
+
+
+def end_it(body: str) -> str:
+    if body:
+        raise Ends.ending(body)
+    return "still here"
+
+
+def command(kv: DistKVStore) -> None:
+    kv.send_command_to_servers(4713, "the end")
+
+
+def dense_round(kv: DistKVStore) -> None:
+    kv.set_optimizer(Ends())
+    kv.pushpull("dense", np.ones(100), out=np.zeros(100))
+
+
+def states(kv: DistKVStore) -> None:
+    kv.set_optimizer(Ends(of_states=True))
+    kv.pushpull("dense", np.ones(100), out=np.zeros(100))
+
+
+def large_round(kv: DistKVStore) -> None:
+    kv.set_optimizer(Ends())
+    kv.pushpull("large", np.ones(100_000), out=np.zeros(100_000))
+
+
+def rows_round(kv: DistKVStore) -> None:
+    kv.set_optimizer(Ends())
+    kv.push("rows", row_sparse_array((np.ones((1, 2)), [3]), (9, 2)))
+    kv.row_sparse_pull("rows", row_ids=[3])
+
+
+def table_round(kv: DistKVStore) -> None:
+    table = kv.create_table("t", 2, init=0, optimizer=Ends())
+    table.push([1], np.ones((1, 2), np.float32))
+    table.pull([1])
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [SystemExit, KeyboardInterrupt, asyncio.CancelledError],
+    ids=lambda each: each.__name__,
+)
+@pytest.mark.parametrize(
+    "misuse",
+    [command, dense_round, states, large_round, rows_round, table_round],
+    ids=lambda each: each.__name__,
+)
+def test_code_that_ends_the_process_is_an_error_at_the_caller_and_servers_go_on(
+    misuse: Any, ending: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ends, "ending", ending)
+    monkeypatch.setattr(commands, "_commands", {})
+    commands.register_command(4713)(end_it)
+    with InprocCluster(1, 1, prepare=install, pool_threads=1) as cluster:
+        (kv,) = stores_of(cluster)
+        kv.init(["dense", "large"], [np.zeros(100), np.zeros(100_000)])
+        kv.init("rows", row_sparse_array((np.ones((9, 2)), np.arange(9)), (9, 2)))
+        with ThreadPoolExecutor(1) as threads, pytest.raises(RemoteError, match=ending.__name__):
+            threads.submit(misuse, kv).result(LIMIT_S)
+        kv.set_optimizer(optimizer.create("test"))
+        kv.pushpull("dense", np.ones(100), out=(out := np.zeros(100)))
+        assert out.tolist() == [1.0] * 100
+        assert kv.send_command_to_servers(4713, "") == ["still here"]
+
+
+def test_a_bug_in_the_work_of_a_pool_ends_the_node_and_every_wait_for_it() -> None:
+    with InprocCluster(1, 1, prepare=install, lost_after_s=0.2) as cluster:
+        (kv,) = stores_of(cluster)
+        kv.init("w", np.zeros(100))
+        (server,) = cluster.servers
+
+        def bug() -> None:
+            raise SystemExit(0)
+
+        server.pool.submit(0, bug)
+        with pytest.raises(RuntimeError, match="a thread of this node was to end by SystemExit: 0"):
+            server.finished.result(LIMIT_S)
+        cluster.kill(server)
+        with pytest.raises(NodeLostError, match="server 0"):
+            kv.pull("w")
+        assert any("a task of the pool failed: Traceback" in line for line in cluster.lines)
+
+
+class NoRoomVan(InprocVan):
+    """Opens the connection with the scheduler, and no more."""
+
+    def connect(self, peer: str, address: str) -> None:
+        if peer != SCHEDULER:
+            raise ConfigError("cannot open another socket (Too many open files)")
+        super().connect(peer, address)
+
+
+def test_a_worker_that_cannot_open_its_connections_ends_with_that_error() -> None:
+    network, lines = InprocNetwork(), list[str]()
+    vans = {"scheduler": InprocVan, "server": InprocVan, "worker": NoRoomVan}
+    nodes = [
+        pslite.start(
+            pslite.Config(role, 1, 1, root_uri="127.0.0.1", root_port=9091),
+            make_van=partial(van, network),
+            write=lines.append,
+            wait=False,
+        )
+        for role, van in vans.items()
+    ]
+    try:
+        with pytest.raises(ConfigError, match="Too many open files"):
+            nodes[2].ready.result(LIMIT_S)
+    finally:
+        for node in nodes:
+            node.close(goodbye=False)
+    assert not any("is wrong" in line for line in lines)

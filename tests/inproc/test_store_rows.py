@@ -13,7 +13,7 @@ import pytest
 from workers import Workers
 
 import kvstore as mx
-from kvstore import KVStore, RowSparseArray, row_exchange
+from kvstore import KVStore, RowSparseArray
 from kvstore.errors import (
     ArgumentValueError,
     NotSupportedError,
@@ -21,10 +21,11 @@ from kvstore.errors import (
     UsageError,
     ValueMismatchError,
 )
+from kvstore.stores.dist import sparse_transfer
 from pslite.errors import ProtocolError
+from pslite.node.data import Traffic
 from pslite.plane import Send, Transfer
-from pslite.traffic import Traffic
-from pslite.van.inproc import InprocVan
+from pslite.testing.inproc import InprocVan
 from pslite.wire.messages import Answer
 
 SHAPE = (23, 3)
@@ -43,6 +44,11 @@ OPTIMIZERS: dict[str, mx.optimizer.Optimizer | None] = {
     "adam": mx.optimizer.create("adam", learning_rate=0.01, lazy_update=False),
     "adagrad": mx.optimizer.create("adagrad", learning_rate=0.1),
     "lamb": mx.optimizer.create("lamb", learning_rate=0.01),
+    "rmsprop": mx.optimizer.create("rmsprop", learning_rate=0.01),  # as MXNet's, it is not lazy
+    "lazy rmsprop": mx.optimizer.create("rmsprop", learning_rate=0.01, lazy_update=True),
+    "ftrl": mx.optimizer.create("ftrl"),  # lazy on row-sparse keys only
+    "dcasgd": mx.optimizer.create("dcasgd", learning_rate=0.05, wd=0.01),
+    "sgld": mx.optimizer.create("sgld", learning_rate=0.01),
 }
 
 
@@ -201,7 +207,7 @@ def test_a_pull_of_a_row_sparse_key_gives_what_it_holds(workers: Workers) -> Non
         np.testing.assert_array_equal(dense, numbered())
         out = RowSparseArray.zeros(SHAPE)
         if kv.rank == 0:
-            with pytest.warns(UserWarning, match="leaves a RowSparseArray as it is"):
+            with pytest.warns(UserWarning, match="does not fill a RowSparseArray"):
                 kv.pull("rows", out=out)
         kv.pull("rows", out=out, ignore_sparse=False)
         assert out.indices.tolist() == [3, 20]
@@ -212,6 +218,33 @@ def test_a_pull_of_a_row_sparse_key_gives_what_it_holds(workers: Workers) -> Non
         assert (version, len(version.parts)) == (0, 2)
         future = kv.pull_async("rows")
         np.testing.assert_array_equal(kv.wait(future).to_dense(), held.to_dense())
+
+    workers.run(script)
+
+
+def test_arrays_of_mx_nd_carry_rows_as_scripts_for_mxnet_use_them(workers: Workers) -> None:
+    def script(kv: KVStore) -> None:
+        kv.init(["rows", "dense"], [mx.nd.ones(SHAPE).tostype("row_sparse"), mx.nd.ones(SHAPE)])
+        kv.set_optimizer(mx.optimizer.create("test", rescale_grad=2))
+        kv.barrier()
+        gradient = mx.nd.zeros(SHAPE)
+        gradient[kv.rank] = kv.rank + 1
+        kv.push(["rows", "dense"], [gradient.tostype("row_sparse")] * 2)
+        kv.push("rows", mx.nd.sparse.zeros("row_sparse", SHAPE))
+        kv.wait()
+        kv.barrier()
+        expected = np.ones(SHAPE, "f4")
+        expected[:2] += [[2], [4]]
+        dense = mx.nd.zeros(SHAPE)
+        kv.pull("dense", out=dense)
+        assert ((dense - expected).asnumpy() == 0).all()
+        out = mx.nd.zeros(SHAPE, stype="row_sparse")
+        ids = mx.nd.array([0, 1, 5, 0]).reshape((4 / 2, 2))
+        kv.row_sparse_pull("rows", out=out, row_ids=ids)
+        assert out.indices.asnumpy().tolist() == [0, 1, 5]
+        assert ((out - mx.nd.array(expected)).asnumpy()[[0, 1, 5]] == 0).all()
+        kv.row_sparse_pull("rows", out=out, row_ids=mx.nd.array([]))
+        assert ((out - 0).asnumpy() == 0).all()
 
     workers.run(script)
 
@@ -360,7 +393,7 @@ def test_what_a_row_sparse_key_gives_is_counted() -> None:
 def test_many_rows_come_in_several_answers(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_exchange, "ANSWER_BYTES", 40)
+    monkeypatch.setattr(sparse_transfer, "ANSWER_BYTES", 40)
     whole = numbered((200, 3))
 
     def script(kv: KVStore) -> None:
@@ -443,7 +476,7 @@ def test_more_rows_than_a_message_can_hold_are_an_error_before_any_is_sent(
         with pytest.raises(ValueMismatchError, match="PS_MAX_MESSAGE_BYTES"):
             kv.push(["d", "w"], [whole, full(whole)])
         with monkeypatch.context() as patch:
-            patch.setattr(row_exchange, "_ROOM_BYTES", -(1 << 20))
+            patch.setattr(sparse_transfer, "_ROOM_BYTES", -(1 << 20))
             with pytest.raises(ValueMismatchError, match="PS_MAX_MESSAGE_BYTES"):
                 kv.pull("w")
         rows = kv.row_sparse_pull("w", row_ids=np.arange(1000)[::7])
@@ -561,7 +594,7 @@ def test_a_push_that_arrives_malformed_is_an_error_and_the_next_one_counts(
         value = full(numbered()) if key == "rows" else numbered()
         with monkeypatch.context() as patch:
             patch.setattr(Traffic, "submit", spoilt)
-            with pytest.raises(ProtocolError, match="shorter than its sizes say"):
+            with pytest.raises(ProtocolError, match="shorter than its sizes add up to"):
                 kv.push_async(key, value).result(20)
         kv.push(key, value)
         found = kv.pull(key)
@@ -569,7 +602,7 @@ def test_a_push_that_arrives_malformed_is_an_error_and_the_next_one_counts(
         np.testing.assert_array_equal(whole, 2 * numbered())
         cluster = workers.cluster
         assert cluster is not None
-        assert any("shorter than its sizes say" in line for line in cluster.lines)
+        assert any("shorter than its sizes add up to" in line for line in cluster.lines)
 
 
 def test_an_update_that_a_server_refuses_is_an_error_of_the_push() -> None:

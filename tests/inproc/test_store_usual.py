@@ -10,8 +10,9 @@ import pytest
 from workers import Workers
 
 import kvstore as mx
-from kvstore import KVStore, calls
+from kvstore import KVStore
 from kvstore.errors import ArgumentTypeError, KeyTypeError, UnknownKeyError, ValueMismatchError
+from kvstore.stores.dist import arguments
 
 SHAPES = {"weight": (5, 40), "bias": (5,), "scale": (), "nothing": (0, 3), "large": (700,)}
 KEYS = list(SHAPES)
@@ -164,5 +165,5 @@ def test_a_call_with_one_wrong_argument_is_refused_as_by_the_checks(
         return found
 
     quick = texts()
-    monkeypatch.setattr(calls, "_usual_values", lambda *_, **__: None)
+    monkeypatch.setattr(arguments, "_usual_values", lambda *_, **__: None)
     assert texts() == quick

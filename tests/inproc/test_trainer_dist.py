@@ -13,7 +13,7 @@ from workers import Workers
 import kvstore as mx
 from kvstore import KVStore
 from kvstore.errors import ArgumentValueError, OptimizerMismatch
-from kvstore.gluon import Parameter, Trainer
+from kvstore.mxnet.gluon import Parameter, Trainer
 from pslite.errors import UsageError
 
 Array = Any
@@ -272,10 +272,12 @@ def test_after_such_an_error_the_workers_can_agree_and_go_on() -> None:
 @pytest.mark.parametrize(
     ("difference", "error", "text"),
     [
-        ("names", UsageError, "different parameters"),
-        ("shapes", UsageError, "different parameters"),
-        ("numbers", OptimizerMismatch, "different optimizers"),
-        ("batch", OptimizerMismatch, "same batch size"),
+        ("names", UsageError, r"w is \(2,\) of float64 on worker 0, missing on worker 1"),
+        ("shapes", UsageError, r"w is \(2,\) of float64 on worker 0, \(3,\) of float64 on worker"),
+        ("numbers", OptimizerMismatch, "learning_rate is 0.1 on worker 0, 0.2 on worker 1$"),
+        ("class", OptimizerMismatch, "optimizer is sgd on worker 0, adam on worker 1"),
+        ("batch", OptimizerMismatch, "batch size.* is 1 on worker 0, 2 on worker 1$"),
+        ("mean", UsageError, 'reduction="mean" differs.*worker 0 0, worker 1 1'),
         ("where", UsageError, "update_on_kvstore differs"),
     ],
 )
@@ -290,7 +292,10 @@ def test_workers_that_begin_differently_all_get_an_error(
         batch_size = 2 if other and difference == "batch" else 1
         here = on_store != (other and difference == "where")
         params = {name: Parameter(np.zeros(shape), np.zeros(shape))}
-        trainer = Trainer(params, "sgd", {"learning_rate": rate}, kv, update_on_kvstore=here)
+        reduction = "mean" if other and difference == "mean" else "sum"
+        optimizer = "adam" if other and difference == "class" else "sgd"
+        numbers = {"learning_rate": rate}
+        trainer = Trainer(params, optimizer, numbers, kv, None, here, reduction=reduction)
         with pytest.raises(error, match=text):
             trainer.step(batch_size)
 

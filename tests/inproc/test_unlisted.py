@@ -9,12 +9,12 @@ import pytest
 from cluster import InprocCluster
 
 import pslite
-from pslite import gate
-from pslite.gate import EARLY, UNLISTED
 from pslite.ids import NodeInfo
-from pslite.links import Links
+from pslite.node import admission
+from pslite.node.admission import EARLY, UNLISTED
+from pslite.node.links import Links
+from pslite.testing.inproc import InprocVan
 from pslite.van.base import Van
-from pslite.van.inproc import InprocVan
 from pslite.wire.messages import (
     BarrierEnter,
     Beat,
@@ -95,7 +95,7 @@ def test_who_registers_with_a_complete_job_is_told_so() -> None:
         heard: list[Message] = []
         while not any(isinstance(message, Refused) for message in heard):
             heard += stranger.hear()
-        refusal = Refused("ConfigError", "this job is complete; it takes no further nodes", "", -1)
+        refusal = Refused("ConfigError", "this job is complete and takes no further nodes", "", -1)
         assert refusal in heard
         stranger.van.close()
 
@@ -103,7 +103,7 @@ def test_who_registers_with_a_complete_job_is_told_so() -> None:
 def test_what_comes_too_early_waits_up_to_a_limit_and_the_rest_is_not_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gate, "MAX_EARLY", 3)
+    monkeypatch.setattr(admission, "MAX_EARLY", 3)
     cluster = InprocCluster(2, 1)
     cluster.scheduler = cluster._start("scheduler", None)
     try:

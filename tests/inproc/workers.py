@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from cluster import LIMIT_S, InprocCluster
 
 import kvstore
-from kvstore.base import KVStore
-from kvstore.dist import create_dist
 from kvstore.kvstore import STORE_TYPES
 from kvstore.server import install
+from kvstore.stores.base import KVStore
+from kvstore.stores.dist.store import create_dist
 
 T = TypeVar("T")
 

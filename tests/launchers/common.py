@@ -70,6 +70,7 @@ if __name__ == "__main__":
     )
     print(found)
 """
+JOINED = "] all have joined: "
 _OF_WAITING = re.compile(
     r"\[launcher\] (waiting for |qsub: Your job-array .* has been submitted|srun: job \d+ )"
 )
@@ -130,8 +131,9 @@ class Launcher:
 
 
 def said(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What is on standard error, but for what is said while a slow cluster is waited for."""
-    return [line for line in done.stderr.splitlines() if not _OF_WAITING.match(line)]
+    """What is on standard error, but for what is said until all have joined, and then of that."""
+    lines = done.stderr.splitlines()
+    return [line for line in lines if not (_OF_WAITING.match(line) or JOINED in line)]
 
 
 def scheduler_of(job: subprocess.Popen[str]) -> int:
@@ -170,7 +172,9 @@ class EveryLauncher:
         assert sorted(rank for rank, _, _, _ in found) == ["0", "1"], done.stdout
         assert {words for _, _, _, words in found} == {str(WORDS)}
         assert {host for _, host, _, _ in found} <= set(launcher.hosts)
-        assert said(done) == [], done.stderr + "a job that does well says nothing of itself"
+        assert said(done) == [], done.stderr + "a job that does well says nothing else of itself"
+        [joined] = [line for line in done.stderr.splitlines() if JOINED in line]
+        assert joined.startswith("[launcher] all have joined: 2 workers and 1 server on ")
         assert launcher.nothing_runs()
 
     def test_the_first_failure_is_named_with_its_host_and_its_exit_code_is_ours(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,9 +38,10 @@ LAUNCH = """
 import signal, sys
 sys.path.insert(0, sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from kvstore.launch import cli, kubernetes
-from kvstore.launch.kube_watch import Patience
-from kvstore.launch.lifecycle import Timing
+from kvstore.launch import cli
+from kvstore.launch.backends.kubernetes import run as kubernetes
+from kvstore.launch.backends.kubernetes.watch import Patience
+from kvstore.launch.job.lifecycle import Timing
 timing = Timing(drain_s=5, service_s=5, failure_s=1, alone_s=1, step_s=3, killed_s=3)
 patience = Patience(
     poll_s=0.2, events_s=0.2, request_s=5, silent_s=float(sys.argv[2]), first_remark_s=0.5,
@@ -294,6 +296,12 @@ def test_a_job_trains_and_leaves_nothing(cluster: Cluster) -> None:
         f"[worker 1@node-2] {shown}",
     ]
     assert "all 4 pods have started" in done.stderr
+    [joined] = [line for line in done.stderr.splitlines() if "have joined" in line]
+    assert re.fullmatch(
+        r"\[launcher\] all have joined: 2 workers and 1 server on node-\d, node-\d(, node-\d)?; "
+        r"scheduler at kvstore-\w+-scheduler:9091; logs in /\S+",
+        joined,
+    )
     assert cluster.remains() == []
 
 

@@ -63,7 +63,7 @@ def test_without_a_hosts_file_all_run_on_this_machine(mpi: Mpi) -> None:
     [
         ("asks_password", "asks for a password"),
         ("unknown_key", "is not known to this machine"),
-        ("unknown_name", "is a name that leads nowhere"),
+        ("unknown_name", "does not resolve"),
     ],
 )
 def test_a_host_that_cannot_be_reached_is_a_sentence(

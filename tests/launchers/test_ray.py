@@ -341,7 +341,7 @@ def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
     done = without.run("-n", "2", "true", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 2
     [line] = said(done)
-    assert "pip install 'kvstore-pslite[ray]'" in line
+    assert "pip install 'ray>=2.9'" in line
 
 
 def test_a_dry_run_prints_what_is_asked_of_ray(launcher: Launcher) -> None:

@@ -414,7 +414,7 @@ class TestScript:
         [
             ("srun kvstore-launch", "this is one of 2 launchers that srun has started"),
             ("kvstore-launch --queue kvstore", "--queue has no meaning in the allocation"),
-            ("kvstore-launch --worker-gpus 1", "the GPUs that this job has on kv-node"),
+            ("kvstore-launch --worker-gpus 1", "GPUs on kv-node"),
         ],
     )
     def test_what_has_no_sense_there_is_a_sentence(

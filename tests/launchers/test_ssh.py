@@ -181,7 +181,7 @@ def test_the_job_goes_on_when_the_scheduler_is_killed(
             scheduler = scheduler_of(job)
             os.kill(scheduler, signal.SIGKILL)
             killed_at = time.monotonic()
-            line = next(line for line in job.stderr if line.startswith("[launcher] "))
+            line = next(line for line in job.stderr if line.startswith("[launcher] the "))
             assert time.monotonic() - killed_at < 1
             output, errors = job.communicate(timeout=JOB_S)
         finally:

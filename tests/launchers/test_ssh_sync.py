@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch.hosts import Host
+from kvstore.launch.backends.hosts import Host
+from kvstore.launch.backends.rsync import copy_to_hosts, place, rsync_argv, sync_refusal
+from kvstore.launch.backends.ssh_login import ssh_options
 from kvstore.launch.options import LaunchError
-from kvstore.launch.remote_shell import ssh_options
-from kvstore.launch.sync import copy_to_hosts, place, rsync_argv, sync_refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -262,7 +262,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @needs_rsync
 @pytest.mark.usefixtures("home")
 def test_a_long_copy_says_that_it_goes_on(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.launch.sync._TELL_EVERY_S", 0.2)
+    monkeypatch.setattr("kvstore.launch.backends.rsync._TELL_EVERY_S", 0.2)
 
     class Enough(Exception):
         pass
@@ -272,7 +272,7 @@ def test_a_long_copy_says_that_it_goes_on(source: Path, monkeypatch: pytest.Monk
             raise Enough
 
     hosts = [Host("slow"), Host("::1", port=7, user="ann")]
-    monkeypatch.setattr("kvstore.launch.sync._AT_ONCE", 1)
+    monkeypatch.setattr("kvstore.launch.backends.rsync._AT_ONCE", 1)
     with pytest.raises(Enough):
         copy_to_hosts(hosts, str(source), "x", [], say)
 

@@ -278,7 +278,7 @@ def test_an_application_whose_launcher_is_gone_ends_by_itself(
     assert launcher.nothing_runs()
     said = [path.read_text() for path in (hadoop.state / "userlogs").glob("*/*/stdout")]
     assert len(said) == 3
-    assert all("the launcher is not to be reached on port" in text for text in said)
+    assert all("cannot reach the launcher on port" in text for text in said)
 
 
 def test_an_application_that_is_killed_in_the_queue_is_the_reason(
@@ -402,7 +402,7 @@ def test_a_resource_manager_that_does_not_answer_is_named(
         roster = first_roster(job)
         job.send_signal(signal.SIGINT)
         code = job.wait(SENTENCE_S)
-    assert "worker 1: yarn gets no connection to rm/10.0.0.1:8032" in roster
+    assert "worker 1: yarn cannot connect to rm/10.0.0.1:8032" in roster
     assert code == 128 + signal.SIGINT
     assert hadoop.applications() == []
 

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from pslite.security import derive
+from pslite.security import Proofs, derive
 
 _LISTENS = "0A"  # the state, in /proc/net/tcp
 _ACCEPTS = 0x10000  # the flag, in /proc/net/unix
@@ -84,10 +84,13 @@ def _address(text: str) -> str:
     return str(ipaddress.ip_address(words))
 
 
-def plain(key: bytes) -> dict[int, Any]:
-    """The options of somebody who connects with this key under PLAIN."""
-    token = derive(key, "plain").secret.hex().encode()
-    return {zmq.PLAIN_USERNAME: b"pslite", zmq.PLAIN_PASSWORD: token}
+def plain(key: bytes, uid: str = "scheduler") -> dict[int, Any]:
+    """The options of somebody who connects with this key under PLAIN to the node of this uid.
+
+    They open the door; to be heard takes a proof besides.
+    """
+    password = Proofs(derive(key, "plain").secret).password(uid)
+    return {zmq.PLAIN_USERNAME: b"pslite", zmq.PLAIN_PASSWORD: password}
 
 
 def curve(key: bytes) -> dict[int, Any]:

@@ -26,9 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 MARK = "PROCESS_TEST_MARK"
 PATIENCE_S = 30.0
-"""How long a test waits for what should take a moment: the machine may be busy."""
-SOON_S = 9.0
-"""How long what ends at once may take there: less than PS_CLOSE_TIMEOUT, which nobody waits out."""
+"""How long a test waits for what should take a moment: the machine may be busy.
+
+Half of PS_RENDEZVOUS_TIMEOUT, and far less than ``NEVER_OVER``: nobody waits those out unseen.
+"""
+NEVER_OVER = {"PS_CLOSE_TIMEOUT": "300"}
+"""Settings of all jobs here that do not set them: what ends at once does not wait for these."""
 GRACE_S = 2.0
 
 SERVICE = ("-m", "kvstore.server")
@@ -73,6 +76,14 @@ SHORT = {"PS_RENDEZVOUS_TIMEOUT": "3", "PS_ROSTER_INTERVAL": "0.5"}
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looks for processes and sockets in /proc"
 )
+
+
+def environment_of(pid: int) -> set[bytes]:
+    """``NAME=text`` of each variable that a process began with; none where it has ended."""
+    try:
+        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return set()
 
 
 def free_port() -> int:
@@ -173,6 +184,7 @@ class Job:
             "PS_JOB_ID": f"job-{self.mark}",
             MARK: self.mark,
             **rank,
+            **NEVER_OVER,
             **self.settings,
         }
 
@@ -225,7 +237,7 @@ class Job:
             *("-n", str(self.num_workers), "-s", str(self.num_servers), *options),
             *(sys.executable, "-c", WORKER + code),
         ]
-        environment = {**clean_environment(), MARK: self.mark, **self.settings}
+        environment = {**clean_environment(), MARK: self.mark, **NEVER_OVER, **self.settings}
         return self._start("launcher", arguments, {**environment, "TMPDIR": str(self.directory)})
 
     def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Process:
@@ -260,11 +272,7 @@ class Job:
     def launched(self, role: str, rank: int = 0) -> int:
         """The process id of a scheduler, server or worker that the launcher has started."""
         wanted = {f"DMLC_ROLE={role}".encode(), f"DMLC_TASK_ID={rank}".encode()}
-        found = [
-            pid
-            for pid in self.left()
-            if wanted <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-        ]
+        found = [pid for pid in self.left() if wanted <= environment_of(pid)]
         assert len(found) == 1
         return found[0]
 
@@ -282,10 +290,9 @@ class Job:
         try:
             if entry.joinpath("stat").read_text().rpartition(")")[2].split()[0] in "ZX":
                 return False
-            mark = f"{MARK}={self.mark}".encode()
-            return mark in entry.joinpath("environ").read_bytes().split(b"\0")
         except OSError:  # it has ended meanwhile
             return False
+        return f"{MARK}={self.mark}".encode() in environment_of(int(entry.name))
 
     def end(self) -> list[str]:
         """Kill what still runs; returns what should not have been there.

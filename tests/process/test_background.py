@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch.background import _START, BackgroundLauncher
-from kvstore.launch.markers import Output
+from kvstore.launch.run.background import _START, BackgroundLauncher
+from kvstore.launch.run.parcels import LauncherOutput
 from pslite.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ def test_a_launcher_that_is_closed_on_its_own_thread_ends_without_a_wait(tmp_pat
     launcher = BackgroundLauncher([*options, *sleep], {}, tmp_path)
     took_s: list[float] = []
 
-    class Collected(Output):
+    class Collected(LauncherOutput):
         def show(self, line: str, *, is_error: bool) -> str | None:
             if "up" in line and not took_s:
                 began_s = time.monotonic()

@@ -32,6 +32,7 @@ def run(make_job: MakeJob, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow(reason="it starts several jobs; the measurement in a given job runs always")
 def test_alone_it_starts_jobs_and_compares_them(make_job: MakeJob) -> None:
     options = ["-n", "1", "--seconds", "0.3", "--parameters", "1000000", "--tensors", "10"]
     text = run(make_job, "-m", "kvstore.bench", *options)

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.launch.carrier import Carrier
-from kvstore.launch.clusters import USUAL, Cluster, Habits
-from kvstore.launch.guardian_process import GuardianProcess
-from kvstore.launch.link import Link
-from kvstore.launch.places import Event, Note
-from kvstore.launch.remote import AgentPlace
+from kvstore.launch.agents.cluster import USUAL, Cluster, Habits
+from kvstore.launch.agents.command import Carrier
+from kvstore.launch.agents.remote import AgentPlace
+from kvstore.launch.agents.wire import AgentLink
+from kvstore.launch.job.places import Event, Note
+from kvstore.launch.job.tie import GuardianProcess
 
 LIMIT_S = 20.0
 
@@ -68,7 +68,7 @@ class Run:
         guardian = cast(GuardianProcess, self.guardian)
         self.carrier = Carrier(cluster, ["sh", "-c", script], self.crew, guardian)
         self.selector = selectors.PollSelector()
-        self.links: list[Link] = []
+        self.links: list[AgentLink] = []
 
     def fatal(self, line: str) -> str | None:
         self.asked.append(line)
@@ -88,7 +88,7 @@ class Run:
 
     def admit(self, greeting: dict[str, Any]) -> list[Event]:
         here, there = os.pipe()
-        link = Link(here, there, 0.0)
+        link = AgentLink(here, there, 0.0)
         self.links.append(link)
         return self.carrier.admit(link, greeting)
 
@@ -241,7 +241,7 @@ def test_after_the_start_its_lines_and_its_end_are_notes(start: Start) -> None:
 def test_closing_ends_a_command_that_does_not_want_to(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.launch.carrier._ENDING_S", 0.2)
+    monkeypatch.setattr("kvstore.launch.agents.command._ENDING_S", 0.2)
     run = start("trap '' TERM; echo there; exec sleep 60")
     run.until(lambda: bool(run.carrier._said))
     run.carrier.close()
@@ -291,7 +291,7 @@ def test_closing_waits_until_it_is_known_how_to_cancel(start: Start) -> None:
 def test_a_command_that_clears_up_is_asked_to_before_its_job_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("kvstore.launch.carrier._ENDING_S", 0.5)
+    monkeypatch.setattr("kvstore.launch.agents.command._ENDING_S", 0.5)
     mark = tmp_path / "cancelled"
     cancel = ["sh", "-c", f"echo >> {mark}"]
     for script, is_cancelled in (("", False), ("trap '' TERM; ", True)):

@@ -46,7 +46,13 @@ kv.close()
 """
 
 
-@pytest.mark.parametrize("security", ["plain", "curve"])
+@pytest.mark.parametrize(
+    "security",
+    [
+        pytest.param("plain", marks=pytest.mark.slow(reason="the other mechanism runs always")),
+        "curve",
+    ],
+)
 def test_large_values_go_by_as_many_connections_as_are_set(
     make_job: MakeJob, security: str
 ) -> None:

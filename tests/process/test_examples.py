@@ -19,6 +19,8 @@ LIMIT_S = 110.0
 
 pytestmark = [pytest.mark.process, needs_proc, pytest.mark.timeout(LIMIT_S + 10)]
 
+# Of the examples, push_pull.py, custom_optimizer.py and train_mnist.py run always.
+slow = pytest.mark.slow(reason="an example that trains; the tests of the stores make its calls")
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"
 )
@@ -112,6 +114,7 @@ def test_push_pull_of_two_workers_shows_sums_over_both(make_job: MakeJob) -> Non
     }
 
 
+@slow
 def test_an_embedding_learns_with_the_rows_of_its_batches_alone() -> None:
     script = "examples/kvstore/embedding.py"
     assert len((ROOT / script).read_text(encoding="utf-8").splitlines()) <= 80
@@ -123,6 +126,7 @@ def test_an_embedding_learns_with_the_rows_of_its_batches_alone() -> None:
     assert float(traffic.split()[1]) < 12
 
 
+@slow
 def test_float16_weights_with_masters_learn_like_float32_ones(make_job: MakeJob) -> None:
     script = "examples/kvstore/mixed_precision.py"
     assert len((ROOT / script).read_text(encoding="utf-8").splitlines()) <= 80
@@ -149,15 +153,18 @@ def check_codecs(lines: list[str]) -> None:
     assert ratios == pytest.approx([1, 2, 3.9, 15.4, 9.8, 12.9], abs=0.1)
 
 
+@slow
 def test_codecs_reach_the_loss_of_float32_with_fewer_bytes() -> None:
     assert len((ROOT / COMPRESSION).read_text(encoding="utf-8").splitlines()) <= 80
     check_codecs(alone(COMPRESSION))
 
 
+@slow
 def test_codecs_of_two_workers_reach_the_loss_of_float32(make_job: MakeJob) -> None:
     check_codecs(launch(make_job, COMPRESSION, "--kv-store", "dist_sync")[0])
 
 
+@slow
 def test_workers_train_an_embedding_whose_rows_lie_on_two_servers(make_job: MakeJob) -> None:
     """The tables are larger than a chunk, so that both servers have rows of them."""
     flags = ("--users", "60000", "--items", "40000", "--epochs", "3", "--ratings", "60000")
@@ -176,6 +183,7 @@ def test_workers_train_an_embedding_whose_rows_lie_on_two_servers(make_job: Make
         assert float(traffic.split()[1]) < 2
 
 
+@slow
 def test_sparse_keys_reach_the_loss_of_dense_ones_with_few_of_the_bytes(make_job: MakeJob) -> None:
     script = "examples/kvstore/dense_or_sparse.py"
     assert len((ROOT / script).read_text(encoding="utf-8").splitlines()) <= 80
@@ -191,6 +199,7 @@ def test_sparse_keys_reach_the_loss_of_dense_ones_with_few_of_the_bytes(make_job
     assert 0 < float(sparse_mb) < 0.02 * float(dense_mb)
 
 
+@slow
 def test_a_growing_table_learns_of_those_who_come_again_and_stays_within_its_limit() -> None:
     script = "examples/kvstore/table.py"
     assert len((ROOT / script).read_text(encoding="utf-8").splitlines()) <= 80
@@ -208,6 +217,7 @@ def test_a_growing_table_learns_of_those_who_come_again_and_stays_within_its_lim
     assert used <= limit
 
 
+@slow
 def test_a_growing_table_on_two_servers_learns_from_two_workers(make_job: MakeJob) -> None:
     lines = launch(make_job, "examples/kvstore/table.py", "--kv-store", "dist_sync", num_servers=2)
     for rank in range(2):
@@ -224,6 +234,7 @@ def test_a_growing_table_on_two_servers_learns_from_two_workers(make_job: MakeJo
         assert used <= limit
 
 
+@slow
 def test_asynchronous_gradients_are_stale_and_still_find_the_line(make_job: MakeJob) -> None:
     lines = launch(make_job, "examples/kvstore/async_sgd.py")
     num_stale = 0
@@ -279,6 +290,7 @@ def test_an_mlp_learns_digits_with_two_workers(make_job: MakeJob) -> None:
     assert float(accuracies.pop().partition("test accuracy: ")[2]) > 0.8
 
 
+@slow
 @needs_torch
 def test_pytorch_with_the_store_as_an_all_reduce_reads_digits(make_job: MakeJob) -> None:
     lines = launch(make_job, "examples/pytorch/sync_sgd_pytorch.py")
@@ -287,6 +299,7 @@ def test_pytorch_with_the_store_as_an_all_reduce_reads_digits(make_job: MakeJob)
     assert float(accuracies[0]) >= 0.97
 
 
+@slow
 @needs_torch
 def test_the_all_reduce_script_says_how_to_call_it_and_refuses_no_epochs() -> None:
     """Both in one process, which imports PyTorch once."""
@@ -342,6 +355,7 @@ def twenty_steps(kv, batch):
 """
 
 
+@slow
 @needs_torch
 def test_two_synchronous_workers_equal_one_process_with_the_joined_batches(
     make_job: MakeJob,
@@ -390,6 +404,7 @@ def check_lines(lines: dict[int, list[str]], title: str, shown: list[str]) -> No
     assert re.fullmatch(r"epoch 2/2: test accuracy: [01]\.\d{4}", lines[0][-1])
 
 
+@slow
 @needs_torch
 @pytest.mark.parametrize(
     ("store", "network", "num_layers", "more"),
@@ -406,6 +421,7 @@ def test_a_residual_network_trains_with_two_workers(
     check_lines(lines, f"{network}-{num_layers}", [" batch 2/5", " batch 4/5"])
 
 
+@slow
 @needs_torch
 def test_synchronous_training_repeats_and_goes_on_to_the_last_bit(
     make_job: MakeJob, tmp_path: Path
@@ -422,6 +438,7 @@ def test_synchronous_training_repeats_and_goes_on_to_the_last_bit(
     assert (tmp_path / "net-0002.params").read_bytes() == whole
 
 
+@slow
 @needs_torch
 def test_workers_that_would_have_different_batches_do_not_begin(make_job: MakeJob) -> None:
     job = make_job(2, 1)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch.guardian import remove_tree
+from kvstore.launch.job.guardian import remove_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 GUARDED = """
 import os, sys
 from pathlib import Path
-from kvstore.launch.guardian_process import GuardianProcess
+from kvstore.launch.job.tie import GuardianProcess
 directory = Path(sys.argv[1])
 guardian = GuardianProcess("a-job", os.environ)
 guardian.remove_at_the_end(directory / "secret")

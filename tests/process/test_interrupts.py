@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from job import ROOT, SOON_S, MakeJob, assert_no_traceback, needs_proc, wait_until
+from job import ROOT, MakeJob, assert_no_traceback, needs_proc, wait_until
 
 pytestmark = [pytest.mark.process, needs_proc]
 
@@ -35,7 +35,7 @@ def test_ctrl_c_ends_a_launched_job_whatever_its_workers_wait_for(make_job: Make
     time.sleep(0.1)  # a moment for them to begin to wait; what follows is the same without it
     began_at = time.monotonic()
     os.killpg(launcher.pid, signal.SIGINT)
-    assert launcher.wait(SOON_S) == 130
+    assert launcher.wait() == 130
     assert time.monotonic() - began_at < 4
     assert job.left() == []
     assert "[launcher] ended by SIGINT" in launcher.lines
@@ -65,12 +65,12 @@ def test_ctrl_c_in_one_worker_ends_the_whole_job(
     for worker in interrupted, other:
         worker.wait_for("ready")
     interrupted.send(signal.SIGINT)
-    assert interrupted.wait(SOON_S) != 0
+    assert interrupted.wait() != 0
     assert interrupted.lines[-1] == "KeyboardInterrupt"
-    assert other.wait(SOON_S) == 1
+    assert other.wait() == 1
     assert re.search(rf"NodeLostError: worker 0 \(pid {interrupted.pid} on ", other.lines[-1])
-    scheduler.wait(SOON_S)
-    server.wait(SOON_S)
+    scheduler.wait()
+    server.wait()
     assert_no_traceback(scheduler, server)
 
 
@@ -81,10 +81,10 @@ def test_ctrl_c_in_a_server_is_a_loss_that_all_others_name(make_job: MakeJob) ->
     for worker in workers:
         worker.wait_for("ready")
     interrupted.send(signal.SIGINT)
-    assert interrupted.wait(SOON_S) == 130
+    assert interrupted.wait() == 130
     assert interrupted.text == ""
     for process in scheduler, server, *workers:
-        assert process.wait(SOON_S) == 1
+        assert process.wait() == 1
         pattern = rf"NodeLostError: server 0 \(pid {interrupted.pid} on \S+\) is lost: "
         assert re.search(pattern, process.lines[-1]), process.text
 
@@ -99,7 +99,7 @@ def test_a_signal_to_every_process_ends_all_of_them_at_once(
         worker.wait_for("ready")
     for process in job.processes:
         process.send(number)
-    codes = job.wait_all(SOON_S)
+    codes = job.wait_all()
     assert 0 not in codes
     assert_no_traceback(*job.processes[:3])
 
@@ -112,8 +112,8 @@ def test_ctrl_c_while_the_job_is_not_complete_ends_those_that_wait(make_job: Mak
         process.wait_for("waiting for 1 of 2 workers")
     for process in worker, server, scheduler:
         process.send(signal.SIGINT)
-    codes = [process.wait(SOON_S) for process in (scheduler, server)]
-    assert worker.wait(SOON_S) != 0
+    codes = [process.wait() for process in (scheduler, server)]
+    assert worker.wait() != 0
     assert set(codes) <= {1, 130}
     assert_no_traceback(scheduler, server)
 
@@ -127,7 +127,7 @@ def test_a_second_ctrl_c_hurries_the_launcher_on(make_job: MakeJob) -> None:
     for _ in range(2):
         os.killpg(launcher.pid, signal.SIGINT)
         time.sleep(0.2)
-    assert launcher.wait(SOON_S) == 130
+    assert launcher.wait() == 130
     assert time.monotonic() - began_at < 2.8  # by itself after 3
     wait_until(lambda: job.left() == [], "nothing of the job to be left")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import select
 import sys
 import time
@@ -9,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch.kubectl import Answer, Commands, Kubectl, find_kubectl
+from kvstore import status
+from kvstore.launch.backends.kubernetes.kubectl import (
+    Commands,
+    Kubectl,
+    KubectlResult,
+    find_kubectl,
+    scheduler_pod,
+)
 from kvstore.launch.options import LaunchError
 
 pytestmark = [
@@ -39,7 +47,7 @@ def test_a_call_that_hangs_ends_and_so_does_what_it_had_started(tmp_path: Path) 
 
 def test_a_call_beside_a_loop_that_hangs_ends_with_an_answer(tmp_path: Path) -> None:
     commands = Commands(Kubectl(environment(tmp_path, "sleep 60 & sleep 60")), 0.3)
-    answers: list[Answer] = []
+    answers: list[KubectlResult] = []
     commands.begin("look", answers.append, "get", "pods")
     until_s = time.monotonic() + 10
     while not answers and time.monotonic() < until_s:
@@ -105,4 +113,46 @@ def test_a_missing_kubectl_is_one_sentence(tmp_path: Path) -> None:
     ],
 )
 def test_the_last_line_of_a_complaint_says_most(error: str, sentence: str) -> None:
-    assert Answer(1, b"", error).sentence == sentence
+    assert KubectlResult(1, b"", error).sentence == sentence
+
+
+def pods_of(*jobs: str) -> str:
+    items = [
+        {"metadata": {"name": f"{job}-scheduler-x7", "labels": {"job-name": f"{job}-scheduler"}}}
+        for job in jobs
+    ]
+    return json.dumps({"items": items})
+
+
+def test_the_schedulers_pod_of_the_only_job_or_of_the_one_that_is_named(tmp_path: Path) -> None:
+    one = Kubectl(environment(tmp_path, f"echo '{pods_of('lenet-1f')}'"))
+    assert scheduler_pod(one, None) == "lenet-1f-scheduler-x7"
+    two = Kubectl(environment(tmp_path, f"echo '{pods_of('a-1', 'b-2')}'"), "team")
+    assert scheduler_pod(two, "b-2") == "b-2-scheduler-x7"
+    with pytest.raises(LaunchError, match="one running job in namespace team, found: a-1, b-2;"):
+        scheduler_pod(two, None)
+    with pytest.raises(LaunchError, match="a running job 'c' in namespace team, found: a-1, b-2;"):
+        scheduler_pod(two, "c")
+    none = Kubectl(environment(tmp_path, f"echo '{pods_of()}'"))
+    with pytest.raises(LaunchError, match="found: none;"):
+        scheduler_pod(none, None)
+    away = Kubectl(environment(tmp_path, "echo 'error: no route to host' >&2; exit 1"))
+    with pytest.raises(LaunchError, match="cannot ask the cluster: no route to host"):
+        scheduler_pod(away, None)
+
+
+def test_status_runs_in_the_schedulers_pod_and_ends_with_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = f"""case "$*" in
+        config*) exit 1 ;;
+        *"get pods"*) echo '{pods_of("lenet-1f")}' ;;
+        *) echo "$@"; exit 1 ;;
+    esac"""
+    for name, value in environment(tmp_path, script).items():
+        monkeypatch.setenv(name, value)
+    code = status.main(["--kubernetes", "--namespace", "team", "--json", "--watch", "5"])
+    assert code == 1
+    assert capfd.readouterr().out.splitlines() == [
+        "--namespace=team exec lenet-1f-scheduler-x7 -- python -m kvstore.status --json --watch=5"
+    ]

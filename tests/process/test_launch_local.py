@@ -54,6 +54,7 @@ while byes < int(os.environ["DMLC_NUM_WORKER"]):
         else:
             byes += ready.recv(3) == b"bye"
             peers.remove(ready)
+            ready.close()
 """
 
 LAUNCH = """
@@ -65,22 +66,25 @@ sys.path.insert(0, sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_IGN if "NOHUP" in os.environ else signal.SIG_DFL)
 from kvstore.launch.cli import main
-from kvstore.launch.lifecycle import Timing
-timing = Timing(
-    drain_s=0.5, service_s=0.3, failure_s=float(os.environ.get("PATIENCE_S", 0.5)), alone_s=0.3,
-    step_s=0.5, leftover_s=0.2,
-)
+from kvstore.launch.job.lifecycle import Timing
+# Short where most tests wait it out, long where only a busy machine would; a test sets its own.
+patience = dict(drain_s=25, service_s=25, failure_s=0.5, alone_s=0.3, step_s=0.5, leftover_s=0.2)
+own = (each.split("=") for each in os.environ.get("PATIENCE", "").split())
+timing = Timing(**{**patience, **{name: float(seconds) for name, seconds in own}})
 service = [sys.executable, "-S", sys.argv[2]]
 sys.exit(main(sys.argv[3:], service_command=service, timing=timing))
 """
 
-# What a worker begins with; `bye()` tells the scheduler that it is done.
+# What a worker begins with; `bye()` tells the scheduler that it is done, and returns when that has
+# heard it: so the scheduler has said before that all have joined.
 WORKER = """
 import os, signal, socket, subprocess, sys, time
 rank = int(os.environ["DMLC_TASK_ID"])
 def bye():
     address = (os.environ["DMLC_PS_ROOT_URI"], int(os.environ["DMLC_PS_ROOT_PORT"]))
-    socket.create_connection(address).sendall(b"bye")
+    scheduler = socket.create_connection(address)
+    scheduler.sendall(b"bye")
+    scheduler.recv(1)
 """
 
 
@@ -118,7 +122,7 @@ class Job:
         self, *arguments: str, environment: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, environment=environment)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=50)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def left(self) -> list[int]:
@@ -158,9 +162,9 @@ def python(code: str) -> tuple[str, ...]:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < deadline_s, f"waited 10 s for: {what}"
+        assert time.monotonic() < deadline_s, f"waited 30 s for: {what}"
         time.sleep(0.02)
 
 
@@ -171,10 +175,13 @@ def test_success_leaves_neither_processes_nor_logs_and_prefixes_every_line(job: 
     assert done.returncode == 0, done.stderr
     line = 'a b|it\'s "q"|$HOME|*|--num-workers|7|'
     assert sorted(done.stdout.splitlines()) == [f"[worker 0] {line}", f"[worker 1] {line}"]
-    assert sorted(done.stderr.splitlines()) == [
-        "[worker 0] note",
-        "[worker 1] note",
-    ]
+    complete, *notes = sorted(done.stderr.splitlines())
+    assert notes == ["[worker 0] note", "[worker 1] note"]
+    assert complete.startswith(
+        "[launcher] all have joined: 2 workers and 1 server on this machine; "
+        "scheduler at 127.0.0.1:"
+    )
+    assert complete.endswith(", kept if the job fails")
     assert job.logs() == []
     assert job.left() == []
 
@@ -198,15 +205,23 @@ bye()
     assert len(lines) == 3 * 301
 
 
-def test_the_first_failure_gives_the_exit_code_and_is_told_last(job: Job) -> None:
+def test_the_first_failure_gives_the_exit_code_and_is_told_last(job: Job, tmp_path: Path) -> None:
     code = """
+path = sys.argv[1]
 if rank == 1:
     print("about to fail")
+    open(path, "w").write(str(os.getpid()))
     sys.exit(7)
-time.sleep(0.2)
+def has_ended(pid):
+    return pid and open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "Z"
+while not os.path.exists(path) or not has_ended(open(path).read()):
+    time.sleep(0.01)
+time.sleep(0.5)  # for the launcher to see it
 sys.exit("worker 0 noticed")
 """
-    done = job.run("-n", "2", "-s", "2", *python(code))
+    failing = str(tmp_path / "failing")
+    environment = {"PATIENCE": "failure_s=600"}
+    done = job.run("-n", "2", "-s", "2", *python(code), failing, environment=environment)
     assert done.returncode == 7
     block = done.stderr.partition("======== the job failed")[2].splitlines()
     assert block[1].startswith("process:  worker 1 (pid ")
@@ -232,8 +247,8 @@ def test_a_worker_killed_by_a_signal_gives_128_plus_its_number(job: Job) -> None
 
 
 def test_a_server_that_ends_alone_with_0_is_a_failure(job: Job) -> None:
-    code = "time.sleep(60)"
-    done = job.run("-n", "1", *python(code), environment={"STAND_IN": "server:0:0"})
+    environment = {"STAND_IN": "server:0:0", "PATIENCE": "service_s=0.3"}
+    done = job.run("-n", "1", *python("time.sleep(60)"), environment=environment)
     assert done.returncode == 1
     assert "process:  server 0" in done.stderr
     assert "exit code 0, while workers still ran" in done.stderr
@@ -246,7 +261,9 @@ def test_a_scheduler_that_fails_gives_its_exit_code(job: Job) -> None:
 
 
 def test_servers_that_stay_are_ended_with_a_warning_and_the_job_succeeds(job: Job) -> None:
-    done = job.run("-n", "1", *python("pass"), environment={"STAND_IN": "stay"})
+    # The worker may have ended before the scheduler has said that all have joined.
+    environment = {"STAND_IN": "stay", "PATIENCE": "drain_s=0.5 alone_s=25"}
+    done = job.run("-n", "1", *python("pass"), environment=environment)
     assert done.returncode == 0
     assert "scheduler, server 0 did not end within 0.5 s of the last worker" in done.stderr
 
@@ -264,9 +281,8 @@ def test_workers_that_never_joined_end_the_job_at_once_with_a_question(job: Job)
 
 def test_workers_that_all_fail_alike_end_the_job_soon_and_are_told_once(job: Job) -> None:
     code = "print(rank, file=sys.stderr); sys.exit('unknown store type')"
-    began_at_s = time.monotonic()
-    done = job.run("-n", "3", "-s", "1", *python(code), environment={"PATIENCE_S": "20"})
-    assert time.monotonic() - began_at_s < 8  # of 20 for those who may have something to say
+    # Longer than ``run`` waits: nobody is left who may have something to say.
+    done = job.run("-n", "3", "-s", "1", *python(code), environment={"PATIENCE": "failure_s=600"})
     assert done.returncode == 1
     block = done.stderr.partition("======== the job failed")[2].splitlines()
     first = block[1].removeprefix("process:  ").partition(" (")[0]
@@ -293,7 +309,7 @@ time.sleep(60)
         "[worker 1] ready\n",
     }
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=50)
     assert process.returncode == code
     assert f"ended by {number.name}" in err
     # Whoever pressed Ctrl-C has seen all; of a closed terminal or a batch system, logs remain.
@@ -311,7 +327,7 @@ bye()
     assert process.stdout is not None
     assert process.stdout.readline() == "[worker 0] ready\n"
     process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=20)
+    process.communicate(timeout=50)
     assert process.returncode == 0
 
 
@@ -326,7 +342,7 @@ while True: time.sleep(60)
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=50)
     assert process.returncode == 130
 
 
@@ -347,7 +363,7 @@ time.sleep(60)
     # The launcher, its guardian, a scheduler, two servers, two workers, two grandchildren.
     wait_until(lambda: len(job.left()) == 9, "all processes to run")
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=50)
     wait_until(lambda: job.left() == [], "all processes to end after the launcher's death")
 
 
@@ -362,7 +378,7 @@ def test_the_children_die_with_the_launcher_even_when_its_guardian_was_killed_be
     ]
     os.kill(guardian, signal.SIGKILL)
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=50)
     wait_until(lambda: job.left() == [], "all processes to end after the launcher's death")
 
 
@@ -376,7 +392,7 @@ def test_a_job_inside_a_job_ends_with_the_outer_one(job: Job, tmp_path: Path) ->
     assert process.stdout is not None
     assert process.stdout.readline() == "[worker 0] [worker 0] ready\n"
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=50)
     wait_until(lambda: job.left() == [], "both jobs to end")
 
 
@@ -457,39 +473,4 @@ def test_a_reader_that_stops_reading_does_not_hold_up_a_signal(job: Job) -> None
     process.stdout.readline()
     time.sleep(0.3)  # nobody reads now: pipe, launcher's buffer and the worker's pipe fill up
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 143
-
-
-def test_the_script_of_a_checkout_finds_the_package_and_explains_itself(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "launch.py"), "--help"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
-    assert done.returncode == 0
-    assert "kvstore-launch -n WORKERS" in done.stdout
-
-
-@pytest.mark.parametrize("missing", [("msgpack",), ("numpy", "msgpack")])
-def test_a_python_without_the_packages_is_told_once_before_anything_starts(
-    tmp_path: Path, missing: tuple[str, ...]
-) -> None:
-    for package in {"numpy", "zmq", "msgpack"} - set(missing):
-        (tmp_path / f"{package}.py").touch()
-    done = subprocess.run(
-        [sys.executable, "-S", str(ROOT / "tools" / "launch.py"), "-n", "1", "true"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
-    verb = "is" if len(missing) == 1 else "are"
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"[launcher] {', '.join(missing)} {verb} not installed in {sys.executable}: pip install . "
-        "in the checkout, or use .venv/bin/python, which make creates\n",
-    )
+    assert process.wait(timeout=50) == 143

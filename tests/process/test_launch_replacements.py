@@ -11,12 +11,12 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvstore.launch.carrier import Carrier
-from kvstore.launch.clusters import Cluster
-from kvstore.launch.guardian_process import GuardianProcess
-from kvstore.launch.link import Link
-from kvstore.launch.places import Event, Note
-from kvstore.launch.remote import AgentPlace
+from kvstore.launch.agents.cluster import Cluster
+from kvstore.launch.agents.command import Carrier
+from kvstore.launch.agents.remote import AgentPlace
+from kvstore.launch.agents.wire import AgentLink
+from kvstore.launch.job.places import Event, Note
+from kvstore.launch.job.tie import GuardianProcess
 
 pytestmark = pytest.mark.process
 
@@ -28,12 +28,12 @@ class Agents:
         self.there: list[socket.socket] = []
         self._stack = stack
 
-    def link(self) -> Link:
+    def link(self) -> AgentLink:
         here, there = socket.socketpair()
         there.settimeout(5.0)
         self.there.append(self._stack.enter_context(there))
         fd = here.detach()
-        return Link(fd, os.dup(fd), time.monotonic())
+        return AgentLink(fd, os.dup(fd), time.monotonic())
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import kvstore as mx
-from kvstore.launch.guardian import job_members
+from kvstore.launch.job.guardian import job_members
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 50.0

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from job import SOON_S, Job, MakeJob, Process, assert_no_traceback, needs_proc, wait_until
+from job import Job, MakeJob, Process, assert_no_traceback, needs_proc, wait_until
 
 pytestmark = [pytest.mark.process, needs_proc]
 
@@ -50,8 +50,12 @@ def end_within_15_s(*survivors: Process) -> None:
 
 
 def names(process: Process, title: str, victim: Process) -> bool:
-    """Whether the last line of a process is an error about the loss of ``victim``."""
-    pattern = rf"NodeLostError: {title} \(pid {victim.pid} on \S+\) is lost: its process is gone$"
+    """Whether the last line of a process is an error about the loss of ``victim``.
+
+    A call on a key that had failed over it by then says so, too.
+    """
+    loss = rf"NodeLostError: {title} \(pid {victim.pid} on \S+\) is lost: its process is gone"
+    pattern = loss + "(; key 'w' is no longer read or written)?$"
     return re.search(pattern, process.lines[-1]) is not None
 
 
@@ -151,7 +155,7 @@ for call in lambda: kv.pull("w"), kv.barrier, lambda: kv.init("v", vector(0)):
     end_within_15_s(scheduler, *servers)
     survivor.wait_for(r"worker 1 \(pid \d+ on \S+\) is lost")
     job.allow("go")
-    assert survivor.wait(SOON_S) == 0
+    assert survivor.wait() == 0
     errors = [line for line in survivor.lines if line.startswith("NodeLostError")]
     assert len(errors) == 3
     assert all(line.startswith("NodeLostError: worker 1 (pid ") for line in errors)
@@ -161,10 +165,8 @@ def test_a_killed_worker_ends_an_asynchronous_job_as_well(make_job: MakeJob) -> 
     busy = ASYNC + "while True:" + ROUND.replace("\n", " ")
     scheduler, (server,), (survivor, victim) = start(make_job(2, 1), busy, busy)
     victim.send(signal.SIGKILL)
-    began_at = time.monotonic()
     end_within_15_s(scheduler, server, survivor)
-    # Nobody stays to have its last words accepted by a process that is gone.
-    assert time.monotonic() - began_at < 1.8
+    # That nobody stays for the acceptance of a process that is gone, the simulated losses show.
     for process in scheduler, server, survivor:
         assert names(process, "worker 1", victim), process.text
 
@@ -176,9 +178,10 @@ def test_a_killed_worker_ends_an_asynchronous_job_as_well(make_job: MakeJob) -> 
 def test_the_launcher_passes_a_killed_process_on_as_137_and_names_it_last(
     make_job: MakeJob, role: str
 ) -> None:
-    job = make_job(1, 1)
+    # With another worker the launcher waits for what the survivors say, and not for a moment only.
+    job = make_job(2, 1)
     launcher = job.launch(SYNC + "kv.barrier()\n" + 'wait_for_file("go"); kv.barrier()\n')
-    launcher.wait_for("rank")
+    launcher.wait_for("(?s)rank.*rank")
     victim = job.launched(role)
     os.kill(victim, signal.SIGKILL)
     launcher.wait_for(rf"{role} (0 )?\(pid {victim} on \S+\) is lost")
@@ -200,6 +203,10 @@ def test_an_exception_in_one_worker_is_the_cause_that_the_launcher_reports(
     for rank in 0, 2:
         pattern = rf"\[worker {rank}\] pslite.errors.NodeLostError: worker 1 \(pid \d+ on "
         assert re.search(pattern, launcher.text)
+        mine = [line for line in launcher.lines if line.startswith(f"[worker {rank}] ")]
+        # One line about the loss, and the script's own traceback without frames of ours.
+        assert len([line for line in mine if "is lost" in line]) == 2
+        assert not [line for line in mine if "/kvstore/" in line or "/pslite/" in line]
     block = launcher.text.partition("======== the job failed")[2]
     assert "process:  worker 1 " in block
     assert "ValueError: my own mistake" in block
@@ -257,14 +264,14 @@ def test_a_worker_that_leaves_early_is_an_error_on_those_who_still_push_in_round
 ) -> None:
     job = make_job(2, 1)
     _, _, (stays, leaves) = start(job, SYNC + ROUND + ROUND, SYNC + ROUND)
-    assert leaves.wait(SOON_S) == 0
-    assert stays.wait(SOON_S) == 1
+    assert leaves.wait() == 0
+    assert stays.wait() == 1
     assert re.search(
         rf"NodeLostError: worker 1 \(pid {leaves.pid} on \S+\) has left the job; all workers of a "
         r"synchronous store must push the same number of rounds \(kv\.shard, ",
         stays.lines[-1],
     ), stays.text
-    job.wait_all(SOON_S)
+    job.wait_all()
 
 
 def test_a_worker_that_leaves_early_does_not_disturb_an_asynchronous_job(
@@ -277,28 +284,29 @@ def test_a_worker_that_leaves_early_does_not_disturb_an_asynchronous_job(
         ASYNC + many + 'wait_for_file("go")\n' + many + 'print(kv.pull("w"))',
         ASYNC + 'for _ in range(30): kv.push("w", vector(1, 2))\n',
     )
-    assert leaves.wait(SOON_S) == 0
+    assert leaves.wait() == 0
     job.allow("go")
     # All that was pushed counts, also the last push before the end of the process.
-    assert job.wait_all(SOON_S) == [0, 0, 0, 0], job.output()
+    assert job.wait_all() == [0, 0, 0, 0], job.output()
     assert stays.lines[-1] == "[-130. -260.]"
 
 
-def test_a_worker_may_leave_after_its_part_of_the_last_round(make_job: MakeJob) -> None:
-    job = make_job(2, 1, PS_CLOSE_TIMEOUT="4")
-    _, (server,), (stays, leaves) = start(
+def test_a_worker_that_ends_after_its_part_of_the_last_round_waits_for_the_others(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, 1)
+    _, (server,), (stays, ends) = start(
         job,
         SYNC + 'wait_for_file("go")\nkv.push("w", vector(1, 2)); print(kv.pull("w"))\n',
-        SYNC + 'kv.push("w", vector(10, 20))\n',
+        SYNC + 'kv.push("w", vector(10, 20)); print("the last line", flush=True)\n',
     )
-    assert leaves.wait(SOON_S) == 0
-    began_at = time.monotonic()
+    ends.wait_for("the last line")
+    time.sleep(0.5)
+    assert ends.popen.poll() is None
     job.allow("go")
     assert job.wait_all() == [0, 0, 0, 0], job.output()
     assert stays.lines[-1] == "[11. 22.]"
-    # Nobody waits for one who has left to accept the answer to its push.
     assert server.text == ""
-    assert time.monotonic() - began_at < 3
 
 
 def test_children_of_a_worker_end_without_disturbing_it(make_job: MakeJob) -> None:
@@ -317,8 +325,31 @@ assert os.waitpid(child, 0)[1] == 0
     wait_until(lambda: job.left() == [], "all children to end")
 
 
+def test_children_of_a_killed_worker_do_not_hide_its_loss(make_job: MakeJob) -> None:
+    """They keep its connections; what nobody sends heartbeats on ends after five seconds."""
+    fork = """
+if os.fork() == 0:
+    wait_for_file("seen")
+    os._exit(0)
+print("forked", flush=True)
+"""
+    job = make_job(2, 1)
+    job.settings = {"PS_VERBOSE": "1"}
+    scheduler, servers, (first, second) = start(job, SYNC + PULL_FOREVER, SYNC + fork + SLEEP)
+    second.wait_for("forked")
+    first.wait_for("pulling")
+    second.send(signal.SIGKILL)
+    end_within_15_s(first, scheduler, *servers)
+    job.allow("seen")
+    second.wait()
+    lost = rf"worker 1 \(pid {second.pid} on \S+\) is lost: its process is gone"
+    for process in (first, scheduler, *servers):
+        assert re.search(lost, process.text), process.text
+        assert "connection to worker 1" not in process.text.partition("is lost")[0]
+
+
 def test_a_worker_that_dawdles_is_named_to_those_who_wait_for_it(make_job: MakeJob) -> None:
-    job = make_job(2, 1, PS_STALL_REPORT="0.6", PS_HEARTBEAT_INTERVAL="0.1")
+    job = make_job(2, 1, PS_STALL_REPORT="2", PS_HEARTBEAT_INTERVAL="0.1")
     job.service()
     code = (
         SYNC
@@ -334,7 +365,7 @@ kv.barrier()
     waits.wait_for(rf"warning: round 1 of key 'w' has waited \d s for {who}")
     assert re.search(r"warning: still waiting after \d s: the servers' answer for 'w'", waits.text)
     job.allow("round")
-    waits.wait_for(rf"warning: a barrier of group 4 has waited \d s for {who}")
+    waits.wait_for(rf"warning: the barrier of the workers has waited \d s for {who}")
     job.allow("barrier")
     assert job.wait_all() == [0, 0, 0, 0], job.output()
     # Busy is not silent: its I/O thread gives signs of life.
@@ -350,7 +381,7 @@ if child == 0:
         kv.pull("w")
     except PSError as error:
         os._exit(7)
-for _ in range(100):
+for _ in range(2000):
     pid, status = os.waitpid(child, os.WNOHANG)
     if pid:
         break
@@ -365,3 +396,34 @@ print("status", status >> 8)
     worker = job.worker(0, SYNC + ROUND + use)
     assert job.wait_all() == [0, 0, 0], job.output()
     assert worker.lines[-1] == "status 7"
+
+
+HOLD_INTERPRETER = """
+import re
+print("held", flush=True)
+re.match("(a+)+$", "a" * 60 + "b")  # takes years, and no other thread of Python runs meanwhile
+"""
+
+
+def test_a_worker_whose_interpreter_is_held_is_named_and_lost_only_where_that_is_asked_for(
+    make_job: MakeJob,
+) -> None:
+    """libzmq's own threads answer for it, so its connections are fine."""
+    beats = {"PS_HEARTBEAT_INTERVAL": "0.2", "PS_STALL_REPORT": "1", "PS_LOST_AFTER": "1"}
+    patient, strict = make_job(2, 1, **beats), make_job(2, 1, **beats, PS_HEARTBEAT_TIMEOUT="6")
+    started = [
+        start(job, SYNC + PULL_FOREVER, SYNC + HOLD_INTERPRETER) for job in (patient, strict)
+    ]
+    for scheduler, (server,), (pulling, held) in started:
+        held.wait_for("held")
+        pulling.wait_for("pulling")
+        for process in scheduler, server:
+            process.wait_for(rf"worker 1 \(pid {held.pid} on \S+\) .*silent")
+    (_, _, (waiting, _)), (scheduler, servers, (pulling, held)) = started
+    end_within_15_s(scheduler, *servers, pulling)
+    for process in scheduler, *servers, pulling:
+        assert f"worker 1 (pid {held.pid} on " in process.lines[-1], process.text
+    assert waiting.popen.poll() is None
+    for process in [*patient.processes, held]:
+        if process.popen.poll() is None:
+            process.send(signal.SIGKILL)

@@ -6,9 +6,10 @@ import re
 import signal
 import socket
 import time
+from textwrap import indent
 
 import pytest
-from job import HOST, SHORT, SOON_S, MakeJob, Process, assert_no_traceback, needs_proc
+from job import HOST, MakeJob, Process, assert_no_traceback, needs_proc
 
 from pslite.version import __version__
 
@@ -16,6 +17,15 @@ pytestmark = [pytest.mark.process, needs_proc]
 
 JOIN = 'kv = mx.kvstore.create("dist_sync")\nprint("rank", kv.rank, flush=True)\n'
 STAY = JOIN + 'wait_for_file("go")\n'
+TIMED = f"""
+import time
+begun_at = time.monotonic()
+try:
+{indent(JOIN, "    ")}finally:
+    print(f"ended after {{time.monotonic() - begun_at:.2f}} s", flush=True)
+"""
+AT_ALL_S = 30.0
+"""Half of what PS_RENDEZVOUS_TIMEOUT is by default; a busy machine needs seconds to begin."""
 OFTEN = "0.1"
 """A roster interval for tests that wait until the scheduler has taken a registration."""
 
@@ -29,16 +39,18 @@ def wait_until_registered(scheduler: Process, *processes: Process) -> None:
 def test_without_a_scheduler_all_end_by_the_deadline_and_say_what_to_check(
     make_job: MakeJob,
 ) -> None:
-    job = make_job(1, 1, PS_RENDEZVOUS_TIMEOUT="1", PS_ROSTER_INTERVAL="0.3")
-    begun_at = time.monotonic()
-    server, worker = job.server(), job.worker(0, JOIN)
+    job = make_job(1, 1, PS_RENDEZVOUS_TIMEOUT="3", PS_ROSTER_INTERVAL="0.3")
+    server, worker = job.server(), job.worker(0, TIMED)
     assert job.wait_all() == [1, 1]
-    assert 1 < time.monotonic() - begun_at < 5
+    (ended_after_s,) = re.findall(r"ended after (\S+) s", worker.text)
+    assert 3 <= float(ended_after_s) < AT_ALL_S
     address = f"{HOST}:{job.port}"
     for process in server, worker:
-        assert f"waiting for the scheduler at {address}, no answer for 1 s" in process.text
+        assert (
+            f"waiting for the scheduler at {address}, which has not answered for " in process.text
+        )
         assert process.lines[-1].endswith(
-            f"DeadlineError: no scheduler answered at {address} within 1 s "
+            f"DeadlineError: no scheduler answered at {address} within 3 s "
             "(PS_RENDEZVOUS_TIMEOUT): is it running, and is DMLC_PS_ROOT_URI / "
             "DMLC_PS_ROOT_PORT the same everywhere?"
         )
@@ -48,20 +60,25 @@ def test_without_a_scheduler_all_end_by_the_deadline_and_say_what_to_check(
 def test_who_is_missing_is_said_on_every_waiting_node_and_all_end_by_the_deadline(
     make_job: MakeJob,
 ) -> None:
-    job = make_job(3, 2, **SHORT)
+    job = make_job(3, 2, PS_RENDEZVOUS_TIMEOUT="6", PS_ROSTER_INTERVAL="1")
+    # The scheduler's time begins with itself: when it starts, the others are there.
+    patient = {"PS_RENDEZVOUS_TIMEOUT": "30"}
+    server, worker = job.server(1, patient), job.worker(0, JOIN, patient)
+    for process in server, worker:
+        process.wait_for("waiting for the scheduler at ")
     begun_at = time.monotonic()
-    scheduler, server, worker = job.scheduler(), job.server(1), job.worker(0, JOIN)
+    scheduler = job.scheduler()
     assert job.wait_all() == [1, 1, 1]
-    assert 2.5 < time.monotonic() - begun_at < 8
+    assert 5.5 < time.monotonic() - begun_at < AT_ALL_S
     for process in scheduler, server, worker:
         said = re.findall(
             r"waiting for 2 of 3 workers, 1 of 2 servers since \d s; there: (.*)", process.text
         )
-        # Every half second for three seconds, and not twice as often.
-        assert 3 <= len(said) <= 6, process.text
+        # Every second for six seconds, or less often on a busy machine; never more often.
+        assert 1 <= len(said) <= 6, process.text
         assert all(f"(pid {other.pid})" in said[-1] for other in (server, worker))
         assert process.lines[-1].endswith(
-            "the cluster was not complete within 3 s (PS_RENDEZVOUS_TIMEOUT): "
+            "the cluster was not complete within 6 s (PS_RENDEZVOUS_TIMEOUT): "
             "2 of 3 workers, 1 of 2 servers missing"
         )
         assert "DeadlineError: " in process.lines[-1]  # on those who were told, too
@@ -75,7 +92,7 @@ def test_different_numbers_of_workers_are_an_error_on_all_sides_that_names_both(
     scheduler, (server,) = job.service()
     wait_until_registered(scheduler, server)
     worker = job.worker(0, JOIN, {"DMLC_NUM_WORKER": "3"})
-    assert job.wait_all(SOON_S) == [1, 1, 1]
+    assert job.wait_all() == [1, 1, 1]
     for process in scheduler, server, worker:
         assert re.search(
             rf"the worker on \S+ \(pid {worker.pid}\) has DMLC_NUM_WORKER=3, the scheduler has 2; "
@@ -90,7 +107,7 @@ def test_a_busy_port_ends_the_scheduler_at_once_with_its_name(make_job: MakeJob)
         job = make_job(1, 1)
         port = other.getsockname()[1]
         scheduler = job.scheduler({"DMLC_PS_ROOT_PORT": str(port)})
-        assert scheduler.wait(SOON_S) == 1
+        assert scheduler.wait() == 1
     assert scheduler.lines == [
         f"ConfigError: the scheduler cannot listen at DMLC_PS_ROOT_URI={HOST}, "
         f"DMLC_PS_ROOT_PORT={port}: cannot listen on {HOST}:{port}: the port is in use; choose "
@@ -100,7 +117,7 @@ def test_a_busy_port_ends_the_scheduler_at_once_with_its_name(make_job: MakeJob)
 
 def test_a_wrong_store_type_is_an_error_that_lists_the_known_ones(make_job: MakeJob) -> None:
     worker = make_job(1, 1).worker(0, 'mx.kvstore.create("dist_sink")')
-    assert worker.wait(SOON_S) == 1
+    assert worker.wait() == 1
     assert worker.lines[-1].startswith(
         "kvstore.errors.UnknownTypeError: unknown store type 'dist_sink'; known types: local, "
     )
@@ -112,9 +129,7 @@ def test_launched_workers_without_a_store_are_told_that_each_ran_by_itself(
     make_job: MakeJob,
 ) -> None:
     launcher = make_job(2, 2).launch('mx.kvstore.create("local")\n')
-    begun_at = time.monotonic()
     assert launcher.wait() == 1, launcher.text
-    assert time.monotonic() - begun_at < 8
     assert launcher.lines == [
         "[launcher] the workers ended without joining the job: does the script create a dist_... "
         "store? (each of them ran by itself)"
@@ -140,7 +155,7 @@ def test_each_missing_variable_is_named_with_the_way_to_set_it(make_job: MakeJob
     workers = [job.worker(0, JOIN, {name: None}) for name in names]
     schedulers = [job.scheduler({name: None}) for name in names[:2]]
     nothing = job.worker(0, JOIN, dict.fromkeys(names))
-    assert job.wait_all(SOON_S) == [1, 1, 1, 1, 2, 2, 1]
+    assert job.wait_all() == [1, 1, 1, 1, 2, 2, 1]
     advice = (
         "; start the job with tools/launch.py (kvstore-launch), which sets them, or export them "
         "yourself"
@@ -155,18 +170,20 @@ def test_each_missing_variable_is_named_with_the_way_to_set_it(make_job: MakeJob
 def test_malformed_settings_are_refused_by_name(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     wrong = {
-        "DMLC_NUM_WORKER": ("-1", "DMLC_NUM_WORKER must not be negative"),
+        "DMLC_NUM_WORKER": ("-1", "DMLC_NUM_WORKER is -1; it must be 0 or greater"),
         "DMLC_ROLE": ("serv", "DMLC_ROLE is 'serv'; it must be worker, server or scheduler"),
         "PS_VERBOSE": ("loud", "PS_VERBOSE is 'loud'; expected: 1 prints connections, 2 every "),
         "DMLC_TASK_ID": ("first", "DMLC_TASK_ID is 'first'; expected: wanted rank within the "),
     }
     servers = [job.server(0, {name: text}) for name, (text, _) in wrong.items()]
     worker_as_server = job.server(0, {"DMLC_ROLE": None})
-    assert set(job.wait_all(SOON_S)) == {2}
+    assert set(job.wait_all()) == {2}
     for server, (_, sentence) in zip(servers, wrong.values(), strict=True):
         (line,) = server.lines
         assert line.startswith(sentence)
-    assert worker_as_server.lines == ["DMLC_ROLE must be server or scheduler for kvstore.server"]
+    assert worker_as_server.lines == [
+        "DMLC_ROLE is 'worker', which is also its default; kvstore.server needs server or scheduler"
+    ]
 
 
 def test_two_workers_with_one_task_id_end_the_job_at_once_with_the_reason_on_all_nodes(
@@ -177,7 +194,7 @@ def test_two_workers_with_one_task_id_end_the_job_at_once_with_the_reason_on_all
     first = job.worker(0, JOIN)
     wait_until_registered(scheduler, server, first)
     second = job.worker(0, JOIN)
-    assert job.wait_all(SOON_S) == [1, 1, 1, 1]
+    assert job.wait_all() == [1, 1, 1, 1]
     for process in job.processes:
         assert re.search(
             rf"two workers have DMLC_TASK_ID=0 \(pid {first.pid} on \S+, pid {second.pid} on "
@@ -193,7 +210,7 @@ def test_a_task_id_that_is_too_high_is_refused_and_the_job_goes_on(make_job: Mak
     first = job.worker(0, JOIN)
     wait_until_registered(scheduler, first)
     too_high = job.worker(2, JOIN)
-    assert too_high.wait(SOON_S) == 1
+    assert too_high.wait() == 1
     assert re.search(
         r"DMLC_TASK_ID=2 of the worker on \S+ is too high: the job has 2 workers, counted from 0$",
         too_high.lines[-1],
@@ -210,7 +227,7 @@ def test_one_worker_too_many_is_refused_before_and_after_the_job_is_complete(
     scheduler, member = job.scheduler(), job.worker(None, STAY)
     wait_until_registered(scheduler, member)
     early = job.worker(None, JOIN)
-    assert early.wait(SOON_S) == 1
+    assert early.wait() == 1
     assert re.search(
         r"all 1 workers of this job are there already; the worker on \S+ "
         rf"\(pid {early.pid}\) is one too many$",
@@ -219,8 +236,8 @@ def test_one_worker_too_many_is_refused_before_and_after_the_job_is_complete(
     job.server()
     member.wait_for("rank 0")
     late = job.worker(None, JOIN)
-    assert late.wait(SOON_S) == 1
-    assert late.lines[-1].endswith("this job is complete; it takes no further nodes")
+    assert late.wait() == 1
+    assert late.lines[-1].endswith("this job is complete and takes no further nodes")
     job.allow("go")
     assert member.wait() == 0
     assert scheduler.wait() == 0
@@ -232,10 +249,10 @@ def test_a_worker_of_another_job_is_refused_and_the_right_one_still_gets_in(
     job = make_job(1, 1)
     scheduler, _ = job.service()
     stranger = job.worker(0, JOIN, {"PS_JOB_ID": "another"})
-    assert stranger.wait(SOON_S) == 1
+    assert stranger.wait() == 1
     assert stranger.lines[-1].endswith(
-        f"this node belongs to job 'job-{job.mark}', the message to 'another'; two jobs use the "
-        "same address: start each with a port of its own"
+        "this node does not belong to job 'another', as the message does; two jobs use the same "
+        "address: start each with a port of its own"
     )
     assert job.worker(0, JOIN).wait() == 0
     assert scheduler.wait() == 0
@@ -259,7 +276,7 @@ def test_a_worker_killed_before_the_job_is_complete_ends_it_with_a_sentence_abou
     scheduler, survivor, victim = job.scheduler(), job.worker(0, JOIN), job.worker(1, JOIN)
     wait_until_registered(scheduler, survivor, victim)
     victim.send(signal.SIGKILL)
-    assert job.wait_all(SOON_S) == [1, 1, -signal.SIGKILL]
+    assert job.wait_all() == [1, 1, -signal.SIGKILL]
     for process in scheduler, survivor:
         assert re.search(rf"a worker on \S+ \(pid {victim.pid}\) is lost: ", process.lines[-1])
     assert_no_traceback(scheduler)
@@ -273,17 +290,18 @@ def test_when_the_scheduler_is_killed_before_the_job_is_complete_those_that_wait
     worker = job.worker(0, JOIN)
     wait_until_registered(scheduler, server, worker)
     scheduler.send(signal.SIGKILL)
-    assert job.wait_all(SOON_S) == [-signal.SIGKILL, 1, 1]
+    assert job.wait_all() == [-signal.SIGKILL, 1, 1]
     for process in server, worker:
-        sentence = f"NodeLostError: the scheduler at {HOST}:{job.port} is lost before the cluster "
+        sentence = f"NodeLostError: the scheduler at {HOST}:{job.port} was lost before the cluster "
         assert sentence in process.lines[-1]
     assert_no_traceback(server)
 
 
 def test_nodes_that_wait_longer_than_the_heartbeat_timeout_are_not_lost(make_job: MakeJob) -> None:
-    job = make_job(2, 1, PS_HEARTBEAT_TIMEOUT="0.9", PS_HEARTBEAT_INTERVAL="0.2")
-    job.service()
-    job.worker(0, JOIN)
-    time.sleep(2.5)
+    beats = {"PS_HEARTBEAT_TIMEOUT": "3", "PS_HEARTBEAT_INTERVAL": "0.2"}
+    job = make_job(2, 1, PS_ROSTER_INTERVAL=OFTEN, **beats)
+    scheduler, (server,) = job.service()
+    wait_until_registered(scheduler, server, job.worker(0, JOIN))
+    time.sleep(4.0)
     job.worker(1, JOIN)
     assert job.wait_all() == [0, 0, 0, 0], job.output()

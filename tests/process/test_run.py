@@ -21,7 +21,7 @@ from job import ROOT, MakeJob, Process, clean_environment, needs_proc
 
 import kvstore as mx
 from kvstore.errors import JobFailed, WorkerFailed
-from kvstore.running_cluster import Call
+from kvstore.launch.run.cluster import Call
 from pslite.errors import ClosedError, DeadlineError, NodeLostError
 
 pytest.importorskip("cloudpickle")
@@ -233,7 +233,7 @@ def test_where_no_bell_can_be_heard_answers_are_looked_for(
     def no_pipes(path: Path, mode: int) -> None:
         raise OSError("this file system has none")
 
-    monkeypatch.setattr("kvstore.launch.parcels.os.mkfifo", no_pipes)
+    monkeypatch.setattr("kvstore.launch.run.parcels.os.mkfifo", no_pipes)
     (tmp_path / "shared").mkdir()
     began = time.monotonic()
     with pytest.raises(ZeroDivisionError):
@@ -250,7 +250,7 @@ def test_where_no_bell_can_be_heard_answers_are_looked_for(
 def test_a_cluster_makes_several_calls_on_the_same_workers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.running_job.PATIENCE_S", 20.0)  # the machine may be busy
+    monkeypatch.setattr("kvstore.launch.run.job.PATIENCE_S", 20.0)  # the machine may be busy
 
     class Point:
         def __init__(self, x: int) -> None:

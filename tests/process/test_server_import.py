@@ -207,7 +207,7 @@ def test_no_host_is_asked_when_servers_could_not_import_what_they_shall(
     own: list[str],
 ) -> None:
     (tmp_path / "hosts").write_text("one\n")
-    monkeypatch.setattr("kvstore.launch.ssh.SshPlace", None)
+    monkeypatch.setattr("kvstore.launch.backends.ssh.SshPlace", None)
     ssh = ["-n", "1", "-H", str(tmp_path / "hosts"), "--server-import", "no_such_module"]
     assert main([*ssh, *own, "true"]) == 2
     said = capsys.readouterr()

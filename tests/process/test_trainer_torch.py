@@ -29,7 +29,8 @@ def lenet(seed):
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 10))
 
 net = lenet(int(os.environ["DMLC_TASK_ID"]))
-trainer = mx.gluon.Trainer(net.named_parameters(), "sgd", {"learning_rate": 0.1}, "dist_sync")
+rate = {"learning_rate": 0.1}
+trainer = mx.gluon.Trainer(net.named_parameters(), "sgd", rate, "dist_sync", reduction="sum")
 kv = trainer.kvstore
 trainer.broadcast_parameters()
 for step in range(STEPS):

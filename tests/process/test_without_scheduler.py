@@ -5,12 +5,16 @@ What the nodes themselves do then, without a launcher, is in ``test_losses.py``.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
+from doors import settings_of
 from job import Job, MakeJob, Process, needs_proc
 
 pytestmark = [pytest.mark.process, needs_proc]
@@ -170,7 +174,7 @@ def test_a_scheduler_that_is_killed_before_all_have_joined_ends_the_job(make_job
     assert launcher.wait() == 137, launcher.text
     assert "push and pull go on" not in launcher.text
     assert block_of(launcher)[1] == f"process:  scheduler (pid {victim})"
-    pattern = r"NodeLostError: the scheduler at \S+ is lost before the cluster was complete: "
+    pattern = r"NodeLostError: the scheduler at \S+ was lost before the cluster was complete: "
     assert len(re.findall(pattern, launcher.text)) >= 2, launcher.text
     assert "\nended by the launcher: worker 1\n" in launcher.text
 
@@ -183,3 +187,34 @@ def test_ctrl_c_ends_a_job_without_its_scheduler(make_job: MakeJob) -> None:
     launcher.send(signal.SIGINT)
     assert launcher.wait() == 130, launcher.text
     assert block_of(launcher)[1].startswith("process:  scheduler ")
+
+
+LISTEN_AT = """
+import os, socket, sys
+if os.geteuid() == 0:
+    os.setgid(65534), os.setuid(65534)
+for host in "127.0.0.1", "0.0.0.0":
+    for option in socket.SO_REUSEADDR, socket.SO_REUSEPORT:
+        with socket.socket() as thief:
+            thief.setsockopt(socket.SOL_SOCKET, option, 1)
+            try:
+                thief.bind((host, int(sys.argv[1])))
+                thief.listen()
+                print("listens at", host)
+            except OSError as error:
+                print(error.errno)
+"""
+
+
+def test_nobody_can_listen_where_the_scheduler_was_while_the_job_goes_on(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    launcher = job.launch(ASYNC + TOGETHER + 'kv.pull("w")\n')
+    lose_the_scheduler(job, launcher)
+    port = settings_of(job.launched("server"))["DMLC_PS_ROOT_PORT"]
+    launcher.wait_for("push and pull go on")
+    thief = subprocess.run(
+        [sys.executable, "-c", LISTEN_AT, port], capture_output=True, text=True, check=True
+    )
+    job.allow("go")
+    assert launcher.wait() == 137, launcher.text
+    assert thief.stdout.split() == [str(errno.EADDRINUSE)] * 4

@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 
 from pslite.van.base import Connected, Disconnected, Received, Van, VanEvent
-from pslite.van.zmq_van import ZmqVan
+from pslite.van.zmq.van import ZmqVan
 
 pytestmark = pytest.mark.process
 
@@ -26,7 +26,7 @@ Event = TypeVar("Event", Received, Connected, Disconnected)
 CHILD = """
 import sys
 from pslite.van.base import Received
-from pslite.van.zmq_van import ZmqVan
+from pslite.van.zmq.van import ZmqVan
 van = ZmqVan("child", heartbeat_interval_s=0.2, heartbeat_timeout_s=0.8)
 print(van.bind("127.0.0.1", 0), flush=True)
 van.connect("parent", sys.argv[1])
@@ -134,7 +134,7 @@ def test_what_was_sent_before_the_kill_is_received_before_the_loss(
 OUT_OF_FILES = """
 import resource
 from pslite.errors import ConfigError
-from pslite.van.zmq_van import ZmqVan
+from pslite.van.zmq.van import ZmqVan
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 van = ZmqVan("van")
 try:
@@ -151,5 +151,5 @@ def test_running_out_of_open_files_is_an_error_that_says_what_to_raise() -> None
     run = subprocess.run(
         [sys.executable, "-c", OUT_OF_FILES], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert "raise their limit (ulimit -n)" in run.stdout
+    assert "RLIMIT_NOFILE is 100; raise the limit with `ulimit -n 200`" in run.stdout
     assert run.stdout.endswith("closed\n")

@@ -16,7 +16,7 @@ from docs_blocks import PAGES, ROOT, runnable
 import kvstore
 import kvstore.optimizer
 import pslite
-from kvstore.model import FeedForward
+from kvstore.mxnet.model import FeedForward
 
 #: Names of modules, and how a script refers to the module.
 MODULES = {

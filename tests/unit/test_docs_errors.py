@@ -17,16 +17,21 @@ import kvstore
 import kvstore.errors
 import pslite
 import pslite.errors
-from kvstore.dist import create_dist
-from kvstore.dtypes import dtype_of
-from kvstore.launch.lifecycle import Exit
-from kvstore.launch.markers import read_block
+from kvstore.arrays.dtypes import dtype_of
+from kvstore.arrays.keys import KeySpec
+from kvstore.checkpoint.directory import write_checkpoint
+from kvstore.checkpoint.values import Content, SavedPiece
+from kvstore.launch.job.lifecycle import Exit
+from kvstore.launch.job.report import EndedProcess, failure_block
 from kvstore.launch.plan import ProcessSpec
-from kvstore.launch.report import Ended, failure_block
-from kvstore.running_errors import Answer, Ending, first_cause, value_of
+from kvstore.launch.run.checks import LauncherExit, WorkerAnswer, first_cause, value_of
+from kvstore.launch.run.parcels import read_block
 from kvstore.server import install
+from kvstore.stores.dist.store import create_dist
 from pslite.errors import PSError
-from pslite.van.inproc import InprocNetwork, InprocVan
+from pslite.node.surveyor import explained
+from pslite.testing.inproc import InprocNetwork, InprocVan
+from pslite.wire.survey import Wait
 
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 CLASSES = {
@@ -90,6 +95,33 @@ def two_optimizers() -> None:
         workers[1].set_optimizer(kvstore.optimizer.SGD(learning_rate=0.2))
 
 
+def flipped_bit() -> None:
+    kv = kvstore.create("local")
+    kv.set_optimizer(kvstore.optimizer.create("adam"))
+    kv.init("w", np.zeros(3, np.float32))
+    kv.save_checkpoint("checkpoint")
+    (states,) = Path("checkpoint").glob("states-*")
+    content = states.read_bytes()
+    states.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    kv.load_checkpoint("checkpoint")
+
+
+def two_saves_at_once() -> None:
+    contents = {"w": Content(KeySpec((3,), np.dtype("f4")), 1)}
+
+    def meanwhile() -> Iterator[SavedPiece]:
+        kvstore.create("local").save_checkpoint("checkpoint")
+        yield SavedPiece("w", 0, np.zeros(3, np.float32), [], 0)
+
+    write_checkpoint("checkpoint", contents, None, meanwhile())
+
+
+def states_in_a_directory() -> None:
+    kv = kvstore.create("local")
+    kv.set_optimizer(SGD())
+    kv.save_optimizer_states(".")
+
+
 def lost_server() -> None:
     with cluster() as (workers, servers):
         servers[0].close(goodbye=False)
@@ -131,9 +163,9 @@ def nearly_a_key() -> None:
 def killed_worker() -> None:
     lines = ["loading", "epoch 0"]
     spec = ProcessSpec("worker", 1, ("python",), {})
-    ended = Ended(spec, 4711, Exit(0, -9, 2.0, 1), lines)
+    ended = EndedProcess(spec, 4711, Exit(0, -9, 2.0, 1), lines)
     report = read_block(failure_block([ended], [], "/logs", start_s=0.0).splitlines()[:-1])
-    raise first_cause([], Ending(137, report))
+    raise first_cause([], LauncherExit(137, report))
 
 
 def without_cupy() -> None:
@@ -147,9 +179,21 @@ def without_cupy() -> None:
 
 SGD = kvstore.optimizer.SGD
 
+
 #: What leads to the sentences of each section, in their order.
+def deadlock() -> None:
+    """What the scheduler makes of two workers' calls and of a server's round."""
+    calls = {
+        0: ["pull (train.py:31) for the servers' answer for 'w'"],
+        1: [
+            "init (train.py:24) for worker 0 (or the lowest rank that is left) to call init for 'b'"
+        ],
+    }
+    raise pslite.errors.DeadlockError(explained(calls, [Wait("key 'w'", 7, ("worker 1",), 11.0)]))
+
+
 MISTAKES: dict[str, list[Callable[[], object]]] = {
-    "UsageError": [lambda: kvstore.commands.run_command(17, "")],
+    "UsageError": [lambda: kvstore.protocol.commands.run_command(17, "")],
     "ConfigError": [
         lambda: pslite.Config.from_env({"PS_ROUND_WINDOW": "two"}),
         lambda: pslite.Config(role="worker", num_workers=2).checked_for_cluster(),
@@ -157,10 +201,11 @@ MISTAKES: dict[str, list[Callable[[], object]]] = {
     "ProtocolError": [lambda: dtype_of("<q4")],
     "RemoteError": [failing_server_code],
     "NodeLostError": [lost_server],
+    "DeadlockError": [deadlock],
     "DeadlineError": [lambda: pslite.Future("the servers' answer for 'w'").result(0.01)],
     "ClosedError": [closed],
     "JobFailed": [lambda: kvstore.run(max, workers=1, servers=1, python="/no/python")],
-    "WorkerFailed": [killed_worker, lambda: value_of(Answer(3, {}, b"no pickle"))],
+    "WorkerFailed": [killed_worker, lambda: value_of(WorkerAnswer(3, {}, b"no pickle"))],
     "UnknownTypeError": [lambda: kvstore.create("dist_snyc")],
     "KeyTypeError": [with_w(lambda kv: kv.pull(3)), with_w(lambda kv: kv.pull(1.5))],
     "UnknownKeyError": [with_w(lambda kv: kv.pull("v")), nearly_a_key],
@@ -176,7 +221,13 @@ MISTAKES: dict[str, list[Callable[[], object]]] = {
         lambda: kvstore.optimizer.create("sgd", lr=0.1),
         lambda: kvstore.optimizer.create("adam", beta1=1),
     ],
-    "CheckpointError": [lambda: kvstore.create("local").load_checkpoint("checkpoint")],
+    "CheckpointError": [
+        lambda: kvstore.create("local").load_checkpoint("checkpoint"),
+        lambda: kvstore.create("local").load_checkpoint("."),
+        flipped_bit,
+        two_saves_at_once,
+        states_in_a_directory,
+    ],
     "NotSupportedError": [
         lambda: kvstore.create("teststore").pushpull("w", kvstore.RowSparseArray.zeros((3, 2))),
         lambda: SGD().set_learning_rate(0.1),

@@ -29,9 +29,30 @@ WHOLLY_RUN = [
 ]
 
 
+#: These start several jobs and take most of the time of all pages. README.md, the page of every
+#: public call, the one of every error and those that are quick run always.
+LONG_PAGES = {
+    "docs/faq.md",
+    "docs/from-python.md",
+    "docs/migration.md",
+    "docs/semantics/dist_async.md",
+    "docs/trainer.md",
+    "docs/training.md",
+    "docs/tutorial.md",
+}
+slow = pytest.mark.slow(reason="the page starts several jobs; what it calls, docs/api.md does too")
+
+
 @pytest.mark.process
 @pytest.mark.timeout(180)  # a page may start a dozen jobs; each command has a limit of its own
-@pytest.mark.parametrize("name", [name for name in PAGE_NAMES if runnable(ROOT / name)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[slow] if name in LONG_PAGES else [])
+        for name in PAGE_NAMES
+        if runnable(ROOT / name)
+    ],
+)
 def test_code_that_is_shown_as_running_runs_and_prints_what_it_says(
     name: str, tmp_path: Path
 ) -> None:
@@ -62,6 +83,17 @@ def test_links_lead_somewhere(name: str) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("name", PAGE_NAMES)
+def test_a_link_that_shows_a_file_leads_to_that_file(name: str) -> None:
+    text = BLOCK.sub("", (ROOT / name).read_text(encoding="utf-8"))
+    links = re.findall(r"\[`?([\w/.\\-]+\.(?:py|md))`?\]\(([^)\s#]+)", text)
+    assert [
+        f"{shown} leads to {target}"
+        for shown, target in links
+        if not f"/{target}".endswith(f"/{shown}".replace("\\", ""))
+    ] == []
+
+
 def anchors(page: Path) -> set[str]:
     """The names under which a page's headings can be linked, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
@@ -75,8 +107,10 @@ def test_files_settings_and_make_targets_that_are_named_exist(name: str) -> None
     files = set(re.findall(rf"(?<![\w./-])((?:{folders})/[\w./-]*\w\.(?:py|md|svg))\b", text))
     assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
     modules = set(re.findall(r"python -m ((?:kvstore|pslite|tests)[\w.]*)", text))
-    missing = [m for m in sorted(modules) if not (ROOT / f"{m.replace('.', '/')}.py").exists()]
-    assert missing == []
+    places = {module: ROOT / module.replace(".", "/") for module in sorted(modules)}
+    runs = [module for module, place in places.items() if (place / "__main__.py").exists()]
+    missing = [m for m, place in places.items() if not place.with_suffix(".py").exists()]
+    assert set(missing) <= set(runs)
     known = {field.metadata["name"] for field in Config.__dataclass_fields__.values()}
     settings = set(re.findall(r"`\$?((?:PS|DMLC)_[A-Z_]*[A-Z])", text))
     of_the_launcher = {"DMLC_JOB_CLUSTER"}
@@ -119,6 +153,9 @@ def members() -> dict[str, set[str]]:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, set()).update(names_of(node))
     found["kvstore"].update(kvstore.__all__)  # some are imported when they are first used
+    found["kvstore"].add("checksums")  # a key in the metadata of files
+    found["node"].update(found["Postoffice"])  # what pages call a node is one
+    found["job"].update({"sh", "key"})  # files of a user's
     return found
 
 

@@ -17,6 +17,7 @@ MEASURED_COLUMN = re.compile(r"seconds|milliseconds|accuracy|samples per second|
 
 
 @pytest.mark.process
+@pytest.mark.slow(reason="it builds the whole site, for half a minute")
 @pytest.mark.timeout(180)  # it takes ten seconds of a whole core, and other tests run beside it
 def test_sphinx_builds_every_page_without_a_warning(tmp_path: Path) -> None:
     for package in ("sphinx", "myst_parser", "pydata_sphinx_theme"):
@@ -39,6 +40,14 @@ def test_sphinx_builds_every_page_without_a_warning(tmp_path: Path) -> None:
         Path(name).relative_to("docs").with_suffix("") for name in PAGE_NAMES if "docs/" in name
     }
     assert pages <= built
+    for name in sorted(str(page) for page in pages - {Path("index")}):
+        text = (tmp_path / "html" / f"{name}.html").read_text(encoding="utf-8")
+        side = text.partition('class="bd-docs-nav')[2].partition("</nav>")[0]
+        assert 'class="reference internal"' in side, f"{name} has an empty side bar"
+        path = text.partition('aria-label="Breadcrumb"')[2].partition("</nav>")[0]
+        assert not name.startswith("decisions/") or ">For developers<" in path
+    start = (tmp_path / "html" / "index.html").read_text(encoding="utf-8")
+    assert "hide-on-wide" in start.partition('class="bd-sidebar-primary')[2].partition('"')[0]
 
 
 def tables(section: str) -> list[list[list[str]]]:

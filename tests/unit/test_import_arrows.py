@@ -1,18 +1,17 @@
 """The arrows between modules, read from their source: who may import whom, and what has one door.
 
-Imports below ``if TYPE_CHECKING:`` do not count, those within functions do.
+Imports within functions count. Those below ``if TYPE_CHECKING:`` count for circles and levels of
+``pslite``, and not for the rest.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from import_graph import ROOT, circles, imports_of, module_of, name_of, source_of
 
 LEAVES = frozenset(
     {
@@ -20,6 +19,7 @@ LEAVES = frozenset(
         "pslite.ids",
         "pslite.config",
         "pslite.future",
+        "pslite.scarcity",
         "pslite.security",
         "pslite.version",
     }
@@ -35,28 +35,24 @@ LAYERS = {
 PUBLIC = frozenset(
     {
         "pslite",
-        "pslite.address.interface_address",
-        "pslite.address.local_addresses",
-        "pslite.address.machine_id",
-        "pslite.customer",
+        "pslite.node.address.interface_address",
+        "pslite.node.address.local_addresses",
+        "pslite.node.address.machine_id",
+        "pslite.node.customer",
         "pslite.errors",
         "pslite.future",
         "pslite.ids",
+        "pslite.node.log.try_to_stderr",
         "pslite.plane",
+        "pslite.scarcity.allow_files",
         "pslite.security.read_key",
-        "pslite.survey",
+        "pslite.wire.survey",
         "pslite.version",
         "pslite.wire.codec.pack_value",
         "pslite.wire.codec.unpack_value",
     }
 )
 CODE_LOADERS = frozenset({"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"})
-
-
-def name_of(path: Path) -> str:
-    """``pslite/van/base.py`` -> ``pslite.van.base``."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @functools.cache
@@ -84,18 +80,6 @@ def nodes_of(tree: ast.AST) -> Iterator[ast.AST]:
                 yield from nodes_of(node)
         else:
             yield from nodes_of(child)
-
-
-def imports_of(nodes: Iterable[ast.AST]) -> set[str]:
-    """Modules that are imported; ``from a import b`` is ``a.b``, whatever ``b`` is."""
-    found: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "relative imports hide the arrows"
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
 
 
 def is_within(name: str, packages: frozenset[str]) -> bool:
@@ -176,29 +160,85 @@ def _all_of(module: str) -> list[str]:
     return []
 
 
+# -- circles and levels of the runtime ----------------------------------------------------
+
+#: The runtime's parts from below: none imports one of a later line.
+LEVELS = (
+    ("errors", "ids", "config", "future", "version", "scarcity", "security"),
+    ("wire",),
+    ("memory",),
+    ("van",),
+    ("protocol",),
+    ("plane",),
+    ("node",),
+    ("apps", "status"),
+    ("testing",),
+)
+
+
+@functools.cache
+def arrows() -> dict[str, set[str]]:
+    """Module of the runtime -> its other modules that it names, for type checkers too."""
+    known = {name for name in modules() if name.startswith("pslite")}
+    found: dict[str, set[str]] = {}
+    for name in known:
+        wanted = imports_of(ast.walk(ast.parse(source_of(name).read_text())))
+        found[name] = {module_of(each, known) for each in wanted} - {name, ""}
+    return found
+
+
+def level_of(module: str) -> int:
+    """The line of ``LEVELS`` that a module is in; ``pslite`` itself is above them all."""
+    part = module.split(".")[1:2]
+    return next((at for at, level in enumerate(LEVELS) if {*part} & {*level}), len(LEVELS))
+
+
+def test_no_module_of_the_runtime_is_in_a_circle() -> None:
+    assert circles(arrows()) == set()
+
+
+def test_no_arrow_of_the_runtime_goes_up() -> None:
+    assert {
+        f"{module} imports {name}"
+        for module, imported in arrows().items()
+        for name in imported
+        if level_of(name) > level_of(module)
+    } == set()
+
+
+def test_every_part_of_the_runtime_has_a_level() -> None:
+    above = {name for name in arrows() if level_of(name) == len(LEVELS)}
+    assert above == {"pslite"}
+
+
+def test_a_circle_is_found_and_what_leads_to_it_is_not_in_it() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set[str]()}
+    assert circles(graph) == {"b", "c"}
+
+
 # -- one door each ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("packages", "door"),
     [
-        (("zmq",), "pslite.van.zmq_"),
-        (("msgpack",), "pslite.wire.codec kvstore.launch.frames"),
+        (("zmq",), "pslite.van.zmq."),
+        (("msgpack",), "pslite.wire.codec kvstore.launch.agents.wire"),
         (("cupy", "cupyx"), "kvstore.arrays.cupy"),
         (("torch",), "kvstore.arrays.torch"),
         (("jax", "jaxlib"), "kvstore.arrays.jax"),
-        (("ml_dtypes",), "kvstore.dtypes"),
+        (("ml_dtypes",), "kvstore.arrays.dtypes"),
     ],
     ids=["zmq", "msgpack", "cupy", "torch", "jax", "ml_dtypes"],
 )
 def test_a_foreign_package_has_one_door(packages: tuple[str, ...], door: str) -> None:
-    """A door that ends in an underscore is a family of files.
+    """A door that ends in a dot is a package.
 
     The launcher has frames of its own, since it imports nothing of the runtime.
     """
     users_of_it = set().union(*map(importers, packages))
     assert users_of_it
-    if door.endswith("_"):
+    if door.endswith("."):
         assert {name for name in users_of_it if not name.startswith(door)} == set()
     else:
         assert users_of_it == set(door.split())
@@ -225,12 +265,12 @@ def _reads_environment(node: ast.AST) -> bool:
 def test_nothing_is_unpickled_but_the_files_of_run() -> None:
     """Which come from the user's own directory; nothing that has to do with peers uses them."""
     loaders = {name for package in CODE_LOADERS for name in importers(package)}
-    assert loaders == {"kvstore.launch.parcels"}
-    assert importers("kvstore.launch.parcels") == {
-        "kvstore.launch.background",
-        "kvstore.launch.worker_main",
-        "kvstore.running_errors",
-        "kvstore.running_job",
+    assert loaders == {"kvstore.launch.run.parcels"}
+    assert importers("kvstore.launch.run.parcels") == {
+        "kvstore.launch.run.background",
+        "kvstore.launch.run.worker",
+        "kvstore.launch.run.checks",
+        "kvstore.launch.run.job",
     }
 
 
@@ -277,4 +317,9 @@ def test_every_way_to_import_is_seen_but_those_for_type_checkers() -> None:
 
 
 def test_every_module_of_both_packages_is_looked_at() -> None:
-    assert {"pslite.postoffice", "pslite.van.zmq_van", "kvstore.dist", "kvstore"} <= set(modules())
+    assert {
+        "pslite.node.postoffice",
+        "pslite.van.zmq.van",
+        "kvstore.stores.dist.store",
+        "kvstore",
+    } <= set(modules())

@@ -12,28 +12,20 @@ from typing import Any
 
 import pytest
 
-from kvstore.protocol import DIRECTORY_APP, STORE_APP, DirectoryCall, StoreCall
+from kvstore.protocol.requests import DIRECTORY_APP, STORE_APP, DirectoryCall, StoreCall
 from pslite.config import Config
 from pslite.ids import NodeInfo
 from pslite.memory.segment import HEADER_BYTES, NONCE_BYTES
 from pslite.memory.sharing import MAX_SEGMENTS, MIN_SHARED_BYTES
+from pslite.node.admission import SENDERS
+from pslite.node.surveyor import MAX_REPORT_BYTES
 from pslite.protocol.channel import RECEIVE_WINDOW
 from pslite.protocol.surveys import ANSWER_S, FRESH_S, MAX_ASKERS
-from pslite.survey import (
-    MAX_NAMED,
-    MAX_TEXT,
-    MAX_WAITS,
-    NodeReport,
-    NodeStatus,
-    Progressed,
-    Survey,
-    Wait,
-)
-from pslite.surveying import MAX_REPORT_BYTES
 from pslite.van import base as van
 from pslite.van.base import TOTAL_PER_FRAME
+from pslite.van.cutting import MARK, PIECE_BYTES
 from pslite.van.pipes import MAX_MESSAGE_BYTES, MAX_MESSAGE_FRAMES
-from pslite.van.zmq_pipes import MAX_PIPES
+from pslite.van.zmq.pipes import MAX_PIPES
 from pslite.wire.codec import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,
@@ -46,6 +38,16 @@ from pslite.wire.codec import (
     encode,
 )
 from pslite.wire.messages import ALL_MESSAGES, Accepted, Exchange, Ints, Message, Nodes, Texts
+from pslite.wire.survey import (
+    MAX_NAMED,
+    MAX_TEXT,
+    MAX_WAITS,
+    NodeReport,
+    NodeStatus,
+    Progressed,
+    Survey,
+    Wait,
+)
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text()
 TYPES: dict[Any, str] = {
@@ -99,6 +101,14 @@ def test_the_overview_lists_every_message_and_whether_it_is_numbered() -> None:
     ]
 
 
+def test_the_overview_says_which_roles_may_send_a_message() -> None:
+    for _, name, ways, _ in rows(section("7 Messages")):
+        # All that stands before an arrow: "server → worker, worker → server".
+        senders = set(re.findall(r"\w+", ways.rpartition("→")[0])) - {"observer"}
+        (kind,) = [kind for kind in ALL_MESSAGES if kind.__name__ == name]
+        assert SENDERS.get(kind, {"any"}) == senders, name
+
+
 @pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
 def test_the_fields_of_a_message_are_those_of_its_table(kind: type[Message]) -> None:
     text = section(f"{kind.NUMBER} {kind.__name__}")
@@ -150,10 +160,17 @@ def test_the_limits_are_the_codes() -> None:
         MAX_LISTED,
         MAX_JOB_BYTES,
         RECEIVE_WINDOW,
+        PIECE_BYTES,
         Config().max_message_bytes,
     ]
     assert MAX_FRAMES == van.MAX_FRAMES
     assert values == [str(limit) for limit in limits]
+
+
+def test_the_numbers_of_pieces_are_the_codes() -> None:
+    text = section("3 Transmissions")
+    assert f"more than {PIECE_BYTES} bytes" in text
+    assert f"The mark is the byte `{MARK.hex()}`" in text
 
 
 def test_the_calls_of_the_stores_are_the_codes() -> None:

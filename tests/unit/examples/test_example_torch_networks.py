@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 from pathlib import Path
+from typing import Any
 
 import cifar
 import numpy as np
@@ -261,7 +263,16 @@ def run(*flags: str) -> int:
     return train_cifar10.main([*SMALL, "--num-threads", "1", *flags])
 
 
-@pytest.mark.parametrize("flags", [["--kv-store", "local"], ["--cpus", "2"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv-store", "local"],
+        pytest.param(
+            ["--cpus", "2"],
+            marks=pytest.mark.slow(reason="it trains; on one CPU it runs always"),
+        ),
+    ],
+)
 def test_a_resnet_learns_what_is_easy(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--num-epochs", "6", "--disp-batches", "5", "--lr", "0.1", *flags) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -290,6 +301,36 @@ def test_a_run_goes_on_from_what_it_has_saved(
     assert (tmp_path / "net-0004.params").read_bytes() == saved
 
 
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_a_bar_is_there_before_the_first_batch_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+    seen: list[str] = []
+    step = torch_training.Trainer.step
+
+    def watched(self: Any, *batch: Any) -> Any:
+        seen.append(screen.getvalue())
+        return step(self, *batch)
+
+    monkeypatch.setattr(torch_training.Trainer, "step", watched)
+    monkeypatch.setattr("progress.REDRAW_EVERY_S", 0.0)
+    assert run("--num-epochs", "1", "--num-batches", "4", "--disp-batches", "1") == 0
+    bars = [each.rpartition("\r")[2] for each in seen]
+    assert bars[0] == f"epoch 1/1 [{'-' * 20}] batch 1/4 under way"
+    assert bars[1].startswith(f"epoch 1/1 batch 1/4 [{'#' * 5}{'-' * 15}] ")
+    lines = screen.getvalue().split("\n")
+    assert lines[1].rpartition("\r")[2].startswith("epoch 1/1: ")
+    assert "batch 3/4: " not in screen.getvalue()
+
+
 def test_num_batches_ends_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--num-epochs", "1", "--num-batches", "3", "--disp-batches", "1") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -302,7 +343,8 @@ def test_num_batches_ends_each_epoch(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--benchmark", "0"], "--data-dir is missing"),
+        (["--benchmark", "0"], "--data-dir is missing. --benchmark 1 needs no data"),
+        (["--benchmark", "0"], "tar xzf cifar-10-binary.tar.gz, and give --data-dir cifar-10-b"),
         (["--benchmark", "0", "--data-dir", "nowhere"], "not found in nowhere"),
         (["--num-layers", "9"], "there is no n for --num-layers 9"),
         (["--kv-store", "nowhere"], "unknown store type"),

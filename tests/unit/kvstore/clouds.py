@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.base import KVStore
-from kvstore.local import LocalKVStore
-from kvstore.model import FeedForward
+from kvstore.mxnet.model import FeedForward
+from kvstore.stores.base import KVStore
+from kvstore.stores.local.store import LocalKVStore
 
 
 class LinearSoftmax:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from kernel_sets import SETS, computing_with
 
+from kvstore.arrays.dtypes import accumulation_dtype, bfloat16
 from kvstore.compression import Chain, make_chain
-from kvstore.dtypes import accumulation_dtype, bfloat16
 
 Array = np.ndarray[Any, Any]
 
@@ -33,13 +31,6 @@ CHAINS: dict[str, dict[str, Any]] = {
 }
 
 SIZES = [0, 1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 255, 256, 257, 1000, 65536, 65537, 70001]
-
-
-@pytest.fixture(params=SETS)
-def arithmetic(request: pytest.FixtureRequest) -> Iterator[str]:
-    """NumPy alone, then each set of compiled kernels."""
-    with computing_with(request.param):
-        yield request.param
 
 
 def kind(name: str) -> np.dtype[Any]:

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvstore import kernels
+from kvstore.arrays.cpu import kernels
 
 Array = np.ndarray[Any, Any]
 
@@ -26,9 +26,11 @@ def computing_with(name: str) -> Iterator[None]:
             yield
         return
     try:
-        from kvstore import _kernels
+        from kvstore.arrays.cpu import _kernels
     except ImportError:
-        pytest.skip("kvstore._kernels is not built (python setup.py build_ext --inplace)")
+        pytest.skip(
+            "kvstore.arrays.cpu._kernels is not built (python setup.py build_ext --inplace)"
+        )
     if name not in _kernels.INSTRUCTIONS:
         pytest.skip(f"this processor has no {name}")
     # Also when the environment says KVSTORE_NATIVE=0.

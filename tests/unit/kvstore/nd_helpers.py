@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore import nd
-from kvstore.nd import NDArray
-from kvstore.ndarray import begin
+from kvstore.mxnet import nd
+from kvstore.mxnet.nd import NDArray
+from kvstore.mxnet.nd.ndarray import begin
 from pslite.future import Future
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pslite.customer import Incoming
 from pslite.errors import PSError, rebuild
 from pslite.ids import Role, node_id
+from pslite.node.customer import Incoming
 from pslite.wire.messages import Request, Response
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import kvstore as mx
-from kvstore.absent import INSTEAD, shown
-from kvstore.optimizer.fields import NOT_TAKEN
-from kvstore.suggest import MOST_NAMES, did_you_mean
+from kvstore.errors.hints import INSTEAD, MOST_NAMES, did_you_mean, shown
+from kvstore.optimizer.parameters import NOT_TAKEN
 
 PAGE = (Path(__file__).parents[3] / "docs" / "migration.md").read_text(encoding="utf-8")
 NAMES = [(module, name) for module, names in INSTEAD.items() for name in names]
@@ -34,6 +34,57 @@ def test_a_script_reaches_them_as_in_mxnet() -> None:
     ):
         with pytest.raises(AttributeError, match=r"^there is no mx\.\w+.* here: "):
             missing()
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_a_from_import_of_such_a_name_says_so_too(module: str, name: str) -> None:
+    for script in (f"from {module} import {name}", f"def f():\n from {module} import {name}\nf()"):
+        with pytest.raises(ImportError) as raised:
+            exec(script, {})
+        assert str(raised.value) == (
+            f"there is no {shown(module, name)} here: {INSTEAD[module][name]}"
+        )
+        assert raised.value.name == f"{module}.{name}"
+    assert not hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [each for each in NAMES if each[0] in ("kvstore", "kvstore.gluon")]
+)
+def test_an_import_of_such_a_module_says_so_too(module: str, name: str) -> None:
+    for script in f"import {module}.{name}", f"from {module}.{name} import anything":
+        with pytest.raises(ModuleNotFoundError) as raised:
+            exec(script, {})
+        assert (
+            str(raised.value) == f"there is no {shown(module, name)} here: {INSTEAD[module][name]}"
+        )
+        assert raised.value.name == f"{module}.{name}"
+
+
+def test_other_modules_that_are_missing_are_told_by_python() -> None:
+    for name in "kvstore.autogard", "kvstore.gluon.nnn", "kvstore_autograd", "nowhere.kvstore.rnn":
+        with pytest.raises(ModuleNotFoundError, match="No module named"):
+            importlib.import_module(name)
+    importlib.reload(mx)
+    assert [str(finder) for finder in sys.meta_path].count("<class 'kvstore._Absent'>") == 1
+
+
+def test_a_from_import_suggests_a_name_that_is_near() -> None:
+    with pytest.raises(ImportError, match=r"no attribute 'zeroes'; did you mean 'zeros'\?$"):
+        from kvstore.mxnet.nd import zeroes  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(ImportError, match=r"no attribute 'Trainr'; did you mean 'Trainer'\?$"):
+        from kvstore.mxnet.gluon import Trainr  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_ndarray_is_another_name_of_nd() -> None:
+    from kvstore.mxnet.nd import ndarray
+    from kvstore.mxnet.nd.ndarray import array, zeros  # type: ignore[attr-defined]
+
+    assert (ndarray.zeros, ndarray.NDArray) == (mx.nd.zeros, mx.nd.NDArray)  # type: ignore[attr-defined]
+    assert (zeros, array) == (mx.nd.zeros, mx.nd.array)
+    assert mx.ndarray.sparse is mx.nd.sparse  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"there is no mx\.nd\.save here"):
+        _ = ndarray.save  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("module", INSTEAD)

@@ -11,8 +11,8 @@ import pytest
 from kernel_sets import SETS, computing_with
 
 from kvstore import optimizer
-from kvstore.aggregate import Workspace, apply_round, sum_in_order
-from kvstore.dtypes import accumulation_dtype, bfloat16
+from kvstore.arrays.cpu.sums import Workspace, apply_round, sum_in_order
+from kvstore.arrays.dtypes import accumulation_dtype, bfloat16
 from kvstore.errors import ValueMismatchError
 from kvstore.optimizer import Optimizer
 from kvstore.optimizer.states import create_state

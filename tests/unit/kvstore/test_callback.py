@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from kvstore import metric
-from kvstore.callback import (
+import kvstore as mx
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
+from kvstore.mxnet import metric
+from kvstore.mxnet.callback import (
     LogValidationMetricsCallback,
     ProgressBar,
     Speedometer,
     do_checkpoint,
     log_train_metric,
+    module_checkpoint,
 )
-from kvstore.errors import ArgumentTypeError, ArgumentValueError
-from kvstore.model import Progress, load_checkpoint
+from kvstore.mxnet.model import Progress, load_checkpoint
 
 
 class Param(NamedTuple):
@@ -32,7 +34,7 @@ class Param(NamedTuple):
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Any:
-    caplog.set_level(logging.INFO, "kvstore.callback")
+    caplog.set_level(logging.INFO, "kvstore.mxnet.callback")
     return lambda: [record.getMessage() for record in caplog.records]
 
 
@@ -137,3 +139,31 @@ def test_a_period_of_nothing_is_refused(make: Any) -> None:
 def test_a_period_in_words_is_refused() -> None:
     with pytest.raises(ArgumentTypeError, match="batch_size must be a number, got 'a'"):
         Speedometer("a")  # type: ignore[arg-type]
+
+
+def test_a_loop_of_ones_own_reports_in_mxnets_form(caplog: pytest.LogCaptureFixture) -> None:
+    assert mx.model.BatchEndParam is mx.callback.BatchEndParam
+    caplog.set_level(logging.INFO)
+    param = mx.model.BatchEndParam(epoch=1, nbatch=4, eval_metric=counted(3, 4), locals=locals())
+    log_train_metric(2)(param)
+    assert caplog.messages == ["Iter[1] Batch[4] Train-accuracy=0.750000"]
+    assert mx.callback.BatchEndParam(0, 1)[2:] == (None, None)
+
+
+def test_a_module_saves_itself_every_few_epochs() -> None:
+    class Module:
+        def save_checkpoint(self, *arguments: Any) -> None:
+            saved.append(arguments)
+
+    class Model:
+        def save(self, *arguments: Any) -> None:
+            saved.append(arguments)
+
+    saved: list[Any] = []
+    for mod in (Module(), Model()):
+        callback = module_checkpoint(mod, "prefix", 2, True)
+        for epoch in range(4):
+            callback(epoch, None, {}, {})
+    assert saved == [("prefix", 2, True), ("prefix", 4, True), ("prefix", 2), ("prefix", 4)]
+    with pytest.raises(ArgumentTypeError, match="must have a method save_checkpoint or save"):
+        module_checkpoint(3, "prefix")

@@ -11,12 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvstore as mx
-from kvstore import calls
-from kvstore.calls import Checked, sum_on, sums_on_host, values_to_fill, values_to_push
-from kvstore.context import Context
+from kvstore.arrays import dtypes
+from kvstore.arrays.context import Context
+from kvstore.arrays.keys import KeySpec
 from kvstore.errors import UnknownKeyError
-from kvstore.keys import ByKeys, KeyList, KeySpec, KeyTable
-from kvstore.plan import flat_bytes, flat_bytes_of
+from kvstore.stores.arguments import ByKeys, KeyList, KeyTable
+from kvstore.stores.dist import arguments as calls
+from kvstore.stores.dist.arguments import (
+    Checked,
+    sum_on,
+    sums_on_host,
+    values_to_fill,
+    values_to_push,
+)
+from kvstore.stores.dist.plan import flat_bytes, flat_bytes_of
 from pslite import Future
 from pslite.errors import PSError
 
@@ -176,7 +184,7 @@ def test_what_is_worked_out_while_a_key_changes_is_not_kept() -> None:
 def test_every_dtype_is_recognised_and_seen_as_bytes(dtype: str, shape: tuple[int, ...]) -> None:
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes")
-    kind = mx.dtypes.bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
+    kind = dtypes.bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
     array = np.full(shape, 1).astype(kind)
     assert KeyList(("w",), [KeySpec(shape, kind.newbyteorder("="))]).fit([array], are_written=True)
     (flat,) = flat_bytes_of([array])

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore import commands
-from kvstore.commands import check_command, register_command, run_command
 from kvstore.errors import ArgumentTypeError
+from kvstore.protocol import commands
+from kvstore.protocol.commands import check_command, register_command, run_command
 from pslite.errors import UsageError
 
 

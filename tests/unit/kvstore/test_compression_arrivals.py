@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.compression import Chain, Draw, make_chain
-from kvstore.compression.layout import Header
+from kvstore.compression.header import Header
 from kvstore.errors import ArgumentValueError, ValueMismatchError
 from pslite.errors import ProtocolError
 
@@ -109,23 +109,23 @@ def test_a_part_of_another_length_is_refused(length: int) -> None:
 
 @pytest.mark.parametrize("header", [b"", b"\1", b"\2" + bytes(11), bytes(200)])
 def test_what_is_no_header_is_refused(header: bytes) -> None:
-    assert_refused(chain_of("2bit"), header, bytes(4), "no header that this version", 9)
+    assert_refused(chain_of("2bit"), header, bytes(4), "this version cannot read the header", 9)
 
 
 def test_codecs_and_dtypes_that_do_not_exist_are_refused() -> None:
     for fields in ((1, 0, 5, 1, 9), (1, 0, 0, 99, 9)):
         header = struct.pack("<BBBBQ", *fields) + struct.pack("<d", 0.5)
-        assert_refused(chain_of("2bit"), header, bytes(4), "no such codecs", 9)
+        assert_refused(chain_of("2bit"), header, bytes(4), "names the unknown codecs", 9)
     header = struct.pack("<BBBBQd", 1, 77, 0, 1, 9, 0.5)
-    assert_refused(chain_of("2bit"), header, bytes(4), "no such dtype", 9)
+    assert_refused(chain_of("2bit"), header, bytes(4), "unknown dtype code", 9)
 
 
 def test_a_part_of_another_size_or_dtype_is_refused() -> None:
     chain = chain_of("fp16")
     header, payload = encoded(chain, 9)
-    assert_refused(chain, header, payload, "of 9 elements came for one of 10", 10)
+    assert_refused(chain, header, payload, "of 10 elements, got 9", 10)
     out = np.zeros(9, np.float64)
-    with pytest.raises(ProtocolError, match="of float32 came for one of float64"):
+    with pytest.raises(ProtocolError, match="of float64, got float32"):
         chain.decode(header, payload, out)
 
 

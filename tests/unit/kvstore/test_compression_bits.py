@@ -9,9 +9,10 @@ import pytest
 from compression_cases import DTYPES, gradient, kind
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_sets import SETS, computing_with
 
+from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.compression import Chain, make_chain
-from kvstore.dtypes import accumulation_dtype
 
 Array = np.ndarray[Any, Any]
 
@@ -28,11 +29,13 @@ def decoded(chain: Chain, payload: str, size: int) -> list[float]:
     return list(out)
 
 
-def test_2bit_has_the_bytes_of_mxnet() -> None:
+@pytest.mark.parametrize("arithmetic", SETS)
+def test_2bit_has_the_bytes_of_mxnet(arithmetic: str) -> None:
     chain, residual = make_chain({"type": "2bit", "threshold": 0.5}), np.zeros(9, np.float32)
     # 11 10 00 10 | 11 00 00 11 | 10, and what fills a word of 4 bytes
     values = [0.5, -0.5, 0.25, -1.25, 3.0, 0.0, -0.0, 0.75, -0.5]
-    assert pushed(chain, values, residual) == "e2 c3 80 00"
+    with computing_with(arithmetic):
+        assert pushed(chain, values, residual) == "e2 c3 80 00"
     assert list(residual) == [0.0, 0.0, 0.25, -0.75, 2.5, 0.0, 0.0, 0.25, 0.0]
 
 
@@ -50,11 +53,13 @@ def test_2bit_reads_01_as_zero_as_mxnet_does() -> None:
     assert decoded(chain, "e4 40 00 00", 5) == [2.0, -2.0, 0.0, 0.0, 0.0]
 
 
-def test_1bit_has_the_bytes_of_mxnet() -> None:
+@pytest.mark.parametrize("arithmetic", SETS)
+def test_1bit_has_the_bytes_of_mxnet(arithmetic: str) -> None:
     chain, residual = make_chain({"type": "1bit", "threshold": 0.5}), np.zeros(9, np.float32)
     # 1 0 0 1 1 0 0 1 | 1: exactly the threshold is not above it
     values = [0.75, 0.5, -1.0, 0.625, 2.0, 0.0, -0.25, 0.875, 0.5625]
-    assert pushed(chain, values, residual) == "99 80 00 00"
+    with computing_with(arithmetic):
+        assert pushed(chain, values, residual) == "99 80 00 00"
     assert list(residual) == [-0.25, 1.5, 0.0, -0.375, 1.0, 1.0, 0.75, -0.125, -0.4375]
 
 

@@ -10,9 +10,9 @@ from compression_cases import CHAINS, DTYPES, SIZES, chain_of, gradient, kind, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.compression import Draw, codec, picks
-from kvstore.cores import Cores
-from kvstore.dtypes import accumulation_dtype
+from kvstore.arrays.cpu.threads import Cores
+from kvstore.arrays.dtypes import accumulation_dtype
+from kvstore.compression import Draw, codec, sparsify
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, ValueMismatchError
 
 Array = np.ndarray[Any, Any]
@@ -269,7 +269,7 @@ def test_randomk_chooses_the_same_places_everywhere_and_others_each_round() -> N
 
 
 def test_random_numbers_are_those_of_the_published_split_mix() -> None:
-    found = [int(number) for number in picks.split_mix(1234567, 3)]
+    found = [int(number) for number in sparsify.split_mix(1234567, 3)]
     assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 

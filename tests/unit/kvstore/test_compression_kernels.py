@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_sets import NATIVE, computing_with
 
-from kvstore import kernels
+from kvstore.arrays.cpu import kernels
+from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.compression import Chain, make_chain
-from kvstore.dtypes import accumulation_dtype
 
 Array = np.ndarray[Any, Any]
 

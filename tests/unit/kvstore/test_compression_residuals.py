@@ -10,10 +10,10 @@ from compression_cases import CHAINS, DTYPES, chain_of, kind
 
 import kvstore
 from kvstore import optimizer
+from kvstore.arrays.dtypes import accumulation_dtype
+from kvstore.checkpoint.safetensors import TensorSpec, TensorWriter
 from kvstore.compression import Draw, Residual, Residuals
-from kvstore.dtypes import accumulation_dtype
 from kvstore.errors import CheckpointError, ValueMismatchError
-from kvstore.tensorfile import TensorSpec, TensorWriter
 
 F4 = np.dtype(np.float32)
 
@@ -124,7 +124,26 @@ def test_a_file_of_residuals_without_its_metadata_is_refused_and_nothing_is_forg
     path = tmp_path / "states.residuals-0"
     with TensorWriter(path, {"0/w": TensorSpec((3,), F4)}, metadata) as file:
         file.write("0/w", 0, np.zeros(3, np.float32))
-    with pytest.raises(CheckpointError, match=r"residuals-0 is no file of residuals: .*remove it"):
+    with pytest.raises(CheckpointError, match=r"is not a file of residuals: .*remove it"):
         kv.load_optimizer_states(tmp_path / "states")
     kv.push("w", np.full(3, 0.6, np.float32))
     assert kv.pull("w").tolist() == [1.0] * 3
+
+
+def test_a_save_without_compression_removes_files_of_residuals_and_no_others(
+    tmp_path: Path,
+) -> None:
+    kv = kvstore.create("local")
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    kv.init("w", np.zeros(3, np.float32))
+    kv.push("w", np.full(3, 0.1, np.float32))
+    kv.save_checkpoint(tmp_path)
+    path = tmp_path / "residuals-0.safetensors"
+    assert path.exists()
+    kv.set_gradient_compression({"type": "none"})
+    kv.save_checkpoint(tmp_path)
+    assert not path.exists()
+    for content in (b"a note", b"\x02\0\0\0\0\0\0\0{}"):
+        path.write_bytes(content)
+        kv.save_checkpoint(tmp_path)
+        assert path.read_bytes() == content

@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvstore import cores
-from kvstore.cores import Cores
+from kvstore.arrays.cpu import threads as cores
+from kvstore.arrays.cpu.threads import Cores
 from pslite import Config
 from pslite.errors import ConfigError
 
@@ -211,5 +211,5 @@ def test_one_setting_is_read_without_the_others() -> None:
     assert Config.read("reduction_threads", {}) == 0
     with pytest.raises(ConfigError, match="PS_VERBOSE"):
         Config.read("verbose", mapping)
-    with pytest.raises(ConfigError, match="must not be negative"):
+    with pytest.raises(ConfigError, match="is -2; it must be 0 or greater"):
         Config.from_env({"MXNET_KVSTORE_REDUCTION_NTHREADS": "-2"})

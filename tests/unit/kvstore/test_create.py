@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kvstore as mx
-from kvstore.device import DeviceKVStore
 from kvstore.errors import ArgumentTypeError, UnknownTypeError
 from kvstore.kvstore import STORE_TYPES
-from kvstore.local import LocalKVStore
+from kvstore.stores.local.device import DeviceKVStore
+from kvstore.stores.local.store import LocalKVStore
 
 
 @pytest.mark.parametrize("create", [mx.create, mx.kvstore.create, mx.kv.create])
@@ -76,19 +80,20 @@ def test_a_local_store_takes_no_options() -> None:
 def test_distributed_names_reach_their_store_with_the_options(
     monkeypatch: pytest.MonkeyPatch, name: str, canonical: str
 ) -> None:
-    stand_in: Any = types.ModuleType("kvstore.dist")
+    stand_in: Any = types.ModuleType("kvstore.stores.dist.store")
     stand_in.create_dist = lambda *names, **options: (names, options)
-    monkeypatch.setitem(sys.modules, "kvstore.dist", stand_in)
+    monkeypatch.setitem(sys.modules, "kvstore.stores.dist.store", stand_in)
     made: Any = mx.create(name, node="n")
-    assert made == ((canonical, name.lower()), {"node": "n"})
+    assert made[0] == (canonical, name.lower())
+    assert made[1]["node"] == "n"
 
 
 def test_the_model_module_is_imported_when_it_is_first_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stand_in = types.ModuleType("kvstore.model")
+    stand_in = types.ModuleType("kvstore.mxnet.model")
     monkeypatch.delattr(mx, "model", raising=False)
-    monkeypatch.setitem(sys.modules, "kvstore.model", stand_in)
+    monkeypatch.setitem(sys.modules, "kvstore.mxnet.model", stand_in)
     assert mx.model is stand_in
     with pytest.raises(AttributeError, match="no attribute 'modle'"):
         _ = mx.modle
@@ -120,3 +125,66 @@ def test_a_store_shows_what_it_is_and_never_raises() -> None:
     assert repr(store) == "<device store: rank 0 of 1, 1 key, closed>"
     half_made = object.__new__(type(store))
     assert repr(half_made) == "<? store: rank 0 of 1, ? keys>"
+
+
+def test_dir_lists_the_api_and_nothing_else() -> None:
+    assert dir(mx) == sorted(mx.__all__)
+    assert all(hasattr(mx, name) for name in dir(mx))
+    assert not [name for name in dir(mx) if name.startswith("_") and name != "__version__"]
+
+
+def test_the_names_that_type_checkers_see_are_those_that_are_imported_on_first_use() -> None:
+    tree = ast.parse(Path(mx.__file__).read_text(encoding="utf-8"))
+    block = next(
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    imported = {
+        name.asname: f"{node.module}.{name.name}"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    assigned = {
+        ast.unparse(node.targets[0]): imported[ast.unparse(node.value)]
+        for node in block.body
+        if isinstance(node, ast.Assign)
+    }
+    members = {name: f"{module}.{name}" for name, module in mx._LAZY_MEMBERS.items()}
+    public = {name: mx._PUBLIC[name] for name in mx._PUBLIC if name in mx.__all__}
+    public.pop("context")  # which is imported at once
+    assert imported | assigned == public | members
+
+
+@pytest.mark.parametrize("name", sorted(mx._PUBLIC))
+def test_a_public_module_is_one_module_under_both_its_names(name: str) -> None:
+    place = mx._PUBLIC[name]
+    module = importlib.import_module(f"kvstore.{name}")
+    assert module is importlib.import_module(place) is getattr(mx, name)
+    assert module.__spec__ is not None
+    assert module.__spec__.name == module.__name__ == place
+
+
+def test_public_names_are_imported_in_every_form_that_scripts_use() -> None:
+    """Also before the place itself was imported, which takes a process of its own."""
+    script = (
+        "import kvstore.gluon.utils\n"
+        "from kvstore.gluon import Trainer, utils\n"
+        "from kvstore.gluon.utils import split_and_load\n"
+        "from kvstore import nd, gluon\n"
+        "import kvstore.model as model, kvstore.base\n"
+        "import kvstore.mxnet.gluon.utils as real\n"
+        "assert utils is real is kvstore.gluon.utils is gluon.utils\n"
+        "assert kvstore.base.KVStore is kvstore.KVStore\n"
+        "import importlib, pickle\n"
+        "assert importlib.reload(kvstore.gluon) is kvstore.mxnet.gluon\n"
+        "assert pickle.loads(pickle.dumps(Trainer)) is Trainer\n"
+        "try:\n"
+        "    import kvstore.gluon.trainers\n"
+        "except ModuleNotFoundError as error:\n"
+        "    assert error.name == 'kvstore.gluon.trainers', error.name\n"
+        "else:\n"
+        "    raise AssertionError('there is no such module')\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)

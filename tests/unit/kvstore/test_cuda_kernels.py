@@ -2,7 +2,7 @@
 
 No GPU and no stand-in for one: the text of the kernel is plain C++ but for three words and the
 numbers of the block and the thread, which a loop runs through. So rows, borders and every
-rounding are compared with ``kvstore/aggregate.py`` here; how it runs on a GPU is not.
+rounding are compared with ``kvstore/arrays/cpu/sums.py`` here; how it runs on a GPU is not.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import numpy as np
 import pytest
 
 from kvstore import optimizer
-from kvstore.aggregate import Workspace, apply_round
-from kvstore.arrays import cuda_kernels
-from kvstore.arrays.cuda_kernels import (
+from kvstore.arrays.cpu.sums import Workspace, apply_round
+from kvstore.arrays.gpu import kernels
+from kvstore.arrays.gpu.kernels import (
     ARGUMENT_BYTES,
     BLOCK_ELEMENTS,
     FORMULAS,
     Kernel,
-    Numbers,
+    KernelParameters,
     packed,
     rows_of,
     source_of,
     table_dtype,
     tables,
 )
-from kvstore.fused import kernel_for, numbers_of
+from kvstore.arrays.gpu.pipeline import RowSpan, cut
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import create_state
-from kvstore.pipeline import Span, cut
+from kvstore.stores.local.device import kernel_for, numbers_of
 
 KERNELS = [Kernel(dtype, copies, formula) for dtype in ("float16", "float64")
            for copies in (1, 4, 64) for formula in FORMULAS]  # fmt: skip
@@ -108,11 +108,11 @@ def test_a_span_begins_at_its_element_in_every_array_of_its_key() -> None:
     kernel = Kernel("float16", 2, "momentum")
     copies = np.array([[1000, 2000], [3000, 4000]], np.uint64)
     own = np.array([[5000, 6000, 9000], [7000, 8000, 10000]], np.uint64)
-    pointers, lengths = rows_of(kernel, [Span(1, 10, 15), Span(0, 0, 3)], copies, own)
+    pointers, lengths = rows_of(kernel, [RowSpan(1, 10, 15), RowSpan(0, 0, 3)], copies, own)
     # Velocity and master have 4 bytes for each number, all others 2.
     assert pointers.tolist() == [[3020, 4020, 7020, 8040, 10040], [1000, 2000, 5000, 6000, 9000]]
     assert lengths.tolist() == [5, 3]
-    assert packed(kernel, [Span(1, 10, 15), Span(0, 0, 3)], 100).tolist() == [100, 110]
+    assert packed(kernel, [RowSpan(1, 10, 15), RowSpan(0, 0, 3)], 100).tolist() == [100, 110]
 
 
 # -- the arithmetic ------------------------------------------------------------------------
@@ -140,7 +140,7 @@ extern "C" void run(
 }
 """
 
-Launch = Callable[[np.ndarray[Any, Any], Numbers, int], None]
+Launch = Callable[[np.ndarray[Any, Any], KernelParameters, int], None]
 
 
 def compiled(kernel: Kernel, folder: Path) -> Launch:
@@ -148,7 +148,7 @@ def compiled(kernel: Kernel, folder: Path) -> Launch:
     if compiler is None:
         pytest.skip("no C++ compiler (g++) on this machine")
     name = folder / "-".join(map(str, kernel))
-    source = source_of(kernel).replace(cuda_kernels._FLOAT16, _HOSTS_FLOAT16)
+    source = source_of(kernel).replace(kernels._FLOAT16, _HOSTS_FLOAT16)
     name.with_suffix(".cc").write_text(_BEFORE + source + _AFTER)
     # As --fmad=false: no multiplication is joined with an addition.
     options = ["-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
@@ -163,7 +163,7 @@ def compiled(kernel: Kernel, folder: Path) -> Launch:
     function.argtypes = [ctypes.c_void_p, *[number] * 5, ctypes.c_uint]
     function.restype = None
 
-    def launch(table: np.ndarray[Any, Any], numbers: Numbers, num_blocks: int) -> None:
+    def launch(table: np.ndarray[Any, Any], numbers: KernelParameters, num_blocks: int) -> None:
         values = [0] * 5 if kernel.formula == "sum" else numbers
         function(table.ctypes.data, *values, num_blocks)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore import Context, create, device, local_values, optimizer
+from kvstore import Context, create, optimizer
 from kvstore.arrays import adapter_on
-from kvstore.device import DeviceKVStore
+from kvstore.stores.local import device
+from kvstore.stores.local import values as local_values
+from kvstore.stores.local.device import DeviceKVStore
 
 
 def gradients(dtype: str) -> list[np.ndarray]:

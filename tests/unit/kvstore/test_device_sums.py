@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.device_sums import PinnedMemory, split, sums_of
-from kvstore.keys import spec_of
+from kvstore.stores.arguments import spec_of
+from kvstore.stores.dist.gpu_sums import PinnedMemory, split, sums_of
 from pslite import Postoffice
 from pslite.memory import Heap
 

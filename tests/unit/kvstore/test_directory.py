@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import tracemalloc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstore import optimizer as optimizers
-from kvstore.base import Key, KeySpec
-from kvstore.directory import Directory
-from kvstore.optimizer.plain import from_plain, to_plain
-from kvstore.placement import chunk_ranges
-from kvstore.protocol import (
+from kvstore.arrays import keys
+from kvstore.optimizer.serialize import from_plain, to_plain
+from kvstore.protocol.layout import chunk_ranges
+from kvstore.protocol.requests import (
+    CLOSING,
     DIRECTORY_APP,
     Declared,
     DirectoryCall,
@@ -23,8 +25,12 @@ from kvstore.protocol import (
     unpack,
     unpack_entries,
 )
-from pslite.customer import Customers, Reply
+from kvstore.server import collective
+from kvstore.server.directory import Directory
+from kvstore.stores.base import Key, KeySpec
+from pslite.errors import DeadlockError, UsageError
 from pslite.future import Future
+from pslite.node.customer import Customers, Reply
 from pslite.wire.messages import Request, Response
 
 STORE = 1
@@ -70,7 +76,7 @@ class Job:
         *specs: tuple[Key, KeySpec],
         store: int = STORE,
         kind: str = "sync",
-        whole: bool = False,
+        scope: str = "element",
     ) -> Future[tuple[bool, list[KeyEntry]]]:
         """(this rank has to create the parts, where everything lives)"""
         asked = self.ask(
@@ -78,13 +84,20 @@ class Job:
             DirectoryCall.DECLARE,
             store,
             kind,
-            whole,
+            scope,
             pack_specs([Declared(*each) for each in specs]),
         )
         return asked.map(_declared)
 
     def initialised(self, rank: int, *keys: Key) -> None:
         self.ask(rank, DirectoryCall.INITIALISED, STORE, list(keys), "", "").result(0)
+
+    def together(self, rank: int, call: int, name: str) -> Future[bytes]:
+        return self.ask(rank, DirectoryCall.TOGETHER, STORE, "sync", call, name, "", "")
+
+    def done_together(self, rank: int, call: int, *deleted: Key) -> None:
+        asked = self.ask(rank, DirectoryCall.DONE_TOGETHER, STORE, call, list(deleted), "", "")
+        asked.result(0)
 
     def leave(self, rank: int) -> None:
         self.live.remove(rank)
@@ -117,6 +130,30 @@ def test_rank_0_decides_where_a_key_lives_and_creates_it() -> None:
     assert len(entry.servers) == len(chunk_ranges(10, 4, 16)) == 3
 
 
+@pytest.mark.parametrize(
+    ("scope", "shape", "sizes"),
+    [
+        ("element", (4, 3), [16, 16, 16]),
+        ("row", (4, 3), [12] * 4),
+        ("row", (5, 2), [16, 16, 8]),
+        ("row", (2, 3, 2), [24, 24]),  # a row is more than a chunk
+        ("row", (6,), [16, 8]),
+        ("row", (0, 3), [0]),
+        ("row", (3, 0), [0]),
+        ("key", (4, 3), [48]),
+    ],
+)
+def test_keys_are_cut_where_their_optimizer_lets_them_be_cut(
+    scope: str, shape: tuple[int, ...], sizes: list[int]
+) -> None:
+    _, (entry,) = Job(1).declare(0, ("w", KeySpec(shape, FLOAT)), scope=scope).result(0)
+    assert entry.part_bytes() == sizes
+
+
+def test_a_scope_that_there_is_not_is_a_protocol_error() -> None:
+    assert kind_of(Job(1).declare(0, ("w", SMALL), scope="column")) == "ProtocolError"
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_other_ranks_get_the_same_answer_once_the_values_are_there(early: bool) -> None:
     job = Job(2)
@@ -127,6 +164,17 @@ def test_other_ranks_get_the_same_answer_once_the_values_are_there(early: bool) 
     job.initialised(0, "w")
     assert before is False
     assert waiting[0].result(0) == (False, entries)
+
+
+def test_only_the_deciding_rank_can_say_that_values_are_there() -> None:
+    job = Job(2)
+    job.declare(0, ("w", SMALL)).result(0)
+    waiting = job.declare(1, ("w", SMALL))
+    with pytest.raises(UsageError, match="INITIALISED came from worker 1, but only worker 0 may"):
+        job.initialised(1, "w")
+    assert not waiting.done()
+    job.initialised(0, "w")
+    assert waiting.done()
 
 
 def test_an_init_of_several_keys_waits_for_the_last_of_them() -> None:
@@ -304,6 +352,73 @@ def test_the_latest_optimizer_can_be_asked_for() -> None:
     assert from_plain(found[0]) == optimizers.create("sgd", learning_rate=0.5)
 
 
+# -- a job that lives long ----------------------------------------------------------------
+
+
+def grown_by(act: Callable[[int], object]) -> float:
+    """Bytes that each of 400 calls leaves, after 100 that may fill what is bounded."""
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            act(number)
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(100, 500):
+            act(number)
+        gc.collect()
+        return (tracemalloc.get_traced_memory()[0] - before) / 400
+    finally:
+        tracemalloc.stop()
+
+
+def test_settings_and_keys_of_a_long_job_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rate that is set in every step, by one rank alone or by all; keys for a step each."""
+    monkeypatch.setattr(keys, "_MOST_DELETED", 50)
+    monkeypatch.setattr(collective, "MOST_CALLS", 50)
+    job = Job(2)
+
+    def alone(number: int) -> None:
+        job.set_optimizer(["sgd", {"learning_rate": 1.0 + number}])
+
+    def both(number: int) -> None:
+        alone(number)
+        job.same_optimizer(1, 501 + number, ["sgd", {"learning_rate": 1.0 + number}])
+
+    def key(number: int) -> None:
+        name = f"key {number}"
+        job.declare(0, (name, SMALL))
+        job.initialised(0, name)
+        meetings = [job.together(rank, number + 1, "delete") for rank in (0, 1)]
+        job.done_together(0, number + 1, name)
+        assert all(each.done() for each in meetings)
+
+    assert max(grown_by(alone), grown_by(both), grown_by(key)) < 20.0
+
+
+def test_a_rank_far_behind_is_not_compared_with_what_is_forgotten() -> None:
+    """Nor is it an error then: it may well have been right."""
+    job = Job(2)
+    for number in range(collective.MOST_CALLS + 10):
+        job.set_optimizer(["sgd", {"learning_rate": 1.0 + number}])
+    assert job.same_optimizer(1, 10, ["sgd", {"learning_rate": 10.0}]).result(0) == b""
+    assert job.same_optimizer(1, 11, ["sgd", {"learning_rate": 11.0}]).result(0) == b""
+    wrong = job.same_optimizer(1, 12, ["sgd", {"learning_rate": 0.5}])
+    assert kind_of(wrong) == "OptimizerMismatch"
+
+
+def test_a_deleted_key_goes_on_counting_its_generations() -> None:
+    job = Job(1)
+    found = []
+    for call in (1, 2, 3):
+        _, (entry,) = job.declare(0, ("w", SMALL)).result(0)
+        found.append(entry.generation)
+        job.initialised(0, "w")
+        job.together(0, call, "delete")
+        job.done_together(0, call, "w")
+    assert found == [1, 2, 3]
+
+
 # -- what makes no sense ------------------------------------------------------------------
 
 
@@ -312,7 +427,7 @@ def test_a_call_that_the_directory_does_not_know_is_a_protocol_error() -> None:
 
 
 def test_a_malformed_body_is_a_protocol_error() -> None:
-    assert kind_of(Job(1).ask(0, DirectoryCall.DECLARE, STORE, 7, False, [])) == "ProtocolError"
+    assert kind_of(Job(1).ask(0, DirectoryCall.DECLARE, STORE, 7, "element", [])) == "ProtocolError"
 
 
 def test_an_unknown_store_cannot_be_initialised() -> None:
@@ -326,3 +441,28 @@ def test_a_request_that_fails_leaves_the_directory_as_it_was() -> None:
     job.declare(0, ("v", SMALL), ("w", KeySpec((9,), FLOAT)))
     decides, (entry,) = job.declare(0, ("v", SMALL)).result(0)
     assert (decides, entry.first_part) == (True, 2)
+
+
+# -- deadlocks ----------------------------------------------------------------------------
+
+
+def test_what_waits_in_a_deadlock_ends_and_can_be_asked_again() -> None:
+    job = Job(2)
+    error = DeadlockError("all wait")
+    waiting = [
+        job.declare(1, ("b", SMALL)),
+        job.same_optimizer(1, 1, SGD),
+        job.together(1, 1, "delete(['w'])"),
+    ]
+    closing = job.together(1, 2, CLOSING)
+    job.directory.deadlocked(error)
+    assert [kind_of(each) for each in waiting] == ["DeadlockError"] * 3
+    assert not closing.done(), "nobody waits for it"
+    assert kind_of(job.together(0, 1, "delete(['w'])")) == "DeadlockError", "it is over for all"
+    job.set_optimizer(SGD).result(0)
+    job.same_optimizer(1, 2, SGD).result(0)
+    assert job.declare(0, ("b", SMALL)).result(0)[0]
+    again = job.declare(1, ("b", SMALL))
+    job.initialised(0, "b")
+    assert not again.result(0)[0]
+    assert job.together(0, 2, CLOSING).done()

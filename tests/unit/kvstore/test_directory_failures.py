@@ -10,10 +10,10 @@ import pytest
 from test_directory import FASTER, FLOAT, SGD, SMALL, STORE, Job, kind_of
 
 from kvstore import optimizer as optimizers
-from kvstore.base import KeySpec
-from kvstore.directory import Directory
-from kvstore.optimizer.plain import to_plain
-from kvstore.protocol import DirectoryCall
+from kvstore.optimizer.serialize import to_plain
+from kvstore.protocol.requests import DirectoryCall
+from kvstore.server.directory import Directory
+from kvstore.stores.base import KeySpec
 from pslite.future import Future
 
 OTHER = to_plain(optimizers.create("sgd", learning_rate=7.0))
@@ -68,7 +68,7 @@ def test_a_whole_key_that_no_message_can_carry_is_refused_to_all_ranks(early: bo
     job._scheduler.add(1_000_001, job.directory.handle)
     huge = ("huge", KeySpec((20_000,), FLOAT))
     others = [job.declare(1, huge), job.declare(2, ("w", SMALL))] if early else []
-    first = job.declare(0, huge, whole=True)
+    first = job.declare(0, huge, scope="key")
     if not early:  # they need not know that rank 0 wants whole keys
         others = [job.declare(1, huge), job.declare(2, ("w", SMALL))]
     assert outcomes([first, *others]) == ["ValueMismatchError", "ValueMismatchError", "waits"]
@@ -134,6 +134,19 @@ def test_a_rank_that_was_refused_may_go_on_with_the_next_call() -> None:
     assert outcomes([last]) == ["waits"]
     job.set_optimizer(SGD)
     assert outcomes([last]) == ["done"]
+
+
+def test_an_optimizer_that_was_set_in_a_meeting_that_failed_is_counted_for_all_ranks() -> None:
+    job = Job(2)
+    arrived = [job.together(rank, 1, "load_checkpoint") for rank in (0, 1)]
+    job.set_optimizer(SGD)
+    fields = (STORE, 1, [], "CheckpointError", "the values are damaged")
+    job.ask(0, DirectoryCall.DONE_TOGETHER, *fields).result(0)
+    assert outcomes(arrived) == ["done", "CheckpointError"]
+    following = job.same_optimizer(1, 1, FASTER)
+    assert outcomes([following]) == ["waits"]
+    job.set_optimizer(FASTER)
+    assert outcomes([following]) == ["done"]
 
 
 def test_a_rank_may_be_refused_again_and_again() -> None:

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvstore.dtypes import (
+from kvstore.arrays.dtypes import (
     accumulation_dtype,
     bfloat16,
     check_dtype,
@@ -40,7 +40,7 @@ def test_a_dtype_that_cannot_be_added_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "bfloat17", "<f3", "f4", "float32", "<f4 ", "|O8", None, 4])
 def test_a_text_that_names_no_dtype_of_a_store_is_refused(text: object) -> None:
-    with pytest.raises(ProtocolError, match="no dtype of a store"):
+    with pytest.raises(ProtocolError, match="cannot hold the dtype"):
         dtype_of(text)
 
 
@@ -94,7 +94,7 @@ def test_without_its_package_bfloat16_says_what_to_install(monkeypatch: pytest.M
 
 def test_no_optional_package_is_imported_before_one_of_its_arrays_is_met() -> None:
     program = (
-        "import sys, kvstore, kvstore.dtypes, numpy\n"
+        "import sys, kvstore, kvstore.arrays.dtypes, numpy\n"
         "kvstore.create('device').init('w', numpy.ones(3))\n"
         "print([name for name in ('ml_dtypes', 'torch', 'jax', 'cupy') if name in sys.modules])"
     )

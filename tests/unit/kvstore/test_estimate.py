@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import bench
-from kvstore.errors import ArgumentValueError
-from kvstore.estimate import (
+from kvstore.bench.estimate import (
     LARGE_BYTES,
     MIDDLE_BYTES,
     MODELS,
@@ -14,11 +13,14 @@ from kvstore.estimate import (
     Costs,
     Model,
     advise,
+    busy_share,
     costs_from,
     costs_text,
     estimate_text,
+    load_text,
     model_from_shapes,
 )
+from kvstore.errors import ArgumentValueError
 
 MODEL = Model("toy", 25_000_000, 101)  # 100 MB
 COSTS = Costs(
@@ -116,9 +118,9 @@ def test_shapes_are_read_in_the_ways_people_write_them() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("3, 4\nconv1 64\n", "line 2 of net.txt is no shape: 'conv1 64'"),
-        ("-3\n", "line 1 of net.txt is no shape"),
-        ("# nothing\n", "net.txt has no shape"),
+        ("3, 4\nconv1 64\n", "line 2 of net.txt is not a shape: 'conv1 64'"),
+        ("-3\n", "line 1 of net.txt is not a shape"),
+        ("# nothing\n", "net.txt does not contain a shape"),
     ],
 )
 def test_what_is_no_shape_is_named_by_its_line(text: str, sentence: str) -> None:
@@ -169,3 +171,18 @@ def test_a_measurement_that_makes_no_sense_is_refused(
         bench.main(options)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_how_busy_the_machine_is_follows_from_two_readings_of_its_processors() -> None:
+    before = "cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 ..."
+    after = "cpu  160 0 70 900 70 0 0 0 0 0\ncpu0 ..."  # 80 of 200 ticks
+    assert busy_share(before, after) == pytest.approx(0.4)
+    assert busy_share(before, before) == 0.0
+    assert busy_share("", "intr 5") == 0.0
+
+
+def test_a_busy_machine_is_warned_of() -> None:
+    assert load_text(0.25, 0.03, 2) == "before: load 0.25, others use 3% of 2 processors"
+    first, second = load_text(3.5, 0.9, 2).splitlines()
+    assert first == "before: load 3.50, others use 90% of 2 processors"
+    assert second.startswith("warning: the machine is busy, and everything below is slower")

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.exchange import Exchange
-from kvstore.keys import KeyList, KeySpec
-from kvstore.protocol import KeyEntry
+from kvstore.arrays.keys import KeySpec
+from kvstore.protocol.requests import KeyEntry
+from kvstore.stores.arguments import KeyList
+from kvstore.stores.dist.transfer import DenseExchange
 from pslite import Config
 from pslite.memory import Heap
 from pslite.plane import Piece, Transfer
@@ -45,6 +46,7 @@ class Node:
     def __init__(self, *, shared: bool = False) -> None:
         self.config = Config(chunk_bytes=CHUNK_BYTES)
         self.errands = Errands()
+        self.reporter = SimpleNamespace(progress=None)
         self.nearby = SimpleNamespace(
             is_on_one_machine=shared, may_share_with=lambda server: shared
         )
@@ -68,8 +70,8 @@ class Node:
         return self.heap.rows(pieces)
 
 
-def exchange_on(node: Node) -> Exchange:
-    made = Exchange(node)  # type: ignore[arg-type]
+def exchange_on(node: Node) -> DenseExchange:
+    made = DenseExchange(node)  # type: ignore[arg-type]
     part = 1
     for key, count in ELEMENTS.items():
         servers = (0,) * -(-count * 4 // CHUNK_BYTES)
@@ -267,8 +269,8 @@ def test_calls_wait_for_each_other_until_somebody_waits_for_one_of_them() -> Non
     look()  # it has come since the last look, so others may follow
     assert node.sent == []
     second = made.join(keys("b"), memory("b"), None, 0)
-    assert second.hurry is not None
-    second.hurry()
+    assert second.flush is not None
+    second.flush()
     run(node)
     assert keys_sent(node) == [2]
     run(node)

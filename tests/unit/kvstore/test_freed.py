@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from kvstore import freed
-from kvstore.freed import LateReturn
+from kvstore.server import malloc
+from kvstore.server.malloc import LateReturn
 
 PROGRAM = """
 import ctypes, threading
-from kvstore.freed import keep_freed_memory, return_freed_memory
+from kvstore.server.malloc import keep_freed_memory, return_freed_memory
 
 def resident_mb():
     with open("/proc/self/status") as file:
@@ -55,7 +55,7 @@ def test_memory_is_given_back_once_and_only_a_while_after_it_was_asked_for_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, looks, returned = 0.0, [], []
-    monkeypatch.setattr(freed, "return_freed_memory", lambda: returned.append(now))
+    monkeypatch.setattr(malloc, "return_freed_memory", lambda: returned.append(now))
     late = LateReturn(lambda: now, looks.append)
 
     def step(at: float) -> None:

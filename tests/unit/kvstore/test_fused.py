@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 
 from kvstore import optimizer
-from kvstore.arrays.cuda_kernels import MOST_COPIES, Kernel, Numbers
-from kvstore.fused import are_apart, jobs_of, kernel_for, numbers_of
-from kvstore.keys import KeySpec
-from kvstore.lr_scheduler import FactorScheduler
+from kvstore.arrays.gpu.kernels import MOST_COPIES, Kernel, KernelParameters
+from kvstore.arrays.keys import KeySpec
+from kvstore.mxnet.lr_scheduler import FactorScheduler
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.sgd import SGD
-from kvstore.shelf import Entry
+from kvstore.stores.local.device import are_apart, jobs_of, kernel_for, numbers_of
+from kvstore.stores.local.memory import StoredKey
 
 SGD_MOMENTUM = optimizer.create("sgd", learning_rate=0.1, momentum=0.9)
 PLAIN_SGD = optimizer.create("sgd", learning_rate=0.1)
 
 
-def entry(key: str, dtype: Any = np.float32, count: int = 0) -> Entry:
+def entry(key: str, dtype: Any = np.float32, count: int = 0) -> StoredKey:
     value = np.zeros(3, dtype)
-    made = Entry(key, KeySpec(value.shape, value.dtype), value, 1)
+    made = StoredKey(key, KeySpec(value.shape, value.dtype), value, 1)
     made.count = count
     return made
 
@@ -65,7 +65,7 @@ def test_the_numbers_are_those_of_the_update_with_this_count() -> None:
     used = optimizer.create(
         "sgd", learning_rate=0.4, momentum=0.9, wd=1e-3, clip_gradient=2.0, lr_scheduler=schedule
     )
-    assert numbers_of(used, 1) == Numbers(1.0, 2.0, 1e-3, 0.4, 0.9)
+    assert numbers_of(used, 1) == KernelParameters(1.0, 2.0, 1e-3, 0.4, 0.9)
     assert numbers_of(used, 3).rate == used.rate(3) == 0.2
 
 

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.fusing import Batch, Call, Shape, mixes_of, note_arrived
+from kvstore.stores.dist.batching import BatchedCall, CallBatch, Shape, mixes_of, note_arrived
 
 
 def shape(*keys: str, push: bool = False, pull: bool = False, priority: int = 0) -> Shape:
     return keys, push, pull, priority
 
 
-def call(*keys: str, push: bool = False, pull: bool = False) -> Call:
+def call(*keys: str, push: bool = False, pull: bool = False) -> BatchedCall:
     memories = [np.zeros(1, np.uint8) for _ in keys]
-    return Call(keys, memories if push else None, memories if pull else None)
+    return BatchedCall(keys, memories if push else None, memories if pull else None)
 
 
 def test_a_push_and_the_pull_behind_it_become_one_exchange() -> None:
@@ -61,7 +61,7 @@ def test_a_call_is_done_when_all_its_messages_are() -> None:
 
 
 def test_pushes_and_pulls_fill_a_batch_each_by_themselves() -> None:
-    batch = Batch(100, hurry=lambda: None)
+    batch = CallBatch(100, flush=lambda: None)
     for _ in range(4):
         assert batch.has_room(25, pushes=True)
         batch.add(call("w", push=True), 25)
@@ -73,7 +73,7 @@ def test_pushes_and_pulls_fill_a_batch_each_by_themselves() -> None:
 
 @pytest.mark.parametrize("sizes", [[100], [40, 70], [0] * 256])
 def test_a_full_batch_has_room_only_for_the_pull_of_its_last_push(sizes: list[int]) -> None:
-    batch = Batch(100, hurry=lambda: None)
+    batch = CallBatch(100, flush=lambda: None)
     for size in sizes:
         batch.add(call("w", push=True), size)
     assert not batch.has_room(1, pushes=True)
@@ -84,7 +84,7 @@ def test_a_full_batch_has_room_only_for_the_pull_of_its_last_push(sizes: list[in
 
 @pytest.mark.parametrize("at", ["targets", "shape"])
 def test_an_interrupted_pull_behind_a_push_leaves_the_push_as_it_was(at: str) -> None:
-    class Interrupted(Call):
+    class Interrupted(BatchedCall):
         def __setattr__(self, name: str, value: object) -> None:
             if is_armed and name == at:
                 raise KeyboardInterrupt
@@ -93,7 +93,7 @@ def test_an_interrupted_pull_behind_a_push_leaves_the_push_as_it_was(at: str) ->
     is_armed = False
     memories = [np.zeros(1, np.uint8)]
     last = Interrupted(("w",), memories, None)
-    batch = Batch(100, hurry=lambda: None)
+    batch = CallBatch(100, flush=lambda: None)
     batch.add(last, 1)
     is_armed = True
     with pytest.raises(KeyboardInterrupt):
@@ -105,14 +105,14 @@ def test_an_interrupted_pull_behind_a_push_leaves_the_push_as_it_was(at: str) ->
 
 
 def test_staging_with_a_gap_is_not_used_and_the_calls_keep_their_values() -> None:
-    batch = Batch(100, hurry=lambda: None, staging=np.zeros(100, np.uint8))
+    batch = CallBatch(100, flush=lambda: None, staging=np.zeros(100, np.uint8))
     values = [np.full(10, number, np.uint8) for number in range(3)]
     first = batch.stage(values[:1], 10)
-    batch.add(Call(("a",), first, None), 10)
+    batch.add(BatchedCall(("a",), first, None), 10)
     assert batch.staging is not None
     batch.stage(values[1:2], 10)  # interrupted here: the call is not added
     third = batch.stage(values[2:], 10)
-    batch.add(Call(("c",), third, None), 10)
+    batch.add(BatchedCall(("c",), third, None), 10)
     assert batch.staging is None
     assert [call.sources[0].tolist() for call in batch.calls] == [[0] * 10, [2] * 10]
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import initializer
-from kvstore.errors import ArgumentValueError
+from kvstore.arrays import initializer
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
 
 
 def values(made: Any, name: str = "fc1_weight", shape: tuple[int, ...] = (80, 200)) -> Any:
@@ -73,3 +73,37 @@ def test_what_does_not_fit_is_said() -> None:
         initializer.Xavier(factor_type="both")
     with pytest.raises(ArgumentValueError, match=r"scale has the shape \(3,\); Xavier needs"):
         values(initializer.Xavier(), "scale", (3,))
+
+
+def test_names_choose_among_initializers_by_the_first_pattern_that_matches() -> None:
+    mixed = initializer.Mixed(
+        ["gate_.*", ".*weight", ".*"],
+        [initializer.One(), initializer.Constant(3), initializer.Zero()],
+    )
+    found = [values(mixed, name, (2, 2)) for name in ("gate_w", "fc_weight", "fc_w", "fc_bias")]
+    assert [each.max() for each in found] == [1, 3, 0, 0]
+    assert [each.min() for each in found] == [1, 3, 0, 0]
+    with pytest.raises(ArgumentValueError, match=r"no pattern matches the parameter 'b': a; add"):
+        values(initializer.Mixed(["a"], [initializer.Zero()]), "b")
+    with pytest.raises(ArgumentValueError, match="got 2 and 1"):
+        initializer.Mixed(["a", "b"], [initializer.Zero()])
+
+
+def test_an_initializer_of_ones_own_is_created_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(initializer, "_BY_NAME", dict(initializer._BY_NAME))
+
+    @initializer.register
+    class Halves(initializer.Initializer):
+        def _init_weight(self, name: str, arr: Any) -> None:
+            arr[:] = 0.5
+
+    made = initializer.create("halves")
+    assert type(made) is Halves
+    assert values(made, shape=(2, 3)).tolist() == [[0.5] * 3] * 2
+    assert values(made, "fc_bias", (2,)).tolist() == [0, 0]
+    with pytest.raises(NotSupportedError, match=r"Initializer|_ByName must override weight"):
+        values(initializer.Initializer())
+    with pytest.raises(ArgumentTypeError, match="takes a class of initializers, got 'x'"):
+        initializer.register("x")  # type: ignore[type-var]

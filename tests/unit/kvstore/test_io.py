@@ -2,19 +2,80 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
-from kvstore.errors import ArgumentValueError
-from kvstore.io import NDArrayIter
+import kvstore as mx
+from kvstore.errors import ArgumentValueError, NotSupportedError
+from kvstore.mxnet import nd
+from kvstore.mxnet.io import DataBatch, DataDesc, NDArrayIter
+
+REFERENCE = Path(__file__).parents[2] / "reference"
+RECORDED = json.loads((REFERENCE / "arrays.json").read_text(encoding="utf-8"))["batches"]
 
 
 def passes(iterator: NDArrayIter, number: int) -> list[list[list[int]]]:
     found = []
     for _ in range(number):
-        found.append([batch.data[0].tolist() for batch in iterator])
+        found.append([batch.data[0].asnumpy().tolist() for batch in iterator])
         iterator.reset()
     return found
+
+
+def test_batches_names_and_shapes_are_mxnets() -> None:
+    again = runpy.run_path(str(REFERENCE / "record_arrays.py"))["batches"](mx)
+    for ours, theirs in zip(json.loads(json.dumps(list(again))), RECORDED, strict=True):
+        if theirs[2] == "roll_over":  # there, pad counts samples that were kept, which fill nothing
+            for batch in (batch for one_pass in theirs[4] for batch in one_pass):
+                batch[1] = 0
+        assert ours == theirs
+
+
+def test_batches_are_float32_arrays_unless_the_source_is_one_of_another_dtype() -> None:
+    x = np.arange(6).reshape(3, 2)
+    iterator = NDArrayIter([x, nd.array(x, dtype="int32")], x[:, 0], 2, label_name="y")
+    batch = iterator.next()
+    assert [type(each) for each in batch.data] == [nd.NDArray] * 2
+    assert [str(each.dtype) for each in batch.data] == ["float32", "int32"]
+    assert [(name, array.shape) for name, array in iterator.data] == [
+        *(("_0_data", (3, 2)), ("_1_data", (3, 2))),
+    ]
+    assert [name for name, _ in iterator.label] == ["y"]
+    assert NDArrayIter(x, data_name="x").provide_label == []
+    assert NDArrayIter(x).next().label == []
+    (name, shape), other = iterator.provide_data
+    assert (name, shape, other.dtype, other.layout) == ("_0_data", (2, 2), np.int32, "NCHW")
+    assert repr(DataDesc("x", [2, 3], layout="NT")) == "DataDesc[x,(2, 3),float32,NT]"
+
+
+def test_a_batch_is_made_of_its_data_alone() -> None:
+    x = nd.ones((2, 2))
+    batch = DataBatch([x])
+    assert (batch.data[0] is x, batch.label, batch.pad) == (True, None, 0)
+    batch.label = [x]
+    assert DataBatch([x], [x], 1, np.arange(2), bucket_key=3).bucket_key == 3
+
+
+def test_the_order_of_a_pass_can_be_read_and_kept_samples_can_be_forgotten() -> None:
+    iterator = NDArrayIter(np.arange(5) * 10, None, 2, True, "roll_over", seed=4)
+    first = iterator.idx
+    assert sorted(first) == list(range(5))
+    batches = list(iterator)
+    assert [each.index.tolist() for each in batches if each.index is not None] == [
+        *(first[:2].tolist(), first[2:4].tolist()),
+    ]
+    assert batches[0].data[0].asnumpy().tolist() == (first[:2] * 10).tolist()
+    iterator.reset()
+    assert next(iterator).data[0].asnumpy()[0] == first[4] * 10
+    iterator.hard_reset()
+    assert [int(value) // 10 for value in next(iterator).data[0].asnumpy()] == [
+        *iterator.idx[:2],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -35,11 +96,11 @@ def test_what_is_left_is_filled_up_left_out_or_kept(
 def test_a_batch_has_data_label_and_its_padding() -> None:
     iterator = NDArrayIter(np.arange(6).reshape(3, 2), np.array([5, 6, 7]), 2)
     first, second = iterator.next(), iterator.next()
-    assert (first.data[0].tolist(), first.pad) == ([[0, 1], [2, 3]], 0)
-    assert first.label is not None
-    assert first.label[0].tolist() == [5, 6]
-    assert second.label is not None
-    assert (second.label[0].tolist(), second.pad) == ([7, 5], 1)
+    assert (first.data[0].asnumpy().tolist(), first.pad) == ([[0, 1], [2, 3]], 0)
+    assert [each.label[0].asnumpy().tolist() for each in (first, second) if each.label] == [
+        *([5, 6], [7, 5]),
+    ]
+    assert second.pad == 1
     with pytest.raises(StopIteration):
         iterator.next()
 
@@ -55,9 +116,11 @@ def test_each_pass_is_shuffled_anew_and_equal_seeds_repeat() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"data": np.zeros(3), "batch_size": 4}, "batches of 4"),
+        ({"data": np.zeros(3), "batch_size": 4, "last_batch_handle": "discard"}, "batches of 4"),
+        ({"data": np.zeros((0, 2)), "batch_size": 1}, r"\(0, 2\)"),
+        ({"data": {}}, "non-empty list or dict"),
         ({"data": np.zeros(3), "batch_size": 0}, "batches of 0"),
-        ({"data": np.float32(3)}, "n, ..."),
+        ({"data": np.float32(3)}, r"\(n, \.\.\.\), got a single number as 'data'"),
         ({"data": np.zeros(3), "label": np.zeros(2)}, "equally many rows"),
         ({"data": np.zeros(3), "last_batch_handle": "keep"}, "pad, discard, roll_over"),
     ],
@@ -67,18 +130,18 @@ def test_what_does_not_fit_is_said(arguments: dict[str, object], sentence: str) 
         NDArrayIter(**arguments)  # type: ignore[arg-type]
 
 
-def test_a_dict_of_one_array_is_that_array() -> None:
-    x, y = np.arange(6).reshape(3, 2), np.array([5.0, 6.0, 7.0])
-    iterator = NDArrayIter({"data": x}, {"softmax_label": y}, 3)
-    assert iterator.data is x
-    assert iterator.label is y
+def test_feedforward_gets_the_arrays_that_were_given() -> None:
+    x, y = np.arange(6).reshape(3, 2), np.array([5, 6, 7])
+    iterator = NDArrayIter({"data": x}, {"softmax_label": y}, 2)
+    assert iterator.sources() == (x, y)
+    batches: list[Any] = list(iterator.on_host())
+    assert [batch.data[0].dtype for batch in batches] == [x.dtype] * 2
+    assert [batch.pad for batch in batches] == [0, 1]
+    assert NDArrayIter(x).sources()[1] is None
+    with pytest.raises(ArgumentValueError, match=r"one array of data .* data has 2: 'a', 'b'"):
+        NDArrayIter({"b": x, "a": x}).sources()
 
 
-@pytest.mark.parametrize("given", [{}, {"a": np.zeros(3), "b": np.zeros(3)}])
-def test_other_dicts_are_refused_and_it_is_said_what_is_taken(given: dict[str, object]) -> None:
-    with pytest.raises(
-        ArgumentValueError, match=r"a dict with one .* got a dict of (0|2: 'a', 'b')"
-    ):
-        NDArrayIter(given)
-    with pytest.raises(ArgumentValueError, match=r"label is one array .*\{'label': array\}"):
-        NDArrayIter(np.zeros(3), given)
+def test_samples_lie_along_the_first_axis() -> None:
+    with pytest.raises(NotSupportedError, match="first axis must be that of samples, got 'TNC'"):
+        NDArrayIter(np.zeros((3, 2)), layout="TNC")

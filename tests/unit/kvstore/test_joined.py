@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.fusing import Call, Shape
-from kvstore.joined import Load, loads_of, transfers_of
-from kvstore.keys import Key, KeySpec
-from kvstore.plan import Group, group_parts, places_of
-from kvstore.protocol import KeyEntry
+from kvstore.arrays.keys import Key, KeySpec
+from kvstore.protocol.requests import KeyEntry
+from kvstore.stores.dist.batching import BatchedCall, Load, Shape, loads_of, transfers_of
+from kvstore.stores.dist.plan import Group, group_parts, places_of
 from pslite.plane import Transfer
 
 CHUNK_BYTES = 64
@@ -35,13 +34,13 @@ def loads(*shapes: Shape) -> list[Load]:
     return loads_of(shapes, ENTRIES, plan)
 
 
-def messages(calls: Sequence[Call], staging: np.ndarray[Any, Any]) -> list[Transfer]:
+def messages(calls: Sequence[BatchedCall], staging: np.ndarray[Any, Any]) -> list[Transfer]:
     node: Any = None  # nothing is asked of it where values have been staged
     return transfers_of(node, loads(*(call.shape for call in calls)), calls, staging)
 
 
-def pushed(*keys: str) -> Call:
-    return Call(keys, [np.zeros(ENTRIES[key].spec.nbytes, np.uint8) for key in keys], None)
+def pushed(*keys: str) -> BatchedCall:
+    return BatchedCall(keys, [np.zeros(ENTRIES[key].spec.nbytes, np.uint8) for key in keys], None)
 
 
 def test_values_that_were_staged_one_behind_another_travel_as_they_lie() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.joint_calls import JointCalls
-from kvstore.keys import Key
+from kvstore.arrays.keys import Key
+from kvstore.stores.dist.collective import JointCalls
 from pslite import Future
+from pslite.errors import ClosedError
 
 
 class Servers:
@@ -18,9 +19,13 @@ class Servers:
     def __init__(self) -> None:
         self.meetings: list[tuple[int, str, Future[bytes | None]]] = []
         self.reports: list[tuple[int, list[Key], BaseException | None]] = []
+        self.errors: list[BaseException | None] = []
 
-    def meet(self, call: int, name: str) -> Future[bytes | None]:
+    def meet(
+        self, call: int, name: str, error: BaseException | None = None
+    ) -> Future[bytes | None]:
         future: Future[bytes | None] = Future()
+        self.errors.append(error)
         self.meetings.append((call, name, future))
         return future
 
@@ -103,3 +108,24 @@ def test_who_is_interrupted_and_does_not_decide_says_nothing() -> None:
         worker.calls.make("delete(['a'])", never)
     worker.servers.meetings[0][2].set_result(b"their news")
     assert worker.servers.reports == []
+
+
+def test_who_cannot_take_part_says_so_at_that_call_and_raises_its_own_error() -> None:
+    error = OSError("its file is damaged")
+    worker = Worker(lambda meeting: meeting.set_error(ClosedError("as the directory has it")))
+
+    def prepare() -> None:
+        raise error
+
+    with pytest.raises(OSError, match="its file is damaged") as caught:
+        worker.calls.prepare("load", prepare)
+    assert caught.value is error
+    assert [meeting[:2] for meeting in worker.servers.meetings] == [(1, "load")]
+    assert worker.servers.errors == [error]
+
+
+def test_who_is_prepared_has_not_come_to_the_call_yet() -> None:
+    worker = Worker(lambda meeting: meeting.set_result(b"their news"))
+    assert worker.calls.prepare("load", lambda: "what was read") == "what was read"
+    assert worker.servers.meetings == []
+    assert worker.calls.make("load", never)[0] == 1

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_sets import NATIVE, bits, computing_with
 
-from kvstore import kernels, optimizer
-from kvstore.aggregate import Workspace, apply_round, sum_in_order
-from kvstore.dtypes import accumulation_dtype, bfloat16
+from kvstore import optimizer
+from kvstore.arrays.cpu import kernels
+from kvstore.arrays.cpu.sums import Workspace, apply_round, sum_in_order
+from kvstore.arrays.dtypes import accumulation_dtype, bfloat16
 from kvstore.optimizer import SGD, Optimizer
 from kvstore.optimizer.states import create_state
 
@@ -347,14 +348,14 @@ class TestTheModule:
     def test_that_is_missing_or_of_another_version_is_not_used(
         self, other: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import kvstore
+        from kvstore.arrays import cpu
 
         monkeypatch.delenv("KVSTORE_NATIVE", raising=False)
-        monkeypatch.setitem(sys.modules, "kvstore._kernels", other)
+        monkeypatch.setitem(sys.modules, "kvstore.arrays.cpu._kernels", other)
         if other is None:
-            monkeypatch.delattr(kvstore, "_kernels")
+            monkeypatch.delattr(cpu, "_kernels")
         else:
-            monkeypatch.setattr(kvstore, "_kernels", other)
+            monkeypatch.setattr(cpu, "_kernels", other)
         assert kernels.native() is None
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.arrays.dtypes import keeps_kind
+from kvstore.arrays.keys import Generations
 from kvstore.errors import (
     ArgumentTypeError,
     DuplicateKeyError,
@@ -14,7 +16,8 @@ from kvstore.errors import (
     UnknownKeyError,
     ValueMismatchError,
 )
-from kvstore.keys import KeyTable, group_values, normalise_keys, spec_of
+from kvstore.mxnet.nd.methods import native_dtype
+from kvstore.stores.arguments import KeyTable, group_values, normalise_keys, spec_of
 
 A, B, C = (np.full(2, value) for value in (1.0, 2.0, 3.0))
 
@@ -100,7 +103,7 @@ def test_a_known_key_cannot_be_initialised_again() -> None:
 
 
 def test_a_key_that_stands_twice_in_one_init_is_refused_even_if_not_adjacent() -> None:
-    with pytest.raises(DuplicateKeyError, match="'w' stands twice"):
+    with pytest.raises(DuplicateKeyError, match="'w' appears twice"):
         KeyTable().check_init(["w", "v", "w"], [A, B, C])
     with pytest.raises(DuplicateKeyError, match="'w' has several values"):
         KeyTable().check_init("w", [A, B])
@@ -127,7 +130,7 @@ def test_a_push_must_have_the_shape_and_dtype_of_the_key(wrong: Any) -> None:
 
 def test_an_array_to_fill_may_have_another_dtype_but_not_another_shape() -> None:
     known = table(w=A)
-    known.check_out("w", [np.zeros(2, np.int8), np.zeros(4, np.float16)[::2]])
+    known.check_out("w", [np.zeros(2, np.complex64), np.zeros(4, np.float16)[::2]])
     with pytest.raises(ValueMismatchError, match=r"\(2,\).*\(2, 1\)"):
         known.check_out("w", np.zeros((2, 1)))
 
@@ -140,8 +143,44 @@ def test_a_read_only_array_cannot_be_filled() -> None:
 
 
 def test_a_complex_value_is_not_cut_to_its_real_part() -> None:
-    with pytest.raises(ValueMismatchError, match="imaginary"):
+    with pytest.raises(ValueMismatchError, match="is complex64, the array to fill is float64"):
         table(w=np.zeros(2, "c8")).check_out("w", A)
+
+
+@pytest.mark.parametrize("wanted", ["int32", "uint8", "bool"])
+def test_floats_are_not_cut_to_integers_and_both_dtypes_are_named(wanted: str) -> None:
+    known = table(w=A)
+    text = f"^key 'w' is float64, the array to fill is {wanted}, .* array.astype\\('{wanted}'\\)$"
+    with pytest.raises(ValueMismatchError, match=text):
+        known.check_out("w", [A.copy(), np.zeros(2, wanted)])
+    with pytest.raises(ValueMismatchError, match=text):
+        KeyTable().check_broadcast("w", A, np.zeros(2, wanted))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "is_kept"),
+    [
+        ("float64", "float16", True),
+        ("int64", "int8", True),
+        ("int32", "float16", True),
+        ("bool", "uint8", True),
+        ("float32", "bfloat16", True),
+        ("bfloat16", "float16", True),
+        ("float16", "bfloat16", True),
+        ("bfloat16", "float64", True),
+        ("int16", "bfloat16", True),
+        ("bfloat16", "int32", False),
+        ("bfloat16", "bool", False),
+        ("complex64", "bfloat16", False),
+        ("int32", "uint8", False),
+        ("uint8", "bool", False),
+        ("float16", "int64", False),
+    ],
+)
+def test_values_are_cast_by_the_rule_same_kind_and_bfloat16_is_a_float(
+    source: str, target: str, is_kept: bool
+) -> None:
+    assert keeps_kind(native_dtype(source), native_dtype(target)) is is_kept
 
 
 def test_pull_and_broadcast_need_an_array_to_fill_for_each_key() -> None:
@@ -166,3 +205,23 @@ def test_numbers_are_not_guessed() -> None:
     known.add({3: spec_of(A)})
     with pytest.raises(UnknownKeyError, match=r"^key 4 is not in the store; call init\(4, value\)"):
         known.check_push(4, A)
+
+
+def test_generations_count_up_and_forget_only_downwards() -> None:
+    generations = Generations()
+    for _ in range(3):
+        generations.begin("w")
+        generations.end("w")
+    assert generations.following("w") == 4
+    generations.begin("v")
+    generations.end("v")
+    generations.undo("v")
+    assert generations.following("v") == 1
+    for number in range(100_000):
+        generations.begin(number)
+        generations.end(number)
+    assert len(generations) < 2000
+    assert generations.following("w") >= 4
+    generations.end("never there")
+    generations.undo("never there")
+    assert generations.begin("w") == generations.following("never there")

@@ -12,8 +12,9 @@ import pytest
 
 from kvstore import cpu
 from kvstore.arrays import adapter_for
+from kvstore.arrays.keys import KeySpec
 from kvstore.errors import ArgumentTypeError
-from kvstore.keys import KeySpec, spec_of
+from kvstore.stores.arguments import spec_of
 
 HOST = adapter_for(np.zeros(1))
 NO_ARRAYS: list[object] = [
@@ -160,7 +161,7 @@ def test_numpy_sums_are_new_arrays_added_left_to_right() -> None:
 def test_importing_the_stores_imports_no_cupy_and_nothing_of_the_network() -> None:
     program = (
         "import sys, kvstore; kvstore.create('local').init('w', __import__('numpy').ones(3)); "
-        "print([name for name in ('cupy', 'zmq', 'kvstore.dist', 'kvstore.model') "
+        "print([name for name in ('cupy', 'zmq', 'kvstore.stores.dist.store', 'kvstore.model') "
         "if name in sys.modules])"
     )
     ran = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import cpu
 from kvstore.arrays import adapter_for
-from kvstore.dtypes import check_dtype
+from kvstore.arrays.dtypes import check_dtype
 from kvstore.errors import ArgumentTypeError
 
 

@@ -11,7 +11,7 @@ jax = pytest.importorskip("jax")
 
 from kvstore import cpu  # noqa: E402
 from kvstore.arrays import adapter_for  # noqa: E402
-from kvstore.dtypes import bfloat16, check_dtype  # noqa: E402
+from kvstore.arrays.dtypes import bfloat16, check_dtype  # noqa: E402
 from kvstore.errors import ArgumentTypeError  # noqa: E402
 
 jnp = jax.numpy

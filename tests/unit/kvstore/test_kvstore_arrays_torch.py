@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from kvstore import cpu  # noqa: E402
 from kvstore.arrays import adapter_for  # noqa: E402
-from kvstore.dtypes import bfloat16, check_dtype  # noqa: E402
+from kvstore.arrays.dtypes import bfloat16, check_dtype  # noqa: E402
 from kvstore.errors import ArgumentTypeError  # noqa: E402
 
 ADAPTER = adapter_for(torch.zeros(1))
@@ -224,7 +224,7 @@ def a_fake_tensor() -> Any:
         (a_quantised_tensor, r"dequantize\(\)"),
         (lambda: torch.empty(3, device="meta"), "no values"),
         (lambda: torch.nn.LazyLinear(3).weight, "run the module once"),
-        (a_fake_tensor, "FakeTensor keeps its values in a way of its own"),
+        (a_fake_tensor, "FakeTensor keeps its values in its own format"),
         (lambda: torch.zeros(3, dtype=torch.complex32), "convert it"),
         (lambda: torch.zeros(3, dtype=torch.float8_e5m2), "convert it"),
     ],

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pickle
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
+import kvstore as mx
 from kvstore import Context, cpu, gpu, num_gpus
 from kvstore.errors import ArgumentTypeError, MissingDependencyError
 from pslite.errors import PSError
@@ -79,3 +81,24 @@ def test_gpus_are_counted_by_cupy_and_none_is_there_without_a_driver(
     stand_in.cuda = types.SimpleNamespace(runtime=runtime)
     monkeypatch.setitem(sys.modules, "cupy", stand_in)
     assert num_gpus() == expected
+
+
+def test_a_with_block_names_the_device_of_arrays_that_name_none() -> None:
+    assert mx.current_context() == mx.cpu()
+    device = mx.cpu(1)
+    with device as entered, mx.cpu(2):
+        assert entered is device
+        assert mx.context.current_context() == mx.cpu(2)
+        with device, device:  # the same one again
+            made = [
+                *(mx.nd.zeros(2), mx.nd.array([1]), mx.nd.arange(2), mx.rnd.uniform()),
+                *(mx.nd.zeros(2, stype="row_sparse"), mx.nd.full(2, 3)),
+            ]
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(mx.current_context).result() == mx.cpu()
+        assert {array.context for array in made} == {device}
+        assert mx.nd.zeros(2, mx.cpu(3)).context == mx.cpu(3)
+        assert mx.nd.zeros(2).context == mx.cpu(2)
+    with pytest.raises(KeyError), device:
+        raise KeyError
+    assert mx.current_context() == mx.cpu()

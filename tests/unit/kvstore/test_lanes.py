@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from store_requests import Asked
 
-from kvstore.lanes import LaneNumbers, Lanes
+from kvstore.server.lanes import LaneNumbers, Lanes
 from pslite.errors import RemoteError
 
 

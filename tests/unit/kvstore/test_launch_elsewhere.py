@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.launch.agent import with_environment_of_python
-from kvstore.launch.elsewhere import agent_row, common_address, core_count, seen_from_away
-from kvstore.launch.here import network_id
+from kvstore.launch.agents.agent import with_environment_of_python
+from kvstore.launch.agents.cluster import agent_row, common_address, core_count, seen_from_away
+from kvstore.launch.environment import network_id
 
 
 def greeting(network: str, address: str) -> dict[str, str]:
@@ -56,5 +56,7 @@ def test_python_is_the_agents_own_where_it_is_in_a_virtual_environment(
 
 def test_a_machine_without_a_free_port_is_no_good() -> None:
     assert agent_row("node1", {"has_free_port": True}).is_good
+    row = agent_row("node1", {"has_free_port": True, "missing_script": "train.py"})
+    assert (row.is_good, row.found[:26]) == (False, "THERE IS NO FILE train.py,")
     row = agent_row("node1", {"has_free_port": False})
     assert not row.is_good and "NO FREE PORT" in row.found

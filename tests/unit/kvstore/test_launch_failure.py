@@ -6,10 +6,16 @@ import signal
 
 import pytest
 
-from kvstore.launch.failure import describe_status, exit_code, failures_first_cause_first
-from kvstore.launch.lifecycle import Exit
+from kvstore.launch.job.lifecycle import Exit
+from kvstore.launch.job.report import (
+    EndedProcess,
+    describe_status,
+    exit_code,
+    failure_block,
+    failures_first_cause_first,
+    without_scheduler,
+)
 from kvstore.launch.plan import ProcessSpec
-from kvstore.launch.report import Ended, failure_block, without_scheduler
 
 SCHEDULER, SERVER, WORKER_0, WORKER_1 = range(4)
 SPECS = [
@@ -100,9 +106,11 @@ def test_a_signal_without_a_name_is_given_by_number() -> None:
 
 
 def test_the_block_tells_the_first_failure_in_full_and_the_rest_in_a_line() -> None:
-    first = Ended(SPECS[WORKER_1], 4711, ended(WORKER_1, -9, 3), [f"line {n}" for n in range(30)])
-    other = Ended(SPECS[WORKER_0], 4710, ended(WORKER_0, 1, 4), NODE_LOST)
-    stopped = Ended(SPECS[SERVER], 4709, ended(SERVER, -15, 5, stopped=True), [])
+    first = EndedProcess(
+        SPECS[WORKER_1], 4711, ended(WORKER_1, -9, 3), [f"line {n}" for n in range(30)]
+    )
+    other = EndedProcess(SPECS[WORKER_0], 4710, ended(WORKER_0, 1, 4), NODE_LOST)
+    stopped = EndedProcess(SPECS[SERVER], 4709, ended(SERVER, -15, 5, stopped=True), [])
     text = failure_block([first, other], [stopped], "/logs", start_s=0.5)
     assert text.splitlines() == [
         "",
@@ -128,7 +136,7 @@ def test_the_block_tells_the_first_failure_in_full_and_the_rest_in_a_line() -> N
 def test_the_loss_of_the_scheduler_is_told_with_what_follows(
     status: int, place: str, sentence: str
 ) -> None:
-    lost = Ended(SPECS[SCHEDULER], 4711, ended(SCHEDULER, status, 1), [], place=place)
+    lost = EndedProcess(SPECS[SCHEDULER], 4711, ended(SCHEDULER, status, 1), [], place=place)
     text = without_scheduler(lost)
     assert text.startswith(sentence)
     assert "barriers, init and joins no longer work" in text
@@ -136,15 +144,15 @@ def test_the_loss_of_the_scheduler_is_told_with_what_follows(
 
 
 def test_the_block_says_so_when_all_went_well_without_the_scheduler() -> None:
-    lost = Ended(SPECS[SCHEDULER], 4711, ended(SCHEDULER, -9, 1), [])
+    lost = EndedProcess(SPECS[SCHEDULER], 4711, ended(SCHEDULER, -9, 1), [])
     alone = failure_block([lost], [], "/logs", start_s=0.0).splitlines()
     assert alone[-2] == "all others ended with exit code 0"
-    server = Ended(SPECS[SERVER], 1, ended(SERVER, -15, 2, stopped=True), [])
+    server = EndedProcess(SPECS[SERVER], 1, ended(SERVER, -15, 2, stopped=True), [])
     assert "all others" not in failure_block([lost], [server], "/logs", start_s=0.0)
 
 
 def test_the_block_says_so_when_a_log_is_empty_and_a_service_ended_too_early() -> None:
-    early = Ended(SPECS[SERVER], 1, ended(SERVER, 0, 1), [])
+    early = EndedProcess(SPECS[SERVER], 1, ended(SERVER, 0, 1), [])
     text = failure_block([early], [], "/logs", start_s=0.0)
     assert "ended:    exit code 0, while workers still ran, 1.0 s after the start" in text
     assert "its log is empty" in text
@@ -156,14 +164,15 @@ def test_whoever_failed_in_the_same_words_is_only_named() -> None:
     specs = [ProcessSpec("worker", rank, ("x",), {}) for rank in range(4)]
     logs = [[f"pid {rank}", error] for rank in range(3)] + [["pid 3", "MemoryError"]]
     failures = [
-        Ended(spec, 1, ended(spec.rank, 1, 1), log) for spec, log in zip(specs, logs, strict=True)
+        EndedProcess(spec, 1, ended(spec.rank, 1, 1), log)
+        for spec, log in zip(specs, logs, strict=True)
     ]
     lines = failure_block(failures, [], "/logs", start_s=0.0).splitlines()
     assert lines[-3:-1] == [
         "the same on worker 1, worker 2",
         "other failures: worker 3 (exit code 1)",
     ]
-    killed = Ended(specs[1], 1, ended(1, -9, 1), logs[1])
+    killed = EndedProcess(specs[1], 1, ended(1, -9, 1), logs[1])
     lines = failure_block([failures[0], killed], [], "/logs", start_s=0.0).splitlines()
     assert lines[-2] == "other failures: worker 1 (signal SIGKILL)"
 

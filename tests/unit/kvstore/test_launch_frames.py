@@ -8,8 +8,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.launch.frames import ALIVE_S, SILENT_S, BrokenLink, FrameReader, FrameWriter, Seal
-from kvstore.launch.link import Link, LinkLost, fields
+from kvstore.launch.agents.wire import (
+    ALIVE_S,
+    SILENT_S,
+    AgentLink,
+    BrokenLink,
+    FrameReader,
+    FrameWriter,
+    LinkLost,
+    Seal,
+    fields,
+)
 
 MESSAGES = [["signal", 15], ["lines", 3, True, [b"a", b"\xff\n"]], ["exits", {1: -9}], ["alive"]]
 KEY = b"k" * 32
@@ -43,10 +52,10 @@ def test_a_sealed_frame_that_was_tampered_with_breaks_the_link(change: str) -> N
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (struct.pack(">I", 1 << 31), "is announced"),
-        (struct.pack(">I", 1) + b"\xc1", "cannot be read"),
-        (struct.pack(">I", 1) + b"\x01", "holds no message"),
-        (struct.pack(">I", 1) + b"\x90", "holds no message"),
+        (struct.pack(">I", 1 << 31), "a frame announces"),
+        (struct.pack(">I", 1) + b"\xc1", "cannot read a frame"),
+        (struct.pack(">I", 1) + b"\x01", "does not contain a message"),
+        (struct.pack(">I", 1) + b"\x90", "does not contain a message"),
     ],
 )
 def test_what_is_no_frame_breaks_the_link(data: bytes, complaint: str) -> None:
@@ -55,16 +64,18 @@ def test_what_is_no_frame_breaks_the_link(data: bytes, complaint: str) -> None:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Link, Link]]:
+def ends() -> Iterator[tuple[AgentLink, AgentLink]]:
     here_read, there_write = os.pipe()
     there_read, here_write = os.pipe()
-    here, there = Link(here_read, here_write, 0.0), Link(there_read, there_write, 0.0)
+    here, there = AgentLink(here_read, here_write, 0.0), AgentLink(there_read, there_write, 0.0)
     yield here, there
     here.close()
     there.close()
 
 
-def test_a_link_keeps_what_the_other_end_does_not_take_yet(ends: tuple[Link, Link]) -> None:
+def test_a_link_keeps_what_the_other_end_does_not_take_yet(
+    ends: tuple[AgentLink, AgentLink],
+) -> None:
     here, there = ends
     here.send("lines", 0, False, [b"x" * 1_000_000])
     assert here.waiting
@@ -76,7 +87,9 @@ def test_a_link_keeps_what_the_other_end_does_not_take_yet(ends: tuple[Link, Lin
     assert found == [["lines", 0, False, [b"x" * 1_000_000]]]
 
 
-def test_signs_of_life_are_sent_and_their_absence_is_a_loss(ends: tuple[Link, Link]) -> None:
+def test_signs_of_life_are_sent_and_their_absence_is_a_loss(
+    ends: tuple[AgentLink, AgentLink],
+) -> None:
     here, there = ends
     assert here.tick(1.0) == ALIVE_S - 1.0
     here.tick(ALIVE_S)
@@ -86,7 +99,7 @@ def test_signs_of_life_are_sent_and_their_absence_is_a_loss(ends: tuple[Link, Li
         here.tick(SILENT_S)
 
 
-def test_an_end_that_closes_is_lost(ends: tuple[Link, Link]) -> None:
+def test_an_end_that_closes_is_lost(ends: tuple[AgentLink, AgentLink]) -> None:
     here, there = ends
     there.close()
     here.send("alive")
@@ -94,7 +107,7 @@ def test_an_end_that_closes_is_lost(ends: tuple[Link, Link]) -> None:
         here.receive(1.0)
 
 
-def test_a_greeting_is_read_before_the_frames(ends: tuple[Link, Link]) -> None:
+def test_a_greeting_is_read_before_the_frames(ends: tuple[AgentLink, AgentLink]) -> None:
     here, there = ends
     there.send_raw(b"hello\n")
     there.send("pid", 1, 2)
@@ -107,6 +120,6 @@ def test_a_greeting_is_read_before_the_frames(ends: tuple[Link, Link]) -> None:
 
 @pytest.mark.parametrize("message", [["pid", 1], ["pid", 1, "2"], ["pid"], ["pid", 1, 2, 3]])
 def test_a_message_with_other_items_is_refused(message: list[object]) -> None:
-    with pytest.raises(LinkLost, match="a message 'pid' cannot be understood"):
+    with pytest.raises(LinkLost, match="cannot understand a message 'pid'"):
         fields(message, int, int)
     assert fields(["pid", 1, 2], int, int) == (1, 2)

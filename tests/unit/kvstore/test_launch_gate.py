@@ -14,14 +14,18 @@ from typing import Any
 
 import pytest
 
-from kvstore.launch import enlist, gate
-from kvstore.launch.excuse import excuse
-from kvstore.launch.frames import GREET, FrameWriter
-from kvstore.launch.gate import Gate
-from kvstore.launch.handshake import HELLO, NONCE_BYTES, Handshake
-from kvstore.launch.link import Link
+from kvstore.launch.agents import gate, join
+from kvstore.launch.agents.gate import AgentListener
+from kvstore.launch.agents.join_answer import join_answer
+from kvstore.launch.agents.ticket import (
+    PROGRAM_NAME,
+    TICKET_NAME,
+    AgentTicket,
+    job_directory,
+    write_ticket,
+)
+from kvstore.launch.agents.wire import GREET, HELLO, NONCE_BYTES, AgentLink, FrameWriter, Handshake
 from kvstore.launch.options import LaunchError
-from kvstore.launch.ticket import PROGRAM_NAME, TICKET_NAME, Ticket, job_directory, write_ticket
 
 KEY = "a-key-of-one-job"
 HANDSHAKE = Handshake(KEY, b"l" * NONCE_BYTES, b"a" * NONCE_BYTES)
@@ -33,11 +37,11 @@ class Door:
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = self.listener.getsockname()
-        self.admitted: list[tuple[Link, Mapping[str, Any]]] = []
-        self.gate = Gate(self.listener, KEY, self._admit)
+        self.admitted: list[tuple[AgentLink, Mapping[str, Any]]] = []
+        self.gate = AgentListener(self.listener, KEY, self._admit)
         self.selector = selectors.PollSelector()
 
-    def _admit(self, link: Link, greeting: Mapping[str, Any]) -> list[Any]:
+    def _admit(self, link: AgentLink, greeting: Mapping[str, Any]) -> list[Any]:
         self.admitted.append((link, greeting))
         return []
 
@@ -100,7 +104,7 @@ def test_who_knows_the_key_and_greets_is_let_in(door: Door) -> None:
         assert received(visitor, 32) == handshake.launcher_proof()
         seals = (handshake.seal_to_agent(), handshake.seal_to_launcher())
         fd = visitor.detach()
-        link = Link(fd, fd, 0.0, seals=seals)
+        link = AgentLink(fd, fd, 0.0, seals=seals)
         link.send(GREET, {"rank": 3})
         door.turn()
         [(other, greeting)] = door.admitted
@@ -159,7 +163,9 @@ def test_who_greets_with_something_else_is_closed(door: Door) -> None:
         handshake = agreed(door, visitor)
         received(visitor, 32)
         fd = visitor.detach()
-        link = Link(fd, fd, 0.0, seals=(handshake.seal_to_agent(), handshake.seal_to_launcher()))
+        link = AgentLink(
+            fd, fd, 0.0, seals=(handshake.seal_to_agent(), handshake.seal_to_launcher())
+        )
         link.send("pid", 1, 2)
         door.turn()
         with socket.socket(fileno=fd) as again:
@@ -187,7 +193,7 @@ def test_strangers_keep_nobody_out(door: Door, monkeypatch: pytest.MonkeyPatch) 
             assert is_closed(stranger)
         seals = (handshake.seal_to_agent(), handshake.seal_to_launcher())
         fd = agent.detach()
-        link = Link(fd, fd, 0.0, seals=seals)
+        link = AgentLink(fd, fd, 0.0, seals=seals)
         link.send(GREET, {"rank": 0})
         while not door.admitted:
             door.turn()
@@ -276,12 +282,12 @@ def test_proofs_and_seals_are_of_one_connection_and_one_side() -> None:
 def test_a_ticket_is_for_its_user_only(tmp_path: Path) -> None:
     directory = job_directory({"KVSTORE_JOB_DIR": str(tmp_path / "jobs")})
     assert directory.parent == tmp_path / "jobs" and not directory.exists()
-    sent = Ticket(["10.0.0.1"], 4711, KEY, ["RANK"], 1, ["end", "$JOB"])
+    sent = AgentTicket(["10.0.0.1"], 4711, KEY, ["RANK"], 1, ["end", "$JOB"])
     write_ticket(directory, sent, "/work", {"hosts": "one\n"})
     assert directory.stat().st_mode & 0o777 == 0o700
     names = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
     assert names == {TICKET_NAME: 0o600, PROGRAM_NAME: 0o600, "hosts": 0o600}
-    assert Ticket.from_text((directory / TICKET_NAME).read_text()) == sent
+    assert AgentTicket.from_text((directory / TICKET_NAME).read_text()) == sent
 
 
 def test_two_jobs_have_two_directories() -> None:
@@ -296,10 +302,10 @@ def test_a_directory_in_which_others_may_rename_is_refused(tmp_path: Path, mode:
     parent.chmod(mode)
     for directory in (parent / "job", parent / "mine" / "job"):
         with pytest.raises(LaunchError, match=f"others may rename what is in {parent}:"):
-            write_ticket(directory, Ticket([], 1, KEY), "/", {})
+            write_ticket(directory, AgentTicket([], 1, KEY), "/", {})
         assert not directory.exists()
     parent.chmod(mode | 0o1000)  # as /tmp is
-    write_ticket(parent / "job2", Ticket([], 1, KEY), "/", {})
+    write_ticket(parent / "job2", AgentTicket([], 1, KEY), "/", {})
 
 
 def test_without_a_home_it_asks_for_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,13 +317,13 @@ def test_without_a_home_it_asks_for_a_directory(monkeypatch: pytest.MonkeyPatch)
 def test_a_directory_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LaunchError, match="set KVSTORE_JOB_DIR to a directory that all hosts"):
-        write_ticket(tmp_path / "file" / "job", Ticket([], 1, KEY), "/", {})
+        write_ticket(tmp_path / "file" / "job", AgentTicket([], 1, KEY), "/", {})
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"port": 1}'])
 def test_what_is_no_ticket_is_an_error(text: str) -> None:
     with pytest.raises(ValueError):
-        Ticket.from_text(text)
+        AgentTicket.from_text(text)
 
 
 # -- an agent that comes -------------------------------------------------------------------
@@ -331,15 +337,15 @@ def test_an_agent_has_its_rank_from_the_first_variable_that_is_set(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert enlist.own_rank(Ticket([], 1, KEY, ["A", "B"], first_rank=1)) == rank
+    assert join.own_rank(AgentTicket([], 1, KEY, ["A", "B"], first_rank=1)) == rank
 
 
 def test_an_agent_without_a_rank_says_what_it_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(enlist.NotEnlisted, match="none of A, B is set"):
-        enlist.own_rank(Ticket([], 1, KEY, ["A", "B"]))
+    with pytest.raises(join.NotEnlisted, match="none of A, B is set"):
+        join.own_rank(AgentTicket([], 1, KEY, ["A", "B"]))
     monkeypatch.setenv("A", "undefined")  # as Grid Engine says outside of an array
-    with pytest.raises(enlist.NotEnlisted, match="A is no number: 'undefined'"):
-        enlist.own_rank(Ticket([], 1, KEY, ["A", "B"]))
+    with pytest.raises(join.NotEnlisted, match="A must be a number, got 'undefined'"):
+        join.own_rank(AgentTicket([], 1, KEY, ["A", "B"]))
 
 
 def test_an_agent_tells_whom_it_tried_and_why_it_failed() -> None:
@@ -353,15 +359,15 @@ def test_an_agent_tells_whom_it_tried_and_why_it_failed() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(enlist.NotEnlisted) as found:
-            enlist.enlist(Ticket(["127.0.0.1", "127.0.0.2"], port, KEY), 0)
+        with pytest.raises(join.NotEnlisted) as found:
+            join.enlist(AgentTicket(["127.0.0.1", "127.0.0.2"], port, KEY), 0)
         thread.join(5.0)
-    assert "127.0.0.1: who answers is no launcher" in str(found.value)
+    assert "127.0.0.1: the program that answers is not a launcher" in str(found.value)
     assert "127.0.0.2: Connection refused" in str(found.value)
 
 
 def test_an_agent_that_was_sent_away_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enlist, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(join, "_PAUSE_S", 0.001)
     with socket.create_server(("127.0.0.1", 0)) as busy:
 
         def answer() -> None:
@@ -372,8 +378,8 @@ def test_an_agent_that_was_sent_away_comes_again(monkeypatch: pytest.MonkeyPatch
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(enlist.NotEnlisted, match="who answers is no launcher"):
-            enlist.enlist(Ticket(["127.0.0.1"], busy.getsockname()[1], KEY), 0)
+        with pytest.raises(join.NotEnlisted, match="the program that answers is not a launcher"):
+            join.enlist(AgentTicket(["127.0.0.1"], busy.getsockname()[1], KEY), 0)
         thread.join(5.0)
 
 
@@ -390,7 +396,7 @@ def test_an_agent_forgets_what_started_it() -> None:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "DMLC_INTERFACE": "eth0",
     }
-    enlist.forget_outside(environ)
+    join.forget_outside(environ)
     assert set(environ) == {"PATH", "OMPI_ALLOW_RUN_AS_ROOT", "DMLC_INTERFACE"}
 
 
@@ -405,8 +411,8 @@ def test_an_agent_does_not_trust_who_does_not_know_the_key() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(enlist.NotEnlisted, match="another job's launcher"):
-            enlist.enlist(Ticket(["127.0.0.1"], stranger.getsockname()[1], KEY), 0)
+        with pytest.raises(join.NotEnlisted, match="launcher of another job"):
+            join.enlist(AgentTicket(["127.0.0.1"], stranger.getsockname()[1], KEY), 0)
         thread.join(5.0)
 
 
@@ -415,7 +421,7 @@ def test_who_cannot_become_an_agent_tells_why_at_the_gate(door: Door) -> None:
     host, port = door.address
     ticket = {"addresses": ["127.0.0.254", host], "port": port, "key": KEY}
     told: list[bool] = []
-    thread = threading.Thread(target=lambda: told.append(excuse(ticket, "no msgpack: \u00e4")))
+    thread = threading.Thread(target=lambda: told.append(join_answer(ticket, "no msgpack: \u00e4")))
     thread.start()
     while not door.admitted and thread.is_alive():
         door.turn(0.2)
@@ -426,11 +432,11 @@ def test_who_cannot_become_an_agent_tells_why_at_the_gate(door: Door) -> None:
     assert told == [True]
 
 
-def test_an_excuse_is_not_told_to_another_jobs_launcher(door: Door) -> None:
+def test_a_join_answer_is_not_told_to_another_jobs_launcher(door: Door) -> None:
     host, port = door.address
     told: list[bool] = []
     ticket = {"addresses": [host], "port": port, "key": "a-key-of-another-job"}
-    thread = threading.Thread(target=lambda: told.append(excuse(ticket, "none of yours")))
+    thread = threading.Thread(target=lambda: told.append(join_answer(ticket, "none of yours")))
     thread.start()
     while thread.is_alive():
         door.turn(0.1)

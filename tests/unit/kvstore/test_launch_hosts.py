@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch.hosts import Host, parse_hosts, read_hosts, spread
+from kvstore.launch.backends.hosts import Host, parse_hosts, read_hosts, spread
 from kvstore.launch.options import LaunchError
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch import guardian
-from kvstore.launch.key import new_key_file, write_key
+from kvstore.launch.job import guardian
+from kvstore.launch.job.registry import new_key_file, write_key
 from kvstore.launch.options import LaunchError
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.launch.kube_manifest import (
+from kvstore.launch.backends.kubernetes.manifest import (
     KubeJob,
     adopted,
     escaped,
@@ -160,7 +160,8 @@ def test_values_of_variables_are_escaped_too() -> None:
 def test_servers_run_this_package_with_one_thread_for_each_operation() -> None:
     found = made("--python", "/opt/python", "--server-import", "optimizers")
     assert container_of("server", found)["args"] == ["/opt/python", "-m", "kvstore.server"]
-    assert container_of("scheduler", found)["args"] == ["/opt/python", "-m", "kvstore.server"]
+    service = ["/opt/python", "-m", "kvstore.launch.service", "--joined-fd", "1"]
+    assert container_of("scheduler", found)["args"] == service
     assert variables_of("server", found)["KVSTORE_SERVER_IMPORT"] == "optimizers"
     assert variables_of("server", found)["OMP_NUM_THREADS"] == "1"
     assert "KVSTORE_SERVER_IMPORT" not in variables_of("worker", found)

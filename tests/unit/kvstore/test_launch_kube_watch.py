@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from kvstore.launch.kube_logs import TimedLines
-from kvstore.launch.kube_manifest import KubeJob
-from kvstore.launch.kube_state import (
-    Ending,
+from kvstore.launch.backends.kubernetes.logs import TimedLines
+from kvstore.launch.backends.kubernetes.manifest import KubeJob
+from kvstore.launch.backends.kubernetes.state import (
     Obstacle,
+    PodExit,
     Sight,
     read_sight,
     read_warnings,
     status_of_exit_code,
 )
-from kvstore.launch.kube_watch import Patience, Watch
+from kvstore.launch.backends.kubernetes.watch import JobWatch, Patience
 from kvstore.launch.plan import ProcessSpec
 
 JOB = KubeJob("0123456789abcdef", "train-01234567", "key")
@@ -84,8 +84,8 @@ def sight(*items: dict[str, Any], job: str = "") -> Sight:
     return read_sight({"items": [*items, *jobs(job)]}, JOB.job_id, SPECS)
 
 
-def watch() -> Watch:
-    return Watch(SPECS, JOB, PATIENCE, 0.0)
+def watch() -> JobWatch:
+    return JobWatch(SPECS, JOB, PATIENCE, 0.0)
 
 
 # -- reading ----------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_an_answer_with_gaps_is_no_error(item: dict[str, Any]) -> None:
 
 def test_a_process_has_ended_when_its_own_container_has() -> None:
     (found,) = sight(ended(WORKER_0, 7)).pods
-    assert found.ending == Ending(7, "", "2026-01-01T00:01:00Z")
+    assert found.ending == PodExit(7, "", "2026-01-01T00:01:00Z")
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, 0), (7, 7), (128, 128), (137, -9), (255, 255)])
@@ -123,20 +123,20 @@ def test_a_death_by_a_signal_is_reported_as_128_and_its_number(code: int, status
 
 def test_memory_that_ran_out_is_named() -> None:
     (found,) = sight(ended(WORKER_0, 137, reason="OOMKilled")).pods
-    assert found.ending == Ending(-9, "OOMKilled", "2026-01-01T00:01:00Z")
+    assert found.ending == PodExit(-9, "OOMKilled", "2026-01-01T00:01:00Z")
 
 
 def test_a_pod_that_was_evicted_has_failed_without_an_exit_code() -> None:
     item = pod(WORKER_0, phase="Failed", reason="Evicted", message="low on\n memory")
     (found,) = sight(item).pods
-    assert found.ending == Ending(1, "Evicted: low on memory")
+    assert found.ending == PodExit(1, "Evicted: low on memory")
 
 
 def test_a_container_that_could_not_copy_the_key_is_named() -> None:
     terminated = {"exitCode": 127, "message": "no sh"}
     inits = [{"name": "key", "state": {"terminated": terminated}}]
     (found,) = sight(pod(WORKER_0, phase="Failed", initContainerStatuses=inits)).pods
-    assert found.ending == Ending(1, "its init container 'key' ended with 127: no sh")
+    assert found.ending == PodExit(1, "its init container 'key' ended with 127: no sh")
 
 
 def test_the_last_warning_about_an_object_counts() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from kvstore.launch.lifecycle import Lifecycle, Phase, Say, SchedulerLost, SendSignal, Timing
+from kvstore.launch.job.lifecycle import Lifecycle, Phase, Say, SchedulerLost, SendSignal, Timing
 from kvstore.launch.plan import ProcessSpec
 
 SCHEDULER, SERVER, WORKER_0, WORKER_1 = range(4)

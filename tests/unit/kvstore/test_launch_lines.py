@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.launch.lines import LONGEST_LINE_BYTES, LineSplitter
+from kvstore.launch.job.child import LONGEST_LINE_BYTES, LineSplitter
 
 
 def test_a_line_that_arrives_in_pieces_comes_out_whole() -> None:

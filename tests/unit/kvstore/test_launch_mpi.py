@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch.hosts import Host, parse_hosts
-from kvstore.launch.mpi import (
+from kvstore.launch.backends.hosts import Host, parse_hosts
+from kvstore.launch.backends.mpi import (
     MPICH,
     OPEN_MPI,
-    Kind,
+    MpiFamily,
     explain,
     hosts_file,
     kind_of,
@@ -34,13 +34,13 @@ HOSTS = parse_hosts("one\ntwo slots=2\n", "hosts")
         ("Intel(R) MPI Library for Linux* OS, Version 2021.9", MPICH),
     ],
 )
-def test_the_kind_is_what_the_version_says(version: str, kind: Kind) -> None:
+def test_the_kind_is_what_the_version_says(version: str, kind: MpiFamily) -> None:
     assert kind_of(version) is kind
 
 
 @pytest.mark.parametrize("version", ["", "mpirun 1.0 by somebody\n"])
 def test_another_mpirun_is_an_error(version: str) -> None:
-    with pytest.raises(LaunchError, match="neither of Open MPI nor of MPICH"):
+    with pytest.raises(LaunchError, match="from neither Open MPI nor MPICH"):
         kind_of(version)
 
 
@@ -68,7 +68,7 @@ def test_a_host_that_nobody_is_placed_on_is_left_out() -> None:
     ("kind", "text"),
     [(OPEN_MPI, "one slots=2\n[::1] slots=1\n"), (MPICH, "one:2\n[::1]:1\n")],
 )
-def test_each_kind_has_its_own_way_to_write_hosts(kind: Kind, text: str) -> None:
+def test_each_kind_has_its_own_way_to_write_hosts(kind: MpiFamily, text: str) -> None:
     assert hosts_file([("one", 2), ("::1", 1)], kind) == text
 
 
@@ -96,7 +96,7 @@ def test_what_mpirun_does_not_know_of_hosts_is_refused(line: str, tmp_path: Path
         (MPICH, ["mpirun", "-f", "/job/hosts"]),
     ],
 )
-def test_the_command_names_hosts_arguments_and_the_agent(kind: Kind, first: list[str]) -> None:
+def test_the_command_names_hosts_arguments_and_the_agent(kind: MpiFamily, first: list[str]) -> None:
     words = ["-n", "1", "--launcher", "mpi", "-H", "hosts", "--python", "/py"]
     options = parse_arguments([*words, "--launcher-args=-x 'A B'", "train"])
     assert mpirun_argv(options, kind, 2, Path("/job")) == [
@@ -108,7 +108,7 @@ def test_the_command_names_hosts_arguments_and_the_agent(kind: Kind, first: list
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("ssh: Could not resolve hostname one: Name or service not known", "one is a name that"),
+        ("ssh: Could not resolve hostname one: Name or service not known", "one does not resolve"),
         ("root@two: Permission denied (publickey,password).", "two asks for a password"),
         ("Host key verification failed.", "a host of the job is not known to this machine"),
         ("ssh: connect to host one port 22: Connection refused", "one refuses the connection"),

@@ -96,7 +96,7 @@ def test_variables_are_read_per_role_and_a_value_may_hold_colons_and_equal_signs
     ("argv", "sentence"),
     [
         (["-n", "2", "--launcher", "local", "-H", "hosts", "true"], "takes no --hostfile"),
-        (["-n", "2", "--launcher", "lsf", "true"], "invalid choice: 'lsf'"),
+        (["-n", "2", "--launcher", "lsf", "true"], "got 'lsf'"),
         (["-n", "2", "--queue", "short", "true"], "--queue is for --launcher slurm, sge, yarn"),
         (["-n", "2", "--launcher", "ray", "-H", "x", "true"], "--hostfile is for --launcher ssh"),
         (["-n", "2", "--launcher", "sge", "--worker-cores", "0", "true"], "must be at least 1"),
@@ -110,7 +110,12 @@ def test_variables_are_read_per_role_and_a_value_may_hold_colons_and_equal_signs
         (["-n", "2"], "no command given"),
         (["-n", "2", "--"], "no command given"),
         (["-n", "2", "--num-work", "3", "true"], "--num-work"),
-        (["-n", "2", "--env-server", "A=1", "true"], "needs NAME:VALUE, not 'A=1'"),
+        (["-n", "2", "--env-server", "A", "true"], "needs NAME=VALUE, not 'A'"),
+        (["-n", "2", "--timeout", "0", "true"], "number of seconds greater than 0, not '0'"),
+        (["-n", "2", "--timeout", "soon", "true"], "number of seconds greater than 0, not 'soon'"),
+        (["-np", "2", "true"], "there is no option '-np'; did you mean '-n'?"),
+        (["-n", "2", "--launcher", "slrum", "true"], "got 'slrum'; did you mean 'slurm'?"),
+        (["-n", "2", "--numservers=1", "true"], "'--numservers'; did you mean '--num-servers'?"),
         (["-n", "2", "--env-worker", "1A:x", "true"], "'1A' is not the name"),
         (["-n", "2", "--env-worker", "DMLC_ROLE:server", "true"], "cannot set DMLC_ROLE"),
     ],
@@ -145,3 +150,24 @@ def test_the_version_needs_nothing_else(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_descriptor_for_the_key_is_not_handed_on_by_name() -> None:
     with pytest.raises(LaunchError, match="cannot set PS_JOB_KEY_FD"):
         parse_arguments(["--env", "PS_JOB_KEY_FD=3", "-n", "1", "true"])
+
+
+def test_a_limit_of_waits_is_a_setting_of_all_processes() -> None:
+    options = parse_arguments(["-n", "1", "--timeout", "90", "true"])
+    assert options.environment == (("PS_STALL_TIMEOUT", "90"),)
+
+
+@pytest.mark.parametrize("text", ["a\0b", "a\ud800"])
+@pytest.mark.parametrize(
+    "before",
+    [["--env"], ["--env-worker"], ["--log-dir"], ["-H"], ["python"], ["python", "-c"]],
+    ids=" ".join,
+)
+def test_text_that_no_process_can_be_given_is_refused_by_its_value(
+    before: list[str], text: str
+) -> None:
+    word = f"NAME={text}" if before[0].startswith("--env") else text
+    with pytest.raises(LaunchError, match="cannot be given to a process: expected text") as caught:
+        parse_arguments(["-n", "1", *before, word, "true"])
+    assert repr(word) in str(caught.value)
+    assert caught.value.exit_code == 2

@@ -114,6 +114,13 @@ def test_variables_for_a_role_reach_only_that_role() -> None:
     assert "FOR" not in specs["scheduler"].environment
 
 
+def test_what_the_job_says_of_itself_counts_before_what_the_user_says() -> None:
+    given = (("DMLC_NUM_WORKER", "9"), ("DMLC_TASK_ID", "9"), ("PS_JOB_ID", "another"))
+    options = dataclasses.replace(OPTIONS, environment=given, worker_environment=given)
+    said = plan(options)["worker 1"].environment
+    assert [said[name] for name, _ in given] == ["2", "1", "ab12"]
+
+
 def test_a_checkout_comes_first_for_services_and_last_for_workers() -> None:
     facts = dataclasses.replace(FACTS, checkout_root="/repo")
     specs = plan(OPTIONS, {"PYTHONPATH": "/mine"}, facts)
@@ -192,3 +199,10 @@ def test_modules_for_servers_reach_servers_and_the_scheduler_only() -> None:
         assert specs[name].environment["KVSTORE_SERVER_IMPORT"] == "my.optimizers,other"
     assert "KVSTORE_SERVER_IMPORT" not in specs["worker 0"].environment
     assert "KVSTORE_SERVER_IMPORT" not in plan()["server 0"].environment
+
+
+def test_a_worker_that_crashes_in_compiled_code_says_where_it_was() -> None:
+    assert plan()["worker 0"].environment["PYTHONFAULTHANDLER"] == "1"
+    assert "PYTHONFAULTHANDLER" not in plan()["server 0"].environment
+    chosen = plan(environ={"PYTHONFAULTHANDLER": ""})["worker 0"].environment
+    assert "PYTHONFAULTHANDLER" not in chosen

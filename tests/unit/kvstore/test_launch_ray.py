@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.launch.backends.ray import _JobDirectory, make_plan, why_no_job
+from kvstore.launch.backends.ray_demand import (
+    FATAL,
+    LOG_NAME,
+    STATE_NAME,
+    RayPlan,
+    shortage,
+    why_waiting,
+)
+from kvstore.launch.backends.ray_driver import _started_here
 from kvstore.launch.options import LaunchError, parse_arguments
-from kvstore.launch.ray_cluster import _JobDirectory, make_plan, why_no_job
-from kvstore.launch.ray_demand import FATAL, LOG_NAME, STATE_NAME, RayPlan, shortage, why_waiting
-from kvstore.launch.ray_driver import _started_here
 
 GIB = 1 << 30
 RUNNING = "10.0.0.1:6379"
@@ -52,7 +59,7 @@ def test_ray_decides_about_restarts_unless_told() -> None:
         (["--launcher-args=--max-retries x"], "invalid int value: 'x'"),
         (["--launcher-args=--runtime-env-json '{'"], "--runtime-env-json is not JSON"),
         (["--launcher-args=--runtime-env-json 3"], "has to be an object"),
-        (["--queue", "long"], "ray has no use for it"),
+        (["--queue", "long"], "ray does not use it"),
     ],
 )
 def test_options_that_make_no_sense_are_a_sentence(words: Sequence[str], sentence: str) -> None:

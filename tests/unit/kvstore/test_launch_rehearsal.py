@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import socket
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.launch.cli import main
+from kvstore.launch.job.checks import CheckResult, table
 from kvstore.launch.options import LAUNCHERS
-from kvstore.launch.rehearsal import Row, table
+from kvstore.launch.plan import script_of
 
 
 def test_a_dry_run_prints_every_process_and_starts_none(
@@ -103,7 +105,7 @@ def test_no_host_is_asked_when_it_is_known_here_that_the_job_cannot_run(
 ) -> None:
     (tmp_path / "hosts").write_text("one\n")
     monkeypatch.setenv(name, "no-such")
-    monkeypatch.setattr("kvstore.launch.ssh.SshPlace", None)
+    monkeypatch.setattr("kvstore.launch.backends.ssh.SshPlace", None)
     assert main(["-n", "1", "-H", str(tmp_path / "hosts"), *own, "true"]) == code
     said = capsys.readouterr()
     assert said.err.startswith(f"[launcher] {sentence}") and said.err.count("\n") == 1
@@ -128,5 +130,70 @@ def test_what_the_launcher_sets_itself_need_not_be_set_to_be_passed_on() -> None
 
 
 def test_a_table_has_its_findings_in_one_column() -> None:
-    text = table([Row("a", "x", True), Row("long", "y", False)])
+    text = table([CheckResult("a", "x", True), CheckResult("long", "y", False)])
     assert text == "ok  a     x\nNO  long  y\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        ("python train.py --epochs 2", "train.py"),
+        ("/usr/bin/python3.12 -u -W error -X dev examples/train.py -x", "examples/train.py"),
+        ("python -m package.train file.py", ""),
+        ("python -c print(1) file.py", ""),
+        ("python -", ""),
+        ("python", ""),
+        ("./train.sh train.py", ""),
+        ("pythonic train.py", ""),
+    ],
+)
+def test_the_script_of_a_command_is_the_file_that_python_runs(command: str, script: str) -> None:
+    assert script_of(command.split()) == script
+
+
+def test_a_check_names_a_script_that_is_missing_and_ends_with_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    command = ["-n", "1", "--check", sys.executable, "-u", str(script)]
+    assert main(command) == 1
+    assert f"NO  worker's script      there is no file {script}\n" in capsys.readouterr().out
+    script.touch()
+    assert main(command) == 0
+    assert f"ok  worker's script      {script}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("launcher", "missing", "shown"),
+    [
+        (
+            "mpi",
+            "there is no program 'mpirun' here: install Open MPI",
+            "mpirun --bind-to none",
+        ),
+        ("slurm", "there is no program 'srun' here: start the job where", "srun "),
+        ("sge", "there is no program 'qsub' here: start the job on", "qsub -sync y -t 1-3 "),
+        ("yarn", "there is no program 'yarn' here: start this on", "sh JOBDIR/"),
+        ("ray", "Ray is not installed in ", "ray_driver.py"),
+    ],
+)
+def test_a_dry_run_needs_no_program_of_the_cluster_and_a_check_does(
+    launcher: str,
+    missing: str,
+    shown: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("kvstore.launch.cli.missing_packages", lambda: None)
+    command = ["-n", "2", "-s", "1", "--launcher", launcher]
+    assert main([*command, "--dry-run", "true"]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith(f"[launcher] {missing}")
+    assert err.endswith(" (what follows is only shown)\n")
+    assert shown in out
+    assert main([*command, "--check", "true"]) in (1, 2)
+    out, err = capsys.readouterr()
+    assert (out, err.startswith(f"[launcher] {missing}")) == ("", True)

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from kvstore.launch.hosts import Host
-from kvstore.launch.options import LaunchError
-from kvstore.launch.remote_shell import (
+from kvstore.launch.backends.hosts import Host
+from kvstore.launch.backends.rsync import sync_refusal
+from kvstore.launch.backends.ssh_login import (
     check_launcher_args,
     login,
     no_program,
@@ -20,7 +20,7 @@ from kvstore.launch.remote_shell import (
     shell_line,
     ssh_argv,
 )
-from kvstore.launch.sync import sync_refusal
+from kvstore.launch.options import LaunchError
 
 PRINT_WORDS = "import json, sys; print(json.dumps(sys.argv[1:]))"
 CHANGED_KEY = """\
@@ -105,12 +105,12 @@ def test_the_users_options_come_before_ours_but_passwords_stay_forbidden() -> No
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["node9"], "'node9' is none"),
-        (["-p", "22", "node9"], "'node9' is none"),
-        (["-p22", "node9"], "'node9' is none"),
-        (["--"], "'--' is none"),
-        (["-"], "'-' is none"),
-        ([""], "'' is none"),
+        (["node9"], "'node9' is not one"),
+        (["-p", "22", "node9"], "'node9' is not one"),
+        (["-p22", "node9"], "'node9' is not one"),
+        (["--"], "'--' is not one"),
+        (["-"], "'-' is not one"),
+        ([""], "'' is not one"),
         (["-f"], "ssh's -f"),
         (["-vN"], "ssh's -N"),
         (["-t"], "ssh's -t"),
@@ -167,7 +167,7 @@ def test_plain_words_stay_as_they_are() -> None:
         (OPEN_KEY, "chmod 600"),
         (
             "ssh: Could not resolve hostname node1: Name or service not known",
-            "leads nowhere: correct it in the hosts file",
+            "does not resolve: correct the name in the hosts file",
         ),
         ("Host key verification failed.", "run 'ssh -p 2222 ann@node1' once"),
         (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch import sge_words
-from kvstore.launch.lifecycle import Timing
+from kvstore.launch.backends import sge
+from kvstore.launch.backends.sge import ArrayJob, run, slots_of_a_task
+from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.options import LaunchError, parse_arguments
-from kvstore.launch.sge import ArrayJob, run, slots_of_a_task
 
 QSTAT = """\
 job-ID  prior   name       user         state submit/start at     queue            slots ja-task-ID
@@ -58,7 +58,7 @@ def job_of(*words: str, environ: dict[str, str] | None = None) -> ArrayJob:
     ],
 )
 def test_qsub_says_the_number_of_the_job(line: str, number: str | None) -> None:
-    assert sge_words.job_number(line) == number
+    assert sge.job_number(line) == number
 
 
 @pytest.mark.parametrize(
@@ -78,55 +78,55 @@ def test_a_task_has_the_slots_that_were_asked_for(words: list[str], slots: int) 
 
 
 def test_a_line_tells_that_a_task_is_over_and_how() -> None:
-    over = sge_words.task_over("Job 24.2 exited with exit code 2.")
-    assert over == sge_words.TaskOver("24", 2, "exited with exit code 2")
-    over = sge_words.task_over("Job 24.1 exited because of signal SIGKILL")
-    assert over == sge_words.TaskOver("24", 1, "exited because of signal SIGKILL")
-    assert sge_words.task_over('Your job 4 ("s.sh") has been submitted') is None
+    over = sge.task_over("Job 24.2 exited with exit code 2.")
+    assert over == sge.TaskOver("24", 2, "exited with exit code 2")
+    over = sge.task_over("Job 24.1 exited because of signal SIGKILL")
+    assert over == sge.TaskOver("24", 1, "exited because of signal SIGKILL")
+    assert sge.task_over('Your job 4 ("s.sh") has been submitted') is None
 
 
 def test_a_deleted_job_is_told_from_one_that_was_not_taken() -> None:
-    assert "job 25 was deleted" in str(sge_words.deletion("Unable to run job 25.1"))
-    assert sge_words.deletion("Unable to run job: denied") is None
+    assert "job 25 was deleted" in str(sge.deletion("Unable to run job 25.1"))
+    assert sge.deletion("Unable to run job: denied") is None
 
 
 def test_the_reason_of_a_refusal_is_one_line() -> None:
     said = ["warning: this", 'Unable to run job: unknown resource "gpu"', "Exiting."]
-    assert sge_words.refusal_of_job(said) == 'unknown resource "gpu"'
-    assert sge_words.refusal_of_job(["usage: qsub"]) is None
+    assert sge.refusal_of_job(said) == 'unknown resource "gpu"'
+    assert sge.refusal_of_job(["usage: qsub"]) is None
 
 
 @pytest.mark.parametrize(
     ("text", "count"), [("3", 1), ("1,2", 2), ("33-40:1", 8), ("1-7:2,9", 5), ("", 0), ("x", 0)]
 )
 def test_tasks_are_counted_as_grid_engine_lists_them(text: str, count: int) -> None:
-    assert sge_words.task_count(text) == count
+    assert sge.task_count(text) == count
 
 
 def test_only_the_states_of_the_own_job_count() -> None:
-    assert sge_words.states(QSTAT, "10") == {"r": 2, "qw": 8}
-    assert sge_words.states("", "10") == {}
+    assert sge.states(QSTAT, "10") == {"r": 2, "qw": 8}
+    assert sge.states("", "10") == {}
 
 
 def test_why_a_job_is_in_error_is_told_without_dates_and_process_ids() -> None:
     expected = "can't chdir to /data: Not there"
-    assert sge_words.error_reason(DESCRIBED) == expected
-    assert sge_words.error_reason("job_name: j4") is None
+    assert sge.error_reason(DESCRIBED) == expected
+    assert sge.error_reason("job_name: j4") is None
 
 
 def test_obstacles_are_told_in_short() -> None:
-    assert sge_words.obstacles(VERIFIED) == (
+    assert sge.obstacles(VERIFIED) == (
         'cannot run in queue "a.q@one" because it has no free slot; '
         'cannot run in queue "a.q@two" because it has no free slot; and so on, 3 in all'
     )
     in_environment = 'Job 29 cannot run in PE "smp" because it only offers 0 slots\n'
-    assert sge_words.obstacles(in_environment) == in_environment.removeprefix("Job 29 ").strip()
-    assert sge_words.obstacles("verification: found suitable queue(s)") == ""
+    assert sge.obstacles(in_environment) == in_environment.removeprefix("Job 29 ").strip()
+    assert sge.obstacles("verification: found suitable queue(s)") == ""
 
 
 def test_slots_are_those_of_all_queues() -> None:
-    assert sge_words.slot_total(QUEUES) == 42
-    assert sge_words.slot_total("") is None
+    assert sge.slot_total(QUEUES) == 42
+    assert sge.slot_total("") is None
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_slots_are_those_of_all_queues() -> None:
     ],
 )
 def test_names_of_jobs(name: str, is_good: bool) -> None:
-    assert sge_words.is_job_name(name) is is_good
+    assert sge.is_job_name(name) is is_good
 
 
 def test_a_name_that_grid_engine_does_not_take_is_refused_before_anything_starts(
@@ -146,7 +146,7 @@ def test_a_name_that_grid_engine_does_not_take_is_refused_before_anything_starts
     (tmp_path / "qsub").write_text("#!/bin/sh\n")
     (tmp_path / "qsub").chmod(0o755)
     words = ["--launcher", "sge", "-n", "1", "--jobname", "a b", "true"]
-    with pytest.raises(LaunchError, match="--jobname 'a b' is no name for Grid Engine"):
+    with pytest.raises(LaunchError, match="--jobname 'a b' is not a name for Grid Engine"):
         run(parse_arguments(words), {"PATH": str(tmp_path)}, [], Timing())
 
 

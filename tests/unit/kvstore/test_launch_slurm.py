@@ -6,19 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch.gpus import share_gpus, visible_gpus
-from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
-from kvstore.launch.slurm import AgentsEnd, explain, job_argv, needs, own_job, step, step_argv
-from kvstore.launch.slurm_allocation import (
+from kvstore.launch.backends.slurm import (
+    AgentsEnd,
     Allocation,
     allocation,
     check_meaning,
+    explain,
+    job_argv,
+    needs,
+    own_job,
     refuse_copies,
     refuse_others_job,
+    step,
+    step_argv,
     step_environment,
     without_redirection,
 )
-from kvstore.launch.slurm_queue import Queued, describe, parse
+from kvstore.launch.backends.slurm_queue import Queued, describe, parse
+from kvstore.launch.environment import share_gpus, visible_gpus
+from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
 
 DIRECTORY = Path("/shared/4f")
 AGENT = ["/py", "/shared/4f/agent.py"]
@@ -282,7 +288,7 @@ def test_each_worker_gets_gpus_of_its_host_and_a_server_none() -> None:
 
 def test_too_few_gpus_are_an_error_that_names_the_host() -> None:
     members = [("worker", 0), ("worker", 1)]
-    with pytest.raises(LaunchError, match="has on a: 3; each of its workers there needs 2"):
+    with pytest.raises(LaunchError, match="3 GPUs on a, and each of its workers there needs 2"):
         share_gpus(members, 2 * [{"host": "a", "gpu_names": ["0", "1", "2"]}], 2)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch import statusline
-from kvstore.launch.statusline import JobStatus, StatusDisplay, terminal_columns
+from kvstore.launch.job import status_line
+from kvstore.launch.job.status_line import JobStatus, StatusDisplay, terminal_columns
 
 ERASE = b"\r\x1b[K"
 
@@ -92,7 +92,7 @@ def test_the_feed_begins_when_it_is_of_use_and_its_lines_are_shown(
     monkeypatch: pytest.MonkeyPatch, no_terminal: int
 ) -> None:
     monkeypatch.setattr(
-        statusline, "_COMMAND", "import os, sys; print('asked every', sys.argv[1], os.environ)"
+        status_line, "_COMMAND", "import os, sys; print('asked every', sys.argv[1], os.environ)"
     )
     status = JobStatus({"NAME": "of the job"}, no_terminal, None)
     assert (status.tick(1e9), status.due_s) == (None, None)
@@ -108,7 +108,7 @@ def test_the_feed_begins_when_it_is_of_use_and_its_lines_are_shown(
 
 
 def test_a_feed_that_goes_on_is_ended(monkeypatch: pytest.MonkeyPatch, no_terminal: int) -> None:
-    monkeypatch.setattr(statusline, "_COMMAND", "import time; time.sleep(600)")
+    monkeypatch.setattr(status_line, "_COMMAND", "import time; time.sleep(600)")
     status = JobStatus({}, no_terminal, None)
     status.begin(0.0)
     assert status.tick(60.0) is not None

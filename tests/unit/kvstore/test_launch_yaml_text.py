@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.launch.yaml_text import to_yaml
+from kvstore.launch.backends.kubernetes.manifest import to_yaml
 
 
 def body(value: Any) -> str:

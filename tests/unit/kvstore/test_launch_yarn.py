@@ -10,20 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch.options import LaunchError, Places, parse_arguments
-from kvstore.launch.ticket import Ticket
-from kvstore.launch.yarn import (
+from kvstore.launch.agents.ticket import AgentTicket
+from kvstore.launch.backends.yarn import (
+    ClientWords,
     application_name,
     client_argv,
+    container_script,
     container_size,
     own_jar,
     refuse_own_options,
+    short,
     submit_script,
 )
-from kvstore.launch.yarn_client import ClientWords, short
-from kvstore.launch.yarn_script import container_script
+from kvstore.launch.options import LaunchError, Places, parse_arguments
 
-TICKET = Ticket(["10.0.0.7"], 4711, "the-key", ["YARN_SHELL_ID"], 1, [])
+TICKET = AgentTicket(["10.0.0.7"], 4711, "the-key", ["YARN_SHELL_ID"], 1, [])
 INFO = "2026-11-22 08:00:00,123 INFO distributedshell.Client: "
 
 
@@ -193,7 +194,7 @@ def test_a_server_that_does_not_answer_is_named_until_it_does() -> None:
         "26/11/22 08:00:00 INFO ipc.Client: Retrying connect to server: rm/10.0.0.1:8032. Already "
         "tried 3 time(s); retry policy is RetryUpToMaximumCountWithFixedSleep(maxRetries=10)"
     )
-    assert words.state() == "yarn gets no connection to rm/10.0.0.1:8032"
+    assert words.state() == "yarn cannot connect to rm/10.0.0.1:8032"
     words.is_news(report("RUNNING", ""))
     assert words.state().startswith("application_17_1 is RUNNING; 'yarn logs -applicationId")
 
@@ -241,11 +242,11 @@ def test_a_container_makes_its_agent_in_its_own_directory(
     done = run_container(tmp_path, python_there, YARN_SHELL_ID="2", CONTAINER_ID="container_1_07")
     files = tmp_path / "kvstore-agent"
     assert done.stdout == f"2 {tmp_path} {files}/agent.py\n", done.stderr
-    assert Ticket.from_text((files / "ticket.json").read_text()) == TICKET
-    assert {path.name for path in files.iterdir()} == {"agent.py", "excuse.py", "ticket.json"}
+    assert AgentTicket.from_text((files / "ticket.json").read_text()) == TICKET
+    assert {path.name for path in files.iterdir()} == {"agent.py", "join_answer.py", "ticket.json"}
     assert files.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in files.iterdir()} == {0o600}
-    for name in ("agent.py", "excuse.py"):
+    for name in ("agent.py", "join_answer.py"):
         compile((files / name).read_text(), name, "exec")
 
 
@@ -271,7 +272,7 @@ def test_a_host_without_this_python_lets_another_one_say_so(
     path = f"{other.parent}:/usr/bin:/bin"
     done = run_container(tmp_path, "/no/python", PATH=path, YARN_SHELL_ID="1")
     assert done.stdout == (
-        f"1 {tmp_path} {tmp_path}/kvstore-agent/excuse.py there is no Python at /no/python; "
+        f"1 {tmp_path} {tmp_path}/kvstore-agent/join_answer.py there is no Python at /no/python; "
         "--python names another\n"
     )
 
@@ -279,9 +280,9 @@ def test_a_host_without_this_python_lets_another_one_say_so(
 def test_what_goes_to_hosts_without_this_package_needs_nothing_newer_than_python_3_6() -> None:
     import ast
 
-    from kvstore.launch import excuse
+    from kvstore.launch.agents import join_answer
 
-    text = Path(excuse.__file__).read_text()
+    text = Path(join_answer.__file__).read_text()
     tree = ast.parse(text, feature_version=(3, 6))
     imported = {
         alias.name.partition(".")[0]
@@ -295,6 +296,6 @@ def test_what_goes_to_hosts_without_this_package_needs_nothing_newer_than_python
 
 def test_a_ticket_is_one_line_in_the_script() -> None:
     """So that nothing in it can end the here-document."""
-    wild = Ticket(["a\nKVSTORE-END\n"], 1, "k\nKVSTORE-END", [], 1)
+    wild = AgentTicket(["a\nKVSTORE-END\n"], 1, "k\nKVSTORE-END", [], 1)
     assert "\n" not in wild.to_text()
     assert json.loads(wild.to_text())["key"] == "k\nKVSTORE-END"

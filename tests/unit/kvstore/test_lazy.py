@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from nd_helpers import Call
 
-from kvstore import cpu, lazy, nd
-from kvstore.arrays import adapter_for
-from kvstore.nd import NDArray
-from kvstore.ndarray import begin
+from kvstore import cpu
+from kvstore.arrays import adapter_for, pending
+from kvstore.mxnet import nd
+from kvstore.mxnet.nd import NDArray
+from kvstore.mxnet.nd.ndarray import begin
 from pslite.errors import DeadlineError, NodeLostError, PSError, RemoteError
 from pslite.future import Future, completed, failed
 
@@ -22,9 +23,9 @@ from pslite.future import Future, completed, failed
 @pytest.fixture(autouse=True)
 def nothing_is_left_under_way() -> Iterator[None]:
     yield
-    assert not lazy._unfinished
+    assert not pending._unfinished
     gc.collect()
-    assert not list(lazy._failed)
+    assert not list(pending._failed)
 
 
 READS: dict[str, Callable[[NDArray], Any]] = {
@@ -206,7 +207,7 @@ def test_an_interrupt_that_comes_with_the_answer_is_not_lost() -> None:
 
 
 def test_with_nothing_pending_no_lock_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lazy, "_lock", None)
+    monkeypatch.setattr(pending, "_lock", None)
     a = nd.ones(2)
     a += 1
     assert a.asnumpy().tolist() == [2, 2]

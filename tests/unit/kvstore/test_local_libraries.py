@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore import KVStore, create, optimizer
-from kvstore.dtypes import bfloat16
+from kvstore.arrays.dtypes import bfloat16
 from kvstore.errors import ArgumentTypeError, ValueMismatchError
 
 LENGTH = 1001
@@ -162,9 +162,11 @@ def test_scalars_and_empty_arrays_keep_their_shape(
 def test_a_pull_casts_to_the_dtype_of_the_tensor(store: KVStore) -> None:
     torch = pytest.importorskip("torch")
     store.init("w", np.array([1.0, 2.5, -3.0], np.float64))
-    outs = [torch.zeros(3, dtype=kind) for kind in (torch.float16, torch.bfloat16, torch.int32)]
+    outs = [torch.zeros(3, dtype=kind) for kind in (torch.float16, torch.bfloat16, torch.float32)]
     store.pull("w", out=outs)
-    assert [out.tolist() for out in outs] == [[1, 2.5, -3], [1, 2.5, -3], [1, 2, -3]]
+    assert [out.tolist() for out in outs] == [[1, 2.5, -3]] * 3
+    with pytest.raises(ValueMismatchError, match="is float64, the array to fill is int32"):
+        store.pull("w", out=torch.zeros(3, dtype=torch.int32))
 
 
 def test_a_pulled_parameter_still_trains(store: KVStore) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore import KVStore, RowSparseArray, create, local_rows, optimizer
+from kvstore import KVStore, RowSparseArray, create, optimizer
 from kvstore.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -22,6 +22,7 @@ from kvstore.errors import (
 from kvstore.optimizer.states import create_state
 from kvstore.sparse import table
 from kvstore.sparse.sums import Contribution, Sum
+from kvstore.stores.local import sparse as local_rows
 
 Array = np.ndarray[Any, Any]
 SHAPE = (6, 2)
@@ -282,7 +283,7 @@ def test_a_lazy_update_is_the_dense_one_on_the_touched_rows(
     store: KVStore, name: str, key: str
 ) -> None:
     start = np.arange(12, dtype="f4").reshape(SHAPE)
-    store.set_optimizer(OPTIMIZERS[name])
+    store.set_optimizer(OPTIMIZERS[name].replace(lazy_update=True))
     store.init(["w", "d"], [RowSparseArray.from_dense(start), start])
     reference = create("local")
     reference.set_optimizer(OPTIMIZERS[name])

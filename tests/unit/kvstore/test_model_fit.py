@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from clouds import Cluster, LinearSoftmax, equal, linear, three_clouds
 
-from kvstore.base import KVStore
-from kvstore.context import cpu
+from kvstore.arrays.context import cpu
 from kvstore.errors import ArgumentTypeError
-from kvstore.io import NDArrayIter
 from kvstore.kvstore import create
-from kvstore.model import FeedForward, Progress
+from kvstore.mxnet.io import NDArrayIter
+from kvstore.mxnet.model import FeedForward, Progress
 from kvstore.optimizer import create as create_optimizer
+from kvstore.stores.base import KVStore
 from pslite.errors import ClosedError, UsageError
 
 

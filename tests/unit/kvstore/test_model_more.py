@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 from clouds import Cluster, LinearSoftmax, equal, linear, three_clouds
 
-from kvstore import initializer, metric
-from kvstore.base import KVStore, KVStoreBase
-from kvstore.callback import Speedometer, do_checkpoint
-from kvstore.context import cpu
-from kvstore.errors import ArgumentTypeError, ArgumentValueError
-from kvstore.io import NDArrayIter
+from kvstore.arrays import initializer
+from kvstore.arrays.context import cpu
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
 from kvstore.kvstore import create
-from kvstore.model import FeedForward, Progress, _create_kvstore
-from kvstore.training import deal_out
+from kvstore.mxnet import metric, nd
+from kvstore.mxnet.callback import Speedometer, do_checkpoint
+from kvstore.mxnet.fit.network import deal_out
+from kvstore.mxnet.io import DataBatch, NDArrayIter
+from kvstore.mxnet.model import FeedForward, Progress, _create_kvstore
+from kvstore.stores.base import KVStore, KVStoreBase
 from pslite.errors import UsageError
 
 # -- metrics and callbacks ----------------------------------------------------------------
@@ -81,7 +82,7 @@ def test_evaluation_has_its_own_metric_and_callbacks() -> None:
     assert [epoch for epoch, _ in ends] == [0, 1]
     assert list(epochs[1].validation) == ends[1][1]
     assert epochs[1].eval_accuracy == dict(epochs[1].validation)["accuracy"]
-    assert model.score(test_x, test_y, ["acc", "ce"]) == [value for _, value in ends[1][1]]
+    assert model.score(test_x, ["acc", "ce"], y=test_y) == [value for _, value in ends[1][1]]
     assert epochs[1].eval_metric is mine
     assert dict(mine.get_name_value())["accuracy"] == epochs[1].accuracy
 
@@ -161,6 +162,96 @@ def test_an_iterator_brings_its_arrays_batch_size_and_order() -> None:
     assert np.array_equal(with_iterator.predict(iterator), with_arrays.predict(x))
 
 
+class Pieces:
+    """An iterator of a user's own, with batches in MXNet's form, of ``mx.nd`` arrays."""
+
+    def __init__(self, x: Any, y: Any, size: int) -> None:
+        self._arrays = x, y, size
+        self.reset()
+
+    def reset(self) -> None:
+        self._inner = NDArrayIter(*self._arrays)
+
+    def __iter__(self) -> Any:
+        for batch in self._inner:
+            yield DataBatch([nd.array(batch.data[0])], [nd.array(batch.label[0])], batch.pad)
+
+
+def test_score_takes_its_arguments_in_mxnets_order() -> None:
+    x, y = three_clouds(samples=40)
+    model = linear(numpy_batch_size=16)
+    model.fit(x, y)
+    iterator = NDArrayIter(x, y, batch_size=16)
+    expected = -np.log(model.predict(x)[np.arange(40), y])
+    assert model.score(iterator, "ce") == pytest.approx(expected.mean())
+    assert model.score(x, "ce", y=y) == pytest.approx(expected.mean())
+    assert model.score(Pieces(x, y, 16), "ce") == pytest.approx(expected.mean(), rel=1e-5)
+    seen: list[Any] = []
+    first = model.score(iterator, "ce", 1, lambda at: seen.append((at.nbatch, at.num_batches)))
+    assert first == pytest.approx(expected[:16].mean())
+    assert seen == [(1, 1)]
+    # The iterator stands behind its first batch.
+    assert model.score(iterator, "ce", 1, None, False) == pytest.approx(expected[16:32].mean())
+    assert model.score(x, y) == model.score(x, y=y) == model.score(iterator)
+
+
+def test_predict_takes_its_arguments_in_mxnets_order() -> None:
+    x, y = three_clouds(samples=40)
+    model = linear()
+    model.fit(x, y)
+    iterator = NDArrayIter(x, y, batch_size=16, shuffle=True)
+    predictions, data, labels = model.predict(iterator, 2, True)
+    assert data.shape == (32, 4)
+    assert np.array_equal(predictions, model.predict(data))
+    pairs = {tuple(sample): label for sample, label in zip(x, y, strict=True)}
+    assert [pairs[tuple(sample)] for sample in data] == labels.tolist()
+    rest = model.predict(iterator, reset=False)
+    assert rest.shape == (8, 3)  # without the samples that fill the last batch
+    assert model.predict(x, return_data=True)[2] is None
+    assert np.array_equal(model.predict(Pieces(x, y, 16)), model.predict(x.astype(np.float32)))
+    with pytest.raises(UsageError, match="gives no batch; leave reset=True"):
+        model.predict(iterator, reset=False)
+    with pytest.raises(UsageError, match="num_batch must be at least 1"):
+        model.predict(iterator, 0)
+
+
+def test_fit_and_create_take_their_arguments_in_mxnets_order() -> None:
+    x, y = three_clouds(samples=40)
+    seen: list[str] = []
+
+    def note(what: str) -> Any:
+        return lambda at: seen.append(what)
+
+    logger = logging.getLogger("mine")
+    model = linear(num_epoch=1)
+    ends = (note("epoch"), note("batch"), "local", logger, [1])
+    model.fit(x, y, Pieces(x, y, 20), "ce", *ends, None, note("eval"), note("eval batch"))
+    assert seen == ["batch"] * 3 + ["eval batch"] * 2 + ["eval", "epoch"]
+    seen.clear()
+    made = FeedForward.create(
+        *(LinearSoftmax(), x, y, None, 1, 2, "sgd", None, (x, y), "ce"),
+        *(*ends, note("eval"), note("eval batch")),
+        numpy_batch_size=20,
+    )
+    assert seen == ["batch"] * 2 + ["eval batch"] * 2 + ["eval", "epoch"]
+    assert made.epoch_size == 2
+    with pytest.raises(NotSupportedError, match="monitor must be None"):
+        model.fit(x, y, monitor="weights")
+
+
+def test_labels_that_do_not_fit_are_said_before_anything_is_computed() -> None:
+    x, y = three_clouds(samples=40)
+    model = linear(num_epoch=1)
+    model.fit(x, y)
+    seen: list[Any] = []
+    for labels in (y[:39], y + 0.5, None):
+        with pytest.raises(UsageError, match=r"label|have the shapes"):
+            model.score(x, y=labels, batch_end_callback=seen.append)
+    assert seen == []
+    with pytest.raises(UsageError, match="the iterator brings its labels"):
+        model.score(NDArrayIter(x, y, 8), y=y)
+
+
 def test_an_epoch_can_be_shorter_or_longer_than_the_data() -> None:
     x, y = three_clouds(samples=40)
     for size in (2, 7):
@@ -199,7 +290,7 @@ def test_without_a_seed_samples_are_dealt_out_in_their_order() -> None:
     assert deal_out(5, 1, 2, None).tolist() == [1, 3, 0]
     assert deal_out(5, 1, 2, None, even=False).tolist() == [1, 3]
     assert deal_out(5, 0, 1, 3).tolist() != deal_out(5, 0, 1, 3, epoch=1).tolist()
-    with pytest.raises(UsageError, match="no rank 2 among 2"):
+    with pytest.raises(UsageError, match="rank 2 is out of range"):
         deal_out(5, 2, 2, even=False)
     with pytest.raises(UsageError, match="must not be negative"):
         deal_out(5, 0, 2, -1)

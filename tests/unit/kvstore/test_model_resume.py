@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from clouds import Cluster, LinearSoftmax, equal, linear, three_clouds
 
-from kvstore.base import KVStore
-from kvstore.callback import do_checkpoint
-from kvstore.context import cpu
+from kvstore.arrays.context import cpu
+from kvstore.checkpoint.safetensors import TensorSpec, TensorWriter
 from kvstore.errors import ArgumentTypeError, CheckpointError
 from kvstore.kvstore import create
-from kvstore.lr_scheduler import FactorScheduler
-from kvstore.model import FeedForward, load_checkpoint, save_checkpoint
-from kvstore.tensorfile import TensorSpec, TensorWriter
+from kvstore.mxnet.callback import do_checkpoint
+from kvstore.mxnet.lr_scheduler import FactorScheduler
+from kvstore.mxnet.model import FeedForward, load_checkpoint, save_checkpoint
+from kvstore.stores.base import KVStore
 from pslite.errors import UsageError
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -209,6 +209,19 @@ def test_states_that_were_promised_and_are_gone_are_an_error(tmp_path: Path) -> 
         loaded(tmp_path / "m", 2, "momentum").fit(x, y)
 
 
+@pytest.mark.parametrize("kind", ["params", "states"])
+def test_parameters_and_states_of_different_saves_are_an_error(tmp_path: Path, kind: str) -> None:
+    x, y = three_clouds()
+    for name, seed in ("m", 3), ("n", 4):
+        checkpoint = do_checkpoint(tmp_path / name)
+        model("momentum", num_epoch=2, seed=seed).fit(x, y, epoch_end_callback=checkpoint)
+    assert loaded(tmp_path / "n", 2, "momentum").begin_epoch == 2
+    shutil.copy(tmp_path / f"m-0002.{kind}", tmp_path / f"n-0002.{kind}")
+    with pytest.raises(CheckpointError, match=r"n-0002\.states was not saved with .*n-0002"):
+        loaded(tmp_path / "n", 2, "momentum")
+    load_checkpoint(tmp_path / "n", 2)  # the parameters alone
+
+
 def test_states_of_another_optimizer_are_an_error(tmp_path: Path) -> None:
     x, y = three_clouds()
     model("adam").fit(x, y, epoch_end_callback=do_checkpoint(tmp_path / "m"))
@@ -238,7 +251,7 @@ def test_files_that_hold_no_model_are_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "m", 3)
     with TensorWriter(path, {"w": spec}, {"kvstore.model": "1"}):
         pass
-    with pytest.raises(CheckpointError, match="'w' is no parameter of a model"):
+    with pytest.raises(CheckpointError, match="'w' is not a parameter of a model"):
         load_checkpoint(tmp_path / "m", 3)
 
 

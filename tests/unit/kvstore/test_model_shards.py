@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.model import shard, split_input_slice
-from kvstore.training import (
+from kvstore.mxnet.fit.network import (
     describe_data,
     initial_params,
     is_synchronous,
     plan_epochs,
     rescale_grad,
 )
+from kvstore.mxnet.model import shard, split_input_slice
 from pslite.errors import UsageError
 
 

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from nd_helpers import check, counted
 
-from kvstore import Context, cpu, nd
+import kvstore as mx
+from kvstore import Context, cpu
 from kvstore.arrays import adapter_for
-from kvstore.errors import ArgumentTypeError, ArgumentValueError, MissingDependencyError
-from kvstore.nd import NDArray
+from kvstore.errors import ArgumentTypeError, MissingDependencyError, ValueMismatchError
+from kvstore.mxnet import nd
+from kvstore.mxnet.nd import NDArray
 
 # -- making arrays ------------------------------------------------------------------------
 
@@ -81,9 +83,9 @@ def test_a_single_element_has_one_dimension_as_in_the_original() -> None:
     ("call", "text"),
     [
         (lambda: nd.zeros((2,), "float32"), "ctx must be a Context"),
-        (lambda: nd.zeros((2,), None, "no such"), "is no dtype"),
+        (lambda: nd.zeros((2,), None, "no such"), "is not a dtype"),
         (lambda: nd.zeros((2,), None, "O"), "cannot be stored"),
-        (lambda: nd.zeros("23"), "a shape is"),
+        (lambda: nd.zeros("23"), "a shape must be"),
         (lambda: nd.array("text"), "must be an array"),
         (lambda: nd.array([object()]), "cannot be stored"),
         (lambda: NDArray([1.0]), "must be an array"),
@@ -142,11 +144,32 @@ def test_arrays_are_added_and_joined() -> None:
 # -- random -------------------------------------------------------------------------------
 
 
-def test_a_seed_that_is_none_is_refused() -> None:
-    with pytest.raises(ArgumentTypeError, match="seed_state must be an int of at least 0, got 'a'"):
-        nd.random.seed("a")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentValueError, match="seed_state must be an int of at least 0, got -1"):
-        nd.random.seed(-1)
+def test_every_int_is_a_seed_and_nothing_else() -> None:
+    drawn = []
+    for number in (-5, -5, 2**64, 5, np.int32(5)):
+        mx.random.seed(number)  # type: ignore[arg-type]
+        drawn.append(mx.rnd.uniform(shape=4).asnumpy().tolist())
+    assert drawn[0] == drawn[1]
+    assert drawn[3] == drawn[4]
+    assert len({tuple(each) for each in drawn}) == 3
+    for wrong in ("a", 1.0, None):
+        with pytest.raises(ArgumentTypeError, match="seed_state must be an int, got"):
+            mx.random.seed(wrong)  # type: ignore[arg-type]
+
+
+def test_numbers_are_drawn_into_an_array_that_is_there() -> None:
+    for draw in (nd.random.normal, nd.random.uniform, nd.random_normal, nd.random_uniform):
+        made = nd.zeros((2, 3), dtype="float64")
+        nd.random.seed(3)
+        assert draw(0, 1, out=made) is made
+        nd.random.seed(3)
+        expected = draw(0, 1, (2, 3), dtype="float64")
+        np.testing.assert_array_equal(made.asnumpy(), expected.asnumpy())
+        for wrong in ({"shape": (3, 2)}, {"dtype": "float32"}):
+            with pytest.raises(ValueMismatchError, match=r"out has shape \(2, 3\) of float64"):
+                draw(0, 1, out=made, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="an NDArray is needed here, got list"):
+        nd.random.normal(out=[0.0])  # type: ignore[arg-type]
 
 
 def test_random_arrays_repeat_with_their_seed() -> None:

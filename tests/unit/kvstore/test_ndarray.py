@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from nd_helpers import check, counted
 
-from kvstore import cpu, nd
+from kvstore import cpu
 from kvstore.errors import ArgumentTypeError, ValueMismatchError
-from kvstore.nd import NDArray
+from kvstore.mxnet import nd
+from kvstore.mxnet.nd import NDArray
 
 # -- what it is ---------------------------------------------------------------------------
 

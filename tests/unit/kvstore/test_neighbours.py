@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvstore.aggregate import Flat
-from kvstore.arena import Arena, Part, StoreState
-from kvstore.neighbours import Run, Stretch, add_run
-from kvstore.protocol import PartEntry
+from kvstore.arrays.cpu.sums import Flat
+from kvstore.protocol.requests import PartEntry
+from kvstore.server.apply import PartRun, Stretch, add_run
+from kvstore.server.memory import Arena, Part, StoreState
 from pslite.plane import Piece
 
 FLOAT = np.dtype(np.float32)
@@ -42,7 +42,7 @@ def two_frames() -> list[memoryview]:
 
 def test_jobs_of_neighbours_whose_contributions_are_neighbours_are_one_run(arena: Arena) -> None:
     frames = two_frames()
-    runs: list[Run] = []
+    runs: list[PartRun] = []
     for index, part in enumerate(arena.parts):
         add_run(runs, index, alone(part), from_each_rank(frames, index), None)
     (run,) = runs
@@ -55,7 +55,7 @@ def test_jobs_of_neighbours_whose_contributions_are_neighbours_are_one_run(arena
 
 def test_a_contribution_that_lies_elsewhere_ends_a_run(arena: Arena) -> None:
     frames, others = two_frames(), two_frames()
-    runs: list[Run] = []
+    runs: list[PartRun] = []
     for index, (part, own) in enumerate(zip(arena.parts, (frames, frames, others), strict=True)):
         add_run(runs, index, alone(part), from_each_rank(own, index), None)
     assert [(run.start, run.stop) for run in runs] == [(0, 4), (4, 6)]
@@ -63,7 +63,7 @@ def test_a_contribution_that_lies_elsewhere_ends_a_run(arena: Arena) -> None:
 
 def test_a_part_that_is_left_out_ends_a_run(arena: Arena) -> None:
     frames = two_frames()
-    runs: list[Run] = []
+    runs: list[PartRun] = []
     for index in (0, 2):
         add_run(runs, index, alone(arena.parts[index]), from_each_rank(frames, index), None)
     assert [(run.start, run.stop) for run in runs] == [(0, 2), (4, 6)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 import pickle
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvstore
 from kvstore import optimizer
 from kvstore.errors import (
     ArgumentTypeError,
@@ -270,7 +272,6 @@ def test_an_optimizer_is_copied_and_pickled_like_any_value() -> None:
     [
         ({"begin_num_update": 3}, "each key counts its own updates"),
         ({"param_idx2name": {0: "w"}}, "lr_mult and wd_mult name the keys"),
-        ({"multi_precision": False}, "always have a float32 master"),
         ({"use_fused_step": False}, "one way to compute an update"),
         ({"aggregate_num": 4}, "give many keys in one call"),
         ({"lr": 0.1}, r"did you mean learning_rate for lr\?"),
@@ -360,3 +361,129 @@ class TestTakeOver:
             SGD(momentum=0.9), self.weight, (np.ones(4, np.float32),), 7
         )
         assert ([array.tolist() for array in state], count) == ([[0.0] * 4] * 2, 0)
+
+
+# -- by position ----------------------------------------------------------------------------
+
+POSITIONS: dict[str, list[object]] = {
+    "SGD": [0.9, False],
+    "NAG": [0.9],
+    "Signum": [0.1, 0.8, 0.2],
+    "FTML": [0.5, 0.9, 1e-3],
+    "LARS": [0.9, True, 0.1, 0.5, False],
+    "LBSGD": [0.9, True, "sqrt", 2, 3, 4, 5, 6],
+    "LAMB": [0.1, 0.8, 0.9, 1e-3, 0.5, 2.0, False],
+    "DCASGD": [0.9, 0.1],
+    "SGLD": [],
+    "Adam": [0.1, 0.8, 0.9, 1e-3, False],
+    "AdaGrad": [1e-3],
+    "RMSProp": [0.1, 0.8, 0.7, 1e-3, True, 2.0],
+    "AdaDelta": [0.95, 1e-3],
+    "Ftrl": [0.05, 0.2, 0.5],
+    "Adamax": [0.1, 0.8, 0.9],
+    "Nadam": [0.1, 0.8, 0.9, 1e-3, 0.1],
+    "Test": [],
+}
+"""What MXNet 1.9.1's classes take by position, in its order; names in ``POSITION_NAMES``."""
+
+POSITION_NAMES = {
+    "SGD": "momentum lazy_update",
+    "NAG": "momentum",
+    "Signum": "learning_rate momentum wd_lh",
+    "FTML": "beta1 beta2 epsilon",
+    "LARS": "momentum lazy_update eta eps momentum_correction",
+    "LBSGD": "momentum multi_precision warmup_strategy warmup_epochs batch_scale "
+    "updates_per_epoch begin_epoch num_epochs",
+    "LAMB": "learning_rate beta1 beta2 epsilon lower_bound upper_bound bias_correction",
+    "DCASGD": "momentum lamda",
+    "SGLD": "",
+    "Adam": "learning_rate beta1 beta2 epsilon lazy_update",
+    "AdaGrad": "eps",
+    "RMSProp": "learning_rate gamma1 gamma2 epsilon centered clip_weights",
+    "AdaDelta": "rho epsilon",
+    "Ftrl": "lamda1 learning_rate beta",
+    "Adamax": "learning_rate beta1 beta2",
+    "Nadam": "learning_rate beta1 beta2 epsilon schedule_decay",
+    "Test": "",
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_values_by_position_have_the_order_of_mxnet(name: str) -> None:
+    cls, values, names = getattr(optimizer, name), POSITIONS[name], POSITION_NAMES[name].split()
+    made = cls(*values)
+    assert made == cls(**dict(zip(names, values, strict=True)))
+    assert [getattr(made, each) for each in names] == values
+    kinds = inspect.signature(cls).parameters.values()
+    assert [each.name for each in kinds if each.kind is each.POSITIONAL_OR_KEYWORD] == names
+    assert {each.kind for each in kinds if each.name not in names} == {
+        inspect.Parameter.KEYWORD_ONLY
+    }
+    with pytest.raises(OptimizerParameterError, match=f"{name} takes {len(values)} values by pos"):
+        cls(*values, 1.0)
+
+
+def test_a_value_by_position_and_by_name_is_refused() -> None:
+    with pytest.raises(OptimizerParameterError, match="SGD got momentum by position and by name"):
+        SGD(0.9, momentum=0.9)
+
+
+def test_two_numbers_for_sgd_are_no_rate_and_momentum() -> None:
+    with pytest.raises(OptimizerParameterError, match="lazy_update of SGD must be bool or None"):
+        SGD(0.1, 0.9)
+
+
+# -- multi_precision and lazy_update --------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_without_multi_precision_wide_weights_are_updated_as_ever(dtype: str) -> None:
+    chosen = optimizer.create("sgd", learning_rate=0.5, multi_precision=False)
+    assert chosen.params()["multi_precision"] is False
+    assert optimizer.from_plain(optimizer.to_plain(chosen)) == chosen
+    weight = np.ones(2, dtype)
+    optimizer.get_updater(chosen)("w", np.ones(2, dtype), weight)
+    assert weight.tolist() == [0.5, 0.5]
+
+
+def test_without_multi_precision_a_weight_of_16_bits_is_refused() -> None:
+    chosen = optimizer.create("sgd", multi_precision=False)
+    store = kvstore.create("local")
+    store.init("w", np.ones(2, np.float16))
+    store.set_optimizer(chosen)
+    with pytest.raises(NotSupportedError, match="always updated in a float32 master here"):
+        store.push("w", np.ones(2, np.float16))
+    assert store.pull("w").tolist() == [1, 1]
+
+
+def test_lazy_update_is_what_mxnet_does_unless_it_is_given() -> None:
+    lazy = {
+        name: [optimizer.create(name).is_lazy(stype) for stype in ("default", "row_sparse")]
+        for name in ("sgd", "adam", "adagrad", "ftrl", "rmsprop", "nag", "lars")
+    }
+    assert lazy.pop("ftrl") == [False, True]
+    assert lazy.pop("sgd") == lazy.pop("adam") == lazy.pop("adagrad") == [True, True]
+    assert set(map(tuple, lazy.values())) == {(False, False)}
+    assert optimizer.SGD().lazy_update is True
+    assert "lazy_update" not in SGD().params()
+    for given in (True, False):
+        chosen = optimizer.create("rmsprop", lazy_update=given)
+        assert chosen.is_lazy("default") is chosen.is_lazy("row_sparse") is given
+        assert chosen.params()["lazy_update"] is given
+    assert not optimizer.create("lamb", lazy_update=True).is_lazy("default")
+
+
+def test_ccsgd_is_sgd() -> None:
+    assert optimizer.create("ccSGD", momentum=0.9) == optimizer.ccSGD(0.9) == SGD(0.9)
+
+
+def test_a_class_with_a_scope_that_there_is_not_is_refused_at_its_definition() -> None:
+    with pytest.raises(ArgumentTypeError, match="Mine is 'element', 'row' or 'key', got 'rows'"):
+
+        class Mine(optimizer.Optimizer):
+            scope = "rows"
+
+
+def test_a_misspelt_class_says_what_may_be_meant() -> None:
+    with pytest.raises(AttributeError, match="did you mean 'RMSProp'"):
+        _ = optimizer.RMSprop  # type: ignore[attr-defined]

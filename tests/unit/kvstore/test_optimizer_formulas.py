@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from kvstore import optimizer as opt
-from kvstore.aggregate import Workspace, apply_round
+from kvstore.arrays.cpu.sums import Workspace, apply_round
 from kvstore.errors import OptimizerParameterError
-from kvstore.lr_scheduler import FactorScheduler
+from kvstore.mxnet.lr_scheduler import FactorScheduler
 from kvstore.optimizer import Optimizer, arithmetic
 from kvstore.optimizer.arithmetic import NORM_ELEMENTS, norm
 from kvstore.optimizer.base import _registry
@@ -109,6 +109,13 @@ def adagrad(o: Any, w: Array, g: Array, s: State, t: int) -> Array:
     return w - o.learning_rate * (g / divisor + (o.wd * w if o.decoupled_decay else 0))
 
 
+def groupadagrad(o: Any, w: Array, g: Array, s: State, t: int) -> Array:
+    g = no_decay(o, g)
+    means = (g.reshape(-1, WIDTH) ** 2).sum(axis=1) / WIDTH
+    s["h"] = s.get("h", 0) + np.repeat(means, WIDTH)
+    return w - o.learning_rate * g / np.sqrt(s["h"] + o.eps)
+
+
 def rmsprop(o: Any, w: Array, g: Array, s: State, t: int) -> Array:
     g = decay_then_clip(o, w, g)
     s["n"] = o.gamma1 * s.get("n", 0) + (1 - o.gamma1) * g**2
@@ -171,6 +178,49 @@ def lamb(o: Any, w: Array, g: Array, s: State, t: int) -> Array:
     return w - o.learning_rate * (size / length if size and length else 1.0) * step
 
 
+def ftml(o: Any, w: Array, g: Array, s: State, t: int) -> Array:
+    g = decay_then_clip(o, w, g)
+    s["v"] = o.beta2 * s.get("v", 0) + (1 - o.beta2) * g**2
+    root = np.sqrt(s["v"] / (1 - o.beta2**t)) + o.epsilon
+    before, s["d"] = s.get("d", 0), (1 - o.beta1**t) / o.learning_rate * root
+    s["z"] = o.beta1 * s.get("z", 0) + (1 - o.beta1) * g - (s["d"] - o.beta1 * before) * w
+    return -s["z"] / s["d"]
+
+
+def dcasgd(o: Any, w: Array, g: Array, s: State, t: int) -> Array:
+    g = no_decay(o, g)
+    g = g + o.wd * w + o.lamda * g * g * (w - s.get("before", w))
+    s["m"] = o.momentum * s.get("m", 0) - o.learning_rate * g
+    s["before"] = w
+    return w + s["m"]
+
+
+NOISE = 0.25
+WIDTH = 4
+"""Numbers in a row, where an optimizer sees rows."""
+
+
+def sgld(o: Any, w: Array, g: Array, s: State, t: int) -> Array:
+    drift = o.learning_rate / 2 * (no_decay(o, g) + o.wd * w)
+    return w - drift + np.sqrt(o.learning_rate) * NOISE
+
+
+def lbsgd(o: Any, w: Array, g: Array, s: State, t: int) -> Array:
+    n = o.begin_epoch * o.updates_per_epoch + t
+    s["sum"] = s.get("sum", 0) + g
+    if n % o.batch_scale:
+        return w
+    g, s["sum"] = s["sum"] / o.batch_scale, 0
+    share = min(n / (o.warmup_epochs * o.updates_per_epoch), 1)
+    grown = {"linear": share, "power2": share**2, "sqrt": share**0.5}
+    factor = 1 + (o.batch_scale - 1) * grown.get(o.warmup_strategy, share == 1)
+    if o.warmup_strategy == "lars":
+        length = (w**2).sum()
+        factor = np.clip(np.sqrt(length / ((g**2).sum() + o.wd * length + 1e-18)), 0.01, 100)
+    s["m"] = o.momentum * s.get("m", 0) - o.learning_rate * factor * clip_then_decay(o, w, g)
+    return w + s["m"]
+
+
 def test(o: Any, w: Array, g: Array, s: State, t: int) -> Array:
     return w - o.learning_rate * (o.rescale_grad * g + o.wd * w)
 
@@ -180,8 +230,8 @@ test.__test__ = False  # type: ignore[attr-defined]
 FORMULAS: dict[str, Formula] = {
     each.__name__: each
     for each in (
-        *(sgd, nag, adam, adamw, adamax, nadam, adagrad, rmsprop, adadelta),
-        *(ftrl, signum, signsgd, lars, lamb, test),
+        *(sgd, nag, adam, adamw, adamax, nadam, adagrad, groupadagrad, rmsprop, adadelta),
+        *(ftrl, signum, signsgd, lars, lamb, ftml, dcasgd, sgld, lbsgd, test),
     )
 }
 
@@ -201,6 +251,9 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "adagrad": [
         {"learning_rate": 0.1, "eps": 0.01, **COMMON},
         {"eps": 0.01, "epsilon_inside": False, "decoupled_decay": False, **COMMON},
+    ],
+    "groupadagrad": [
+        {"learning_rate": 0.1, "eps": 0.01, "rescale_grad": 0.5, "clip_gradient": 0.4},
     ],
     "rmsprop": [
         {"learning_rate": 0.1, "epsilon": 0.01, **COMMON},
@@ -227,6 +280,19 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"lower_bound": 20.0, "bias_correction": False},
         {"upper_bound": 2.0, "wd": 0.1},
     ],
+    "ftml": [{"beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, **COMMON}],
+    "dcasgd": [
+        {"learning_rate": 0.3, "momentum": 0.9, "lamda": 2.0, **COMMON},
+        {"learning_rate": 0.3, "lamda": 2.0, **COMMON},
+    ],
+    "sgld": [{"learning_rate": 0.1, **COMMON}],
+    "lbsgd": [
+        {"learning_rate": 0.1, "momentum": 0.9, "batch_scale": 3, "updates_per_epoch": 2, **COMMON},
+        {"batch_scale": 2, "warmup_strategy": "power2", "updates_per_epoch": 3, "begin_epoch": 1},
+        {"batch_scale": 4, "warmup_strategy": "sqrt"},
+        {"batch_scale": 2, "warmup_strategy": "lars", "momentum": 0.5, **COMMON},
+        {"batch_scale": 2, "warmup_strategy": "none", "warmup_epochs": 1, "updates_per_epoch": 9},
+    ],
     "test": [{"learning_rate": 0.1, "wd": 0.2, "rescale_grad": 0.5}],
 }
 CASES = [
@@ -239,6 +305,12 @@ ONE_OF_EACH = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _known_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that SGLD draws; ``test_optimizer_noise.py`` is about what it draws else."""
+    monkeypatch.setattr("kvstore.optimizer.sgd._draw", lambda generator, out: out.fill(NOISE))
+
+
 def problem(length: int = 200, steps: int = 20, dtype: Any = np.float64) -> tuple[Array, Any]:
     random = np.random.default_rng(11)
     weight = random.normal(size=length).astype(dtype)
@@ -246,7 +318,7 @@ def problem(length: int = 200, steps: int = 20, dtype: Any = np.float64) -> tupl
 
 
 def updated(chosen: Optimizer, weight: Array, gradients: list[Array], block: int = 64) -> Array:
-    weight = weight.copy()
+    weight, chosen = weight.copy(), chosen.for_rows(WIDTH)
     state = create_state(chosen, weight)
     workspace = Workspace()
     for count, gradient in enumerate(gradients, start=1):
@@ -316,8 +388,17 @@ class OnDevice:
         assert self.host.ndim == 0, "only sums of blocks are added without out="
         return OnDevice(self.host + other.host)
 
+    def reshape(self, *shape: int) -> OnDevice:
+        return OnDevice(self.host.reshape(*shape))
+
+    def mean(self, axis: int, keepdims: bool) -> OnDevice:
+        return OnDevice(self.host.mean(axis=axis, keepdims=keepdims))
+
     def __float__(self) -> float:
         return float(self.host)
+
+    def fill(self, value: float) -> None:
+        self.host.fill(value)
 
     def sum(self) -> OnDevice:
         return OnDevice(self.host.sum())
@@ -342,6 +423,7 @@ def test_only_calls_that_a_gpu_array_carries_out_are_used(
     monkeypatch.setattr(arithmetic, "DEVICE_NORM_ELEMENTS", 64)
     weight, gradients = problem(dtype=np.float32, steps=3)
     device = OnDevice(weight.copy())
+    chosen = chosen.for_rows(WIDTH)
     state = chosen.create_state(device)  # type: ignore[arg-type]
     assert all(isinstance(array, OnDevice) for array in state)
     for count, gradient in enumerate(gradients, start=1):
@@ -371,7 +453,7 @@ def test_state_names_name_the_arrays_of_the_state(chosen: Optimizer) -> None:
 @pytest.mark.parametrize("chosen", ONE_OF_EACH)
 def test_an_empty_part_is_updated_without_a_word(chosen: Optimizer) -> None:
     assert len(updated(chosen, np.zeros(0, np.float32), [np.zeros(0, np.float32)])) == 0
-    empty = np.zeros(0, np.float32)
+    empty, chosen = np.zeros(0, np.float32), chosen.for_rows(WIDTH)
     chosen.update(empty, empty.copy(), chosen.create_state(empty), 1, empty.copy())
 
 
@@ -442,7 +524,7 @@ def test_ftrl_makes_exact_zeros_and_a_rate_of_zero_freezes() -> None:
 
 
 def test_nadams_product_depends_on_the_count_only() -> None:
-    from kvstore.optimizer import nadam
+    from kvstore.optimizer import adam as nadam
 
     asked = [5000, 3, 1024, 1025, 2047, 3, 1, 70, 4096]
     for beta1, decay in [(0.9, 0.004), (0.999999, 1e9), (0.0, 0.0)]:
@@ -482,6 +564,8 @@ def test_a_centered_variance_that_rounding_made_negative_is_no_nan() -> None:
         ("adamax", {"epsilon": -1.0}),
         ("nadam", {"schedule_decay": -0.1}),
         ("adagrad", {"eps": -1e-7}),
+        ("groupadagrad", {"eps": -1e-5}),
+        ("groupadagrad", {"wd": 0.1}),
         ("rmsprop", {"gamma1": 1.5}),
         ("adadelta", {"rho": 1.0}),
         ("ftrl", {"lamda1": -0.1}),
@@ -501,6 +585,7 @@ MXNET_DEFAULTS: dict[str, dict[str, Any]] = {
     "adamax": {"learning_rate": 0.002, "beta1": 0.9, "beta2": 0.999},
     "nadam": {"learning_rate": 0.001, "epsilon": 1e-8, "schedule_decay": 0.004},
     "adagrad": {"learning_rate": 0.01, "eps": 1e-7},
+    "groupadagrad": {"learning_rate": 0.01, "eps": 1e-5},
     "rmsprop": {"learning_rate": 0.001, "gamma1": 0.9, "gamma2": 0.9, "epsilon": 1e-8},
     "adadelta": {"rho": 0.9, "epsilon": 1e-5},
     "ftrl": {"learning_rate": 0.1, "lamda1": 0.01, "beta": 1.0},

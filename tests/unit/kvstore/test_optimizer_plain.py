@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore import lr_scheduler as schedules
 from kvstore import optimizer as opt
 from kvstore.errors import OptimizerParameterError, UnknownOptimizerError
+from kvstore.mxnet import lr_scheduler as schedules
 from kvstore.optimizer import Optimizer
 from kvstore.optimizer.base import _registry
-from kvstore.optimizer.plain import MAX_DEPTH, from_plain, to_plain
 from kvstore.optimizer.schedule import ScaledScheduler
+from kvstore.optimizer.serialize import MAX_DEPTH, from_plain, to_plain
 from pslite.errors import ProtocolError
 from pslite.wire.codec import pack_value, unpack_value
 

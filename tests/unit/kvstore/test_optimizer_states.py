@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from kvstore import optimizer as opt
-from kvstore.dtypes import bfloat16
+from kvstore.arrays.dtypes import bfloat16
 from kvstore.errors import ValueMismatchError
+from kvstore.mxnet.gluon.parameter import Parameter
+from kvstore.mxnet.gluon.trainer import Trainer
 from kvstore.optimizer import states
 from kvstore.optimizer.base import Optimizer
-from kvstore.parameter import Parameter
-from kvstore.trainer import Trainer
 
 MOMENTUM = opt.SGD(momentum=0.5, learning_rate=1.0)
 

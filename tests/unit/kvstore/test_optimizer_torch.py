@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import lr_scheduler as schedules
 from kvstore import optimizer as opt
-from kvstore.aggregate import Workspace, apply_round
+from kvstore.arrays.cpu.sums import Workspace, apply_round
+from kvstore.mxnet import lr_scheduler as schedules
 from kvstore.optimizer import Optimizer
 
 torch = pytest.importorskip("torch")

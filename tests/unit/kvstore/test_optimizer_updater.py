@@ -9,9 +9,9 @@ import pytest
 
 import kvstore as mx
 from kvstore import optimizer as opt
-from kvstore.aggregate import BLOCK_ELEMENTS
-from kvstore.errors import ArgumentTypeError, ValueMismatchError
-from kvstore.lr_scheduler import FactorScheduler
+from kvstore.arrays.cpu.sums import BLOCK_ELEMENTS
+from kvstore.errors import ArgumentTypeError, NotSupportedError, ValueMismatchError
+from kvstore.mxnet.lr_scheduler import FactorScheduler
 
 Array = Any
 
@@ -160,3 +160,34 @@ def test_misuse_is_refused_before_anything_changes() -> None:
         opt.Updater("sgd")  # type: ignore[arg-type]
     assert updater.states() == {}
     assert weight.tolist() == [1.0] * 3
+
+
+def test_an_updater_tells_an_optimizer_that_sees_rows_how_long_they_are() -> None:
+    updater = opt.get_updater(opt.contrib.GroupAdaGrad(eps=0.0))
+    deep, flat = np.zeros((2, 2, 2)), np.zeros(3)
+    grad = np.array([[[1.0, -1], [3, 5]], [[0, 0], [0, 4]]])
+    updater(["deep", "flat"], [grad, np.array([2.0, -3, 4])], [deep, flat])
+    np.testing.assert_allclose(deep, -0.01 * grad / np.array([3.0, 2]).reshape(2, 1, 1))
+    np.testing.assert_allclose(flat, [-0.01, 0.01, -0.01])  # each number is a row
+    count, (history,) = updater.states()["deep"]
+    assert (count, history.tolist()) == (1, [9.0] * 4 + [4.0] * 4)
+
+
+def test_an_optimizer_that_sees_rows_refuses_numbers_without_them() -> None:
+    chosen = opt.create("groupadagrad")
+    for unfit in (chosen, chosen.for_rows(2)):
+        arrays = [np.zeros(3) for _ in range(4)]
+        with pytest.raises(NotSupportedError, match="whole rows, got 3 numbers"):
+            unfit.update(arrays[0], arrays[1], [arrays[2]], 1, arrays[3])
+    assert chosen.for_rows(3) is chosen.for_key("w", 3) is chosen.for_rows(3).for_rows(3)
+    assert chosen.for_rows(3) == chosen
+
+
+@pytest.mark.parametrize("is_gradient", [True, False])
+def test_row_sparse_arrays_are_refused(is_gradient: bool) -> None:
+    rows = mx.RowSparseArray([0], np.ones((1, 2), np.float32), (3, 2))
+    dense = np.ones((3, 2), np.float32)
+    updater = opt.Updater(opt.SGD(learning_rate=0.1))
+    with pytest.raises(NotSupportedError, match="'w' comes with a row-sparse array"):
+        updater("w", *((rows, dense) if is_gradient else (dense, rows)))
+    assert (dense == 1).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.overlap import are_apart
+from kvstore.stores.local.blocks import are_apart
 
 
 def new(*shape: int) -> np.ndarray:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.aggregate import Flat
-from kvstore.arena import Arena, StoreState
-from kvstore.parts import PartTable
-from kvstore.protocol import PartEntry
+from kvstore.arrays.cpu.sums import Flat
+from kvstore.protocol.requests import PartEntry
+from kvstore.server.memory import Arena, StoreState
+from kvstore.server.part_table import PartTable
 from pslite.errors import UsageError
 from pslite.plane import Job, Piece
 from pslite.protocol.rounds import Batch

@@ -7,33 +7,33 @@ import threading
 
 import pytest
 
-from kvstore.pipeline import BufferPool, Span, Step, cut, steps
+from kvstore.arrays.gpu.pipeline import BufferPool, RowSpan, Step, cut, steps
 
 
 def test_keys_that_have_room_share_a_block() -> None:
-    assert cut([3, 4, 2], 9, 10) == [[Span(0, 0, 3), Span(1, 0, 4), Span(2, 0, 2)]]
+    assert cut([3, 4, 2], 9, 10) == [[RowSpan(0, 0, 3), RowSpan(1, 0, 4), RowSpan(2, 0, 2)]]
 
 
 def test_a_key_that_has_no_room_is_cut_and_the_next_one_follows_it() -> None:
     assert cut([3, 7, 2], 4, 10) == [
-        [Span(0, 0, 3), Span(1, 0, 1)],
-        [Span(1, 1, 5)],
-        [Span(1, 5, 7), Span(2, 0, 2)],
+        [RowSpan(0, 0, 3), RowSpan(1, 0, 1)],
+        [RowSpan(1, 1, 5)],
+        [RowSpan(1, 5, 7), RowSpan(2, 0, 2)],
     ]
 
 
 def test_a_block_has_no_more_spans_than_a_launch_has_rows() -> None:
     assert cut([1, 1, 1, 1, 1], 100, 2) == [
-        [Span(0, 0, 1), Span(1, 0, 1)],
-        [Span(2, 0, 1), Span(3, 0, 1)],
-        [Span(4, 0, 1)],
+        [RowSpan(0, 0, 1), RowSpan(1, 0, 1)],
+        [RowSpan(2, 0, 1), RowSpan(3, 0, 1)],
+        [RowSpan(4, 0, 1)],
     ]
 
 
 def test_empty_keys_are_in_no_block() -> None:
     assert cut([0, 0], 4, 2) == []
     assert cut([], 4, 2) == []
-    assert cut([0, 2, 0, 2, 0], 4, 2) == [[Span(1, 0, 2), Span(3, 0, 2)]]
+    assert cut([0, 2, 0, 2, 0], 4, 2) == [[RowSpan(1, 0, 2), RowSpan(3, 0, 2)]]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ValueMismatchError
-from kvstore.placement import chunk_ranges, place
-from kvstore.shares import server_shares
+from kvstore.protocol.layout import chunk_ranges, place
+from kvstore.server.shares import server_shares
 
 MIB = 1 << 20
 

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.base import KeySpec
-from kvstore.placement import chunk_ranges
-from kvstore.plan import (
+from kvstore.protocol.layout import chunk_ranges
+from kvstore.protocol.requests import KeyEntry, PartEntry
+from kvstore.stores.base import KeySpec
+from kvstore.stores.dist.plan import (
+    MAX_PARTS,
     Group,
     Slice,
     flat_bytes,
@@ -20,7 +22,6 @@ from kvstore.plan import (
     scatter_into,
     views,
 )
-from kvstore.protocol import KeyEntry, PartEntry
 from pslite import Config
 from pslite.plane import Piece
 
@@ -63,6 +64,12 @@ def test_small_keys_of_one_server_travel_together() -> None:
 def test_a_message_grows_no_larger_than_allowed() -> None:
     table = [entry(f"k{i}", 2, i + 1, 0) for i in range(5)]
     assert [group.parts for group in plan(table, group_bytes=16)] == [(1, 2), (3, 4), (5,)]
+
+
+def test_a_message_has_no_more_parts_than_allowed() -> None:
+    table = [entry(f"k{i}", 1, i + 1, 0) for i in range(2 * MAX_PARTS + 1)]
+    sizes = [len(group.parts) for group in plan(table, group_bytes=1 << 30)]
+    assert sizes == [MAX_PARTS, MAX_PARTS, 1]
 
 
 def test_a_part_larger_than_allowed_travels_alone() -> None:

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.base import Key, KeySpec
-from kvstore.placement import chunk_ranges
-from kvstore.protocol import (
+from kvstore.protocol.layout import chunk_ranges
+from kvstore.protocol.requests import (
     DIRECTORY_APP,
     STORE_APP,
     Declared,
@@ -34,6 +33,7 @@ from kvstore.protocol import (
     unpack_row_part,
     unpack_specs,
 )
+from kvstore.stores.base import Key, KeySpec
 from pslite.errors import ProtocolError
 from pslite.wire.codec import pack_value, unpack_value
 
@@ -73,7 +73,13 @@ def test_keys_with_shapes_survive_the_journey(table: list[tuple[Key, KeySpec, bo
 @given(
     st.lists(
         st.builds(
-            PartEntry, st.integers(0, 2**40), KEYS, st.booleans(), st.integers(0, 2**40), DTYPES
+            PartEntry,
+            st.integers(0, 2**40),
+            KEYS,
+            st.booleans(),
+            st.integers(0, 2**40),
+            DTYPES,
+            st.integers(1, 2**40),
         )
     )
 )
@@ -142,6 +148,8 @@ def test_a_body_of_other_fields_is_refused(body: bytes) -> None:
         [["w", 2, "<f4", False]],
         [["w", [-1], "<f4", False]],
         [["w", [True], "<f4", False]],
+        [["v", [1], "<f4", False], ["w", [True], "<f4", False]],
+        [["v", [1], "<f4", False], ["w", [1], ["<f4"], False]],
         [["w", [1] * 65, "<f4", False]],
         [["w", [2], "<f5", False]],
     ],

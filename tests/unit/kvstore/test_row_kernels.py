@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_sets import NATIVE, bits, computing_with
 
-from kvstore import kernels, optimizer
-from kvstore.aggregate import Workspace
-from kvstore.dtypes import bfloat16
-from kvstore.keys import KeySpec
+from kvstore import optimizer
+from kvstore.arrays.cpu import kernels
+from kvstore.arrays.cpu.sums import BLOCK_ELEMENTS, Workspace
+from kvstore.arrays.dtypes import bfloat16
+from kvstore.arrays.keys import KeySpec
 from kvstore.optimizer import Optimizer
-from kvstore.sparse.sums import Contribution
+from kvstore.sparse.sums import Contribution, Sum
 from kvstore.sparse.table import RowTable
+from kvstore.sparse.update import update_all
 
 Array = np.ndarray[Any, Any]
 
@@ -127,3 +129,12 @@ def test_updates_that_do_not_fit_are_refused_and_nothing_is_written(
     with computing_with(native), pytest.raises(ValueError, match=sentence):
         kernels.update_rows(weight, [], *numbers, by, 1, span)
     assert not weight.any()
+
+
+def test_an_update_of_all_rows_takes_places_in_any_order() -> None:
+    weight = np.zeros((4, BLOCK_ELEMENTS), np.float32)  # each row is a block of its own
+    sums = np.array([[1], [2], [3]], np.float32).repeat(BLOCK_ELEMENTS, axis=1)
+    total = Sum([Contribution(np.array([10, 20, 30]), sums)])
+    sgd = optimizer.create("sgd", learning_rate=1.0)
+    update_all(weight, [], np.array([3, 0, 1]), total, sgd, 1, Workspace())
+    assert weight[:, 0].tolist() == weight[:, -1].tolist() == [-2, -3, 0, -1]

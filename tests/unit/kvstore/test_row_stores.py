@@ -12,8 +12,8 @@ from store_requests import Asked
 
 from kvstore import optimizer
 from kvstore.errors import NotSupportedError, OptimizerNotSet, ValueMismatchError
-from kvstore.optimizer.plain import to_plain
-from kvstore.protocol import (
+from kvstore.optimizer.serialize import to_plain
+from kvstore.protocol.requests import (
     PartEntry,
     RowPartEntry,
     StoreCall,
@@ -22,8 +22,15 @@ from kvstore.protocol import (
     pack_row_part,
     unpack,
 )
-from kvstore.server_stores import ServerStores
-from kvstore.sparse.payload import ROWS_FORM, Kind, payload_bytes, read_payload, write_payload
+from kvstore.server.app import ServerStores
+from kvstore.sparse.payload import (
+    ROWS_FORM,
+    RowPayloadKind,
+    payload_bytes,
+    read_payload,
+    write_payload,
+)
+from pslite.config import Config
 from pslite.errors import ProtocolError, UsageError, rebuild
 from pslite.wire.messages import Answer, Exchange, PartsFailed
 
@@ -41,12 +48,11 @@ class Server:
         synchronous: bool = True,
         max_message_bytes: int = 1 << 20,
     ) -> None:
-        config = SimpleNamespace(
+        config = Config(
             num_workers=2,
             round_window=2,
             chunk_bytes=1024,
             max_message_bytes=max_message_bytes,
-            stall_report_s=60.0,
         )
         node: Any = SimpleNamespace(
             config=config,
@@ -114,15 +120,15 @@ class Server:
 
     def held(self) -> dict[int, list[float]]:
         """The rows that are there."""
-        whole = payload(Kind.HELD, [], b"", num_rows=self.entry.num_rows)
+        whole = payload(RowPayloadKind.HELD, [], b"", num_rows=self.entry.num_rows)
         found = read_payload(self.pull(whole, after=0))
-        ids = range(found.num_rows) if found.kind is Kind.ALL else found.ids.tolist()
+        ids = range(found.num_rows) if found.kind is RowPayloadKind.ALL else found.ids.tolist()
         values = found.values.view("f4").reshape(-1, WIDTH).tolist()
         return dict(zip(ids, values, strict=True))
 
 
 def payload(
-    kind: Kind,
+    kind: RowPayloadKind,
     ids: Sequence[int],
     values: bytes,
     *,
@@ -140,11 +146,11 @@ def payload(
 def rows(ids: Sequence[int], *values: float) -> bytes:
     """Rows of equal numbers, ``values`` in turn."""
     numbers = [values[index % len(values)] for index in range(len(ids))]
-    return payload(Kind.ROWS, ids, np.repeat(numbers, WIDTH).astype("f4").tobytes())
+    return payload(RowPayloadKind.ROWS, ids, np.repeat(numbers, WIDTH).astype("f4").tobytes())
 
 
 def wanted(ids: Sequence[int]) -> bytes:
-    return payload(Kind.WANTED, ids, b"")
+    return payload(RowPayloadKind.WANTED, ids, b"")
 
 
 # -- rounds and pulls ---------------------------------------------------------------------
@@ -166,13 +172,13 @@ def test_a_round_of_rows_replaces_or_updates() -> None:
 def test_all_rows_may_come_and_go_without_their_ids() -> None:
     server = Server()
     values = np.arange(12, dtype="f4")
-    server.push(0, 1, payload(Kind.ALL, [], values.tobytes(), num_rows=NUM_ROWS))
+    server.push(0, 1, payload(RowPayloadKind.ALL, [], values.tobytes(), num_rows=NUM_ROWS))
     server.push(1, 1, rows([2], 100.0))
-    found = read_payload(server.pull(payload(Kind.HELD, [], b"", num_rows=NUM_ROWS)))
+    found = read_payload(server.pull(payload(RowPayloadKind.HELD, [], b"", num_rows=NUM_ROWS)))
     values[4:6] += 100
-    assert (found.kind, found.values.view("f4").tolist()) == (Kind.ALL, values.tolist())
-    part = read_payload(server.pull(payload(Kind.HELD, [], b"", num_rows=2, offset=3)))
-    assert (part.kind, part.ids.tolist()) == (Kind.ROWS, [3, 4])
+    assert (found.kind, found.values.view("f4").tolist()) == (RowPayloadKind.ALL, values.tolist())
+    part = read_payload(server.pull(payload(RowPayloadKind.HELD, [], b"", num_rows=2, offset=3)))
+    assert (part.kind, part.ids.tolist()) == (RowPayloadKind.ROWS, [3, 4])
 
 
 def test_rows_that_are_not_there_are_zero() -> None:
@@ -183,10 +189,12 @@ def test_rows_that_are_not_there_are_zero() -> None:
 
 def test_rows_of_a_dense_part_have_the_numbers_that_lie_in_it() -> None:
     server = Server()
-    found = server.pull(payload(Kind.WANTED, [0, 2], b"", width=3, offset=2), DENSE).view("f4")
+    found = server.pull(payload(RowPayloadKind.WANTED, [0, 2], b"", width=3, offset=2), DENSE).view(
+        "f4"
+    )
     assert found.tolist() == [0, 4, 5, 6]
     ones = np.ones(4, "f4").tobytes()
-    server.push(0, 1, payload(Kind.ROWS, [0, 2], ones, width=3, offset=2), DENSE)
+    server.push(0, 1, payload(RowPayloadKind.ROWS, [0, 2], ones, width=3, offset=2), DENSE)
     plain = np.full(7, 10, "f4").tobytes()
     server.exchange(1, Exchange(True, False, (DENSE,), (1,), (28,)), plain)
     (send,) = server.exchange(0, Exchange(False, True, (DENSE,), (1,), ()), b"")
@@ -197,7 +205,7 @@ def test_rows_of_a_dense_part_have_the_numbers_that_lie_in_it() -> None:
     ("part", "sent"),
     [
         (ROWS, wanted(range(5))),
-        (DENSE, payload(Kind.WANTED, [0, 1, 2], b"", width=3, offset=2)),
+        (DENSE, payload(RowPayloadKind.WANTED, [0, 1, 2], b"", width=3, offset=2)),
     ],
     ids=["row-sparse", "dense"],
 )
@@ -211,7 +219,7 @@ def test_an_asynchronous_push_without_an_optimizer_is_its_error() -> None:
     server = Server(synchronous=False)
     for part, sent in (
         (ROWS, rows([1], 1.0)),
-        (DENSE, payload(Kind.ROWS, [1], np.ones(3, "f4").tobytes(), width=3, offset=2)),
+        (DENSE, payload(RowPayloadKind.ROWS, [1], np.ones(3, "f4").tobytes(), width=3, offset=2)),
     ):
         (send,) = server.push(0, 1, sent, part)
         assert (send.message.kind, send.message.consumed) == (OptimizerNotSet.__name__, True)
@@ -246,20 +254,26 @@ MALFORMED: dict[str, tuple[int, bytes]] = {
     "nothing": (ROWS, b""),
     "noise": (ROWS, bytes(range(40))),
     "ids out of range": (ROWS, rows([1, NUM_ROWS], 1.0)),
-    "too few values": (ROWS, payload(Kind.ROWS, [1, 2], VALUES[:-4])),
-    "too many values": (ROWS, payload(Kind.ROWS, [1], VALUES)),
-    "rows of another width": (ROWS, payload(Kind.ROWS, [1], VALUES[:12], width=3)),
-    "an offset": (ROWS, payload(Kind.ROWS, [1, 2], VALUES, offset=1)),
-    "all rows of another part": (ROWS, payload(Kind.ALL, [], VALUES, num_rows=2)),
+    "too few values": (ROWS, payload(RowPayloadKind.ROWS, [1, 2], VALUES[:-4])),
+    "too many values": (ROWS, payload(RowPayloadKind.ROWS, [1], VALUES)),
+    "rows of another width": (ROWS, payload(RowPayloadKind.ROWS, [1], VALUES[:12], width=3)),
+    "an offset": (ROWS, payload(RowPayloadKind.ROWS, [1, 2], VALUES, offset=1)),
+    "all rows of another part": (ROWS, payload(RowPayloadKind.ALL, [], VALUES, num_rows=2)),
     "what is wanted": (ROWS, wanted([1])),
-    "all rows of a dense key": (DENSE, payload(Kind.ALL, [], VALUES, num_rows=2)),
-    "a dense row out of range": (DENSE, payload(Kind.ROWS, [3], VALUES[:12], width=3, offset=2)),
+    "all rows of a dense key": (DENSE, payload(RowPayloadKind.ALL, [], VALUES, num_rows=2)),
+    "a dense row out of range": (
+        DENSE,
+        payload(RowPayloadKind.ROWS, [3], VALUES[:12], width=3, offset=2),
+    ),
     "a dense row with too many values": (
         DENSE,
-        payload(Kind.ROWS, [0], VALUES[:8], width=3, offset=2),
+        payload(RowPayloadKind.ROWS, [0], VALUES[:8], width=3, offset=2),
     ),
-    "dense rows of nothing": (DENSE, payload(Kind.ROWS, [], b"", width=0)),
-    "an offset behind the first row": (DENSE, payload(Kind.ROWS, [], b"", width=3, offset=3)),
+    "dense rows of nothing": (DENSE, payload(RowPayloadKind.ROWS, [], b"", width=0)),
+    "an offset behind the first row": (
+        DENSE,
+        payload(RowPayloadKind.ROWS, [], b"", width=3, offset=3),
+    ),
 }
 
 
@@ -281,11 +295,14 @@ def test_a_malformed_push_is_its_senders_error_and_no_contribution(case: str) ->
 MALFORMED_PULLS: dict[str, tuple[int, bytes]] = {
     "nothing": (ROWS, b""),
     "ids out of range": (ROWS, wanted([NUM_ROWS])),
-    "values": (ROWS, payload(Kind.WANTED, [1], b"1234")),
+    "values": (ROWS, payload(RowPayloadKind.WANTED, [1], b"1234")),
     "rows": (ROWS, rows([1], 1.0)),
-    "more rows than there are": (ROWS, payload(Kind.HELD, [], b"", num_rows=4, offset=3)),
-    "all rows of a dense key": (DENSE, payload(Kind.HELD, [], b"", num_rows=1)),
-    "a dense row out of range": (DENSE, payload(Kind.WANTED, [3], b"", width=3, offset=2)),
+    "more rows than there are": (ROWS, payload(RowPayloadKind.HELD, [], b"", num_rows=4, offset=3)),
+    "all rows of a dense key": (DENSE, payload(RowPayloadKind.HELD, [], b"", num_rows=1)),
+    "a dense row out of range": (
+        DENSE,
+        payload(RowPayloadKind.WANTED, [3], b"", width=3, offset=2),
+    ),
     "a part that is not there": (99, wanted([1])),
 }
 
@@ -307,8 +324,8 @@ def test_a_form_that_nobody_knows_is_an_error() -> None:
 def test_workers_that_see_other_rows_of_a_dense_part_get_an_error() -> None:
     server = Server()
     ones = np.ones(3, "f4").tobytes()
-    server.push(0, 1, payload(Kind.ROWS, [1], ones, width=3, offset=2), DENSE)
-    sends = server.push(1, 1, payload(Kind.ROWS, [1], ones, width=3, offset=0), DENSE)
+    server.push(0, 1, payload(RowPayloadKind.ROWS, [1], ones, width=3, offset=2), DENSE)
+    sends = server.push(1, 1, payload(RowPayloadKind.ROWS, [1], ones, width=3, offset=0), DENSE)
     assert {send.message.kind for send in sends} == {ProtocolError.__name__}
 
 

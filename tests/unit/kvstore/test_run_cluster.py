@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.running_cluster import LocalCluster
-from kvstore.running_job import Outcome
+from kvstore.launch.run.cluster import LocalCluster
+from kvstore.launch.run.job import CallOutcome
 from pslite.errors import ClosedError, DeadlineError, UsageError
 
 
@@ -25,13 +25,18 @@ class FakeJob:
     def end(self) -> None:
         self.is_ended = True
 
-    def gather(self, call: int, timeout_s: float | None, began_s: float | None = None) -> Outcome:
+    def gather(
+        self, call: int, timeout_s: float | None, began_s: float | None = None
+    ) -> CallOutcome:
         if call == 0:  # they have joined
-            return Outcome([])
+            return CallOutcome([])
         assert timeout_s is not None, "it would wait without end"
         raise DeadlineError(f"after {timeout_s:g} s worker 0 had not returned")
 
     def leave_call(self, call: int, body: bytes) -> None: ...
+
+    def is_answered(self, call: int) -> bool:
+        return False
 
     def order(self, call: int) -> None:
         self.ordered.append(call)
@@ -39,7 +44,7 @@ class FakeJob:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> LocalCluster:
-    monkeypatch.setattr("kvstore.running_cluster.RunningJob", FakeJob)
+    monkeypatch.setattr("kvstore.launch.run.cluster.RunningJob", FakeJob)
     return LocalCluster(1, 1)
 
 
@@ -57,6 +62,15 @@ def test_close_with_a_timeout_ends_calls_under_way_and_says_so(
         call.result()
     with pytest.raises(ClosedError, match="closing it took longer"):
         cluster.submit(abs, (1,))
+
+
+def test_a_cluster_and_its_calls_show_how_far_they_are(cluster: LocalCluster) -> None:
+    call = cluster.submit(abs, (1,))
+    assert repr(cluster) == "<LocalCluster of 1 workers and 1 servers, 1 calls under way>"
+    assert repr(call) == "<Call 1 of a LocalCluster: under way>"
+    cluster.close(timeout_s=5)
+    assert "servers, ended: closing it took longer than its timeout_s>" in repr(cluster)
+    assert repr(call) == "<Call 1 of a LocalCluster: failed, ClosedError>"
 
 
 def test_close_without_a_timeout_says_for_whom_it_waits(
@@ -78,12 +92,12 @@ def test_an_exception_that_leaves_a_with_block_ends_calls_under_way(cluster: Loc
 
 
 def test_a_call_too_many_reaches_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.running_cluster.RunningJob", FakeJob)
-    monkeypatch.setattr("kvstore.running_cluster.MOST_CALLS", 2)
+    monkeypatch.setattr("kvstore.launch.run.cluster.RunningJob", FakeJob)
+    monkeypatch.setattr("kvstore.launch.run.cluster.MOST_CALLS", 2)
     cluster = LocalCluster(2, 1)
     job: Any = cluster._job
     for _ in range(2):
         cluster.submit(abs, (1,))
-    with pytest.raises(UsageError, match="2 calls wait already"):
+    with pytest.raises(UsageError, match="2 calls are waiting already"):
         cluster.submit(abs, (1,))
     assert job.ordered == [1, 2]

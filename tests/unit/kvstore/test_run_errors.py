@@ -18,16 +18,16 @@ from kvstore.errors import (
     MissingDependencyError,
     WorkerFailed,
 )
-from kvstore.launch.background import own_environment
-from kvstore.launch.markers import Report
+from kvstore.launch.job.tie import parse
 from kvstore.launch.options import LaunchError
-from kvstore.launch.tie import parse
-from kvstore.running_errors import Answer, Ending, first_cause, value_of
-from kvstore.running_job import JobOptions, checked_command, own_path
+from kvstore.launch.run.background import own_environment
+from kvstore.launch.run.checks import LauncherExit, WorkerAnswer, first_cause, value_of
+from kvstore.launch.run.job import JobOptions, checked_command, own_path
+from kvstore.launch.run.parcels import Report
 from pslite.errors import NodeLostError
 
 
-def raised(rank: int, error: Exception, at_s: float, *, blames: bool = False) -> Answer:
+def raised(rank: int, error: Exception, at_s: float, *, blames: bool = False) -> WorkerAnswer:
     header = {
         "kind": "error",
         "type": type(error).__name__,
@@ -35,11 +35,11 @@ def raised(rank: int, error: Exception, at_s: float, *, blames: bool = False) ->
         "blames": blames,
         "at_s": at_s,
     }
-    return Answer(rank, header, pickle.dumps(error))
+    return WorkerAnswer(rank, header, pickle.dumps(error))
 
 
-def returned(rank: int, value: Any) -> Answer:
-    return Answer(rank, {"kind": "value"}, pickle.dumps(value))
+def returned(rank: int, value: Any) -> WorkerAnswer:
+    return WorkerAnswer(rank, {"kind": "value"}, pickle.dumps(value))
 
 
 LOST = NodeLostError("worker 2 is lost", role="worker", rank=2)
@@ -53,7 +53,7 @@ def test_the_earliest_error_of_a_worker_s_own_comes_first() -> None:
         raised(2, ValueError("early"), 2.0),
         returned(3, "fine"),
     ]
-    error = first_cause(answers, Ending(1, Report("worker", 0, "exit code 1", "")))
+    error = first_cause(answers, LauncherExit(1, Report("worker", 0, "exit code 1", "")))
     assert isinstance(error, ValueError)
     assert str(error.__cause__) == (
         "worker 2 raised ValueError; its traceback there:\nTraceback: early"
@@ -67,7 +67,7 @@ def test_the_same_error_on_others_is_said_once() -> None:
 
 
 def test_a_worker_that_died_is_named_before_those_that_miss_it() -> None:
-    error = first_cause([raised(0, LOST, 1.0, blames=True)], Ending(137, KILLED))
+    error = first_cause([raised(0, LOST, 1.0, blames=True)], LauncherExit(137, KILLED))
     assert isinstance(error, WorkerFailed)
     assert (error.role, error.rank) == ("worker", 2)
     assert str(error) == (
@@ -77,27 +77,31 @@ def test_a_worker_that_died_is_named_before_those_that_miss_it() -> None:
 
 
 def test_a_server_that_died_is_no_worker() -> None:
-    error = first_cause([], Ending(1, Report("server", 1, "exit code 1", "its log is empty")))
+    error = first_cause([], LauncherExit(1, Report("server", 1, "exit code 1", "its log is empty")))
     assert type(error) is JobFailed
     assert str(error) == "server 1 ended with exit code 1; its log is empty"
     assert (error.role, error.rank) == ("server", 1)
 
 
 def test_without_a_verdict_a_lost_node_is_what_there_is() -> None:
-    for ending in (None, Ending(143, None), Ending(1, Report("worker", 0, "exit code 1", ""))):
+    for ending in (
+        None,
+        LauncherExit(143, None),
+        LauncherExit(1, Report("worker", 0, "exit code 1", "")),
+    ):
         assert isinstance(first_cause([raised(0, LOST, 1.0, blames=True)], ending), NodeLostError)
 
 
 @pytest.mark.parametrize(
     ("ending", "words"),
     [
-        (Ending(2, None, ("no such host",)), "all workers had returned: no such host"),
-        (Ending(0, None), "its launcher ended with exit code 0"),
-        (Ending(-9, None), "the launcher of the job was ended by signal SIGKILL"),
+        (LauncherExit(2, None, ("no such host",)), "all workers had returned: no such host"),
+        (LauncherExit(0, None), "its launcher ended with exit code 0"),
+        (LauncherExit(-9, None), "the launcher of the job was ended by signal SIGKILL"),
     ],
 )
 def test_a_job_that_ended_without_a_report_says_what_there_is_to_say(
-    ending: Ending, words: str
+    ending: LauncherExit, words: str
 ) -> None:
     error = first_cause([returned(0, 1)], ending)
     assert type(error) is JobFailed
@@ -107,7 +111,7 @@ def test_a_job_that_ended_without_a_report_says_what_there_is_to_say(
 def test_an_exception_whose_class_is_not_here_comes_as_its_traceback() -> None:
     answer = raised(1, ValueError("x"), 1.0)
     for body in (b"", b"\x80\x04cno_such_module\nNothing\n.", pickle.dumps("no exception")):
-        error = first_cause([Answer(1, answer.header, body)], None)
+        error = first_cause([WorkerAnswer(1, answer.header, body)], None)
         assert isinstance(error, WorkerFailed)
         assert str(error).endswith("worker 1 raised ValueError; its traceback there:\nTraceback: x")
 
@@ -115,7 +119,7 @@ def test_an_exception_whose_class_is_not_here_comes_as_its_traceback() -> None:
 def test_a_result_whose_class_is_not_here_names_the_worker() -> None:
     assert value_of(returned(0, [1, "a"])) == [1, "a"]
     with pytest.raises(WorkerFailed, match="what worker 3 returned cannot be read here: Module"):
-        value_of(Answer(3, {"kind": "value"}, b"\x80\x04cno_such_module\nNothing\n."))
+        value_of(WorkerAnswer(3, {"kind": "value"}, b"\x80\x04cno_such_module\nNothing\n."))
 
 
 # -- before the start -----------------------------------------------------------------------
@@ -128,7 +132,7 @@ def test_the_launcher_s_command_line_holds_no_values_of_variables(tmp_path: Path
     assert arguments[:6] == ["-n", "3", "-s", "2", "--launcher", "ssh"]
     assert arguments[arguments.index("--env") + 1] == "TOKEN"
     assert arguments[-5:] == [
-        *(sys.executable, "-m", "kvstore.launch.worker_main", str(tmp_path), "once")
+        *(sys.executable, "-m", "kvstore.launch.run.worker", str(tmp_path), "once")
     ]
 
 
@@ -152,13 +156,19 @@ def test_a_python_of_other_hosts_is_the_launcher_s_too(tmp_path: Path) -> None:
         ({"timeout_s": float("nan")}, "^timeout_s must be a number of seconds, got nan$"),
         ({"launcher": "kubernetes"}, "cannot run a function: pods share no directory .* script"),
         ({"launcher": "ssh"}, r"needs the hosts: options=\('--hostfile=FILE',\)"),
-        ({"options": ("--nope",)}, r"arguments: --nope \(kvstore-launch --help lists"),
+        ({"options": ("--nope",)}, r"there is no option '--nope'.* \(kvstore-launch --help lists"),
         ({"options": ("--help",)}, "options are for the launcher's other options"),
         ({"options": ("--", "true")}, "options are for the launcher's other options"),
         ({"options": ("-n", "7")}, "have arguments of their own"),
         ({"options": ("--dry-run",)}, "the job must run"),
         ({"env": {"DMLC_ROLE": "server"}}, "DMLC_ROLE"),
         ({"env": {"A=B": "x"}}, "env cannot hold 'A=B': 'x' as a variable"),
+        ({"env": {"A": "x\0"}}, r"^env\['A'\]: 'x\\x00' cannot be given"),
+        ({"env": {"A": "x\ud800"}}, r"^env\['A'\]: 'x\\ud800' cannot be given"),
+        ({"log_dir": "x\0"}, r"^log_dir: 'x\\x00' cannot be given"),
+        ({"python": "x\0"}, r"^python: 'x\\x00' cannot be given"),
+        ({"options": ("--env", "A=x\0")}, r"'A=x\\x00' cannot be given to a process"),
+        ({"share_dir": "x\0"}, r"^share_dir: 'x\\x00' cannot be given"),
         ({"share_dir": "/nowhere/at/all"}, r"can be made in /nowhere.*share_dir="),
     ],
 )
@@ -184,10 +194,10 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_starts(
         ({"servers": 1.5}, "^servers must be an int of at least 1, got 1.5$"),
         ({"timeout_s": "9"}, "^timeout_s must be a number of seconds, or None .*, got '9'$"),
         ({"share_dir": 3}, "^share_dir must be a path, got 3$"),
-        ({"options": (1,)}, r"^options is a sequence of texts, got \(1,\)$"),
-        ({"env": 7}, "^env maps names to texts, got int$"),
-        ({"args": (open,), "options": "-H hosts"}, "options is a sequence of texts"),
-        ({"env": {"A": 1}}, "env maps names to texts, got 'A': 1"),
+        ({"options": (1,)}, r"^options must be a sequence of texts, got \(1,\)$"),
+        ({"env": 7}, "^env must map names to texts, got int$"),
+        ({"args": (open,), "options": "-H hosts"}, "options must be a sequence of texts"),
+        ({"env": {"A": 1}}, "env must map names to texts, got 'A': 1"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_refused(wanted: dict[str, Any], words: str) -> None:

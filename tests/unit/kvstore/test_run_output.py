@@ -6,28 +6,28 @@ import io
 
 import pytest
 
-from kvstore.launch.background import show
-from kvstore.launch.lifecycle import Exit
-from kvstore.launch.markers import Output, marker, read_block
+from kvstore.launch.job.lifecycle import Exit
+from kvstore.launch.job.report import EndedProcess, failure_block, without_scheduler
 from kvstore.launch.plan import ProcessSpec
-from kvstore.launch.report import Ended, failure_block, without_scheduler
+from kvstore.launch.run.background import show
+from kvstore.launch.run.parcels import LauncherOutput, marker, read_block
 
 
 def block(*lines: str, role: str = "worker", rank: int = 1, status: int = -9) -> str:
     spec = ProcessSpec(role, rank, ("python", "x.py"), {})
-    first = Ended(spec, 4711, Exit(0, status, 12.5, 1), lines)
+    first = EndedProcess(spec, 4711, Exit(0, status, 12.5, 1), lines)
     return failure_block([first], [], "/tmp/kvstore-run-x/logs", start_s=10.0)
 
 
 def test_lines_of_processes_are_shown_as_they_come() -> None:
-    output = Output()
+    output = LauncherOutput()
     assert output.show("[worker 1@host] loss 0.5", is_error=False) == "[worker 1@host] loss 0.5"
     assert output.show("[worker 1] ", is_error=True) == "[worker 1] "
     assert output.report(without="/none") is None
 
 
 def test_marks_are_counted_for_each_worker_and_stream_and_not_shown() -> None:
-    output = Output()
+    output = LauncherOutput()
     assert output.show(f"[worker 0] {marker(3)}", is_error=False) is None
     assert output.show(f"[worker 0@b] half a line{marker(3)}", is_error=True) == (
         "[worker 0@b] half a line"
@@ -38,14 +38,14 @@ def test_marks_are_counted_for_each_worker_and_stream_and_not_shown() -> None:
 
 
 def test_a_mark_that_no_worker_has_written_is_text() -> None:
-    output = Output()
+    output = LauncherOutput()
     for line in (marker(1), f"[server 0] {marker(1)} and more"):
         assert output.show(line, is_error=False) == line
     assert output.marks == set()
 
 
 def test_the_final_block_is_not_shown_and_says_who_failed() -> None:
-    output = Output()
+    output = LauncherOutput()
     text = block("line one", f"line two{marker(2)}", "line three", marker(3))
     assert [output.show(line, is_error=True) for line in text.splitlines()] == [None] * 11
     report = output.report(without="/tmp/kvstore-run-x")
@@ -69,10 +69,10 @@ def test_a_block_about_the_service_names_it(role: str) -> None:
 
 
 def test_the_output_knows_that_the_job_goes_on_without_its_scheduler() -> None:
-    output = Output()
+    output = LauncherOutput()
     output.show("[worker 0] push and pull go on", is_error=True)
     assert not output.is_without_scheduler
-    lost = Ended(ProcessSpec("scheduler", 0, ("x",), {}), 7, Exit(0, -9, 1.0, 1), [])
+    lost = EndedProcess(ProcessSpec("scheduler", 0, ("x",), {}), 7, Exit(0, -9, 1.0, 1), [])
     output.show(f"[launcher] {without_scheduler(lost)}", is_error=True)
     assert output.is_without_scheduler
 
@@ -82,7 +82,7 @@ def test_a_block_that_is_cut_off_is_none() -> None:
 
 
 def test_words_of_the_launcher_are_shown_until_the_caller_ends_the_job() -> None:
-    output = Output()
+    output = LauncherOutput()
     assert output.show("[launcher] a note", is_error=True) == "[launcher] a note"
     output.is_ending = True
     hidden = [
@@ -97,7 +97,7 @@ def test_words_of_the_launcher_are_shown_until_the_caller_ends_the_job() -> None
 
 
 def test_what_a_cluster_s_program_said_belongs_to_the_launcher_s_message() -> None:
-    output = Output()
+    output = LauncherOutput()
     message = ["[launcher] srun ended (exit code 1); it said:", "  no such partition", "  x"]
     assert output.show(message[0], is_error=True) == message[0]
     assert output.show("  a line of standard output", is_error=False) is not None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.launch import parcels
+from kvstore.launch.run import parcels
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.launch import parcels, worker_main
-from kvstore.launch.worker_main import Answer
-from kvstore.running_job import packed
+from kvstore.launch.run import parcels, worker
+from kvstore.launch.run.job import packed
+from kvstore.launch.run.worker import CallReply
 from pslite.errors import NodeLostError
 
 
@@ -20,11 +20,11 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-def call(directory: Path, body: bytes, **header: Any) -> Answer:
+def call(directory: Path, body: bytes, **header: Any) -> CallReply:
     """The answer to a call that was left there."""
     usual = {"python": parcels.python_version(), "by_value": False, "path": []}
     parcels.write(parcels.call_path(directory, 1), {**usual, **header}, body)
-    return worker_main._call(directory, 1)
+    return worker._call(directory, 1)
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def test_an_exception_about_a_lost_node_blames_another_also_as_a_cause(directory
     lost = NodeLostError("worker 1 is lost", role="worker", rank=1)
     later = ValueError("y")
     later.__cause__ = lost
-    assert worker_main._error(lost).header["blames"]
-    assert worker_main._error(later).header["blames"]
+    assert worker._error(lost).header["blames"]
+    assert worker._error(later).header["blames"]
 
 
 def test_an_exit_travels_as_text_only(directory: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_worker_that_cannot_see_the_directory_says_so_and_ends(
     mode: str,
 ) -> None:
     monkeypatch.setenv("DMLC_TASK_ID", "0")
-    assert worker_main.main([str(tmp_path / "elsewhere"), mode]) == 1
+    assert worker.main([str(tmp_path / "elsewhere"), mode]) == 1
     said = capsys.readouterr().err
     assert "all hosts of the job need it under this name" in said
     assert "share_dir=" in said

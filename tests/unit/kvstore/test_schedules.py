@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import Any
 
+import kvstore.lr_scheduler as schedules
 import pytest
 
 import kvstore as mx
-import kvstore.lr_scheduler as schedules
 from kvstore.errors import ArgumentTypeError, OptimizerParameterError
 from kvstore.optimizer.schedule import ScaledScheduler, _registry
 
@@ -185,3 +186,52 @@ def test_a_name_must_be_text_and_a_class_a_frozen_dataclass_of_a_name_of_its_own
 
     with pytest.raises(ArgumentTypeError, match="the schedule name 'poly' is taken by"):
         schedules.register(Poly)
+
+
+# -- MXNet's order, and whose rate counts ---------------------------------------------------
+
+
+def test_values_by_position_have_the_order_of_mxnet() -> None:
+    warm_up = {"warmup_steps": 3, "warmup_begin_lr": 0.1, "warmup_mode": "constant"}
+    last = warm_up.values()
+    assert schedules.FactorScheduler(5, 0.5, 1e-3, 0.4, *last) == schedules.FactorScheduler(
+        step=5, factor=0.5, stop_factor_lr=1e-3, base_lr=0.4, **warm_up
+    )
+    assert schedules.MultiFactorScheduler([5], 0.5, 0.4, *last) == schedules.MultiFactorScheduler(
+        step=[5], factor=0.5, base_lr=0.4, **warm_up
+    )
+    assert schedules.PolyScheduler(50, 0.5, 3, 0.2, *last) == schedules.PolyScheduler(
+        max_update=50, base_lr=0.5, pwr=3, final_lr=0.2, **warm_up
+    )
+    assert schedules.CosineScheduler(50, 0.5, 0.2, *last) == schedules.CosineScheduler(
+        max_update=50, base_lr=0.5, final_lr=0.2, **warm_up
+    )
+    assert schedules.PolyScheduler(50, 0.5, 2)(25) == 0.125
+    assert schedules.CosineScheduler(50, 0.5)(50) == 0.0
+
+
+def test_a_learning_rate_that_is_given_outranks_base_lr_even_if_it_is_the_default() -> None:
+    schedule = schedules.FactorScheduler(100, base_lr=0.5)
+    assert mx.optimizer.SGD(lr_scheduler=schedule).rate(1) == 0.5
+    assert mx.optimizer.SGD(learning_rate=0.01, lr_scheduler=schedule).rate(1) == 0.01
+    assert mx.optimizer.create("adam", lr_scheduler=schedule).rate(1) == 0.001
+    assert mx.optimizer.Adam(0.02, lr_scheduler=schedule).rate(1) == 0.02
+    assert mx.optimizer.Ftrl(learning_rate=0.3, lr_scheduler=schedule).rate(1) == 0.5
+    for kept in (schedules.PolyScheduler(9, 0.5), schedules.CosineScheduler(9, 0.5)):
+        assert mx.optimizer.SGD(learning_rate=0.01, lr_scheduler=kept).rate(0) == 0.5
+
+
+def test_a_rate_that_was_settled_stays_when_an_optimizer_travels_or_is_copied() -> None:
+    schedule = schedules.FactorScheduler(100, base_lr=0.5)
+    for chosen in (
+        mx.optimizer.SGD(lr_scheduler=schedule),
+        mx.optimizer.Adam(lr_scheduler=schedule),
+    ):
+        rate = chosen.rate(1)
+        for same in (
+            mx.optimizer.from_plain(mx.optimizer.to_plain(chosen)),
+            mx.optimizer.create(chosen.name, **chosen.params()),
+            chosen.replace(wd=0.5).replace(wd=0.0),
+            copy.deepcopy(chosen),
+        ):
+            assert (same, same.rate(1)) == (chosen, rate)

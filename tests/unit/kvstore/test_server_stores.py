@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 from store_requests import Asked
 
-from kvstore import commands, optimizer
+from kvstore import optimizer
 from kvstore.errors import UnknownOptimizerError, ValueMismatchError
-from kvstore.optimizer.plain import from_plain, to_plain
-from kvstore.protocol import PartEntry, StoreCall, pack, pack_parts, unpack
-from kvstore.server_stores import ServerStores
+from kvstore.optimizer.serialize import from_plain, to_plain
+from kvstore.protocol import commands
+from kvstore.protocol.requests import PartEntry, StoreCall, pack, pack_parts, unpack
+from kvstore.server.app import GOODBYE_S, OneForAll, ServerStores
+from pslite.config import Config
 from pslite.errors import ProtocolError, RemoteError, UsageError
+from pslite.node.io_queue import Timers
 from pslite.wire.messages import Exchange
 
 STORE = 1
@@ -31,12 +34,11 @@ class Server:
     """One server of two workers."""
 
     def __init__(self, import_errors: Sequence[str] = ()) -> None:
-        config = SimpleNamespace(
+        config = Config(
             num_workers=2,
             round_window=2,
             chunk_bytes=1024,
             max_message_bytes=1 << 20,
-            stall_report_s=60.0,
         )
         self._traffic = SimpleNamespace(
             serve=lambda plane: None,
@@ -290,6 +292,28 @@ def test_an_optimizer_for_whole_keys_is_refused_while_there_are_cut_ones(only_ch
     assert server.set_optimizer(LAMB).error is None
 
 
+def test_keys_that_are_cut_within_rows_are_refused_by_what_sees_rows() -> None:
+    server = Server()
+    rows = optimizer.create("groupadagrad")
+    fitting = part(1, 8, whole=False)._replace(width=4)
+    torn = part(2, 6, "v", whole=False)._replace(width=4)
+    whole = part(3, 6, "u")._replace(width=6)
+    assert server.init(fitting, torn, whole).error is None
+    asked = server.set_optimizer(rows)
+    assert isinstance(asked.error, UsageError)
+    assert "groupadagrad needs whole rows, but 'v' were cut" in str(asked.error)
+    server.ask(StoreCall.DELETE, STORE, [2])
+    assert server.set_optimizer(rows).error is None
+    assert "'v' is cut in parts" in str(server.init(torn._replace(part=4)).error)
+    server.push(1, 1, *[np.arange(8, dtype=np.float32)] * 2)
+    pushed = np.arange(0, 16, 2).reshape(2, 4)
+    means = (pushed**2).mean(axis=1, keepdims=True)
+    expected = 1 - 0.01 * pushed / np.sqrt(means + 1e-5)
+    _, (value, history) = server.read(1)
+    np.testing.assert_allclose(value, expected.reshape(-1), rtol=1e-6)
+    assert history == [14.0] * 4 + [126.0] * 4
+
+
 def test_cut_keys_are_refused_while_the_optimizer_needs_whole_ones() -> None:
     server = Server()
     server.set_optimizer(LAMB)
@@ -342,3 +366,23 @@ def test_bodies_that_make_no_sense_are_protocol_errors(call: StoreCall, fields: 
 
 def test_a_call_that_no_server_knows_is_an_error() -> None:
     assert isinstance(Server().ask(99).error, ProtocolError)
+
+
+@pytest.mark.parametrize(("live", "refused"), [((1,), False), ((), False), ((0, 1), True)])
+def test_what_the_lowest_rank_asked_is_done_although_it_has_left_since(
+    live: tuple[int, ...], refused: bool
+) -> None:
+    """Worker 1 asks while the goodbye of worker 0 is still on its way to this server."""
+    ranks, timers, handled = [0, 1], Timers(), []
+    node: Any = SimpleNamespace(
+        membership=SimpleNamespace(live=lambda role: tuple(ranks)),
+        errands=SimpleNamespace(call_later=lambda delay_s, look: timers.add(delay_s, look)),
+        error=None,
+    )
+    asked = Asked(1, StoreCall.CLOSE)
+    OneForAll(node, handled.append).handle(asked.incoming)
+    assert not handled
+    ranks[:] = live
+    timers.run(GOODBYE_S)
+    assert (handled == []) == refused
+    assert isinstance(asked.error, UsageError) == refused

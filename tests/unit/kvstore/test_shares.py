@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from kvstore.errors import ValueMismatchError
-from kvstore.shares import Machine, best_shares, describe, server_shares, traffic
+from kvstore.server.shares import Machine, best_shares, describe, server_shares, traffic
 
 BOTH = Machine(1, 1)
 WORKER = Machine(1, 0)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore import Context, shelf
-from kvstore.shelf import Entry, Shelves
+from kvstore import Context
+from kvstore.stores.local import memory
+from kvstore.stores.local.memory import Shelves, StoredKey
 
 
 @pytest.fixture(autouse=True)
 def short_shelves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "SMALL_ELEMENTS", 8)
-    monkeypatch.setattr(shelf, "SHELF_ELEMENTS", 20)
+    monkeypatch.setattr(memory, "SMALL_ELEMENTS", 8)
+    monkeypatch.setattr(memory, "SHELF_ELEMENTS", 20)
 
 
-def place(*sizes: int, dtype: str = "f4") -> list[Entry]:
+def place(*sizes: int, dtype: str = "f4") -> list[StoredKey]:
     shelves = Shelves()
     return [shelves.place(n, np.full(size, n, dtype), 1) for n, size in enumerate(sizes)]
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.operation import overlaps
+from kvstore.stores.dist.in_flight import overlaps
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 MEMORY = np.zeros(40, np.uint8)

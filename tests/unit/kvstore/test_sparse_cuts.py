@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import optimizer
-from kvstore.aggregate import Workspace
-from kvstore.keys import KeySpec
+from kvstore.arrays.cpu.sums import Workspace
+from kvstore.arrays.keys import KeySpec
 from kvstore.optimizer.base import Optimizer
-from kvstore.sparse.cuts import Cut, Rows, read_part, update_part
+from kvstore.sparse.partition import Cut, PartRows, read_part, update_part
 from kvstore.sparse.sums import Contribution
 from kvstore.sparse.table import RowTable
 
@@ -35,7 +35,7 @@ def cuts(num_elements: int, width: int, step: int) -> list[tuple[int, int, Cut]]
     return [(a, b, Cut(b - a, width, a % width)) for a, b in pairs]
 
 
-def rows_in(cut: Cut, start: int, ids: list[int], values: np.ndarray[Any, Any]) -> Rows:
+def rows_in(cut: Cut, start: int, ids: list[int], values: np.ndarray[Any, Any]) -> PartRows:
     """Of rows of the key those numbers that lie in a part."""
     width = cut.width
     flat = []
@@ -46,7 +46,7 @@ def rows_in(cut: Cut, start: int, ids: list[int], values: np.ndarray[Any, Any]) 
         if low < high:
             mine.append(row - start // width)
             flat += numbers[low - row * width : high - row * width].tolist()
-    return Rows(np.array(mine, np.int64), np.array(flat, np.float32))
+    return PartRows(np.array(mine, np.int64), np.array(flat, np.float32))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvstore.sparse.payload import (
     HEADER_BYTES,
     Bytes,
-    Kind,
+    RowPayloadKind,
     id_bytes_for,
     payload_bytes,
     read_payload,
@@ -26,7 +26,7 @@ IDS = st.lists(st.integers(0, 2**63 - 1), max_size=9, unique=True).map(sorted)
 
 
 def written(
-    kind: Kind, ids: list[int], values: bytes = b"", id_bytes: int = 8, offset: int = 0
+    kind: RowPayloadKind, ids: list[int], values: bytes = b"", id_bytes: int = 8, offset: int = 0
 ) -> Bytes:
     memory = np.full(payload_bytes(len(ids), id_bytes, len(values)), 0xAA, np.uint8)
     array = np.array(ids, np.int64)
@@ -41,8 +41,8 @@ def header(
     return struct.pack("<BBHIQQQ", kind, id_bytes, 0, 0, num_rows, width, offset)
 
 
-@given(st.sampled_from([Kind.ROWS, Kind.WANTED]), IDS, st.binary(max_size=40))
-def test_rows_survive_the_journey(kind: Kind, ids: list[int], values: bytes) -> None:
+@given(st.sampled_from([RowPayloadKind.ROWS, RowPayloadKind.WANTED]), IDS, st.binary(max_size=40))
+def test_rows_survive_the_journey(kind: RowPayloadKind, ids: list[int], values: bytes) -> None:
     found = read_payload(written(kind, ids, values))
     assert (found.kind, found.num_rows, found.width, found.offset) == (kind, len(ids), 3, 0)
     assert (found.ids.tolist(), found.values.tobytes()) == (ids, values)
@@ -50,7 +50,7 @@ def test_rows_survive_the_journey(kind: Kind, ids: list[int], values: bytes) -> 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=9, unique=True).map(sorted))
 def test_short_ids_take_four_bytes(ids: list[int]) -> None:
-    memory = written(Kind.ROWS, ids, b"abcd", 4)
+    memory = written(RowPayloadKind.ROWS, ids, b"abcd", 4)
     assert len(memory) == HEADER_BYTES + -(-4 * len(ids) // 16) * 16 + 4
     assert read_payload(memory).ids.tolist() == ids
 
@@ -60,7 +60,7 @@ def test_ids_are_short_where_the_part_has_no_longer_ones() -> None:
 
 
 def test_values_are_not_copied() -> None:
-    memory = written(Kind.ROWS, [1], b"abcd")
+    memory = written(RowPayloadKind.ROWS, [1], b"abcd")
     assert np.shares_memory(read_payload(memory).values, memory)
 
 
@@ -89,7 +89,7 @@ def test_what_does_not_add_up_is_refused(case: str) -> None:
 
 def test_any_bytes_are_a_payload_or_a_protocol_error() -> None:
     generator = random.Random(1)
-    good: Any = written(Kind.ROWS, [3, 70], b"abcdefgh").tobytes()
+    good: Any = written(RowPayloadKind.ROWS, [3, 70], b"abcdefgh").tobytes()
     for _ in range(3000):
         data = bytearray(good[: generator.randint(0, len(good))])
         for _ in range(generator.randint(0, 4)):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.sparse.stripes import Stripes
+from kvstore.sparse.partition import Stripes
 
 COUNTS = st.integers(1, 6)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import RowSparseArray
-from kvstore.aggregate import sum_in_order
+from kvstore.arrays.cpu.sums import sum_in_order
 from kvstore.sparse.sums import Contribution, Sum, sum_repeated
 
 Array = np.ndarray[Any, Any]
@@ -35,6 +35,13 @@ def test_rows_of_one_id_are_added_in_their_order(num_ids: int, width: int) -> No
     assert found.ids.tolist() == sorted(expected)
     for id_, row in zip(found.ids.tolist(), found.values, strict=True):
         assert row.tobytes() == expected[id_].tobytes()
+
+
+def test_the_largest_ids_are_told_apart() -> None:
+    ids = np.array([2**63 - 1, 5, 2**62, 2**63 - 1, 2**63 - 2, 5, 0])
+    found = sum_repeated(ids, np.arange(7, dtype="f4").reshape(7, 1))
+    assert found.ids.tolist() == [0, 5, 2**62, 2**63 - 2, 2**63 - 1]
+    assert found.values[:, 0].tolist() == [6, 6, 2, 4, 3]
 
 
 def test_sums_of_float16_are_made_in_float32_and_rounded_once() -> None:

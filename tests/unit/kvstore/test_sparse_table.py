@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvstore import optimizer
-from kvstore.aggregate import Flat, Workspace
+from kvstore.arrays.cpu.sums import Flat, Workspace
+from kvstore.arrays.keys import KeySpec
 from kvstore.errors import NotSupportedError
-from kvstore.keys import KeySpec
 from kvstore.optimizer.base import Optimizer
 from kvstore.sparse import table
 from kvstore.sparse.sums import Contribution
@@ -97,7 +97,7 @@ def test_all_rows_at_once_make_a_direct_table(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_states_grow_with_the_rows_and_begin_as_the_optimizer_says(rows: RowTable) -> None:
-    chosen = Restless()
+    chosen = Restless(lazy_update=True)
     weight, state = np.zeros(SPEC.shape, FLOAT), np.ones(SPEC.shape, FLOAT)
     for count, seed in enumerate(range(6), 1):
         value = some(seed)

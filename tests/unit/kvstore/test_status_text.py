@@ -7,8 +7,8 @@ import json
 import pytest
 
 from kvstore.status import main
-from kvstore.status_text import Summary, as_json, as_line, as_table, rates, summarise
-from pslite.survey import NodeReport, NodeStatus, Progressed, Survey, Wait
+from kvstore.status.text import Summary, as_json, as_line, as_table, rates, summarise
+from pslite.wire.survey import NodeReport, NodeStatus, Progressed, Survey, Wait
 
 
 def report(
@@ -211,4 +211,4 @@ def test_an_interval_that_is_none_is_refused_in_words(
     with pytest.raises(SystemExit) as ended:
         main(["--watch", text])
     assert ended.value.code == 2
-    assert f"--watch: a number of seconds, at least 0.5, not {text}\n" in capsys.readouterr().err
+    assert f"--watch: expected at least 0.5 seconds, got {text}\n" in capsys.readouterr().err

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from kvstore import KVStore, Table, create, optimizer
+from kvstore.checkpoint.safetensors import TensorReader, TensorWriter
+from kvstore.checkpoint.tables import TableFile, load_table, write_table
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
 from kvstore.sparse.sums import Contribution
-from kvstore.tables.files import TableFile, write_table
-from kvstore.tables.hashing import shares_of
-from kvstore.tables.loading import load_table
+from kvstore.tables.ids import shares_of
 from kvstore.tables.settings import checked_settings
-from kvstore.tables.share import TableShare
-from kvstore.tensorfile import TensorReader, TensorWriter
+from kvstore.tables.shard import TableShare
 
 ADAM = optimizer.create("adam", learning_rate=0.1)
 DIM = 3
@@ -188,7 +187,7 @@ def test_a_delta_is_refused_by_a_table_that_does_not_stand_where_it_begins(
     for number in range(3):
         table.push([number], gradients(1))
         marks.append(table.export_delta(marks[-1], tmp_path / f"{number}"))
-    with pytest.raises(CheckpointError, match="load the full export that it begins at first"):
+    with pytest.raises(CheckpointError, match="first load the full export that it starts from"):
         other.load(tmp_path / "0")
     other.load(tmp_path / "all")
     with pytest.raises(CheckpointError, match="mark 2 to 3, and the table was loaded up to mark 1"):
@@ -272,7 +271,7 @@ def test_no_delta_fits_a_table_whose_load_failed_half_way(
         with pytest.raises(CheckpointError, match="disk"):
             follower.load(tmp_path / "all")
     assert follower.size == 0
-    with pytest.raises(CheckpointError, match="load the full export that it begins at first"):
+    with pytest.raises(CheckpointError, match="first load the full export that it starts from"):
         follower.load(tmp_path / "delta")
     follower.load(tmp_path / "all")
     follower.load(tmp_path / "delta")
@@ -287,7 +286,7 @@ def failing(*_: object) -> Any:
 def test_a_mark_that_no_export_returned_is_refused(kv: KVStore, tmp_path: Path, mark: Any) -> None:
     table = trained(kv)
     table.export(tmp_path / "all")
-    with pytest.raises(ArgumentValueError, match="no mark of table 't'"):
+    with pytest.raises(ArgumentValueError, match="not a mark of table 't'"):
         table.export_delta(mark, tmp_path / "delta")
     assert not (tmp_path / "delta").exists()
 
@@ -401,6 +400,24 @@ def test_a_damaged_file_is_refused_and_leaves_the_table_as_it_was(
     with pytest.raises(CheckpointError):
         table.load(path)
     assert rows_of(table) == before
+
+
+def test_a_file_whose_last_row_is_damaged_leaves_the_table_as_it_was(
+    kv: KVStore, tmp_path: Path
+) -> None:
+    table = kv.create_table("wide", 256, init=0)
+    ids = np.arange(2000)  # far more than one block of the file
+    table.push(ids, np.ones((2000, 256), np.float32))
+    path = tmp_path / "all"
+    table.export(path)
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    table.push(ids, np.full((2000, 256), 2, np.float32))
+    with pytest.raises(CheckpointError, match="damaged"):
+        table.load(path)
+    assert len(table) == 2000
+    assert (table.pull(ids) == 2).all()
 
 
 def test_a_delta_whose_rows_are_both_changed_and_unchanged_is_refused(

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from table_model import DIM, OPTIMIZER, Model, settings_of
 
 from kvstore import create
+from kvstore.checkpoint.tables import load_table, write_table
 from kvstore.sparse.sums import Contribution
 from kvstore.tables import Table
-from kvstore.tables.files import write_table
-from kvstore.tables.hashing import shares_of
-from kvstore.tables.loading import load_table
-from kvstore.tables.share import TableShare
+from kvstore.tables.ids import shares_of
+from kvstore.tables.shard import TableShare
 
 POOL = [0, 1, -1, 2**63 - 1, -(2**63), 7, 8, 9, 10, 2**53 + 1, 2**53, -12]
 ID = st.sampled_from(POOL)

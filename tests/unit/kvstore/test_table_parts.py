@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore import initializer
+from kvstore.arrays import initializer
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
-from kvstore.tables.admission import WAITING_BYTES, Waiting
-from kvstore.tables.ages import NO_ROW, Ages, stamp_at
-from kvstore.tables.first_values import FirstValues, checked_init, normal
-from kvstore.tables.hashing import mix, shares_of, spread
-from kvstore.tables.ids import checked_table_ids, first_appearances
-from kvstore.tables.index import PLACE_BYTES, IdIndex
+from kvstore.tables.admission import WAITING_BYTES, WaitingIds
+from kvstore.tables.eviction import NO_ROW, Ages, stamp_at
+from kvstore.tables.hash_index import PLACE_BYTES, IdIndex
+from kvstore.tables.ids import checked_table_ids, first_appearances, mix, shares_of, spread
+from kvstore.tables.initial_rows import FirstValues, checked_init, normal
 from kvstore.tables.lineage import Line, Lineage, agreed, line_of, new_lineage
 
 WORD = 2**64 - 1
@@ -195,7 +194,7 @@ def test_rows_from_a_stamp_on_are_not_taken() -> None:
 def test_touches_without_a_push_stay_in_order_however_many_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvstore.tables.ages._MOST_TOUCHES", 9)
+    monkeypatch.setattr("kvstore.tables.eviction._MOST_TOUCHES", 9)
     ages = Ages(4)
     ages.set_time(3)
     ages.stamps[3] = stamp_at(2) + 5  # touched before the last push, so the oldest
@@ -226,7 +225,7 @@ def test_ids_are_admitted_when_they_came_often_enough_among_the_last(
     admit_after: int, size: int, calls: list[tuple[list[int], int]]
 ) -> None:
     """In each call the first of those that are admitted find room; the others stay admitted."""
-    waiting, known, came = Waiting(admit_after, size), dict[int, list[int]](), 0
+    waiting, known, came = WaitingIds(admit_after, size), dict[int, list[int]](), 0
     for numbers, room in calls:
         expected = []
         for id_ in numbers:
@@ -250,7 +249,7 @@ def test_ids_are_admitted_when_they_came_often_enough_among_the_last(
 @pytest.mark.parametrize("size", [1500, 2048, 5000])
 @pytest.mark.parametrize("step", [1024, 300, 1, 7000])
 def test_ids_that_wait_are_the_last_ones_while_their_memory_grows(size: int, step: int) -> None:
-    waiting = Waiting(2, size)
+    waiting = WaitingIds(2, size)
     assert waiting.nbytes <= 1500 * WAITING_BYTES
     for start in range(0, 6000, step):
         waiting.touch(np.arange(start, start + step))

@@ -10,7 +10,12 @@ import pytest
 
 import kvstore
 from kvstore import KVStoreBase, optimizer
-from kvstore.errors import ArgumentTypeError, ArgumentValueError, ValueMismatchError
+from kvstore.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NotSupportedError,
+    ValueMismatchError,
+)
 from kvstore.kvstore import TestStore as SmallestStore
 
 
@@ -127,6 +132,16 @@ def test_what_a_plug_in_leaves_out_is_not_implemented() -> None:
     ):
         with pytest.raises(NotImplementedError):
             call()
+
+
+def test_what_a_plug_in_lacks_of_other_stores_is_refused_with_what_to_do() -> None:
+    kv = kvstore.create("teststore")
+    with pytest.raises(NotSupportedError, match="takes no row-sparse values; give it dense"):
+        kv.row_sparse_pull("w", row_ids=[0])
+    with pytest.raises(NotSupportedError, match="teststore store has no growing tables: create"):
+        kv.create_table("t", 4)
+    with pytest.raises(NotSupportedError, match="teststore store cannot compress gradients; leave"):
+        kv.set_gradient_compression({"type": "2bit"})
 
 
 def test_another_class_of_the_same_name_replaces_and_warns() -> None:

@@ -7,8 +7,8 @@ import itertools
 import pytest
 from store_requests import Asked
 
-from kvstore.protocol import pack, unpack
-from kvstore.together import Meetings
+from kvstore.protocol.requests import pack, unpack
+from kvstore.server.collective import Meetings
 from pslite.errors import UsageError
 
 
@@ -19,9 +19,15 @@ class Ranks:
         self.live = list(range(num_workers))
         self.meetings = Meetings()
 
-    def come(self, rank: int, name: str = "delete(['w'])", call: int = 1) -> Asked:
+    def come(
+        self,
+        rank: int,
+        name: str = "delete(['w'])",
+        call: int = 1,
+        error: BaseException | None = None,
+    ) -> Asked:
         asked = Asked(rank)
-        self.meetings.arrive(call, name, asked.incoming, self.live)
+        self.meetings.arrive(call, name, asked.incoming, self.live, error)
         return asked
 
     def leave(self, rank: int) -> None:
@@ -51,6 +57,20 @@ def test_the_lowest_rank_acts_when_all_have_come_and_the_others_when_it_has(
     assert outcome(asked[1]) is outcome(asked[2]) is None
     ranks.meetings.done(1, b"news", None)
     assert outcome(asked[1]) == outcome(asked[2]) == (False, b"news")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_all_hear_the_error_of_a_rank_that_cannot_take_part_and_can_call_again(
+    order: tuple[int, ...],
+) -> None:
+    ranks = Ranks(3)
+    asked = {
+        rank: ranks.come(rank, error=UsageError("its file is damaged") if rank == 1 else None)
+        for rank in order
+    }
+    assert {outcome(each) for each in asked.values()} == {"its file is damaged"}
+    again = [ranks.come(rank, call=2) for rank in order]
+    assert outcome(again[order.index(0)]) == (True, b"")
 
 
 def test_one_worker_alone_acts_at_once() -> None:

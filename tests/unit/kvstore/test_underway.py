@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.operation import UnderWay
+from kvstore.stores.dist.in_flight import InFlight, Operation
 from pslite import Future
 
 
@@ -31,14 +32,14 @@ class Reference:
         self.calls = [(keys - gone, future) for keys, future in self.calls]
 
 
-def begin(under_way: UnderWay, *keys: str) -> Future[None]:
+def begin(under_way: InFlight, *keys: str) -> Future[None]:
     future: Future[None] = Future()
     under_way.add(keys, future)
     return future
 
 
 def test_calls_beyond_the_window_are_waited_for_oldest_first() -> None:
-    calls = UnderWay()
+    calls = InFlight()
     first, second = begin(calls, "a", "b"), begin(calls, "a", "b")
     assert calls.beyond(("a", "b"), 2) == []
     third, fourth = begin(calls, "a", "b"), begin(calls, "a", "b")
@@ -51,7 +52,7 @@ def test_calls_beyond_the_window_are_waited_for_oldest_first() -> None:
 
 
 def test_a_call_does_not_wait_for_other_keys_of_a_crossing_list() -> None:
-    calls = UnderWay()
+    calls = InFlight()
     lists = [begin(calls, "a", "b") for _ in range(2)]
     alone = [begin(calls, "b") for _ in range(2)]
     assert calls.beyond(("a",), 2) == []
@@ -63,21 +64,21 @@ def test_a_call_does_not_wait_for_other_keys_of_a_crossing_list() -> None:
 
 
 def test_calls_of_crossing_lists_count_in_the_order_in_which_they_began() -> None:
-    calls = UnderWay()
+    calls = InFlight()
     first, second, third = begin(calls, "a", "b"), begin(calls, "a"), begin(calls, "a", "b")
     assert calls.beyond(("a",), 1) == calls.beyond(("a", "b"), 1) == [first, second]
     assert calls.of(["a"]) == [first, second, third]
 
 
 def test_a_list_waits_for_calls_of_lists_that_came_up_later() -> None:
-    calls = UnderWay()
+    calls = InFlight()
     assert calls.beyond(("a", "b"), 0) == []
     later = [begin(calls, "b", "c") for _ in range(2)]
     assert calls.beyond(("a", "b"), 1) == later[:1]
 
 
 def test_a_key_that_is_gone_leaves_the_others_of_its_calls() -> None:
-    calls = UnderWay()
+    calls = InFlight()
     first = begin(calls, "a", "b")
     second = begin(calls, "b")
     calls.forget(["a"])
@@ -88,7 +89,7 @@ def test_a_key_that_is_gone_leaves_the_others_of_its_calls() -> None:
 
 
 def test_a_script_that_shuffles_its_keys_leaves_nothing_behind() -> None:
-    calls = UnderWay()
+    calls = InFlight()
     keys = [str(number) for number in range(8)]
     slow = begin(calls, "0")
     for turn in range(50):
@@ -116,7 +117,7 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_it_knows_what_a_list_of_all_calls_knows(events: list[Any]) -> None:
-    calls, reference = UnderWay(), Reference()
+    calls, reference = InFlight(), Reference()
     futures: list[Future[None]] = []
     for what, which in events:
         if what == "finish":
@@ -139,3 +140,30 @@ def test_it_knows_what_a_list_of_all_calls_knows(events: list[Any]) -> None:
             assert set(found) == reference.beyond(keys, what)
     wanted = [f for keys, f in reference.calls if keys and not f.done()]
     assert calls.of() == wanted
+
+
+# -- the future of one call ----------------------------------------------------------------
+
+
+def test_a_call_is_over_when_all_its_messages_are() -> None:
+    operation = Operation(2, lambda: "a push")
+    operation.part_done(None)
+    assert not operation.future.done()
+    operation.part_done(None)
+    assert operation.future.result(0) is None
+    assert Operation(0, lambda: "a push").future.done()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_call_of_which_one_message_failed_has_its_error(is_first: bool) -> None:
+    operation, error = Operation(2, lambda: "a push"), ValueError("refused")
+    for each in (error, None) if is_first else (None, error):
+        operation.part_done(each)
+    assert operation.future.error() is error
+
+
+def test_of_several_errors_a_call_has_the_first() -> None:
+    operation, error = Operation(2, lambda: "a push"), ValueError("refused")
+    operation.part_done(error)
+    operation.part_done(ValueError("a consequence"))
+    assert operation.future.error() is error

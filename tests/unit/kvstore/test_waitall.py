@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from nd_helpers import Call
 
-from kvstore import lazy, nd
-from kvstore.ndarray import begin
+from kvstore.arrays import pending
+from kvstore.mxnet import nd
+from kvstore.mxnet.nd.ndarray import begin
 from pslite.errors import RemoteError
 from pslite.future import Future, failed
 
@@ -20,9 +21,9 @@ from pslite.future import Future, failed
 @pytest.fixture(autouse=True)
 def nothing_is_left_under_way() -> Iterator[None]:
     yield
-    assert not lazy._unfinished
+    assert not pending._unfinished
     gc.collect()
-    assert not list(lazy._failed)
+    assert not list(pending._failed)
 
 
 # -- all of them --------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def test_a_call_that_has_ended_is_kept_by_nobody() -> None:
     a = nd.zeros(1)
     for _ in range(100):
         a._begin_read(Future())
-        future = next(iter(lazy._unfinished))._work[0]  # type: ignore[index]
+        future = next(iter(pending._unfinished))._work[0]  # type: ignore[index]
         future.set_result(None)
     assert len(a._uses.reads) == 1
     call = Call(a)
@@ -114,7 +115,7 @@ def test_a_call_that_has_ended_is_kept_by_nobody() -> None:
 def test_many_arrays_of_one_call_are_one_entry() -> None:
     arrays = [nd.zeros(2) for _ in range(50)]
     call = Call(*arrays)
-    assert len(lazy._unfinished) == 1
+    assert len(pending._unfinished) == 1
     nd.waitall()
     assert call.waits == 1
     assert all(array.asnumpy().tolist() == [5, 5] for array in arrays)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.waiting import Waiter
-from pslite.errors import DeadlineError, NodeLostError, UsageError
+from kvstore.stores.dist.node import Waiter, worker_node
+from pslite import Config
+from pslite.errors import ConfigError, DeadlineError, NodeLostError, UsageError
 from pslite.future import Future, completed, failed
 
 LIMIT_S = 20.0
@@ -23,12 +24,17 @@ class Node:
         self.reported = threading.Event()
         self.errands = SimpleNamespace(is_io_thread=is_io_thread, check_process=self._check_process)
         self._is_forked = is_forked
-        self.config = SimpleNamespace(stall_report_s=0.01)
+        self.config = SimpleNamespace(stall_report_s=0.01, report_after_s=0.01, stall_timeout_s=0.0)
+        self.long_waits = 0
+        self.reporter = SimpleNamespace(progress=None)
         self.log = SimpleNamespace(warn=self._warn)
 
     def _check_process(self) -> None:
         if self._is_forked:
             raise UsageError("a forked child cannot use it")
+
+    def report_long_wait(self) -> None:
+        self.long_waits += 1
 
     def _warn(self, line: str) -> None:
         self.lines.append(line)
@@ -103,3 +109,17 @@ def test_a_forked_child_may_take_what_is_done_and_wait_for_nothing() -> None:
     for call in (lambda: waiter(node).wait(Future()), waiter(node).check):
         with pytest.raises(UsageError, match="forked"):
             call()
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler"])
+def test_a_process_that_is_not_a_worker_gets_no_worker_node(
+    monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setenv("DMLC_ROLE", role)
+    with pytest.raises(ConfigError, match=f"DMLC_ROLE is '{role}'; it must be worker here"):
+        worker_node()
+    served: list[Config] = []
+    with pytest.raises(SystemExit) as ended:
+        worker_node(lambda config: served.append(config) or 3)
+    assert ended.value.code == 3
+    assert [config.role for config in served] == [role]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from pslite import address
 from pslite.config import Config
 from pslite.errors import ConfigError
+from pslite.node import address
+from pslite.node.address import process_alive
 
 HOST_HAS = {
     "lo": ["127.0.0.1", "::1"],
@@ -125,7 +127,7 @@ def test_an_ipv6_address_stands_in_brackets(host: str, endpoint: str) -> None:
 
 
 def test_processes_of_one_machine_agree_on_its_identity() -> None:
-    code = "from pslite.address import machine_id; print(machine_id(), end='')"
+    code = "from pslite.node.address import machine_id; print(machine_id(), end='')"
     root = Path(address.__file__).parents[1]
     other = subprocess.run(
         [sys.executable, "-c", code],
@@ -149,3 +151,18 @@ def test_a_process_is_alive_until_it_has_ended_also_while_nobody_asked_for_its_e
 
 def test_this_process_is_alive() -> None:
     assert address.process_alive(os.getpid())
+
+
+def test_a_process_is_alive_also_where_no_more_files_can_be_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node that may open no more files must not take its peers for dead."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+
+    def refuse(path: Path) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert process_alive(os.getpid())
+    assert not process_alive(ended.pid)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from pslite.protocol.barrier import MAX_GIVEN_UP, Barriers, Overdue, Release
+from pslite.errors import DeadlockError
+from pslite.protocol.barrier import MAX_GIVEN_UP, MAX_OPEN, Barriers, Overdue, Release
 
 GROUP = 4
 A, B, C = 9, 11, 13
@@ -68,7 +69,7 @@ def test_barriers_of_several_groups_are_apart() -> None:
 
 def test_a_node_that_is_no_member_is_told_so() -> None:
     barriers = make()
-    error = "worker 2 is no member of barrier group 4"
+    error = "worker 2 is not a member of barrier group 4"
     assert barriers.enter(C, GROUP, 1, (A, B), math.inf) == [
         Release(C, GROUP, 1, "UsageError", error)
     ]
@@ -108,7 +109,7 @@ def test_a_barrier_that_somebody_gives_up_ends_for_all_and_names_who_is_missing(
     enter(barriers, (A, 1), until=10.0)
     enter(barriers, (B, 1), until=math.inf)
     too_early = barriers.tick(9.9)
-    text = "the barrier of group 4 was not reached in time by worker 2"
+    text = "the barrier of the workers was not reached in time by worker 2"
     assert (too_early, barriers.next_due()) == ([], 10.0)
     assert barriers.tick(10.0) == [
         Release(A, GROUP, 1, "DeadlineError", text),
@@ -201,3 +202,24 @@ def test_the_barriers_that_wait_are_listed_with_who_is_missing() -> None:
     assert barriers.waits(9.0) == [Overdue((A, C), GROUP, 1, (B,), 4.0)]
     enter(barriers, (B, 1))
     assert barriers.waits(10.0) == []
+
+
+def test_a_node_waits_in_so_many_barriers_at_most_and_is_told_so() -> None:
+    barriers = make()
+    assert enter(barriers, *((A, round_) for round_ in range(1, MAX_OPEN + 1))) == []
+    (refused,) = enter(barriers, (A, MAX_OPEN + 1))
+    text = f"worker 0 waits in {MAX_OPEN} barriers, which is the limit; wait for one of them before"
+    assert refused.kind == "UsageError"
+    assert refused.error.startswith(text)
+    assert barriers.missing(GROUP, MAX_OPEN + 1) == []
+    assert enter(barriers, (B, 1), (C, 1)) == released(1)
+    assert enter(barriers, (A, MAX_OPEN + 1)) == []
+
+
+def test_barriers_that_nobody_will_reach_end_for_all_and_for_those_who_come_late() -> None:
+    barriers = make()
+    enter(barriers, (A, 1), (B, 1), (C, 1), (A, 2), (C, 2))
+    given_up = [Release(node, GROUP, 2, "DeadlockError", "all wait") for node in ALL]
+    assert barriers.give_up(DeadlockError, "all wait") == [given_up[0], given_up[2]]
+    assert enter(barriers, (B, 2)) == [given_up[1]]
+    assert enter(barriers, (A, 3), (B, 3), (C, 3)) == released(3)

@@ -258,3 +258,14 @@ def test_the_memory_of_a_conversation_does_not_grow_with_its_length() -> None:
     kept = [(end.everything_accepted, end.acceptance()) for end in conversation.ends]
     assert kept == [(True, (1500, ()))] * 2
     assert [len(texts) for texts in conversation.delivered] == [1500, 1500]
+
+
+def test_what_a_slow_link_still_carries_is_not_sent_again() -> None:
+    channel = Channel(TIMEOUT_S)
+    for position in (100, 200, 300):
+        number(channel).position = position
+    first = [each.sequence for each in channel.repeats(1.0, passed=150)]
+    assert (first, channel.next_due) == ([1], 2.0)  # the others' time begins now
+    assert [each.sequence for each in channel.repeats(2.0, passed=300)] == [2, 3]
+    at_once = channel.repeats(2.1, at_once=True, passed=250)
+    assert [each.sequence for each in at_once] == [1, 2]

@@ -282,7 +282,7 @@ def test_limits_hold_at_the_border() -> None:
         decode([good] + [b""] * MAX_FRAMES)
     head = b"\xc6" + struct.pack(">I", MAX_HEADER_BYTES - 5)
     assert len(unpack_value(head.ljust(MAX_HEADER_BYTES, b"x"))) == MAX_HEADER_BYTES - 5
-    with pytest.raises(ProtocolError, match="are allowed"):
+    with pytest.raises(ProtocolError, match="the limit is"):
         unpack_value(bytes(MAX_HEADER_BYTES + 1))
 
 
@@ -444,16 +444,16 @@ def test_a_negative_number_that_counts_or_names_something_is_refused(
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), -float("inf")])
 def test_a_time_that_is_none_is_refused_on_both_sides(value: float) -> None:
-    with pytest.raises(UsageError, match="timeout_s of BarrierEnter cannot be"):
+    with pytest.raises(UsageError, match=r"BarrierEnter\.timeout_s cannot be"):
         encode(surround(BarrierEnter(4, 1, value)))
     spoilt = header(BarrierEnter(4, 1, 0.0))
     spoilt[-1] = value
-    with pytest.raises(ProtocolError, match="a time is no number of seconds"):
+    with pytest.raises(ProtocolError, match="expected a time in seconds"):
         decode([msgpack.packb(spoilt)])
 
 
 def test_what_no_receiver_would_accept_is_not_sent() -> None:
-    with pytest.raises(UsageError, match="group of BarrierEnter cannot be -1"):
+    with pytest.raises(UsageError, match=r"BarrierEnter\.group cannot be -1"):
         encode(surround(BarrierEnter(-1, 1, 0.0)))
 
 
@@ -470,7 +470,7 @@ def test_lists_have_limits_of_their_own() -> None:
         decode([msgpack.packb(many)])
     nodes = header(Roster(1, ()))
     nodes[ENVELOPE_FIELDS + 1] = [[]] * (MAX_LISTED + 1)
-    with pytest.raises(ProtocolError, match="too long"):
+    with pytest.raises(ProtocolError, match="list of at most"):
         decode([msgpack.packb(nodes)])
     job = header()
     job[2] = "j" * (MAX_JOB_BYTES + 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import threading
 from typing import Any
 
 import pytest
@@ -38,6 +40,7 @@ SAMPLES: dict[str, tuple[str, Any, Any]] = {
     "roster_interval_s": ("2.5", 2.5, 3.5),
     "lost_after_s": ("7", 7.0, 8.0),
     "stall_report_s": ("12", 12.0, 13.0),
+    "stall_timeout_s": ("600", 600.0, 7.5),
     "close_timeout_s": ("3", 3.0, 4.0),
     "resend_timeout_s": ("1500", 1.5, 0.25),
     "drop_percent": ("10", 10.0, 20.0),
@@ -52,6 +55,7 @@ SAMPLES: dict[str, tuple[str, Any, Any]] = {
     "reduction_threads": ("3", 3, 2),
     "native": ("0", False, True),
     "max_message_bytes": ("3000000", 3_000_000, 4_000_000),
+    "stranger_bytes": ("1000000", 1_000_000, 2_000_000),
 }
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 NUMBERS = sorted(name for name, sample in SAMPLES.items() if type(sample[1]) in (int, float))
@@ -165,6 +169,7 @@ def test_settings_that_cannot_be_are_refused_by_name(settings: dict[str, Any], w
         {"lost_after_s": math.nan},
         {"drop_percent": -0.1},
         {"max_message_bytes": 4096},
+        {"stranger_bytes": 0},
     ],
     ids=lambda settings: next(iter(settings)),
 )
@@ -269,3 +274,59 @@ def test_every_setting_has_a_name_and_a_help_of_its_own() -> None:
 def test_a_number_out_of_its_range_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name):
         Config.from_env({name: value})
+
+
+# -- extremes --------------------------------------------------------------------------------
+
+SECONDS = sorted(name for name in SAMPLES if name.endswith("_s"))
+INTEGERS = sorted(
+    name
+    for name, sample in SAMPLES.items()
+    if type(sample[1]) is int and name not in ("verbose", "connections")
+)
+
+
+@pytest.mark.parametrize("field", SECONDS)
+@pytest.mark.parametrize("text", ["inf", "1e308", "1e12"])
+def test_a_time_without_end_is_one_that_clocks_and_locks_can_count(field: str, text: str) -> None:
+    config, _ = Config.from_env({env_name(field): text})
+    assert getattr(config, field) == 1e9
+    assert getattr(Config(**{field: math.inf}), field) == 1e9
+    assert getattr(config, field) < threading.TIMEOUT_MAX
+
+
+@pytest.mark.parametrize("field", INTEGERS)
+@pytest.mark.parametrize("value", [2**63, 10**30])
+def test_a_number_that_nothing_could_count_is_named_with_its_bound(field: str, value: int) -> None:
+    expected = rf"{env_name(field)} is {value}; it must be at most \d+$"
+    with pytest.raises(ConfigError, match=expected):
+        Config.from_env({env_name(field): str(value)})
+    ready = Config("worker", 1, 1, "head", 9091)
+    with pytest.raises(ConfigError, match=expected):
+        dataclasses.replace(ready, **{field: value}).checked_for_cluster()
+    with pytest.raises(ConfigError, match=expected):
+        Config.read(field, {env_name(field): str(value)})
+
+
+@pytest.mark.parametrize("field", [*SECONDS, "drop_percent"])
+@pytest.mark.parametrize("text", ["nan", "-inf", "-1"])
+def test_what_is_no_number_or_negative_is_refused(field: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=env_name(field)):
+        Config.from_env({env_name(field): text})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("DMLC_TASK_ID", "-3", "0 or greater"),
+        ("PS_DROP_MSG", "200", "at most 100"),
+        ("PS_LOST_AFTER", "0", "greater than 0"),
+        ("PS_STALL_TIMEOUT", "nan", "0 or greater"),
+    ],
+)
+def test_a_number_out_of_its_range_is_shown_beside_what_was_expected(
+    name: str, value: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_env({name: value})
+    assert re.fullmatch(rf"{name} is {value}(\.0)?; it must be {expected}", str(caught.value))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pslite.customer import Customers, Incoming, Reply
 from pslite.errors import ClosedError, NodeLostError, RemoteError, UsageError
 from pslite.future import Future
-from pslite.wire.codec import Envelope, decode, encode
+from pslite.node.customer import Customers, Incoming, Reply
+from pslite.wire.codec import MAX_HEADER_BYTES, Envelope, decode, encode
 from pslite.wire.messages import Request, Response
 
 ECHO = 7
@@ -68,6 +68,15 @@ def test_every_asked_node_answers_with_body_and_frames() -> None:
     future = net.ask(9, 8, 10)
     net.settle()
     assert future.result(0) == {8: Reply(b"body!", [b"frame"]), 10: Reply(b"body!", [b"frame"])}
+
+
+def test_a_body_that_no_header_holds_is_refused_before_anything_is_sent() -> None:
+    net = Net(9, 8)
+    future: Future[dict[int, Reply]] = Future()
+    net.nodes[9].ask([8], ECHO, 0, 1, bytes(MAX_HEADER_BYTES), {}, future)
+    with pytest.raises(UsageError, match=r"the body has \d+ bytes; the limit is \d+: use frames"):
+        future.result(0)
+    assert net.sent == []
 
 
 def test_the_handler_sees_who_asks_and_what() -> None:
@@ -169,7 +178,10 @@ def test_a_request_for_an_app_that_never_comes_is_refused_in_time() -> None:
     net.nodes[8].expire(before=15.0)
     net.settle()
     error = early.error()
-    assert (type(error), str(error)) == (UsageError, "there is no app 7 on the node that was asked")
+    assert (type(error), str(error)) == (
+        UsageError,
+        "the node that was asked does not have an app 7",
+    )
     assert not late.done()
 
 
@@ -184,7 +196,7 @@ def test_requests_that_wait_for_apps_are_bounded() -> None:
 def test_an_app_number_is_given_once_until_the_app_is_removed() -> None:
     customers = Net(8).nodes[8]
     customers.add(ECHO, echo)
-    with pytest.raises(UsageError, match="app 7 already"):
+    with pytest.raises(UsageError, match="already has an app 7"):
         customers.add(ECHO, echo)
     customers.remove(ECHO)
     customers.add(ECHO, echo)
@@ -255,7 +267,7 @@ def test_the_loss_of_a_node_keeps_its_role_and_rank_on_the_way_to_the_asker() ->
 def test_what_waits_for_an_app_is_bounded_in_bytes_and_the_room_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pslite.customer._MAX_EARLY_BYTES", 100)
+    monkeypatch.setattr("pslite.node.customer._MAX_EARLY_BYTES", 100)
     sent: list[Response] = []
     customers = Customers(lambda _, message, __: sent.append(message), lambda work: work())  # type: ignore[arg-type]
 
@@ -273,3 +285,21 @@ def test_what_waits_for_an_app_is_bounded_in_bytes_and_the_room_comes_back(
     customers.remove(5)
     arrive(4, app=5)
     assert [response.request_id for response in sent] == [2, 1, 3]
+
+
+def test_an_app_is_at_work_while_it_may_answer_by_itself() -> None:
+    commands: list[Any] = []
+    customers = Customers(lambda *_: None, commands.append)
+    held: list[Incoming] = []
+    customers.add(5, held.append)
+    customers.add(6, held.append, waits_for_others=True)
+    customers.request_arrived(9, Request(6, 0, 1, 0, b""), [], 0.0)
+    assert not customers.is_at_work
+    customers.request_arrived(9, Request(5, 0, 2, 0, b""), [], 0.0)
+    assert customers.is_at_work
+    held[1].respond()
+    assert customers.is_at_work, "the answer is not sent"
+    commands.pop()()
+    assert not customers.is_at_work
+    customers.request_arrived(9, Request(7, 0, 3, 0, b""), [], 0.0)
+    assert customers.is_at_work, "it waits for an app that may come"

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from pslite.errands import Errands
 from pslite.errors import UsageError
+from pslite.node.io_queue import Errands
 
 
 class Node:
@@ -96,7 +96,7 @@ def test_at_the_end_everything_is_run_and_what_comes_afterwards_at_once() -> Non
 def test_a_forked_child_is_refused_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node()
     assert not node.errands.is_forked
-    monkeypatch.setattr("pslite.errands._pid", -1)
+    monkeypatch.setattr("pslite.node.io_queue._pid", -1)
     assert node.errands.is_forked
     for ask in (
         node.errands.check_process,

@@ -53,6 +53,21 @@ def test_any_other_error_travels_with_its_traceback() -> None:
     assert text.endswith("KeyError: 'momentum'")
 
 
+def test_an_error_whose_text_cannot_be_made_travels_all_the_same() -> None:
+    class Untold(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    assert describe(Untold())[0] == "Untold"
+
+
+def test_what_would_end_a_thread_in_silence_becomes_an_error_with_its_cause() -> None:
+    ending = SystemExit(0)
+    assert isinstance(errors.as_failure(ending), RuntimeError)
+    assert errors.as_failure(ending).__cause__ is ending
+    assert errors.as_failure(error := KeyError(1)) is error
+
+
 def test_text_that_is_no_unicode_is_made_readable() -> None:
     assert describe(errors.UsageError("no file w-\udcff")) == ("UsageError", "no file w-\\udcff")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 from typing import Any
 
@@ -28,6 +30,16 @@ def test_a_waiting_thread_gets_the_value_of_another_thread() -> None:
     future.set_result(7)
     thread.join()
     assert got == [7]
+
+
+def test_a_future_shows_what_it_is_of_and_how_far() -> None:
+    future: Future[list[int]] = Future(lambda: "a pull of 'w'")
+    assert repr(future) == "<Future of a pull of 'w': pending>"
+    future.set_result([1])
+    assert repr(future) == "<Future of a pull of 'w': done, list>"
+    lost: Future[None] = Future("a push")
+    lost.set_error(ERROR)
+    assert repr(lost) == "<Future of a push: failed, UsageError: no such key>"
 
 
 def test_the_first_completion_counts() -> None:
@@ -94,6 +106,56 @@ def test_an_error_within_a_step_is_the_result() -> None:
 
     assert completed(1).then(step).error() is ERROR
     assert completed(0).map(lambda value: 1 // value).error().__class__ is ZeroDivisionError
+
+
+@pytest.mark.parametrize("ending", [SystemExit(0), KeyboardInterrupt()], ids=repr)
+def test_a_step_that_ends_the_thread_of_a_node_is_the_result(ending: BaseException) -> None:
+    first: Future[int] = Future()
+
+    def step(value: int) -> Future[int]:
+        raise ending
+
+    result = first.then(step)
+    complete = threading.Thread(target=first.set_result, args=(1,))
+    complete.start()
+    complete.join()
+    assert result.error() is ending
+
+
+def test_a_callback_that_ends_the_thread_of_a_node_keeps_nobody_from_being_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first: Future[int] = Future()
+    told: list[int] = []
+
+    def end(done: Future[int]) -> None:
+        raise SystemExit("the end")
+
+    first.on_done(end)
+    first.on_done(lambda done: told.append(done.result(0)))
+    complete = threading.Thread(target=first.set_result, args=(1,))
+    complete.start()
+    complete.join()
+    assert told == [1]
+    assert "SystemExit: the end" in capsys.readouterr().err
+
+
+def test_a_callback_may_end_its_own_script() -> None:
+    with pytest.raises(SystemExit):
+        completed(1).on_done(lambda done: sys.exit(3))
+
+
+def test_a_callback_whose_error_nobody_can_be_shown_keeps_nobody_from_being_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first: Future[int] = Future()
+    told: list[int] = []
+    first.on_done(lambda done: told.append(1 // 0))
+    first.on_done(lambda done: told.append(done.result(0)))
+    monkeypatch.setattr("sys.stderr", (closed := io.StringIO()))
+    closed.close()
+    first.set_result(1)
+    assert told == [1]
 
 
 def test_the_error_of_a_further_step_is_the_result() -> None:

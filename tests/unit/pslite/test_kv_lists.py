@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pslite.errors import ProtocolError
-from pslite.kv_lists import (
+from pslite.apps.kv_lists import (
     MAX_BYTES,
     MAX_LISTS,
     MIN_KEYS,
@@ -20,7 +19,8 @@ from pslite.kv_lists import (
     RecentLists,
     SentLists,
 )
-from pslite.kv_pairs import Keys
+from pslite.apps.kv_pairs import Keys
+from pslite.errors import ProtocolError
 
 WIRE_DOC = Path(__file__).resolve().parents[3] / "docs" / "wire.md"
 WORKER, OTHER = 9, 11
@@ -129,7 +129,7 @@ def test_a_name_cannot_mean_other_keys() -> None:
     lists = ReceivedLists()
     kept = lists.resolve(WORKER, ONE, keys_of(1, 2))
     assert lists.resolve(WORKER, ONE, keys_of(1, 2)) is kept
-    with pytest.raises(ProtocolError, match="list 1 of keys is there, with other keys"):
+    with pytest.raises(ProtocolError, match="key list 1 exists already with other keys"):
         lists.resolve(WORKER, ONE, keys_of(1, 3))
     assert lists.resolve(WORKER, ONE, None) is kept
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pslite.apps.kv_pairs import as_keys, as_values, fault_in, is_rising, owned, same_keys
 from pslite.errors import UsageError
-from pslite.kv_pairs import as_keys, as_values, fault_in, is_rising, owned, same_keys
 
 BLOCK = 65_536
 EDGES = [0, 1, BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 2]
@@ -54,7 +54,7 @@ def test_signed_keys_are_taken_as_they_lie_and_negative_ones_refused() -> None:
     assert as_keys(keys).tolist() == keys.tolist() and as_keys(keys).dtype == np.uint64
     assert as_keys(keys.astype(">i8")).tolist() == keys.tolist()
     assert as_keys(np.array([1, 2], np.int8)).dtype == np.uint64
-    with pytest.raises(UsageError, match="must not be negative, -2 is"):
+    with pytest.raises(UsageError, match="must not be negative, got -2"):
         as_keys(np.array([1, -2]))
 
 

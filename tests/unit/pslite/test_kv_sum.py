@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from pslite import KVMeta, KVPairs, SumHandle
-from pslite.kv_lists import MIN_KEYS
-from pslite.kv_pairs import Keys
+from pslite.apps.kv_lists import MIN_KEYS
+from pslite.apps.kv_pairs import Keys
 
 PUSH = KVMeta(0, True, False, 9, 0, 0, 1)
 PULL = KVMeta(0, False, True, 9, 0, 0, 2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pslite.errors import PSError
-from pslite.links import MAX_STRANGERS, TELL_AFTER_S, TELL_BYTES, Delivery, Links
+from pslite.node.links import MAX_STRANGERS, TELL_AFTER_S, TELL_BYTES, Delivery, Links
 from pslite.van.base import Buffer, Received, Van, VanEvent
 from pslite.wire.codec import VERSION, Envelope, decode, encode, pack_value
 from pslite.wire.messages import Accepted, Beat, Leave, Message, Refused, Request, StatusQuestion
@@ -21,6 +21,10 @@ class Wire(Van):
     def __init__(self, uid: str) -> None:
         self.uid = uid
         self.sent: list[tuple[str, list[bytes]]] = []
+        self.on_the_way = 0
+
+    def in_transit(self, peer: str) -> int:
+        return self.on_the_way
 
     def send(self, peer: str, frames: Sequence[Buffer]) -> None:
         self.sent.append((peer, [bytes(frame) for frame in frames]))
@@ -128,8 +132,8 @@ def test_an_acceptance_frees_what_was_kept(pair: tuple[Node, Node]) -> None:
     pass_on(alice, bob)
     bob.links.flush(1, 0.0, at_once=True)
     pass_on(bob, alice)
-    assert under_way == (10_000, ["bob"])
-    assert (alice.links.unaccepted_bytes("bob"), alice.links.owed_by()) == (0, [])
+    assert under_way == (10_000, {"bob": (1, 10_000)})
+    assert (alice.links.unaccepted_bytes("bob"), alice.links.owed_by()) == (0, {})
     assert (alice.links.everything_accepted(), alice.links.next_due()) == (True, None)
 
 
@@ -277,7 +281,7 @@ def test_another_version_is_dropped_by_name(pair: tuple[Node, Node]) -> None:
     header[1] = VERSION + 1
     assert bob.hear(alice, [bytes(header)]) is None
     assert dict(bob.links.dropped) == {"no message of this protocol": 1}
-    assert bob.links.last_malformed == f"protocol version {VERSION + 1}; this node speaks {VERSION}"
+    assert bob.links.last_malformed == f"expected protocol version {VERSION}, got {VERSION + 1}"
 
 
 def test_a_message_of_another_job_is_refused_and_its_sender_told_why() -> None:
@@ -287,8 +291,23 @@ def test_a_message_of_another_job_is_refused_and_its_sender_told_why() -> None:
     (refusal,) = pass_on(ours, theirs)
     assert (delivered, dict(ours.links.dropped)) == ([], {"another job": 1})
     assert isinstance(refusal, Refused)
-    assert "'ours'" in refusal.error
-    assert "'theirs'" in refusal.error
+    assert "this node does not belong to job 'theirs'" in refusal.error
+
+
+def test_a_refusal_does_not_tell_the_id_of_the_job() -> None:
+    ours, theirs = Node("scheduler", 1, job="our secret"), Node("worker", 2, job="theirs")
+    theirs.say(ours, REQUEST)
+    pass_on(theirs, ours)
+    (refusal,) = ours.transmissions()
+    assert isinstance(decode(refusal).message, Refused)
+    assert b"our secret" not in b"".join(refusal)
+
+
+def test_a_node_without_a_job_id_takes_a_refusal_that_has_none() -> None:
+    ours, nameless = Node("scheduler", 1, job="ours"), Node("worker", 2, job="")
+    nameless.say(ours, REQUEST)
+    pass_on(nameless, ours)
+    assert [type(message) for message in pass_on(ours, nameless)] == [Refused]
 
 
 def test_two_jobs_that_meet_do_not_refuse_each_others_refusals() -> None:
@@ -466,3 +485,29 @@ def test_no_other_message_may_come_without_the_jobs_id() -> None:
     node = Node("scheduler", 7)
     envelope = Envelope("", 0, 99, 0, 0, 0, (), (), Beat())
     assert node.links.receive(Received("O1", [encode(envelope)])) is None
+
+
+def test_a_message_is_sent_again_when_it_has_left_and_not_while_a_slow_link_carries_it() -> None:
+    node = Node("a", 1)
+    payload = bytes(10_000)
+    for _ in range(2):
+        node.links.send("b", Request(1, 0, 1, 0, b""), (payload,), 0, 0.0)
+    node.wire.on_the_way = sum(map(len, node.wire.sent[1][1]))
+    node.links.resend(1.0)
+    assert len(node.wire.sent) == 3  # the first one has left
+    node.wire.on_the_way = 20_200
+    node.links.resend(2.0)
+    assert len(node.wire.sent) == 3
+    node.wire.on_the_way = 0
+    node.links.resend(4.0)
+    assert len(node.wire.sent) == 5
+
+
+def test_what_waits_for_a_connection_is_not_sent_twice_when_it_is_there() -> None:
+    node = Node("a", 1)
+    node.links.send("b", Request(1, 0, 1, 0, b"lost with the old one"), (), 0, 0.0)
+    lost = len(node.wire.sent[0][1][0])
+    node.links.send("b", Request(1, 0, 2, 0, b"waits for the new one"), (), 0, 0.1)
+    node.wire.on_the_way = lost
+    node.links.reconnected("b", 0.2)
+    assert [frames[0].count(b"lost") for _, frames in node.wire.sent] == [1, 0, 1]

@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 
 from pslite.config import Config
-from pslite.protocol.liveness import Liveness, Lost, Stalled
+from pslite.protocol.liveness import (
+    AWAITED_S,
+    ENDED_S,
+    PROCESS_GONE,
+    VAIN_CONNECTIONS,
+    Headway,
+    Liveness,
+    Lost,
+    Stalled,
+)
 
 
 def watching(*peers: str, fatal_after_s: float = 0.0) -> Liveness:
@@ -37,6 +46,39 @@ def test_a_connection_that_comes_back_in_time_is_forgiven() -> None:
     liveness.disconnected("w0", 0.0)
     liveness.connected("w0")
     assert (liveness.tick(20.0), liveness.suspects()) == ([], [])
+
+
+def test_attempts_to_connect_that_are_answered_buy_time_and_not_for_ever() -> None:
+    liveness = watching("w0", "w1")
+    for peer in "w0", "w1":
+        liveness.disconnected(peer, 0.0)
+    liveness.answered("w0", 3.0)
+    assert [lost.peer for lost in liveness.tick(7.9)] == ["w1"]
+    for now in range(4, 34):
+        liveness.answered("w0", float(now))
+        assert liveness.tick(now + 0.9) == []
+    liveness.answered("w0", 34.5)
+    (lost,) = liveness.tick(5.0 + AWAITED_S)
+    assert isinstance(lost, Lost)
+    assert "has been gone for 35.0 s. Somebody answered attempts to connect" in lost.reason
+
+
+def test_answers_before_the_connection_was_gone_buy_no_time() -> None:
+    liveness = watching("w0")
+    liveness.answered("w0", 9.0)
+    liveness.disconnected("w0", 10.0)
+    assert liveness.tick(14.9) == []
+    assert liveness.tick(15.0) == [Lost("w0", "its connection has been gone for 5.0 s")]
+
+
+def test_who_has_answered_is_lost_when_the_answers_end() -> None:
+    liveness = watching("w0")
+    liveness.disconnected("w0", 0.0)
+    liveness.answered("w0", 4.0)
+    liveness.answered("nobody", 4.0)
+    assert liveness.tick(8.9) == []
+    (lost,) = liveness.tick(9.0)
+    assert isinstance(lost, Lost) and "until 5.0 s ago" in lost.reason
 
 
 def test_a_message_proves_the_connection() -> None:
@@ -146,3 +188,63 @@ def test_how_long_a_peer_has_been_silent_can_be_asked() -> None:
     assert liveness.silent_s("w0", 10.0) == 7.0
     assert liveness.silent_s("w0", 2.0) == 0.0
     assert liveness.silent_s("stranger", 10.0) == 0.0
+
+
+def test_a_dead_process_whose_children_keep_the_connection_is_lost_after_its_last_words() -> None:
+    liveness = watching("w0")
+    liveness.ended("w0", 10.0)
+    assert liveness.tick(10.0) == []  # what it sent before may still be on its way
+    liveness.heard("w0", 10.2)
+    liveness.ended("w0", 10.2)
+    liveness.ended("w0", 10.6)  # looked at again: the time goes on
+    verdicts = [liveness.tick(10.2 + after) for after in (ENDED_S - 0.1, ENDED_S)]
+    assert verdicts == [[], [Lost("w0", PROCESS_GONE)]]
+    assert liveness.watched() == []
+
+
+# -- connections that bring nothing to its end ----------------------------------------------
+
+
+def end_in_vain(headway: Headway, times: int, every_s: float, progress: int = 7) -> list[str]:
+    """Connections end one after the other; what was said of it."""
+    said = [
+        headway.disconnected(
+            "w0",
+            number * every_s,
+            progress=progress,
+            unaccepted_bytes=80_000_000,
+            moved_bytes=2_500_000,
+        )
+        for number in range(times)
+    ]
+    return [each for each in said if each is not None]
+
+
+def test_connections_that_keep_ending_before_a_message_is_through_are_told_with_their_speed() -> (
+    None
+):
+    (sentence,) = end_in_vain(Headway(), VAIN_CONNECTIONS + 1, every_s=5.0)
+    for part in (
+        "10 connections one after the other",
+        "25000000 bytes moved in 50 s (4.00 Mbit/s)",
+        "80000000 bytes wait",
+        "PS_CHUNK_BYTES",
+    ):
+        assert part in sentence
+
+
+def test_a_burst_of_resets_is_forgiven() -> None:
+    assert end_in_vain(Headway(), 50, every_s=0.5) == []  # 25 s
+
+
+def test_anything_that_gets_through_begins_the_count_anew() -> None:
+    headway = Headway()
+    for progress in range(5):
+        assert end_in_vain(headway, VAIN_CONNECTIONS, every_s=5.0, progress=progress) == []
+
+
+def test_connections_that_end_while_nothing_waits_are_not_in_vain() -> None:
+    headway = Headway()
+    for number in range(50):
+        nothing = {"progress": 0, "unaccepted_bytes": 0, "moved_bytes": 10}
+        assert headway.disconnected("w0", 5.0 * number, **nothing) is None

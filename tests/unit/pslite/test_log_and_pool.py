@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import re
 import threading
 import time
 
 import pytest
 
-from pslite import log as log_module
-from pslite.log import Log
-from pslite.pool import InlinePool, ThreadPool
+from pslite.node import log as log_module
+from pslite.node.log import Log, try_to_stderr
+from pslite.node.pool import InlinePool, ThreadPool
 
 
 @pytest.fixture
@@ -40,6 +43,86 @@ def test_ever_new_topics_share_one_place(lines: list[str]) -> None:
     assert len(log._quiet) <= 257
 
 
+def test_lines_go_to_the_logging_of_an_application_that_has_set_it_up(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = Log("S[8]", 1)
+    with caplog.at_level(logging.DEBUG, "pslite"):
+        log.info(1, "connected")
+        log.info(2, "not at this level")
+        log.warn("slow")
+        log.error("ends")
+    assert caplog.record_tuples == [
+        ("pslite", logging.INFO, "S[8]: connected"),
+        ("pslite", logging.WARNING, "S[8]: slow"),
+        ("pslite", logging.ERROR, "S[8]: ends"),
+    ]
+    assert capsys.readouterr().err == ""
+
+
+def test_without_any_handler_lines_go_to_standard_error_with_date_and_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "_LOGGER", logging.Logger("alone"))
+    Log("S[8]", 0).warn("slow")
+    line = capsys.readouterr().err
+    assert re.fullmatch(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] S\[8\]: warning: slow\n", line)
+
+
+class Output:
+    """Takes lines, or fails with what was put into ``error``."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.error: Exception | None = None
+
+    def write(self, line: str) -> None:
+        if self.error is not None:
+            raise self.error
+        self.lines.append(line.partition("S[8]: ")[2])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), BrokenPipeError(), ValueError("closed file")],
+    ids=["full", "pipe", "closed"],
+)
+def test_lines_that_cannot_be_written_are_counted_and_told_later(error: Exception) -> None:
+    output = Output()
+    log = Log("S[8]", 1, output.write)
+    log.info(1, "first")
+    output.error = error
+    for number in range(3):
+        log.warn(f"lost {number}")
+    log.error("the I/O thread ends")
+    output.error = None
+    log.info(0, "again")
+    log.info(0, "and again")
+    assert output.lines == [
+        "first",
+        f"warning: lines missing here: 4 could not be written ({error})",
+        "again",
+        "and again",
+    ]
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("stream", [FullDisk(), None], ids=["full", "closed"])
+def test_standard_error_that_takes_nothing_is_no_exception(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None
+) -> None:
+    monkeypatch.setattr("sys.stderr", stream)
+    assert not try_to_stderr("a line")
+    shown = io.StringIO()
+    monkeypatch.setattr("sys.stderr", shown)
+    assert try_to_stderr("a line")
+    assert shown.getvalue() == "a line\n"
+
+
 def test_a_pool_that_is_done_closes_at_once() -> None:
     pool = ThreadPool(2, "test")
     done: list[int] = []
@@ -47,6 +130,22 @@ def test_a_pool_that_is_done_closes_at_once() -> None:
         pool.submit(lane, lambda lane=lane: done.append(lane))  # type: ignore[misc]
     assert pool.close(5.0)
     assert sorted(done) == list(range(10))
+
+
+@pytest.mark.parametrize("ending", [SystemExit(0), KeyboardInterrupt(), ValueError("bug")])
+def test_work_that_raises_is_told_and_the_thread_goes_on(ending: BaseException) -> None:
+    pool = ThreadPool(1, "test")
+    told: list[BaseException] = []
+    done: list[int] = []
+    pool.on_failure = told.append
+
+    def end() -> None:
+        raise ending
+
+    pool.submit(0, end)
+    pool.submit(0, lambda: done.append(1))
+    assert pool.close(5.0)
+    assert (told, done, pool.num_jobs) == ([ending], [1], 0)
 
 
 def test_a_pool_that_is_stuck_lets_its_owner_go() -> None:
@@ -71,3 +170,26 @@ def test_a_pool_counts_what_is_not_done() -> None:
     assert pool.close(5.0)
     assert pool.num_jobs == 0
     assert InlinePool().num_jobs == 0
+
+
+def test_a_handler_that_raises_costs_a_line_and_not_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = Output()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            output.write(record.getMessage())
+
+    logger = logging.Logger("one of its own")
+    logger.addHandler(Handler())
+    monkeypatch.setattr(log_module, "_LOGGER", logger)
+    output.error = RuntimeError("the sink is gone")
+    log = Log("S[8]", 0)
+    log.warn("lost")
+    output.error = None
+    log.warn("again")
+    assert output.lines == [
+        "lines missing here: 1 could not be written (the sink is gone)",
+        "again",
+    ]

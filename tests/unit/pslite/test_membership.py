@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pslite.ids import NodeInfo, Role
-from pslite.protocol.membership import Gone, Membership, Refusal, Rendezvous
+from pslite.protocol.membership import Gone, Hearsay, Membership, Refusal, Rendezvous
 
 VERSION = "1.0"
 
@@ -112,7 +114,7 @@ def test_nodes_that_disagree_about_the_job_make_it_impossible(
     [
         (node("worker", 9), "all 2 workers of this job are there already"),
         (node("worker", 9, rank=0), "all 2 workers of this job are there already"),
-        (node("scheduler", 9), "this job has its scheduler already"),
+        (node("scheduler", 9), "this job already has a scheduler"),
         (node("server", 9, rank=1), "DMLC_TASK_ID=1 of the server on alpha is too high"),
     ],
 )
@@ -223,5 +225,42 @@ def test_two_nodes_cannot_go_by_one_name(change: dict[str, object]) -> None:
     again = first._replace(**change)  # type: ignore[arg-type]
     taken, refused, same = register(rendezvous, first, again, first)
     assert (taken, same) == (None, None)
-    assert refused == Refusal("another node goes by this one's name")
+    assert refused == Refusal("another node has this one's name")
     assert rendezvous.registered == (first,)
+
+
+# -- what members say of others -----------------------------------------------------------
+
+
+def test_a_members_word_about_another_ends_nobody() -> None:
+    hearsay = Hearsay()
+    hearsay.note(9, 8, "no cable", "server 0", until=10.0)
+    assert (hearsay.ended(1000.0), hearsay.next_due()) == ([], math.inf)
+    assert hearsay.words() == [(9, 8, "no cable")]
+
+
+def test_the_end_of_who_has_lost_another_waits_until_that_may_have_come_true() -> None:
+    hearsay = Hearsay()
+    hearsay.note(9, 8, "no cable", "server 0", until=10.0)
+    assert hearsay.puts_off(9, "its process is gone", 5.0)
+    assert hearsay.puts_off(9, "said twice", 6.0)
+    assert (hearsay.ended(9.9), hearsay.next_due()) == ([], 10.0)
+    reason = "its process is gone; it has lost server 0: no cable"
+    assert hearsay.ended(10.0) == [(9, reason)]
+    assert (hearsay.ended(11.0), hearsay.next_due()) == ([], math.inf)
+
+
+def test_an_end_is_not_put_off_for_an_old_word_or_for_that_of_another() -> None:
+    hearsay = Hearsay()
+    hearsay.note(9, 8, "no cable", "server 0", until=10.0)
+    assert not hearsay.puts_off(9, "its process is gone", 10.0)
+    assert not hearsay.puts_off(11, "its process is gone", 1.0)
+
+
+def test_a_later_word_takes_the_place_of_an_earlier_one_until_its_speaker_ends() -> None:
+    hearsay = Hearsay()
+    hearsay.note(9, 8, "first", "server 0", until=10.0)
+    hearsay.note(9, 10, "second", "server 1", until=20.0)
+    assert hearsay.puts_off(9, "", 15.0)
+    hearsay.note(9, 8, "third", "server 0", until=1000.0)
+    assert hearsay.ended(20.0) == [(9, "it has lost server 1: second")]

@@ -144,11 +144,11 @@ def bad_tickets() -> dict[str, tuple[Callable[[Ticket], Ticket], str]]:
         "another nonce": (lambda t: t._replace(nonce=b"\1" * NONCE_BYTES), "its nonce differs"),
         "a short nonce": (lambda t: t._replace(nonce=t.nonce[:-1]), "its nonce differs"),
         "no nonce": (lambda t: t._replace(nonce=b""), "its nonce differs"),
-        "larger": (lambda t: t._replace(nbytes=t.nbytes + PAGE_BYTES), "another size"),
-        "smaller": (lambda t: t._replace(nbytes=t.nbytes - PAGE_BYTES), "another size"),
-        "no size": (lambda t: t._replace(nbytes=0), "another size"),
-        "a huge size": (lambda t: t._replace(nbytes=1 << 62), "another size"),
-        "standard input": (lambda t: t._replace(fd=0), "is no segment"),
+        "larger": (lambda t: t._replace(nbytes=t.nbytes + PAGE_BYTES), "does not have"),
+        "smaller": (lambda t: t._replace(nbytes=t.nbytes - PAGE_BYTES), "does not have"),
+        "no size": (lambda t: t._replace(nbytes=0), "does not have"),
+        "a huge size": (lambda t: t._replace(nbytes=1 << 62), "does not have"),
+        "standard input": (lambda t: t._replace(fd=0), "is not a shared memory segment"),
         "not open": (lambda t: t._replace(fd=999), "No such file"),
     }
 
@@ -184,7 +184,7 @@ def test_a_file_is_no_segment_whatever_is_in_it(tmp_path: Path) -> None:
     for name in ("file", "memfd:pslite", "memfd:pslite (deleted)"):
         fd = a_file(tmp_path / name, bytes(segment.memory))
         try:
-            with pytest.raises(OSError, match="is no segment"):
+            with pytest.raises(OSError, match="is not a shared memory segment"):
                 map_segment(os.getpid(), ticket._replace(fd=fd))
         finally:
             os.close(fd)
@@ -195,7 +195,7 @@ def test_a_file_is_no_segment_whatever_is_in_it(tmp_path: Path) -> None:
     [
         ("pslite", True, "may shrink"),
         ("pslite", False, "may shrink"),
-        ("other", True, "is no segment"),
+        ("other", True, "is not a shared memory segment"),
     ],
 )
 def test_a_memfd_that_may_shrink_or_has_another_name_is_refused(

@@ -206,7 +206,7 @@ def test_a_peer_can_make_a_node_map_so_many_segments_and_no_more(
         for number in range(1, 6)
     ]
     assert [answer.taken for answer in answers] == [True, True, True, False, False]
-    assert answers[-1].reason == "3 segments are mapped"
+    assert answers[-1].reason == "3 segments are mapped already"
 
 
 def test_a_peer_that_is_forgotten_gets_bytes_and_what_was_read_from_it_stays() -> None:
@@ -288,7 +288,7 @@ def _closed() -> Any:
 @pytest.mark.parametrize(
     ("shared", "sentence"),
     [
-        ((0, 1, 4096), "four numbers"),
+        ((0, 1, 4096), "4 numbers"),
         ((0, 2, 4096, 10), "not mapped"),
         ((0, 1, MIB - 9, 10), "not mapped"),
         ((0, 1, -1, 10), "not mapped"),

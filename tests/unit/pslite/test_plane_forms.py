@@ -174,9 +174,9 @@ def test_a_part_without_a_plain_value_takes_and_gives_none(size: int) -> None:
     plane = make(FormApp(), 1, 2)
     message = Exchange(True, False, (1,), (1,), (size,))
     ((_, refused),) = answers(plane.exchange(0, 1, message, [bytes(size)]))
-    assert isinstance(refused, PartsFailed) and "no plain value" in refused.error
+    assert isinstance(refused, PartsFailed) and "not take plain values" in refused.error
     ((_, refused),) = answers(pull_from(plane, 0, (2,), 0))
-    assert isinstance(refused, PartsFailed) and "no plain value" in refused.error
+    assert isinstance(refused, PartsFailed) and "not have a plain value" in refused.error
 
 
 def test_parts_without_a_plain_value_are_never_joined() -> None:
@@ -226,7 +226,7 @@ def test_a_part_that_is_not_there_is_an_error_for_pushes_and_pulls() -> None:
     plane = make(FormApp(), 1)
     for effects in (push(plane, 0, 1, [1], first=9), pull(plane, 0, 0, part=9)):
         ((_, refused),) = answers(effects)
-        assert isinstance(refused, PartsFailed) and "not known" in refused.error
+        assert isinstance(refused, PartsFailed) and "does not know part" in refused.error
 
 
 def test_deleting_a_part_ends_the_pulls_in_a_form() -> None:

@@ -219,7 +219,7 @@ def test_what_was_held_for_an_epoch_that_was_skipped_is_stale() -> None:
 
 def test_a_part_cannot_be_opened_twice() -> None:
     plane = make_server(CountingApp(), [0], 1)
-    with pytest.raises(UsageError, match="part 1 is open already"):
+    with pytest.raises(UsageError, match="part 1 is already open"):
         plane.open_part(1, 8, [0], 0)
 
 
@@ -239,7 +239,7 @@ def test_a_push_of_another_size_is_refused_with_both_sizes() -> None:
     message = Exchange(True, False, (1,), (1,), (16,))
     ((_, failure),) = answers(plane.exchange(0, 1, message, [counts(1, 2)]))
     assert isinstance(failure, PartsFailed)
-    assert failure.error == "a push of part 1 has 8 bytes, 16 were pushed"
+    assert failure.error == "a push of part 1 must have 8 bytes, got 16"
 
 
 def test_a_pull_behind_a_push_of_another_size_ends_too() -> None:
@@ -373,4 +373,4 @@ def test_pushes_may_be_smaller_than_values_and_change_their_size() -> None:
     assert [bytes(piece.frame) for piece in job.batch.payloads] == [b"abc", b"def"]
     (refused,) = plane.exchange(0, 1, Exchange(True, False, (1,), (2,), (8,)), [bytes(8)])
     assert isinstance(refused, Send) and isinstance(refused.message, PartsFailed)
-    assert refused.message.error == "a push of part 1 has 3 bytes, 8 were pushed"
+    assert refused.message.error == "a push of part 1 must have 3 bytes, got 8"

@@ -130,6 +130,25 @@ def test_a_malformed_push_frees_no_number_of_a_contribution_that_is_there(
     assert app.values[1].tolist() == [12]
 
 
+def test_more_stale_pushes_than_a_worker_may_have_under_way_are_a_protocol_error() -> None:
+    """As many as rule 4 allows are noted; what lies further ahead would never be forgotten."""
+    plane = make_server(CountingApp(), None, 1, 2, window=2)
+    plane.begin_epoch(2)
+    for round_ in (1, 2, 3):
+        plane.exchange(0, 1, Exchange(True, False, (1, 2), (round_,) * 2, (8, 8)), [bytes(16)])
+    again = Exchange(True, False, (1, 2), (3, 3), (8, 8))
+    assert answers(plane.exchange(0, 1, again, [bytes(16)])) != []  # a repetition adds nothing
+    for part in (1, 3):
+        too_much = Exchange(True, False, (part,), (4,), (8,))
+        with pytest.raises(ProtocolError, match=r"7 pushes of earlier epochs .*; 6 are the most"):
+            plane.exchange(0, 1, too_much, [bytes(8)])
+    assert plane.leave(0, LOST) == []
+    assert plane.is_applying, "it waits for the six that are to come again"
+    for round_ in (1, 2, 3):
+        carry_out(plane, push_to(plane, 0, (1, 2), round_, 5, 6))
+    assert not plane.is_applying
+
+
 def test_a_malformed_push_of_several_that_wait_for_their_epoch_keeps_none_of_the_others() -> None:
     app = CountingApp()
     plane = make_server(app, [0, 1], 1)

@@ -13,7 +13,7 @@ import pytest
 from plane_helpers import LOST, Asked, Cluster, ask, carry_out, counts, pushed
 
 from pslite.errors import ProtocolError, UsageError
-from pslite.plane import ServerPlane, WorkerPlane
+from pslite.plane import Piece, ServerPlane, WorkerPlane
 from pslite.plane.unit import Unit, joined
 from pslite.protocol.rounds import SyncRounds
 from pslite.wire.messages import Answer, Exchange
@@ -244,6 +244,20 @@ def test_only_parts_in_the_same_state_are_joined() -> None:
     assert joined([ahead, elsewhere]) is None
     ahead.rounds.contribute(0, 1, None)
     assert joined([ahead, behind]) is None
+
+
+@pytest.mark.parametrize(("starts", "is_whole"), [((0, 8), True), ((0, 16), False)])
+def test_payloads_are_joined_where_each_begins_at_the_end_of_the_one_before(
+    starts: tuple[int, int], is_whole: bool
+) -> None:
+    frame = counts(1, 2, 3)
+    units = [Unit((part,), (8,), SyncRounds((0, 1), 2), 0) for part in (1, 2)]
+    for unit, start in zip(units, starts, strict=True):
+        unit.rounds.contribute(0, 1, Piece(frame, start, start + 8))
+    whole = joined(units)
+    assert (whole is not None) == is_whole
+    if whole is not None:
+        assert whole.rounds.payload(0, 1) == Piece(frame, 0, 16)
 
 
 def test_a_worker_gives_units_up_when_the_servers_answer_differs() -> None:

@@ -75,6 +75,17 @@ def test_held_requests_of_a_part_go_in_order_of_asking() -> None:
     assert sent == [pushed(1, 1), pushed(1, 2), pulled(1, 2)]
 
 
+def test_an_answer_to_several_parts_lets_go_all_that_waited_for_one_of_them() -> None:
+    plane = WorkerPlane(window=2)
+    plane.submit(ask(1, 2, pull=True).transfer)
+    mail(plane)
+    for _ in range(2):
+        plane.submit(ask(1, push=[ONE]).transfer)
+    assert mail(plane) == []
+    plane.answered(Answer(False, (1, 2), (0, 0), (1, 1), (8, 8)), [counts(1, 1)])
+    assert [send.message for send in mail(plane)] == [pushed(1, 1), pushed(1, 2)]
+
+
 def test_parts_that_may_go_do_not_wait_for_those_that_may_not() -> None:
     plane = WorkerPlane(window=0)
     plane.submit(ask(2, push=[ONE]).transfer)

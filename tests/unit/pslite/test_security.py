@@ -12,7 +12,15 @@ import pytest
 
 from pslite.config import Config
 from pslite.errors import ConfigError
-from pslite.security import MAX_KEY_BYTES, MIN_KEY_BYTES, Mechanism, derive, mechanism_of, read_key
+from pslite.security import (
+    MAX_KEY_BYTES,
+    MIN_KEY_BYTES,
+    Mechanism,
+    Proofs,
+    derive,
+    mechanism_of,
+    read_key,
+)
 
 KEY = b"sixteen bytes ok"
 MakeKey = Callable[..., str]
@@ -35,6 +43,11 @@ def refusal(path: str) -> str:
     text = str(caught.value)
     assert KEY.decode() not in text
     return text
+
+
+@pytest.mark.parametrize("path", ["job\0key", "job\ud800key"])
+def test_text_that_names_no_file_is_refused_by_its_value(path: str) -> None:
+    assert f"{path!r} is not the name of a key file" in refusal(path)
 
 
 # -- reading ------------------------------------------------------------------------------
@@ -111,7 +124,7 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path) -> None
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo, 0o600)
     for path in (tmp_path, fifo):
-        assert "is no regular file" in refusal(str(path))
+        assert "is not a regular file" in refusal(str(path))
     assert "cannot be read: No such file" in refusal(str(tmp_path / "none"))
 
 
@@ -189,3 +202,50 @@ def test_where_there_is_a_key_connections_are_encrypted_unless_told_otherwise(
 def test_another_mechanism_is_refused() -> None:
     with pytest.raises(ConfigError, match="PS_SECURITY is 'gssapi'; it must be plain or curve"):
         derive(KEY, "gssapi")
+
+
+# -- what the two ends show each other under PLAIN ----------------------------------------
+
+SECRET = derive(KEY, "plain").secret
+
+
+def test_two_that_know_the_key_prove_it_to_each_other() -> None:
+    listener, visitor = Proofs(SECRET), Proofs(SECRET)
+    answer = visitor.answer("S1", b"W1-1", listener.challenge("S1", b"W1-1"))
+    assert answer is not None
+    assert listener.accepts("S1", b"W1-1", answer)
+    assert visitor.password("S1") == listener.password("S1")
+
+
+def test_each_listener_has_a_password_of_its_own() -> None:
+    proofs = Proofs(SECRET)
+    assert len({proofs.password(uid) for uid in ("scheduler", "S1", "S2")}) == 3
+    assert SECRET.hex().encode() not in proofs.password("S1")
+
+
+def test_a_listener_that_does_not_know_the_key_gets_no_answer() -> None:
+    visitor = Proofs(SECRET)
+    thief = Proofs(derive(KEY + b"x", "plain").secret)
+    right = Proofs(SECRET).challenge("S1", b"W1-1")
+    for challenge in (
+        thief.challenge("S1", b"W1-1"),
+        Proofs(SECRET).challenge("S2", b"W1-1"),  # of another listener, to whom it was passed on
+        Proofs(SECRET).challenge("S1", b"W1-2"),  # heard in another connection
+        bytes(len(right)),
+        right[:-1],
+        right + b"\0",
+        b"",
+    ):
+        assert visitor.answer("S1", b"W1-1", challenge) is None
+
+
+def test_an_answer_is_taken_once_from_its_visitor_by_its_listener() -> None:
+    listener, visitor = Proofs(SECRET), Proofs(SECRET)
+    challenge = listener.challenge("S1", b"W1-1")
+    answer = visitor.answer("S1", b"W1-1", challenge)
+    assert answer is not None
+    assert not listener.accepts("S1", b"W1-2", answer)
+    assert not listener.accepts("S2", b"W1-1", answer)
+    assert not Proofs(SECRET).accepts("S1", b"W1-1", answer)  # the node that came after it
+    assert not listener.accepts("S1", b"W1-1", challenge[-len(answer) :])  # its own, sent back
+    assert not listener.accepts("S1", b"W1-1", b"")

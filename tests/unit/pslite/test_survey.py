@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from pslite.errors import ProtocolError
-from pslite.survey import (
+from pslite.node.surveyor import packed
+from pslite.wire.codec import MAX_JOB_BYTES, Envelope, encode, pack_value, unpack_value
+from pslite.wire.messages import StatusSurvey
+from pslite.wire.survey import (
     MAX_NAMED,
     MAX_TEXT,
     MAX_WAITS,
@@ -20,9 +23,6 @@ from pslite.survey import (
     survey_from,
     to_plain,
 )
-from pslite.surveying import packed
-from pslite.wire.codec import MAX_JOB_BYTES, Envelope, encode, pack_value, unpack_value
-from pslite.wire.messages import StatusSurvey
 
 WAIT = Wait("key 'w'", 7, ("worker 1",), 12.5)
 PROGRESS = Progressed(10, 320, 1.5, 48.0, 0.25, 0.5)
@@ -100,6 +100,6 @@ def test_nodes_with_too_much_to_say_together_fit_into_one_message(
     encode(Envelope("j" * MAX_JOB_BYTES, 0, 1, 0, 0, 0, (), (), StatusSurvey(1, short)))
     found = survey_from(unpack_value(short))
     assert {node.report for node in found.nodes} == {report._replace(waits=())}
-    monkeypatch.setattr("pslite.surveying.MAX_SURVEY_BYTES", len(short) - 1)
+    monkeypatch.setattr("pslite.node.surveyor.MAX_SURVEY_BYTES", len(short) - 1)
     found = survey_from(unpack_value(packed(survey)))
     assert [node.report for node in found.nodes] == [None] * 90

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pslite.timers import Timers
+from pslite.node.io_queue import Timers
 
 
 def test_what_is_due_runs_once_in_the_order_of_time_and_of_asking() -> None:

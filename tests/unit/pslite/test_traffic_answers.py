@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from pslite.config import Config
 from pslite.errors import UsageError
 from pslite.ids import Role, node_id
+from pslite.node.data import Traffic
 from pslite.plane import Send
 from pslite.protocol.membership import Membership
-from pslite.traffic import Traffic
 from pslite.wire.messages import Answer, Message, PartsFailed, RoundWaits
 
 LIMIT = 100
@@ -22,7 +23,7 @@ class Office:
     """A node whose van carries frames of ``LIMIT`` bytes."""
 
     def __init__(self) -> None:
-        self.config = SimpleNamespace(round_window=2)
+        self.config = Config(round_window=2)
         self.role = Role.SERVER
         self.sent: list[tuple[int, Message]] = []
         self.warnings: list[str] = []

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
+from pslite.config import Config
 from pslite.ids import Role
+from pslite.node.data import Traffic
+from pslite.node.pool import InlinePool
 from pslite.plane import OpenRound
-from pslite.survey import Wait
-from pslite.traffic import Traffic
+from pslite.plane.interface import Run
+from pslite.wire.survey import Wait
 
 
 class Stores:
@@ -20,7 +24,7 @@ class Stores:
 
 
 def waits(open_rounds: list[OpenRound], now: float) -> tuple[int, list[Wait]]:
-    office: Any = SimpleNamespace(config=SimpleNamespace(round_window=2), role=Role.SERVER)
+    office: Any = SimpleNamespace(config=Config(round_window=2), role=Role.SERVER)
     traffic, stores = Traffic(office), Stores()
     traffic.add_owner(stores)
     plane: Any = SimpleNamespace(open_rounds=lambda: open_rounds)
@@ -56,3 +60,22 @@ def test_what_has_just_begun_is_counted_and_not_listed() -> None:
 
 def test_a_server_without_rounds_has_nothing_to_say() -> None:
     assert waits([], 10.0) == (0, [])
+
+
+def test_lanes_that_come_and_go_are_not_remembered() -> None:
+    """Each table and row-sparse key has a lane of its own; a job may make a million."""
+    now = itertools.accumulate(itertools.cycle([*[0.001] * 99, 1.0]))
+    office: Any = SimpleNamespace(
+        config=Config(round_window=2),
+        role=Role.SERVER,
+        pool=InlinePool(),
+        clock=lambda: next(now),
+    )
+    traffic = Traffic(office)
+    app: Any = SimpleNamespace(apply=lambda jobs: [None])
+    plane: Any = SimpleNamespace(app=app, finished=lambda jobs, outcomes: [])
+    traffic.serve(plane)
+    job: Any = SimpleNamespace(sizes=(8,), batch=SimpleNamespace(payloads=[b""]))
+    for lane in range(100_000):
+        traffic.carry_out([Run(lane, [job])])
+    assert len(traffic._slow_jobs) <= 4096

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import pytest
 
-from pslite.van.accepted import (
+from pslite.van.base import Connected, Disconnected, VanEvent
+from pslite.van.zmq.accepted import (
+    HANDSHAKE_BYTES,
     MAX_FURTHER,
     REMEMBERED_ENDS,
     AcceptedConnections,
     further_routing_id,
     make_routing_id,
+    over_their_share,
     split_routing_id,
 )
-from pslite.van.base import Connected, Disconnected, VanEvent
 
 
 class Story:
@@ -395,3 +397,29 @@ def test_a_newer_connection_does_not_wait_for_the_last_words_of_the_old_one() ->
     story.closed(7, now=1)
     assert story.told(2) == [(UP, "a"), (DOWN, "a"), (UP, "a")]
     assert story.record.next_due() is None
+
+
+# -- strangers ----------------------------------------------------------------------------
+
+
+def test_strangers_share_the_memory_that_they_may_fill() -> None:
+    sent = {3: 400_000, 4: 500_001, 5: 10}
+    assert over_their_share(sent, 1_500_000) == [4]
+    assert over_their_share(sent, 1_000_000) == [3, 4]
+    assert over_their_share({}, 0) == []
+
+
+def test_who_sends_a_handshake_is_let_be_in_any_crowd() -> None:
+    crowd = dict.fromkeys(range(10_000), HANDSHAKE_BYTES)
+    assert over_their_share(crowd, 1_000_000) == []
+    crowd[77] += 1
+    assert over_their_share(crowd, 1_000_000) == [77]
+
+
+def test_who_has_said_nothing_yet_is_known_until_it_speaks_or_goes(story: Story) -> None:
+    for descriptor in (5, 6, 7):
+        story.opened(descriptor)
+    story.heard(A1, 6)
+    story.closed(7)
+    assert (story.record.unheard_descriptors(), story.record.num_unheard) == ({5}, 1)
+    assert story.record.heard_descriptors() == [6]

@@ -12,10 +12,10 @@ import pytest
 from van_helpers import join, payloads, poll_until, receive, silence, wait_for
 
 from pslite.errors import ClosedError, ConfigError, UsageError
+from pslite.testing.inproc import InprocNetwork, InprocVan
 from pslite.van.base import Buffer, Connected, Disconnected, Received, Van
 from pslite.van.faulty import FaultPlan, FaultyVan
-from pslite.van.inproc import InprocNetwork, InprocVan
-from pslite.van.zmq_van import ZmqVan
+from pslite.van.zmq.van import ZmqVan
 
 HOST = "127.0.0.1"
 Make = Callable[[str], Van]
@@ -215,6 +215,18 @@ def test_closing_twice_is_harmless_and_a_closed_van_is_mute(world: World) -> Non
         client.connect("server", f"tcp://{HOST}:1")
     with pytest.raises(ClosedError):
         client.bind(HOST, 0)
+
+
+def test_a_closed_van_sends_nothing_to_those_who_had_connected_to_it(world: World) -> None:
+    client, server = world.pair()
+    server.close()
+    server.send("client", [b"lost"])
+    server.send("client", [b"lost", b"x" * 3_000_000])
+    server.disconnect("client")
+    assert server.in_transit("client") == 0
+    assert server.poll(0) == []
+    events = poll_until(client, lambda seen: bool(seen) and type(seen[-1]) is Disconnected)
+    assert payloads(events) == []
 
 
 def test_messages_to_a_lost_client_are_dropped_until_it_returns(world: World) -> None:

@@ -11,9 +11,9 @@ import pytest
 from van_helpers import payloads
 
 from pslite.errors import UsageError
+from pslite.testing.inproc import InprocNetwork, InprocVan
 from pslite.van.base import Connected, Disconnected, Received, VanEvent
 from pslite.van.faulty import FaultPlan, FaultyVan
-from pslite.van.inproc import InprocNetwork, InprocVan
 
 HOST = "10.0.0.1"
 MESSAGES = 4000

@@ -8,8 +8,8 @@ import pytest
 from van_helpers import payloads
 
 from pslite.errors import UsageError
+from pslite.testing.inproc import InprocNetwork, InprocVan
 from pslite.van.base import Connected, Disconnected, Received, VanEvent
-from pslite.van.inproc import InprocNetwork, InprocVan
 
 HOST = "10.0.0.1"
 

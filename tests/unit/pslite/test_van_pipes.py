@@ -19,8 +19,8 @@ from van_helpers import join, payloads, poll_until, receive, wait_for
 from pslite.errors import ProtocolError
 from pslite.van.base import Connected, Disconnected, Received, VanEvent
 from pslite.van.pipes import MAX_MESSAGE_BYTES, MAX_MESSAGE_FRAMES, PipeIn, PipeOut, PipeTicket
-from pslite.van.zmq_pipes import Pipes
-from pslite.van.zmq_van import ZmqVan
+from pslite.van.zmq.pipes import Pipes
+from pslite.van.zmq.van import ZmqVan
 
 HOST = "127.0.0.1"
 
@@ -140,7 +140,7 @@ def test_whatever_is_taken_comes_once_and_in_order(sizes: list[list[int]], seed:
 def test_what_is_no_message_is_an_error(pipe: tuple[PipeOut, PipeIn], data: bytes) -> None:
     writing, reading = pipe
     os.write(writing.fileno(), data)
-    with pytest.raises(ProtocolError, match="through a pipe"):
+    with pytest.raises(ProtocolError, match="a pipe takes messages"):
         reading.read()
 
 

@@ -14,10 +14,10 @@ from van_helpers import join, payloads, poll_until, receive, silence
 
 from pslite.config import MAX_CONNECTIONS
 from pslite.security import derive
+from pslite.testing.inproc import InprocNetwork, InprocVan
 from pslite.van.base import Connected, Disconnected, Received, Van
-from pslite.van.inproc import InprocNetwork, InprocVan
-from pslite.van.zmq_further import MAX_SHORT
-from pslite.van.zmq_van import SPREAD_BYTES, ZmqVan
+from pslite.van.zmq.further import MAX_SHORT
+from pslite.van.zmq.van import SPREAD_BYTES, ZmqVan
 
 HOST = "127.0.0.1"
 LARGE = b"x" * SPREAD_BYTES

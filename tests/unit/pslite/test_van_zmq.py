@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,15 +15,16 @@ from typing import Any
 
 import pytest
 import zmq
+import zmq.utils.garbage
 from van_helpers import join, payloads, poll_until, receive, silence, wait_for
 
 from pslite.errors import ConfigError, UsageError
 from pslite.security import derive
-from pslite.van.accepted import make_routing_id
 from pslite.van.base import Connected, Disconnected, Received, TurnedAway, Van, VanEvent
-from pslite.van.wakeup import Wakeup
-from pslite.van.zmq_sockets import LOOPBACK_BUFFER_BYTES
-from pslite.van.zmq_van import ZmqVan
+from pslite.van.zmq.accepted import make_routing_id
+from pslite.van.zmq.sockets import LOOPBACK_BUFFER_BYTES
+from pslite.van.zmq.van import ZmqVan
+from pslite.van.zmq.wakeup import Wakeup
 
 HOST = "127.0.0.1"
 PLAIN = derive(b"the key of this job", "plain")
@@ -79,7 +82,7 @@ def test_every_interface_is_opened_when_it_is_named(make: Make) -> None:
 @pytest.mark.parametrize(
     ("host", "problem"),
     [
-        ("192.0.2.1", "no such address"),
+        ("192.0.2.1", "does not have that address"),
         ("no-such-host.invalid", "has no address"),
         ("a..b", "has no address"),
     ],
@@ -398,3 +401,34 @@ def test_a_wake_after_a_read_is_a_new_one() -> None:
         assert wakeup.take()
         assert not wakeup.take()
     wakeup.close()
+
+
+def test_large_frames_go_by_copy_once_pyzmq_sends_none_without(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an exit handler that runs after pyzmq's own; sent without a copy before that."""
+    listener, connecter = make("server"), make("client")
+    port = listener.bind(HOST, 0)
+    join(connecter, listener, f"tcp://{HOST}:{port}")
+    first, second = os.urandom(300_000), os.urandom(300_000)
+    connecter.send("server", [b"before", first])
+    assert receive(listener) == [[b"before", first]]
+    monkeypatch.setattr(zmq.utils.garbage.gc, "_stay_down", True)
+    connecter.send("server", [b"after", second, first, b"small"])
+    assert receive(listener) == [[b"after", second, first, b"small"]]
+    listener.send("client", [second])
+    assert receive(connecter) == [[second]]
+
+
+def test_exit_handlers_registered_after_the_van_is_imported_run_before_that_of_pyzmq() -> None:
+    code = """
+import atexit
+import zmq
+import pslite.van.zmq.van
+def look():
+    print("down" if zmq.utils.garbage.gc._stay_down else "up")
+atexit.register(look)
+zmq.Frame(bytes(100_000), copy=False)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.stdout, done.stderr, done.returncode) == ("up\n", "", 0)

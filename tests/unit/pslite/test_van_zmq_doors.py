@@ -13,13 +13,13 @@ import zmq
 from van_helpers import join, payloads, receive
 
 from pslite.errors import ConfigError, UsageError
-from pslite.security import Mechanism, derive
-from pslite.van import zmq_link
-from pslite.van.accepted import make_routing_id
+from pslite.security import Mechanism, Proofs, derive
 from pslite.van.base import MAX_FRAMES, Connected, Denied, TurnedAway, Van, VanEvent
-from pslite.van.zmq_listener import OTHER_KEY, OTHER_MECHANISM, TAKEN_NAME, Strangers
-from pslite.van.zmq_sockets import Doors
-from pslite.van.zmq_van import ZmqVan
+from pslite.van.zmq import link
+from pslite.van.zmq.accepted import make_routing_id
+from pslite.van.zmq.listener import OTHER_KEY, OTHER_MECHANISM, TAKEN_NAME, Strangers
+from pslite.van.zmq.sockets import Doors
+from pslite.van.zmq.van import ZmqVan
 
 HOST = "127.0.0.1"
 KEY, OTHER = b"the key of this job", b"the key of another one"
@@ -46,7 +46,7 @@ def make(stack: ExitStack) -> Make:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq_link, "DENIED_AFTER_S", 0.3)
+    monkeypatch.setattr(link, "DENIED_AFTER_S", 0.3)
 
 
 def poll_both(
@@ -232,8 +232,116 @@ def test_a_libzmq_without_curve_is_told_with_the_way_out(
 ) -> None:
     monkeypatch.setattr(zmq, "has", lambda _: False)
     with pytest.raises(ConfigError, match=r"built with CURVE.*PS_SECURITY=plain"):
-        Doors(SECURED[1])
-    assert Doors(SECURED[0]).credentials is not None
+        Doors(SECURED[1], "server")
+    assert Doors(SECURED[0], "server").credentials is not None
+
+
+# -- those who took an address over, under PLAIN ------------------------------------------
+
+
+class Thief:
+    """Listens where a node was, lets everybody in, and keeps what they hand over."""
+
+    def __init__(self, stack: ExitStack, port: int = 0) -> None:
+        context = stack.enter_context(zmq.Context())
+        context.setsockopt(zmq.LINGER, 0)
+        self._zap, self._router = (
+            stack.enter_context(context.socket(zmq.ROUTER)) for _ in range(2)
+        )
+        self._zap.bind("inproc://zeromq.zap.01")
+        self._router.setsockopt(zmq.PLAIN_SERVER, 1)
+        self._router.setsockopt(zmq.ZAP_DOMAIN, b"any")
+        self._router.bind(f"tcp://{HOST}:{port or '*'}")
+        self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.passwords: list[bytes] = []
+        self.heard: list[list[bytes]] = []
+
+    def look(self, word: bytes = b"") -> None:
+        """Let in who knocks; say ``word`` to them."""
+        while self._zap.poll(0):
+            frames = self._zap.recv_multipart()
+            self.passwords.append(frames[-1])
+            self._zap.send_multipart([frames[0], b"", frames[2], frames[3], b"200", b"", b"", b""])
+        while self._router.poll(0):
+            visitor, *frames = self._router.recv_multipart()
+            self.heard.append(frames)
+            if word:
+                self._router.send_multipart([visitor, word])
+
+
+def visit(make: Make, thief: Thief, word: bytes = b"") -> tuple[ZmqVan, list[VanEvent]]:
+    """A node that has something for the server; what it was told until it had come twice."""
+    client = make("client", SECURED[0], handshake_timeout_s=0.2)
+    client.connect("server", f"tcp://{HOST}:{thief.port}")
+    client.send("server", [b"for the server only"])
+    events: list[VanEvent] = []
+    give_up_at = time.monotonic() + 10.0
+    while len(thief.heard) < 2:
+        assert time.monotonic() < give_up_at, (events, thief.heard)
+        events += client.poll(0.01)
+        thief.look(word)
+    return client, events
+
+
+@pytest.mark.parametrize(
+    "word", [b"", b"trust me", bytes(Proofs.CHALLENGE_BYTES)], ids=["silence", "words", "zeros"]
+)
+def test_who_took_a_nodes_address_over_is_told_nothing(
+    make: Make, stack: ExitStack, word: bytes
+) -> None:
+    thief = Thief(stack)
+    _, events = visit(make, thief, word)
+    assert events == []
+    assert thief.heard == [[b""]] * 2
+
+
+def test_a_password_that_was_handed_over_opens_no_other_door(make: Make, stack: ExitStack) -> None:
+    thief = Thief(stack)
+    visit(make, thief)
+    scheduler = make("scheduler", SECURED[0])
+    port = scheduler.bind(HOST, 0)
+    raw_dealer(stack, port, "client", thief.passwords[0])
+    events: list[VanEvent] = []
+    while not events:
+        events += scheduler.poll(5.0)
+    assert [(type(event), event.reason) for event in events] == [(TurnedAway, OTHER_KEY)]  # type: ignore[union-attr]
+
+
+def raw_dealer(stack: ExitStack, port: int, uid: str, password: bytes) -> zmq.Socket[bytes]:
+    context = stack.enter_context(zmq.Context())
+    dealer = stack.enter_context(context.socket(zmq.DEALER))
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.ROUTING_ID, make_routing_id(uid, 2**62, 1)),
+        (zmq.PROBE_ROUTER, 1),
+        (zmq.PLAIN_USERNAME, b"pslite"),
+        (zmq.PLAIN_PASSWORD, password),
+    ):
+        dealer.setsockopt(option, value)
+    dealer.connect(f"tcp://{HOST}:{port}")
+    return dealer
+
+
+def test_a_listener_hears_nobody_who_has_its_password_and_no_proof(
+    make: Make, stack: ExitStack
+) -> None:
+    """Somebody was given it at this address before, and the node is back."""
+    server = make("server", SECURED[0])
+    dealer = raw_dealer(
+        stack, server.bind(HOST, 0), "client", Proofs(SECURED[0].secret).password("server")
+    )
+    for message in (b"a message", bytes(Proofs.PROOF_BYTES), b"another"):
+        dealer.send(message)
+    events: list[VanEvent] = []
+    while not events:
+        events += server.poll(5.0)
+    end = time.monotonic() + 0.2
+    while time.monotonic() < end:
+        events += server.poll(0.01)
+    assert events == [TurnedAway("", OTHER_KEY, 1)]
+    server.send("client", [b"unsaid"])
+    assert len(dealer.recv()) == Proofs.CHALLENGE_BYTES
+    assert not dealer.poll(50)
 
 
 # -- those who know the key and misbehave -------------------------------------------------
@@ -265,6 +373,24 @@ def test_a_name_that_the_listener_has_itself_or_gave_to_another_is_not_taken_ove
     while not payloads(events):
         events += server.poll(1.0)
     assert payloads(events) == [[b"the real one"]]
+
+
+def test_the_name_of_a_peer_that_was_called_stays_its_own_after_the_end(
+    make: Make, stack: ExitStack
+) -> None:
+    """Else somebody could come to a server and go on as the scheduler that has left."""
+    server, scheduler = make("server"), make("scheduler")
+    address = f"tcp://{HOST}:{server.bind(HOST, 0)}"
+    join(server, scheduler, f"tcp://{HOST}:{scheduler.bind(HOST, 0)}", name="scheduler")
+    server.disconnect("scheduler")
+    thief = make("scheduler")
+    thief.connect("server", address)
+    told: list[VanEvent] = []
+    give_up_at = time.monotonic() + 10.0
+    while not told and time.monotonic() < give_up_at:
+        thief.poll(0.01)
+        told += server.poll(0.01)
+    assert told == [TurnedAway("", TAKEN_NAME, 1)]
 
 
 def test_a_message_of_too_many_frames_or_bytes_is_refused_by_its_sender(make: Make) -> None:

@@ -1,0 +1,139 @@
+"""Devices of arrays: ``cpu(0)``, ``gpu(1)``. Names a device and does no work on it.
+
+A ``Context`` is a plain value that any thread may share. It never imports CuPy by itself:
+``gpu(i)`` and ``Context.module`` do so through the one door, ``kvstore/arrays/cupy.py``,
+which is also what to read next.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvstore.errors import ArgumentTypeError, MissingDependencyError
+
+_DEVICE_TYPES = ("cpu", "gpu")
+
+
+class Context:
+    """A device: its type (``"cpu"`` or ``"gpu"``) and its number. Immutable and hashable.
+
+    ``with mx.gpu(1):`` makes it the device of arrays that name none, in this thread (or task).
+    ``Context(other)`` of another context is an equal one. NumPy arrays all live on
+    ``cpu(0)``; other CPU numbers are accepted, as in MXNet, and mean the same memory.
+    Raises ``ArgumentTypeError`` for an unknown type or a number that is not an index.
+    """
+
+    __slots__ = ("device_id", "device_type")
+
+    device_type: str
+    device_id: int
+
+    def __init__(self, device_type: str | Context, device_id: int = 0) -> None:
+        if isinstance(device_type, Context):
+            device_id = device_type.device_id
+            device_type = device_type.device_type
+        if device_type not in _DEVICE_TYPES:
+            raise ArgumentTypeError(
+                f"a device type is one of {', '.join(_DEVICE_TYPES)}, got {device_type!r}"
+            )
+        if isinstance(device_id, bool) or not isinstance(device_id, int) or device_id < 0:
+            raise ArgumentTypeError(f"a device number is an int from 0 on, got {device_id!r}")
+        object.__setattr__(self, "device_type", device_type)
+        object.__setattr__(self, "device_id", device_id)
+
+    @property
+    def module(self) -> ModuleType:
+        """The array library of this device: the module ``numpy`` or ``cupy``.
+
+        Raises ``MissingDependencyError`` when the device is a GPU and CuPy is not installed.
+        """
+        if self.device_type == "cpu":
+            import numpy
+
+            return numpy
+        from kvstore.arrays.cupy import load
+
+        return load()
+
+    def __enter__(self) -> Context:
+        _entered.set((*_entered.get(), self))
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _entered.set(_entered.get()[:-1])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Context cannot change; make a new one instead of setting {name}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Context cannot change; {name} cannot be deleted")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Context):
+            return NotImplemented
+        return (self.device_type, self.device_id) == (other.device_type, other.device_id)
+
+    def __hash__(self) -> int:
+        return hash((self.device_type, self.device_id))
+
+    def __repr__(self) -> str:
+        return f"{self.device_type}({self.device_id})"
+
+    def __reduce__(self) -> tuple[type[Context], tuple[str, int]]:
+        return Context, (self.device_type, self.device_id)
+
+
+_entered: ContextVar[tuple[Context, ...]] = ContextVar("entered", default=())
+
+
+def current_context() -> Context:
+    """The device of arrays that name none: of the innermost ``with``, else ``cpu(0)``."""
+    entered = _entered.get()
+    return entered[-1] if entered else Context("cpu", 0)
+
+
+def cpu(device_id: int = 0) -> Context:
+    """The host's memory."""
+    return Context("cpu", device_id)
+
+
+def gpu(device_id: int = 0) -> Context:
+    """The CUDA device with this number.
+
+    Raises ``MissingDependencyError``, which says what to install, when CuPy is missing.
+    Whether the device exists shows at its first use.
+    """
+    context = Context("gpu", device_id)
+    _ = context.module
+    return context
+
+
+def num_gpus() -> int:
+    """How many CUDA devices CuPy can use: 0 without CuPy, a driver or a device."""
+    from kvstore.arrays.cupy import load
+
+    try:
+        runtime = load().cuda.runtime
+    except MissingDependencyError:
+        return 0
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError:  # no driver, or no device
+        return 0
+
+
+if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+
+    def __getattr__(name):
+        from kvstore.errors.hints import missing
+
+        raise missing(
+            "kvstore.context", name, ("Context", "cpu", "current_context", "gpu", "num_gpus")
+        )

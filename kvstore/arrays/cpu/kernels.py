@@ -1,0 +1,307 @@
+"""Calls into the compiled kernels (``_kernels``): sums, updates and codecs.
+
+An extra: everything works without it, and gives the same bits. Each function says whether it has
+done the work; if not, nothing was written, and ``sums.py`` or ``compression/codec.py`` does it
+with NumPy. Not done is what the kernels do not cover: other dtypes than float16, bfloat16, float32
+and float64, other optimizers than those that ``formula_of`` knows, other codecs than those of
+``CODED``, arrays with strides; and everything when the module is missing or KVSTORE_NATIVE is 0.
+Contributions and arrays to fill may lie at any address.
+
+One call does one whole run of elements, however long, without the interpreter's lock: block by
+block it adds contributions left to right, updates, and writes the arrays to fill, so that a
+number passes through the cache once. Every operation is one of the NumPy formula, rounded to the
+same type, in the same order; there is no fused multiply-add. Any thread may call. Read next:
+``native/rules.h`` for the formulas, ``docs/decisions/0011-optional-kernels.md`` for the reasons.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from kvstore.arrays.dtypes import accumulation_dtype, is_bfloat16
+from pslite import Config
+
+Array = np.ndarray[Any, Any]
+Row = Sequence[Array]
+_Optimizer = TypeVar("_Optimizer")
+
+INTERFACE = 4
+"""A module built from another version of the sources has another number, and is not used."""
+
+# The numbers of native/kernels.h.
+_ASSIGN, SGD, MOMENTUM, ADAM = range(4)
+_FLOAT32, _FLOAT64, _FLOAT16, _BFLOAT16 = range(4)
+
+_KINDS = {np.dtype("f4"): _FLOAT32, np.dtype("f8"): _FLOAT64, np.dtype("f2"): _FLOAT16}
+"""bfloat16 comes in when one is met."""
+
+_WIDE = (np.dtype("f4"), np.dtype("f8"))
+
+_NARROW = (_FLOAT16, _BFLOAT16)
+_COMBINED = {
+    *((kind, kind) for kind in range(4)),
+    *((kind, _FLOAT32) for kind in _NARROW),
+    *((_FLOAT32, kind) for kind in _NARROW),
+}
+"""Kinds of contributions and weights that meet."""
+
+CODED = frozenset({1, 2, 5} if sys.byteorder == "little" else {1, 2})
+"""The codes of 2bit, 1bit and int8 (``compression/header.py``), whose scales lie as in payloads."""
+
+_SHORT = 32768
+"""Elements of a sum from which on kernels are at least as quick as NumPy, which has less to
+check for a call and uses wider instructions (``benchmarks/kernels.py``)."""
+
+_LEAST_LIMIT = 1e-30
+"""A smaller limit for gradients may be 0 in float32, where NumPy's loops differ in the sign."""
+
+
+class Formula(NamedTuple):
+    """The numbers of one update; those that a rule does not know are left as they are."""
+
+    rule: int
+    rescale: float = 1.0
+    limit: float = 0.0
+    """Of the elements of a gradient; 0 for none."""
+    decay: float = 0.0
+    rate: float = 0.0
+    momentum: float = 0.0
+    beta1: float = 0.0
+    beta2: float = 0.0
+    epsilon: float = 0.0
+    late_decay: float = 0.0
+    """Times the weight, added to the step."""
+
+
+_SUM = Formula(_ASSIGN)
+_formulas: dict[type, Callable[[Any, int], Formula]] = {}
+
+
+def formula_of(
+    cls: type[_Optimizer],
+) -> Callable[[Callable[[_Optimizer, int], Formula]], Callable[[_Optimizer, int], Formula]]:
+    """Decorator: for optimizers of this very class, this function gives an update's numbers.
+
+    It is called with the optimizer and the update's number. Subclasses, which may do something
+    else, are not meant.
+    """
+
+    def note(
+        function: Callable[[_Optimizer, int], Formula],
+    ) -> Callable[[_Optimizer, int], Formula]:
+        _formulas[cls] = function
+        return function
+
+    return note
+
+
+@cache
+def native() -> ModuleType | None:
+    """The compiled module; None if there is none, or not for this version, or it is unwanted.
+
+    Looked for once, at the first use.
+    """
+    return None if why_missing() else importlib.import_module("kvstore.arrays.cpu._kernels")
+
+
+def why_missing() -> str:
+    """Say why nothing is compiled here and what to do; "" where the module is used."""
+    if not Config.read("native"):
+        return "KVSTORE_NATIVE=0 switches the compiled kernels off; unset it to use them"
+    remedy = (
+        "install a C compiler, then run pip install --force-reinstall --no-deps . in the checkout"
+    )
+    try:
+        from kvstore.arrays.cpu import _kernels
+    except ImportError as error:
+        return f"the compiled kernels are missing ({error}), NumPy does their work: {remedy}"
+    if _kernels.INTERFACE != INTERFACE:
+        return (
+            f"the compiled kernels have version {_kernels.INTERFACE}, expected {INTERFACE}, NumPy "
+            f"does their work: {remedy}"
+        )
+    return ""
+
+
+def instructions() -> str:
+    """What sums and updates are computed with: ``"avx2"``, ``"plain"`` (any), or ``"numpy"``."""
+    module = native()
+    return "numpy" if module is None else str(module.INSTRUCTIONS[0])
+
+
+def add_up(contributions: Row, total: Array) -> bool:
+    """Set ``total`` to ((c0 + c1) + c2) + ..., rounded to its dtype once; whether that was done.
+
+    All have one shape, with any number of dimensions, and are the caller's; contributions share
+    one dtype and are only read. Those of 16 bits are added in float32. ``total`` may be
+    ``contributions[0]`` itself and must not overlap any other. As ``aggregate.add_up``. Short sums
+    without rounding are not done, since NumPy is quicker with them.
+    """
+    if total.size < _SHORT and contributions[0].dtype == total.dtype in _WIDE:
+        return False
+    return apply(total, (contributions,), None, (), 0)
+
+
+def apply(
+    weight: Array,
+    rows: Sequence[Row],
+    optimizer: object | None,
+    state: Sequence[Array],
+    count: int,
+    outs: Sequence[Row] = (),
+) -> bool:
+    """``aggregate.apply_round`` for neighbouring keys; returns whether that was done.
+
+    Each row has the contributions to one key. The keys' elements are those of ``weight``, one
+    after the other; ``state`` is as long, and for weights of 16 bits its last array is the master.
+    Where there are ``outs``, one row for each key, the new values are written there too. Raises
+    ``ValueError`` for lengths that do not fit.
+
+    ``weight``, ``state`` and ``outs`` are the caller's, are changed in place and must not overlap
+    each other, nor a contribution (one that is its key's out, from the first element to the last,
+    may). Contributions share one dtype and are only read, before the call returns.
+    """
+    module = native()
+    if module is None:
+        return False
+    if optimizer is None:
+        formula, state = _SUM, ()
+    else:
+        numbers = _formulas.get(type(optimizer))
+        if numbers is None:
+            return False
+        formula = numbers(optimizer, count)
+        if 0.0 < formula.limit < _LEAST_LIMIT:
+            return False
+    dtype = weight.dtype
+    kind, weight_kind = _kind(rows[0][0].dtype), _kind(dtype)
+    if (kind, weight_kind) not in _COMBINED:
+        return False
+    if any(array.dtype != accumulation_dtype(dtype) for array in state):
+        return False
+    if any(out.dtype != dtype for row in outs for out in row):
+        return False
+    done: bool = module.run(formula, weight_kind, kind, weight, state, rows, outs)
+    return done
+
+
+def merge_ids(several: Sequence[Array]) -> tuple[Array, list[Array]] | None:
+    """The different ids of sorted int64 arrays, sorted, and the place of each array's ids there.
+
+    None if that was not done.
+    """
+    module = native()
+    if module is None or not all(ids.flags.c_contiguous for ids in several):
+        return None
+    merged = np.empty(sum(map(len, several)), np.int64)
+    places = [np.empty(len(ids), np.int64) for ids in several]
+    return merged[: module.merge_ids(merged, places, several)], places
+
+
+def take_rows(table: Array, places: Array, out: Array) -> bool:
+    """Set ``out`` to the rows ``places`` (int64) of a 2-D array; returns whether that was done.
+
+    Of one dtype; ``out`` must not overlap the table. Raises ``ValueError`` for rows that are not
+    there.
+    """
+    module = native()
+    row_bytes = table.shape[1] * table.itemsize
+    if module is None or not row_bytes:
+        return False
+    return bool(module.take_rows(table, places, out, row_bytes))
+
+
+def update_rows(
+    weight: Array,
+    state: Sequence[Array],
+    places: Array,
+    values: Sequence[Array],
+    at: Sequence[Array],
+    optimizer: object,
+    count: int,
+    span: tuple[int, int],
+) -> bool:
+    """Update rows of a table, where they lie, by a sum of rows; returns whether that was done.
+
+    ``weight`` and ``state`` are 2-D and as ``apply`` has them; ``places`` are the rows (different
+    ones, int64) to update, and each of ``values``, 2-D, has the rows ``at`` (sorted, int64) of the
+    sum, whose row i is for ``places[i]``. A row that not all have begins with 0.0, as the sum of
+    their dense forms does. Only the rows [start, stop) of the sum, ``span``, are updated. Raises
+    ``ValueError`` for what does not fit; then nothing was written.
+    """
+    module = native()
+    numbers = _formulas.get(type(optimizer))
+    if module is None or numbers is None or not weight.shape[1]:
+        return False
+    formula = numbers(optimizer, count)
+    if 0.0 < formula.limit < _LEAST_LIMIT:
+        return False
+    kind, weight_kind = _kind(values[0].dtype), _kind(weight.dtype)
+    if (kind, weight_kind) not in _COMBINED:
+        return False
+    if any(array.dtype != accumulation_dtype(weight.dtype) for array in state):
+        return False
+    width = weight.shape[1]
+    done: bool = module.update_rows(
+        formula, weight_kind, kind, width, weight, state, places, values, at, *span
+    )
+    return done
+
+
+def encode(
+    codec: int,
+    number: float,
+    dtype: np.dtype[Any],
+    source: Array | None,
+    residual: Array | None,
+    payload: Array,
+    start: int,
+    stop: int,
+) -> bool:
+    """The elements [start, stop) of a ``ValueCodec.encode``; returns whether that was done.
+
+    ``codec`` is a code of ``CODED``, ``number`` the one parameter that its rule depends on.
+    ``source`` has the key's dtype, ``residual`` that in which it is added. One of them may be None;
+    both are whole, and so is ``payload``. Raises ``ValueError`` for lengths that do not fit.
+    """
+    module = native()
+    if module is None or codec not in CODED:
+        return False
+    kind = _kind(dtype)
+    if kind is None:
+        return False
+    if source is None and kind in _NARROW:
+        kind = _FLOAT32
+    done: bool = module.encode(codec, kind, source, residual, payload, number, start, stop)
+    return done
+
+
+def decode(
+    codec: int, number: float, payload: Array, out: Array, start: int, stop: int, *, add: bool
+) -> bool:
+    """The elements [start, stop) of a ``ValueCodec.decode``; returns whether that was done.
+
+    ``out`` is float32 or float64, whole as is ``payload``, which was checked and is only read.
+    """
+    module = native()
+    if module is None or codec not in CODED:
+        return False
+    kind = _kind(out.dtype)
+    if kind not in (_FLOAT32, _FLOAT64):
+        return False
+    done: bool = module.decode(codec, kind, payload, out, number, start, stop, add)
+    return done
+
+
+def _kind(dtype: np.dtype[Any]) -> int | None:
+    found = _KINDS.get(dtype)
+    if found is None and is_bfloat16(dtype):
+        found = _KINDS[dtype] = _BFLOAT16
+    return found

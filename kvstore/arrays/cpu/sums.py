@@ -1,0 +1,236 @@
+"""Sum contributions and apply them: the arithmetic of every store, on flat arrays.
+
+No I/O, no threads, no clock. Computed by NumPy, or with the same bits by the compiled kernels of
+``kernels.py``, where they are built and cover the case. The local stores and the servers of the
+distributed ones use the same functions, which is why both give the same bits. A function may run
+on any thread as long as no other thread touches the same arrays or the same :class:`Workspace`.
+Read next: ``optimizer/base.py``.
+
+**Order.** Contributions are added left to right, ((c0 + c1) + c2) + ..., in rank order for a
+server and in list order for a device list. Every operation is elementwise, so neither the size
+of the blocks nor cutting a key into parts can change a bit.
+
+**Blocks.** Arrays are worked on in blocks that stay in the processor's cache: one block of all
+contributions is added, then updated, then the next. Whole-array NumPy calls would carry each
+operand through memory once per operation.
+
+**Dtypes.** float16 and bfloat16 are added in float32 and rounded once at the end; what an optimizer
+updates is their float32 master (``optimizer/states.py``), which they are rounded from. float32,
+float64, integers (which wrap), bool (logical or) and complex stay what they are.
+Overflow and NaN follow IEEE 754 without warnings: a training run that diverges shows it in its
+loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvstore.arrays.cpu import kernels
+from kvstore.arrays.dtypes import accumulation_dtype
+from kvstore.errors import ValueMismatchError
+
+Flat = np.ndarray[Any, Any]
+"""A 1-D array. Contributions may be read-only and unaligned (views of received frames)."""
+
+BLOCK_ELEMENTS = 65536
+"""Elements per block: 256 KiB of float32 per operand, small enough for the second-level cache
+and long enough that two threads rarely wait for each other's interpreter lock."""
+
+
+class UpdateRule(Protocol):
+    """What sums and updates use of an optimizer (``kvstore/optimizer/base.py``)."""
+
+    def block_length(self, length: int, elements: int) -> int: ...
+
+    def update(
+        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
+    ) -> None: ...
+
+
+class Workspace:
+    """Scratch blocks that are made once and used again, so that steady work allocates nothing.
+
+    Belongs to one thread at a time. What ``block`` returns is overwritten by the next call
+    with the same slot and dtype.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, np.dtype[Any]], Flat] = {}
+        self._others: dict[int, Workspace] = {}
+
+    def of(self, number: int) -> Workspace:
+        """Another workspace, always the same for a number, for another thread; 0 is this one."""
+        if not number:
+            return self
+        return self._others.setdefault(number, Workspace())
+
+    def block(self, slot: int, dtype: np.dtype[Any], length: int) -> Flat:
+        """An uninitialised 1-D array of ``length`` elements, owned by the workspace."""
+        found = self._blocks.get((slot, dtype))
+        if found is None or len(found) < length:
+            found = np.empty(length, dtype)
+            self._blocks[slot, dtype] = found
+        return found[:length]
+
+
+class Workspaces:
+    """Scratch memory for as many threads as ever worked for a store at the same time."""
+
+    def __init__(self) -> None:
+        self._free: list[Workspace] = []  # append and pop are atomic
+
+    def take(self) -> Workspace:
+        """Take one for exclusive use until ``give`` returns it."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return Workspace()
+
+    def give(self, workspace: Workspace) -> None:
+        """It may be taken again."""
+        self._free.append(workspace)
+
+
+def sum_in_order(
+    contributions: Sequence[Flat],
+    out: Flat,
+    workspace: Workspace | None = None,
+    *,
+    block_elements: int = BLOCK_ELEMENTS,
+) -> None:
+    """Set ``out`` to ((c0 + c1) + c2) + ..., cast to ``out``'s dtype at the end.
+
+    All arrays are 1-D on the host, of one length; contributions share one dtype and are only
+    read, before the call returns. ``out`` is the caller's and may be ``contributions[0]``
+    itself; it must not overlap any other. ``workspace`` saves allocations where the dtypes
+    need scratch space. Raises ``ValueMismatchError`` for none, or for unequal lengths.
+    """
+    _check(contributions, out)
+    if kernels.add_up(contributions, out):
+        return
+    working = accumulation_dtype(contributions[0].dtype)
+    workspace = workspace or Workspace()
+    with np.errstate(all="ignore"):
+        for start, stop in _blocks(len(out), block_elements):
+            into = out[start:stop]
+            total = into
+            if out.dtype != working and len(contributions) > 1:
+                total = workspace.block(0, working, stop - start)
+            add_up([contribution[start:stop] for contribution in contributions], total)
+            if total is not into:
+                np.copyto(into, total, casting="unsafe")
+
+
+def apply_round(
+    weight: Flat,
+    contributions: Sequence[Flat],
+    optimizer: UpdateRule | None,
+    state: Sequence[Flat],
+    count: int,
+    workspace: Workspace,
+    *,
+    out: Flat | None = None,
+    block_elements: int = BLOCK_ELEMENTS,
+) -> None:
+    """Apply one complete round to a key or to one part of it, in place.
+
+    Without an optimizer ``weight`` is set to the sum; it never accumulates. With one, each
+    block of the sum goes to ``optimizer.update`` with the same block of ``weight`` (for 16 bits
+    of the master, the last of ``state``, which is rounded to ``weight``) and of each array of
+    ``state``, in one pass. ``count`` is the update's own number, from 1 on.
+
+    ``weight``, ``contributions`` and the arrays of ``state`` are 1-D on the host and of one
+    length; ``weight`` and contributions share one dtype. ``weight`` and ``state`` are the
+    caller's, are changed in place and must not overlap a contribution; contributions are only
+    read, before the call returns. An optimizer sees no less of them than its scope says.
+    ``out``, like ``weight``, gets the new values too, while they are in the cache. Raises
+    ``ValueMismatchError`` as ``sum_in_order`` does, and what the optimizer raises.
+    """
+    if optimizer is None:
+        sum_in_order(contributions, weight, workspace, block_elements=block_elements)
+        if out is not None:
+            out[:] = weight
+        return
+    _check(contributions, weight)
+    outs = () if out is None else ((out,),)
+    if kernels.apply(weight, (contributions,), optimizer, state, count, outs):
+        return
+    working = accumulation_dtype(weight.dtype)
+    block = optimizer.block_length(len(weight), max(block_elements, 1))
+    with np.errstate(all="ignore"):
+        for start, stop in _blocks(len(weight), block):
+            gradient = workspace.block(0, working, stop - start)
+            add_up([contribution[start:stop] for contribution in contributions], gradient)
+            part = [array[start:stop] for array in state]
+            update_block(weight[start:stop], gradient, optimizer, part, count, workspace)
+            if out is not None:
+                out[start:stop] = weight[start:stop]
+
+
+def add_up(contributions: Sequence[np.ndarray[Any, Any]], total: np.ndarray[Any, Any]) -> None:
+    """Set ``total``, one block, to ((c0 + c1) + c2) + ..., added in the dtype of ``total``.
+
+    All are NumPy arrays of one shape, any number of dimensions, and are the caller's; nothing
+    is checked. ``total`` may be ``contributions[0]`` itself and must not overlap any other.
+    Within ``np.errstate(all="ignore")``: the steps of ``apply_round``, for those who choose
+    their own blocks.
+    """
+    first = contributions[0]
+    if len(contributions) == 1:
+        np.copyto(total, first, casting="unsafe")
+    elif first.dtype == total.dtype:
+        np.add(first, contributions[1], total)
+        for contribution in contributions[2:]:
+            np.add(total, contribution, total)
+    elif not kernels.add_up(contributions, total):
+        np.add(first, contributions[1], out=total, dtype=total.dtype)
+        for contribution in contributions[2:]:
+            np.add(total, contribution, out=total, dtype=total.dtype)
+
+
+def update_block(
+    weight: Flat,
+    gradient: Flat,
+    optimizer: UpdateRule,
+    state: Sequence[Flat],
+    count: int,
+    workspace: Workspace,
+) -> None:
+    """Update one block of ``weight`` and ``state`` from its summed gradient, in place.
+
+    As ``apply_round``; ``gradient`` is slot 0 of ``workspace``, in the accumulation dtype, and
+    is overwritten. Nothing is checked.
+    """
+    scratch = workspace.block(1, gradient.dtype, len(gradient))
+    if weight.dtype == gradient.dtype:
+        optimizer.update(weight, gradient, state, count, scratch)
+        return
+    *own, master = state
+    optimizer.update(master, gradient, own, count, scratch)
+    np.copyto(weight, master, casting="unsafe")
+
+
+def _blocks(length: int, block_elements: int) -> Iterator[tuple[int, int]]:
+    step = max(block_elements, 1)
+    for start in range(0, length, step):
+        yield start, min(start + step, length)
+
+
+def _check(contributions: Sequence[Flat], out: Flat) -> None:
+    # NumPy would spread a contribution of length 1 over the whole block without a word.
+    if not contributions:
+        raise ValueMismatchError("a sum needs at least one contribution, got none")
+    for contribution in contributions:
+        if contribution.shape != out.shape or contribution.ndim != 1:
+            raise ValueMismatchError(
+                f"a contribution of shape {contribution.shape} does not fit "
+                f"a flat array of shape {out.shape}"
+            )
+        if contribution.dtype != contributions[0].dtype:
+            raise ValueMismatchError(
+                f"contributions of one round share a dtype, got {contributions[0].dtype} "
+                f"and {contribution.dtype}"
+            )

@@ -1,0 +1,203 @@
+"""The thread pool that all stores of a process share for arithmetic on the host.
+
+``Cores.run`` deals a list of tasks out to the caller and to helper threads. It knows nothing of
+arrays: what may run at the same time, and why that changes no result, is
+``stores/local/blocks.py``'s business. ``shared`` gives the process its one ``Cores``, made at the
+first use, with as many threads as the process may use cores; the helpers start when there is work
+for them, are daemons, and sleep while there is none. A forked child makes its own. Importing this
+starts nothing.
+
+The caller always takes part and could do everything alone, so a call never waits for a helper
+that is busy elsewhere, and a task may itself call ``run``. Hand-overs cost some ten
+microseconds each: one for a helper and a call, however many tasks there are.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pslite import Config
+
+Task = Callable[[], object]
+
+MOST_THREADS = 8
+"""Unless the setting says otherwise: beyond this, blocks wait for each other's interpreter lock."""
+
+
+class Failure(NamedTuple):
+    """Why a call of ``run`` did not do all of its tasks."""
+
+    error: BaseException
+    """Of the first task in the list that raised."""
+    not_done: frozenset[int]
+    """The tasks that raised or had not begun by then: the others were done."""
+    not_begun: frozenset[int]
+
+
+class Cores:
+    """A number of threads, one of which is the caller's. Any thread may call, many at once."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = max(num_threads, 1)
+        self._waiting: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
+        # Guards the number of helpers.
+        self._lock = threading.Lock()
+        self._num_helpers = 0
+
+    def run(self, tasks: Sequence[Task]) -> Failure | None:
+        """Do all tasks, in any order and at the same time; return when none runs any more.
+
+        After one that raises no others are begun. Warnings of NumPy's arithmetic are off in
+        them. Raises ``KeyboardInterrupt`` and its like when they come to the calling thread,
+        not before the other threads have finished what they are at.
+        """
+        if self.num_threads == 1 or len(tasks) < 2:
+            with np.errstate(all="ignore"):
+                return _alone(tasks)
+        batch = _Batch(tasks)
+        for _ in range(min(self._ready_helpers(len(tasks) - 1), len(tasks) - 1)):
+            self._waiting.put(batch)
+        try:
+            with np.errstate(all="ignore"):
+                batch.take_part()
+        except BaseException:  # Ctrl-C between two tasks
+            batch.give_up()
+            batch.end()
+            raise
+        return batch.end()
+
+    def _ready_helpers(self, wanted: int) -> int:
+        """How many helpers there are, after more were started if they are wanted."""
+        if self._num_helpers >= min(wanted, self.num_threads - 1):
+            return self._num_helpers
+        with self._lock:
+            while self._num_helpers < min(wanted, self.num_threads - 1):
+                name = f"kvstore-core-{self._num_helpers + 1}"
+                helper = threading.Thread(target=_help, args=(self._waiting,), name=name)
+                helper.daemon = True
+                try:
+                    helper.start()
+                except RuntimeError:  # the interpreter is ending, or the system gives no more
+                    break
+                self._num_helpers += 1
+            return self._num_helpers
+
+
+def _alone(tasks: Sequence[Task]) -> Failure | None:
+    for index, task in enumerate(tasks):
+        try:
+            task()
+        except Exception as error:
+            later = frozenset(range(index + 1, len(tasks)))
+            return Failure(error, later | {index}, later)
+    return None
+
+
+class _Batch:
+    """The tasks of one call, and the threads that are at it."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        # One operation on a deque is atomic, so that taking a task needs no lock.
+        self._tasks = deque(enumerate(tasks))
+        self._errors: list[tuple[int, BaseException]] = []
+        self._not_begun: list[tuple[int, Task]] = []
+        # Guards the next two: who comes when the caller has left does nothing.
+        self._lock = threading.Lock()
+        self._num_helping = 0
+        self._is_over = False
+        self._is_idle = threading.Lock()
+        self._is_idle.acquire()
+
+    def help(self) -> None:
+        """On a helper thread: take part, unless it is over already."""
+        with self._lock:
+            is_late = self._is_over
+            self._num_helping += not is_late
+        if is_late:
+            return
+        self.take_part()
+        with self._lock:
+            self._num_helping -= 1
+            if self._is_over and not self._num_helping:
+                self._is_idle.release()
+
+    def take_part(self) -> None:
+        """Do tasks until none is left."""
+        while True:
+            try:
+                index, task = self._tasks.popleft()
+            except IndexError:
+                return
+            try:
+                task()
+            except BaseException as error:
+                self._errors.append((index, error))
+                self.give_up()
+
+    def end(self) -> Failure | None:
+        """On the caller's thread, after its part: wait until the helpers have done theirs."""
+        interrupt: BaseException | None = None
+        with self._lock:
+            self._is_over = True
+            is_idle = self._num_helping == 0
+        while not is_idle:
+            try:
+                is_idle = self._is_idle.acquire()
+            except BaseException as error:  # Ctrl-C: the helpers still work in the arrays
+                interrupt = error
+                self.give_up()
+        for raised in [interrupt, *(error for _, error in self._errors)]:
+            if raised is not None and not isinstance(raised, Exception):
+                raise raised
+        if not self._errors:
+            return None
+        _, first = min(self._errors, key=lambda item: item[0])
+        not_begun = frozenset(index for index, _ in self._not_begun)
+        return Failure(first, not_begun | {index for index, _ in self._errors}, not_begun)
+
+    def give_up(self) -> None:
+        """Begin no more tasks."""
+        while True:
+            try:
+                self._not_begun.append(self._tasks.popleft())
+            except IndexError:
+                return
+
+
+def _help(waiting: queue.SimpleQueue[_Batch]) -> None:
+    np.seterr(all="ignore")  # of this thread alone
+    while True:
+        batch = waiting.get()
+        batch.help()
+        del batch  # keeps a call's arrays alive
+
+
+_by_process: dict[int, Cores] = {}
+
+
+def shared() -> Cores:
+    """The ``Cores`` of this process. The setting that counts is that of the first call."""
+    process = os.getpid()
+    found = _by_process.get(process)
+    if found is None:
+        # A parent's, in a forked child: its threads are not here, and its locks may be held.
+        for other in [number for number in _by_process if number != process]:
+            del _by_process[other]
+        found = _by_process.setdefault(process, Cores(_number_of_threads()))
+    return found
+
+
+def _number_of_threads() -> int:
+    wanted: int = Config.read("reduction_threads")
+    if wanted:
+        return wanted
+    if hasattr(os, "sched_getaffinity"):  # Linux; not macOS
+        return min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    return min(os.cpu_count() or 1, MOST_THREADS)

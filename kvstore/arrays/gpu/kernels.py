@@ -1,0 +1,303 @@
+"""The project's one CUDA kernel: sum and update many keys in one launch.
+
+Text and numbers only: the kernel's source for a ``Kernel``, and the ``Table`` that a launch is
+given. Imports no CuPy and does nothing on a GPU; ``sums.py`` launches it. Any thread may call.
+Read next: ``sums.py``.
+
+**The table.** A launch works on rows. A row is a key or a part of one: the addresses of its
+copies (one value for each device), of what it sets (the weight, or where the sum goes), of the
+velocity and of the float32 master if there are any, and its length. The table travels with the
+launch as an argument by value, so it is not memory of the GPU and need not outlive the call; an
+argument has at most 4 KiB (CUDA C++ Programming Guide, "Function Parameters"), which is what bounds
+the rows of a launch.
+The grid has blocks of ``BLOCK_ELEMENTS`` elements; each finds its row by ``first_blocks``.
+
+**Bits.** Copies are added left to right, then come the operations of ``optimizer/sgd.py`` in
+their order, each rounded by itself: ``OPTIONS`` forbids the compiler to join a multiplication
+and an addition. float16 is added in float32 and rounded once; its master is updated, and the
+weight is what that rounds to. So the bits are those
+of ``kvstore/arrays/cpu/sums.py`` on the host, but for NaN: a GPU has one NaN, a processor keeps the
+sign and the payload of an operand's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.arrays.dtypes import accumulation_dtype
+from kvstore.arrays.gpu.pipeline import RowSpan
+
+NAME = "fused"
+"""Of the kernel in its source."""
+
+OPTIONS = ("--fmad=false",)
+"""For NVRTC."""
+
+THREADS = 256
+BLOCK_ELEMENTS = 4096
+"""What one block of the grid works on."""
+
+MOST_COPIES = 64
+"""The kernel is written out for its number of copies, which has to end somewhere."""
+
+ARGUMENT_BYTES = 4096
+_NUMBERS_BYTES = 64
+"""Room for the five numbers behind the table, the largest of which has 8 bytes, and alignment."""
+
+_UNROLLED = 4
+"""Elements that a thread has under way at a time: their loads are what hides the memory's delay."""
+
+C_TYPES = {
+    "float16": "unsigned short",
+    "float32": "float",
+    "float64": "double",
+    "uint8": "unsigned char",
+    "uint16": "unsigned short",
+    "uint32": "unsigned int",
+    "uint64": "unsigned long long",
+}
+"""dtypes that can be fused, and how the kernel sees their elements. Signed integers are added as
+unsigned ones, which have the same bits and wrap."""
+
+FORMULAS = ("sum", "sgd", "momentum")
+"""What happens with the sum: it is the result, or SGD without or with momentum takes it."""
+
+Pointers = np.ndarray[Any, np.dtype[np.uint64]]
+"""Addresses on a GPU: a row of ``Kernel.num_columns`` for each key or part of one."""
+
+Lengths = np.ndarray[Any, np.dtype[np.int64]]
+"""Elements of each row."""
+
+
+class Kernel(NamedTuple):
+    """What the source is made for."""
+
+    dtype: str
+    """Of copies and weight: a name in ``C_TYPES``. Integers have the formula ``"sum"`` only."""
+    num_copies: int
+    formula: str
+    """One of ``FORMULAS``."""
+
+    @property
+    def num_columns(self) -> int:
+        """Addresses in a row: copies, what is set, the velocity and the master if there are any."""
+        return self.num_copies + 1 + (self.formula == "momentum") + self.has_master
+
+    @property
+    def has_master(self) -> bool:
+        """Whether a float32 master is updated, which the weight is rounded from."""
+        return self.dtype == "float16" and self.formula != "sum"
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that fit in a launch."""
+        room = ARGUMENT_BYTES - _NUMBERS_BYTES - np.dtype(np.int32).itemsize
+        return room // (8 * self.num_columns + 8 + 4)
+
+    @property
+    def working(self) -> np.dtype[Any]:
+        """The dtype of the arithmetic, the velocity, the master and the numbers."""
+        return accumulation_dtype(np.dtype(self.dtype))
+
+
+def kernel_of(dtype: np.dtype[Any], num_copies: int, formula: str) -> Kernel | None:
+    """The kernel of this formula for keys of ``dtype``; None if none can be made."""
+    name = f"uint{8 * dtype.itemsize}" if dtype.kind == "i" else dtype.name
+    if name not in C_TYPES or num_copies > MOST_COPIES:
+        return None
+    return Kernel(name, num_copies, formula)
+
+
+class KernelParameters(NamedTuple):
+    """The parameters of an update, in the order of the kernel's arguments."""
+
+    rescale: float = 1.0
+    limit: float = np.inf
+    """Of clipping; infinite for none."""
+    decay: float = 0.0
+    rate: float = 0.0
+    momentum: float = 0.0
+
+
+@functools.cache
+def table_dtype(kernel: Kernel) -> np.dtype[Any]:
+    """The layout of the kernel's ``struct Table``: every field lies where C puts it."""
+    rows = kernel.num_rows
+    return np.dtype(
+        [
+            ("pointers", np.uint64, (rows, kernel.num_columns)),
+            ("lengths", np.int64, (rows,)),
+            ("first_blocks", np.int32, (rows + 1,)),
+        ],
+        align=True,
+    )
+
+
+def tables(
+    kernel: Kernel, pointers: Pointers, lengths: Lengths
+) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+    """The launches for these rows: (an array with one table in it, blocks of the grid).
+
+    ``pointers`` has the shape (rows, ``kernel.num_columns``), ``lengths`` (rows,). A launch
+    whose rows are all empty is left out.
+    """
+    for start in range(0, len(lengths), kernel.num_rows):
+        part = lengths[start : start + kernel.num_rows]
+        num_blocks = -(-part // BLOCK_ELEMENTS)
+        ends = np.cumsum(num_blocks)
+        if not ends[-1]:
+            continue
+        table = np.zeros((), table_dtype(kernel))
+        table["pointers"][: len(part)] = pointers[start : start + len(part)]
+        table["lengths"][: len(part)] = part
+        # Rows that are not used begin behind the last block, so no block finds them.
+        table["first_blocks"][:] = ends[-1]
+        table["first_blocks"][: len(part)] = ends - num_blocks
+        yield table, int(ends[-1])
+
+
+def rows_of(
+    kernel: Kernel, spans: Sequence[RowSpan], copies: Pointers, own: Pointers
+) -> tuple[Pointers, Lengths]:
+    """The rows of these spans: where each begins in every array of its key, and its length.
+
+    ``copies`` and ``own`` have a row for each key: where the arrays begin. The result is new.
+    """
+    table = np.array(spans, np.int64).reshape(-1, 3)
+    keys, starts, lengths = table[:, 0], table[:, 1].astype(np.uint64), table[:, 2] - table[:, 1]
+    # Velocity and master, which come last, have elements of another size than a float16 weight.
+    sizes = np.full(kernel.num_columns, np.dtype(kernel.dtype).itemsize, np.uint64)
+    sizes[kernel.num_copies + 1 :] = kernel.working.itemsize
+    pointers = np.concatenate([copies[keys], own[keys]], axis=1)
+    pointers += starts[:, np.newaxis] * sizes
+    return pointers, lengths
+
+
+def packed(kernel: Kernel, spans: Sequence[RowSpan], address: int) -> Pointers:
+    """Where each span begins when they lie one after the other from ``address`` on."""
+    lengths = np.array([stop - start for _, start, stop in spans], np.uint64)
+    before = np.cumsum(lengths) - lengths
+    addresses: Pointers = np.uint64(address) + before * np.uint64(np.dtype(kernel.dtype).itemsize)
+    return addresses
+
+
+@functools.cache
+def source_of(kernel: Kernel) -> str:
+    """The kernel's source, CUDA C++ without any header."""
+    stored = C_TYPES[kernel.dtype]
+    working = "float" if kernel.dtype == "float16" else stored
+    constants = {
+        "ROWS": kernel.num_rows,
+        "COPIES": kernel.num_copies,
+        "COLUMNS": kernel.num_columns,
+        "FORMULA": FORMULAS.index(kernel.formula),
+        "MASTER": int(kernel.has_master),
+        "THREADS": THREADS,
+        "UNROLLED": _UNROLLED,
+        "BLOCK_ELEMENTS": BLOCK_ELEMENTS,
+    }
+    lines = [f"#define {name} {value}" for name, value in constants.items()]
+    lines += [f"typedef {stored} Stored;", f"typedef {working} Working;"]
+    return "\n".join([*lines, _FLOAT16 if kernel.dtype == "float16" else _SAME, _BODY])
+
+
+_SAME = r"""
+__device__ Working widened(Stored value) { return value; }
+__device__ Stored rounded(Working value) { return value; }
+"""
+
+# The conversions of PTX, so that no header is needed: exact, and to the nearest, ties to even.
+_FLOAT16 = r"""
+__device__ Working widened(Stored value) {
+    Working wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value));
+    return wide;
+}
+__device__ Stored rounded(Working value) {
+    Stored narrow;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow) : "f"(value));
+    return narrow;
+}
+"""
+
+_BODY = r"""
+struct Table {
+    unsigned long long pointers[ROWS][COLUMNS];
+    long long lengths[ROWS];
+    int first_blocks[ROWS + 1];
+};
+
+// The last row that begins at or before this block of the grid: empty rows begin where the
+// next one does.
+__device__ int row_of_this_block(const Table& table) {
+    int low = 0, high = ROWS;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (table.first_blocks[middle] <= (int)blockIdx.x) low = middle; else high = middle;
+    }
+    return low;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) fused(
+    const Table table, Working rescale, Working limit, Working decay, Working rate,
+    Working momentum
+) {
+    const int row = row_of_this_block(table);
+    const Stored* copies[COPIES];
+    #pragma unroll
+    for (int copy = 0; copy < COPIES; ++copy)
+        copies[copy] = (const Stored*)table.pointers[row][copy];
+    Stored* target = (Stored*)table.pointers[row][COPIES];
+    // What there is of these follows the target, the master last.
+    Working* velocity = (Working*)table.pointers[row][COLUMNS - 1 - MASTER];
+    Working* master = (Working*)table.pointers[row][COLUMNS - 1];
+
+    const long long start = (long long)(blockIdx.x - table.first_blocks[row]) * BLOCK_ELEMENTS;
+    const long long end = start + BLOCK_ELEMENTS;
+    const long long stop = end < table.lengths[row] ? end : table.lengths[row];
+
+    for (long long at = start + threadIdx.x; at < stop; at += THREADS * UNROLLED) {
+        Working total[UNROLLED], weight[UNROLLED], speed[UNROLLED];
+        // All loads first, and none of them under a condition, so that none waits for another.
+        // Behind the end, the last element is loaded once more and not used.
+        #pragma unroll
+        for (int u = 0; u < UNROLLED; ++u) {
+            const long long wanted = at + u * THREADS;
+            const long long index = wanted < stop ? wanted : stop - 1;
+            total[u] = widened(copies[0][index]);
+            #pragma unroll
+            for (int copy = 1; copy < COPIES; ++copy)
+                total[u] = total[u] + widened(copies[copy][index]);
+            if (FORMULA >= 1) weight[u] = MASTER ? master[index] : widened(target[index]);
+            if (FORMULA == 2) speed[u] = velocity[index];
+        }
+        #pragma unroll
+        for (int u = 0; u < UNROLLED; ++u) {
+            const long long index = at + u * THREADS;
+            if (index >= stop) continue;
+            Working result = total[u];
+            if (FORMULA >= 1) {
+                result = result * rescale;
+                result = result > limit ? limit : result;
+                result = result < -limit ? -limit : result;
+                if (decay != 0) result = result + weight[u] * decay;
+                result = result * rate;
+                if (FORMULA == 2) {
+                    speed[u] = speed[u] * momentum;
+                    speed[u] = speed[u] - result;
+                    velocity[index] = speed[u];
+                    result = weight[u] + speed[u];
+                } else {
+                    result = weight[u] - result;
+                }
+                if (MASTER) master[index] = result;
+            }
+            target[index] = rounded(result);
+        }
+    }
+}
+"""

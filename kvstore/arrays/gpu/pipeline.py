@@ -1,0 +1,114 @@
+"""Run work in blocks through stages, so that copies overlap with sums.
+
+Numbers only: how keys are cut into blocks, where each lies when they are packed, and in which
+order the steps of all stages begin and for what they wait. Nothing here knows of GPUs, runs a
+step or waits; ``sums.py`` carries the steps out on streams. ``BufferPool`` keeps the
+memory between calls. Any thread may call.
+
+A stage leaves each block in one of a few *slots*, where the next stage finds it: sums that are
+to be copied, copies that are to be sent. So a stage may run ahead of the next one by as many
+blocks as there are slots, and must not overwrite a slot before the next stage is done with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+FEWEST_SLOTS = 2
+"""With one slot two neighbouring stages would only take turns."""
+
+
+class RowSpan(NamedTuple):
+    """The elements from ``start`` to ``stop`` of a row: a key's values, flat."""
+
+    row: int
+    start: int
+    stop: int
+
+
+def cut(lengths: Sequence[int], most_elements: int, most_spans: int) -> list[list[RowSpan]]:
+    """Blocks of at most this many elements and spans; each element once, in order.
+
+    ``lengths`` has the elements of each row; empty rows are left out. A row that has room in no
+    block is cut.
+    """
+    blocks: list[list[RowSpan]] = []
+    room = 0
+    for row, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            if not room or len(blocks[-1]) == most_spans:
+                blocks.append([])
+                room = most_elements
+            stop = min(length, start + room)
+            blocks[-1].append(RowSpan(row, start, stop))
+            room -= stop - start
+            start = stop
+    return blocks
+
+
+class Step(NamedTuple):
+    """One stage's work on one block, and the (stage, block) that must be over before."""
+
+    stage: int
+    block: int
+    after: tuple[tuple[int, int], ...]
+
+
+def steps(num_blocks: int, slots: Sequence[int]) -> list[Step]:
+    """All steps, in an order in which one thread may begin them.
+
+    There is one stage more than ``slots``; ``slots[i]`` is the number of slots between the
+    stages i and i + 1. What a step comes after stands before it in the list, and a step that
+    blocks the thread (the last stage may be its own work) leaves the earlier stages with
+    something to do. Steps of one stage begin in the order of the blocks and are taken to be
+    carried out in it, as on a stream. Raises ``ValueError`` for fewer than ``FEWEST_SLOTS``.
+    """
+    if any(number < FEWEST_SLOTS for number in slots):
+        raise ValueError(f"at least {FEWEST_SLOTS} slots are needed between stages, got {slots}")
+    num_stages = len(slots) + 1
+    result = []
+    for time in range(num_blocks + num_stages - 1):
+        for stage in range(num_stages):
+            block = time - stage
+            if not 0 <= block < num_blocks:
+                continue
+            after = []
+            if stage > 0:
+                after.append((stage - 1, block))
+            if stage < num_stages - 1 and block >= slots[stage]:
+                after.append((stage + 1, block - slots[stage]))
+            result.append(Step(stage, block, tuple(after)))
+    return result
+
+
+class BufferPool(Generic[T]):
+    """Buffers of one kind that are expensive to make, such as pinned memory: made once.
+
+    ``allocate`` makes one. What ``take`` gives is the caller's until it goes back with ``give``;
+    at most ``most_kept`` are kept meanwhile. Any thread may call.
+    """
+
+    def __init__(self, allocate: Callable[[], T], most_kept: int) -> None:
+        self._allocate = allocate
+        self._most_kept = most_kept
+        # Guards the list.
+        self._lock = threading.Lock()
+        self._free: list[T] = []
+
+    def take(self) -> T:
+        """A buffer with any contents. Raises what ``allocate`` does."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return self._allocate()
+
+    def give(self, buffer: T) -> None:
+        """The caller has done with a buffer, and nothing that it began works in it."""
+        with self._lock:
+            if len(self._free) < self._most_kept:
+                self._free.append(buffer)

@@ -1,0 +1,94 @@
+"""What a key of a store is: its name, its shape and dtype, and how often it was initialised.
+
+Pure types, for stores, servers and files alike. The checks of what callers pass are in
+``kvstore/stores/arguments.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvstore.arrays import Array
+
+Key: TypeAlias = int | str
+Keys: TypeAlias = Key | Sequence[Key]
+Values: TypeAlias = Array | Sequence[Array] | Sequence[Sequence[Array]]
+UpdateFunction: TypeAlias = Callable[[Any, Array, Array], None]
+"""``updater(key, recv, local)`` of ``set_updater``."""
+
+_MOST_DELETED = 1000
+"""How many deleted keys are remembered."""
+
+
+class KeySpec(NamedTuple):
+    """What never changes about a key."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    """In native byte order."""
+
+    @property
+    def num_elements(self) -> int:
+        """1 for a scalar, 0 for an empty array."""
+        return math.prod(self.shape)
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row, which is everything behind the first axis; 1 at least."""
+        return max(math.prod(self.shape[1:]), 1)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the values."""
+        return self.num_elements * self.dtype.itemsize
+
+
+def width_of(shape: tuple[int, ...]) -> int:
+    """How many numbers a row has."""
+    return math.prod(shape[1:])
+
+
+class Generations:
+    """How often each key of a store was initialised, which ``delete`` does not forget at once.
+
+    Only the last deleted keys are remembered, since a script may make and delete keys in every
+    step. A key deleted before those continues above the numbers of all that are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._present: dict[Key, int] = {}
+        self._deleted: dict[Key, int] = {}
+        self._most_forgotten = 0
+
+    def __len__(self) -> int:
+        return len(self._present) + len(self._deleted)
+
+    def following(self, key: Key) -> int:
+        """The number of the next ``init`` of this key, which is not there."""
+        return self._deleted.get(key, self._most_forgotten) + 1
+
+    def begin(self, key: Key) -> int:
+        """The key is there now; its number."""
+        number = self._present[key] = self.following(key)
+        self._deleted.pop(key, None)
+        return number
+
+    def end(self, key: Key) -> None:
+        """The key is deleted."""
+        number = self._present.pop(key, None)
+        if number is None:
+            return
+        self._deleted[key] = number
+        if len(self._deleted) > _MOST_DELETED:
+            oldest = next(iter(self._deleted))
+            self._most_forgotten = max(self._most_forgotten, self._deleted.pop(oldest))
+
+    def undo(self, key: Key) -> None:
+        """What was just ended never was: its values could not be made."""
+        number = self._deleted.pop(key, 0)
+        if number > 1:
+            self._deleted[key] = number - 1

@@ -1,0 +1,274 @@
+"""Write files atomically, whole or not at all, and JSON in them.
+
+A ``Replacement`` is written under another name next to its place and renamed when it is on the
+disk, so a process that is killed at any moment leaves the file of before or the one of after.
+What it leaves besides, ``NAME.tmp-MACHINE-NUMBER``, is removed by the next that writes NAME. A
+process that still writes such a file is told by its lock (flock(2)), which ends with it, however
+it ends. Locks of other machines are not seen on every file system; so their files are removed
+only when, besides, they were not written for a day. Nothing here knows what the files are for;
+any thread may call, an object belongs to one. Read next: ``safetensors.py``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import ArgumentTypeError, CheckpointError
+from pslite.node.address import machine_id
+
+MAX_JSON_BYTES = 16 * 1024 * 1024
+
+ABANDONED_AFTER_S = 24 * 3600
+_OWN_NAME = re.compile(r"(.+)\.tmp-([0-9a-f]{8})-[0-9a-f]{8}")
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def checked_path(path: object) -> Path:
+    """Raises ``ArgumentTypeError`` for what is neither text nor a path.
+
+    And ``CheckpointError`` for text that cannot name a file.
+    """
+    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        raise ArgumentTypeError(f"files are named by a str or a pathlib.Path, got {path!r}")
+    text = os.fspath(path)
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        encoded = b""
+    if not encoded or b"\0" in encoded:
+        raise CheckpointError(
+            f"{text!r} is not a file name: expected non-empty text without NUL and surrogates"
+        )
+    return Path(path)
+
+
+def open_regular(path: str | os.PathLike[str]) -> FileIO:
+    """The file, to be read. Raises ``CheckpointError``; never waits for a pipe."""
+    try:
+        file = FileIO(path, "rb", opener=_open_without_waiting)
+        mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        file.close()
+        raise CheckpointError(f"cannot read {path}: it is {_kind(mode)}, expected a regular file")
+    return file
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+class Replacement:
+    """A file that takes the place of ``path`` when it is committed, and vanishes otherwise.
+
+    A link is followed: what it leads to is replaced, and the link stays. Raises
+    ``CheckpointError``, also where something else than a regular file has the name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._place = _place_of(path)
+            self._own, self._file = _new_file_for(self._place)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._is_ours = True
+        name, now = self._place.name, os.fstat(self._file.fileno()).st_mtime
+        remove_abandoned(self._place.parent, lambda each: each == name, now)
+
+    def write(self, at: int, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                count = os.pwrite(self._file.fileno(), view, at)
+                at, view = at + count, view[count:]
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def read(self, at: int, length: int) -> bytes:
+        """What was written there."""
+        try:
+            return os.pread(self._file.fileno(), length, at)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def commit(self) -> None:
+        """Onto the disk, then under its name; the name itself is on the disk on return."""
+        try:
+            os.fsync(self._file.fileno())
+            os.replace(self._own, self._place)
+            self._is_ours = False
+            folder = os.open(self._place.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def discard(self) -> None:
+        """Remove what was not committed; idempotent."""
+        if self._is_ours:
+            self._is_ours = False
+            with suppress(OSError):
+                os.unlink(self._own)
+        self._file.close()
+
+    def _failed(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"cannot write {self._path}: {error.strerror}")
+
+
+def _place_of(path: Path) -> Path:
+    """The name that a regular file has or shall have. Raises ``CheckpointError``, ``OSError``."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(
+            f"cannot write {path}: it is {_kind(mode)}, and only a regular file is replaced; name "
+            "another file"
+        )
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def _new_file_for(place: Path) -> tuple[Path, FileIO]:
+    """A new file next to ``place``, and locked."""
+    while True:
+        own = place.with_name(f"{place.name}.tmp-{machine_name()}-{secrets.token_hex(4)}")
+        file = FileIO(own, "x+b")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return own, file
+        file.close()  # before it was locked, it was taken for an abandoned one
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def remove_abandoned(folder: Path, is_meant: Callable[[str], bool], now: float) -> None:
+    """Remove files that replacements for such names left behind when their process was killed.
+
+    ``now`` is the time in seconds as the file system has it, whose clock may be another one.
+    """
+    with suppress(OSError):  # a folder that may be written and not read
+        for each in os.scandir(folder):
+            found = _OWN_NAME.fullmatch(each.name)
+            if found is not None and is_meant(found[1]):
+                with suppress(OSError):  # it is gone meanwhile, or belongs to somebody else
+                    _remove_if_abandoned(each.path, found[2], now)
+
+
+def _remove_if_abandoned(path: str, machine: str, now: float) -> None:
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        is_sure = machine == machine_name()
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return  # somebody writes it
+        except OSError:
+            is_sure = False  # a file system without locks
+        if is_sure or now - os.fstat(file).st_mtime > ABANDONED_AFTER_S:
+            os.unlink(path)
+    finally:
+        os.close(file)
+
+
+def machine_name() -> str:
+    """Eight digits that name the running kernel, whatever container this is."""
+    kernel = machine_id().partition("/")[0]
+    return hashlib.blake2b(kernel.encode(), digest_size=4).hexdigest()
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Put ``value`` into the file ``path`` as JSON, in place of any that was there, at once.
+
+    Raises ``CheckpointError`` when it is not JSON (NaN is not) or cannot be written.
+    """
+    try:
+        text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the value cannot be written as JSON: {error}") from error
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Put ``data`` into the file ``path``, in place of any that was there, at once.
+
+    Raises ``CheckpointError``.
+    """
+    file = Replacement(checked_path(path))
+    try:
+        file.write(0, data)
+        file.commit()
+    finally:
+        file.discard()
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """All of the file. Raises ``CheckpointError``."""
+    with open_regular(checked_path(path)) as file:
+        return file.readall()
+
+
+def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The value in a JSON file of at most ``max_bytes``; its form is the caller's to check.
+
+    Raises ``CheckpointError`` when it cannot be read, is too long, or is not JSON. Doubled
+    names and NaN are errors too.
+    """
+    try:
+        with open_regular(path) as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) > max_bytes:
+        raise CheckpointError(f"{path} is longer than {max_bytes} bytes")
+    return load_json(Path(path), data)
+
+
+def load_json(
+    path: Path, data: bytes, made_of: Callable[[dict[str, Any]], Any] = lambda found: found
+) -> Any:
+    """The value that this JSON of the file ``path`` means; see ``read_json``.
+
+    ``made_of`` is asked for each object what to put in its place, the inner ones first.
+    """
+
+    def without_doubles(pairs: list[tuple[str, Any]]) -> Any:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name appears twice")
+        return made_of(found)
+
+    try:
+        return json.loads(
+            data.decode(), object_pairs_hook=without_doubles, parse_constant=_refuse_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: its JSON cannot be read: {error}") from error
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"expected a JSON number, got {text}")

@@ -1,0 +1,110 @@
+"""Checksums of the values in a file, one for each block.
+
+Pure: bytes in, numbers out; which file they belong to is known to ``safetensors.py`` alone. A
+file's metadata have them as one text of a length that is known before the first value is written::
+
+    "kvstore.checksums": "crc32 262144 1c291ca3e5b0d3f0"
+
+which is the kind, the bytes of a block, and eight hexadecimal digits for each block, in order; the
+last block may be shorter. CRC-32 finds every change of up to 32 bits in a row, and of other damage
+all but one case in 2**32; it does not stop somebody who wants to deceive. It was taken because it
+costs least (on one core of a Xeon 5.4 GB/s, where SHA-256 has 1.8 and BLAKE2b 1.0). Objects belong
+to one thread at a time. Read next: ``safetensors.py``.
+
+Source of the polynomial: RFC 1952, section 8, as ``zlib.crc32`` computes it.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from array import array
+from collections.abc import Callable
+
+_KIND = "crc32"
+_LEAST_BLOCK_BYTES = 1 << 18
+_MOST_BLOCK_BYTES = 1 << 30
+_MOST_BLOCKS = 1 << 18
+"""Larger files have larger blocks, so what is kept of them stays below some MiB."""
+
+_SUM_BYTES = 4
+_OUT_OF_ORDER = -1
+
+
+class KnownSums:
+    """The checksums of a file that is read."""
+
+    def __init__(self, block_bytes: int, data_bytes: int, sums: array[int]) -> None:
+        self.block_bytes = block_bytes
+        self._sums = sums
+        self._data_bytes = data_bytes
+
+    @classmethod
+    def of(cls, text: str, data_bytes: int) -> KnownSums:
+        """From the text in the metadata. Raises ``ValueError`` where it does not fit the values."""
+        kind, size, digits = text.split(" ")
+        block_bytes = int(size)
+        if kind != _KIND or not _LEAST_BLOCK_BYTES <= block_bytes <= _MOST_BLOCK_BYTES:
+            raise ValueError(f"cannot verify {kind} checksums over blocks of {size} bytes")
+        packed = bytes.fromhex(digits)
+        number = _num_blocks(data_bytes, block_bytes)
+        if len(packed) != _SUM_BYTES * number:
+            raise ValueError(f"expected {number} checksums, got {len(packed) // _SUM_BYTES}")
+        return cls(block_bytes, data_bytes, array("I", struct.unpack(f">{number}I", packed)))
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def length(self, block: int) -> int:
+        """How many bytes a block has."""
+        return min(self.block_bytes, self._data_bytes - block * self.block_bytes)
+
+    def fits(self, block: int, data: memoryview) -> bool:
+        """Whether these bytes are those of which the checksum was taken."""
+        return zlib.crc32(data) == self._sums[block]
+
+
+class BlockSums:
+    """Takes the checksums of a file while it is written, in pieces of any size and order."""
+
+    def __init__(self, data_bytes: int) -> None:
+        self._data_bytes = data_bytes
+        self.block_bytes = _LEAST_BLOCK_BYTES
+        while _num_blocks(data_bytes, self.block_bytes) > _MOST_BLOCKS:
+            self.block_bytes *= 2
+        number = _num_blocks(data_bytes, self.block_bytes)
+        self._sums = array("I", bytes(array("I").itemsize * number))
+        #: Up to where each block is in its sum.
+        self._reached = array("q", bytes(8 * number))
+
+    def add(self, at: int, data: memoryview) -> None:
+        """These bytes were written at byte ``at`` of the values."""
+        while data:
+            block, start = divmod(at, self.block_bytes)
+            part = data[: self.block_bytes - start]
+            if self._reached[block] == start:
+                self._sums[block] = zlib.crc32(part, self._sums[block])
+                self._reached[block] = start + len(part)
+            else:
+                self._reached[block] = _OUT_OF_ORDER
+            at, data = at + len(part), data[len(part) :]
+
+    def blank(self) -> str:
+        """A text as long as the one that ``text`` will give."""
+        return self._written(bytes(_SUM_BYTES * len(self._sums)))
+
+    def text(self, read: Callable[[int, int], bytes]) -> str:
+        """What the metadata have; ``read(at, length)`` gives blocks that came in another order."""
+        for block, reached in enumerate(self._reached):
+            at = block * self.block_bytes
+            length = min(self.block_bytes, self._data_bytes - at)
+            if reached != length:
+                self._sums[block] = zlib.crc32(read(at, length))
+        return self._written(struct.pack(f">{len(self._sums)}I", *self._sums))
+
+    def _written(self, packed: bytes) -> str:
+        return f"{_KIND} {self.block_bytes} {packed.hex()}"
+
+
+def _num_blocks(data_bytes: int, block_bytes: int) -> int:
+    return -(-data_bytes // block_bytes)

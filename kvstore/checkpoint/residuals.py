@@ -1,0 +1,176 @@
+"""Save and load compression residuals (error feedback).
+
+Each worker has residuals of its own, so each writes a file of its own, with one array for each
+key and device. A job that resumes from saved states adds what is in it to its next pushes; without
+the file (another number of workers, another machine) it starts without residuals, which costs one
+round of what a codec leaves out. Blocking file I/O, on the caller's thread. Read next:
+``compression/residuals.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.arrays.dtypes import accumulation_dtype
+from kvstore.arrays.keys import Key, KeySpec
+from kvstore.checkpoint.atomic import checked_path
+from kvstore.checkpoint.safetensors import TensorReader, TensorWriter
+from kvstore.checkpoint.values import FilePath
+from kvstore.compression import Compression, Residual, Residuals
+from kvstore.errors import CheckpointError
+
+
+def path_in_checkpoint(directory: FilePath, rank: int) -> Path:
+    """The file of a worker in a checkpoint."""
+    return checked_path(directory) / f"residuals-{rank}.safetensors"
+
+
+def path_beside_states(fname: FilePath, rank: int) -> Path:
+    """The file of a worker that belongs to a file of optimizer states."""
+    return Path(f"{checked_path(fname)}.residuals-{rank}")
+
+
+class ResidualHolder(Protocol):
+    """The compression of a store's values, with its residuals."""
+
+    def save(self, path: Path) -> None:
+        """Write the residuals."""
+
+    def read(self, path: Path) -> list[Residual]:
+        """Read the residuals of this file; nothing changes."""
+
+    def restore_residuals(self, saved: Iterable[Residual]) -> None:
+        """Owe what fits the keys that there are now, and nothing else."""
+
+
+def save_store_residuals(coding: ResidualHolder | None, path: Path) -> None:
+    """Write the residuals; without compression, remove the files of an earlier save.
+
+    Raises ``CheckpointError``.
+    """
+    if coding is None:
+        _remove(path)
+    else:
+        coding.save(path)
+
+
+def read_store_residuals(coding: ResidualHolder | None, path: Path) -> Callable[[], None]:
+    """Read and check the file; only a call of what is returned has the store owe what is in it.
+
+    So that nothing has changed when the file is damaged. Raises ``CheckpointError``. Without
+    compression the file is not read.
+    """
+    if coding is None:
+        return lambda: None
+    return partial(coding.restore_residuals, coding.read(path))
+
+
+def save_residuals(
+    path: Path, compression: Compression, residuals: Residuals, num_workers: int
+) -> None:
+    """Write them, for a job of this many workers; removes a file of before where there are none.
+
+    Raises ``CheckpointError``.
+    """
+    found = residuals.export()
+    if not found:
+        _remove(path)
+        return
+    is_int = all(isinstance(each.key, int) for each in found)
+    metadata = _metadata(compression, num_workers, "int" if is_int else "str")
+    specs = {_name(each): KeySpec(each.values.shape, each.values.dtype) for each in found}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot create {path.parent}: {error}") from error
+    with TensorWriter(path, specs, metadata) as file:
+        for each in found:
+            file.write(_name(each), 0, each.values)
+
+
+def remove_beyond(path_of: Callable[[int], Path], num_workers: int) -> None:
+    """Remove the files of ranks beyond this job's, left behind by a job of more workers."""
+    rank = num_workers
+    while path_of(rank).exists():
+        _remove(path_of(rank))
+        rank += 1
+
+
+def _remove(path: Path) -> None:
+    """Remove a file of residuals; any other that has its name stays."""
+    if not path.exists():
+        return
+    try:
+        with TensorReader(path) as file:
+            is_ours = {"key_type", "compression", "num_workers"} <= file.metadata.keys()
+    except CheckpointError:
+        return
+    if is_ours:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot remove {path}: {error.strerror}") from error
+
+
+def read_residuals(path: Path, compression: Compression, num_workers: int) -> list[Residual]:
+    """All that a file has; nothing where there is no such file.
+
+    What another compression or another number of workers has lost is left out as well. Raises
+    ``CheckpointError``.
+    """
+    if not path.exists():
+        return []
+    with TensorReader(path) as file:
+        key_type = file.metadata.get("key_type")
+        if key_type is None:
+            raise CheckpointError(
+                f"{path} is not a file of residuals: its metadata lack key_type; remove it to "
+                "continue without its residuals"
+            )
+        if file.metadata != _metadata(compression, num_workers, key_type):
+            return []
+        return [_read(file, path, name) for name in file.names]
+
+
+def fitting(saved: Iterable[Residual], specs: Mapping[Key, KeySpec]) -> list[Residual]:
+    """Those of these keys, in their sizes and dtypes."""
+    return [each for each in saved if _fits(each, specs)]
+
+
+def _metadata(compression: Compression, num_workers: int, key_type: str) -> dict[str, str]:
+    return {
+        "key_type": key_type,
+        "compression": json.dumps(compression.plain()),
+        "num_workers": str(num_workers),
+    }
+
+
+def _fits(residual: Residual, specs: Mapping[Key, KeySpec]) -> bool:
+    spec = specs.get(residual.key)
+    return (
+        spec is not None
+        and len(residual.values) == spec.num_elements
+        and residual.values.dtype == accumulation_dtype(spec.dtype)
+    )
+
+
+def _name(residual: Residual) -> str:
+    return f"{residual.sender}/{residual.key}"
+
+
+def _read(file: TensorReader, path: Path, name: str) -> Residual:
+    sender, _, key = name.partition("/")
+    spec = file.spec(name)
+    is_int = file.metadata.get("key_type") == "int"
+    if not sender.isdecimal() or spec.dtype not in (np.float32, np.float64) or len(spec.shape) != 1:
+        raise CheckpointError(f"{path} is not a file of residuals: unexpected entry {name!r}")
+    try:
+        return Residual(int(key) if is_int else key, int(sender), file.read(name))
+    except ValueError as error:
+        raise CheckpointError(f"{path} has a malformed key: {error}") from error

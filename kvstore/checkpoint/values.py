@@ -1,0 +1,358 @@
+"""Save and load a store's optimizer states.
+
+A store passes through here in pieces (a key, or a part of one), so it can be larger than the
+memory. A states file is a file of named arrays (``safetensors.py``): ``STATE/KEY`` for each state
+of each key, and ``count/KEY`` with a row (first element, updates) for each piece. Of a row-sparse
+key it has the rows that exist. A line of its metadata holds the dtypes of the keys, because the
+arrays do not tell a float16 key from a bfloat16 one; older files lack the line, and there only what
+the arrays tell is checked. Everything read is checked, and nothing is pickled. File I/O blocks the
+caller's thread. Read next: ``directory.py``, which adds the values.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvstore.arrays.cpu.sums import Flat
+from kvstore.arrays.keys import Key, KeySpec
+from kvstore.checkpoint.atomic import checked_path
+from kvstore.checkpoint.safetensors import TensorReader, TensorWriter
+from kvstore.checkpoint.sparse import ids_name, read_ids, read_shapes, shapes_text, stored_spec
+from kvstore.errors import CheckpointError, OptimizerNotSet
+from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.serialize import from_plain, to_plain
+from kvstore.optimizer.states import MASTER, has_master, state_dtypes, state_names
+from kvstore.sparse.ids import Ids
+from pslite.errors import PSError
+
+FilePath: TypeAlias = str | os.PathLike[str]
+
+_INT64 = np.dtype(np.int64)
+
+
+class Content(NamedTuple):
+    """What a store will hand over of one key."""
+
+    spec: KeySpec
+    num_pieces: int
+    rows: Ids | None = None
+    """Of a row-sparse key: the sorted ids of the rows that are there. Its pieces have these."""
+
+    @property
+    def stored(self) -> KeySpec:
+        """Shape and dtype of what is written."""
+        return self.spec if self.rows is None else stored_spec(self.spec, len(self.rows))
+
+
+class SavedPiece(NamedTuple):
+    """Elements [start, start + len(values)) of a key, and what the optimizer keeps for them."""
+
+    key: Key
+    start: int
+    values: Flat | None
+    """None where only the states are meant."""
+    states: list[Flat]
+    """Flat, as long as ``values``, in the order of ``optimizer.states.state_names``. Read from a
+    file that has no masters, they end before the master."""
+    num_updates: int
+    """How many so far."""
+
+
+def _state_dtypes_of(
+    contents: Mapping[Key, Content], optimizer: Optimizer | None
+) -> dict[np.dtype[Any], list[np.dtype[Any]]]:
+    """``state_dtypes`` for each dtype of these keys."""
+    dtypes = {content.spec.dtype for content in contents.values()}
+    return {dtype: state_dtypes(optimizer, dtype) for dtype in dtypes}
+
+
+# -- writing ------------------------------------------------------------------------------
+
+
+class StatesWriter:
+    """Puts pieces into one states file, in a ``with`` block of ``file``."""
+
+    def __init__(
+        self, path: Path, contents: Mapping[Key, Content], optimizer: Optimizer | None, dump: bool
+    ) -> None:
+        self._names = _names_of(contents, optimizer)
+        self._num_written = dict.fromkeys(contents, 0)
+        metadata = {"key_type": key_type_of(contents)}
+        metadata |= dtypes_text({key: each.spec.dtype for key, each in contents.items()})
+        if optimizer is not None:
+            metadata["optimizer_name"] = optimizer.name
+            if dump:
+                metadata["optimizer"] = json.dumps(to_plain(optimizer))
+        rows = {key: each.rows for key, each in contents.items() if each.rows is not None}
+        self._rows = rows
+        metadata |= shapes_text({key: contents[key].spec.shape for key in rows})
+        arrays: dict[str, KeySpec] = {}
+        dtypes_of = _state_dtypes_of(contents, optimizer)
+        # In the order in which they are written, as far as it is known.
+        for key, content in contents.items():
+            dtypes = dtypes_of[content.spec.dtype]
+            for name, dtype in zip(self._names[key], dtypes, strict=True):
+                arrays[f"{name}/{key}"] = KeySpec(content.stored.shape, dtype)
+            arrays[f"count/{key}"] = KeySpec((content.num_pieces, 2), _INT64)
+        for key, ids in rows.items():
+            arrays[ids_name(key)] = KeySpec(ids.shape, _INT64)
+        self.file = TensorWriter(path, arrays, metadata)
+
+    def add(self, piece: SavedPiece) -> None:
+        for name, state in zip(self._names[piece.key], piece.states, strict=True):
+            self.file.write(f"{name}/{piece.key}", piece.start, state)
+        row = self._num_written[piece.key]
+        if row == 0 and piece.key in self._rows:
+            self.file.write(ids_name(piece.key), 0, self._rows[piece.key])
+        self._num_written[piece.key] = row + 1
+        counted = np.array([piece.start, piece.num_updates], _INT64)
+        self.file.write(f"count/{piece.key}", 2 * row, counted)
+
+
+def _names_of(
+    contents: Mapping[Key, Content], optimizer: Optimizer | None
+) -> dict[Key, tuple[str, ...]]:
+    """The names of each key's states, which become names in files; ``count`` is taken there."""
+    if optimizer is None:
+        return dict.fromkeys(contents, ())
+    dtypes = {content.spec.dtype for content in contents.values()}
+    names_of = {dtype: state_names(optimizer, dtype) for dtype in dtypes}
+    for names in (optimizer.state_names(), *names_of.values()):
+        wrong = [name for name in names if not name.isidentifier() or name == "count"]
+        if wrong or len(set(names)) != len(names):
+            raise CheckpointError(
+                f"the states of the optimizer {optimizer.name} cannot be saved: state_names() "
+                f"gives {optimizer.state_names()!r}; they must be different identifiers other than "
+                f"'count', and for float16 and bfloat16 keys other than {MASTER!r}"
+            )
+    return {key: names_of[content.spec.dtype] for key, content in contents.items()}
+
+
+def write_states(
+    path: FilePath,
+    contents: Mapping[Key, Content],
+    optimizer: Optimizer | None,
+    pieces: Iterable[SavedPiece],
+    *,
+    dump_optimizer: bool,
+) -> None:
+    """Write a states file. Raises ``OptimizerNotSet``, ``CheckpointError``."""
+    if optimizer is None:
+        raise OptimizerNotSet("there are no optimizer states to save: no optimizer is set")
+    writer = StatesWriter(checked_path(path), contents, optimizer, dump_optimizer)
+    with writer.file:
+        for piece in pieces:
+            writer.add(piece)
+
+
+def key_type_of(keys: Iterable[Key]) -> str:
+    return "int" if all(isinstance(key, int) for key in keys) else "str"
+
+
+# -- reading ------------------------------------------------------------------------------
+
+
+class SavedStates:
+    """A states file that is open for reading. Raises ``CheckpointError``.
+
+    Without ``takes_rows``, also for a file with states of row-sparse keys.
+    """
+
+    def __init__(self, path: FilePath, *, takes_rows: bool = False) -> None:
+        self.path = checked_path(path)
+        self._file = TensorReader(path)
+        try:
+            self.optimizer = self._read_optimizer()
+            self._dtypes = read_dtypes(self._file, path)
+            self.row_shapes = read_shapes(self._file, path)
+            if self.row_shapes and not takes_rows:
+                raise CheckpointError(
+                    f"{path} has row-sparse keys ({', '.join(self.row_shapes)}), which only "
+                    "stores take; load it there"
+                )
+        except BaseException:
+            self._file.close()
+            raise
+        self.optimizer_name = self._file.metadata.get("optimizer_name", "")
+        """The registered name of the optimizer whose states these are; "" for none."""
+        self._counts: tuple[Key, list[list[int]]] | None = None
+
+    def _read_optimizer(self) -> Optimizer | None:
+        """The optimizer itself, where the file holds it."""
+        text = self._file.metadata.get("optimizer")
+        if text is None:
+            return None
+        try:
+            return from_plain(json.loads(text))
+        except (PSError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"cannot restore the optimizer from {self.path}: {error}"
+            ) from error
+
+    def check(self, contents: Mapping[Key, Content], optimizer: Optimizer | None) -> None:
+        """Whether these are the states that ``optimizer`` keeps for all of these keys, undamaged.
+
+        All of them are read for that, so that a store is not changed by half.
+        """
+        self._check_fit(contents, optimizer)
+        self._file.verify()
+
+    def _check_fit(self, contents: Mapping[Key, Content], optimizer: Optimizer | None) -> None:
+        if optimizer is None:
+            if self.optimizer_name:
+                raise OptimizerNotSet(
+                    f"{self.path} has states of the optimizer {self.optimizer_name}: set it first"
+                )
+            return
+        if optimizer.name != self.optimizer_name:
+            raise CheckpointError(
+                f"{self.path} has states of the optimizer {self.optimizer_name or 'none'}, the "
+                f"store uses {optimizer.name}"
+            )
+        dtypes_of = _state_dtypes_of(contents, optimizer)
+        for key, content in contents.items():
+            names = self._names_of(key, optimizer)
+            has_saved_master = len(names) > len(optimizer.state_names())
+            check_dtype(
+                self.path,
+                key,
+                content.spec.dtype,
+                self._dtypes,
+                has_saved_master=has_saved_master,
+            )
+            spec = self._stored_spec(key, content)
+            # The last dtype may be that of a master which the file lacks.
+            dtypes = dtypes_of[content.spec.dtype]
+            for name, dtype in zip(names, dtypes, strict=False):
+                self._check_array(f"{name}/{key}", KeySpec(spec.shape, dtype))
+            if f"count/{key}" not in self._file:
+                raise CheckpointError(f"{self.path} holds nothing for key {key!r}")
+
+    @property
+    def digest(self) -> str:
+        """Differs for files that differ."""
+        return self._file.digest
+
+    def rows_of(self, key: Key) -> Ids:
+        """The rows of a row-sparse key, sorted. Raises ``CheckpointError``."""
+        return read_ids(self._file, self.path, str(key), self.row_shapes[str(key)])
+
+    def check_kind(self, key: Key, content: Content) -> None:
+        """Whether a key is row-sparse here and there, or dense."""
+        shape = self.row_shapes.get(str(key))
+        if (content.rows is None) != (shape is None):
+            kinds = ("dense", "row-sparse") if shape is None else ("row-sparse", "dense")
+            raise CheckpointError(f"key {key!r} is {kinds[0]} in {self.path}, {kinds[1]} here")
+
+    def _stored_spec(self, key: Key, content: Content) -> KeySpec:
+        self.check_kind(key, content)
+        shape = self.row_shapes.get(str(key))
+        if shape is None:
+            return content.spec
+        if shape != content.spec.shape:
+            raise CheckpointError(
+                f"key {key!r} has shape {shape} in {self.path}, {content.spec.shape} here"
+            )
+        return stored_spec(content.spec, len(self.rows_of(key)))
+
+    def _check_array(self, name: str, wanted: KeySpec) -> None:
+        if name not in self._file:
+            raise CheckpointError(
+                f"{self.path} has no {name}: the optimizer kept other states when it was written"
+            )
+        found = self._file.spec(name)
+        if (found.shape, found.dtype) != tuple(wanted):
+            raise CheckpointError(
+                f"{name} in {self.path} has shape {found.shape} of {found.dtype}, the store needs "
+                f"{wanted.shape} of {wanted.dtype}"
+            )
+
+    def read(
+        self, key: Key, start: int, stop: int, optimizer: Optimizer | None
+    ) -> tuple[list[Flat], int]:
+        """States and update count of some elements of a key that ``check`` has passed."""
+        names = self._names_of(key, optimizer)
+        states = [self._file.read(f"{name}/{key}", start, stop) for name in names]
+        counts = self._counts_of(key)
+        # Pieces cut as they were have their own count; else that of the first element.
+        reached = bisect.bisect_right(counts, start, key=_first_element)
+        return states, counts[reached - 1][1] if reached else 0
+
+    def _names_of(self, key: Key, optimizer: Optimizer | None) -> tuple[str, ...]:
+        """The states of a key that are wanted: with the master if there is one."""
+        names = () if optimizer is None else optimizer.state_names()
+        has_master = optimizer is not None and f"{MASTER}/{key}" in self._file
+        return (*names, MASTER) if has_master and MASTER not in names else names
+
+    def _counts_of(self, key: Key) -> list[list[int]]:
+        """A key's rows (first element, updates), sorted; kept for its next piece."""
+        if self._counts is None or self._counts[0] != key:
+            rows: list[list[int]] = self._file.read(f"count/{key}").reshape(-1, 2).tolist()
+            self._counts = key, rows if len(rows) == 1 else sorted(rows, key=_first_element)
+        return self._counts[1]
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> SavedStates:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _first_element(row: list[int]) -> int:
+    return row[0]
+
+
+_DTYPES = "dtypes"
+"""The name in the metadata: JSON, the name of each key's dtype."""
+
+
+def dtypes_text(dtypes: Mapping[Key, np.dtype[Any]]) -> dict[str, str]:
+    """The line for the metadata."""
+    return {_DTYPES: json.dumps({str(key): _name(dtype) for key, dtype in dtypes.items()})}
+
+
+def read_dtypes(file: TensorReader, path: object) -> dict[str, str]:
+    """The names of the dtypes, by the names of keys. Raises ``CheckpointError``."""
+    try:
+        found: Any = json.loads(file.metadata.get(_DTYPES, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} has malformed dtypes of keys: {error}") from error
+    if type(found) is not dict or any(type(name) is not str for name in found.values()):
+        raise CheckpointError(f"{path} has malformed dtypes of keys: expected dtype names by key")
+    return found
+
+
+def check_dtype(
+    path: object,
+    key: Key,
+    dtype: np.dtype[Any],
+    saved: Mapping[str, str],
+    *,
+    has_saved_master: bool,
+) -> None:
+    """Raise ``CheckpointError`` unless the states of a key are those of a key of ``dtype``."""
+    found = saved.get(str(key), _name(dtype))
+    if str(key) not in saved and has_saved_master and not has_master(dtype):
+        found = "float16 or bfloat16"
+    if found != _name(dtype):
+        raise CheckpointError(
+            f"key {key!r} was {found} when {path} was written and is {dtype.name} here: make it "
+            "with that dtype before its states are loaded"
+        )
+
+
+@cache
+def _name(dtype: np.dtype[Any]) -> str:
+    return str(dtype.name)  # NumPy works it out anew each time, in some microseconds

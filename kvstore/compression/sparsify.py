@@ -1,0 +1,237 @@
+"""The codecs ``topk`` and ``randomk``: send only some of the numbers.
+
+Of n numbers they send k: max(1, floor(ratio * n)), or a count that the user chose, at most n. n is
+the size of an encoded part: a large key travels in several, and each sends its own k.
+
+**topk** sends the numbers of the largest magnitude and their ids (Aji and Heafield, EMNLP 2017).
+Among equal magnitudes the lower ids win, and NaN counts as larger than all, so the choice is the
+same on every processor. Ids are unsigned, of 32 bits (64 beyond 2^32 elements), in rising order.
+
+**randomk** sends numbers at random places that all workers choose alike from a seed, a stream
+(the part) and the round, so ids need not travel (Stich et al., NeurIPS 2018). The part is cut in
+k stretches as equal as they can be, and one element of each is drawn: each element has the same
+chance, 1 / (length of its stretch). Without error feedback numbers are multiplied by that length,
+which makes the mean right (unbiased; Wangni et al., NeurIPS 2018). Draws come from SplitMix64
+(Steele et al., OOPSLA 2014), whose numbers no version of a library can change.
+
+A payload has the ids (topk), then what the next codec makes of the numbers.
+
+Pure; any thread may call. Read next: ``chain.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from kvstore.arrays.cpu.sums import Flat
+from kvstore.compression.codec import CodecParameter, Payload, count, ratio, size
+from pslite.errors import ProtocolError
+
+Ids = np.ndarray[Any, Any]
+"""Places of elements: unsigned, rising, each once."""
+
+_SMALL = np.dtype("<u4")
+_LARGE = np.dtype("<u8")
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_SAMPLE = 4096
+
+
+class Draw(NamedTuple):
+    """What random choices depend on besides the seed; equal on all workers."""
+
+    stream: int = 0
+    """Which part."""
+    round: int = 0
+
+
+class Pick(ABC):
+    """Chooses which numbers are sent. Immutable; any thread may use it."""
+
+    name: ClassVar[str]
+    code: ClassVar[int]
+    format: ClassVar[str]
+    parameters: ClassVar[Mapping[str, CodecParameter]]
+    draws: ClassVar[bool] = False
+    """Whether it depends on the seed, the stream and the round."""
+    has_feedback: ClassVar[bool] = True
+
+    def __init__(self, ratio: float, k: int | None) -> None:
+        self.ratio = ratio
+        self.k = k
+
+    def count(self, num_elements: int) -> int:
+        """How many of this many numbers are sent."""
+        wanted = max(int(self.ratio * num_elements), 1) if self.k is None else self.k
+        return min(wanted, num_elements)
+
+    @abstractmethod
+    def numbers(self) -> tuple[float, ...]:
+        """As of a ``ValueCodec``."""
+
+    @abstractmethod
+    def ids_bytes(self, num_elements: int) -> int:
+        """How many bytes of a payload are ids."""
+
+    @abstractmethod
+    def choose(self, wide: Flat, draw: Draw) -> Ids:
+        """The places to send, of float32 or float64 numbers, which are only read."""
+
+    @abstractmethod
+    def read_ids(self, payload: Payload, num_elements: int, draw: Draw) -> Ids:
+        """The places that were sent, as a payload of the right length has them.
+
+        Raises ``ProtocolError`` if they cannot be what we wrote.
+        """
+
+    def check_ids(self, payload: Payload, num_elements: int) -> None:  # noqa: B027
+        """Raise what ``read_ids`` raises."""
+
+    def weights(self, ids: Ids, num_elements: int) -> Flat | None:
+        """What to multiply the numbers by where there is no error feedback; None: nothing."""
+        return None
+
+    def plain(self) -> dict[str, Any]:
+        """As of a ``ValueCodec``."""
+        return {name: getattr(self, name) for name in self.parameters}
+
+
+class TopK(Pick):
+    """The numbers of the largest magnitude."""
+
+    name = "topk"
+    code = 16
+    format = ""
+    parameters = {"ratio": CodecParameter(ratio, 0.01), "k": CodecParameter(count, None)}
+
+    def numbers(self) -> tuple[float, ...]:
+        return ()
+
+    def ids_bytes(self, num_elements: int) -> int:
+        return self.count(num_elements) * _ids_dtype(num_elements).itemsize
+
+    def choose(self, wide: Flat, draw: Draw) -> Ids:
+        wanted = self.count(len(wide))
+        if wanted == len(wide):
+            return np.arange(wanted, dtype=_ids_dtype(wanted))
+        # Without the sign, the bits of floats are ordered as their magnitudes are.
+        if wide.dtype.itemsize == 4:
+            magnitudes = wide.view(np.uint32) & np.uint32((1 << 31) - 1)
+        else:
+            magnitudes = wide.view(np.uint64) & np.uint64((1 << 63) - 1)
+        return largest(magnitudes, wanted).astype(_ids_dtype(len(wide)))
+
+    def read_ids(self, payload: Payload, num_elements: int, draw: Draw) -> Ids:
+        dtype = _ids_dtype(num_elements)
+        ids: Ids = payload[: self.ids_bytes(num_elements)].view(dtype)
+        if len(ids) and not (ids[-1] < num_elements and (ids[1:] > ids[:-1]).all()):
+            raise ProtocolError(
+                f"a topk payload has ids that are not in rising order below {num_elements}"
+            )
+        return ids
+
+    def check_ids(self, payload: Payload, num_elements: int) -> None:
+        self.read_ids(payload, num_elements, Draw())
+
+
+class RandomK(Pick):
+    """The numbers at random places."""
+
+    name = "randomk"
+    code = 17
+    format = "Q"
+    draws = True
+    parameters = {**TopK.parameters, "seed": CodecParameter(size, 0)}
+
+    def __init__(self, ratio: float, k: int | None, seed: int) -> None:
+        super().__init__(ratio, k)
+        self.seed = seed
+
+    def numbers(self) -> tuple[float, ...]:
+        return (self.seed,)
+
+    def ids_bytes(self, num_elements: int) -> int:
+        return 0
+
+    def choose(self, wide: Flat, draw: Draw) -> Ids:
+        return self._ids(len(wide), draw)
+
+    def read_ids(self, payload: Payload, num_elements: int, draw: Draw) -> Ids:
+        return self._ids(num_elements, draw)
+
+    def weights(self, ids: Ids, num_elements: int) -> Flat | None:
+        borders = _borders(len(ids), num_elements)
+        return np.diff(borders).astype(np.float64)
+
+    def _ids(self, num_elements: int, draw: Draw) -> Ids:
+        wanted = self.count(num_elements)
+        borders = _borders(wanted, num_elements)
+        state = self.seed
+        for number in draw:
+            state = _mixed(state ^ _mixed(number + _GOLDEN & _MASK))
+        words = split_mix(state, wanted)
+        ids: Ids = borders[:-1] + words % np.diff(borders)
+        return ids.astype(_ids_dtype(num_elements))
+
+
+def largest(magnitudes: Ids, wanted: int) -> Ids:
+    """The places of the ``wanted`` largest unsigned numbers, rising; of equal ones the first.
+
+    A sample gives a bound that most are below, so that only the rest need be put in order; the
+    result does not depend on it.
+    """
+    candidates = _candidates(magnitudes, wanted)
+    values = magnitudes if candidates is None else magnitudes[candidates]
+    bound = np.partition(values, len(values) - wanted)[len(values) - wanted]
+    above = np.flatnonzero(values > bound)
+    equal = np.flatnonzero(values == bound)[: wanted - len(above)]
+    places = np.concatenate([above, equal])
+    places.sort()
+    found: Ids = places if candidates is None else candidates[places]
+    return found
+
+
+def _candidates(magnitudes: Ids, wanted: int) -> Ids | None:
+    """The places of all numbers from some bound on, at least ``wanted``; None for all."""
+    step = len(magnitudes) // _SAMPLE
+    if step < 2 or wanted > len(magnitudes) // 4:
+        return None
+    sample = magnitudes[::step]
+    share = min(int(len(sample) * wanted / len(magnitudes) * 1.5) + 16, len(sample))
+    bound = np.partition(sample, len(sample) - share)[len(sample) - share]
+    found = np.flatnonzero(magnitudes >= bound)
+    return found if wanted <= len(found) else None
+
+
+def split_mix(state: int, length: int) -> Ids:
+    """The first ``length`` numbers of SplitMix64 from this state: uint64."""
+    words: Ids = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(state)
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words
+
+
+def _mixed(word: int) -> int:
+    """SplitMix64's first number from this state."""
+    return int(split_mix(word & _MASK, 1)[0])
+
+
+def _borders(stretches: int, num_elements: int) -> Ids:
+    """Where each stretch begins, and the end: uint64."""
+    if stretches == 0:
+        return np.zeros(1, np.uint64)
+    each, more = divmod(num_elements, stretches)
+    numbers: Ids = np.arange(stretches + 1, dtype=np.uint64)
+    borders: Ids = numbers * np.uint64(each) + np.minimum(numbers, np.uint64(more))
+    return borders
+
+
+def _ids_dtype(num_elements: int) -> np.dtype[Any]:
+    return _SMALL if num_elements <= 1 << 32 else _LARGE

@@ -1,0 +1,107 @@
+"""The errors of the stores; ``except PSError`` catches these and the runtime's.
+
+::
+
+    PSError                          (pslite.errors)
+    ├── JobFailed                    a job of run or LocalCluster did not start, or ended too early
+    │   └── WorkerFailed             one of its workers died, or raised what cannot be raised here
+    └── UsageError                   (pslite.errors) you misused it; nothing took effect
+        ├── UnknownTypeError         create() was given a name that is not a store type
+        ├── KeyTypeError             a key is neither int nor str, or the two are mixed
+        ├── UnknownKeyError          the key was never initialised
+        ├── DuplicateKeyError        the key is initialised already (or twice in one call)
+        ├── ArgumentTypeError        an argument or a value has the wrong type
+        ├── ArgumentValueError       an argument has a value that the call cannot take
+        ├── ValueMismatchError       shape or dtype does not fit the key; the text holds both
+        ├── OptimizerNotSet          the call needs an optimizer and there is none
+        ├── OptimizerMismatch        two workers asked for different optimizers
+        ├── UnknownOptimizerError    no optimizer is registered under this name
+        ├── OptimizerParameterError  a parameter of an optimizer is unknown or of the wrong type
+        ├── CheckpointError          a saved file is missing, damaged or cannot be written
+        ├── NotSupportedError        this store, or this version, cannot do it
+        └── MissingDependencyError   an optional package is needed; the text says what to install
+
+Everything else is a ``UsageError``: what peers and networks do wrong has its errors in
+``pslite.errors``. Each of these also derives from the built-in error that a Python programmer
+would expect there (``TypeError``, ``LookupError``, ...).
+"""
+
+from __future__ import annotations
+
+from pslite.errors import PSError, UsageError
+
+
+class JobFailed(PSError):
+    """A job of ``kvstore.run`` did not start, or ended before all had returned.
+
+    ``role`` and ``rank`` name the process that failed first; ``""`` and -1 where there is none.
+    """
+
+    def __init__(self, message: str, *, role: str = "", rank: int = -1) -> None:
+        super().__init__(message)
+        self.role = role
+        self.rank = rank
+
+
+class WorkerFailed(JobFailed):
+    """A worker of ``kvstore.run`` died, or raised or returned what cannot be handed over.
+
+    Also the ``__cause__`` of what a worker raised and the caller raises again; then the text is
+    the worker's traceback.
+    """
+
+
+class UnknownTypeError(UsageError, ValueError):
+    """``create`` was given a name that is not a store type; the text lists the known ones."""
+
+
+class KeyTypeError(UsageError, TypeError):
+    """A key is neither ``int`` nor ``str``, or a store's keys would be of both kinds."""
+
+
+class UnknownKeyError(UsageError, LookupError):
+    """The key was never initialised in this store."""
+
+
+class DuplicateKeyError(UsageError):
+    """The key is initialised already, or stands twice in one call of ``init``."""
+
+
+class ArgumentTypeError(UsageError, TypeError):
+    """An argument is not of a kind that the call can take: no array, no optimizer, no name."""
+
+
+class ArgumentValueError(UsageError, ValueError):
+    """An argument has a value that the call cannot take; the text lists what it can."""
+
+
+class ValueMismatchError(UsageError, ValueError):
+    """Shape, dtype or number of the values does not fit the keys; the text holds both sides."""
+
+
+class OptimizerNotSet(UsageError):
+    """The call needs an optimizer on the store and none was set."""
+
+
+class OptimizerMismatch(UsageError):
+    """Two workers of one store asked for different optimizers."""
+
+
+class UnknownOptimizerError(UsageError, ValueError):
+    """No optimizer is registered under this name; the text lists the known ones."""
+
+
+class OptimizerParameterError(UsageError, ValueError):
+    """A parameter of an optimizer is unknown, or its value is not of a kind that it takes."""
+
+
+class CheckpointError(UsageError):
+    """A file of saved arrays or states cannot be read or written; the text names it and why."""
+
+
+class NotSupportedError(UsageError, NotImplementedError):
+    """This store, or this version, cannot do this; the text says what to do instead."""
+
+
+class MissingDependencyError(UsageError, ImportError):
+    """An optional package is needed for this; the text says what to install."""

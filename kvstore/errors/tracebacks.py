@@ -1,0 +1,64 @@
+"""Print an error that ends a worker's script with the script's own frames only.
+
+The error says what happened; where inside ``kvstore`` and ``pslite`` somebody waited for it says
+nothing to a user. PS_VERBOSE=1 shows all frames. Nothing is changed where something else, such
+as a notebook or a debugger, has taken over what happens to errors. Read next:
+``stores/dist/node.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType, TracebackType
+
+import pslite
+from pslite.errors import PSError
+
+_OURS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(str(pslite.__file__)))
+_INTERNAL = tuple(os.path.join(directory, "") for directory in _OURS)
+
+
+def shorten_tracebacks() -> None:
+    """From now on, an error of ours that ends the script is shown without frames of ours."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show
+
+
+def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if isinstance(error, PSError):
+        traceback = without_internal_frames(traceback)
+        chained: BaseException | None = error
+        seen: set[int] = set()
+        while chained is not None and id(chained) not in seen:  # ``raise error from error``
+            seen.add(id(chained))
+            chained.__traceback__ = without_internal_frames(chained.__traceback__)
+            is_told = chained.__cause__ is None and not chained.__suppress_context__
+            chained = chained.__context__ if is_told else chained.__cause__
+    sys.__excepthook__(kind, error, traceback)
+
+
+def call_of(frame: FrameType | None) -> str:
+    """The call of ours that a thread is in, and the line of the script that makes it."""
+    name = "a call"
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_INTERNAL):
+            name = code.co_name
+        elif name != "a call":
+            return f"{name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
+        frame = frame.f_back
+    return name
+
+
+def without_internal_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """The same frames but those of files of this project, as a new chain."""
+    kept = []
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(_INTERNAL):
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    chain: TracebackType | None = None
+    for each in reversed(kept):
+        chain = TracebackType(chain, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return chain

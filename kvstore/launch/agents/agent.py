@@ -1,0 +1,379 @@
+"""The launcher's hand on another machine: starts processes there and passes their output on.
+
+Run by :data:`BOOTSTRAP`, whose first words to the launcher are a line of JSON; after that both
+sides speak in frames (``wire.py``), over standard input and output. Everything it starts is
+killed at once when the launcher is gone: its link has closed, or has been silent for a minute.
+``launch/job/guardian.py`` does the same should the agent itself be killed. Runs on its process's
+main thread. The other end is ``remote.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvstore.launch.agents.wire import (
+    CREDIT,
+    CREDIT_BYTES,
+    EXITS,
+    FINISH,
+    FINISHED,
+    LINES,
+    NOTE,
+    PID,
+    REFUSED,
+    SIGNAL,
+    START,
+    AgentLink,
+    LinkLost,
+    Message,
+    fields,
+)
+from kvstore.launch.environment import available_cores, checkout_root, network_id, visible_gpus
+from kvstore.launch.job import places
+from kvstore.launch.job.checks import gpu_count
+from kvstore.launch.job.guardian import AGENT_ID_NAME
+from kvstore.launch.job.places import LocalPlace
+from kvstore.launch.job.registry import new_key_file
+from kvstore.launch.job.signals import ENDING, SignalPipe
+from kvstore.launch.job.tie import GuardianProcess
+from kvstore.launch.plan import ProcessSpec, base_environment
+from pslite.node.address import machine_id
+from pslite.version import __version__
+
+GREETING = b"KVSTORE-AGENT "
+_LAST_WORDS_S = 5.0
+_GOODBYE_S = 5.0
+
+# What another machine's Python is given to run: it reads the rest of the program, one line of
+# JSON, from standard input, byte by byte, so that what follows is left for the agent.
+LOADER = 'import json;exec(json.loads(open(0,"rb",0,closefd=False).readline()))'
+
+# Standard library only: says in a greeting why no agent can be had here.
+_PROGRAM = """
+import json, os, socket, sys
+def fail(text):
+    found = {{"error": text, "host": socket.gethostname()}}
+    os.write(1, {greeting!r} + json.dumps(found).encode() + b"\\n")
+    if {join_answer!r}:
+        path = os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), {join_answer!r})
+        os.execv(sys.executable, [sys.executable, path, text])
+    sys.exit(3)
+if sys.version_info < (3, 10):
+    fail("Python " + sys.version.split()[0] + " is too old: 3.10 or later is needed (--python)")
+directory, root = {directory!r}, {root!r}
+try:
+    os.chdir(os.path.expanduser(directory))
+except OSError as error:
+    fail("there is no directory " + directory + " (" + error.strerror + "): " + {remedy!r})
+for path in (root, os.getcwd()):
+    if path and os.path.isdir(os.path.join(path, "kvstore", "launch")):
+        sys.path.insert(0, path)
+        break
+try:
+    from kvstore.launch.{module} import main
+    from pslite.version import __version__ as version
+except ImportError as error:
+    fail("kvstore cannot be imported by " + sys.executable + " (" + str(error) + "): install this "
+        "package there, or name another Python with --python")
+if version != {version!r}:
+    fail("kvstore " + version + " is installed, and here it is " + {version!r} + ": install the "
+        "same version on all hosts, or name another Python with --python")
+main({script})
+"""
+
+
+def agent_program(
+    directory: str,
+    root: str | None,
+    module: str = "agents.agent",
+    join_answer: str = "",
+    remedy: str = "--sync-dst-dir copies this one there",
+    script: str = "",
+) -> str:
+    """The Python program that becomes an agent, by the function ``main`` of ``module``.
+
+    ``directory`` is where the processes will run; ``root`` the checkout that this package is in,
+    or None where it is installed. It is used on the other machine if it is there as well.
+    ``join_answer`` is the name of a program in the same directory that is told why there is no
+    agent, where no process reads what this one prints. ``remedy`` is what to do where there is no
+    such directory. ``script`` is a file that ``agent`` looks for in it.
+    """
+    return _PROGRAM.format(
+        greeting=GREETING,
+        directory=directory,
+        root=root or "",
+        version=__version__,
+        module=module,
+        remedy=remedy,
+        join_answer=join_answer,
+        script=repr(script) if script else "",
+    )
+
+
+def bootstrap(directory: str, root: str | None, script: str = "") -> bytes:
+    """The line that :data:`LOADER` reads; as :func:`agent_program`."""
+    return json.dumps(agent_program(directory, root, script=script)).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an agent is told to start. ``variables`` go to all processes; ``key`` is the job's,
+    or "" where the agent has it already, or its processes bring one.
+
+    What serves is this package's on that machine, whatever the command of its process.
+    """
+
+    job_id: str
+    processes: Sequence[tuple[int, ProcessSpec]]
+    variables: Mapping[str, str]
+    key: str
+
+    def packed(self) -> dict[str, Any]:
+        return {
+            "job_id": self.job_id,
+            "variables": dict(self.variables),
+            "key": self.key,
+            "processes": [
+                [index, spec.role, spec.rank, list(spec.argv), dict(spec.environment)]
+                for index, spec in self.processes
+            ],
+        }
+
+    @classmethod
+    def unpacked(cls, found: Mapping[str, Any]) -> Start:
+        processes = [
+            (index, ProcessSpec(role, rank, tuple(argv), environment))
+            for index, role, rank, argv, environment in found["processes"]
+        ]
+        return cls(found["job_id"], processes, found["variables"], found["key"])
+
+
+def main(script: str = "") -> None:
+    """Serve the launcher at the other end of standard input and output, and end.
+
+    ``script``: a file to look for, "" for none.
+    """
+    read_fd, write_fd = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)  # nothing that runs here may take the launcher's words, or add to ours
+    os.dup2(2, 1)
+    os.close(null)
+    # "client's address, its port, server's address, its port" (sshd(8), ENVIRONMENT)
+    reached_from = os.environ.get("SSH_CONNECTION", "").split(" ")[0]
+    greeting = {**machine(script), "reached_from": reached_from}
+    os.write(write_fd, GREETING + json.dumps(greeting).encode() + b"\n")
+    with SignalPipe() as signals:
+        Agent(AgentLink(read_fd, write_fd, time.monotonic()), signals).serve()
+
+
+def machine(script: str = "") -> dict[str, Any]:
+    """What an agent tells the launcher of where it is, and whether it finds ``script`` there."""
+    return {
+        "version": __version__,
+        "host": socket.gethostname(),
+        "machine": machine_id(),
+        "network": network_id(),
+        "pid": os.getpid(),
+        "python": sys.version.split()[0],
+        "directory": os.getcwd(),
+        "cores": available_cores(),
+        "gpus": gpu_count(),
+        "gpu_names": visible_gpus(os.environ),
+        "shared_mb": shutil.disk_usage("/dev/shm").free >> 20 if os.path.isdir("/dev/shm") else 0,
+        "has_free_port": _has_free_port(),
+        "missing_script": script if script and not os.path.exists(script) else "",
+        "time_s": time.time(),
+    }
+
+
+def _has_free_port() -> bool:
+    try:
+        with socket.create_server(("", 0)):
+            return True
+    except OSError:
+        return False
+
+
+def with_environment_of_python(variables: Mapping[str, str]) -> dict[str, str]:
+    """As if the virtual environment of this Python, if it is in one, had been activated.
+
+    A login without a terminal has not done that, and ``python`` would mean another.
+    """
+    if sys.prefix == sys.base_prefix:
+        return dict(variables)
+    programs = os.path.join(sys.prefix, "bin")
+    path = [programs, variables.get("PATH", os.defpath)]
+    return {**variables, "VIRTUAL_ENV": sys.prefix, "PATH": os.pathsep.join(path)}
+
+
+def _as_here(spec: ProcessSpec, variables: Mapping[str, str]) -> ProcessSpec:
+    """With this machine's Python for a server, and the way to this package for all."""
+    argv, environment = spec.argv, dict(spec.environment)
+    is_worker = spec.role == "worker"
+    if not is_worker:
+        argv = (sys.executable, str(Path(__file__).parents[1] / "service.py"))
+    root = checkout_root()
+    if root is not None:
+        given = environment.get("PYTHONPATH", variables.get("PYTHONPATH", ""))
+        paths = [given, root] if is_worker else [root, given]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return replace(spec, argv=argv, environment=environment)
+
+
+class Agent:
+    """Serves the launcher at the other end of ``link``, which it owns.
+
+    ``key`` is the job's, if the agent has it before the launcher says what to start.
+    """
+
+    def __init__(self, link: AgentLink, signals: SignalPipe, key: str = "") -> None:
+        self._link = link
+        self._key = key
+        self._signals = signals
+        self._selector = selectors.PollSelector()
+        self._place: LocalPlace | None = None
+        self._guardian: GuardianProcess | None = None
+        self._key_directory: Path | None = None
+        self._credit = CREDIT_BYTES
+        self._is_finished = False
+        self._is_told = False  # by a signal
+
+    def serve(self) -> bool:
+        """Until the launcher says that all is over, or is gone; whether it was lost."""
+        self._selector.register(self._link.read_fd, selectors.EVENT_READ)
+        self._selector.register(self._signals.fd, selectors.EVENT_READ)
+        try:
+            while not self._is_finished:
+                self._turn()
+            self._say_last_words()
+            self._link.say_goodbye(_GOODBYE_S)
+        except LinkLost:
+            pass
+        finally:
+            self._close()
+        return not self._is_finished and not self._is_told
+
+    def _turn(self) -> None:
+        patience_s = self._link.tick(time.monotonic())
+        self._adjust()
+        ready = self._selector.select(patience_s)
+        arrived = self._signals.arrived()
+        for number in set(arrived) & set(ENDING):
+            self._link.send(NOTE, f"the agent got {number.name}: it ends what runs there")
+            self._say_last_words()
+            self._link.say_goodbye(_GOODBYE_S)
+            self._is_told = True
+            raise LinkLost("told to end")
+        if signal.SIGCHLD in arrived and self._place is not None:
+            self._tell(self._place.sweep())
+        for key, _ in ready:
+            if key.fd == self._link.read_fd:
+                for message in self._link.receive(time.monotonic()):
+                    self._obey(message)
+                if self._is_finished:
+                    return  # what else was ready is closed
+            elif key.fd == self._link.write_fd:
+                self._link.write_pending()
+            elif key.data is not None:
+                self._tell(key.data.handle(time.monotonic()))
+
+    def _adjust(self) -> None:
+        fd = self._link.write_fd
+        is_watched = fd in self._selector.get_map()
+        if self._link.waiting and not is_watched:
+            self._selector.register(fd, selectors.EVENT_WRITE)
+        elif not self._link.waiting and is_watched:
+            self._selector.unregister(fd)
+        if self._place is not None:
+            self._place.adjust(self._selector, paused=self._credit <= 0)
+
+    def _obey(self, message: Message) -> None:
+        if message[0] == START:
+            start = Start.unpacked(*fields(message, dict))
+            try:
+                self._start(start)
+            except OSError as error:  # no room for the key, no process for the guardian
+                for index, _ in start.processes[:1]:
+                    text = f"{error.strerror} ({error.filename})"
+                    self._link.send(REFUSED, index, error.errno or 0, text)
+        elif message[0] == CREDIT:
+            self._credit += fields(message, int)[0]
+        elif self._place is None:
+            if message[0] == FINISH:
+                self._link.send(FINISHED, 0)
+                self._is_finished = True
+        elif message[0] == SIGNAL:
+            self._place.send_signal(fields(message, int)[0])
+        elif message[0] == FINISH:
+            self._tell(self._place.finish(float(fields(message, float)[0])))
+            self._is_finished = True
+
+    def _start(self, start: Start) -> None:
+        agent_id = secrets.token_hex(8)
+        self._guardian = GuardianProcess(start.job_id, os.environ, agent_id)
+        self._place = LocalPlace(start.job_id, self._guardian, agent_id)
+        here = with_environment_of_python(base_environment(os.environ))
+        variables = {**here, **start.variables, AGENT_ID_NAME: agent_id}
+        if key := start.key or self._key:
+            variables["PS_JOB_KEY_FILE"] = str(self._write_key(key))
+        mine = [(index, _as_here(spec, variables)) for index, spec in start.processes]
+        self._tell(self._place.start(mine, variables))
+
+    def _write_key(self, key: str) -> Path:
+        assert self._guardian is not None
+        path = new_key_file()
+        self._guardian.remove_at_the_end(path.parent)
+        self._key_directory = path.parent
+        path.parent.mkdir(mode=0o700)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(key)
+        return path
+
+    def _tell(self, events: Sequence[places.Event]) -> None:
+        for event in events:
+            if isinstance(event, places.Output):
+                self._credit -= sum(map(len, event.lines)) + len(event.lines)
+                self._link.send(LINES, event.index, event.is_error, list(event.lines))
+            elif isinstance(event, places.Started):
+                self._link.send(PID, event.index, event.pid)
+            elif isinstance(event, places.Ended):
+                self._link.send(EXITS, dict(event.statuses))
+            elif isinstance(event, places.CannotStart):
+                error = event.error
+                self._link.send(
+                    REFUSED, event.index, error.errno or 0, error.strerror or str(error)
+                )
+            elif isinstance(event, places.Finished):
+                self._link.send(FINISHED, event.left_over)
+            else:
+                self._link.send(NOTE, event.text)
+
+    def _say_last_words(self) -> None:
+        until_s = time.monotonic() + _LAST_WORDS_S
+        with selectors.PollSelector() as selector:
+            selector.register(self._link.write_fd, selectors.EVENT_WRITE)
+            while self._link.waiting and time.monotonic() < until_s:
+                selector.select(until_s - time.monotonic())
+                self._link.write_pending()
+
+    def _close(self) -> None:
+        if self._key_directory is not None:  # first: a cluster may kill all here any moment
+            shutil.rmtree(self._key_directory, ignore_errors=True)
+        if self._place is not None:
+            self._place.close()
+        if self._guardian is not None:
+            self._guardian.dismiss()
+        self._selector.close()
+        self._link.close()

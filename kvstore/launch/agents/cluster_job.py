@@ -1,0 +1,224 @@
+"""What the launchers share that have another program start their processes: mpirun, srun, qsub.
+
+Such a launcher says in a :class:`Cluster` which command starts as many agents as there are servers
+and workers, and how an agent knows which one it is. The rest is here: a ticket for the agents
+(``ticket.py``), a gate where they come in (``gate.py``), the command itself (``command.py``), and
+then the job as everywhere, with the scheduler on this machine. Read ``launch/job/run.py`` first.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvstore.launch.agents.cluster import (
+    Cluster,
+    Member,
+    agent_row,
+    common_address,
+    core_count,
+    for_elsewhere,
+    forwarded_variables,
+    is_loopback,
+    seen_from_away,
+    wished_address,
+    with_variables,
+)
+from kvstore.launch.agents.command import Carrier
+from kvstore.launch.agents.gate import AgentListener
+from kvstore.launch.agents.remote import AgentPlace
+from kvstore.launch.agents.ticket import PROGRAM_NAME, AgentTicket, job_directory, write_ticket
+from kvstore.launch.environment import allow_files, listen, share_gpus
+from kvstore.launch.job.checks import table
+from kvstore.launch.job.lifecycle import Timing
+from kvstore.launch.job.places import Place
+from kvstore.launch.job.registry import new_key
+from kvstore.launch.job.run import Arrangement, check_plan, run_job
+from kvstore.launch.job.supervisor import Supervisor
+from kvstore.launch.options import LaunchError, LaunchOptions
+from kvstore.launch.plan import ProcessSpec, brings_a_key, script_of
+from pslite.node.address import local_addresses
+
+_CHECK_S = 60.0
+_DIRECTORY_SHOWN = Path("JOBDIR")
+
+
+def agent_command(options: LaunchOptions, directory: Path) -> list[str]:
+    """Return what hosts have to run to become agents of the job in ``directory``."""
+    return [options.python or sys.executable, str(directory / PROGRAM_NAME)]
+
+
+def servers_then_workers(options: LaunchOptions) -> list[Member]:
+    return [
+        *(("server", rank) for rank in range(options.num_servers)),
+        *(("worker", rank) for rank in range(options.num_workers)),
+    ]
+
+
+def run_carried(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    service_command: Sequence[str],
+    timing: Timing,
+    cluster: Cluster,
+) -> int:
+    """As :func:`kvstore.launch.job.run.run_job`, on ``cluster``."""
+    allow_files(3 * len(cluster.members))  # two for its agent, and a log
+    if options.dry_run or options.check:
+        check_plan(options, environ, service_command)
+    if options.dry_run:
+        return _print_plan(options, cluster)
+    if options.check:
+        return _check(options, environ, timing, cluster)
+
+    def arrange(supervisor: Supervisor) -> Arrangement:
+        key = _job_key(options, environ)
+        crew = _places(cluster)
+        directory = _start_agents(supervisor, environ, cluster, crew, key)
+        greetings = [place.greeting or {} for place in crew]
+        wished, port = wished_address(environ)
+        host = wished or common_address(seen_from_away(greetings))
+        gpus: Mapping[Member, Mapping[str, str]] = {}
+        if cluster.worker_gpus:
+            gpus = share_gpus(cluster.members, greetings, cluster.worker_gpus)
+
+        def assign(
+            job_id: str, _: str, specs: Sequence[ProcessSpec]
+        ) -> list[tuple[ProcessSpec, Place]]:
+            variables = forwarded_variables(options, environ)
+            where = dict(zip(cluster.members, crew, strict=True))
+            for place in crew:
+                place.prepare(job_id, "", variables)
+            return [
+                (spec, supervisor.local)
+                if spec.role == "scheduler"
+                else (
+                    with_variables(for_elsewhere(spec), gpus.get((spec.role, spec.rank), {})),
+                    where[spec.role, spec.rank],
+                )
+                for spec in specs
+            ]
+
+        cores = (cluster.worker_cores or options.places.worker_cores or 0) * options.num_workers
+        return Arrangement(host, port, cores or core_count(greetings), assign, key, directory)
+
+    return run_job(options, environ, service_command, timing, arrange)
+
+
+def _places(cluster: Cluster) -> list[AgentPlace]:
+    return [
+        AgentPlace(f"{role} {rank}", is_replaceable=cluster.replaces)
+        for role, rank in cluster.members
+    ]
+
+
+def _start_agents(
+    supervisor: Supervisor,
+    environ: Mapping[str, str],
+    cluster: Cluster,
+    crew: Sequence[AgentPlace],
+    key: str,
+    script: str = "",
+) -> Path:
+    """Start the agents, wait until all have come, and return the directory that they share.
+
+    Raises :class:`LaunchError`.
+    """
+    host, scheduler_port = wished_address(environ)
+    if scheduler_port:  # is it in use? Not after hours in a queue
+        listen(host or "0.0.0.0", scheduler_port).close()
+    listener = listen(host, 0) if host else _listen_everywhere()
+    directory = job_directory(environ)
+    supervisor.remove_at_the_end(directory)
+    addresses = [host] if host else own_addresses()
+    port = int(listener.getsockname()[1])
+    names, first_rank = cluster.rank_names, cluster.first_rank
+    ticket = AgentTicket(addresses, port, key, names, first_rank, cluster.if_lost, script)
+    files = {**cluster.files, **cluster.bundle(ticket)}
+    write_ticket(directory, ticket, os.getcwd(), files)
+    argv = cluster.command(directory)
+    try:
+        carrier = Carrier(cluster, argv, crew, supervisor.guardian())
+    except OSError as error:
+        listener.close()
+        raise LaunchError(f"cannot start '{argv[0]}': {error.strerror}", exit_code=1) from error
+    carrier.serve(AgentListener(listener, key, carrier.admit))
+    supervisor.add_place(carrier)
+    for place in crew:
+        supervisor.add_place(place)
+    supervisor.connect([carrier], None)
+    return directory
+
+
+def own_addresses() -> list[str]:
+    """This machine's addresses, those that only it can use itself last."""
+    found = [address for of_one in local_addresses().values() for address in of_one]
+    found += [socket.gethostname(), "127.0.0.1"]  # where the system cannot be asked
+    return sorted(dict.fromkeys(found), key=is_loopback)
+
+
+def _listen_everywhere() -> socket.socket:
+    """On every interface: which one the hosts can reach is seen when they come."""
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+            )
+        return socket.create_server(("", 0), backlog=1024)
+    except OSError as error:
+        raise LaunchError(f"cannot listen for agents: {error.strerror}", exit_code=1) from error
+
+
+def _job_key(options: LaunchOptions, environ: Mapping[str, str]) -> str:
+    """The user's key, or a new one. Raises :class:`LaunchError`."""
+    if not brings_a_key(options, environ):
+        return new_key()
+    path = dict(options.environment).get("PS_JOB_KEY_FILE") or environ["PS_JOB_KEY_FILE"]
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"the job key {path} cannot be read: {error}", exit_code=1) from error
+
+
+def _print_plan(options: LaunchOptions, cluster: Cluster) -> int:
+    print(shlex.join(cluster.command(_DIRECTORY_SHOWN)))
+    shown = AgentTicket(["LAUNCHER"], 0, "KEY", cluster.rank_names, cluster.first_rank)
+    for name, text in {**cluster.files, **cluster.bundle(shown)}.items():
+        print(f"# {_DIRECTORY_SHOWN / name}:")
+        print("".join(f"#   {line}\n" for line in text.splitlines()), end="")
+    print("# scheduler: this machine")
+    for number, (role, rank) in enumerate(cluster.members):
+        words = options.command if role == "worker" else ("python", "-m", "kvstore.server")
+        print(f"# agent {number + cluster.first_rank}, {role} {rank}: {shlex.join(words)}")
+    return 0
+
+
+def _check(
+    options: LaunchOptions, environ: Mapping[str, str], timing: Timing, cluster: Cluster
+) -> int:
+    """Have the agents started, and print what each says of its machine; 0, or 1 and why."""
+    nobody = secrets.token_hex(8)  # the id of a job that has no processes
+    crew = _places(cluster)
+    names = [str(place.label) for place in crew]
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        Supervisor(nobody, environ, Path(logs), timing) as one,
+    ):
+        # Who checks wants to know soon, also where a job may wait.
+        limited = replace(cluster, connect_s=min(cluster.connect_s or _CHECK_S, _CHECK_S))
+        _start_agents(one, environ, limited, crew, new_key(), script_of(options.command))
+        for place in crew:
+            place.finish(0.0)  # else they would take their launcher for lost
+        rows = [
+            agent_row(f"{name}@{place.label}", place.greeting or {})
+            for name, place in zip(names, crew, strict=True)
+        ]
+    print(table(rows), end="")
+    return 0 if all(row.is_good for row in rows) else 1

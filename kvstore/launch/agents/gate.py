@@ -1,0 +1,207 @@
+"""Where a launcher lets its agents in: a socket that listens until all are there.
+
+A visitor has a few seconds to prove that it knows the job's key (``wire.py``) and to greet;
+only then is it given to the caller that waits for agents. Strangers are closed without a word.
+Never blocks; runs on the launcher's main thread. Read ``command.py`` next.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvstore.launch.agents.wire import (
+    GREET,
+    HELLO,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    AgentLink,
+    Handshake,
+    LinkLost,
+    fields,
+    is_same,
+)
+from kvstore.launch.job.places import Event, Note
+
+VISIT_S = 10.0  # from the connection to the greeting
+MOST_VISITORS = 512  # that have not greeted yet
+_PAUSE_S = 1.0  # while no more files can be opened
+_AT_ONCE = 64  # connections that one turn takes
+
+Admit = Callable[[AgentLink, Mapping[str, Any]], list[Event]]
+
+
+class AgentListener:
+    """Owns ``listener``. ``admit`` takes the link, with its ownership, and the greeting."""
+
+    def __init__(self, listener: socket.socket, key: str, admit: Admit) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._key = key
+        self._admit = admit
+        self._visitors: list[_Visitor] = []
+        self._paused_until_s: float | None = None
+        self._has_complained = False
+        self._selector: selectors.BaseSelector | None = None
+
+    def adjust(self, selector: selectors.BaseSelector) -> None:
+        """Register what is to be listened to."""
+        self._selector = selector
+        watched = selector.get_map()
+        is_paused = self._paused_until_s is not None
+        fd = self._listener.fileno()
+        if fd >= 0 and not is_paused and fd not in watched:
+            selector.register(fd, selectors.EVENT_READ, self)
+        elif fd >= 0 and is_paused and fd in watched:
+            selector.unregister(fd)
+        for visitor in self._visitors:
+            if visitor.fd not in watched:
+                selector.register(visitor.fd, selectors.EVENT_READ, _Hearing(self, visitor))
+
+    def handle(self, now_s: float) -> list[Event]:
+        """Some want to come in."""
+        for _ in range(_AT_ONCE):
+            try:
+                connected, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    return self._pause(now_s, error)
+                return []  # the visitor has gone again
+            connected.setblocking(False)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._make_room()
+            self._visitors.append(_Visitor(connected, self._key, now_s))
+        return []
+
+    def hear(self, visitor: _Visitor, now_s: float) -> list[Event]:
+        """A visitor has said something."""
+        if visitor not in self._visitors:
+            return []  # it was sent away meanwhile
+        try:
+            found = visitor.hear(now_s)
+        except (LinkLost, OSError):
+            self._send_away(visitor)
+            return []
+        if found is None:
+            return []
+        self._forget(visitor)
+        return self._admit(*found)
+
+    def tick(self, now_s: float) -> float | None:
+        """Send away who takes too long; the seconds until this wants to be called again."""
+        for visitor in [one for one in self._visitors if one.until_s <= now_s]:
+            self._send_away(visitor)
+        if self._paused_until_s is not None and self._paused_until_s <= now_s:
+            self._paused_until_s = None
+        due_s = [one.until_s for one in self._visitors]
+        due_s += [] if self._paused_until_s is None else [self._paused_until_s]
+        return min(due_s) - now_s if due_s else None
+
+    def close(self) -> None:
+        """Let no more agents in. May be called again."""
+        self._unregister(self._listener.fileno())
+        self._listener.close()
+        for visitor in list(self._visitors):
+            self._send_away(visitor)
+
+    def _pause(self, now_s: float, error: OSError) -> list[Event]:
+        self._paused_until_s = now_s + _PAUSE_S
+        if self._has_complained:
+            return []
+        self._has_complained = True
+        return [Note(f"cannot let all agents in: {error.strerror}; raise 'ulimit -n'")]
+
+    def _make_room(self) -> None:
+        """End connections of strangers, who say nothing, so that others can come."""
+        if len(self._visitors) >= MOST_VISITORS:
+            strangers = [one for one in self._visitors if not one.is_known]
+            self._send_away((strangers or self._visitors)[0])
+
+    def _send_away(self, visitor: _Visitor) -> None:
+        self._forget(visitor)
+        visitor.close()
+
+    def _forget(self, visitor: _Visitor) -> None:
+        self._visitors.remove(visitor)
+        self._unregister(visitor.fd)
+
+    def _unregister(self, fd: int) -> None:
+        if self._selector is not None and fd >= 0 and fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+
+class _Visitor:
+    """Somebody who has not greeted yet."""
+
+    def __init__(self, connected: socket.socket, key: str, now_s: float) -> None:
+        self.until_s = now_s + VISIT_S
+        self._socket = connected
+        self._key = key
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._said = b""
+        self._link: AgentLink | None = None
+        try:
+            connected.send(HELLO + self._nonce)  # an empty buffer takes so much
+        except OSError:
+            self.until_s = now_s
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has proved that it knows the key."""
+        return self._link is not None
+
+    @property
+    def fd(self) -> int:
+        return self._socket.fileno() if self._link is None else self._link.read_fd
+
+    def hear(self, now_s: float) -> tuple[AgentLink, Mapping[str, Any]] | None:
+        """The link and the greeting once it has come. Raises LinkLost or OSError."""
+        if self._link is None:
+            self._hear_proof(now_s)
+            return None
+        messages = self._link.receive(now_s)
+        if not messages:
+            return None
+        if messages[0][0] != GREET or len(messages) > 1:  # it is not its turn to say more
+            raise LinkLost("it does not greet")
+        return self._link, fields(messages[0], dict)[0]
+
+    def close(self) -> None:
+        if self._link is None:
+            self._socket.close()
+        else:
+            self._link.close()
+
+    def _hear_proof(self, now_s: float) -> None:
+        wanted = NONCE_BYTES + PROOF_BYTES
+        data = self._socket.recv(wanted - len(self._said))
+        if not data:
+            raise LinkLost("the connection was closed")
+        self._said += data
+        if len(self._said) < wanted:
+            return
+        handshake = Handshake(self._key, self._nonce, self._said[:NONCE_BYTES])
+        if not is_same(self._said[NONCE_BYTES:], handshake.agent_proof()):
+            raise LinkLost("it does not know the job's key")
+        self._socket.send(handshake.launcher_proof())
+        seals = (handshake.seal_to_launcher(), handshake.seal_to_agent())
+        write_fd = os.dup(self._socket.fileno())  # may fail, and then all is as it was
+        self._link = AgentLink(self._socket.detach(), write_fd, time.monotonic(), seals=seals)
+
+
+class _Hearing:
+    """A visitor, as a source."""
+
+    def __init__(self, gate: AgentListener, visitor: _Visitor) -> None:
+        self._gate = gate
+        self._visitor = visitor
+
+    def handle(self, now_s: float) -> list[Event]:
+        return self._gate.hear(self._visitor, now_s)

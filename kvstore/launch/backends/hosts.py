@@ -1,0 +1,228 @@
+"""The hosts file: which machines a job may use, and who runs on which.
+
+Pure but for :func:`read_hosts`, which reads one file. A line is
+``[user@]host[:port] [slots=N] [user=NAME] [addr=ADDRESS]``; the host and its port are as in
+dmlc-core's ``tracker/dmlc_tracker/ssh.py``. Every mistake is named with file and line. Names are
+later words of ``ssh``'s command line, so only plain characters pass. Read ``ssh_login.py``
+next.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvstore.launch.options import LaunchError
+
+Placement = tuple[str, int, int]
+"""Role, rank, and the host's index in the list of hosts."""
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,253}[A-Za-z0-9_])?\.?\Z")
+_USER_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.@+-]{0,254}\$?\Z")
+_NUMBER = re.compile(r"[0-9]{1,9}\Z")
+_LINE_FORM = "host[:port] [slots=N] [user=NAME] [addr=ADDRESS]"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine of the job. What is None is left to ssh and its configuration.
+
+    ``name`` may also be a name that only ssh's configuration knows. ``slots`` is how many
+    workers it takes. ``address`` is where the other processes of the job reach it.
+    """
+
+    name: str
+    port: int | None = None
+    user: str | None = None
+    slots: int = 1
+    address: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What users read: the name, with whatever else the file says of how to log in."""
+        user = "" if self.user is None else f"{self.user}@"
+        if self.port is None:
+            return f"{user}{self.name}"
+        return f"{user}{bracketed(self.name)}:{self.port}"
+
+
+class _Mistake(Exception):
+    """What is wrong with a line."""
+
+
+def read_hosts(path: str) -> list[Host]:
+    """The hosts in a file. Raises :class:`LaunchError` (exit code 2) in every other case."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except FileNotFoundError as error:
+        raise LaunchError(
+            f"there is no hosts file '{path}': write one with a line for each host, "
+            f"{_LINE_FORM}, and name it behind -H",
+            exit_code=2,
+        ) from error
+    except OSError as error:
+        raise LaunchError(
+            f"cannot read the hosts file '{path}': {error.strerror}; name a file that you may "
+            "read behind -H",
+            exit_code=2,
+        ) from error
+    except UnicodeDecodeError as error:
+        raise LaunchError(
+            f"the hosts file '{path}' is not text: name one with a line for each host, "
+            f"{_LINE_FORM}, behind -H",
+            exit_code=2,
+        ) from error
+    return parse_hosts(text, path)
+
+
+def parse_hosts(text: str, file_name: str) -> list[Host]:
+    """The hosts of a file's text, at least one, in the order in which they first appear.
+
+    A host that comes again (same name, port and user) adds its slots to the first. Raises
+    :class:`LaunchError` (exit code 2).
+    """
+    found: dict[tuple[str, int | None, str | None], Host] = {}
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            host = _host(words)
+            login = (host.name, host.port, host.user)
+            found[login] = host if login not in found else _together(found[login], host)
+        except _Mistake as mistake:
+            raise LaunchError(f"{file_name}, line {number}: {mistake}", exit_code=2) from None
+    if not found:
+        raise LaunchError(
+            f"the hosts file '{file_name}' names no host: write a line for each, {_LINE_FORM}",
+            exit_code=2,
+        )
+    return list(found.values())
+
+
+def spread(
+    hosts: Sequence[Host], num_servers: int, num_workers: int, file_name: str = "hosts"
+) -> list[Placement]:
+    """Return who runs where: the servers in the order of their ranks, then the workers.
+
+    Both go round the hosts from the first; a host takes as many workers as it has slots, a
+    second one only when all have a first. Servers need no slot. Raises :class:`LaunchError`
+    (exit code 2) when there are too few slots; ``file_name`` is for its text.
+    """
+    slots = sum(host.slots for host in hosts)
+    if slots < num_workers:
+        raise LaunchError(
+            f"{file_name} has {_count(slots, 'slot')} on {_count(len(hosts), 'host')}, and "
+            f"{num_workers} workers were asked for: add hosts, or slots=N behind a host",
+            exit_code=2,
+        )
+    servers = [("server", rank, rank % len(hosts)) for rank in range(num_servers)]
+    workers: list[Placement] = []
+    turn = 0
+    while len(workers) < num_workers:
+        free = [index for index, host in enumerate(hosts) if host.slots > turn]
+        for index in free[: num_workers - len(workers)]:
+            workers.append(("worker", len(workers), index))
+        turn += 1
+    return servers + workers
+
+
+def bracketed(name: str) -> str:
+    """A host as it stands before a colon: IPv6 addresses in brackets."""
+    return f"[{name}]" if ":" in name else name
+
+
+def _host(words: Sequence[str]) -> Host:
+    user, at, place = words[0].rpartition("@")
+    name, port = _name_and_port(place)
+    host = Host(name, port, _user(user) if at else None)
+    seen = {"user"} if at else set()
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals or key not in ("slots", "user", "addr"):
+            raise _Mistake(f"'{word}' is not understood: a line is {_LINE_FORM}")
+        if key in seen:
+            raise _Mistake(f"{key} is given twice: leave one out")
+        seen.add(key)
+        if key == "slots":
+            host = replace(host, slots=_number("slots", value, 1, 10**6))
+        elif key == "user":
+            host = replace(host, user=_user(value))
+        else:
+            host = replace(host, address=_address(value))
+    return host
+
+
+def _name_and_port(place: str) -> tuple[str, int | None]:
+    if place.startswith("["):
+        name, closed, rest = place[1:].partition("]")
+        if not (closed and _is_ipv6(name) and (not rest or rest.startswith(":"))):
+            raise _Mistake(f"'{place}' is not an IPv6 address: write one as [2001:db8::7]:22")
+        return name, _port(rest[1:]) if rest else None
+    if place.count(":") > 1:
+        raise _Mistake(f"'{place}' has several colons: put an IPv6 address into brackets, as [::1]")
+    name, colon, port = place.partition(":")
+    return _plain_name(name), _port(port) if colon else None
+
+
+def _plain_name(name: str) -> str:
+    if name.startswith("-"):
+        raise _Mistake(
+            f"'{name}' begins with '-', so it would be an option for ssh: write a host's name"
+        )
+    if not _HOST_NAME.match(name):
+        raise _Mistake(
+            f"'{name}' is not a host's name: only letters, digits, dots, '-' and '_' may be in it"
+        )
+    return name
+
+
+def _address(value: str) -> str:
+    address = value.removeprefix("[").removesuffix("]") if value.startswith("[") else value
+    if _is_ipv6(address):
+        return address
+    if not _HOST_NAME.match(value):
+        raise _Mistake(f"addr needs an address or a host's name, not '{value}'")
+    return value
+
+
+def _is_ipv6(text: str) -> bool:
+    address, percent, zone = text.partition("%")
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return False
+    return not percent or _HOST_NAME.match(zone) is not None
+
+
+def _user(name: str) -> str:
+    if not _USER_NAME.match(name):
+        raise _Mistake(f"'{name}' is not a user's name")
+    return name
+
+
+def _port(text: str) -> int:
+    return _number("the port", text, 1, 65535)
+
+
+def _number(what: str, text: str, least: int, most: int) -> int:
+    if not _NUMBER.match(text) or not least <= int(text) <= most:
+        raise _Mistake(f"{what} must be a number from {least} to {most}, not '{text}'")
+    return int(text)
+
+
+def _together(first: Host, second: Host) -> Host:
+    if None not in (first.address, second.address) and first.address != second.address:
+        raise _Mistake(
+            f"{second.name} has addr={second.address} here and addr={first.address} in an earlier "
+            "line: a host has one"
+        )
+    address = second.address if first.address is None else first.address
+    return replace(first, slots=first.slots + second.slots, address=address)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,282 @@
+"""The program that speaks with Ray for the launcher: ``python ray_driver.py DIRECTORY``.
+
+It asks Ray for the room of all servers and workers together (a placement group) and starts one
+task in each bundle. A task does little: it starts an agent, which goes to the
+launcher's gate, and waits for its end; Ray starts it again as its policy says. ``DIRECTORY`` has
+the plan (``ray_demand.py``) and the ticket; :data:`STATE_NAME` in it says what is being waited
+for. Ends with the agents, or with a sentence on standard output. A child of the launcher, and the
+only place where Ray is imported. Read ``ray_agent.py`` next.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+if __name__ == "__main__" and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+    # By its path this file's directory comes first, whose modules have names of no concern to Ray.
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+from kvstore.launch.agents.agent import GREETING, LOADER, agent_program
+from kvstore.launch.agents.ticket import TICKET_NAME
+from kvstore.launch.backends.ray_demand import (
+    FATAL,
+    LOG_NAME,
+    PLAN_NAME,
+    STATE_NAME,
+    RayPlan,
+    shortage,
+    why_waiting,
+)
+
+AGENT_WORD = "kvstore-agent"
+_ANSWER_S = 5.0
+_TURN_S = 1.0  # so long may a call of Ray hold up a signal
+_LOOK_TURNS = 5  # from one look at the cluster to the next
+_REMEDY = (
+    "ship it (ray job submit --working-dir ., or --launcher-args='--working-dir .'), or have it "
+    "in the image of the nodes"
+)
+
+
+class CannotRun(Exception):
+    """There will be no agents; the text says why, for the user."""
+
+
+def main(directory: Path) -> int:
+    plan = RayPlan.from_text((directory / PLAN_NAME).read_text(encoding="utf-8"))
+    # Ray is talkative on both; the launcher reads it when this program ends without a sentence.
+    own_fd = os.dup(1)
+    log_fd = os.open(directory / LOG_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    os.close(log_fd)
+    with os.fdopen(own_fd, "w", encoding="utf-8", buffering=1) as own:
+        try:
+            Driver(plan, directory, own).run()
+        except CannotRun as error:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray is leaving; that may take a while
+            print(FATAL + " ".join(str(error).split()), file=own)
+            return 1
+    return 0
+
+
+class Driver:
+    """Runs once. All methods raise :class:`CannotRun`. The launcher reads ``own`` by lines."""
+
+    def __init__(self, plan: RayPlan, directory: Path, own: TextIO) -> None:
+        self._plan = plan
+        self._directory = directory
+        self._own = own
+        self._is_own = False  # the cluster, which began with this program and ends with it
+        self._names: dict[Any, str] = {}  # of the members, by their tasks
+        self._group: Any = None
+
+    def run(self) -> None:
+        self._connect()
+        try:
+            self._place()
+            self._start()
+            self._wait_for_all()
+        except CannotRun:
+            raise
+        except Exception as error:
+            raise CannotRun(f"Ray gave up: {error}") from error
+
+    def _connect(self) -> None:
+        """Join the cluster that there is, or start one on this machine."""
+        named = self._plan.address or os.environ.get("RAY_ADDRESS")
+        address = named or _started_here()
+        self._is_own = address in (None, "local")
+        # What Ray finds by itself it also finds the token for.
+        how: dict[str, Any] = {"address": named} if named else {}
+        if self._is_own:
+            # As with --launcher local, processors are shared when there are few.
+            wanted = sum(bundle["CPU"] for bundle in self._plan.bundles())
+            cores = max(os.cpu_count() or 1, int(wanted))
+            how = {"address": "local", "num_cpus": cores, "include_dashboard": False}
+            if "RAY_AUTH_MODE" not in os.environ:  # Ray would leave a token in ~/.ray for ever
+                os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        else:
+            _look_for(str(address))
+        if self._plan.runtime_env:
+            how["runtime_env"] = dict(self._plan.runtime_env)
+        where = "Ray on this machine" if self._is_own else f"Ray at {address}"
+        self._say(f"starting {where}" if self._is_own else f"connecting to {where}")
+        try:
+            import ray
+
+            ray.init(**how, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:
+            raise CannotRun(f"{where} cannot be used: {error}") from error
+
+    def _place(self) -> None:
+        """Wait until there is room for all."""
+        from ray.util.placement_group import placement_group
+
+        plan = self._plan
+        self._group = placement_group(plan.bundles(), strategy=plan.strategy, name=plan.name)
+        turns = 0
+        while not self._group.wait(_TURN_S):
+            if turns % _LOOK_TURNS == 0:
+                self._look()
+            turns += 1
+        self._say("Ray has room for all and is starting them")
+
+    def _look(self) -> None:
+        """Say why there is no room, or that there cannot be any."""
+        import ray
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if self._is_own and (never := shortage(self._plan, nodes)) is not None:
+            raise CannotRun(f"{never}; it is this machine alone: name a cluster by RAY_ADDRESS")
+        self._say(why_waiting(self._plan, nodes, ray.available_resources()))
+
+    def _start(self) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        plan = self._plan
+        ticket = (self._directory / TICKET_NAME).read_text(encoding="utf-8")
+        there, shipped = (
+            agent_program(where, plan.root or None, "backends.ray_agent", remedy=_REMEDY)
+            for where in (plan.directory, ".")
+        )
+        programs = (shipped if "working_dir" in plan.runtime_env else there, shipped)
+        policy = {} if plan.max_retries is None else {"max_retries": plan.max_retries}
+        task: Any = ray.remote(nurse)
+        for rank, (role, number) in enumerate(plan.members):
+            needs = plan.resources[role]
+            options = {
+                "name": f"{plan.name}: {role} {number}",
+                "num_cpus": needs["CPU"],
+                "num_gpus": needs.get("GPU", 0),
+                "memory": needs.get("memory"),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank),
+                "retry_exceptions": True,
+                **policy,
+            }
+            words = [plan.python, "-c", LOADER, AGENT_WORD, f"{role} {number}"]
+            started = task.options(**options).remote(words, programs, plan.directory, rank, ticket)
+            self._names[started] = f"{role} {number}"
+
+    def _wait_for_all(self) -> None:
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        running, turns = list(self._names), 0
+        while running:
+            ended, running = ray.wait(running, timeout=_TURN_S)
+            for task in ended:
+                self._conclude(task)
+            turns += 1
+            if turns % _LOOK_TURNS == 0 and running:
+                # A bundle whose node is lost is placed anew, and its task with it.
+                if placement_group_table(self._group)["state"] == "CREATED":
+                    self._say("Ray is starting them")
+                else:
+                    self._look()
+
+    def _conclude(self, task: Any) -> None:
+        """An agent has ended, and Ray starts no other."""
+        import ray
+
+        name = self._names[task]
+        try:
+            host, code, said = ray.get(task)
+        except Exception as error:
+            raise CannotRun(f"Ray gave up {name}: {getattr(error, 'cause', error)}") from error
+        if (
+            GREETING.decode() in said
+        ):  # why there is no agent; the launcher knows what to do with it
+            print(said, file=self._own)
+        elif code:
+            last = (said.strip() or "it said nothing").splitlines()[-1]
+            raise CannotRun(f"{host}: the agent of {name} ended with exit code {code}: {last}")
+
+    def _say(self, state: str) -> None:
+        new = self._directory / f"{STATE_NAME}.new"
+        new.write_text(state, encoding="utf-8")
+        os.replace(new, self._directory / STATE_NAME)
+
+
+def nurse(
+    words: list[str], programs: tuple[str, str], directory: str, rank: int, ticket: str
+) -> tuple[str, int, str]:
+    """Start an agent and wait for its end: the host, the exit code and what it said.
+
+    What a Ray task runs: Ray hands it over as it stands here, so that it needs nothing of this
+    package, and uses no name of this file. ``programs`` are for ``directory`` and for the one
+    that Ray has shipped. Raises RuntimeError, for Ray to start another one, when it was killed.
+    """
+    import json
+    import os
+    import socket
+    import subprocess
+    import sys
+
+    import ray
+
+    host = socket.gethostname()
+    if not ray.get_gpu_ids():  # whether they are hidden by itself differs between Ray's versions
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    is_shipped = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
+    program = programs[1] if is_shipped and not os.path.isdir(directory) else programs[0]
+    try:
+        agent = subprocess.Popen(
+            [words[0] or sys.executable, *words[1:]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+    except OSError as error:
+        return host, 127, f"{words[0]}: {error.strerror}"
+    lines = f"{json.dumps(program)}\n{json.dumps([os.getpid(), rank, ticket])}\n"
+    said, _ = agent.communicate(lines.encode())
+    if agent.returncode < 0:
+        raise RuntimeError(f"its agent on {host} was killed by signal {-agent.returncode}")
+    return host, agent.returncode, said[-4000:].decode(errors="replace")
+
+
+def _started_here() -> str | None:
+    """The address of the cluster that ``ray start`` has left word of on this machine.
+
+    Where Ray itself looks (``get_default_system_temp_dir`` in its ``_common/utils.py``).
+    """
+    directory = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    path = Path(directory, "ray", "ray_current_cluster")
+    try:
+        if path.stat().st_uid not in (0, os.geteuid()):
+            return None  # the job's key would go to somebody else's Ray
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+
+
+def _look_for(address: str) -> None:
+    """Ray's own attempt to connect takes long to fail, and does not say what to do."""
+    if "://" in address:
+        raise CannotRun(
+            f"RAY_ADDRESS={address} is not the address of a cluster's head (HOST:PORT): run the "
+            "launcher on a node of the cluster, as in ray job submit -- kvstore-launch "
+            "--launcher ray ..."
+        )
+    host, _, port = address.rpartition(":")
+    if address == "auto" or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except OSError as error:
+        raise CannotRun(
+            f"there is no Ray at {address} ({error.strerror or error}): RAY_ADDRESS names another, "
+            "and RAY_ADDRESS=local starts one on this machine"
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

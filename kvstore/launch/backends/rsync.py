@@ -1,0 +1,219 @@
+"""Copies a directory to the hosts before the job starts (``--sync-dst-dir``).
+
+One ``rsync`` for each host, a few at a time, through ssh with the options that the job's own
+connections have. As in dmlc-core's ``tracker/dmlc_tracker/ssh.py`` it is ``rsync -az``: what is
+on the hosts and not here stays. ``.git`` is left out. Main thread only; the caller waits. The
+options are those of ``rsync(1)``, 3.0 and later on both sides.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import IO
+
+from kvstore.launch.backends.hosts import Host, bracketed
+from kvstore.launch.backends.kubernetes.kubectl import end_process, kill
+from kvstore.launch.backends.ssh_login import (
+    known_refusal,
+    login,
+    no_program,
+    shell_line,
+    ssh_options,
+)
+from kvstore.launch.job.child import die_with_launcher
+from kvstore.launch.job.signals import ENDING, SignalPipe
+from kvstore.launch.options import LaunchError
+
+_AT_ONCE = 8
+_STALLED_S = 300  # without a byte in either direction
+_TELL_EVERY_S = 10.0
+_LOOK_EVERY_S = 0.05
+_LONGEST_ERROR_BYTES = 64 * 1024
+_GOOD = (0, 24)  # 24: files vanished meanwhile, as logs do
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_NO_RSYNC = re.compile(
+    r"\brsync: (command )?not found\.?\Z|(unknown command|command not found):? rsync\b",
+    re.IGNORECASE,
+)
+_SUMMARY = re.compile(r"rsync error: |rsync: connection unexpectedly closed|\(see the rsync man")
+
+
+def copy_to_hosts(
+    hosts: Sequence[Host],
+    source: str,
+    destination: str,
+    launcher_args: Sequence[str],
+    say: Callable[[str], None],
+) -> None:
+    """Copy what is in ``source`` into ``destination`` on all hosts; return when it is there.
+
+    ``say`` gets a line for each host at the start and at the end, and one every 10 s meanwhile.
+    The first failure ends the other copies and is raised as :class:`LaunchError` (exit code 1),
+    and so is a Ctrl-C or the like (128 and the signal's number).
+    """
+    waiting = list(hosts)
+    begun_s = told_s = time.monotonic()
+    with SignalPipe() as signals, ExitStack() as cleanup:
+        running: list[_RsyncCopy] = []
+        while waiting or running:
+            while waiting and len(running) < _AT_ONCE:
+                host = waiting.pop(0)
+                argv = rsync_argv(host, source, destination, launcher_args)
+                say(f"copying {source} to {place(host, destination)}")
+                copy = _RsyncCopy(host, argv, launcher_args)
+                cleanup.callback(copy.close)
+                running.append(copy)
+            _pause(signals)
+            now_s = time.monotonic()
+            for copy in [copy for copy in running if copy.has_ended()]:
+                running.remove(copy)
+                copy.check(destination)
+                say(f"copied to {copy.host.label} in {now_s - copy.begun_s:.1f} s")
+            if now_s - told_s >= _TELL_EVERY_S:
+                told_s = now_s
+                names = ", ".join(host.label for host in [*(one.host for one in running), *waiting])
+                say(f"still copying after {now_s - begun_s:.0f} s: {names}")
+
+
+def _pause(signals: SignalPipe) -> None:
+    """For a moment, or until a copy may have ended. Raises :class:`LaunchError` at Ctrl-C."""
+    poll = select.poll()
+    poll.register(signals.fd, select.POLLIN)
+    poll.poll(_LOOK_EVERY_S * 1000)
+    for number in signals.arrived():
+        if number in ENDING:
+            raise LaunchError(
+                f"ended by {number.name} while copying; what the hosts have got stays there",
+                exit_code=128 + number,
+            )
+
+
+def rsync_argv(
+    host: Host, source: str, destination: str, launcher_args: Sequence[str]
+) -> list[str]:
+    """The command that copies what is in ``source`` into ``destination``, made where missing.
+
+    ``destination`` is relative to the home directory there unless it begins with ``/``. Raises
+    :class:`LaunchError` (exit code 2) when it cannot be a directory's name.
+    """
+    directory = _directory(destination)
+    make = shell_line(["mkdir", "-p", "--", directory])
+    return [
+        "rsync",
+        "-azs",  # s: no shell there looks at the names
+        f"--timeout={_STALLED_S}",
+        "--exclude=.git",
+        "-e",
+        " ".join(_rsync_quoted(word) for word in ssh_options(host, launcher_args)),
+        f"--rsync-path={make}; rsync",  # --mkpath would need rsync 3.2.3 on both sides
+        "--",
+        f"{source.rstrip('/')}/",
+        f"{bracketed(host.name)}:{directory}",
+    ]
+
+
+def place(host: Host, destination: str) -> str:
+    """Return where it goes, for users."""
+    user = "" if host.user is None else f"{host.user}@"
+    return f"{user}{bracketed(host.name)}:{destination}"
+
+
+def sync_refusal(
+    host: Host,
+    destination: str,
+    stderr_lines: Sequence[str],
+    exit_code: int,
+    launcher_args: Sequence[str] = (),
+) -> str:
+    """Return why a copy failed: one sentence, with what ssh or rsync said."""
+    lines = [_CONTROL.sub("", line).strip() for line in stderr_lines]
+    lines = [line for line in lines if line]
+    where = place(host, destination)
+    if any("is your shell clean" in line for line in lines):
+        return (
+            f"cannot copy to {where}: a start-up file of the shell there prints something, which "
+            f"spoils the connection; see what 'ssh {login(host, launcher_args)} true' prints and "
+            "silence it"
+        )
+    if exit_code == 127 or any(_NO_RSYNC.search(line) for line in lines):
+        return f"cannot copy to {where}: {host.label} has no rsync; install it there"
+    ssh_says = known_refusal(host, lines, launcher_args)
+    if ssh_says is not None:
+        return f"cannot copy to {where}: {ssh_says}"
+    telling = [line for line in lines if not _SUMMARY.match(line)] or lines
+    if not telling:
+        return f"cannot copy to {where}: rsync ended with {exit_code} and said nothing"
+    return (
+        f"cannot copy to {where}: {telling[-1]}; see that the directory can be written to and has "
+        "room"
+    )
+
+
+class _RsyncCopy:
+    """A running rsync; its maker closes it."""
+
+    def __init__(self, host: Host, argv: Sequence[str], launcher_args: Sequence[str]) -> None:
+        self.host = host
+        self._launcher_args = launcher_args
+        self.begun_s = time.monotonic()
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        try:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                start_new_session=True,
+                preexec_fn=die_with_launcher(),  # safe: the launcher has one thread
+            )
+        except OSError as error:
+            self._errors.close()
+            raise LaunchError(no_program("rsync", error), exit_code=127) from error
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def check(self, destination: str) -> None:
+        """Raise :class:`LaunchError` (exit code 1) unless it went well."""
+        status = self._process.wait()
+        if status in _GOOD:
+            return
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - _LONGEST_ERROR_BYTES))
+        lines = self._errors.read().decode(errors="replace").splitlines()
+        sentence = sync_refusal(self.host, destination, lines, status, self._launcher_args)
+        raise LaunchError(sentence, exit_code=1)
+
+    def close(self) -> None:
+        """End it if it still runs, with the ssh that it has started."""
+        if not self.has_ended():
+            kill(self._process)
+        end_process(self._process)
+        self._errors.close()
+
+
+def _directory(destination: str) -> str:
+    """As rsync and mkdir take it: a leading ``~/`` is the home directory, where both begin."""
+    if not destination or _CONTROL.search(destination):
+        raise LaunchError(
+            f"--sync-dst-dir needs the name of a directory on the hosts, not {destination!a}",
+            exit_code=2,
+        )
+    if destination == "~":
+        return "."
+    return destination[2:].lstrip("/") or "." if destination.startswith("~/") else destination
+
+
+def _rsync_quoted(word: str) -> str:
+    """A word for ``-e``, which rsync splits at spaces: quotes double, a backslash is itself."""
+    if word and not any(letter in " '\"" for letter in word):
+        return word
+    return "'" + word.replace("'", "''") + "'"

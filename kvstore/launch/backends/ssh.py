@@ -1,0 +1,336 @@
+"""A place on another machine that a command of its own reaches: an agent behind ``ssh``.
+
+The command is a child of the launcher; its standard input and output are the agent's link, its
+standard error says why it could not reach the machine. Runs on the main thread. Read
+``launch/agents/remote.py`` first.
+
+The launcher ``ssh``: the scheduler here, servers and workers on the hosts of a file.
+
+One ``ssh`` for each host starts an agent there (``launch/agents/agent.py``), which starts that
+host's processes; the job's key and the variables go through its standard input. Flags and places as
+in dmlc-core's ``tracker/dmlc_tracker/ssh.py``. Read ``launch/job/run.py`` and
+``launch/agents/remote.py`` next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from kvstore.launch.agents.agent import GREETING, LOADER, bootstrap
+from kvstore.launch.agents.cluster import (
+    agent_row,
+    common_address,
+    core_count,
+    for_elsewhere,
+    forwarded_variables,
+    wished_address,
+)
+from kvstore.launch.agents.remote import AgentPlace, Ready
+from kvstore.launch.agents.wire import AgentLink, LinkLost
+from kvstore.launch.backends.hosts import Host, Placement, read_hosts, spread
+from kvstore.launch.backends.rsync import copy_to_hosts, rsync_argv
+from kvstore.launch.backends.ssh_login import check_launcher_args, no_program, refusal, ssh_argv
+from kvstore.launch.environment import checkout_root, listen
+from kvstore.launch.job.checks import CheckResult, script_row, table
+from kvstore.launch.job.child import LineSplitter
+from kvstore.launch.job.conclusion import say
+from kvstore.launch.job.lifecycle import Timing
+from kvstore.launch.job.places import Event, Note, Place
+from kvstore.launch.job.run import Arrangement, check_plan, run_job
+from kvstore.launch.job.supervisor import Supervisor
+from kvstore.launch.job.tie import GuardianProcess
+from kvstore.launch.options import LaunchError, LaunchOptions
+from kvstore.launch.plan import ProcessSpec, script_of
+
+_READ_BYTES = 64 * 1024
+_LONGEST_GREETING = 1 << 20  # with all that a login shell may print before
+_KEPT_LINES = 20
+_REAP_S = 2.0
+
+
+class SshPlace(AgentPlace):
+    """One machine. ``refusal`` puts into a sentence what the command said and its exit code."""
+
+    def __init__(
+        self,
+        label: str,
+        command: Sequence[str],
+        bootstrap: bytes,
+        guardian: GuardianProcess,
+        refusal: Callable[[Sequence[str], int | None], str],
+        now_s: float,
+    ) -> None:
+        super().__init__(label)
+        self._refusal = refusal
+        self._refused: str | None = None  # by the program that would have become the agent
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        guardian.watch(self._process.pid)
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        os.set_blocking(self._process.stderr.fileno(), False)
+        self._link = AgentLink(
+            os.dup(self._process.stdout.fileno()), os.dup(self._process.stdin.fileno()), now_s
+        )
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._link.send_raw(bootstrap)
+        self._head = b""
+        self._complaints: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._splitter = LineSplitter()
+        self._hung_up_s = 0.0
+
+    def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
+        super().adjust(selector, paused=paused)
+        fd = self._error_fd()
+        if fd >= 0 and fd not in selector.get_map():
+            selector.register(fd, selectors.EVENT_READ, Ready(self, fd, selector))
+
+    def handle(self, fd: int, now_s: float, selector: selectors.BaseSelector) -> list[Event]:
+        if fd == self._error_fd():
+            return self._read_errors(now_s, selector)
+        return super().handle(fd, now_s, selector)
+
+    def hang_up(self) -> None:
+        """Closing the link makes the agent kill what it has; its command is given a moment."""
+        self._hung_up_s = time.monotonic()
+        super().hang_up()
+
+    def close(self) -> None:
+        """End the command, and whatever it has started (a jump host's ssh)."""
+        try:
+            self._process.wait(max(0.0, self._hung_up_s + _REAP_S - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+    def _receive(self, link: AgentLink, now_s: float) -> list[Event]:
+        if self.greeting is None and not self._read_greeting(link):
+            return []
+        return super()._receive(link, now_s)
+
+    def _lose(self, how: str, selector: selectors.BaseSelector | None) -> list[Event]:
+        events = super()._lose(how, selector)
+        if self.greeting is not None:
+            return events
+        code = self._exit_code()  # and reads the last complaints
+        self.failure = self._refused or self._refusal(list(self._complaints), code)
+        return []  # the failure says it all
+
+    def _last_words(self) -> str:
+        return f" ({self._complaints[-1]})" if self._complaints else ""
+
+    def _error_fd(self) -> int:
+        stream = self._process.stderr
+        return -1 if stream is None or stream.closed else stream.fileno()
+
+    def _read_errors(self, now_s: float, selector: selectors.BaseSelector) -> list[Event]:
+        fd = self._error_fd()
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return []
+        lines = self._splitter.feed(data, now_s) if data else self._splitter.finish()
+        texts = [line.decode(errors="replace") for line in lines]
+        self._complaints.extend(texts)
+        if not data:
+            selector.unregister(fd)
+            assert self._process.stderr is not None
+            self._process.stderr.close()
+        if self.greeting is None:
+            return []  # the reason why there is no agent; ``failure`` will say it
+        return [Note(f"{self.label}: {text}") for text in texts if text]
+
+    def _read_greeting(self, link: AgentLink) -> bool:
+        """Skip what a login shell prints; whether the agent has more to say. Raises LinkLost."""
+        self._head += link.receive_raw()
+        start = self._head.find(GREETING)
+        end = self._head.find(b"\n", start) if start >= 0 else -1
+        if end < 0:
+            if len(self._head) > _LONGEST_GREETING:
+                raise LinkLost("the login shell prints without end")
+            return False
+        try:
+            found = json.loads(self._head[start + len(GREETING) : end])
+        except ValueError:
+            raise LinkLost("the agent's greeting cannot be read") from None
+        if not isinstance(found, dict):
+            raise LinkLost("the agent's greeting cannot be read")
+        if "error" in found:
+            self._refused = f"{self.label}: {found['error']}"
+            raise LinkLost(self._refused)
+        self.greet(link, found)
+        link.put_back(self._head[end + 1 :])
+        self._head = b""
+        return link.has_received
+
+    def _exit_code(self) -> int | None:
+        """Of the command, which has closed its output; it may need a moment."""
+        try:
+            code = self._process.wait(_REAP_S)
+        except subprocess.TimeoutExpired:
+            return None
+        stream = self._process.stderr
+        if stream is not None and not stream.closed:
+            rest = b""
+            try:
+                rest = os.read(stream.fileno(), _READ_BYTES)
+            except BlockingIOError:
+                pass
+            lines = [*self._splitter.feed(rest, 0.0), *self._splitter.finish()]
+            self._complaints.extend(line.decode(errors="replace") for line in lines)
+        return code
+
+
+_CONNECT_S = 14.0
+
+
+def run(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    service_command: Sequence[str],
+    timing: Timing,
+) -> int:
+    """As :func:`kvstore.launch.job.run.run_job`."""
+    if options.hostfile is None:
+        raise LaunchError(
+            "--launcher ssh needs the hosts: -H FILE, with one host on each line", exit_code=2
+        )
+    hosts = read_hosts(options.hostfile)
+    check_launcher_args(options.places.launcher_args)
+    places = spread(hosts, options.num_servers, options.num_workers, options.hostfile)
+    used = sorted({host for _, _, host in places})
+    wished, wished_port = wished_address(environ)
+    if options.dry_run or options.check:
+        check_plan(options, environ, service_command)
+    if options.dry_run:
+        return _print_plan(options, hosts, places)
+    if options.check:
+        return _check(options, environ, timing, [hosts[index] for index in used])
+    if wished_port:  # is it in use? Not after all has been copied
+        listen(wished or "0.0.0.0", wished_port).close()
+    if options.sync_dst_dir is not None:
+        arguments = options.places.launcher_args
+        copy_to_hosts(
+            [hosts[index] for index in used], os.getcwd(), options.sync_dst_dir, arguments, say
+        )
+
+    def arrange(supervisor: Supervisor) -> Arrangement:
+        remote = {index: _reach(supervisor, options, hosts[index]) for index in used}
+        supervisor.connect(list(remote.values()), _CONNECT_S)
+        greetings = [place.greeting or {} for place in remote.values()]
+        wished, port = wished_address(environ)
+        seen = [str(one.get("reached_from") or "127.0.0.1") for one in greetings]
+        host = wished or common_address(seen)
+
+        def assign(
+            job_id: str, key: str, specs: Sequence[ProcessSpec]
+        ) -> list[tuple[ProcessSpec, Place]]:
+            where = {(role, rank): index for role, rank, index in places}
+            for index, place in remote.items():
+                place.prepare(job_id, key, _variables(options, environ, hosts[index]))
+            return [
+                (spec, supervisor.local)
+                if spec.role == "scheduler"
+                else (for_elsewhere(spec), remote[where[spec.role, spec.rank]])
+                for spec in specs
+            ]
+
+        return Arrangement(host, port, core_count(greetings), assign)
+
+    return run_job(options, environ, service_command, timing, arrange)
+
+
+def _reach(
+    supervisor: Supervisor, options: LaunchOptions, host: Host, script: str = ""
+) -> SshPlace:
+    python = options.python or sys.executable
+    command = ssh_argv(host, options.places.launcher_args, [python, "-c", LOADER])
+    directory = options.sync_dst_dir or os.getcwd()
+    try:
+        place = SshPlace(
+            host.label,
+            command,
+            bootstrap(directory, checkout_root(), script),
+            supervisor.guardian(),
+            lambda lines, code: refusal(host, lines, code, python, options.places.launcher_args),
+            time.monotonic(),
+        )
+    except OSError as error:
+        raise LaunchError(no_program("ssh", error), exit_code=1) from error
+    supervisor.add_place(place)
+    return place
+
+
+def _variables(options: LaunchOptions, environ: Mapping[str, str], host: Host) -> dict[str, str]:
+    found = forwarded_variables(options, environ)
+    if host.address is not None:
+        found["DMLC_NODE_HOST"] = host.address
+    return found
+
+
+def _print_plan(options: LaunchOptions, hosts: Sequence[Host], places: Sequence[Placement]) -> int:
+    for host in [hosts[index] for index in sorted({index for _, _, index in places})]:
+        if options.sync_dst_dir is not None:
+            source = os.getcwd()
+            arguments = options.places.launcher_args
+            print(shlex.join(rsync_argv(host, source, options.sync_dst_dir, arguments)))
+        python = options.python or sys.executable
+        print(shlex.join(ssh_argv(host, options.places.launcher_args, [python, "-c", LOADER])))
+    print("# scheduler: this machine")
+    for role, rank, index in places:
+        words = shlex.join(
+            options.command if role == "worker" else ("python", "-m", "kvstore.server")
+        )
+        print(f"# {role} {rank} on {hosts[index].label}: {words}")
+    return 0
+
+
+def _check(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    timing: Timing,
+    hosts: Sequence[Host],
+) -> int:
+    """Look at every host and print what was found in a table; 0, or 1 if one cannot be used."""
+    rows: list[CheckResult] = []
+    script = script_of(options.command)
+    if options.sync_dst_dir is not None:  # the hosts get what is here
+        rows.append(script_row(script))
+        script = ""
+    nobody = secrets.token_hex(8)  # the id of a job that has no processes
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        Supervisor(nobody, environ, Path(logs), timing) as one,
+    ):
+        for host in hosts:
+            place = _reach(one, options, host, script)
+            try:
+                one.connect([place], _CONNECT_S)
+            except LaunchError as error:
+                if error.exit_code > 128:  # Ctrl-C
+                    raise
+                rows.append(CheckResult(host.label, str(error), False))
+                continue
+            rows.append(agent_row(host.label, place.greeting or {}))
+    print(table(rows), end="")
+    return 0 if all(row.is_good for row in rows) else 1

@@ -1,0 +1,390 @@
+"""Launch by ``yarn``: Hadoop's distributed shell runs an agent in each container.
+
+The application master is the one that ships with Hadoop. It has one size of containers for servers
+and workers, and containers share no directory. So the script that each container runs holds all
+that an agent needs: the ticket with the job's key, and the programs. It writes them into the
+container's own directory, which only its user can read and which YARN removes with the container.
+
+The client's log is read line by line: a time, a level, a class and a message of one or more lines.
+It gives the application's id once it is submitted, and a report each second. Options and words are
+those of Hadoop's ``Client.java`` (hadoop-yarn-applications-distributedshell) and
+``YarnClientImpl.java``, 2.7 to 3.3. Read next: ``launch/agents/cluster_job.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from kvstore.launch.agents import join_answer
+from kvstore.launch.agents.agent import agent_program
+from kvstore.launch.agents.cluster import Cluster, Habits, find_program, quoted
+from kvstore.launch.agents.cluster_job import run_carried, servers_then_workers
+from kvstore.launch.agents.ticket import PROGRAM_NAME, TICKET_NAME, AgentTicket
+from kvstore.launch.environment import checkout_root
+from kvstore.launch.job.lifecycle import Timing
+from kvstore.launch.options import LaunchError, LaunchOptions, Places
+
+RANK_NAME = "YARN_SHELL_ID"  # counted from 1; Hadoop 2.7 does not set it
+FIRST_RANK = 1
+_JOIN_ANSWER_NAME = "join_answer.py"
+_END = "KVSTORE-END"
+
+_SCRIPT = """\
+# An agent of kvstore-launch, run by bash in a container. It holds the job's key.
+umask 077
+files=$PWD/kvstore-agent
+mkdir -p "$files" || exit
+{files}
+# What counts the containers in a Hadoop that does not set it.
+export {rank}="${{{rank}:-${{CONTAINER_ID##*_}}}}"
+python={python}
+cd {directory} 2>/dev/null || true
+if command -v "$python" >/dev/null; then exec "$python" "$files/{program}"; fi
+for other in python3 python /usr/libexec/platform-python; do
+    if command -v "$other" >/dev/null; then
+        exec "$other" "$files/{join_answer}" "there is no Python at $python; --python names another"
+    fi
+done
+echo "there is no Python at $python, nor any other" >&2
+exit 127
+"""
+
+
+def container_script(ticket: AgentTicket, python: str, directory: str, root: str | None) -> str:
+    """Return what makes a container an agent with ``python``.
+
+    Processes will run in ``directory`` where the container's host has it, else in the container's
+    own. ``root`` is as for :func:`agent_program`.
+    """
+    programs = {
+        TICKET_NAME: ticket.to_text(),
+        PROGRAM_NAME: agent_program(".", root, "agents.join", _JOIN_ANSWER_NAME),
+        _JOIN_ANSWER_NAME: Path(join_answer.__file__).read_text(encoding="utf-8"),
+    }
+    return _SCRIPT.format(
+        files="".join(_here_document(name, text) for name, text in programs.items()),
+        rank=RANK_NAME,
+        python=shlex.quote(python),
+        directory=shlex.quote(directory),
+        program=PROGRAM_NAME,
+        join_answer=_JOIN_ANSWER_NAME,
+    )
+
+
+def _here_document(name: str, text: str) -> str:
+    return f"cat >\"$files/{name}\" <<'{_END}'\n{text.rstrip()}\n{_END}\n"
+
+
+_LOGGED = re.compile(
+    r"\d{2,4}[-/]\d\d[-/]\d\d \d\d:\d\d:\d\d(?:[,.]\d+)? (?:\[[^\]]*\] )?([A-Z]+) +\S+: (.*)"
+)
+_QUIET = ("INFO", "WARN", "DEBUG")
+_FRAME = re.compile(r"\s*(?:at [\w.$/<>]+\(|\.\.\. \d+ more)")  # of a Java stack
+_GRUMBLE = re.compile(r"(?:SLF4J|WARNING|log4j|Picked up \w+): |OpenJDK ")  # not of the application
+_SUBMITTED = re.compile(r"Submitted application (application_\d+_\d+)")
+_RETRYING = re.compile(r"Retrying connect to server: (\S+)\. Already")
+_DIAGNOSTICS = re.compile(r"appDiagnostics=(.*)")
+_AFTER_DIAGNOSTICS = ", appMasterHost="
+_STATE = re.compile(r"yarnAppState=(\w+)")
+_DATE = re.compile(r"\A\[[^\]]*\d{4}\]\s*")
+_DETAILS = re.compile(r"\s*Details :.*", re.S)
+_LONGEST = 400
+
+
+class ClientWords:
+    """``application`` is its id, "" until it is known; ``app_state`` as YARN calls it."""
+
+    def __init__(self) -> None:
+        self.application = ""
+        self.app_state = ""
+        self.diagnostics = ""
+        self._unreachable = ""
+        self._is_submitting = False
+        self._open: list[str] | None = None  # a diagnosis of several lines
+
+    def is_news(self, line: str) -> bool:
+        """Take in what the client has said, and whether people should see it."""
+        logged = _LOGGED.match(line)
+        if self._open is not None and logged is None:
+            self._go_on(line)
+            return False
+        self._open = None
+        if logged is None:
+            return not _FRAME.match(line) and not _GRUMBLE.match(line)
+        level, text = logged.groups()
+        self._take_in(text)
+        return level not in _QUIET
+
+    def is_submitting(self) -> bool:
+        """The application may be there, and its id has not been said."""
+        return self._is_submitting and not self.application
+
+    def state(self) -> str:
+        """Return what the job waits for, in YARN's own words."""
+        if self._unreachable:
+            return f"yarn cannot connect to {self._unreachable}"
+        if not self.app_state:
+            return ""
+        found = f"{self.application} is {self.app_state}"
+        if self.app_state == "RUNNING":
+            return f"{found}; {self.logs()} shows what its containers say"
+        return f"{found}: {self.diagnostics}" if self.diagnostics else found
+
+    def explain(self, lines: Sequence[str], code: int) -> str:
+        """The client has ended before all agents had come; ``lines`` are its news."""
+        if self.app_state in ("FINISHED", "FAILED", "KILLED"):
+            why = f": {self.diagnostics}" if self.diagnostics else ""
+            found = f"{self.application} is {self.app_state} before all processes had started{why}"
+            return f"{found} ({self.logs()} may say more)"
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        said = quoted(lines)
+        return f"yarn ended ({how}) before all processes had started" + (
+            f"; it said:{said}" if said else ""
+        )
+
+    def logs(self) -> str:
+        return f"'yarn logs -applicationId {self.application}'"
+
+    def _take_in(self, text: str) -> None:
+        retrying = _RETRYING.search(text)
+        self._unreachable = "" if retrying is None else retrying[1]
+        if text.startswith("Submitting application to ASM"):
+            self._is_submitting = True
+        if submitted := submitted_application(text):
+            self.application = submitted
+        self._take_state(text)
+        if diagnosed := _DIAGNOSTICS.search(text):
+            self._open = []
+            self._go_on(diagnosed[1])
+
+    def _take_state(self, text: str) -> None:
+        if found := _STATE.search(text):
+            self.app_state = found[1]
+
+    def _go_on(self, text: str) -> None:
+        assert self._open is not None
+        before, after, rest = text.partition(_AFTER_DIAGNOSTICS)
+        self._open.append(before)
+        if after:
+            self.diagnostics = short("\n".join(self._open))
+            self._open = None
+            self._take_state(rest)
+
+
+def submitted_application(line: str) -> str | None:
+    """The application's id if this line tells it."""
+    found = _SUBMITTED.search(line)
+    return None if found is None else found[1]
+
+
+def short(diagnostics: str) -> str:
+    """Without the date in front, stacks and details, on one line; "" for none."""
+    lines = [line for line in _DATE.sub("", diagnostics).splitlines() if not _FRAME.match(line)]
+    text = _DETAILS.sub("", " ".join(" ".join(lines).split()))
+    if text in ("null", "N/A"):
+        return ""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+_OWN_OPTIONS = ("appname", "num_containers", "shell_script", "shell_command")
+_CLIENT = "org.apache.hadoop.yarn.applications.distributedshell.Client"
+_JAR = "hadoop-yarn-applications-distributedshell"
+_CLASSPATH_S = 20.0
+_ENDING_S = 15.0  # the application master, YARN and the client look at each other every second
+_SUBMIT_NAME = "submit.sh"
+_SCRIPT_NAME = "container.sh"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+
+# The client kills what has run for longer, and takes no larger number (24 days).
+_LONGEST_MS = 2**31 - 1
+# As dmlc-core's; Hadoop's default of 10 MB is as much as the cluster's least, which may be less
+# than a Python needs.
+_MEMORY_MB = 1024
+_CORES = 1
+
+# What it prints must be all of this, also where somebody wants less.
+_LOGGERS = {"HADOOP_ROOT_LOGGER": "INFO,console", "YARN_ROOT_LOGGER": "INFO,console"}
+
+# Hadoop lets everybody read what the client uploads, so it is put into a directory of its own.
+_SUBMIT = """\
+trap : TERM
+hadoop fs -D fs.permissions.umask-mode=077 -mkdir -p {name} &&
+{command} -shell_script "$1"
+code=$?
+hadoop fs -rm -r -f -skipTrash {name} >/dev/null 2>&1
+exit $code
+"""
+_CANCEL = 'yarn application -kill "$1"; c=$?; hadoop fs -rm -r -f -skipTrash "$2"; exit $c'
+
+
+def run(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    service_command: Sequence[str],
+    timing: Timing,
+) -> int:
+    """As :func:`kvstore.launch.job.run.run_job`."""
+    refuse_own_options(options.places.launcher_args)
+    name = application_name(options.places.jobname)
+    for program in ("yarn", "hadoop"):
+        remedy = "start this on a machine with Hadoop's client, with its bin directory on the PATH"
+        found = find_program(program, options, environ, remedy)
+        if found is None:
+            break
+    jar = own_jar(options.places.launcher_args) or (find_jar(environ) if found else f"{_JAR}.jar")
+    words = ClientWords()
+
+    def cancel(line: str) -> list[str] | None:
+        found = submitted_application(line)
+        return None if found is None else ["sh", "-c", _CANCEL, "cancel", found, name]
+
+    def bundle(ticket: AgentTicket) -> dict[str, str]:
+        python = options.python or sys.executable
+        return {_SCRIPT_NAME: container_script(ticket, python, os.getcwd(), checkout_root())}
+
+    def command(directory: Path) -> list[str]:
+        return ["sh", str(directory / _SUBMIT_NAME), str(directory / _SCRIPT_NAME)]
+
+    members = servers_then_workers(options)
+    cluster = Cluster(
+        members=members,
+        command=command,
+        environment={**environ, **_LOGGERS},
+        rank_names=[RANK_NAME],
+        worker_cores=container_size(options.places)[1],
+        first_rank=FIRST_RANK,
+        explain=words.explain,
+        state=words.state,
+        cancel=cancel,
+        bundle=bundle,
+        habits=Habits(
+            name="yarn",
+            is_news=words.is_news,
+            is_submitting=words.is_submitting,
+            ending_s=_ENDING_S,
+            only_wishes=True,
+        ),
+        files={
+            _SUBMIT_NAME: submit_script(client_argv(options.places, jar, name, len(members)), name)
+        },
+    )
+    return run_carried(options, environ, service_command, timing, cluster)
+
+
+def refuse_own_options(launcher_args: Sequence[str]) -> None:
+    """Raise :class:`LaunchError` for what the launcher has to say itself.
+
+    The name is also that of the directory in HDFS that no other user can read.
+    """
+    for word in launcher_args:
+        if word.startswith("-") and word.lstrip("-").split("=")[0] in _OWN_OPTIONS:
+            raise LaunchError(
+                f"{word} in --launcher-args is for the launcher to say: the name is --jobname, "
+                "and -n and -s are how many containers there are",
+                exit_code=2,
+            )
+
+
+def application_name(jobname: str | None) -> str:
+    """A name of its own, for YARN's lists and for a directory in HDFS. Raises LaunchError."""
+    if jobname is not None and not _NAME.match(jobname):
+        raise LaunchError(
+            f"--jobname '{jobname}' is also the name of a directory in HDFS: use letters, digits, "
+            "'.', '_' and '-'",
+            exit_code=2,
+        )
+    return f"{jobname or 'kvstore'}-{secrets.token_hex(4)}"
+
+
+def container_size(places: Places) -> tuple[int, int]:
+    """MiB and processors of every container: the larger of what servers and workers shall have."""
+    memory = max(places.worker_memory_mb or 0, places.server_memory_mb or 0)
+    cores = max(places.worker_cores or 0, places.server_cores or 0)
+    return memory or _MEMORY_MB, cores or _CORES
+
+
+def client_argv(places: Places, jar: str, name: str, count: int) -> list[str]:
+    """All but the script. Of an option that is given twice the client takes the first."""
+    memory, cores = container_size(places)
+    queue = [] if places.queue is None else ["-queue", places.queue]
+    return [
+        *("yarn", "jar", jar, _CLIENT),
+        *places.launcher_args,
+        *("-jar", jar),
+        *("-appname", name),
+        *queue,
+        *("-num_containers", str(count)),
+        *("-container_memory", str(memory)),
+        *("-container_vcores", str(cores)),
+        *("-timeout", str(_LONGEST_MS)),
+    ]
+
+
+def own_jar(launcher_args: Sequence[str]) -> str | None:
+    """The jar that the user names by ``-jar``."""
+    for option, value in pairwise(launcher_args):
+        if option.lstrip("-") == "jar" and option.startswith("-"):
+            return value
+    return None
+
+
+def find_jar(environ: Mapping[str, str]) -> str:
+    """The distributed shell of the Hadoop that is installed here. Raises :class:`LaunchError`."""
+    homes = [environ[name] for name in ("HADOOP_YARN_HOME", "HADOOP_HOME") if environ.get(name)]
+    program = shutil.which("yarn", path=environ.get("PATH"))
+    assert program is not None
+    homes.append(str(Path(program).resolve().parents[1]))
+    for home in homes:
+        for below in ("share/hadoop/yarn", ".", "lib/hadoop-yarn"):
+            if found := _jar_in(Path(home) / below):
+                return found
+    for directory in _class_path(program, environ):
+        if found := _jar_in(directory):
+            return found
+    raise LaunchError(
+        f"there is no {_JAR}-*.jar in {', '.join(homes)}, nor on the path of 'yarn classpath': "
+        "set HADOOP_HOME, or name it with --launcher-args='-jar FILE'",
+        exit_code=1,
+    )
+
+
+def _jar_in(directory: Path) -> str | None:
+    found = [
+        str(path)
+        for path in sorted(directory.glob(f"{_JAR}*.jar"))
+        if not path.stem.endswith(("-sources", "-tests", "-javadoc"))
+    ]
+    return found[-1] if found else None
+
+
+def _class_path(program: str, environ: Mapping[str, str]) -> Iterator[Path]:
+    """The directories with jars that ``yarn classpath`` names; none if it does not say."""
+    try:
+        found = subprocess.run(
+            [program, "classpath"],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_CLASSPATH_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    for entry in found.stdout.strip().split(os.pathsep):
+        if entry.endswith("*"):
+            yield Path(entry).parent
+
+
+def submit_script(argv: Sequence[str], name: str) -> str:
+    """Submits the script that is its argument, waits for the end, and leaves nothing in HDFS."""
+    return _SUBMIT.format(name=shlex.quote(name), command=shlex.join(argv))

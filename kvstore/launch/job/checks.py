@@ -1,0 +1,245 @@
+"""Check a job before anything starts, and print what ``--dry-run`` and ``--check`` show.
+
+A mistake then costs one sentence and not a job. Runs on the main thread; may start one process,
+which has ended when it returns. The checks raise :class:`LaunchError`; :func:`local_rows` looks at
+this machine and changes nothing. Used by ``cli.py``, ``run.py`` and the launchers.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.arrays.cpu import kernels
+from kvstore.launch.job.child import die_with_launcher
+from kvstore.launch.job.report import describe_status
+from kvstore.launch.options import RESERVED_NAMES, LaunchError
+from kvstore.launch.plan import SERVER_IMPORT_NAME, ProcessSpec, base_environment, script_of
+from pslite import Config
+from pslite.errors import ConfigError
+from pslite.node.address import interface_address
+from pslite.security import read_key
+from pslite.version import __version__
+
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED_BYTES = 64 << 20  # what containers have by default, which no model fits in
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One thing that was looked at, what was found, and whether a job can run with it."""
+
+    name: str
+    found: str
+    is_good: bool
+
+
+def rehearsal(specs: Sequence[ProcessSpec], directory: str) -> str:
+    """Return what would be started: a command with its own variables for each process.
+
+    Lines that a shell could read; the names in capitals are made when the job starts.
+    """
+    lines = [f"cd {shlex.quote(directory)}"]
+    for spec in specs:
+        variables = sorted(spec.environment.items())
+        words = [f"{name}={shlex.quote(value)}" for name, value in variables]
+        lines += [f"# {spec.name}", " ".join([*words, shlex.join(spec.argv)])]
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: Sequence[CheckResult]) -> str:
+    """The rows in columns, with what is wrong marked."""
+    width = max(len(row.name) for row in rows)
+    lines = [f"{'ok' if row.is_good else 'NO':<4}{row.name:<{width}}  {row.found}" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def local_rows(
+    specs: Sequence[ProcessSpec], environ: Mapping[str, str], *, has_key: bool
+) -> list[CheckResult]:
+    """Look at this machine as the job's processes would find it; ``has_key``: the user's own.
+
+    The scheduler's address and the servers' modules are tried before, and are errors there.
+    """
+    environments = by_role(specs, base_environment(environ))
+    worker = next(spec for spec in specs if spec.role == "worker")
+    path = worker.environment.get("PATH", environ.get("PATH", os.defpath))
+    program = shutil.which(worker.argv[0], path=path)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return [
+        CheckResult("python", f"{sys.version.split()[0]} ({sys.executable})", True),
+        CheckResult("kvstore", __version__, True),
+        CheckResult("compiled kernels", kernels.why_missing() or kernels.instructions(), True),
+        CheckResult(
+            "worker's program", program or f"there is no program '{worker.argv[0]}'", bool(program)
+        ),
+        script_row(script_of(worker.argv)),
+        CheckResult("directory", os.getcwd(), True),
+        _tried("settings", lambda: "; ".join(check_settings(environments.values())) or "readable"),
+        _tried("job key", lambda: check_key(environments["scheduler"]))
+        if has_key
+        else CheckResult("job key", "a new one", True),
+        CheckResult("scheduler's address", _address(worker), True),
+        _tried("servers' address", lambda: check_interface(environments["server"])),
+        _tried("workers' address", lambda: check_interface(environments["worker"])),
+        _shared_memory(),
+        CheckResult("processors", f"{cores} for {len(specs)} processes", True),
+        CheckResult("GPUs", str(gpu_count()), True),
+    ]
+
+
+def script_row(script: str) -> CheckResult:
+    """Return whether the workers' script is here; "" where their command names none."""
+    if not script:
+        return CheckResult("worker's script", "the command names none", True)
+    is_here = os.path.exists(script)
+    return CheckResult(
+        "worker's script", script if is_here else f"there is no file {script}", is_here
+    )
+
+
+def _tried(name: str, look: Callable[[], str]) -> CheckResult:
+    """Return what ``look`` returns, or the sentence of its :class:`LaunchError`."""
+    try:
+        return CheckResult(name, look(), True)
+    except LaunchError as error:
+        return CheckResult(name, str(error), False)
+
+
+def _address(worker: ProcessSpec) -> str:
+    port = worker.environment["DMLC_PS_ROOT_PORT"]
+    return f"{worker.environment['DMLC_PS_ROOT_URI']}, port {'of its own' if port == '0' else port}"
+
+
+def _shared_memory() -> CheckResult:
+    if not _SHARED_MEMORY.is_dir():
+        return CheckResult(
+            "shared memory", f"there is no {_SHARED_MEMORY}; TCP is used instead", True
+        )
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    text = f"{free / 2**20:.0f} MiB free"
+    if free < _LEAST_SHARED_BYTES:
+        return CheckResult("shared memory", f"{text}: too little (PS_SHM=0 does without)", False)
+    return CheckResult("shared memory", text, True)
+
+
+def gpu_count() -> int:
+    """NVIDIA's device files, without loading any of its libraries."""
+    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+
+
+CHECK_IMPORTS = "--check-imports"
+"""What a service command is called with to import names and nothing more. Two words follow: the
+names, and where they come from."""
+
+
+def by_role(
+    specs: Sequence[ProcessSpec], base_environment: Mapping[str, str]
+) -> dict[str, dict[str, str]]:
+    """The whole environment of each role's processes, but for their ranks."""
+    return {spec.role: {**base_environment, **spec.environment} for spec in specs}
+
+
+def check_forwarded(names: Sequence[str], environ: Mapping[str, str]) -> None:
+    """What ``--env NAME`` passes on must be set here, but for names that the launcher sets.
+
+    Raises :class:`LaunchError` (exit code 2).
+    """
+    missing = [name for name in names if name not in environ and name not in RESERVED_NAMES]
+    if missing:
+        raise LaunchError(
+            f"--env {missing[0]}: there is no such variable here to pass on; "
+            f"export it, or write --env {missing[0]}=VALUE",
+            exit_code=2,
+        )
+
+
+def check_settings(environments: Iterable[Mapping[str, str]]) -> list[str]:
+    """Read the settings as a process with each of these environments will.
+
+    Returns sentences about unknown names. Raises :class:`LaunchError` (exit code 2).
+    """
+    remarks: list[str] = []
+    try:
+        for environment in environments:
+            remarks += Config.from_env(environment)[1]
+    except ConfigError as error:
+        raise LaunchError(str(error), exit_code=2) from error
+    return list(dict.fromkeys(remarks))
+
+
+def check_key(environment: Mapping[str, str]) -> str:
+    """Read the job's key as a process will, and return its file. Exit code 1 when it cannot be."""
+    path: str = Config.read("job_key_file", environment)
+    if not path:
+        raise LaunchError(
+            "PS_JOB_KEY_FILE is empty: name the file with the job's key, or leave it out",
+            exit_code=1,
+        )
+    try:
+        read_key(Config(job_key_file=path))
+    except ConfigError as error:
+        raise LaunchError(str(error), exit_code=1) from error
+    return path
+
+
+def check_interface(environment: Mapping[str, str]) -> str:
+    """Find what a server or worker here will advertise. Exit code 1 without one."""
+    interface: str = Config.read("interface", environment)
+    if host := Config.read("node_host", environment):
+        return f"{host} (DMLC_NODE_HOST)"
+    if not interface:
+        return "the one on the route to the scheduler"
+    try:
+        return f"{interface_address(interface)} (DMLC_INTERFACE={interface})"
+    except ConfigError as error:
+        raise LaunchError(str(error), exit_code=1) from error
+
+
+def check_server_imports(
+    specs: Sequence[ProcessSpec],
+    base_environment: Mapping[str, str],
+    given: Sequence[str],
+    *,
+    are_here: bool,
+) -> None:
+    """Import what the first server of ``specs`` will: with its program, variables, directory.
+
+    ``given`` is what ``--server-import`` names, which every machine must have. Where the server's
+    variable says something else, that counts, and is tried if servers run on this machine
+    (``are_here``). Raises :class:`LaunchError` (exit code 2) with the last line of what went wrong.
+    """
+    server = next(spec for spec in specs if spec.role == "server")
+    environment = {**base_environment, **server.environment}
+    names = environment.get(SERVER_IMPORT_NAME, "")
+    is_given = names == ",".join(given)
+    if not names or not (is_given or are_here):
+        return
+    source = "--server-import" if is_given else SERVER_IMPORT_NAME
+    done = subprocess.run(
+        [*server.argv, CHECK_IMPORTS, names, source],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        preexec_fn=die_with_launcher(),  # safe: the launcher has one thread
+        check=False,
+    )
+    if done.returncode == 0:
+        return
+    lines = done.stderr.strip().splitlines()
+    if done.returncode < 0 or not lines:
+        # A module that ends the process (a segmentation fault) leaves no line of ours.
+        how = describe_status(done.returncode)
+        sentence = f"importing {names.replace(',', ', ')} ({source}) failed: {how}"
+    else:
+        sentence = lines[-1]
+    raise LaunchError(f"{sentence}; nothing was started", exit_code=2)

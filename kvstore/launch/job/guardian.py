@@ -1,0 +1,179 @@
+"""Ends what a job has left behind; also a script that does so when the launcher is killed.
+
+Standard library only, and no import of this project: it runs as ``python -I -S guardian.py``
+beside the launcher, in a session of its own, and reads a pipe whose other end only the
+launcher holds. The launcher writes the process groups that it starts, one number a line; the
+directory of the job's key, as ``remove`` and its name in hexadecimal digits; a command that takes
+the job out of a cluster, as ``cancel`` and its words in such digits; and ``done`` when it has ended
+and removed everything itself. A pipe that ends without ``done`` means that the launcher was killed
+(``kill -9``, out of memory); then everything that belongs to the job is killed at once, the
+commands are run, and the key is removed; commands that have failed are then run again, a few times.
+
+A process belongs to the job when it is in one of those groups (sessions), or when the
+environment that it was started with holds the job's id; so a grandchild that made its own
+session is found as well. The limits: a grandchild that did both, a new session and another
+environment, escapes; and without ``/proc`` (macOS) only the groups are known.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+AGENT_ID_NAME = "KVSTORE_AGENT_ID"
+_AGENT = AGENT_ID_NAME.encode() + b"="
+KILL_ROUNDS = 50
+ROUND_S = 0.05
+REMOVE_ROUNDS = 20
+_CANCEL_S = 30.0
+_CANCEL_PAUSES_S = (2.0, 10.0, 30.0)  # the cluster may be busy, or the network down
+
+
+def end_job(
+    job_id: str, groups: Collection[int], grace_s: float, agent_id: str | None = None
+) -> int:
+    """SIGTERM to all processes of the job, SIGKILL after ``grace_s``; return how many there were.
+
+    ``grace_s`` 0 kills at once. No signal tells when a grandchild ends, so this looks again
+    every 50 ms; it only waits while there are any. ``agent_id`` as in :func:`job_members`.
+    """
+    members = job_members(job_id, groups, agent_id)
+    found = len(members)
+    if found and grace_s > 0:
+        _signal_all(members, signal.SIGTERM)
+        deadline_s = time.monotonic() + grace_s
+        while members and time.monotonic() < deadline_s:
+            time.sleep(ROUND_S)
+            members = job_members(job_id, groups, agent_id)
+    for _ in range(KILL_ROUNDS):  # a process may fork while we look
+        if not members:
+            break
+        _signal_all(members, signal.SIGKILL)
+        time.sleep(ROUND_S)
+        members = job_members(job_id, groups, agent_id)
+    return found
+
+
+def job_members(job_id: str, groups: Collection[int], agent_id: str | None = None) -> list[int]:
+    """Process ids of the job that are alive, this process excepted.
+
+    Several agents of one job may be on a machine: only what ``agent_id`` has started, only what
+    no agent has for "", or all for None.
+    """
+    if not os.path.isdir("/proc/self"):
+        return [-group for group in groups if _group_exists(group)]
+
+    def belongs(environment: Collection[bytes]) -> bool:
+        if b"PS_JOB_ID=" + job_id.encode() not in environment:
+            return False
+        agents = [one[len(_AGENT) :] for one in environment if one.startswith(_AGENT)] or [b""]
+        return agent_id is None or agent_id.encode() in agents
+
+    return [
+        pid
+        for pid in _process_ids()
+        if pid != os.getpid() and _is_alive_member(pid, belongs, groups)
+    ]
+
+
+def _process_ids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _is_alive_member(
+    pid: int, belongs: Callable[[Collection[bytes]], bool], groups: Collection[int]
+) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # After the command's name, which may hold anything: state, parent, group, session.
+            fields = file.read().rpartition(b")")[2].split()
+        if fields[0] in (b"Z", b"X"):
+            return False
+        if int(fields[2]) in groups or int(fields[3]) in groups:
+            return True
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return belongs(file.read().split(b"\0"))
+    except (OSError, IndexError):  # it has ended meanwhile, or belongs to somebody else
+        return False
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _signal_all(members: Collection[int], signal_number: signal.Signals) -> None:
+    for member in members:  # a negative number means a group
+        try:
+            os.kill(member, signal_number)
+        except OSError:
+            continue
+
+
+def _failing(commands: Collection[Sequence[str]]) -> list[Sequence[str]]:
+    """Run the commands, and return those that have not succeeded."""
+    null = subprocess.DEVNULL
+    failing = []
+    for argv in commands:
+        try:
+            done = subprocess.run(argv, stdin=null, stdout=null, stderr=null, timeout=_CANCEL_S)
+        except (OSError, subprocess.TimeoutExpired):
+            failing.append(argv)
+        else:
+            if done.returncode != 0:
+                failing.append(argv)
+    return failing
+
+
+def remove_tree(directory: str | os.PathLike[str]) -> None:
+    """Remove it with all that is in it, also with what a task of the job still puts there."""
+    for _ in range(REMOVE_ROUNDS):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not os.path.lexists(directory):
+            return
+        time.sleep(ROUND_S)
+
+
+def main(job_id: str, agent_id: str | None = None) -> None:
+    """Read the launcher's pipe on standard input to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    groups: set[int] = set()
+    directories: list[str] = []
+    commands: list[list[str]] = []
+    for line in sys.stdin:
+        if line == "done\n":
+            return
+        if line.startswith("remove "):
+            directories.append(_text(line.split()[1]))
+        elif line.startswith("cancel "):
+            commands.append([_text(word) for word in line.split()[1:]])
+        else:
+            groups.add(int(line))
+    if agent_id is not None:  # a cluster may kill all here any moment, this process too
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
+    end_job(job_id, groups, 0, agent_id)
+    failing = _failing(commands)
+    for directory in directories:  # the key does not wait for a cluster that does not answer
+        remove_tree(directory)
+    for pause_s in _CANCEL_PAUSES_S:
+        if not failing:
+            return
+        time.sleep(pause_s)
+        failing = _failing(failing)
+
+
+def _text(digits: str) -> str:
+    return os.fsdecode(bytes.fromhex(digits))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

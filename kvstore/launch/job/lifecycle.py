@@ -1,0 +1,273 @@
+"""The rules by which a job ends.
+
+Pure: exits, signals and the time in, :class:`Effect` objects out; it starts, signals and
+prints nothing. ``supervisor.py`` feeds it from the main thread and carries the effects out.
+``report.py`` decides afterwards which exit was the cause.
+
+::
+
+    RUNNING ──all workers ended with 0──> DRAINING ──everybody ended──> ENDED
+       │                                     │ drain_s over: warn, stop; alone_s over and
+       │                                     │ no node had ever joined: a failure, stop
+       ├──a process failed──> FAILING ───────┤ failure_s over: stop; or alone_s, once no
+       │    │                                │ worker is left to wait for
+       │<───┘ failure_s over, and it was the scheduler alone: as if it had been killed
+       │
+       ├──the scheduler was killed after all had joined──> RUNNING, as a failure
+       │
+       └──SIGINT, SIGTERM, SIGHUP──> STOPPING: one signal after the other until all have ended
+
+Service processes (scheduler, servers) end with 0 once every worker has said goodbye to them,
+which may be long before the workers themselves exit. So their ending is not a failure as long as
+the service ends as a whole; one that ends alone, while others and the workers stay, is.
+
+The scheduler is not needed for push and pull, nor for the others' end. So when a signal kills it
+under the workers, the job goes on, and has failed at its end. One that ends by itself with an
+error usually says that another node is lost: then the others end as well, or it was its own.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.launch.plan import ProcessSpec
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long each patience lasts, in seconds."""
+
+    drain_s: float = 10.0  # scheduler and servers, after the last worker
+    service_s: float = 10.0  # the rest of the service, after one of it ended with 0 too early
+    failure_s: float = 5.0  # the others, after the first failure
+    alone_s: float = 0.5  # the service, after a failure when no worker is left, or if none joined
+    step_s: float = 3.0  # between one signal and the next, stronger one
+    killed_s: float = 10.0  # for the kernel to end a process after SIGKILL
+    leftover_s: float = 1.0  # grandchildren, between SIGTERM and SIGKILL
+
+
+class Phase(enum.Enum):
+    RUNNING = enum.auto()
+    DRAINING = enum.auto()
+    FAILING = enum.auto()
+    STOPPING = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How process ``index`` ended. ``status`` is negative for a signal, as in ``subprocess``.
+
+    ``sweep`` counts the moments at which ends were noticed: equal numbers mean that the
+    launcher cannot tell which was first. ``stopped`` says that the launcher had told it to end.
+    """
+
+    index: int
+    status: int
+    at_s: float
+    sweep: int
+    stopped: bool = False
+
+
+@dataclass(frozen=True)
+class SendSignal:
+    """Send this to the process groups of all that have not ended."""
+
+    signal_number: signal.Signals
+
+
+@dataclass(frozen=True)
+class Say:
+    text: str
+
+
+@dataclass(frozen=True)
+class SchedulerLost:
+    """Say that the scheduler has failed, and how, and that the job continues."""
+
+    exit: Exit
+
+
+Effect = SendSignal | Say | SchedulerLost
+
+_LADDERS: dict[signal.Signals, tuple[signal.Signals, ...]] = {
+    signal.SIGINT: (signal.SIGINT, signal.SIGTERM, signal.SIGKILL),
+    signal.SIGHUP: (signal.SIGHUP, signal.SIGTERM, signal.SIGKILL),
+    signal.SIGTERM: (signal.SIGTERM, signal.SIGKILL),
+}
+
+
+class Lifecycle:
+    """Follows one job from its start until nothing runs any more."""
+
+    def __init__(self, specs: Sequence[ProcessSpec], timing: Timing) -> None:
+        self.phase = Phase.RUNNING
+        self.exits: dict[int, Exit] = {}
+        self.interrupted_by: signal.Signals | None = None
+        self.failed = False
+        self.drain_expired = False
+        self.unjoined = False
+        self.scheduler_lost = False
+        self._joined = False
+        self._is_certain = False
+        self._specs = specs
+        self._timing = timing
+        self._sweep = 0
+        self._deadline_s: float | None = None
+        self._ladder: list[signal.Signals] = []
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When :meth:`tick` wants to be called at the latest; None while nothing is awaited."""
+        return self._deadline_s
+
+    def exited(self, statuses: Mapping[int, int], now_s: float) -> list[Effect]:
+        """All processes that one sweep found ended, by index, with their status."""
+        self._sweep += 1
+        stopped = self.phase is Phase.STOPPING
+        for index, status in statuses.items():
+            self.exits[index] = Exit(index, status, now_s, self._sweep, stopped)
+        failed = any(status != 0 for status in statuses.values())
+        if len(self.exits) == len(self._specs):
+            self.failed = self.failed or (failed and not stopped)
+            self._enter(Phase.ENDED, None)
+        elif self.phase is Phase.RUNNING and self._is_only_the_scheduler(statuses, killed=True):
+            return self._go_on_without_scheduler(now_s)
+        elif self.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FAILING):
+            self._settle(failed, now_s)
+        return []
+
+    def joined(self, now_s: float, *, is_certain: bool = True) -> None:
+        """The scheduler says that all nodes have joined the cluster.
+
+        Not ``is_certain`` where no report says so: then the job does not go on without it.
+        """
+        self._joined = True
+        self._is_certain = is_certain
+        if self.phase is Phase.DRAINING:
+            self._enter(Phase.DRAINING, now_s + self._timing.drain_s)
+
+    def signalled(self, signal_number: signal.Signals, now_s: float) -> list[Effect]:
+        """The launcher itself got a signal. One while it is stopping hurries it on."""
+        if self.phase is Phase.ENDED:
+            return []
+        if self.interrupted_by is None:
+            self.interrupted_by = signal_number
+            if self.phase is not Phase.STOPPING:
+                return self._stop(signal_number, now_s)
+        return self._next_step(now_s)
+
+    def cannot_start(self, now_s: float, unstarted: Collection[int] = ()) -> list[Effect]:
+        """Not all could be started, those in ``unstarted`` not: the others end at once."""
+        for index in unstarted:
+            self.exits[index] = Exit(index, 0, now_s, self._sweep, stopped=True)
+        if len(self.exits) == len(self._specs):
+            self._enter(Phase.ENDED, None)
+            return []
+        return self._stop(signal.SIGTERM, now_s)
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Time has passed: act on a deadline that is over."""
+        if self._deadline_s is None or now_s < self._deadline_s:
+            return []
+        if self.phase is Phase.STOPPING:
+            return self._next_step(now_s)
+        if self.phase is Phase.DRAINING and not self._joined:
+            self.unjoined = self.failed = True
+            return self._stop(signal.SIGTERM, now_s)
+        if self.phase is Phase.DRAINING:
+            self.drain_expired = True
+            warning = Say(
+                f"warning: {self._running_names()} did not end within "
+                f"{self._timing.drain_s:g} s of the last worker; ending what is left"
+            )
+            return [warning, *self._stop(signal.SIGTERM, now_s)]
+        statuses = {index: found.status for index, found in self.exits.items()}
+        is_failing = self.phase is Phase.FAILING
+        if is_failing and self._is_only_the_scheduler(statuses, killed=False):
+            return self._go_on_without_scheduler(now_s)
+        self.failed = True
+        return self._stop(signal.SIGTERM, now_s)
+
+    def _settle(self, failed: bool, now_s: float) -> None:
+        """Decide, in RUNNING, DRAINING or FAILING, what the exits so far mean."""
+        if failed and self.phase is not Phase.FAILING:
+            self.failed = True
+            self._enter(Phase.FAILING, now_s + self._timing.failure_s)
+        if self.phase is Phase.FAILING:
+            if self._all_ended(worker=True) and self._deadline_s is not None:
+                # A moment all the same: one of the service may be about to say the cause.
+                self._deadline_s = min(self._deadline_s, now_s + self._timing.alone_s)
+        elif self._all_ended(worker=True):
+            if self.phase is Phase.RUNNING:
+                # What the scheduler says may be under way; so may its end, which says as much.
+                self._joined = self._joined or self._has_ended_with_0("scheduler")
+                patience_s = self._timing.drain_s if self._joined else self._timing.alone_s
+                self._enter(Phase.DRAINING, now_s + patience_s)
+            elif not self._joined and self._has_ended_with_0("scheduler"):
+                self.joined(now_s)
+        elif self._all_ended(worker=False):
+            self._deadline_s = None
+        elif self._deadline_s is None and self._any_service_ended():
+            self._deadline_s = now_s + self._timing.service_s
+
+    def _is_only_the_scheduler(self, statuses: Mapping[int, int], *, killed: bool) -> bool:
+        """Return whether no other of these failed, and there are joined workers that may go on."""
+        failed = [index for index, status in statuses.items() if status != 0]
+        if len(failed) != 1 or self._specs[failed[0]].role != "scheduler":
+            return False
+        is_meant = statuses[failed[0]] < 0 or not killed
+        return is_meant and self._is_certain and not self._all_ended(worker=True)
+
+    def _go_on_without_scheduler(self, now_s: float) -> list[Effect]:
+        self.failed = self.scheduler_lost = True
+        if self.phase is Phase.FAILING:
+            self._enter(Phase.RUNNING, None)
+        self._settle(False, now_s)
+        schedulers = (i for i, spec in enumerate(self._specs) if spec.role == "scheduler")
+        return [SchedulerLost(self.exits[next(schedulers)])]
+
+    def _stop(self, first: signal.Signals, now_s: float) -> list[Effect]:
+        self._enter(Phase.STOPPING, None)
+        self._ladder = list(_LADDERS[first])
+        return self._next_step(now_s)
+
+    def _next_step(self, now_s: float) -> list[Effect]:
+        if not self._ladder:
+            if self._deadline_s is not None and now_s < self._deadline_s:
+                return []
+            self._enter(Phase.ENDED, None)
+            return [Say(f"warning: {self._running_names()} did not end even after SIGKILL")]
+        step = self._ladder.pop(0)
+        patience_s = self._timing.step_s if self._ladder else self._timing.killed_s
+        self._deadline_s = now_s + patience_s
+        return [SendSignal(step)]
+
+    def _enter(self, phase: Phase, deadline_s: float | None) -> None:
+        self.phase = phase
+        self._deadline_s = deadline_s
+
+    def _all_ended(self, *, worker: bool) -> bool:
+        return all(
+            index in self.exits
+            for index, spec in enumerate(self._specs)
+            if (spec.role == "worker") == worker
+        )
+
+    def _has_ended_with_0(self, role: str) -> bool:
+        return any(
+            self._specs[index].role == role and found.status == 0
+            for index, found in self.exits.items()
+        )
+
+    def _any_service_ended(self) -> bool:
+        missed = {"worker", "scheduler"} if self.scheduler_lost else {"worker"}
+        return any(self._specs[index].role not in missed for index in self.exits)
+
+    def _running_names(self) -> str:
+        return ", ".join(
+            spec.name for index, spec in enumerate(self._specs) if index not in self.exits
+        )

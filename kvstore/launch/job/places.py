@@ -1,0 +1,233 @@
+"""Where processes run, as the supervisor sees it: this machine, or one that an agent serves.
+
+A :class:`Place` starts processes, signals them and tells what becomes of them in events; a
+process has the same index everywhere, its position in the job's plan. :class:`LocalPlace`
+runs on the main thread of the launcher, and of an agent (``launch/agents/agent.py``), which is a
+launcher's hand on another machine; ``launch/agents/remote.py`` has the place at the other end of an
+agent's link.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.launch.environment import allow_files
+from kvstore.launch.job.child import Child, Stream, die_with_launcher, start_child
+from kvstore.launch.job.guardian import end_job
+from kvstore.launch.job.tie import GuardianProcess
+from kvstore.launch.plan import ProcessSpec
+
+
+@dataclass(frozen=True)
+class Started:
+    index: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Output:
+    index: int
+    is_error: bool
+    lines: Sequence[bytes]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Processes that one sweep found ended, with their status. ``why`` replaces it in reports."""
+
+    statuses: Mapping[int, int]
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class CannotStart:
+    """The system's refusal to execute a process's program; the rest was not tried."""
+
+    index: int
+    error: OSError
+
+
+@dataclass(frozen=True)
+class Note:
+    text: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Nothing of the job runs here any more; ``left_over`` processes had to be ended."""
+
+    left_over: int
+
+
+Event = Started | Output | Ended | CannotStart | Note | Finished
+
+
+class Source(Protocol):
+    """What a place registers in the supervisor's selector, as the key's data."""
+
+    def handle(self, now_s: float) -> list[Event]:
+        """Its descriptor is ready."""
+
+
+class Place(Protocol):
+    """One place. ``label`` stands behind the names of its processes (``worker 1@label``)."""
+
+    label: str | None
+
+    def start(
+        self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
+    ) -> list[Event]:
+        """Start processes with ``variables`` and their own; stop at the first that cannot be."""
+
+    def send_signal(self, number: int) -> None:
+        """To the process groups of all that run here."""
+
+    def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
+        """Register what is to be listened to; no more output is wanted while ``paused``."""
+
+    def sweep(self) -> list[Event]:
+        """SIGCHLD has come."""
+
+    def tick(self, now_s: float) -> tuple[list[Event], float | None]:
+        """Time has passed; also the seconds until this wants to be called again."""
+
+    def finish(self, leftover_s: float) -> list[Event]:
+        """All have ended: end what they have left running; :class:`Finished` says it is done."""
+
+    def hang_up(self) -> None:
+        """Begin to close, without waiting for anything."""
+
+    def close(self) -> None:
+        """Kill what runs and release everything, whatever state it is in."""
+
+
+class Connecting(Protocol):
+    """What is not there from the start."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why it will never be, once that is known."""
+
+    def awaited(self) -> list[str]:
+        """Return who has not come yet, for people; empty once all are there."""
+
+
+class LocalPlace:
+    """Processes of this machine, each in a process group of its own.
+
+    ``agent_id`` is "" for the launcher's own; what it ends is what bears the same.
+    """
+
+    def __init__(self, job_id: str, guardian: GuardianProcess, agent_id: str = "") -> None:
+        self.label: str | None = None
+        self._job_id = job_id
+        self._agent_id = agent_id
+        self._guardian = guardian
+        self._children: list[Child] = []
+        self._selector: selectors.BaseSelector | None = None
+
+    def start(
+        self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
+    ) -> list[Event]:
+        allow_files(4 * len(specs))  # a tie, two streams, a log
+        prepare = die_with_launcher()
+        events: list[Event] = []
+        for index, spec in specs:
+            try:
+                child = start_child(index, spec, variables, prepare)
+            except OSError as error:
+                events.append(CannotStart(index, error))
+                break
+            self._guardian.watch(child.group)
+            self._children.append(child)
+            events.append(Started(index, child.group))
+        return events
+
+    def send_signal(self, number: int) -> None:
+        for child in self._children:
+            child.send_signal(signal.Signals(number))
+
+    def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
+        self._selector = selector
+        watched = selector.get_map()
+        for stream in self._open_streams():
+            is_watched = stream.fileno() in watched
+            if paused and is_watched:
+                selector.unregister(stream)
+            elif not paused and not is_watched:
+                selector.register(stream, selectors.EVENT_READ, _Reading(stream, selector))
+
+    def sweep(self) -> list[Event]:
+        statuses = {
+            child.index: status
+            for child in self._children
+            if child.status is None and (status := child.poll()) is not None
+        }
+        return [Ended(statuses)] if statuses else []
+
+    def tick(self, now_s: float) -> tuple[list[Event], float | None]:
+        return [], None
+
+    def finish(self, leftover_s: float) -> list[Event]:
+        """Ends the rest at once, which takes ``leftover_s`` at most and a moment."""
+        found = end_job(self._job_id, self._groups(), leftover_s, self._agent_id)
+        return [*self._last_output(), Finished(found)]
+
+    def hang_up(self) -> None:
+        """Nothing to begin with: :meth:`close` kills at once."""
+
+    def close(self) -> None:
+        end_job(self._job_id, self._groups(), 0, self._agent_id)
+        for child in self._children:
+            child.reap()
+        self._children = []
+
+    def _last_output(self) -> list[Event]:
+        """All writers have ended, and what they wrote is in the pipes.
+
+        A process that escaped may hold a pipe open and write on: not for ever.
+        """
+        events: list[Event] = []
+        if self._selector is not None:
+            self.adjust(self._selector, paused=True)
+        with selectors.PollSelector() as selector:
+            self.adjust(selector, paused=False)
+            for _ in range(_LAST_READS):
+                ready = selector.select(0.0) if selector.get_map() else []
+                for key, _ in ready:
+                    events += key.data.handle(float("inf"))
+                if not ready:
+                    break
+        return events
+
+    def _open_streams(self) -> list[Stream]:
+        return [stream for child in self._children for stream in child.open_streams]
+
+    def _groups(self) -> set[int]:
+        return {child.group for child in self._children}
+
+
+# A pipe holds 64 KiB, and so does a read; with room for larger pipes.
+_LAST_READS = 64
+
+
+class _Reading:
+    """A stream of a child, as a source: reads it, and drops it at its end."""
+
+    def __init__(self, stream: Stream, selector: selectors.BaseSelector) -> None:
+        self._stream = stream
+        self._selector = selector
+
+    def handle(self, now_s: float) -> list[Event]:
+        stream = self._stream
+        fd = stream.fileno()
+        lines, is_open = stream.read(now_s)
+        if not is_open:
+            stream.child.open_streams.remove(stream)
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+        return [Output(stream.child.index, stream.is_error, lines)] if lines else []

@@ -1,0 +1,127 @@
+"""Make a job's key, and note where the job is so that ``kvstore status`` finds it.
+
+The key is on no command line, in no environment and in no log: the environment holds the name of a
+file that only its user can read. Beside it stands the scheduler's address. The directory goes with
+the job (``supervisor.py`` removes it, or ``guardian.py`` if the launcher is killed). Where a
+cluster starts the processes, both are in the directory that the hosts share
+(``launch/agents/ticket.py``), so that jobs are found on other machines too. Files that another user
+could have put there are not read. Runs on the main thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.launch.options import LaunchError
+from pslite.node.address import machine_id
+
+PREFIX = "kvstore-key-"
+SHARED_NAME = "KVSTORE_JOB_DIR"
+"""The variable that names another directory than :data:`SHARED`."""
+SHARED = "~/.kvstore/jobs"
+_KEY = "job.key"
+_NOTE = "job.json"
+_MAX_BYTES = 4096
+_MAX_JOBS = 1000
+
+
+class FoundJob(NamedTuple):
+    """A job that a launcher of this user runs."""
+
+    address: str
+    """``host:port`` of its scheduler."""
+    security: str
+    """``plain`` or ``curve``; empty for the default."""
+    key_file: str
+
+
+def note_job(directory: Path, address: str, security: str, key: str = "") -> None:
+    """Write the note into ``directory``, and ``key`` where it is not there; a job runs without.
+
+    No other user may be able to enter ``directory``.
+    """
+    note = {"address": address, "security": security, "machine": machine_id(), "pid": os.getpid()}
+    try:
+        if key:
+            new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with open(os.open(directory / _KEY, new, 0o600), "w", encoding="utf-8") as file:
+                file.write(key + "\n")
+        (directory / _NOTE).write_text(json.dumps(note), encoding="utf-8")
+    except OSError:
+        pass
+
+
+def shared_directory() -> str:
+    """Return where the directories of jobs are that the hosts of a cluster share, with "~" kept."""
+    return os.environ.get(SHARED_NAME) or SHARED
+
+
+def running_jobs() -> list[FoundJob]:
+    """The jobs whose notes are there, by address."""
+    here = sorted(filter(_is_ours, Path(tempfile.gettempdir()).glob(f"{PREFIX}*")))
+    away = sorted(filter(_is_ours, Path(os.path.expanduser(shared_directory())).glob("*")))
+    found = {}
+    for job in map(_read, [*away[:_MAX_JOBS], *here[:_MAX_JOBS]]):
+        if job is not None:
+            found[job.address] = job  # of two notes of one job the one on this machine
+    return sorted(found.values())
+
+
+def _is_ours(directory: Path) -> bool:
+    """Return whether no other user can have written into it."""
+    try:
+        status = directory.lstat()
+    except OSError:
+        return False
+    is_closed = stat.S_IMODE(status.st_mode) & 0o077 == 0
+    return stat.S_ISDIR(status.st_mode) and is_closed and status.st_uid == os.geteuid()
+
+
+def _read(directory: Path) -> FoundJob | None:
+    """Return what the note says; None where there is none, or its launcher has ended."""
+    try:
+        with (directory / _NOTE).open("rb") as file:
+            note = json.loads(file.read(_MAX_BYTES))
+        job = FoundJob(str(note["address"]), str(note["security"]), str(directory / _KEY))
+        if note["machine"] == machine_id():
+            os.kill(int(note["pid"]), 0)
+    except (OSError, ValueError, KeyError, TypeError):  # it is just ending, or older
+        return None
+    return job
+
+
+_KEY_BYTES = 32
+
+
+def new_key_file() -> Path:
+    """Choose where a new job's key goes: a name that cannot be guessed; make nothing."""
+    return Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(8)}" / "job.key"
+
+
+def new_key() -> str:
+    """The text of a key, fresh from the kernel."""
+    return secrets.token_urlsafe(_KEY_BYTES)
+
+
+def write_key(path: Path, key: str | None = None) -> None:
+    """Make the directory (mode 0700) and ``key``, or a new one, in it (mode 0600).
+
+    Raises :class:`LaunchError` when either cannot be made, or was there.
+    """
+    try:
+        path.parent.mkdir(mode=0o700)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w") as file:
+            file.write((key or new_key()) + "\n")
+    except OSError as error:
+        raise LaunchError(
+            f"cannot make the job's key in {path.parent}: {error.strerror}; set TMPDIR to a "
+            "directory of this machine that can be written to, or PS_JOB_KEY_FILE to a key",
+            exit_code=1,
+        ) from error

@@ -1,0 +1,74 @@
+"""Signals as bytes in a pipe, for a loop that waits for other things; a pipe's end as a signal.
+
+While a :class:`SignalPipe` is open, SIGINT, SIGTERM, SIGHUP and SIGCHLD interrupt nothing: each
+leaves a byte (``signal.set_wakeup_fd``). Main thread only. Used by ``supervisor.py``
+and ``launch/backends/kubernetes/follow.py``; :func:`signal_when_closed` by ``tie.py`` and
+``child.py``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+from types import FrameType, TracebackType
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What tells a launcher to end its job."""
+
+
+class SignalPipe:
+    """Use as ``with SignalPipe() as signals``; ``fd`` is readable when a signal has come."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self._write_fd = -1
+        self._previous: dict[signal.Signals, object] = {}
+        self._previous_wakeup_fd = -1
+
+    def __enter__(self) -> SignalPipe:
+        self.fd, self._write_fd = os.pipe()
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._write_fd, False)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        for number in (*ENDING, signal.SIGCHLD):
+            # A signal that our parent has switched off (nohup, &) stays switched off.
+            if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, _do_nothing)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
+        os.close(self.fd)
+        os.close(self._write_fd)
+
+    def arrived(self) -> list[signal.Signals]:
+        """The signals since the last call, in their order."""
+        try:
+            return [signal.Signals(number) for number in os.read(self.fd, 4096)]
+        except BlockingIOError:
+            return []
+
+
+def signal_when_closed(fd: int, number: signal.Signals, to: int) -> None:
+    """Have the kernel send ``number`` once the writing end of a pipe is closed everywhere.
+
+    ``fd`` is its reading end; this holds while any process has that open. ``to`` is a process, or
+    a process group if negative. By ``fcntl(2)``, O_ASYNC with F_SETSIG; on Linux only.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(fd, fcntl.F_SETOWN, to)
+        fcntl.fcntl(fd, fcntl.F_SETSIG, number)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """A handler must exist for the byte to be written; the loop does the rest."""

@@ -1,0 +1,134 @@
+"""Save and load model parameters: ``PREFIX-0003.params`` after the third epoch.
+
+Reads and writes files of named arrays (``checkpoint/safetensors.py``), whose names are ``arg:NAME``
+for parameters and ``aux:NAME`` for what is not trained, as in the files of the original. The
+network itself is Python code and is not saved. Next to the parameters lies ``PREFIX-0003.states``
+with what the optimizer keeps, where there was a store to ask for it. Any thread may call. Read
+next: ``mxnet/model.py``, whose methods ``save`` and ``load`` these are.
+
+Source of names: ``save_checkpoint`` and ``load_checkpoint`` in python/mxnet/model.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.checkpoint.atomic import checked_path
+from kvstore.checkpoint.safetensors import TensorReader, TensorSpec, TensorWriter
+from kvstore.errors import ArgumentTypeError, CheckpointError
+
+HostArray = NDArray[Any]
+Prefix = str | os.PathLike[str]
+
+_KIND = "kvstore.model"
+_STATES = "kvstore.states"
+_DIGEST = "kvstore.states.digest"
+"""Of the states that were saved with the parameters. Files of earlier versions lack it."""
+
+
+class SavedModel(NamedTuple):
+    """What a file of parameters holds."""
+
+    arg_params: dict[str, HostArray]
+    aux_params: dict[str, HostArray]
+    has_states: bool
+    """Whether the optimizer's states were saved with it, next to it."""
+    digest: str | None
+    """What those states are known by, if that is known."""
+
+
+def params_path(prefix: Prefix, epoch: int) -> Path:
+    """Where the parameters after ``epoch`` epochs lie."""
+    return Path(f"{_stem(prefix, epoch)}.params")
+
+
+def states_path(prefix: Prefix, epoch: int) -> Path:
+    """Where the optimizer's states of that moment lie."""
+    return Path(f"{_stem(prefix, epoch)}.states")
+
+
+def _stem(prefix: Prefix, epoch: int) -> str:
+    checked_path(prefix)
+    try:
+        return f"{os.fspath(prefix)}-{epoch:04d}"  # as it stands: "models/" is a directory
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"epoch must be an int, got {epoch!r}") from None
+
+
+def save_checkpoint(
+    prefix: Prefix,
+    epoch: int,
+    symbol: Any,
+    arg_params: Mapping[str, HostArray],
+    aux_params: Mapping[str, HostArray] | None = None,
+    *,
+    has_states: bool = False,
+) -> None:
+    """Write the parameters to ``PREFIX-0003.params`` for ``epoch`` 3, at once.
+
+    Arrays of any dtype that a store holds, on the host; they are only read. ``symbol`` is
+    accepted for MXNet's sake: the network is code and is not saved. Raises ``CheckpointError``.
+    With ``has_states``, those that lie next to it by now belong to the parameters.
+    """
+    arrays = {f"arg:{name}": np.asarray(value) for name, value in arg_params.items()}
+    arrays.update({f"aux:{name}": np.asarray(value) for name, value in (aux_params or {}).items()})
+    specs = {name: TensorSpec(value.shape, value.dtype) for name, value in arrays.items()}
+    metadata = {_KIND: "1", "epoch": str(epoch), _STATES: "1" if has_states else "0"}
+    digest = _digest_of(states_path(prefix, epoch)) if has_states else None
+    metadata |= {} if digest is None else {_DIGEST: digest}
+    with TensorWriter(params_path(prefix, epoch), specs, metadata) as writer:
+        for name, value in arrays.items():
+            writer.write(name, 0, value)
+
+
+def load_model(prefix: Prefix, epoch: int) -> SavedModel:
+    """What ``save_checkpoint`` wrote, as new NumPy arrays. Raises ``CheckpointError``."""
+    path = params_path(prefix, epoch)
+    found: dict[str, dict[str, HostArray]] = {"arg": {}, "aux": {}}
+    with TensorReader(path) as reader:
+        if _KIND not in reader.metadata:
+            raise CheckpointError(f"{path} holds tensors, but not those of a saved model")
+        for name in reader.names:
+            kind, _, own = name.partition(":")
+            if kind not in found:
+                raise CheckpointError(f"{path} is damaged: {name!r} is not a parameter of a model")
+            found[kind][own] = reader.tensor(name)
+        has_states = reader.metadata.get(_STATES) == "1"
+        digest = reader.metadata.get(_DIGEST)
+    return SavedModel(found["arg"], found["aux"], has_states, digest)
+
+
+def check_states(prefix: Prefix, epoch: int, saved: SavedModel) -> None:
+    """Raise ``CheckpointError`` where the states that lie there are of another save."""
+    states = states_path(prefix, epoch)
+    found = None if saved.digest is None else _digest_of(states)
+    if found not in (None, saved.digest):
+        raise CheckpointError(
+            f"{states} was not saved with {params_path(prefix, epoch)}: expected the digest "
+            f"{saved.digest}, found {found}; take both files of one save, or another epoch"
+        )
+
+
+def _digest_of(path: Path) -> str | None:
+    """What names the contents of a file; None where it is missing."""
+    if not path.exists():
+        return None
+    with TensorReader(path) as reader:
+        return reader.digest
+
+
+def load_checkpoint(
+    prefix: Prefix, epoch: int
+) -> tuple[None, dict[str, HostArray], dict[str, HostArray]]:
+    """``(None, arg_params, aux_params)``; None stands where MXNet has the symbol.
+
+    Raises ``CheckpointError``.
+    """
+    saved = load_model(prefix, epoch)
+    return None, saved.arg_params, saved.aux_params

@@ -1,0 +1,361 @@
+"""The training loop of ``FeedForward``: devices, epochs, batches, evaluation.
+
+``Replica`` is one device with its own copy of the parameters, ``Training`` runs epochs over
+several of them, ``Evaluation`` fills metrics, ``Validation`` does so after each epoch. Devices
+compute on the pool that they are given; stores and callbacks are only called from the caller's
+thread. Nothing here knows of files. Read next: ``store.py`` for what a store does in it,
+``mxnet/model.py``, which puts all together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.arrays import Array, adapter_on
+from kvstore.arrays.context import Context
+from kvstore.mxnet.fit.network import HostArray, Progress, checked_data, has_aux
+from kvstore.mxnet.fit.store import Updates
+from kvstore.mxnet.io import NDArrayIter
+from kvstore.mxnet.metric import Accuracy, BatchResult, EvalMetric
+from kvstore.mxnet.metric.base import on_host
+from kvstore.stores.dist.progress import note_step
+from kvstore.stores.sharding import as_int
+from pslite.errors import UsageError
+
+Callback = Callable[[Progress], Any]
+Callbacks = Callback | Sequence[Callback] | None
+Labels = NDArray[np.int64]
+Data = tuple[HostArray, Labels]
+"""Samples and their labels."""
+
+
+class DeviceResult(NamedTuple):
+    """What one device found out about its share of a batch."""
+
+    loss_sum: float
+    correct_count: int
+    gradients: dict[str, Array]
+    predictions: HostArray | None
+
+
+class Replica:
+    """One device: its share of every batch and its own copy of the parameters.
+
+    ``compute`` and ``predict`` may run on any one thread at a time.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        network: Any,
+        part: slice,
+        params: dict[str, HostArray],
+        aux: dict[str, HostArray],
+    ) -> None:
+        self._context = context
+        self._network = network
+        self._part = part
+        self._adapter = adapter_on(context)
+        self._has_aux = has_aux(network)
+        self.params = self._to_device(params)
+        self.set_aux(aux)
+
+    def set_aux(self, aux: dict[str, HostArray]) -> None:
+        """Go on from copies of these."""
+        self._aux = self._to_device(aux)
+
+    def compute(self, batch: Data, wants_predictions: bool) -> DeviceResult:
+        """Loss sum, right answers and gradients of this device's share of a batch."""
+        with self._adapter.on(self._context):
+            x, y = (self._adapter.to_context(part[self._part], self._context) for part in batch)
+            predictions = None
+            if wants_predictions:
+                predictions = self._adapter.to_host(self._predict(x))
+            more = (self._aux,) if self._has_aux else ()
+            loss_sum, correct_count, gradients = self._network.loss_and_gradients(
+                self.params, x, y, *more
+            )
+            return DeviceResult(float(loss_sum), int(correct_count), dict(gradients), predictions)
+
+    def predict(self, samples: HostArray) -> HostArray:
+        """Class probabilities on the host."""
+        with self._adapter.on(self._context):
+            x = self._adapter.to_context(samples, self._context)
+            return self._adapter.to_host(self._predict(x))
+
+    def to_host(self) -> dict[str, HostArray]:
+        """New NumPy arrays with the parameters."""
+        return self._copies(self.params)
+
+    def aux_to_host(self) -> dict[str, HostArray]:
+        """New NumPy arrays with what is not trained."""
+        return self._copies(self._aux)
+
+    def _predict(self, x: Array) -> Array:
+        more = (self._aux,) if self._has_aux else ()
+        return self._network.predict(self.params, x, *more)
+
+    def _to_device(self, values: dict[str, HostArray]) -> dict[str, Array]:
+        with self._adapter.on(self._context):
+            return {
+                name: self._adapter.copy(self._adapter.to_context(value, self._context))
+                for name, value in values.items()
+            }
+
+    def _copies(self, values: dict[str, Array]) -> dict[str, HostArray]:
+        return {name: np.array(self._adapter.to_host(own)) for name, own in values.items()}
+
+
+class Training:
+    """The loop of one fit: the devices, and where their gradients become updates."""
+
+    def __init__(
+        self, updates: Updates, replicas: Sequence[Replica], pool: ThreadPoolExecutor
+    ) -> None:
+        self._updates = updates
+        self._replicas = replicas
+        # One device computes on the caller's thread: a hand-over would only cost time.
+        self._map: Callable[..., Iterator[Any]] = pool.map if len(replicas) > 1 else map
+        self._names = list(replicas[0].params)
+        self._weights = [[replica.params[name] for replica in replicas] for name in self._names]
+
+    def start(self, params: dict[str, HostArray]) -> None:
+        """First values of rank 0 for every device."""
+        self._updates.start(self._names, [params[name] for name in self._names], self._weights)
+
+    def run_epoch(
+        self,
+        epoch: int,
+        order: Labels,
+        data: Data,
+        metric: EvalMetric,
+        callbacks: Callbacks,
+    ) -> Progress:
+        """One batch for each row of ``order``; returns the progress at its end."""
+        began_s = time.perf_counter()
+        loss_sum, correct_count = 0.0, 0
+        num_batches, batch_size = order.shape
+        samples, labels = data
+        metric.reset()
+        for nbatch, chosen in enumerate(order, start=1):
+            result = self._step((samples[chosen], labels[chosen]), metric.needs_predictions)
+            metric.update_batch(result)
+            loss_sum += result.loss_sum
+            correct_count += result.correct_count
+            seen = nbatch * batch_size
+            progress = Progress(
+                epoch=epoch,
+                nbatch=nbatch,
+                num_batches=num_batches,
+                samples_per_s=seen / max(time.perf_counter() - began_s, 1e-9),
+                loss=loss_sum / seen,
+                accuracy=correct_count / seen,
+                eval_metric=metric,
+            )
+            call(callbacks, progress)
+        return progress
+
+    def gather(self) -> tuple[dict[str, HostArray], dict[str, HostArray]]:
+        """Parameters, and the mean of the devices' other arrays, from which all go on."""
+        first = self._replicas[0]
+        aux = first.aux_to_host()
+        if len(self._replicas) > 1 and aux:
+            copies = [replica.aux_to_host() for replica in self._replicas]
+            for name, own in aux.items():
+                own[...] = np.mean([each[name] for each in copies], axis=0)
+            for replica in self._replicas:
+                replica.set_aux(aux)
+        return first.to_host(), aux
+
+    def finish(self) -> None:
+        """Wait until every worker's last update is in, then take the final weights."""
+        self._updates.finish(self._names, self._weights)
+
+    def _step(self, batch: Data, wants_predictions: bool) -> BatchResult:
+        """Gradients on all devices, then one round through the store for the whole model."""
+        count = len(self._replicas)
+        results: list[DeviceResult] = list(
+            self._map(Replica.compute, self._replicas, [batch] * count, [wants_predictions] * count)
+        )
+        for result in results:
+            if result.gradients.keys() != set(self._names):
+                raise UsageError(
+                    f"the network has the parameters {', '.join(sorted(self._names))} but gives "
+                    f"gradients for {', '.join(sorted(result.gradients))}"
+                )
+        gradients = [[result.gradients[name] for result in results] for name in self._names]
+        self._updates.step(self._names, gradients, self._weights)
+        note_step(self._updates.store, len(batch[1]))
+        return BatchResult(
+            labels=batch[1],
+            loss_sum=sum(result.loss_sum for result in results),
+            correct_count=sum(result.correct_count for result in results),
+            predictions=np.concatenate([result.predictions for result in results])
+            if wants_predictions
+            else None,
+        )
+
+
+class Samples:
+    """What is evaluated, batch by batch: arrays, or an iterator that continues or starts over.
+
+    An iterator gives batches with MXNet's ``data``, ``label`` and ``pad``; samples that only
+    fill a batch are left out. ``num_batches`` is how many come, at most ``limit``; 0 where an
+    iterator does not say.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int = 1,
+        limit: int | None = None,
+        reset: bool = True,
+    ) -> None:
+        if limit is not None and as_int("num_batch", limit) < 1:
+            raise UsageError(f"num_batch must be at least 1, got {limit}")
+        self._iterator = x if is_iterator(x) else None
+        if self._iterator is not None and y is not None:
+            raise UsageError("the iterator brings its labels, so y must not be given")
+        self._x = x if self._iterator is not None else np.asarray(x)
+        self._y = None if y is None else np.asarray(y)
+        self._batch_size = batch_size
+        self._limit = limit
+        self._reset = reset
+        self.num_batches = self._count()
+
+    def batches(self) -> Iterator[tuple[HostArray, HostArray | None]]:
+        """Samples and, where there are some, their labels."""
+        if self._iterator is None:
+            yield from itertools.islice(self._slices(), self._limit)
+            return
+        if self._reset:
+            self._iterator.reset()
+        is_ours = isinstance(self._iterator, NDArrayIter)
+        batches = self._iterator.on_host() if is_ours else iter(self._iterator)
+        for batch in itertools.islice(batches, self._limit):
+            kept = slice(None, -batch.pad if batch.pad else None)
+            labels = [each[kept] for each in on_host(batch.label or [])]
+            yield on_host(batch.data)[0][kept], labels[0] if labels else None
+
+    def _slices(self) -> Iterator[tuple[HostArray, HostArray | None]]:
+        # At least one, so that no samples give a result of no rows and the right columns.
+        for at in range(0, max(len(self._x), 1), self._batch_size):
+            part = slice(at, at + self._batch_size)
+            yield self._x[part], None if self._y is None else self._y[part]
+
+    def _count(self) -> int:
+        if self._iterator is None:
+            count = max(math.ceil(len(self._x) / self._batch_size), 1)
+        elif isinstance(self._iterator, NDArrayIter):
+            count = math.ceil(self._iterator.num_data / self._iterator.batch_size)
+        else:
+            return self._limit or 0
+        return count if self._limit is None else min(count, self._limit)
+
+
+class Evaluation:
+    """Metrics over data that are not trained on, batch by batch in their order."""
+
+    def __init__(self, metric: EvalMetric, callbacks: Callbacks = None) -> None:
+        self.metric = metric
+        self._callbacks = callbacks
+
+    def run(self, replica: Replica, samples: Samples, progress: Progress) -> tuple[Progress, float]:
+        """The last batch's progress, whose ``eval_metric`` has all, and the accuracy."""
+        accuracy = Accuracy()
+        self.metric.reset()
+        progress = replace(progress, nbatch=0, num_batches=samples.num_batches)
+        for part in samples.batches():
+            data = checked_data(*part)
+            predictions = replica.predict(data[0])
+            for metric in (accuracy, self.metric):
+                metric.update([data[1]], [predictions])
+            progress = replace(progress, nbatch=progress.nbatch + 1, eval_metric=self.metric)
+            call(self._callbacks, progress)
+        return progress, accuracy.get()[1]
+
+
+class Validation:
+    """What a fit evaluates at the end of each epoch: nothing without ``samples``."""
+
+    def __init__(
+        self,
+        samples: Samples | None,
+        evaluation: Evaluation,
+        callbacks: Callbacks = None,
+    ) -> None:
+        self._samples = samples
+        self._evaluation = evaluation
+        self._callbacks = callbacks
+
+    def end_epoch(self, replica: Replica, progress: Progress) -> Progress:
+        """The progress of an epoch's end, with what was found."""
+        if self._samples is None:
+            return progress
+        last, accuracy = self._evaluation.run(replica, self._samples, progress)
+        call(self._callbacks, last)
+        values = tuple(self._evaluation.metric.get_global_name_value())
+        return replace(progress, eval_accuracy=accuracy, validation=values)
+
+
+def call(callbacks: Callbacks, progress: Progress) -> None:
+    """Call one callback or several, in their order."""
+    for callback in as_list(callbacks):
+        callback(progress)
+
+
+def as_list(callbacks: Any) -> list[Any]:
+    """One callback, several or None as a list."""
+    if callbacks is None:
+        return []
+    return [callbacks] if callable(callbacks) else list(callbacks)
+
+
+def takes_four(callback: Callable[..., Any]) -> bool:
+    """Whether it can be called as MXNet calls one at an epoch's end."""
+    try:
+        inspect.signature(callback).bind(None, None, None, None)
+    except (TypeError, ValueError):  # ValueError: written in C, without a signature
+        return False
+    return True
+
+
+def is_iterator(x: object) -> bool:
+    """Whether it gives batches, as ``NDArrayIter`` does: it can be iterated over and reset."""
+    return callable(getattr(x, "reset", None)) and hasattr(x, "__iter__")
+
+
+def checked_pair(x: Any, y: Any) -> Data:
+    """Samples and labels as arrays; an iterator brings both."""
+    return checked_data(*x.sources()) if isinstance(x, NDArrayIter) else checked_data(x, y)
+
+
+def checked_eval_data(data: Any) -> tuple[Any, Any]:
+    """The same of ``eval_data``, a pair or an iterator; another iterator as it is, and None.
+
+    Raises ``UsageError``.
+    """
+    if isinstance(data, tuple | list) and len(data) == 2 and is_iterator(data[0]):
+        data = data[0]  # MXNet takes an iterator in a pair too
+    if is_iterator(data) and not isinstance(data, NDArrayIter):
+        return data, None
+    if isinstance(data, NDArrayIter):
+        return checked_pair(data, None)
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        raise UsageError(
+            f"eval_data must be a pair of samples and labels, or an NDArrayIter, got "
+            f"{type(data).__name__}"
+        )
+    return checked_pair(*data)

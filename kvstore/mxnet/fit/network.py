@@ -1,0 +1,357 @@
+"""The parts of ``FeedForward`` that need no store: protocols, slices, progress.
+
+Pure functions and plain values; no store, no thread, no clock, no array library but NumPy, and
+that only for indices on the host. Any thread may call. ``plan_epochs`` is the heart of it: it
+turns what every worker knows about its data into a number of batches that is the same on all of
+them, since one worker with a batch more than the others would wait for them without end in a
+synchronous job. Read next: ``mxnet/model.py``, which runs the loop.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.arrays import Array
+from kvstore.errors import ArgumentTypeError
+from kvstore.mxnet.metric import EvalMetric
+from kvstore.stores.sharding import deal_out as deal_out
+from kvstore.stores.sharding import shard as shard
+from pslite.errors import UsageError
+
+HostArray = NDArray[Any]
+
+
+class Network(Protocol):
+    """A model that ``FeedForward`` can train: it computes and owns nothing.
+
+    All arrays of one call live on one device and belong to one library, NumPy or CuPy; results
+    belong to the same. Parameters are named arrays that are never changed here. Several device
+    threads call one object at the same time, so it keeps no state between calls.
+    ``examples/image_classification/mlp.py`` is a complete one.
+    """
+
+    def init_params(
+        self, input_shape: tuple[int, ...], rng: np.random.Generator
+    ) -> dict[str, HostArray]:
+        """New NumPy arrays for samples of ``input_shape`` (without the batch's dimension)."""
+
+    def loss_and_gradients(
+        self, params: Mapping[str, Array], x: Array, y: Array
+    ) -> tuple[float, int, Mapping[str, Array]]:
+        """The loss summed over the samples, how many of them were answered right, and the
+        gradients of that sum: one new array for each parameter, of its shape and dtype.
+
+        ``x`` is (n, *input_shape), ``y`` (n,) int64. A sum and not a mean, so that sums of
+        devices and workers can be added; ``rescale_grad`` of the optimizer divides once.
+        """
+
+    def predict(self, params: Mapping[str, Array], x: Array) -> Array:
+        """Class probabilities, (n, classes)."""
+
+
+class StatefulNetwork(Protocol):
+    """A network that also has arrays which are not trained, such as running means.
+
+    As ``Network``, with one more argument: ``aux``, which belongs to the device and which
+    ``loss_and_gradients`` changes in place. At the end of each epoch the devices of a worker
+    go on from the mean of theirs; workers keep their own, and rank 0's are saved.
+    """
+
+    def init_params(
+        self, input_shape: tuple[int, ...], rng: np.random.Generator
+    ) -> dict[str, HostArray]:
+        """As in ``Network``."""
+
+    def init_aux_params(self, input_shape: tuple[int, ...]) -> dict[str, HostArray]:
+        """New NumPy arrays of floats, by name."""
+
+    def loss_and_gradients(
+        self, params: Mapping[str, Array], x: Array, y: Array, aux: Mapping[str, Array]
+    ) -> tuple[float, int, Mapping[str, Array]]:
+        """As in ``Network``; gradients for ``params`` only."""
+
+    def predict(self, params: Mapping[str, Array], x: Array, aux: Mapping[str, Array]) -> Array:
+        """As in ``Network``; changes nothing."""
+
+
+class Initializer(Protocol):
+    """Makes the first value of a parameter, instead of ``Network.init_params``'s own."""
+
+    def __call__(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> HostArray:
+        """An array of ``shape``; it is cast to the dtype that the network chose."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a fit has come, as handed to its callbacks; numbers are this worker's own.
+
+    ``loss`` and ``accuracy`` are means over the epoch's batches so far, each taken before the
+    batch's own update. ``nbatch`` counts the finished batches of the epoch, from 1 on.
+    """
+
+    epoch: int
+    nbatch: int
+    num_batches: int
+    samples_per_s: float
+    loss: float
+    accuracy: float
+    eval_accuracy: float | None = None
+    """On ``eval_data``; only at the end of an epoch."""
+    eval_metric: EvalMetric | None = None
+    """What was asked for as ``eval_metric``, over the epoch's batches so far; in the callbacks
+    of the evaluation, over ``eval_data``."""
+    validation: tuple[tuple[str, float], ...] = ()
+    """Names and values of the metrics on ``eval_data``; only at the end of an epoch."""
+
+    def __str__(self) -> str:
+        train = self.eval_metric.get_global_name_value() if self.eval_metric else []
+        values = [(f"Train-{name}", value) for name, value in train]
+        values += [(f"Validation-{name}", value) for name, value in self.validation]
+        return (
+            f"Epoch[{self.epoch}] Batch [{self.nbatch}/{self.num_batches}] "
+            f"{self.samples_per_s:.2f} samples/sec Train-loss={self.loss:f} "
+            + " ".join(f"{name}={value:f}" for name, value in values)
+        )
+
+
+class EpochPlan(NamedTuple):
+    """Where a worker's samples come from: its place among the shards, and how many batches."""
+
+    rank: int
+    num_workers: int
+    num_batches: int
+
+
+def split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list[slice]:
+    """Cut a batch into one run of samples per device, in proportion to the loads.
+
+    Device i gets round(load_i * batch_size / sum) samples, halves to the even number; the last
+    one also gets what is then missing, and slices end at ``batch_size``. Raises ``UsageError``
+    when a device would get none. Source of the rule: ``_split_input_slice`` in
+    python/mxnet/executor_manager.py of the original.
+    """
+    if not work_load_list or not all(load > 0 and math.isfinite(load) for load in work_load_list):
+        raise UsageError(f"work loads must be positive numbers, got {list(work_load_list)}")
+    total = sum(work_load_list)
+    sizes = [round(load * batch_size / total) for load in work_load_list]
+    sizes[-1] += max(0, batch_size - sum(sizes))
+    slices = []
+    end = 0
+    for index, size in enumerate(sizes):
+        begin, end = end, min(end + size, batch_size)
+        if begin >= end:
+            raise UsageError(
+                f"a batch of {batch_size} over {len(sizes)} devices with work loads "
+                f"{list(work_load_list)} leaves none for device {index}; take a larger batch or "
+                f"fewer devices"
+            )
+        slices.append(slice(begin, end))
+    return slices
+
+
+def describe_data(x: HostArray, y: HostArray, batch_size: int) -> NDArray[np.int64]:
+    """What the workers compare before they start: samples, batch size and a fingerprint."""
+    digest = 0
+    for part in (y, x[:8], x[-8:]):
+        digest = zlib.crc32(np.ascontiguousarray(part).tobytes(), digest)
+    return np.array([len(y), batch_size, digest], np.int64)
+
+
+def plan_epochs(
+    described: NDArray[np.int64], rank: int, sharded_here: bool
+) -> tuple[EpochPlan, str | None]:
+    """The plan of worker ``rank``, and a warning, from what all workers said of their data.
+
+    ``described`` is (num_workers, 3), a row of ``describe_data`` each. With ``sharded_here``
+    all must hold the same data and each visits its shard of it; else each visits all of its
+    own, and those with fewer batches than the longest begin again. Raises ``UsageError`` on
+    every worker alike when the data differ that should not.
+    """
+    num_workers = len(described)
+    num_samples, batch_sizes, digests = described.T
+    if sharded_here:
+        for what, values in (
+            ("numbers of samples", num_samples),
+            ("batch sizes", batch_sizes),
+            ("samples (by checksum)", digests),
+        ):
+            if len(set(values.tolist())) > 1:
+                raise UsageError(
+                    f"fit deals the data out among the workers, so all must give it the same; "
+                    f"the {what} of ranks 0 to {num_workers - 1} are {values.tolist()}. Give "
+                    f"the full data set on every rank, or shard=False to use each rank's own"
+                )
+        num_batches = math.ceil(int(num_samples[0]) / (num_workers * int(batch_sizes[0])))
+        return EpochPlan(rank, num_workers, num_batches), None
+    warning = None
+    if num_workers > 1 and len(set(digests.tolist())) == 1:
+        warning = (
+            f"all {num_workers} workers train on the same samples although shard=False says that "
+            f"each has its own; leave shard=True to have fit deal them out"
+        )
+    longest = max(
+        math.ceil(samples / batch)
+        for samples, batch in zip(num_samples.tolist(), batch_sizes.tolist(), strict=True)
+    )
+    return EpochPlan(0, 1, longest), warning
+
+
+def is_synchronous(store_type: str) -> bool:
+    """Whether stores of this type add up the gradients of all workers before an update."""
+    return "dist" in store_type and "async" not in store_type
+
+
+def rescale_grad(store_type: str, batch_size: int, num_workers: int) -> float:
+    """The factor that makes the sum that an update sees a mean over samples.
+
+    A synchronous update sees all workers' batches, any other one batch. Source: ``fit`` in
+    python/mxnet/model.py of the original.
+    """
+    return 1.0 / (batch_size * num_workers if is_synchronous(store_type) else batch_size)
+
+
+def checked_data(x: object, y: object) -> tuple[HostArray, NDArray[np.int64]]:
+    """Samples and labels as NumPy arrays, or an error that says what is wrong with them.
+
+    No copy is made of what already fits: ``x`` any array of at least one sample, ``y`` one
+    integer for each; whole numbers of a float dtype, MXNet's convention, become integers.
+    """
+    if y is None:
+        raise UsageError("labels are missing: give y, one integer for each sample")
+    samples, labels = np.asarray(x), np.asarray(y)
+    if samples.ndim < 1 or len(samples) == 0 or labels.shape != samples.shape[:1]:
+        raise UsageError(
+            f"X must be (n, ...) with n of at least 1 and y (n,); they have the shapes "
+            f"{samples.shape} and {labels.shape}"
+        )
+    if labels.dtype.kind == "f":
+        _check_whole(labels)
+    elif labels.dtype.kind not in "iu":
+        raise ArgumentTypeError(
+            f"labels must be integers (classes from 0 on), not {labels.dtype}; use y.astype(int) "
+            f"if they are meant as such"
+        )
+    return samples, labels.astype(np.int64, copy=False)
+
+
+def _check_whole(labels: HostArray) -> None:
+    """Raise ``ArgumentTypeError`` unless these floats are integers, to the last bit."""
+    # NaN is unequal to itself, and beyond 2**53 a float no longer tells neighbours apart.
+    with np.errstate(over="ignore"):  # of a long double beyond float64
+        magnitudes = np.abs(labels.astype(np.float64))
+    wrong = (labels != np.trunc(labels)) | ~(magnitudes <= 2.0**53)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise ArgumentTypeError(
+            f"labels must be integers (classes from 0 on) or floats that are whole numbers; "
+            f"label {at} is {labels[at]}. Use y.astype(int) if the rest may be cut off"
+        )
+
+
+def check_network(network: object) -> None:
+    """Raise ``ArgumentTypeError`` unless this offers what ``Network`` asks for."""
+    needed = ("init_params", "loss_and_gradients", "predict")
+    absent = [name for name in needed if not callable(getattr(network, name, None))]
+    if isinstance(network, type):
+        problem = f"the class {network.__name__}, not an object of it"
+    elif absent:
+        problem = f"{type(network).__name__} {network!r:.60}, without {', '.join(absent)}"
+    else:
+        return
+    raise ArgumentTypeError(
+        f"symbol must be a network: an object with init_params(input_shape, rng), "
+        f"loss_and_gradients(params, x, y) and predict(params, x), as kvstore.model.Network says; "
+        f"got {problem}"
+    )
+
+
+START = (
+    "begin_epoch",
+    "num_epoch",
+    "epoch_size",
+    "resumed from saved states (1) or not (0)",
+    "seed",
+)
+"""What the workers of a job must have in common to visit the same batches, besides the data."""
+
+
+def check_same_start(starts: NDArray[np.int64]) -> None:
+    """Raise ``UsageError``, on every worker alike, unless all train the same epochs.
+
+    ``starts`` is (num_workers, len(START)).
+    """
+    for what, values in zip(START, starts.T.tolist(), strict=True):
+        if len(set(values)) > 1:
+            raise UsageError(
+                f"all workers of a job must train the same epochs; {what} of ranks 0 to "
+                f"{len(values) - 1} is {values}. Give the same on every rank, and load the same "
+                f"checkpoint"
+            )
+
+
+def initial_params(
+    network: Any,
+    input_shape: tuple[int, ...],
+    seed: int,
+    initializer: Initializer | None,
+    given: Mapping[str, HostArray] | None,
+    allow_extra: bool = False,
+) -> dict[str, HostArray]:
+    """New arrays: the network's own values, or the initializer's, or those that were given."""
+    rng = np.random.default_rng(seed)
+    own: dict[str, HostArray] = network.init_params(input_shape, rng)
+    made = dict(own)
+    if initializer is not None:
+        for name, value in own.items():
+            if name not in (given or {}):
+                made[name] = fitting_value(name, initializer(name, value.shape, rng), value)
+    return taken_over("arg_params", made, given, allow_extra)
+
+
+def initial_aux(
+    network: Any,
+    input_shape: tuple[int, ...],
+    given: Mapping[str, HostArray] | None,
+    allow_extra: bool = False,
+) -> dict[str, HostArray]:
+    """New arrays of what the network keeps besides its parameters; none for most networks."""
+    made = network.init_aux_params(input_shape) if has_aux(network) else {}
+    return taken_over("aux_params", made, given, allow_extra)
+
+
+def has_aux(network: Any) -> bool:
+    """Whether it is a ``StatefulNetwork``."""
+    return hasattr(network, "init_aux_params")
+
+
+def taken_over(
+    what: str, made: dict[str, HostArray], given: Mapping[str, HostArray] | None, allow_extra: bool
+) -> dict[str, HostArray]:
+    """``made`` with the given values in their places, cast to the same dtypes."""
+    unknown = sorted(set(given or {}) - set(made))
+    if unknown and not allow_extra:
+        raise UsageError(
+            f"{what} holds {', '.join(unknown)}, which the network does not have; its own are "
+            f"{', '.join(made) or 'none'}"
+        )
+    return {
+        name: fitting_value(name, given[name], own) if given and name in given else own
+        for name, own in made.items()
+    }
+
+
+def fitting_value(name: str, value: HostArray, own: HostArray) -> HostArray:
+    """A copy of ``value`` in the dtype of ``own``, whose shape it must have."""
+    if np.shape(value) != own.shape:
+        raise UsageError(
+            f"the value given for {name} has the shape {np.shape(value)}, the network's "
+            f"has {own.shape}"
+        )
+    return np.array(value, dtype=own.dtype)

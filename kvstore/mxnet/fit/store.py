@@ -1,0 +1,212 @@
+"""The store of a fit: workers agree on their inputs, gradients become updates.
+
+``agree`` lets the workers compare what they hold before anybody can wait for a batch that never
+comes. ``OnStore`` and ``Here`` are the two places where an update can happen: on the store, or
+in every worker when the store can only add. All of it is called from one thread, the caller's.
+Read next: ``loop.py``, the loop that uses them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.arrays import Array
+from kvstore.errors import ArgumentTypeError, DuplicateKeyError
+from kvstore.mxnet.fit.network import (
+    EpochPlan,
+    HostArray,
+    check_same_start,
+    is_synchronous,
+    plan_epochs,
+)
+from kvstore.optimizer import Optimizer
+from kvstore.stores.base import KVStore, KVStoreBase
+from kvstore.stores.local.store import LocalKVStore
+from pslite.errors import UsageError
+
+Weights = list[list[Array]]
+"""The copies of each parameter: one for each device."""
+
+DATA_KEY = "__data_of_workers"
+"""Under this key the workers of a synchronous job compare their data before they start."""
+
+LARGE_ELEMENTS = 16 * 1024 * 1024
+"""With an array of more elements, a ``local`` store only adds (``create_kvstore``)."""
+
+
+class Updates(Protocol):
+    """Where gradients of all devices and workers become new weights."""
+
+    states: KVStore
+    """The store that has the optimizer's states."""
+    store: KVStoreBase
+    """The store that the gradients go to."""
+
+    def start(self, names: list[str], values: list[HostArray], weights: Weights) -> None:
+        """First values: those of rank 0 reach every device."""
+
+    def step(self, names: list[str], gradients: Weights, weights: Weights) -> None:
+        """Add the gradients up, update once, and put the new values into ``weights``."""
+
+    def finish(self, names: list[str], weights: Weights) -> None:
+        """Wait for every worker's last update and take the final weights."""
+
+
+class OnStore:
+    """A store of this package updates: one round trip moves the whole model."""
+
+    def __init__(self, store: KVStore, optimizer: Optimizer) -> None:
+        self.states: KVStore = store
+        self._store = store
+        self.store: KVStoreBase = store
+        self._optimizer = optimizer
+
+    def start(self, names: list[str], values: list[HostArray], weights: Weights) -> None:
+        self._store.set_optimizer(self._optimizer)
+        with new_keys():
+            self._store.init(names, values)
+        self._store.pull(names, out=weights)
+
+    def step(self, names: list[str], gradients: Weights, weights: Weights) -> None:
+        self._store.pushpull(names, gradients, out=weights)
+
+    def finish(self, names: list[str], weights: Weights) -> None:
+        self._store.barrier()
+        self._store.pull(names, out=weights)
+
+
+class Here:
+    """The store only adds, as plug-ins do: each worker updates its own, equal copy of the weights.
+
+    All calls to the store name one key, which is all that a plug-in must know.
+    """
+
+    def __init__(self, store: KVStoreBase, optimizer: Optimizer) -> None:
+        self._store = self.store = store
+        self._updater = LocalKVStore()
+        self._updater.set_optimizer(optimizer)
+        self.states: KVStore = self._updater
+
+    def start(self, names: list[str], values: list[HostArray], weights: Weights) -> None:
+        for index, (name, value) in enumerate(zip(names, values, strict=True)):
+            self._store.broadcast(name, value, out=weights[index], priority=-index)
+        self._updater.init(names, [copies[0] for copies in weights])
+
+    def step(self, names: list[str], gradients: Weights, weights: Weights) -> None:
+        for index, name in enumerate(names):
+            self._store.pushpull(name, gradients[index], out=gradients[index], priority=-index)
+        self._updater.pushpull(names, [copies[0] for copies in gradients], out=weights)
+
+    def finish(self, names: list[str], weights: Weights) -> None:
+        self._updater.pull(names, out=weights)
+
+
+@contextmanager
+def opened(kvstore: KVStoreBase | str | None) -> Iterator[KVStoreBase]:
+    """The store itself, or a new one of this type that is closed afterwards; None is local."""
+    if isinstance(kvstore, KVStoreBase):
+        yield kvstore
+        return
+    if kvstore is not None and not isinstance(kvstore, str):
+        raise ArgumentTypeError(
+            f"kvstore must be a KVStore, the name of a type or None, got {type(kvstore).__name__}"
+        )
+    from kvstore.kvstore import create
+
+    store = create(kvstore or "local")
+    try:
+        yield store
+    finally:
+        close = getattr(store, "close", None)  # a plug-in need not have one
+        if close is not None:
+            close()
+
+
+def exchange(store: KVStoreBase, mine: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What every worker said, a row each in rank order; one round without an optimizer."""
+    table = np.zeros((store.num_workers, len(mine)), np.int64)
+    with new_keys():
+        store.broadcast(DATA_KEY, table, out=[table.copy()])
+    table[store.rank] = mine
+    result = np.zeros_like(table)
+    store.pushpull(DATA_KEY, [table], out=[result])
+    if not np.array_equal(result[store.rank], mine):
+        raise UsageError(
+            "the store already updates by an optimizer; fit sets its own and needs a new store"
+        )
+    if isinstance(store, KVStore):
+        store.delete(DATA_KEY)
+    return result
+
+
+@contextmanager
+def new_keys() -> Iterator[None]:
+    """Says what it means for a fit that a key exists already."""
+    try:
+        yield
+    except DuplicateKeyError as error:
+        raise UsageError(
+            "the store served a fit already, or holds keys of the same names; create a new one, "
+            "or give fit the name of a type"
+        ) from error
+
+
+def agree(
+    store: KVStoreBase,
+    described: NDArray[np.int64],
+    start: NDArray[np.int64],
+    sharded_here: bool,
+    logger: logging.Logger,
+) -> EpochPlan:
+    """What this worker visits; a synchronous job first compares what its workers hold.
+
+    ``described`` is of ``describe_data``, ``start`` a row for ``check_same_start``.
+    Asynchronous workers never wait for each other's batches, so they need not agree.
+    """
+    rank, num_workers = store.rank, store.num_workers
+    if num_workers > 1 and adds_all_workers(store):
+        said = exchange(store, np.concatenate([described, start]))
+        rows = said[:, : len(described)]
+        check_same_start(said[:, len(described) :])
+    else:
+        rows = np.tile(described, (num_workers if sharded_here else 1, 1))
+    plan, warning = plan_epochs(rows, rank, sharded_here)
+    if warning is not None and rank == 0:
+        logger.warning(warning)
+    return plan
+
+
+def adds_all_workers(store: KVStoreBase) -> bool:
+    """Whether an update sees the gradients of all workers; so it does with every plug-in."""
+    return not isinstance(store, KVStore) or is_synchronous(store.type)
+
+
+def create_kvstore(
+    kvstore: KVStoreBase | str | None, num_device: int, arg_params: Mapping[str, HostArray]
+) -> tuple[KVStoreBase | None, bool]:
+    """The store to train with, None if none is needed, and whether it should update.
+
+    As the original's function of this name: one device needs no store in one process, and a
+    ``local`` one with an array of over 16 Mi elements only adds. ``FeedForward`` itself always
+    takes a store. Raises ``ArgumentTypeError``.
+    """
+    if kvstore is None:
+        return None, False
+    if isinstance(kvstore, KVStoreBase):
+        return kvstore, kvstore.is_capable(KVStoreBase.OPTIMIZER)
+    if not isinstance(kvstore, str):
+        raise ArgumentTypeError("kvstore must be KVStore, str or None")
+    if num_device == 1 and "dist" not in kvstore:
+        return None, False
+    from kvstore.kvstore import create
+
+    store = create(kvstore)
+    largest = max((np.size(value) for value in arg_params.values()), default=0)
+    only_adds = kvstore == "local" and largest > LARGE_ELEMENTS
+    return store, not only_adds and store.is_capable(KVStoreBase.OPTIMIZER)

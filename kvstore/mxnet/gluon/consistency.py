@@ -1,0 +1,315 @@
+"""Make the optimizer of a ``Trainer``, and check in every step that its workers agree.
+
+Each worker says in a row of a small table what it is about to do: batch size, learning rate, which
+parameters. The table travels through a store of its own that only adds, so every worker sees every
+row; an error is raised on all of them alike, before a gradient is sent, and none waits for another
+that does something else. It costs a step one round trip of some bytes. Called from the trainer's
+thread.
+
+A ``Parameter`` may get another ``lr_mult`` or ``wd_mult`` at any time, to freeze a layer for
+instance; optimizers are values, so another one takes its place. Read next: ``trainer_store.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kvstore.arrays.keys import Key
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, OptimizerMismatch
+from kvstore.mxnet.gluon.parameter import Parameter
+from kvstore.optimizer import Optimizer, create
+from kvstore.optimizer.parameters import parameter_names
+from kvstore.optimizer.scripted import check_travels
+from kvstore.optimizer.serialize import what_was_given
+from pslite.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvstore.stores.dist.store import DistKVStore
+
+
+Table = np.ndarray[Any, np.dtype[np.float64]]
+"""A row of numbers for each worker."""
+
+_KEY = "what the workers do"
+_TEXTS = "what the workers have"
+MAX_TEXT_BYTES = 1024 * 1024
+"""More of what a worker has is not shown to the others."""
+
+
+class Plan(NamedTuple):
+    """What a worker is about to do."""
+
+    batch_size: float
+    """0 where the call has none."""
+    learning_rate: float
+    keys: int
+    """A fingerprint of the parameters that take part."""
+    factors: int = 0
+    """A fingerprint of their ``lr_mult`` and ``wd_mult``."""
+    num_changed: int = 0
+    """How many weights the worker has set that the store would overwrite."""
+
+
+class Beginning(NamedTuple):
+    """What a worker begins with: as many numbers as a ``Plan``."""
+
+    specs: int
+    updates: bool
+    optimizer: int
+    averages: bool
+    """Whether its gradients are means."""
+    unused: int = 0
+
+
+class Agreement:
+    """The comparison between the workers of ``store``; all of them make one at the same time."""
+
+    def __init__(self, store: DistKVStore) -> None:
+        from kvstore.stores.dist.store import create_dist
+
+        # On the same node, and so of the same workers. The store itself cannot carry numbers:
+        # it may have an optimizer, and its keys are the user's.
+        self._store = create_dist("dist_sync", "dist_sync", node=store.node)
+        table = self._table()
+        self._store.broadcast(_KEY, table, out=table)
+
+    def start(
+        self,
+        params: Mapping[Key, Parameter],
+        optimizer: Optimizer,
+        updates: bool,
+        averages: bool = False,
+    ) -> None:
+        """Raise, on all workers, unless they train the same parameters by the same optimizer."""
+        specs = [(key, *parameter.spec) for key, parameter in params.items()]
+        row = Beginning(fingerprint(specs), updates, fingerprint([optimizer]), averages)
+        table = self._exchange(row)
+        if _differ(table[:, 0]):
+            shown = {str(key): f"{shape} of {dtype}" for key, shape, dtype in specs}
+            raise UsageError(
+                "the workers have different parameters: names, order, shapes and dtypes must be "
+                f"the same on all. {differences(self._exchange_texts(shown))}"
+            )
+        check_starts(table)
+        if _differ(table[:, 2]):
+            raise OptimizerMismatch(
+                "the workers have different optimizers; all have to give the same numbers and the "
+                f"same batch size. {differences(self._exchange_texts(described(optimizer)))}"
+            )
+
+    def meet(self, plan: Plan) -> None:
+        """Wait until every worker has said its plan. Raises, on all, unless they are the same."""
+        check_plans(self._exchange(plan))
+
+    def from_first(self, number: float) -> float:
+        """The number that worker 0 has given; the others' do not count."""
+        return float(self._exchange(Plan(number, 0, 0))[0, 0])
+
+    def _exchange_texts(self, mine: Mapping[str, str]) -> list[dict[str, str]]:
+        """What each worker says; all of them come here, since all have seen the same table."""
+        text = json.dumps(mine).encode()
+        if len(text) > MAX_TEXT_BYTES:
+            text = json.dumps({"": f"{len(mine)} of them, too many to show"}).encode()
+        longest = int(self._exchange(Plan(len(text), 0, 0))[:, 0].max())
+        table = np.zeros((self._store.num_workers, longest), np.uint8)
+        self._store.broadcast(_TEXTS, table, out=table)
+        table[self._store.rank, : len(text)] = np.frombuffer(text, np.uint8)
+        self._store.pushpull(_TEXTS, table, out=table)
+        self._store.delete(_TEXTS)
+        return [json.loads(row.tobytes().rstrip(b"\0")) for row in table]
+
+    def _exchange(self, row: Iterable[float]) -> Table:
+        table = self._table()
+        table[self._store.rank] = tuple(row)
+        self._store.pushpull(_KEY, table, out=table)
+        return table
+
+    def _table(self) -> Table:
+        return np.zeros((self._store.num_workers, len(Plan._fields)), np.float64)
+
+
+def fingerprint(items: Iterable[object]) -> int:
+    """A number that tells lists of strings and numbers apart, the same in every process."""
+    return zlib.crc32("\n".join(map(repr, items)).encode())
+
+
+def check_plans(table: Table) -> None:
+    """Raise unless all rows, a ``Plan`` of each rank, are the same.
+
+    ``OptimizerMismatch`` for numbers of the optimizer, ``UsageError`` for the parameters.
+    """
+    batch_sizes, rates, keys, factors, changed = table.T
+    if _differ(batch_sizes):
+        raise OptimizerMismatch(
+            f"the workers' batch sizes differ: {_by_rank(batch_sizes)}; all have to give the same "
+            "number, such as that of all workers' samples in this step"
+        )
+    if _differ(rates):
+        raise OptimizerMismatch(
+            f"the workers' learning rates differ: {_by_rank(rates)}; all have to call "
+            "set_learning_rate before the same step"
+        )
+    if _differ(keys):
+        raise UsageError(
+            "the workers train different parameters in this step: which ones are frozen "
+            "(requires_grad, grad_req) must be the same on all"
+        )
+    if _differ(factors):
+        raise OptimizerMismatch(
+            "lr_mult and wd_mult of the parameters differ between the workers; all have to set "
+            "the same before the same step"
+        )
+    if changed.any():
+        raise UsageError(
+            f"the weights were set or loaded since the last step ({_by_rank(changed)} of them); "
+            f"{SET_TOO_LATE}"
+        )
+
+
+SET_TOO_LATE = (
+    "the store keeps the weights and would overwrite these. Set or load weights before the first "
+    "step; later, make a new Trainer over a new store, or one with update_on_kvstore=False, where "
+    "each worker updates its own"
+)
+
+
+def check_starts(table: Table) -> None:
+    """Raise unless all workers, a ``Beginning`` each, update and average in the same way."""
+    for what, column in (("update_on_kvstore", 1), ('reduction="mean"', 3)):
+        if _differ(table[:, column]):
+            raise UsageError(
+                f"{what} differs between the workers (1 is True): {_by_rank(table[:, column])}"
+            )
+
+
+def described(optimizer: Optimizer) -> dict[str, str]:
+    """The numbers of an optimizer by name; the batch size in place of its inverse."""
+    shown = {name: repr(value) for name, value in optimizer.params().items()}
+    factor = optimizer.params().get("rescale_grad")
+    if factor:
+        shown["batch size (1 / rescale_grad)"] = f"{1 / float(factor):.10g}"
+        del shown["rescale_grad"]
+    return {"optimizer": optimizer.name, **shown}
+
+
+def differences(said: Sequence[Mapping[str, str]]) -> str:
+    """``learning_rate is 0.1 on worker 0, 0.2 on worker 1``: what differs, at most five of them."""
+    names = list(dict.fromkeys(name for each in said for name in each))
+    apart = [name for name in names if len({each.get(name) for each in said}) > 1]
+    texts = [
+        f"{name} is "
+        + ", ".join(
+            f"{each.get(name, 'missing')} on worker {rank}" for rank, each in enumerate(said)
+        )
+        for name in apart[:5]
+    ]
+    if not apart:
+        texts = ["they come in a different order"]
+    if len(apart) > 5:
+        texts.append(f"and {len(apart) - 5} more differ")
+    return "; ".join(texts)
+
+
+def _differ(column: np.ndarray[Any, Any]) -> bool:
+    return bool((column != column[0]).any())
+
+
+def _by_rank(column: np.ndarray[Any, Any]) -> str:
+    return ", ".join(f"worker {rank} {number:.10g}" for rank, number in enumerate(column))
+
+
+REDUCTIONS = ("sum", "mean")
+
+
+class Factors:
+    """``lr_mult`` and ``wd_mult`` of the parameters, in the place of the optimizer's own."""
+
+    def __init__(self, params: Mapping[Key, Parameter], optimizer: Optimizer) -> None:
+        self._params = list(params.items())
+        self._own = dict(optimizer.lr_mult), dict(optimizer.wd_mult)
+        """What the optimizer came with, for parameters whose factor is 1."""
+        self._known: list[tuple[float, float]] = [(1.0, 1.0)] * len(self._params)
+        self.fingerprint = 0
+        """The same on workers whose parameters have the same factors."""
+
+    def have_changed(self) -> bool:
+        """Whether a parameter has other factors than at the last call of ``changes``."""
+        return self._present() != self._known
+
+    def changes(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What to replace in ``optimizer``, so that it has the present factors."""
+        known, self._known = self._known, self._present()
+        self.fingerprint = fingerprint(self._known)
+        changed: dict[str, Any] = {}
+        for index, name in enumerate(("lr_mult", "wd_mult")):
+            numbers = dict(getattr(optimizer, name))
+            before = dict(numbers)
+            for (key, _), old, new in zip(self._params, known, self._known, strict=True):
+                if old[index] != new[index]:
+                    _put(numbers, key, new[index], self._own[index].get(key))
+            if numbers != before:
+                changed[name] = numbers
+        return changed
+
+    def _present(self) -> list[tuple[float, float]]:
+        return [(parameter.lr_mult, parameter.wd_mult) for _, parameter in self._params]
+
+
+def _put(numbers: dict[Key, float], key: Key, factor: float, own: float | None) -> None:
+    if factor != 1.0:
+        numbers[key] = factor
+    elif own is not None:
+        numbers[key] = own
+    else:
+        numbers.pop(key, None)
+
+
+def optimizer_for(
+    optimizer: str | Optimizer, optimizer_params: Mapping[str, Any] | None
+) -> Optimizer:
+    """The optimizer that is given, or made of its name and numbers. Raises for anything else."""
+    if isinstance(optimizer, Optimizer):
+        if optimizer_params:
+            raise ArgumentValueError(
+                "optimizer_params need an optimizer given by name; this one is an object already"
+            )
+    elif not isinstance(optimizer, str):
+        raise ArgumentTypeError(
+            f"optimizer is a name or an Optimizer of kvstore, got {what_was_given(optimizer)}; "
+            "give its name and numbers: Trainer(params, 'sgd', {'learning_rate': 0.1})"
+        )
+    elif isinstance(optimizer_params, Mapping | None):
+        optimizer = create(optimizer, **(optimizer_params or {}))
+    else:
+        raise ArgumentTypeError(
+            f"optimizer_params must be a mapping, got {type(optimizer_params).__name__}"
+        )
+    check_travels(optimizer)
+    if "rescale_grad" not in parameter_names(type(optimizer)):
+        raise ArgumentValueError(
+            f"the optimizer {optimizer.name} has no rescale_grad, by which a Trainer divides by "
+            "the batch size; give it such a field"
+        )
+    return optimizer
+
+
+def check_batch_size(batch_size: object) -> None:
+    """Raise unless it is a positive number."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int | float | np.number):
+        raise ArgumentTypeError(f"batch_size must be a number, got {batch_size!r}")
+    if not 0 < batch_size < math.inf:
+        raise ArgumentValueError(f"batch_size must be positive and finite, got {batch_size}")
+
+
+def check_reduction(reduction: object) -> None:
+    """Raise ``ArgumentValueError`` unless it is one of ``REDUCTIONS``, or None."""
+    if reduction is not None and reduction not in REDUCTIONS:
+        raise ArgumentValueError(
+            f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}"
+        )

@@ -1,0 +1,261 @@
+"""``Parameter``: an array and its gradient on each device.
+
+``Parameter`` is for libraries whose arrays have no gradient of their own; a leaf tensor of
+PyTorch, which has one, is looked at as a ``TensorParameter``. ``collect`` turns whatever a
+caller passes into parameters under their keys. No threads, no I/O; values are read and written
+by the stores. Read next: ``trainer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.arrays.keys import Key, KeySpec
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, ValueMismatchError
+from kvstore.stores.arguments import spec_of
+
+Arrays = Array | Sequence[Array]
+"""One array, or a list of one for each device."""
+
+_GRAD_REQS = ("write", "add", "null")
+
+
+class Parameter:
+    """An array that is trained, with its gradient: each an array or a list of one a device.
+
+    ``data`` is any array that the stores can write to (NumPy, CuPy, PyTorch, ``mx.nd``); all
+    copies have one shape and dtype. ``grad`` may be set at any time, also to None: then there
+    is none for the next step. Neither is copied: both stay the caller's, ``Trainer`` writes
+    new values into ``data`` and, where it sums gradients in place, sums into ``grad``.
+
+    ``lr_mult`` and ``wd_mult`` are factors for the optimizer's learning rate and decay; when they
+    are set, they count from the next step on. ``grad_req="null"`` keeps the parameter unchanged;
+    ``"write"`` and ``"add"`` mean the same here, since the code that computes the gradients writes
+    them. Source: ``Parameter`` of MXNet's Gluon, whose ``data()`` and ``grad()`` are calls.
+
+    Raises ``ArgumentTypeError`` for what is not an array or cannot be stored, and
+    ``ArgumentValueError`` for unequal copies or an unknown ``grad_req``.
+    """
+
+    def __init__(
+        self,
+        data: Arrays,
+        grad: Arrays | None = None,
+        name: str | None = None,
+        *,
+        lr_mult: float = 1.0,
+        wd_mult: float = 1.0,
+        grad_req: str = "write",
+    ) -> None:
+        if name is not None and not isinstance(name, str):
+            raise ArgumentTypeError(f"a parameter's name must be a string, got {name!r}")
+        if grad_req not in _GRAD_REQS:
+            raise ArgumentValueError(
+                f"grad_req must be one of {', '.join(_GRAD_REQS)}, got {grad_req!r}"
+            )
+        self.name = name
+        self.lr_mult = lr_mult
+        self.wd_mult = wd_mult
+        self.grad_req = grad_req
+        self.num_sets = 0
+        """How often ``set_data`` was called."""
+        self._data = data
+        self._copies = _listed(data)
+        self._spec = self._checked_spec()
+        self.grad = grad
+
+    def _checked_spec(self) -> KeySpec:
+        specs = [spec_of(copy) for copy in self._copies]
+        if not specs:
+            raise ArgumentValueError(f"{self} has no array: its list of devices is empty")
+        if any(spec != specs[0] for spec in specs):
+            raise ArgumentValueError(
+                f"the copies of {self} differ in shape or dtype: "
+                + ", ".join(f"{spec.shape} of {spec.dtype}" for spec in specs)
+            )
+        return specs[0]
+
+    @property
+    def data(self) -> Any:
+        """The array or the list of arrays, as it was given."""
+        return self._data
+
+    @property
+    def grad(self) -> Any:
+        """The gradient, as it was last set."""
+        return self._grad
+
+    @grad.setter
+    def grad(self, grad: Arrays | None) -> None:
+        if grad is not None and len(_listed(grad)) != len(self._copies):
+            raise ArgumentValueError(
+                f"{self} has {len(self._copies)} devices, the gradient has {len(_listed(grad))}"
+            )
+        self._grad = grad
+
+    @property
+    def spec(self) -> KeySpec:
+        """Shape and dtype."""
+        return self._spec
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has gradients at all."""
+        return self.grad_req != "null"
+
+    def list_data(self) -> list[Array]:
+        """The array on each device."""
+        return list(self._copies)
+
+    def list_grad(self) -> list[Array | None]:
+        """The gradient on each device; None where there is none."""
+        return [None] * len(self._copies) if self._grad is None else list(_listed(self._grad))
+
+    @property
+    def first(self) -> Array:
+        """The array on the first device."""
+        return self._copies[0]
+
+    def set_data(self, data: Array) -> None:
+        """Write other values into the array on every device, in place.
+
+        ``data`` is an array of the same shape, of any library, that is only read. A ``Trainer``
+        whose store updates in one process takes them over at its next step, with states and
+        counts; with servers that step raises ``UsageError``. Raises ``ValueMismatchError`` for
+        another shape and ``ArgumentTypeError`` for what is not an array.
+        """
+        found = spec_of(data)
+        if found.shape != self._spec.shape:
+            raise ValueMismatchError(
+                f"{self} has the shape {self._spec.shape}, the new values have {found.shape}"
+            )
+        for copy in self._copies:
+            adapter_for(copy).assign(data, copy)
+        self.num_sets += 1
+
+    def zero_grad(self) -> None:
+        """Set all gradients that there are to zero, in place."""
+        zeros = np.zeros(self._spec.shape, self._spec.dtype)
+        for grad in self.list_grad():
+            if grad is not None:
+                adapter_for(grad).from_host(zeros, grad)
+
+    def __str__(self) -> str:
+        return "a parameter" if self.name is None else f"the parameter {self.name!r}"
+
+
+class TensorParameter(Parameter):
+    """Leaf tensors of PyTorch, one for each device: gradients are read from the tensors."""
+
+    def list_grad(self) -> list[Array | None]:
+        return [copy.grad for copy in self._copies]
+
+    @property
+    def is_trained(self) -> bool:
+        return any(copy.requires_grad for copy in self._copies)
+
+
+def collect(params: object) -> dict[Key, Parameter]:
+    """The parameters of a ``Trainer`` under their keys.
+
+    ``params`` is a mapping of names (taken in the order of the names) or an iterable of
+    parameters or of pairs (name, parameter), taken in its order. Keys are the names if all
+    parameters have one, else the numbers 0, 1, ... An array that comes twice (tied weights)
+    counts once, under its first name.
+
+    Raises ``ArgumentTypeError`` and ``ArgumentValueError``.
+    """
+    found: dict[int, tuple[str | None, Parameter]] = {}
+    for name, value in _pairs(params):
+        parameter = _parameter(name, value)
+        row = (parameter.name if name is None else name, parameter)
+        found.setdefault(id(parameter.list_data()[0]), row)
+    if not found:
+        raise ArgumentValueError("there are no parameters to train: the list is empty")
+    _check_any_trained([parameter for _, parameter in found.values()])
+    names = [name for name, _ in found.values() if name is not None]
+    parameters = [parameter for _, parameter in found.values()]
+    _check_devices(parameters)
+    if len(names) < len(parameters):
+        return dict(enumerate(parameters))
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ArgumentValueError(f"several parameters have the name {', '.join(twice)}")
+    return dict(zip(names, parameters, strict=True))
+
+
+def _pairs(params: object) -> Iterator[tuple[str | None, object]]:
+    if isinstance(params, Mapping):
+        for name in params:
+            if not isinstance(name, str):
+                raise ArgumentTypeError(f"names of parameters are strings, got {name!r}")
+        yield from sorted(params.items())
+        return
+    if (
+        isinstance(params, str | Parameter)
+        or hasattr(params, "requires_grad")
+        or hasattr(params, "named_parameters")
+        or not isinstance(params, Iterable)
+    ):
+        raise ArgumentTypeError(
+            "params must be a mapping or a list of parameters, such as "
+            f"model.named_parameters(), got {type(params).__name__}"
+        )
+    for item in params:
+        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+            yield item
+        else:
+            yield None, item
+
+
+def _parameter(name: str | None, value: object) -> Parameter:
+    if isinstance(value, Parameter):
+        return value
+    copies = _listed(value)
+    if not copies or not all(hasattr(copy, "requires_grad") for copy in copies):
+        whose = "" if name is None else f" (of {name!r})"
+        raise ArgumentTypeError(
+            "a parameter is a tensor of PyTorch, a list of them for several devices, or "
+            f"Parameter(data, grad) for other arrays, got {_described(value)}{whose}"
+        )
+    for copy in copies:
+        if not copy.is_leaf:
+            raise ArgumentTypeError(
+                f"the tensor {name or ''} was computed from others, so it has no gradient of its "
+                "own; pass the parameters themselves, or tensor.detach().requires_grad_()"
+            )
+    return TensorParameter(value, name=name)
+
+
+def _check_any_trained(parameters: Sequence[Parameter]) -> None:
+    """Raise for tensors none of which will ever have a gradient, as ``state_dict`` gives them."""
+    tensors = [each for each in parameters if isinstance(each, TensorParameter)]
+    if len(tensors) == len(parameters) and not any(each.is_trained for each in tensors):
+        raise ArgumentValueError(
+            f"none of the {len(tensors)} tensors requires a gradient, so nothing would be trained. "
+            "state_dict() gives detached tensors: pass model.named_parameters()"
+        )
+
+
+def _check_devices(parameters: Sequence[Parameter]) -> None:
+    wanted = len(parameters[0].list_data())
+    for parameter in parameters:
+        if len(parameter.list_data()) != wanted:
+            raise ArgumentValueError(
+                f"all parameters must be on the same devices: {parameters[0]} is on {wanted}, "
+                f"{parameter} on {len(parameter.list_data())}"
+            )
+
+
+def _listed(arrays: Any) -> Sequence[Array]:
+    return arrays if isinstance(arrays, list | tuple) else [arrays]
+
+
+def _described(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {', '.join(type(each).__name__ for each in value)}"
+    return type(value).__name__

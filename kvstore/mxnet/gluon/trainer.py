@@ -1,0 +1,413 @@
+"""``Trainer``: turn gradients into new weights over any store, as in MXNet's Gluon.
+
+It knows no network and computes no gradient: the script's backward pass leaves gradients
+in the parameters. Where an update happens, on the store or here by an ``Updater`` for each
+device, is settled at first use (``trainer_store.py``). A trainer belongs to one thread and has
+none of its own; it blocks as the store's calls do. Read next: ``parameter.py``, then
+``trainer_store.py``. Source of the calls: ``python/mxnet/gluon/trainer.py`` of MXNet 1.9.1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.arrays.keys import Key
+from kvstore.checkpoint.values import Content, FilePath, SavedPiece, SavedStates, write_states
+from kvstore.errors import ArgumentTypeError
+from kvstore.mxnet.gluon.consistency import (
+    Factors,
+    Plan,
+    check_batch_size,
+    check_reduction,
+    fingerprint,
+    optimizer_for,
+)
+from kvstore.mxnet.gluon.parameter import TensorParameter, collect
+from kvstore.mxnet.gluon.trainer_store import StoreLink, check_arguments, open_link
+from kvstore.optimizer import Optimizer, Updater
+from kvstore.optimizer.states import create_state
+from kvstore.sparse.convert import is_row_sparse
+from kvstore.stores.base import KVStoreBase
+from kvstore.stores.dist.progress import note_step
+from pslite.errors import UsageError
+
+_logger = logging.getLogger(__name__)
+
+UNSAID = (
+    "step(%g) divides the gradients by %g, which is right for losses that are sums over samples. "
+    'Those of PyTorch are means unless reduction="sum" was given to them: then make the Trainer '
+    'with reduction="mean". reduction="sum" turns this warning off'
+)
+
+
+class Trainer:
+    """Applies an optimizer to parameters, over a store.
+
+    ``params``: a mapping of names to parameters, or an iterable of parameters or of pairs
+    (name, parameter). A parameter is a leaf tensor of PyTorch, a list of them (one for each
+    device), or a ``Parameter``. The names are the store's keys, 0, 1, ... without them; a
+    mapping is taken in the order of its names, an iterable in its own.
+
+    ``optimizer``: an ``Optimizer``, or its name with its numbers in ``optimizer_params``.
+
+    ``kvstore``: the name of a store's type, a store, or None for one device without a store.
+    A named one is created when it is first needed; with parameters on one CPU, types for one
+    process stand for None. All workers of a distributed store make the same calls.
+
+    ``update_on_kvstore``: whether the store runs the optimizer; None leaves it to the store.
+
+    ``reduction``: what the gradients of a worker's device are of its samples, ``"sum"`` or
+    ``"mean"``; PyTorch's losses are means unless told otherwise. None is ``"sum"``, as in MXNet,
+    and notes once in the log what that means for tensors of PyTorch.
+
+    Parameters and gradients stay the caller's; they are read and written during calls only.
+    New weights are written in place, to tensors without autograd taking note. The first call
+    that needs the store gives all parameters, also frozen ones, worker 0's values
+    (``broadcast_parameters``).
+
+    Raises ``ArgumentTypeError``, ``ArgumentValueError`` (a ``ValueError``; also for
+    combinations that are impossible) and what ``optimizer.create`` raises.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Any] | Iterable[Any],
+        optimizer: str | Optimizer,
+        optimizer_params: Mapping[str, Any] | None = None,
+        kvstore: str | KVStoreBase | None = "device",
+        compression_params: Mapping[str, Any] | None = None,
+        update_on_kvstore: bool | None = None,
+        *,
+        reduction: str | None = None,
+    ) -> None:
+        self._params = collect(params)
+        check_arguments(kvstore, self._params, update_on_kvstore, compression_params)
+        check_reduction(reduction)
+        self._reduction = reduction
+        self._optimizer = optimizer_for(optimizer, optimizer_params)
+        self._factors = Factors(self._params, self._optimizer)
+        self._optimizer = self._optimizer.replace(**self._factors.changes(self._optimizer))
+        self._scale = _rescale_of(self._optimizer)
+        self._num_devices = len(next(iter(self._params.values())).list_data())
+        self._updaters = [Updater(self._optimizer) for _ in range(self._num_devices)]
+        self._wanted_store = (kvstore, update_on_kvstore, compression_params)
+        self._link: StoreLink | None = None
+        self._is_open = False
+        self._is_started = False
+        self._num_updates = 0
+
+    # -- what it is --------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        kvstore = self._wanted_store[0]
+        link = self._link
+        shown = kvstore if isinstance(kvstore, str | None) else kvstore.type
+        where = ""
+        if self._is_open:
+            where = f", updates {'on the store' if link is not None and link.updates else 'here'}"
+        return (
+            f"<Trainer of {len(self._params)} parameters by {self._optimizer!r}, "
+            f"kvstore={shown!r}{where}, {self._num_updates} steps>"
+        )
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer with its present numbers: an immutable value."""
+        return self._optimizer
+
+    @property
+    def kvstore(self) -> KVStoreBase | None:
+        """The store, which is created now if it was not; None if there is none."""
+        link = self._open()
+        return None if link is None else link.store
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers share the store; 1 without a store. Creates it."""
+        store = self.kvstore
+        return 1 if store is None else store.num_workers
+
+    @property
+    def update_on_kvstore(self) -> bool:
+        """Whether the store runs the optimizer. Creates the store."""
+        link = self._open()
+        return link is not None and link.updates
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate; with a schedule, that of the latest update by this trainer's count.
+
+        Raises ``OptimizerParameterError`` for an optimizer that has none.
+        """
+        return self._optimizer.rate(max(self._num_updates, 1))
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Change the learning rate from the next step on; states and counts stay.
+
+        The store's optimizer changes too, unlike MXNet's. All workers call it before the same
+        step; in a synchronous store, a step in which they do not agree raises
+        ``OptimizerMismatch`` on all of them. Raises ``UsageError`` when a schedule is set, and
+        ``OptimizerParameterError``.
+        """
+        if self._optimizer.lr_scheduler is not None:
+            raise UsageError(
+                "the learning rate follows a schedule (lr_scheduler), so it cannot be set; make "
+                "the Trainer without one"
+            )
+        self._change(learning_rate=lr)
+        if self._link is not None and self._is_started:
+            self._link.flush()
+
+    # -- a step ------------------------------------------------------------------------
+
+    def broadcast_parameters(self) -> None:
+        """Give every worker and device worker 0's values of all parameters, once.
+
+        The first call that needs the store does it too; but by the first ``step`` gradients of
+        other values have been computed, unless all workers began with the same.
+        """
+        self._start()
+
+    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Add gradients up over devices and workers, divide by ``batch_size``, and update once.
+
+        Gradients are divided by ``batch_size`` and by nothing else: as in MXNet it is not
+        multiplied by the number of workers. With gradients of sums over samples, the mean over
+        all workers' samples takes ``batch_size=batch * trainer.num_workers``. With
+        ``reduction="mean"`` they are divided by how many are added up, all devices of all
+        workers, and ``batch_size`` only says of how many samples one mean is. It may change
+        from step to step, alike on all workers of a synchronous store; when they differ,
+        ``OptimizerMismatch`` is raised on all of them.
+
+        Weights that were set since the last step (``Parameter.set_data``, ``load_state_dict``)
+        are taken over, with their states; where servers keep the weights, ``UsageError`` says
+        what to do.
+
+        A parameter without gradient raises ``UsageError``; with ``ignore_stale_grad`` it is
+        left out, or, where workers wait for each other, takes part with zeros.
+        """
+        self._renew(batch_size)
+        link = self._start()
+        if link is None:
+            self._update_here(self._gradients(ignore_stale_grad, fill=False))
+            return
+        gradients = self._gradients(ignore_stale_grad, fill=link.needs_all_keys)
+        link.exchange(gradients, self._params, self._plan(gradients, batch_size))
+        if link.updates:
+            if link.is_asynchronous:
+                link.pull([key for key in self._trained() if key not in gradients], self._params)
+            self._num_updates += 1
+        else:
+            self._update_here(gradients)
+        self._note_step(link, batch_size)
+
+    def allreduce_grads(self) -> None:
+        """Add gradients up over devices and workers, in place, without an update.
+
+        For what has to happen to sums before ``update``, such as clipping by their norm.
+        Raises ``UsageError`` where the store updates, or a parameter has no gradient.
+        """
+        self._check_updates_here("allreduce_grads")
+        link = self._start()
+        if link is not None:
+            gradients = self._gradients(ignore_stale_grad=False, fill=False)
+            link.exchange(gradients, self._params, self._plan(gradients, 0))
+
+    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Divide the gradients by ``batch_size`` and update, after ``allreduce_grads``.
+
+        Every worker and device updates its own copy. Raises ``UsageError`` where the store
+        updates, and as ``step`` does.
+        """
+        self._check_updates_here("update")
+        self._renew(batch_size)
+        link = self._start()
+        gradients = self._gradients(ignore_stale_grad, fill=False)
+        if link is not None:
+            link.meet(self._plan(gradients, batch_size))
+        self._update_here(gradients)
+        if link is not None:
+            self._note_step(link, batch_size)
+
+    # -- files -------------------------------------------------------------------------
+
+    def save_states(self, fname: FilePath) -> None:
+        """Write the optimizer, its states and update counts to a file; not the parameters.
+
+        With several workers the lowest rank writes, and the others return at once. Raises
+        ``CheckpointError``.
+        """
+        link = self._start()
+        if link is not None and link.updates:
+            link.store.save_optimizer_states(fname, dump_optimizer=True)
+        elif link is None or link.store.rank == 0:
+            contents = {key: Content(each.spec, 1) for key, each in self._params.items()}
+            write_states(fname, contents, self._optimizer, self._pieces(), dump_optimizer=True)
+
+    def load_states(self, fname: FilePath) -> None:
+        """Go on from what ``save_states`` wrote, with the optimizer that it holds.
+
+        With several workers, all call it: where the store updates, one reads the file, else
+        each does. A file may come from a trainer over another store. Raises ``CheckpointError``.
+        """
+        link = self._start()
+        if link is not None and link.updates:
+            self._optimizer = link.load_states(fname, self._optimizer)
+            is_reader = not link.is_asynchronous and link.store.rank == 0
+            count = self._saved_count(fname) if is_reader else 0
+            self._num_updates = int(link.from_first(count))
+        else:
+            self._load_here(fname)
+            self._num_updates = self._saved_count(fname)
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _open(self) -> StoreLink | None:
+        if not self._is_open:
+            kvstore, update_on_kvstore, compression = self._wanted_store
+            self._link = open_link(kvstore, self._params, update_on_kvstore, compression)
+            self._is_open = True
+        return self._link
+
+    def _start(self) -> StoreLink | None:
+        """The store with all keys in it."""
+        link = self._open()
+        if not self._is_started and link is not None:
+            link.start(self._params, self._optimizer, self._averages)
+        self._is_started = True
+        return link
+
+    @property
+    def _averages(self) -> bool:
+        return self._reduction == "mean"
+
+    def _note_step(self, link: StoreLink, batch_size: float) -> None:
+        """For the status of a job: the samples of this worker in a step.
+
+        ``batch_size`` counts those of one mean, or of all who add together; 1 is what scripts
+        give whose gradients are means already, and counts nothing.
+        """
+        share = self._num_devices if self._averages else 1 / link.num_summed
+        note_step(link.store, batch_size * share if batch_size > 1 else 0)
+
+    def _change(self, **numbers: Any) -> None:
+        """Other numbers of the optimizer from now on, on the store too."""
+        self._optimizer = self._optimizer.replace(**numbers)
+        if self._link is not None and self._is_started:
+            self._link.change(**numbers)
+
+    def _renew(self, batch_size: float) -> None:
+        """Follow what may have changed since the last step: batch size, factors of parameters."""
+        check_batch_size(batch_size)
+        divisor = self._divisor(float(batch_size))
+        wanted = self._scale / divisor
+        if _rescale_of(self._optimizer) != wanted:
+            self._change(rescale_grad=wanted)
+        if self._factors.have_changed():
+            self._change(**self._factors.changes(self._optimizer))
+        if self._reduction is None:
+            self._note_reduction(batch_size)
+
+    def _divisor(self, batch_size: float) -> float:
+        if not self._averages:
+            return batch_size
+        link = self._open()
+        return float(self._num_devices * (1 if link is None else link.num_summed))
+
+    def _note_reduction(self, batch_size: float) -> None:
+        """Once: what a batch size means for gradients of PyTorch, whose losses are means."""
+        self._reduction = "sum"
+        is_torch = any(isinstance(each, TensorParameter) for each in self._params.values())
+        if is_torch and batch_size not in (1, self._num_devices * self.num_workers):
+            _logger.warning(UNSAID, batch_size, batch_size)
+
+    def _trained(self) -> Iterator[Key]:
+        return (key for key, parameter in self._params.items() if parameter.is_trained)
+
+    def _plan(self, keys: Iterable[Key], batch_size: float) -> Plan:
+        rate = self._optimizer.params().get("learning_rate") or 0.0
+        return Plan(float(batch_size), rate, fingerprint(keys), self._factors.fingerprint)
+
+    def _gradients(self, ignore_stale_grad: bool, *, fill: bool) -> dict[Key, list[Array]]:
+        """The gradients of each parameter that has some; with ``fill``, zeros for the others."""
+        found: dict[Key, list[Array]] = {}
+        is_here = self._link is None or not self._link.updates
+        for key in self._trained():
+            parameter = self._params[key]
+            gradients = parameter.list_grad()
+            if is_here and any(map(is_row_sparse, gradients)):
+                raise ArgumentTypeError(
+                    f"the gradient of the parameter {key!r} is sparse, which only a store can "
+                    "update by: make the Trainer with a store and update_on_kvstore=True, such as "
+                    "kvstore='local'; or give dense gradients"
+                )
+            missing = [index for index, each in enumerate(gradients) if each is None]
+            if missing and not ignore_stale_grad:
+                raise UsageError(_stale(key, missing, len(gradients)))
+            if not missing:
+                found[key] = gradients
+            elif fill or len(missing) < len(gradients):
+                zeros = [np.zeros(*parameter.spec) for _ in missing]
+                found[key] = [zeros.pop() if each is None else each for each in gradients]
+        return found
+
+    def _update_here(self, gradients: Mapping[Key, Sequence[Array]]) -> None:
+        keys = list(gradients)
+        for device, updater in enumerate(self._updaters):
+            updater.optimizer = self._optimizer
+            weights = [self._params[key].list_data()[device] for key in keys]
+            updater(keys, [gradients[key][device] for key in keys], weights)
+        self._num_updates += 1
+
+    def _check_updates_here(self, call: str) -> None:
+        if self.update_on_kvstore:
+            raise UsageError(
+                f"{call} is for trainers that update by themselves, and here the store updates: "
+                "use step, or make the Trainer with update_on_kvstore=False"
+            )
+
+    def _pieces(self) -> Iterator[SavedPiece]:
+        """The states of the first device, which are those of all."""
+        states = self._updaters[0].states()
+        for key, parameter in self._params.items():
+            count, arrays = states.get(key, (0, None))
+            if arrays is None:
+                data = parameter.list_data()[0]
+                weight = adapter_for(data).to_host(data).reshape(-1)
+                arrays = create_state(self._optimizer, weight)
+            yield SavedPiece(key, 0, None, list(arrays), count)
+
+    def _load_here(self, fname: FilePath) -> None:
+        contents = {key: Content(each.spec, 1) for key, each in self._params.items()}
+        with SavedStates(fname) as saved:
+            optimizer = saved.optimizer or self._optimizer
+            saved.check(contents, optimizer)
+            states = {}
+            for key, content in contents.items():
+                arrays, count = saved.read(key, 0, content.spec.num_elements, optimizer)
+                states[key] = count, arrays
+            self._optimizer = optimizer
+            for updater in self._updaters:
+                updater.optimizer = optimizer
+                updater.set_states(states)
+
+    def _saved_count(self, fname: FilePath) -> int:
+        with SavedStates(fname) as saved:
+            return max(saved.read(key, 0, 0, None)[1] for key in self._params)
+
+
+def _rescale_of(optimizer: Optimizer) -> float:
+    return float(optimizer.params()["rescale_grad"])
+
+
+def _stale(key: Key, missing: Sequence[int], num_devices: int) -> str:
+    where = "" if num_devices == 1 else f" on device {', '.join(map(str, missing))}"
+    return (
+        f"the parameter {key!r} has no gradient{where}: the backward pass did not reach it. "
+        "Freeze it, give it a gradient, or call step with ignore_stale_grad=True"
+    )

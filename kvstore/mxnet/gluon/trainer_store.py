@@ -1,0 +1,391 @@
+"""Connect a ``Trainer`` to its store: which store, who updates, the exchange.
+
+``open_link`` decides, from the arguments, whether there is a store and where updates happen; what
+is not possible is an error. A ``StoreLink`` is then the one way to that store.
+
+Where the store updates, a step brings the store's weights, so weights that a caller has loaded
+meanwhile would be lost. ``Parameter.set_data`` reports such a change itself. Other writes are found
+by comparing a few elements of every array in host memory with what the store left there, which
+takes a tenth of a millisecond for a model of 300 arrays. Writes that miss all of these elements,
+writes to ``mx.nd`` arrays and writes on a GPU are not seen. Called on the trainer's thread. Read
+next: ``consistency.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.arrays.keys import Key
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, DuplicateKeyError, OptimizerNotSet
+from kvstore.mxnet.fit.store import LARGE_ELEMENTS
+from kvstore.mxnet.gluon.consistency import SET_TOO_LATE, Agreement, Plan
+from kvstore.mxnet.gluon.parameter import Parameter
+from kvstore.optimizer.base import Optimizer
+from kvstore.stores.base import KVStore, KVStoreBase
+from kvstore.stores.local.store import LocalKVStore
+from pslite.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvstore.stores.dist.store import DistKVStore
+
+
+Params = Mapping[Key, Parameter]
+Gradients = Mapping[Key, Sequence[Array]]
+
+
+class StoreLink:
+    """A store, and whether it updates by the optimizer (``updates``) or only adds."""
+
+    def __init__(self, store: KVStoreBase, updates: bool) -> None:
+        self.store = store
+        self.updates = updates
+        self._agreement: Agreement | None = None
+        self._optimizer: Optimizer | None = None
+        self._weights: HeldWeights | None = None
+        self._set_while_frozen: set[Key] = set()
+        self._pending: dict[str, Any] = {}
+        """Numbers of the optimizer that the store does not have yet."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the store applies each push by itself."""
+        return _is_asynchronous(self.store)
+
+    @property
+    def needs_all_keys(self) -> bool:
+        """Whether workers wait for each other, so that all must push the same parameters."""
+        return self.store.num_workers > 1 and not self.is_asynchronous
+
+    @property
+    def num_summed(self) -> int:
+        """How many workers' gradients an update adds up."""
+        return 1 if self.is_asynchronous else self.store.num_workers
+
+    def start(self, params: Params, optimizer: Optimizer, averages: bool = False) -> None:
+        """Give the store the optimizer, and every worker's parameters rank 0's values.
+
+        ``averages`` says that gradients are means, which all workers have to agree on.
+        """
+        store = self.store
+        if isinstance(store, KVStore) and self.needs_all_keys:
+            agreement = Agreement(cast("DistKVStore", store))
+            agreement.start(params, optimizer, self.updates, averages)
+            self._agreement = agreement
+        if self.updates:
+            store.set_optimizer(optimizer)
+            self._optimizer = optimizer
+        else:
+            self._check_only_adds()
+        values = [parameter.list_data()[0] for parameter in params.values()]
+        outs = [parameter.list_data() for parameter in params.values()]
+        try:
+            if isinstance(store, KVStore):
+                store.broadcast(list(params), values, out=outs)
+            else:  # a plug-in need not know lists of keys
+                for index, key in enumerate(params):
+                    store.broadcast(key, values[index], out=outs[index], priority=-index)
+        except DuplicateKeyError as error:
+            raise UsageError(
+                "the store serves another Trainer already, or holds keys of the same names; give "
+                "each Trainer a store of its own"
+            ) from error
+        if self.updates:
+            self._weights = HeldWeights(params)
+            self._weights.note()
+
+    def _check_only_adds(self) -> None:
+        if isinstance(self.store, KVStore):
+            try:
+                found = self.store.current_optimizer()
+            except OptimizerNotSet:
+                return
+            raise UsageError(
+                f"the store updates by an optimizer ({found.name}), so it cannot add gradients up "
+                "for update_on_kvstore=False; create a new one"
+            )
+
+    # -- numbers of the optimizer ------------------------------------------------------
+
+    def change(self, **numbers: Any) -> None:
+        """Let the optimizer of the store have these numbers from the next step on."""
+        if self.updates:
+            self._pending.update(numbers)
+
+    def flush(self) -> None:
+        """Hand the store what has changed. Where workers agree, worker 0 alone does it.
+
+        No round is complete without worker 0's push, which comes after this call of its own,
+        so all of them see the new numbers; the others, which may be some calls behind or
+        ahead, need not meet it in the store.
+        """
+        numbers, self._pending = self._pending, {}
+        if not numbers or self._optimizer is None:
+            return
+        self._optimizer = self._optimizer.replace(**numbers)
+        if self._agreement is not None and self.store.rank != 0:
+            return
+        if isinstance(self.store, KVStore):
+            self.store.set_optimizer_params(**numbers)
+        else:
+            self.store.set_optimizer(self._optimizer)
+
+    # -- a step ------------------------------------------------------------------------
+
+    def exchange(self, gradients: Gradients, params: Params, plan: Plan) -> None:
+        """Hand gradients over; new weights or, without ``updates``, their sums come back.
+
+        The weights are written into the parameters, the sums into the gradients.
+        """
+        keys, pushed = list(gradients), list(gradients.values())
+        outs = [params[key].list_data() for key in keys] if self.updates else pushed
+        changed = self._set_meanwhile(gradients)
+        # Before a gradient is sent that others would not wait for.
+        self.meet(plan._replace(num_changed=len(changed)))
+        if changed:
+            raise UsageError(
+                f"the weights of {', '.join(map(repr, changed[:5]))} were set or loaded since the "
+                f"last step; {SET_TOO_LATE}"
+            )
+        self.flush()
+        try:
+            if not isinstance(self.store, KVStore):
+                for index, key in enumerate(keys):
+                    self.store.pushpull(key, pushed[index], out=outs[index], priority=-index)
+            elif keys:
+                self.store.pushpull(keys, pushed, out=outs)
+        finally:
+            self._note_weights()
+
+    def _note_weights(self) -> None:
+        if self._weights is not None:
+            self._weights.note()
+
+    def _set_meanwhile(self, gradients: Gradients) -> list[Key]:
+        """The weights that were set since the last step and that the store cannot take over.
+
+        A store in one process takes them over, with what its optimizer keeps for them. Of those
+        that are frozen the store brings no values, until they are trained again.
+        """
+        if self._weights is None:
+            return []
+        changed = self._weights.changed()
+        if isinstance(self.store, LocalKVStore):
+            self.store._overwrite({key: self._weights.value(key) for key in changed})
+            return []
+        self._set_while_frozen.update(key for key in changed if key not in gradients)
+        return [key for key in gradients if key in changed or key in self._set_while_frozen]
+
+    def meet(self, plan: Plan) -> None:
+        """Raise unless all workers that wait for each other have the same plan."""
+        if self._agreement is not None:
+            self._agreement.meet(plan)
+
+    def pull(self, keys: Sequence[Key], params: Params) -> None:
+        """Bring the present weights of some parameters, which were not pushed."""
+        if keys and isinstance(self.store, KVStore):
+            self.store.pull(list(keys), out=[params[key].list_data() for key in keys])
+            self._note_weights()
+
+    # -- files -------------------------------------------------------------------------
+
+    def load_states(self, fname: Any, optimizer: Optimizer) -> Optimizer:
+        """Have the store load its states; the optimizer that it uses from then on."""
+        self._pending = {}
+        self.store.load_optimizer_states(fname)
+        if not isinstance(self.store, KVStore):
+            return optimizer
+        self._optimizer = self.store.current_optimizer()
+        return self._optimizer
+
+    def from_first(self, number: float) -> float:
+        """Worker 0's number; this worker's own where workers do not wait for each other."""
+        return number if self._agreement is None else self._agreement.from_first(number)
+
+
+def open_link(
+    kvstore: KVStoreBase | str | None,
+    params: Params,
+    update_on_kvstore: bool | None,
+    compression_params: Mapping[str, Any] | None,
+) -> StoreLink | None:
+    """The store to train with, new if it was named; None where none is needed.
+
+    As in MXNet, parameters on one device need no store of a type for one process; unlike
+    there, one is made when it is asked to update or to compress, or when the device is a GPU.
+    """
+    is_asked_for = update_on_kvstore or compression_params is not None
+    if kvstore is None or (
+        isinstance(kvstore, str) and not is_asked_for and _is_needless(kvstore, params)
+    ):
+        return None
+    from kvstore.kvstore import create
+
+    store: KVStoreBase = create(kvstore) if isinstance(kvstore, str) else kvstore
+    updates = _resolve(store, update_on_kvstore)
+    if update_on_kvstore is None and kvstore == "local":
+        updates &= all(each.spec.num_elements <= LARGE_ELEMENTS for each in params.values())
+    if compression_params is not None:
+        if not isinstance(store, KVStore):
+            raise ArgumentValueError(f"a {store.type} store cannot compress gradients")
+        store.set_gradient_compression(compression_params)
+    return StoreLink(store, updates)
+
+
+def check_arguments(
+    kvstore: object, params: Params, update_on_kvstore: object, compression_params: object
+) -> None:
+    """Raise for what no store could make possible."""
+    if kvstore is not None and not isinstance(kvstore, str | KVStoreBase):
+        raise ArgumentTypeError(
+            f"kvstore must be a KVStore, the name of a type or None, got {type(kvstore).__name__}"
+        )
+    if isinstance(kvstore, str):
+        from kvstore.kvstore import check_type
+
+        check_type(kvstore)
+    if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
+        raise ArgumentTypeError(
+            f"update_on_kvstore must be True, False or None, got {update_on_kvstore!r}"
+        )
+    if compression_params is not None and not isinstance(compression_params, Mapping):
+        raise ArgumentTypeError(
+            f"compression_params must be a mapping, got {type(compression_params).__name__}"
+        )
+    if kvstore is not None:
+        return
+    if update_on_kvstore or compression_params is not None:
+        wanted = "update_on_kvstore=True" if update_on_kvstore else "compression_params"
+        raise ArgumentValueError(f"{wanted} needs a store, and kvstore is None: name one")
+    num_devices = max(len(parameter.list_data()) for parameter in params.values())
+    if num_devices > 1:
+        raise ArgumentValueError(
+            f"the parameters are on {num_devices} devices, whose gradients a store has to add "
+            "up, and kvstore is None: use 'device'"
+        )
+
+
+def _is_needless(name: str, params: Params) -> bool:
+    from kvstore.kvstore import STORE_TYPES
+
+    if STORE_TYPES.get(name.lower()) not in ("local", "device"):
+        return False
+    copies = [parameter.list_data() for parameter in params.values()]
+    return all(len(each) == 1 and _is_on_host(each[0]) for each in copies)
+
+
+def _is_on_host(array: Array) -> bool:
+    return adapter_for(array).context(array).device_type == "cpu"
+
+
+def _resolve(store: KVStoreBase, update_on_kvstore: bool | None) -> bool:
+    """Whether the store updates. Raises ``ArgumentValueError`` for what it cannot do."""
+    is_capable = store.is_capable(KVStoreBase.OPTIMIZER)
+    if update_on_kvstore and not is_capable:
+        raise ArgumentValueError(
+            f"update_on_kvstore=True: a {store.type} store cannot run an optimizer; leave it out"
+        )
+    if update_on_kvstore is False and _is_asynchronous(store):
+        raise ArgumentValueError(
+            f"update_on_kvstore=False: a {store.type} store applies each push by itself, so "
+            "there are no sums to update with; leave it out"
+        )
+    return is_capable if update_on_kvstore is None else update_on_kvstore
+
+
+def _is_asynchronous(store: KVStoreBase) -> bool:
+    return isinstance(store, KVStore) and "async" in store.type
+
+
+ELEMENTS = 16
+"""How many elements of an array are compared at least, evenly spaced, where it has that many."""
+
+Elements = np.ndarray[Any, np.dtype[Any]]
+
+
+class HeldWeights:
+    """The weights of some parameters as a store has left them: the first copy of each."""
+
+    def __init__(self, params: Mapping[Key, Parameter]) -> None:
+        self._params = dict(params)
+        self._parameters = list(params.values())
+        self._tensors = [each.first for each in self._parameters if hasattr(each.first, "data_ptr")]
+        self._places: list[int] = []
+        self._views: dict[str, list[Elements]] = {}
+        """Elements in the arrays' own memory, by their size."""
+        self._ranges: dict[Key, tuple[str, slice]] = {}
+        """Where those of a key are among those of their size."""
+        self._left: dict[str, Elements] = {}
+        self._num_sets: list[int] = []
+
+    def note(self) -> None:
+        """What is there now is the store's."""
+        if not self._num_sets:
+            self._look()
+        self._left = self._present()
+        self._num_sets = self._sets()
+
+    def changed(self) -> list[Key]:
+        """The keys that have other values than at the last ``note``; none before the first."""
+        if not self._num_sets:
+            return []
+        if self._places != self._present_places():
+            self._look()  # tensor.data = x
+        now, sets = self._present(), self._sets()
+        is_same = sets == self._num_sets and all(
+            np.array_equal(each, self._left[size]) for size, each in now.items()
+        )
+        if is_same:
+            return []
+        was_set = [one != other for one, other in zip(sets, self._num_sets, strict=True)]
+        return [
+            key
+            for key, is_set in zip(self._params, was_set, strict=True)
+            if is_set or self._differs(key, now)
+        ]
+
+    def value(self, key: Key) -> Array:
+        """The first copy of a weight."""
+        return self._params[key].first
+
+    def _sets(self) -> list[int]:
+        return [parameter.num_sets for parameter in self._parameters]
+
+    def _present_places(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._tensors]
+
+    def _look(self) -> None:
+        """Find the elements to compare."""
+        self._places = self._present_places()
+        self._views = {}
+        ends: dict[str, int] = {}
+        for key, parameter in self._params.items():
+            view = _elements(parameter.first)
+            size = view.dtype.str
+            self._views.setdefault(size, []).append(view)
+            start = ends.get(size, 0)
+            ends[size] = start + len(view)
+            self._ranges[key] = size, slice(start, ends[size])
+
+    def _present(self) -> dict[str, Elements]:
+        return {size: np.concatenate(views) for size, views in self._views.items()}
+
+    def _differs(self, key: Key, now: Mapping[str, Elements]) -> bool:
+        size, its = self._ranges[key]
+        return not np.array_equal(now[size][its], self._left[size][its])
+
+
+def _elements(array: Array) -> Elements:
+    """The bits of some elements as unsigned integers, in the array's memory where it has some."""
+    nothing: Elements = np.zeros(0, np.uint8)
+    if not (type(array) is np.ndarray or hasattr(array, "data_ptr")):
+        return nothing  # reading an mx.nd array would wait for its values
+    adapter = adapter_for(array)
+    memory = adapter.memory(array)
+    if memory is None:
+        return nothing
+    bits = memory.view(f"u{min(adapter.dtype(array).itemsize, 8)}")
+    return bits[:: max(1, len(bits) // ELEMENTS)]

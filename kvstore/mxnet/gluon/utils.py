@@ -1,0 +1,162 @@
+"""``mx.gluon.utils``: split a batch over devices, and clip gradients.
+
+Pure functions over arrays that the caller owns; no threads. ``FeedForward`` has a rule of its
+own, by work loads (``fit/network.py``). Source of names and rule: ``python/mxnet/gluon/utils.py``
+of MXNet 1.9.1.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for, adapter_on
+from kvstore.arrays.context import Context
+from kvstore.arrays.dtypes import accumulation_dtype
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
+from kvstore.mxnet.nd.ndarray import NDArray
+
+__all__ = ["clip_global_norm", "split_and_load", "split_data"]
+
+
+def split_data(
+    data: Array, num_slice: int, batch_axis: int = 0, even_split: bool = True
+) -> list[Array]:
+    """Cut ``data`` along ``batch_axis`` into ``num_slice`` neighbouring slices, in order.
+
+    Any array with NumPy's slicing: of NumPy, PyTorch, JAX, CuPy or ``mx.nd``. The slices are
+    of its library, on its device, and views where the library makes views. Without
+    ``even_split`` the first ``size % num_slice`` ones have one sample more than the others.
+
+    Raises ``ArgumentValueError`` (a ``ValueError``) when the samples do not divide evenly and
+    ``even_split`` is set, when there are fewer samples than slices, and for an axis that the
+    array does not have; ``ArgumentTypeError`` for what is not an array.
+    """
+    size = _batch_size(data, batch_axis)
+    _check_number("num_slice", num_slice)
+    length, longer = divmod(size, num_slice)
+    if even_split and longer:
+        raise ArgumentValueError(
+            f"a batch of {size} samples cannot be cut evenly into {num_slice} slices; take a "
+            f"batch of a multiple of {num_slice}, or even_split=False"
+        )
+    if length == 0:
+        raise ArgumentValueError(
+            f"a batch of {size} samples leaves some of {num_slice} slices empty; take a larger "
+            "batch or fewer slices"
+        )
+    slices = []
+    stop = 0
+    for index in range(num_slice):
+        start, stop = stop, stop + length + (index < longer)
+        slices.append(data[(slice(None),) * batch_axis + (slice(start, stop),)])
+    return slices
+
+
+def split_and_load(
+    data: Array,
+    ctx_list: Sequence[Context],
+    batch_axis: int = 0,
+    even_split: bool = True,
+) -> list[Array]:
+    """``split_data`` into one slice for each context, each brought there.
+
+    A tensor of PyTorch and an ``mx.nd.NDArray`` stay what they are; other arrays become CuPy's
+    on a GPU, and NumPy's on a CPU unless they live there already. What is on its context
+    already is not copied. Raises as ``split_data`` does, and ``ArgumentTypeError`` for a list
+    that holds anything but contexts.
+    """
+    if not isinstance(ctx_list, list | tuple):
+        raise ArgumentTypeError(
+            f"ctx_list is a list of contexts such as [mx.cpu(0)], got {type(ctx_list).__name__}"
+        )
+    for context in ctx_list:
+        if not isinstance(context, Context):
+            raise ArgumentTypeError(f"ctx_list holds {context!r}, which is not a context")
+    slices = split_data(data, len(ctx_list), batch_axis, even_split)
+    return [_loaded(part, context) for part, context in zip(slices, ctx_list, strict=True)]
+
+
+def clip_global_norm(
+    arrays: Sequence[Array], max_norm: float, check_isfinite: bool = True
+) -> float:
+    """Scale arrays in place, so that the norm of all their elements is at most ``max_norm``.
+
+    For gradients between ``Trainer.allreduce_grads`` and ``update``; those are not divided by
+    the batch size yet. Arrays are of any library and device, writable, and stay the caller's.
+    Returns the norm before, the root of the sum of all squares, as a float (also without
+    ``check_isfinite``, where MXNet gives an array). They are scaled by
+    ``max_norm / (norm + 1e-8)``, if that is less than 1. When the norm is NaN or infinite, a
+    ``UserWarning`` is given unless ``check_isfinite`` is False; the arrays are then undefined.
+
+    Raises ``ArgumentTypeError`` for what is not a writable array, and ``ArgumentValueError`` for no
+    arrays or a negative ``max_norm``; then nothing has changed.
+    """
+    if not isinstance(arrays, list | tuple) or not arrays:
+        raise ArgumentValueError("clip_global_norm takes a list of at least one array")
+    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float | np.number):
+        raise ArgumentTypeError(f"max_norm must be a number, got {max_norm!r}")
+    if not max_norm >= 0:
+        raise ArgumentValueError(f"max_norm must not be negative, got {max_norm}")
+    adapters = [adapter_for(array) for array in arrays]
+    for adapter, array in zip(adapters, arrays, strict=True):
+        adapter.dtype(array)
+        refusal = adapter.why_read_only(array)
+        if refusal is not None:
+            raise ArgumentTypeError(f"an array cannot be scaled: {refusal}")
+    norm = math.sqrt(sum(map(_sum_of_squares, arrays)))
+    if check_isfinite and not math.isfinite(norm):
+        warnings.warn(
+            "the norm of the gradients is NaN or infinite; what clipping makes of them is "
+            "undefined",
+            UserWarning,
+            stacklevel=2,
+        )
+    factor = float(max_norm) / (norm + 1e-8)
+    if not factor >= 1.0:
+        for adapter, array in zip(adapters, arrays, strict=True):
+            with adapter.on(adapter.context(array)):
+                scalar = accumulation_dtype(adapter.dtype(array)).type(factor)
+                adapter.assign(adapter.view(array) * scalar, array)
+    return norm
+
+
+def _sum_of_squares(array: Array) -> float:
+    """In float64, so that neither squares of float16 nor sums of many leave the range."""
+    adapter = adapter_for(array)
+    with adapter.on(adapter.context(array)):
+        flat = adapter.view(array).reshape(-1).astype(np.float64)
+        return float(flat @ flat)
+
+
+def _batch_size(data: Array, batch_axis: int) -> int:
+    shape = adapter_for(data).shape(data)
+    if isinstance(batch_axis, bool) or not isinstance(batch_axis, int):
+        raise ArgumentTypeError(f"batch_axis must be an int, got {batch_axis!r}")
+    if not 0 <= batch_axis < len(shape):
+        raise ArgumentValueError(f"an array of shape {shape} has no axis {batch_axis}")
+    return shape[batch_axis]
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be an int, got {value!r}")
+    if value < 1:
+        raise ArgumentValueError(f"{name} must be at least 1, got {value}")
+
+
+def _loaded(part: Array, context: Context) -> Array:
+    if isinstance(part, NDArray):
+        return part.as_in_context(context)
+    adapter = adapter_for(part)
+    home = adapter.context(part)
+    if home == context or home.device_type == context.device_type == "cpu":
+        return part
+    if hasattr(part, "requires_grad"):  # a tensor: it knows its way by itself
+        on_gpu = context.device_type == "gpu"
+        return part.to(f"cuda:{context.device_id}" if on_gpu else "cpu")
+    return adapter_on(context).to_context(part, context)

@@ -1,0 +1,253 @@
+"""``NDArrayIter``: batches of arrays in host memory, in MXNet's form.
+
+A loop of one's own can iterate over it; ``FeedForward`` takes the arrays out of it and deals
+them out among workers itself. Plain Python: no thread, and the arrays are only read. An object
+belongs to one thread at a time. Read next: ``model.py``.
+
+Source of names and meaning: ``python/mxnet/io/io.py`` of the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import ArgumentValueError, NotSupportedError
+from kvstore.errors.hints import missing
+from kvstore.mxnet import nd
+
+__all__ = ["DataBatch", "DataDesc", "NDArrayIter"]
+
+HANDLINGS = ("pad", "discard", "roll_over")
+
+HostArray = NDArray[Any]
+
+
+class _NameAndShape(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+
+
+class DataDesc(_NameAndShape):
+    """The name and shape of a batch's array, as a pair; with its ``dtype`` and ``layout``."""
+
+    dtype: Any
+    layout: str | None
+
+    def __new__(
+        cls,
+        name: str,
+        shape: Sequence[int],
+        dtype: Any = np.float32,
+        layout: str | None = "NCHW",
+    ) -> DataDesc:
+        made = super().__new__(cls, name, tuple(shape))
+        made.dtype, made.layout = np.dtype(dtype), layout
+        return made
+
+    def __repr__(self) -> str:
+        return f"DataDesc[{self.name},{self.shape},{self.dtype},{self.layout}]"
+
+
+@dataclass(eq=False)
+class DataBatch:
+    """A batch: lists of arrays, as MXNet has them."""
+
+    data: list[Any]
+    label: list[Any] | None = None
+    pad: int = 0
+    """How many of the last samples are there to fill the batch only."""
+    index: HostArray | None = None
+    """Which samples these are."""
+    bucket_key: Any = None
+    provide_data: list[DataDesc] | None = None
+    provide_label: list[DataDesc] | None = None
+
+
+class NDArrayIter:
+    """Iterates over ``data`` (n, ...) and ``label`` (n, ...) in batches of ``batch_size``.
+
+    Both are an array of any library on the host, a list of them, or a dict with a name for each;
+    others are named by ``data_name`` and ``label_name``. They are not copied; a batch has new
+    ``mx.nd`` arrays in its lists: of float32, or the dtype of NDArrays that were given.
+
+    With ``shuffle`` each pass has its own order, by ``seed``; ``idx`` is that of the present one.
+    What is left at the end of a pass is filled with samples from its start (``pad``), left out
+    (``discard``), or kept for the start of the next pass (``roll_over``), as
+    ``last_batch_handle`` says. Raises ``ArgumentValueError`` for what does not fit, and
+    ``NotSupportedError`` for a ``layout`` that does not begin with N.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        label: Any = None,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        last_batch_handle: str = "pad",
+        data_name: str = "data",
+        label_name: str = "softmax_label",
+        layout: str = "NCHW",
+        *,
+        seed: int = 0,
+    ) -> None:
+        self._data = _named("data", data, data_name)
+        self._label = {} if label is None else _named("label", label, label_name)
+        if not self._data:
+            raise ArgumentValueError("data must be an array or a non-empty list or dict of arrays")
+        first = next(iter(self._data.values())).values
+        is_small = last_batch_handle == "pad" or batch_size <= first.shape[0]
+        if not first.shape[0] or batch_size < 1 or not is_small:
+            raise ArgumentValueError(
+                f"data must be (n, ...) with n of at least the batch size, got the shape "
+                f"{first.shape} and batches of {batch_size}; last_batch_handle='pad' fills up"
+            )
+        for name, each in (self._data | self._label).items():
+            if each.values.shape[0] != first.shape[0]:
+                raise ArgumentValueError(
+                    f"data and label need equally many rows, got {first.shape} and "
+                    f"{each.values.shape} of {name!r}"
+                )
+        if last_batch_handle not in HANDLINGS:
+            raise ArgumentValueError(
+                f"last_batch_handle is one of {', '.join(HANDLINGS)}, got {last_batch_handle!r}"
+            )
+        if not layout.startswith("N"):
+            raise NotSupportedError(f"the first axis must be that of samples, got {layout!r}")
+        self.batch_size = batch_size
+        self.num_data = first.shape[0]
+        self.shuffle = shuffle
+        self.last_batch_handle = last_batch_handle
+        self.layout = layout
+        self._rng = np.random.default_rng(seed)
+        self.hard_reset()
+
+    @property
+    def data(self) -> list[tuple[str, nd.NDArray]]:
+        """Names and arrays, copied, in the order of this pass."""
+        return [(name, each.batch(self.idx)) for name, each in self._data.items()]
+
+    @property
+    def label(self) -> list[tuple[str, nd.NDArray]]:
+        """The same of the labels; empty without."""
+        return [(name, each.batch(self.idx)) for name, each in self._label.items()]
+
+    @property
+    def provide_data(self) -> list[DataDesc]:
+        """The names and shapes of a batch's ``data``."""
+        return [each.described(name, self) for name, each in self._data.items()]
+
+    @property
+    def provide_label(self) -> list[DataDesc]:
+        """The names and shapes of a batch's ``label``; empty without."""
+        return [each.described(name, self) for name, each in self._label.items()]
+
+    def __iter__(self) -> NDArrayIter:
+        return self
+
+    def __next__(self) -> DataBatch:
+        chosen, pad = next(self._batches)
+        data = [each.batch(chosen) for each in self._data.values()]
+        label = [each.batch(chosen) for each in self._label.values()]
+        return DataBatch(data, label, pad, chosen)
+
+    def next(self) -> DataBatch:
+        """The next batch; raises ``StopIteration`` at the end of a pass."""
+        return next(self)
+
+    def reset(self) -> None:
+        """Begin the next pass."""
+        self.idx = self._rng.permutation(self.num_data) if self.shuffle else self._in_order()
+        self._batches = self._pass()
+
+    def hard_reset(self) -> None:
+        """Begin a pass without what was kept for it."""
+        self._left = np.zeros(0, np.int64)
+        self.reset()
+
+    # -- for FeedForward -------------------------------------------------------------------
+
+    def sources(self) -> tuple[HostArray, HostArray | None]:
+        """The array of samples and that of labels as they were given, in NumPy's memory.
+
+        Raises ``ArgumentValueError`` where there are several of one kind.
+        """
+        for what, arrays in (("data", self._data), ("label", self._label)):
+            if len(arrays) > 1:
+                raise ArgumentValueError(
+                    f"FeedForward takes an iterator with one array of data and one of labels; "
+                    f"{what} has {len(arrays)}: {', '.join(map(repr, arrays))}"
+                )
+        labels = [each.values for each in self._label.values()]
+        return next(iter(self._data.values())).values, labels[0] if labels else None
+
+    def on_host(self) -> Iterator[DataBatch]:
+        """The batches that are still to come, with NumPy arrays of the dtypes that were given."""
+        for chosen, pad in self._batches:
+            data = [each.values[chosen] for each in self._data.values()]
+            yield DataBatch(data, [each.values[chosen] for each in self._label.values()], pad)
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _in_order(self) -> NDArray[np.int64]:
+        return np.arange(self.num_data)
+
+    def _pass(self) -> Iterator[tuple[NDArray[np.int64], int]]:
+        """Which samples each batch has, and how many of them are there to fill it only."""
+        size = self.batch_size
+        order = np.concatenate([self._left, self.idx])
+        self._left = np.zeros(0, np.int64)
+        whole = len(order) - len(order) % size
+        for at in range(0, whole, size):
+            yield order[at : at + size], 0
+        rest = order[whole:]
+        if len(rest) and self.last_batch_handle == "pad":
+            pad = size - len(rest)
+            yield np.concatenate([rest, np.resize(order, pad)]), pad
+        elif self.last_batch_handle == "roll_over":
+            self._left = rest
+
+
+class _Source(NamedTuple):
+    """An array of which batches are made, as it was given."""
+
+    values: HostArray
+    dtype: Any
+
+    def batch(self, chosen: NDArray[np.int64]) -> nd.NDArray:
+        return nd.array(self.values[chosen], dtype=self.dtype)
+
+    def described(self, name: str, owner: NDArrayIter) -> DataDesc:
+        shape = (owner.batch_size, *self.values.shape[1:])
+        return DataDesc(name, shape, self.dtype, owner.layout)
+
+
+def _named(what: str, given: Any, name: str) -> dict[str, _Source]:
+    """The arrays of ``data`` or ``label`` by their names, which are in order."""
+    if isinstance(given, Mapping):
+        arrays = dict(sorted(given.items()))
+    elif isinstance(given, list | tuple) and given and all(hasattr(one, "shape") for one in given):
+        single = len(given) == 1
+        arrays = {name if single else f"_{at}_{name}": one for at, one in enumerate(given)}
+    else:
+        arrays = {name: given}
+    sources = {
+        key: _Source(
+            np.asarray(one), one.dtype if isinstance(one, nd.NDArray) else np.dtype(np.float32)
+        )
+        for key, one in arrays.items()
+    }
+    for key, source in sources.items():
+        if not source.values.ndim:
+            raise ArgumentValueError(f"{what} must be (n, ...), got a single number as {key!r}")
+    return sources
+
+
+if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+
+    def __getattr__(name):
+        raise missing("kvstore.io", name, __all__)

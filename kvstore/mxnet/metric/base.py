@@ -1,0 +1,271 @@
+"""The base class of metrics: a sum, the number of things it is over, and a name.
+
+An object belongs to one thread at a time. Predictions and labels are only read, and may live on
+any device and belong to any library that the stores take; formulas see NumPy arrays. Read next:
+``sums.py``, the metrics that are sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, NamedTuple, TypeVar, overload
+
+import numpy
+from numpy.typing import NDArray
+
+from kvstore.arrays import adapter_for
+from kvstore.arrays.dtypes import is_bfloat16
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
+from kvstore.errors.hints import did_you_mean
+
+HostArray = NDArray[Any]
+Arrays = Any
+"""One array, or a list of them."""
+Names = Sequence[str] | None
+
+
+class BatchResult(NamedTuple):
+    """What a training step knows of its batch before it updates."""
+
+    labels: HostArray
+    loss_sum: float
+    correct_count: int
+    predictions: HostArray | None
+    """(n, classes), in the order of the labels; None where no metric asked for them."""
+
+
+class EvalMetric:
+    """Base of all metrics. A subclass defines ``update`` and adds to the two numbers::
+
+        @mx.metric.register
+        class Misses(mx.metric.EvalMetric):
+            def __init__(self, name="misses", output_names=None, label_names=None):
+                super().__init__(name, output_names, label_names)
+
+            def update(self, labels, preds):
+                for label, pred in zip(labels, preds):
+                    self.sum_metric += (pred.argmax(axis=1) != label).sum()
+                    self.num_inst += len(label)
+
+    The value is ``sum_metric / num_inst``, NaN when nothing was counted. ``reset`` forgets
+    everything; ``reset_local`` begins to count anew for ``get``, and ``get_global`` still has
+    all since ``reset``. So something that is shown every few batches does not disturb what is
+    said of the whole epoch. A subclass that adds to ``global_sum_metric`` and
+    ``global_num_inst`` by itself says so by ``has_global_stats=True``, as in MXNet.
+
+    ``output_names`` and ``label_names`` choose what ``update_dict`` takes out of its mappings;
+    None takes all. Further keywords are kept for ``get_config``.
+    """
+
+    needs_predictions: bool = True
+    sum_metric: float = 0.0
+    num_inst: float = 0
+    global_sum_metric: float = 0.0
+    global_num_inst: float = 0
+
+    def __init__(
+        self,
+        name: str,
+        output_names: Names = None,
+        label_names: Names = None,
+        *,
+        has_global_stats: bool = False,
+        **config: Any,
+    ) -> None:
+        self.name = str(name)
+        self.output_names = output_names
+        self.label_names = label_names
+        self._has_global_stats = has_global_stats
+        self._config = config
+        self.reset()
+
+    def update(self, labels: Arrays, preds: Arrays) -> None:
+        """Count more samples: lists of parallel arrays, labels (n,), predictions (n, classes)."""
+        raise NotImplementedError(f"{type(self).__name__} does not define update()")
+
+    def update_batch(self, result: BatchResult) -> None:
+        """Count a batch of a fit."""
+        assert result.predictions is not None, "needs_predictions is True"
+        self.update([result.labels], [result.predictions])
+
+    def update_dict(self, label: Mapping[str, Any], pred: Mapping[str, Any]) -> None:
+        """Count arrays by their names: those of ``label_names`` and ``output_names``, or all."""
+        self.update(
+            _chosen("label_names", self.label_names, label),
+            _chosen("output_names", self.output_names, pred),
+        )
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.global_sum_metric, self.global_num_inst = 0.0, 0
+        self.sum_metric, self.num_inst = 0.0, 0
+
+    def reset_local(self) -> None:
+        """Begin anew for ``get``; ``get_global`` forgets nothing."""
+        if not self._has_global_stats:
+            self.global_sum_metric += self.sum_metric
+            self.global_num_inst += self.num_inst
+        self.sum_metric, self.num_inst = 0.0, 0
+
+    def get(self) -> tuple[Any, Any]:
+        """Name and value since the last reset of either kind; a list of each if composite."""
+        return self.name, ratio(self.sum_metric, self.num_inst)
+
+    def get_global(self) -> tuple[Any, Any]:
+        """Name and value since ``reset``."""
+        total, number = self.global_sum_metric, self.global_num_inst
+        if not self._has_global_stats:
+            total, number = total + self.sum_metric, number + self.num_inst
+        return self.name, ratio(total, number)
+
+    def get_name_value(self) -> list[tuple[str, float]]:
+        """``get`` as a list of pairs."""
+        return _pairs(self.get())
+
+    def get_global_name_value(self) -> list[tuple[str, float]]:
+        """``get_global`` as a list of pairs."""
+        return _pairs(self.get_global())
+
+    def get_config(self) -> dict[str, Any]:
+        """What ``create`` makes an equal metric of, as a mapping or, by ``json.dumps``, a text."""
+        return {
+            **self._config,
+            "metric": type(self).__name__,
+            "name": self.name,
+            "output_names": self.output_names,
+            "label_names": self.label_names,
+        }
+
+    def _count(self, total: float, number: float) -> None:
+        """Add to the sums, for ``get`` and ``get_global`` alike."""
+        self.sum_metric += total
+        self.num_inst += number
+        self.global_sum_metric += total
+        self.global_num_inst += number
+
+    def __repr__(self) -> str:
+        return f"EvalMetric: {dict(self.get_name_value())}"
+
+
+_Class = TypeVar("_Class", bound=type[EvalMetric])
+_registry: dict[str, type[EvalMetric]] = {}
+
+
+@overload
+def register(klass: _Class, name: str | None = None) -> _Class: ...
+
+
+@overload
+def register(klass: str, *aliases: str) -> Callable[[_Class], _Class]: ...
+
+
+def register(klass: Any, *names: Any, name: str | None = None) -> Any:
+    """Class decorator: ``create`` finds the class by its name, in any case.
+
+    ``@register`` as in MXNet, or ``@register("alias", ...)`` for further names. ``name`` is the
+    one name to take instead of the class's. Returns the class. Raises ``ArgumentTypeError``.
+    """
+    if isinstance(klass, str):
+        return lambda cls: alias(klass, *names)(register(cls))
+    if not (isinstance(klass, type) and issubclass(klass, EvalMetric)):
+        raise ArgumentTypeError(
+            f"register takes a class that derives from mx.metric.EvalMetric, or further names "
+            f"for one; got {klass!r}"
+        )
+    given = (*names, name or klass.__name__)[0]
+    _registry[given.lower()] = klass
+    return klass
+
+
+def alias(*aliases: str) -> Callable[[_Class], _Class]:
+    """Class decorator: ``create`` finds the class by these names too. Returns the class."""
+
+    def add(cls: _Class) -> _Class:
+        for each in aliases:
+            register(cls, each)
+        return cls
+
+    return add
+
+
+def registered(name: str) -> type[EvalMetric]:
+    """The class of this name. Raises ``ArgumentValueError``, which lists the names."""
+    cls = _registry.get(name.lower())
+    if cls is None:
+        raise ArgumentValueError(
+            f"no metric is named {name!r}; known: {', '.join(sorted(_registry))}"
+            f"{did_you_mean(name.lower(), _registry)}"
+        )
+    return cls
+
+
+def check_label_shapes(
+    labels: Any, preds: Any, wrap: bool = False, shape: bool = False
+) -> tuple[Any, Any]:
+    """Raise ``ArgumentValueError`` unless there are as many labels as predictions.
+
+    With ``shape`` their shapes must be equal, else their lengths. Returns both, single arrays
+    in a list of one with ``wrap``.
+    """
+    found = (labels.shape, preds.shape) if shape else (len(labels), len(preds))
+    if found[0] != found[1]:
+        raise ArgumentValueError(
+            f"a metric needs as many labels as predictions, got {found[0]} and {found[1]}"
+        )
+    return (listed(labels), listed(preds)) if wrap else (labels, preds)
+
+
+def host_pairs(labels: Arrays, preds: Arrays) -> list[tuple[HostArray, HostArray]]:
+    """Pairs of NumPy arrays of the same length."""
+    several, answers = on_host(labels), on_host(preds)
+    check_label_shapes(several, answers)
+    for label, pred in zip(several, answers, strict=True):
+        check_label_shapes(as_rows(label), as_rows(pred))
+    return list(zip(several, answers, strict=True))
+
+
+def on_host(arrays: Arrays) -> list[HostArray]:
+    """Each array as NumPy's."""
+    return [_to_host(each) for each in listed(arrays)]
+
+
+def as_rows(array: HostArray) -> Sized:
+    """The array itself; a single number as one row."""
+    return array if array.ndim else array.reshape(1)
+
+
+def listed(arrays: Arrays) -> list[Any]:
+    """One array as a list of it."""
+    return list(arrays) if isinstance(arrays, list | tuple) else [arrays]
+
+
+def ratio(total: float, number: float) -> float:
+    """The mean, NaN of nothing."""
+    return total / number if number else math.nan
+
+
+def _to_host(array: Any) -> HostArray:
+    if isinstance(array, numpy.ndarray | numpy.generic | list | tuple | int | float):
+        return numpy.asarray(array)
+    host = adapter_for(array).to_host(array)
+    return host.astype(numpy.float32) if is_bfloat16(host.dtype) else host
+
+
+def _chosen(what: str, names: Names, arrays: Mapping[str, Any]) -> list[Any]:
+    if names is None:
+        return list(arrays.values())
+    absent = [name for name in names if name not in arrays]
+    if absent:
+        raise ArgumentValueError(
+            f"{what} asks for {', '.join(map(repr, absent))}; there are "
+            f"{', '.join(map(repr, arrays)) or 'no arrays'}"
+        )
+    return [arrays[name] for name in names]
+
+
+def _pairs(named: tuple[Any, Any]) -> list[tuple[str, float]]:
+    names, values = named
+    if not isinstance(names, list):
+        return [(names, values)]
+    return list(zip(names, values, strict=True))

@@ -1,0 +1,476 @@
+"""``FeedForward``: train a network over devices and workers through a KVStore.
+
+Each batch is cut over the devices, every device computes gradients with its own copy of the
+parameters, and one ``pushpull`` moves the whole model: the store adds the gradients of all
+devices and workers, updates, and the new weights land in every copy. The same loop serves one
+device and a cluster. A fit that was saved at the end of an epoch continues from there to the same
+bits. Stores and callbacks are only called from the caller's thread. Read next:
+``mxnet/fit/loop.py`` for the loop, ``mxnet/fit/network.py`` for what a network must offer and how
+samples are dealt out, then ``examples/image_classification``.
+
+Source of names and flow: python/mxnet/model.py of the original (``FeedForward``, 1.x).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays.context import Context, cpu
+from kvstore.errors import NotSupportedError
+from kvstore.mxnet.callback import BatchEndParam, Checkpoint
+from kvstore.mxnet.fit.files import (
+    Prefix,
+    check_states,
+    load_checkpoint,
+    load_model,
+    save_checkpoint,
+    states_path,
+)
+from kvstore.mxnet.fit.loop import (
+    Callbacks,
+    Data,
+    Evaluation,
+    Labels,
+    Replica,
+    Samples,
+    Training,
+    Validation,
+    as_list,
+    checked_eval_data,
+    checked_pair,
+    is_iterator,
+    takes_four,
+)
+from kvstore.mxnet.fit.network import (
+    START,
+    EpochPlan,
+    HostArray,
+    Initializer,
+    Network,
+    Progress,
+    StatefulNetwork,
+    check_network,
+    checked_data,
+    describe_data,
+    initial_aux,
+    initial_params,
+    rescale_grad,
+    shard,
+    split_input_slice,
+)
+from kvstore.mxnet.fit.store import Here, OnStore, Updates, adds_all_workers, agree, opened
+from kvstore.mxnet.fit.store import create_kvstore as _create_kvstore
+from kvstore.mxnet.io import NDArrayIter
+from kvstore.mxnet.metric import MetricLike
+from kvstore.mxnet.metric import create as create_metric
+from kvstore.optimizer import Optimizer
+from kvstore.optimizer import create as create_optimizer
+from kvstore.optimizer.scripted import check_travels
+from kvstore.stores.base import KVStore, KVStoreBase
+from kvstore.stores.sharding import as_int
+from pslite.errors import ClosedError, UsageError
+
+__all__ = [
+    "BatchEndParam",
+    "FeedForward",
+    "Initializer",
+    "Network",
+    "Progress",
+    "StatefulNetwork",
+    "_create_kvstore",
+    "load_checkpoint",
+    "save_checkpoint",
+    "shard",
+    "split_input_slice",
+]
+
+EpochCallbacks = Callable[..., Any] | Sequence[Callable[..., Any]] | None
+
+_logger = logging.getLogger(__name__)
+
+
+class FeedForward:
+    """A network, its parameters, and how to train it.
+
+    ``symbol`` is the network (see ``Network``), ``ctx`` one device or a list of them,
+    ``numpy_batch_size`` the samples per step of this worker over all its devices, and
+    ``epoch_size`` the batches of an epoch, where it is not one visit to all samples.
+    ``arg_params`` holds the parameters as NumPy arrays, None until they are given or made; a
+    fit starts from them and replaces them. ``aux_params`` is the same for what is not trained
+    (see ``StatefulNetwork``). ``optimizer`` is a registered name, created with
+    ``optimizer_params``, or a ready ``Optimizer``, whose ``rescale_grad`` then is the caller's
+    business. Equal seeds give equal first values and equal orders of samples.
+
+    One thread at a time may use an object.
+    """
+
+    def __init__(
+        self,
+        symbol: Network | StatefulNetwork,
+        ctx: Context | Sequence[Context] | None = None,
+        num_epoch: int | None = None,
+        epoch_size: int | None = None,
+        optimizer: str | Optimizer = "sgd",
+        initializer: Initializer | None = None,
+        numpy_batch_size: int = 128,
+        arg_params: dict[str, HostArray] | None = None,
+        aux_params: dict[str, HostArray] | None = None,
+        allow_extra_params: bool = False,
+        begin_epoch: int = 0,
+        *,
+        seed: int = 0,
+        **optimizer_params: Any,
+    ) -> None:
+        if isinstance(optimizer, Optimizer) and optimizer_params:
+            raise UsageError(
+                f"{', '.join(optimizer_params)} would have no effect on a ready optimizer; give "
+                f"its name instead, or the numbers when you create it"
+            )
+        for name, number in (
+            ("num_epoch", num_epoch),
+            ("begin_epoch", begin_epoch),
+            ("seed", seed),
+        ):
+            if number is not None:
+                as_int(name, number)
+        for name, number in (("numpy_batch_size", numpy_batch_size), ("epoch_size", epoch_size)):
+            if number is not None and as_int(name, number) < 1:
+                raise UsageError(f"{name} must be at least 1, got {number}")
+        check_network(symbol)
+        self.symbol = symbol
+        self.ctx = [cpu()] if ctx is None else [ctx] if isinstance(ctx, Context) else list(ctx)
+        self.num_epoch = num_epoch
+        self.epoch_size = epoch_size
+        self.optimizer = optimizer
+        self.initializer = initializer
+        self.numpy_batch_size = numpy_batch_size
+        self.arg_params = arg_params
+        self.aux_params = aux_params
+        self.allow_extra_params = allow_extra_params
+        self.begin_epoch = begin_epoch
+        self.seed = seed
+        self.optimizer_params = optimizer_params
+        self._load_states_from: Prefix | None = None
+        self._states: KVStore | None = None
+        self._rank = 0
+
+    @staticmethod
+    def create(
+        symbol: Network | StatefulNetwork,
+        X: Any,  # noqa: N803 (the original's name)
+        y: Any = None,
+        ctx: Context | Sequence[Context] | None = None,
+        num_epoch: int | None = None,
+        epoch_size: int | None = None,
+        optimizer: str | Optimizer = "sgd",
+        initializer: Initializer | None = None,
+        *of_fit: Any,
+        **arguments: Any,
+    ) -> FeedForward:
+        """Make a model and fit it. ``arguments`` are those of ``fit`` and of ``FeedForward``.
+
+        Further positions are those of ``fit`` from ``eval_data`` on, but for ``monitor``.
+        """
+        names = [name for name in inspect.signature(FeedForward.fit).parameters if name != "self"]
+        given = dict(zip((name for name in names[2:] if name != "monitor"), of_fit, strict=False))
+        given |= {name: arguments.pop(name) for name in names if name in arguments}
+        model = FeedForward(symbol, ctx, num_epoch, epoch_size, optimizer, initializer, **arguments)
+        model.fit(X, y, **given)
+        return model
+
+    def fit(
+        self,
+        X: Any,  # noqa: N803 (the original's name)
+        y: Any = None,
+        eval_data: Any = None,
+        eval_metric: MetricLike = "acc",
+        epoch_end_callback: EpochCallbacks = None,
+        batch_end_callback: Callbacks = None,
+        kvstore: KVStoreBase | str | None = "local",
+        logger: logging.Logger | None = None,
+        work_load_list: Sequence[float] | None = None,
+        monitor: None = None,
+        eval_end_callback: Callbacks = None,
+        eval_batch_end_callback: Callbacks = None,
+        *,
+        shuffle: bool = True,
+        shard: bool = True,
+    ) -> None:
+        """Train until ``num_epoch`` epochs are done, counted from 0 and not from ``begin_epoch``,
+        and keep the result in ``arg_params``.
+
+        ``X`` is (n, ...) of the dtype that the network takes, ``y`` (n,) of integers (or of floats
+        that are whole numbers), NumPy arrays that are only read; or ``X`` is an ``NDArrayIter`` of
+        both, whose ``batch_size`` and ``shuffle`` then count. ``eval_data`` is a pair of such
+        arrays or an ``NDArrayIter``. With a ``dist`` store every worker gives the full data and fit
+        deals them out (``kvstore.model.shard``); with ``shard=False`` each trains on what it gives,
+        and fit sees to an equal number of batches. A batch that runs out of samples is filled from
+        the start of the epoch's order.
+
+        ``eval_metric`` is whatever ``kvstore.metric.create`` takes. Metrics other than accuracy
+        and loss need a second forward pass for the training batches. Callbacks get a
+        ``Progress``; an ``epoch_end_callback`` that takes four arguments gets MXNet's epoch,
+        symbol, arg_params and aux_params instead. Both see ``arg_params`` of that moment.
+
+        A store given by name lives as long as the call; one that is passed in stays open and
+        serves one fit. ``work_load_list`` weighs the devices. In the end all workers wait for
+        each other and hold the store's final weights. The order of the arguments is MXNet's,
+        whose ``monitor`` must stay None. Raises ``UsageError`` for what does not fit together,
+        before the first batch, and the store's errors.
+        """
+        if monitor is not None:
+            raise NotSupportedError(
+                "monitor must be None: networks show their loss and metrics only; use "
+                "eval_metric and batch_end_callback"
+            )
+        if isinstance(X, NDArrayIter):
+            self.numpy_batch_size, shuffle = X.batch_size, X.shuffle
+        data = checked_pair(X, y)
+        if self.num_epoch is None:
+            raise UsageError("fit needs num_epoch, the number of epochs after which training stops")
+        slices = self._slices(work_load_list)
+        metric = create_metric(eval_metric)
+        # Another object: the training metric is still to be read when this one is reset.
+        own_metric = create_metric(copy.deepcopy(eval_metric))
+        validation = Validation(
+            None if eval_data is None else self._samples(*checked_eval_data(eval_data)),
+            Evaluation(own_metric, eval_batch_end_callback),
+            eval_end_callback,
+        )
+        params, aux = self._first_values(data[0].shape[1:])
+        with opened(kvstore) as store, ThreadPoolExecutor(len(slices)) as pool:
+            updates = self._updates(store)
+            plan = self._agree(store, data, shard, logger or _logger)
+            replicas = [
+                Replica(context, self.symbol, part, params, aux)
+                for context, part in zip(self.ctx, slices, strict=True)
+            ]
+            training = Training(updates, replicas, pool)
+            training.start(params)
+            self._load_states(updates)
+            for epoch in range(self.begin_epoch, self.num_epoch):
+                order = self._order(plan, len(data[1]), epoch, shuffle)
+                progress = training.run_epoch(epoch, order, data, metric, batch_end_callback)
+                self.arg_params, self.aux_params = training.gather()
+                progress = validation.end_epoch(replicas[0], progress)
+                if logger is not None:
+                    logger.info("%s", progress)
+                self._end_epoch(updates, progress, epoch_end_callback)
+            training.finish()
+            self.arg_params = replicas[0].to_host()
+        self._states = updates.states if store is kvstore else None
+
+    def score(
+        self,
+        X: Any,  # noqa: N803 (the original's name)
+        eval_metric: MetricLike = "acc",
+        num_batch: int | None = None,
+        batch_end_callback: Callbacks = None,
+        reset: bool = True,
+        *,
+        y: Any = None,
+    ) -> Any:
+        """The value of a metric, accuracy by default: the share of the samples whose most likely
+        class is their label. A list of values for a list of metrics.
+
+        ``X`` is an ``NDArrayIter``, or any iterator of such batches, which is begun anew unless
+        ``reset`` is False; or it is an array, whose labels are ``y``. ``model.score(X, y)`` will
+        do too, since no metric is an array. ``num_batch`` stops earlier. Raises ``UsageError``
+        when there are no parameters yet, and for what does not fit.
+        """
+        if y is None and hasattr(eval_metric, "shape"):
+            y, eval_metric = eval_metric, "acc"
+        if not is_iterator(X):
+            X, y = checked_data(X, y)  # noqa: N806
+        evaluation = Evaluation(create_metric(eval_metric), batch_end_callback)
+        start = Progress(self.begin_epoch, 0, 0, 0.0, float("nan"), float("nan"))
+        samples = self._samples(X, y, limit=num_batch, reset=reset)
+        evaluation.run(self._first_device(), samples, start)
+        return evaluation.metric.get_global()[1]
+
+    def predict(
+        self,
+        X: Any,  # noqa: N803 (the original's name)
+        num_batch: int | None = None,
+        return_data: bool = False,
+        reset: bool = True,
+    ) -> Any:
+        """Class probabilities, a new NumPy array (n, classes), computed on the first device.
+
+        ``X``, ``num_batch`` and ``reset`` as in ``score``, without labels. With ``return_data``
+        a tuple of them, the samples and the labels (None without some), in the order in which
+        an iterator gave them. Raises ``UsageError`` when there are no parameters yet.
+        """
+        replica = self._first_device()
+        samples = self._samples(X, limit=num_batch, reset=reset)
+        parts = [(replica.predict(x), x, y) for x, y in samples.batches()]
+        if not parts:
+            raise UsageError("the iterator is at its end and gives no batch; leave reset=True")
+        predictions = np.concatenate([part for part, _, _ in parts])
+        if not return_data:
+            return predictions
+        labels = [y for _, _, y in parts if y is not None]
+        data = np.concatenate([x for _, x, _ in parts])
+        return predictions, data, np.concatenate(labels) if labels else None
+
+    def save(self, prefix: Prefix, epoch: int | None = None) -> None:
+        """Write the parameters to ``PREFIX-0003.params``, for ``epoch`` 3 (``num_epoch``).
+
+        From an ``epoch_end_callback``, or after a fit while the store that was passed to it is
+        open, the optimizer's states go to ``PREFIX-0003.states`` too; a model that is loaded
+        continues with them. With several workers all may call it, and the lowest rank writes.
+        Raises ``CheckpointError``, and ``UsageError`` when there is nothing to save yet.
+        """
+        epoch = self.num_epoch if epoch is None else epoch
+        if epoch is None or epoch < 0 or self.arg_params is None:
+            raise UsageError(
+                f"there must be parameters (from fit or given) and an epoch of at least 0 to "
+                f"save, got epoch {epoch}"
+            )
+        if self._rank != 0:
+            return
+        # The states first, so that parameters that name them never lie there without them.
+        has_states = self._save_states(prefix, epoch)
+        save_checkpoint(
+            prefix, epoch, self.symbol, self.arg_params, self.aux_params, has_states=has_states
+        )
+
+    @staticmethod
+    def load(
+        prefix: Prefix,
+        epoch: int,
+        ctx: Context | Sequence[Context] | None = None,
+        *,
+        symbol: Network | StatefulNetwork,
+        **arguments: Any,
+    ) -> FeedForward:
+        """Load the model that ``save`` wrote; it continues at ``epoch``.
+
+        The network is code and not in the file, so it is given again, as is everything else
+        that ``FeedForward`` takes (``arguments``). ``fit`` loads the optimizer's states where
+        they were saved. With several workers all load, and rank 0's values count. Raises
+        ``CheckpointError``, also for states that were not saved with these parameters.
+        """
+        saved = load_model(prefix, epoch)
+        check_states(prefix, epoch, saved)
+        model = FeedForward(
+            symbol,
+            ctx,
+            **{
+                "arg_params": saved.arg_params,
+                "aux_params": saved.aux_params,
+                "begin_epoch": epoch,
+                **arguments,
+            },
+        )
+        model._load_states_from = states_path(prefix, epoch) if saved.has_states else None
+        return model
+
+    def _samples(self, x: Any, y: Any = None, **options: Any) -> Samples:
+        return Samples(x, y, batch_size=self.numpy_batch_size, **options)
+
+    def _slices(self, work_load_list: Sequence[float] | None) -> list[slice]:
+        loads = [1.0] * len(self.ctx) if work_load_list is None else list(work_load_list)
+        if len(loads) != len(self.ctx):
+            raise UsageError(
+                f"work_load_list has {len(loads)} numbers for {len(self.ctx)} devices; give one "
+                f"for each"
+            )
+        return split_input_slice(self.numpy_batch_size, loads)
+
+    def _first_values(
+        self, input_shape: tuple[int, ...]
+    ) -> tuple[dict[str, HostArray], dict[str, HostArray]]:
+        extra = self.allow_extra_params
+        params = initial_params(
+            self.symbol, input_shape, self.seed, self.initializer, self.arg_params, extra
+        )
+        aux = initial_aux(self.symbol, input_shape, self.aux_params, extra)
+        self.arg_params, self.aux_params = params, aux
+        return params, aux
+
+    def _first_device(self) -> Replica:
+        if self.arg_params is None:
+            raise UsageError("there are no parameters yet: call fit first, or give arg_params")
+        aux = self.aux_params or {}
+        return Replica(self.ctx[0], self.symbol, slice(None), self.arg_params, aux)
+
+    def _updates(self, store: KVStoreBase) -> Updates:
+        """Where updates happen: on the store when it is one of ours and can."""
+        self._rank = store.rank
+        if isinstance(store, KVStore) and store.is_capable(KVStore.OPTIMIZER):
+            return OnStore(store, self._make_optimizer(store))
+        return Here(store, self._make_optimizer(store))
+
+    def _make_optimizer(self, store: KVStoreBase) -> Optimizer:
+        if isinstance(self.optimizer, Optimizer):
+            return self.optimizer
+        kind = "dist_sync" if adds_all_workers(store) else store.type
+        factor = rescale_grad(kind, self.numpy_batch_size, store.num_workers)
+        made = create_optimizer(self.optimizer, **{"rescale_grad": factor, **self.optimizer_params})
+        check_travels(made)
+        return made
+
+    def _agree(
+        self, store: KVStoreBase, data: Data, sharded_here: bool, logger: logging.Logger
+    ) -> EpochPlan:
+        start = np.zeros(len(START), np.int64)
+        start[:4] = (
+            self.begin_epoch,
+            self.num_epoch or 0,
+            self.epoch_size or 0,
+            self._load_states_from is not None,
+        )
+        if sharded_here:  # other seeds would deal other shards out, which overlap
+            start[4] = self.seed % 2**62
+        described = describe_data(*data, self.numpy_batch_size)
+        plan = agree(store, described, start, sharded_here, logger)
+        return plan if self.epoch_size is None else plan._replace(num_batches=self.epoch_size)
+
+    def _order(self, plan: EpochPlan, num_samples: int, epoch: int, shuffle: bool) -> Labels:
+        return shard(
+            num_samples,
+            plan.rank,
+            plan.num_workers,
+            batch_size=self.numpy_batch_size,
+            num_batches=plan.num_batches,
+            seed=self.seed,
+            epoch=epoch,
+            shuffle=shuffle,
+        )
+
+    def _load_states(self, updates: Updates) -> None:
+        """Those of the checkpoint that this model was loaded from, once."""
+        if self._load_states_from is not None:
+            updates.states.load_optimizer_states(self._load_states_from)
+            self._load_states_from = None
+
+    def _save_states(self, prefix: Prefix, epoch: int) -> bool:
+        """Whether there was a store to save the optimizer's states from."""
+        if self._states is None:
+            return False
+        try:
+            self._states.save_optimizer_states(states_path(prefix, epoch))
+        except ClosedError:
+            self._states = None
+            return False
+        return True
+
+    def _end_epoch(self, updates: Updates, progress: Progress, callbacks: EpochCallbacks) -> None:
+        # Only now, since in the middle of an epoch states and arg_params are not of one moment.
+        self._states = updates.states
+        for callback in as_list(callbacks):
+            if isinstance(callback, Checkpoint):
+                callback.end_epoch(progress, self.save)
+            elif takes_four(callback):
+                callback(progress.epoch, self.symbol, self.arg_params, self.aux_params)
+            else:
+                callback(progress)
+        self._states = None

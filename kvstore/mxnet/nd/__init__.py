@@ -1,0 +1,433 @@
+"""``mx.nd``: the NDArrays that scripts for MXNet's KVStore are written in.
+
+::
+
+    import kvstore as mx
+
+    a = mx.nd.ones((2, 3), mx.cpu()) * 4      # float32, as everything here by default
+    a[:] = 8
+    a += 1
+    kv.push("w", a)
+    kv.pull("w", out=a)                       # returns at once ...
+    print(a.asnumpy())                        # ... and this waits for the values
+    mx.nd.waitall()
+
+Such a script moves over by changing its import. This is the part of MXNet's array library that
+a script around a KVStore touches, not a library for building networks: values on a CPU are
+NumPy's, on a GPU CuPy's, and NumPy's ufuncs work on both. The functions here make arrays or
+call the method of the same name; any thread may. ``NDArray``'s docstring says what else holds.
+Read next: ``ndarray.py``.
+
+Where it differs from MXNet: comparisons give bool; ``a[1:3]``, ``a[::2]`` and ``reshape`` share
+the array's memory, everything else is a copy; dtypes mix by NumPy's rules, in which a number,
+Python's or NumPy's, never changes the dtype of a float array. Nothing is saved to files here.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstore.arrays.context import Context
+from kvstore.arrays.dtypes import checked_shape
+from kvstore.arrays.pending import waitall
+from kvstore.errors import ArgumentTypeError
+from kvstore.errors.hints import missing
+from kvstore.mxnet import random
+from kvstore.mxnet.nd.methods import Axis, DType, Shape, checked_context, native_dtype, working_on
+from kvstore.mxnet.nd.ndarray import NDArray, checked_array, new_array
+from kvstore.sparse.array import RowSparseArray
+
+if TYPE_CHECKING:  # imported on first use, by __getattr__ below
+    from kvstore.mxnet.nd import sparse  # noqa: F401
+
+__all__ = [
+    "NDArray",
+    "abs",
+    "add",
+    "add_n",
+    "arange",
+    "argmax",
+    "array",
+    "broadcast_add",
+    "broadcast_div",
+    "broadcast_mul",
+    "broadcast_sub",
+    "broadcast_to",
+    "clip",
+    "concat",
+    "concatenate",
+    "divide",
+    "dot",
+    "empty",
+    "exp",
+    "expand_dims",
+    "flatten",
+    "full",
+    "log",
+    "max",
+    "maximum",
+    "mean",
+    "min",
+    "minimum",
+    "multiply",
+    "norm",
+    "ones",
+    "ones_like",
+    "random",
+    "random_normal",
+    "random_uniform",
+    "reshape",
+    "sign",
+    "split",
+    "sqrt",
+    "square",
+    "stack",
+    "subtract",
+    "sum",
+    "transpose",
+    "waitall",
+    "zeros",
+    "zeros_like",
+]
+
+# -- arrays from nothing ---------------------------------------------------------------------
+
+
+def array(source_array: Any, ctx: Context | None = None, dtype: DType = None) -> NDArray:
+    """A new array of these values on ``ctx``, by default the current context: ``cpu(0)``.
+
+    ``source_array`` is an array of any library that stores take, or numbers in nested lists.
+    ``dtype`` is that of an NDArray, else float32, also for arrays of float64 and integers. Of a
+    row-sparse array it makes another one (``sparse.array``).
+    Raises ``ArgumentTypeError`` for anything else.
+    """
+    if isinstance(source_array, RowSparseArray):
+        made: NDArray = _sparse().array(source_array, ctx, dtype)
+        return made
+    if isinstance(source_array, NDArray) and dtype is None:
+        dtype = source_array.dtype
+    return new_array(source_array, ctx, "float32" if dtype is None else dtype)
+
+
+def empty(
+    shape: Shape, ctx: Context | None = None, dtype: DType = "float32", stype: str | None = None
+) -> NDArray:
+    """A new array of whatever the memory held; a row-sparse one has no rows (see ``zeros``)."""
+    if stype not in (None, "default"):
+        return zeros(shape, ctx, dtype, stype)
+    return _made("empty", shape, ctx, dtype)
+
+
+def zeros(
+    shape: Shape, ctx: Context | None = None, dtype: DType = "float32", stype: str | None = None
+) -> NDArray:
+    """A new NDArray of zeros; with ``stype="row_sparse"`` a ``sparse.RowSparseNDArray``."""
+    if stype not in (None, "default"):
+        made: NDArray = _sparse().zeros(stype, shape, ctx, dtype)
+        return made
+    return _made("zeros", shape, ctx, dtype)
+
+
+def ones(
+    shape: Shape,
+    ctx: Context | None = None,
+    dtype: DType = "float32",
+    *,
+    stype: str | None = None,
+) -> NDArray:
+    """A new NDArray of ones; with ``stype="row_sparse"`` an array with all its rows."""
+    made = _made("ones", shape, ctx, dtype)
+    if stype not in (None, "default"):
+        made = made.tostype(stype)
+    return made
+
+
+def full(shape: Shape, val: float, ctx: Context | None = None, dtype: DType = "float32") -> NDArray:
+    """A new array of this number."""
+    made = _made("empty", shape, ctx, dtype)
+    made[:] = val
+    return made
+
+
+def arange(
+    start: float,
+    stop: float | None = None,
+    step: float = 1.0,
+    repeat: int = 1,
+    *,
+    ctx: Context | None = None,
+    dtype: DType = "float32",
+) -> NDArray:
+    """A new array of the numbers from ``start`` (or 0) up to ``stop``, each ``repeat`` times."""
+    first, end = (0, start) if stop is None else (start, stop)
+    return new_array(np.arange(first, end, step).repeat(repeat), ctx, dtype)
+
+
+def zeros_like(data: Any) -> NDArray:
+    """Zeros of the shape, dtype and device of ``data``; row-sparse if it is."""
+    if isinstance(data, RowSparseArray):
+        return zeros(data.shape, None, data.dtype, data.stype)
+    return zeros(checked_array(data).shape, data.context, data.dtype)
+
+
+def ones_like(data: Any) -> NDArray:
+    """Ones of the shape, dtype and device of ``data``."""
+    dense = _dense(data)
+    return ones(dense.shape, dense.context, dense.dtype)
+
+
+def random_uniform(
+    low: float = 0.0,
+    high: float = 1.0,
+    shape: Shape | None = None,
+    ctx: Context | None = None,
+    dtype: DType = None,
+    out: NDArray | None = None,
+) -> NDArray:
+    """``random.uniform`` with its arguments in another order, MXNet's of this name."""
+    return random.uniform(low, high, shape, dtype, ctx, out)
+
+
+def random_normal(
+    loc: float = 0.0,
+    scale: float = 1.0,
+    shape: Shape | None = None,
+    ctx: Context | None = None,
+    dtype: DType = None,
+    out: NDArray | None = None,
+) -> NDArray:
+    """``random.normal`` with its arguments in another order, MXNet's of this name."""
+    return random.normal(loc, scale, shape, dtype, ctx, out)
+
+
+# -- arrays from arrays ----------------------------------------------------------------------
+
+
+def add_n(*args: Any) -> Any:
+    """The sum of arrays, added left to right; a row-sparse one if all of them are."""
+    if not args:
+        raise ArgumentTypeError("add_n needs at least one array")
+    for each in args:
+        if not isinstance(each, RowSparseArray):
+            checked_array(each)
+    return functools.reduce(operator.add, args) if len(args) > 1 else args[0].copy()
+
+
+def concatenate(arrays: Sequence[NDArray], axis: int = 0) -> NDArray:
+    """A new array of these, one after the other along an axis that exists."""
+    return _joined("concatenate", arrays, axis)
+
+
+def concat(*data: NDArray, dim: int = 1) -> NDArray:
+    """``concatenate`` with the arrays as arguments, along the second axis by default."""
+    return _joined("concatenate", data, dim)
+
+
+def stack(*data: NDArray, axis: int = 0) -> NDArray:
+    """A new array of these, one after the other along a new axis."""
+    return _joined("stack", data, axis)
+
+
+# -- the methods of NDArray as functions; of row-sparse arrays, on their dense forms ----------
+
+
+def sum(data: NDArray, axis: Axis = None, keepdims: bool = False) -> NDArray:
+    """``NDArray.sum``."""
+    return _dense(data).sum(axis, keepdims)
+
+
+def mean(data: NDArray, axis: Axis = None, keepdims: bool = False) -> NDArray:
+    """``NDArray.mean``."""
+    return _dense(data).mean(axis, keepdims)
+
+
+def max(data: NDArray, axis: Axis = None, keepdims: bool = False) -> NDArray:
+    """``NDArray.max``."""
+    return _dense(data).max(axis, keepdims)
+
+
+def min(data: NDArray, axis: Axis = None, keepdims: bool = False) -> NDArray:
+    """``NDArray.min``."""
+    return _dense(data).min(axis, keepdims)
+
+
+def norm(data: NDArray, ord: int = 2, axis: Axis = None, *, keepdims: bool = False) -> NDArray:
+    """``NDArray.norm``."""
+    return _dense(data).norm(ord, axis, keepdims=keepdims)
+
+
+def argmax(data: NDArray, axis: int | None = None, keepdims: bool = False) -> NDArray:
+    """``NDArray.argmax``."""
+    return _dense(data).argmax(axis, keepdims)
+
+
+def dot(
+    lhs: NDArray, rhs: NDArray, transpose_a: bool = False, transpose_b: bool = False
+) -> NDArray:
+    """``NDArray.dot``."""
+    return _dense(lhs).dot(_dense(rhs), transpose_a, transpose_b)
+
+
+def clip(data: NDArray, a_min: float, a_max: float) -> NDArray:
+    """``NDArray.clip``."""
+    return _dense(data).clip(a_min, a_max)
+
+
+def reshape(data: NDArray, shape: Shape, reverse: bool = False) -> NDArray:
+    """``NDArray.reshape``; as there, it shares the memory of ``data`` if that lies in order."""
+    return _dense(data).reshape(shape, reverse=reverse)
+
+
+def flatten(data: NDArray) -> NDArray:
+    """``NDArray.flatten``."""
+    return _dense(data).flatten()
+
+
+def transpose(data: NDArray, axes: Sequence[int] = ()) -> NDArray:
+    """``NDArray.transpose``."""
+    return _dense(data).transpose(axes=axes)
+
+
+def expand_dims(data: NDArray, axis: int) -> NDArray:
+    """``NDArray.expand_dims``."""
+    return _dense(data).expand_dims(axis)
+
+
+def split(
+    data: NDArray, num_outputs: int, axis: int = 1, squeeze_axis: bool = False
+) -> NDArray | list[NDArray]:
+    """``NDArray.split``."""
+    return _dense(data).split(num_outputs, axis, squeeze_axis)
+
+
+def broadcast_to(data: NDArray, shape: Sequence[int]) -> NDArray:
+    """``NDArray.broadcast_to``."""
+    return _dense(data).broadcast_to(shape)
+
+
+# -- NumPy's ufuncs under MXNet's names ------------------------------------------------------
+
+
+def abs(data: NDArray) -> NDArray:
+    """Magnitudes."""
+    return _of_one(np.absolute, data)
+
+
+def exp(data: NDArray) -> NDArray:
+    """Powers of e."""
+    return _of_one(np.exp, data)
+
+
+def log(data: NDArray) -> NDArray:
+    """Natural logarithms; -inf for 0, NaN for negative elements."""
+    return _of_one(np.log, data)
+
+
+def sqrt(data: NDArray) -> NDArray:
+    """Square roots; NaN for negative elements."""
+    return _of_one(np.sqrt, data)
+
+
+def square(data: NDArray) -> NDArray:
+    """Squares."""
+    return _of_one(np.square, data)
+
+
+def sign(data: NDArray) -> NDArray:
+    """-1, 0 or 1."""
+    return _of_one(np.sign, data)
+
+
+def maximum(lhs: Any, rhs: Any) -> NDArray:
+    """The greater of each two elements; one side may be a number. NaN wins."""
+    return _of_two(np.maximum, lhs, rhs)
+
+
+def minimum(lhs: Any, rhs: Any) -> NDArray:
+    """The smaller of each two elements; one side may be a number. NaN wins."""
+    return _of_two(np.minimum, lhs, rhs)
+
+
+def add(lhs: Any, rhs: Any) -> NDArray:
+    """``lhs + rhs``; one side may be a number."""
+    return _of_two(np.add, lhs, rhs)
+
+
+def subtract(lhs: Any, rhs: Any) -> NDArray:
+    """``lhs - rhs``; one side may be a number."""
+    return _of_two(np.subtract, lhs, rhs)
+
+
+def multiply(lhs: Any, rhs: Any) -> NDArray:
+    """``lhs * rhs``; one side may be a number."""
+    return _of_two(np.multiply, lhs, rhs)
+
+
+def divide(lhs: Any, rhs: Any) -> NDArray:
+    """``lhs / rhs``; one side may be a number."""
+    return _of_two(np.true_divide, lhs, rhs)
+
+
+#: MXNet's further names of these; all of them broadcast axes of length 1.
+broadcast_add, broadcast_sub, broadcast_mul, broadcast_div = add, subtract, multiply, divide
+
+
+# -- inside ----------------------------------------------------------------------------------
+
+
+def _made(name: str, shape: Shape, ctx: Context | None, dtype: DType) -> NDArray:
+    context = checked_context(ctx)
+    wanted = native_dtype("float32" if dtype is None else dtype)
+    make = getattr(context.module, name)
+    with working_on(context):
+        return NDArray._of(make(checked_shape(shape), wanted), context)
+
+
+def _joined(name: str, arrays: Sequence[NDArray], axis: int) -> NDArray:
+    if not arrays:
+        raise ArgumentTypeError(f"{name} needs at least one array")
+    first = checked_array(arrays[0])
+    memories = [first._other(each) for each in arrays]
+    with working_on(first.context):
+        joined = getattr(first.context.module, name)(memories, axis=axis)
+    return NDArray._of(joined, first.context)
+
+
+def _dense(data: Any) -> NDArray:
+    """An NDArray; of a row-sparse array the dense form. Raises ``ArgumentTypeError``."""
+    return NDArray(data.to_dense()) if isinstance(data, RowSparseArray) else checked_array(data)
+
+
+def _of_one(ufunc: np.ufunc, data: Any) -> NDArray:
+    """``ufunc``'s result; row-sparse where NumPy's ufuncs keep ``data`` so."""
+    made: NDArray = ufunc(data if isinstance(data, RowSparseArray) else checked_array(data))
+    return made
+
+
+def _of_two(ufunc: np.ufunc, lhs: Any, rhs: Any) -> NDArray:
+    if not builtins.any(isinstance(side, NDArray | RowSparseArray) for side in (lhs, rhs)):
+        checked_array(lhs)
+    made: NDArray = ufunc(lhs, rhs)
+    return made
+
+
+def _sparse() -> Any:
+    """``nd.sparse``, which imports this module."""
+    return importlib.import_module("kvstore.mxnet.nd.sparse")
+
+
+if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+
+    def __getattr__(name):
+        if name == "sparse":
+            return _sparse()
+        if name == "RowSparseNDArray":
+            return _sparse().RowSparseNDArray
+        raise missing("kvstore.nd", name, __all__)

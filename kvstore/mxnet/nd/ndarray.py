@@ -1,0 +1,413 @@
+"""``NDArray``: an array on a device whose values a store may still be writing.
+
+A thin wrapper over a NumPy array (on a CPU) or a CuPy array (on a GPU). It owns no formulas:
+arithmetic is NumPy's ufuncs, which reach it through ``__array_ufunc__`` (NEP 13) and are
+carried out by the wrapped array's library. It never starts work by itself and knows no store;
+what it waits for is kept by ``arrays/pending.py``. Any thread may use one; that a write and another
+access of the same array do not meet is the callers' business, as with NumPy. Read next:
+``arrays/pending.py``, then ``__init__.py``, the functions that make arrays.
+
+Where it differs from the original (``python/mxnet/ndarray/ndarray.py`` of 1.9.1): comparisons
+give bool; every slice is a view, also one with a step; dtypes mix by NumPy's rules, in which
+no scalar makes a float32 array a float64 one; errors of arithmetic are raised at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for, adapter_on, check_dtype, register
+from kvstore.arrays.context import Context
+from kvstore.arrays.pending import Uses, Wait
+from kvstore.arrays.pending import begin as begin_in_memory
+from kvstore.errors import ArgumentTypeError, ValueMismatchError
+from kvstore.mxnet.nd.adapter import NDArrayAdapter
+from kvstore.mxnet.nd.methods import ArrayMethods, DType, checked_context, native_dtype, working_on
+from kvstore.sparse.array import RowSparseArray
+from pslite.future import Future
+
+_NUMBERS = (int, float, complex, np.generic)
+_LISTS = (list, tuple, range)
+
+
+class NDArray(ArrayMethods):
+    """An array of at least one dimension; a single element has shape ``(1,)``, as in MXNet.
+
+    ``NDArray(memory)`` wraps a NumPy or CuPy array without a copy: both are the same memory
+    from then on. ``nd.array`` copies. A store's ``pull`` into an NDArray returns at once; any
+    access to the values (``asnumpy``, arithmetic, ``print``) waits for them, and raises the
+    pull's error, once, where it failed; the values are then partly old and partly new.
+
+    Arithmetic takes NDArrays on the same device, NumPy arrays, lists and numbers, and gives an
+    NDArray on that device. NumPy's functions take NDArrays too: its ufuncs (``numpy.exp(a)``)
+    give NDArrays, ``numpy.asarray(a)`` a copy on the host.
+
+    Raises ``ArgumentTypeError`` for memory that is not such an array or of a dtype that no store
+    can hold.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, memory: Array, context: Context | None = None) -> None:
+        adapter = adapter_for(memory)
+        home = adapter.context(memory)
+        context = home if context is None else checked_context(context)
+        if adapter is not adapter_on(home) or not is_same_device(home, context):
+            raise ArgumentTypeError(
+                f"an NDArray on {context} wraps a NumPy array (cpu) or a CuPy array (gpu), "
+                f"got {_described(memory)} on {home}; nd.array(value, ctx) makes a copy there"
+            )
+        check_dtype(memory.dtype)
+        if context.device_type == "cpu":
+            memory = np.asarray(memory)  # a subclass would compute in its own way
+        self._array: Array = memory if memory.ndim else memory.reshape(1)
+        self._context = context
+        self._uses = Uses()
+
+    @classmethod
+    def _of(cls, memory: Array, context: Context, uses: Uses | None = None) -> NDArray:
+        """Wrap a result of the context's library; ``uses`` are those of the array it views."""
+        made = cls.__new__(cls)
+        if isinstance(memory, np.generic):
+            memory = np.asarray(memory)
+        made._array = memory if memory.ndim else memory.reshape(1)
+        made._context = context
+        made._uses = Uses() if uses is None else uses
+        return made
+
+    # -- for the stores ------------------------------------------------------------------
+
+    def _memory(self) -> Array:
+        """The wrapped array, to be read: nothing is being written there any more."""
+        if self._uses.writes:
+            self._uses.settle(for_writing=False)
+        return self._array
+
+    def _memory_to_write(self) -> Array:
+        """The wrapped array, to be written: no call of a store works there any more."""
+        uses = self._uses
+        if uses.writes or uses.reads:
+            uses.settle(for_writing=True)
+        return self._array
+
+    def _other(self, other: object) -> Array:
+        """The memory of a second array of an operation, to be read; on this array's device."""
+        return operand(checked_array(other), self._context)
+
+    def _begin_write(self, future: Future[Any], wait: Wait = Future.result) -> None:
+        """The values arrive until ``future`` is done; see ``lazy.begin``."""
+        begin_in_memory(future, (self._uses,), (), wait)
+
+    def _begin_read(self, future: Future[Any], wait: Wait = Future.result) -> None:
+        """The values are needed until ``future`` is done; see ``lazy.begin``."""
+        begin_in_memory(future, (), (self._uses,), wait)
+
+    # As in MXNet, arrays can be keys of dicts: by identity, though == compares elements.
+    __hash__ = object.__hash__
+
+    # -- waiting and taking the values out -------------------------------------------------
+
+    def wait_to_read(self) -> None:
+        """Return when the values are there. Raises the error of the call that brings them."""
+        self._memory()
+
+    def wait_to_write(self) -> None:
+        """Return when no call of a store works in the array any more; raises as above."""
+        self._memory_to_write()
+
+    def asnumpy(self) -> np.ndarray[Any, Any]:
+        """The values as a new C-contiguous NumPy array, owned by the caller."""
+        host = adapter_on(self._context).to_host(self._memory())
+        return host.copy() if self._context.device_type == "cpu" else host
+
+    def asscalar(self) -> Any:
+        """The only element, as a NumPy scalar. Raises ``ValueMismatchError`` if there are more."""
+        if self.size != 1:
+            raise ValueMismatchError(f"only an array of one element is a scalar, got {self.shape}")
+        return self.asnumpy().reshape(-1)[0]
+
+    def item(self) -> Any:
+        """The only element, as a Python number."""
+        return self.asscalar().item()
+
+    def __array__(self, dtype: DType = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """A copy on the host, since later calls of a store may write here unnoticed.
+
+        ``copy=False`` gives the memory itself, or raises ``ValueError`` where it cannot.
+        """
+        if copy is not False:
+            host = self.asnumpy()
+            return host if dtype is None else host.astype(dtype, copy=False)
+        if self._context.device_type != "cpu":
+            raise ValueError(f"an array on {self._context} reaches the host by a copy only")
+        return np.asarray(self._memory(), dtype, copy=False)
+
+    def __bool__(self) -> bool:
+        if self.size == 0:
+            return False
+        if self.size > 1:
+            raise ValueError("an array of several elements is neither true nor false; compare it")
+        return bool(self.asscalar())
+
+    def __float__(self) -> float:
+        return float(self.asscalar())
+
+    def __int__(self) -> int:
+        return int(self.asscalar())
+
+    def __index__(self) -> int:
+        if self.dtype.kind not in "iu":
+            raise TypeError(f"only an integer array can be an index, this one is {self.dtype}")
+        return int(self.asscalar())
+
+    def __repr__(self) -> str:
+        lengths = "x".join(map(str, self.shape))
+        return f"\n{self.asnumpy()}\n<NDArray {lengths} @{self._context}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.asnumpy(), self._context)
+
+    # -- arithmetic ------------------------------------------------------------------------
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        """NumPy's ufuncs on NDArrays; see NEP 13 for the arguments."""
+        out: tuple[Any, ...] = options.pop("out", ())
+        where = options.get("where")
+        everything = (*inputs, *(each for each in out if each is not None))
+        if not all(is_operand(each) for each in everything):
+            return NotImplemented
+        context = next(each._context for each in everything if isinstance(each, NDArray))
+        targets = tuple(_target(each, context) for each in out)
+        changed = 1 if method == "at" else 0  # ufunc.at works in its first operand
+        operands = [_target(each, context) for each in inputs[:changed]]
+        operands += [operand(each, context) for each in inputs[changed:]]
+        if targets:
+            options["out"] = targets
+        if isinstance(where, NDArray):
+            options["where"] = operand(where, context)
+        with working_on(context):
+            results = getattr(ufunc, method)(*operands, **options)
+        if results is None:
+            return None
+        if not isinstance(results, tuple):
+            return out[0] if out else self._of(results, context)
+        given = out or (None,) * len(results)
+        return tuple(
+            self._of(result, context) if target is None else target
+            for result, target in zip(results, given, strict=True)
+        )
+
+    # -- moving and reshaping --------------------------------------------------------------
+
+    def copy(self) -> NDArray:
+        """A new array of the same values on the same device."""
+        return self._of(adapter_on(self._context).copy(self._memory()), self._context)
+
+    def copyto(self, other: Any) -> Any:
+        """Copy the values into ``other`` (same shape, cast to its dtype), or to a device.
+
+        ``other`` is an NDArray, a ``RowSparseNDArray`` or a context. Returns it, or the new array.
+        Raises ``ValueMismatchError`` for another shape.
+        """
+        if isinstance(other, Context):
+            if is_same_device(other, self._context):
+                return self._of(adapter_on(other).copy(self._memory()), other)
+            return self._of(adapter_on(other).to_context(self._memory(), other), other)
+        if isinstance(other, RowSparseArray):
+            return self.tostype(other.stype).copyto(other)
+        if checked_array(other).shape != self.shape:
+            raise ValueMismatchError(f"cannot copy shape {self.shape} into shape {other.shape}")
+        if other is not self:
+            other[...] = self
+        return other
+
+    def as_in_context(self, context: Context) -> NDArray:
+        """The array itself if it lives on ``context``, else a copy there."""
+        return self if checked_context(context) == self._context else self.copyto(context)
+
+    def astype(self, dtype: DType, copy: bool = True) -> NDArray:
+        """A new array of another dtype; with ``copy=False`` itself, if it has that one."""
+        wanted = native_dtype(dtype)
+        if not copy and wanted == self.dtype:
+            return self
+        with working_on(self._context):
+            return self._of(self._memory().astype(wanted, order="C"), self._context)
+
+    # -- elements --------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> NDArray:
+        """A view for numbers, slices, ``None`` and ``...``; else a copy of the elements.
+
+        NDArrays and lists of numbers choose along an axis; floats are cut to integers, since
+        that is what ``nd.array`` makes by default. Bool arrays are masks.
+        """
+        if _is_basic(key):
+            return self._of(self._array[_with_ellipsis(key)], self._context, self._uses)
+        with working_on(self._context):
+            return self._of(self._memory()[_index(key, self._context)], self._context)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Set elements, cast to this dtype and broadcast; ``value`` may live anywhere."""
+        memory = self._memory_to_write()
+        if not isinstance(value, _NUMBERS):
+            value = _brought(value, self._context)
+        index = _with_ellipsis(key) if _is_basic(key) else _index(key, self._context)
+        with working_on(self._context):
+            memory[index] = value
+
+    def __iter__(self) -> Iterator[NDArray]:
+        return (self[position] for position in range(len(self)))
+
+
+_OPERANDS = (NDArray, np.ndarray, *_LISTS, *_NUMBERS)
+
+
+def begin(
+    future: Future[Any],
+    writes: Iterable[NDArray] = (),
+    reads: Iterable[NDArray] = (),
+    wait: Wait = Future.result,
+) -> None:
+    """``lazy.begin`` for many arrays and one future, at the cost of little more than one."""
+    begin_in_memory(
+        future, [array._uses for array in writes], [array._uses for array in reads], wait
+    )
+
+
+def new_array(source: Any, context: Context | None, dtype: DType) -> NDArray:
+    """A new array on ``context`` of the values of any array, number or nested list of numbers.
+
+    Raises ``ArgumentTypeError`` for anything else.
+    """
+    context, wanted = checked_context(context), native_dtype(dtype)
+    if isinstance(source, _LISTS + _NUMBERS):
+        source = np.asarray(source)
+        check_dtype(source.dtype)
+    host = adapter_for(source).to_host(source)
+    with np.errstate(all="ignore"):
+        copied = host.astype(wanted, order="C", copy=True)
+    return NDArray._of(adapter_on(context).to_context(copied, context), context)
+
+
+def is_same_device(one: Context, other: Context) -> bool:
+    """Whether arrays of both can be worked on together: CPUs of all numbers share memory."""
+    return one == other or one.device_type == other.device_type == "cpu"
+
+
+def checked_array(value: object) -> NDArray:
+    """``value`` itself. Raises ``ArgumentTypeError`` unless it is an NDArray."""
+    if not isinstance(value, NDArray):
+        raise ArgumentTypeError(f"an NDArray is needed here, got {_described(value)}")
+    return value
+
+
+def operand(value: Any, context: Context) -> Any:
+    """What the library of ``context`` can work with, once pending values are there.
+
+    Raises ``ArgumentTypeError`` for an array on another device.
+    """
+    if isinstance(value, NDArray):
+        _check_device(value._context, context)
+        return value._memory()
+    if isinstance(value, np.generic):
+        return value.item()  # so that it changes no dtype, like a number of Python
+    if _is_cupy(value):
+        _check_device(adapter_for(value).context(value), context)
+        return value
+    if context.device_type == "gpu" and not isinstance(value, _NUMBERS):
+        return _brought(value, context)
+    return value
+
+
+def is_operand(value: object) -> bool:
+    """Whether arithmetic takes it: an NDArray, a NumPy or CuPy array, a list or a number."""
+    return (isinstance(value, _OPERANDS) or _is_cupy(value)) and not isinstance(
+        value, np.ma.MaskedArray
+    )
+
+
+def _target(value: Any, context: Context) -> Any:
+    """The memory of an operand that is written."""
+    if value is None:
+        return None
+    if isinstance(value, NDArray):
+        _check_device(value._context, context)
+        return value._memory_to_write()
+    _check_device(adapter_for(value).context(value), context)
+    return value
+
+
+def _check_device(found: Context, wanted: Context) -> None:
+    if not is_same_device(found, wanted):
+        raise ArgumentTypeError(
+            f"arrays on {wanted} and {found} cannot be mixed; "
+            f"bring one over first: a.as_in_context(mx.{wanted})"
+        )
+
+
+def _is_cupy(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "cupy"
+
+
+def _brought(value: Any, context: Context) -> Array:
+    """Anything like an array as one of the context's library, there. Perhaps the same memory."""
+    if isinstance(value, NDArray):
+        value = value._memory()
+    elif isinstance(value, _LISTS + _NUMBERS):
+        value = np.asarray(value)
+    if type(value) is np.ndarray and context.device_type == "cpu":
+        return value
+    return adapter_on(context).to_context(value, context)
+
+
+def _is_basic(key: Any) -> bool:
+    """Whether a key selects a view, by NumPy's rules."""
+    return all(
+        part is None
+        or part is ...
+        or (isinstance(part, int | np.integer | slice) and not isinstance(part, bool))
+        for part in (key if isinstance(key, tuple) else (key,))
+    )
+
+
+def _with_ellipsis(key: Any) -> Any:
+    """With an ellipsis, a single element is a view too, not a scalar."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return key if ... in parts else (*parts, ...)
+
+
+def _index(key: Any, context: Context) -> Any:
+    if isinstance(key, tuple):
+        return tuple(
+            part
+            if _is_basic(part)
+            else _index([*part] if isinstance(part, tuple) else part, context)
+            for part in key
+        )
+    positions = _brought(key, context)
+    return positions if positions.dtype.kind in "biu" else positions.astype(np.int64)
+
+
+def _described(value: object) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def _restored(host: np.ndarray[Any, Any], context: Context) -> NDArray:
+    return NDArray._of(adapter_on(context).to_context(host, context), context)
+
+
+register(NDArray, NDArrayAdapter())
+
+
+if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+
+    def __getattr__(name):
+        """The names of ``nd``: MXNet calls its array library ``ndarray``, too."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module("kvstore.nd"), name)

@@ -1,0 +1,88 @@
+"""``mx.random``: random NDArrays, the same in every run with the same seed.
+
+Numbers are drawn on the host by NumPy's PCG64 and copied to the device, so that they are the
+same on every device; they are not those that MXNet draws from this seed. The generator is the
+one state of a process that these functions share: any thread may draw, and the order of draws
+of several threads is theirs. As in MXNet it starts from seed 0, on every worker alike; call
+``seed(kv.rank)`` where workers must differ. Read next: ``mxnet/nd/__init__.py``.
+
+Source of the names: ``python/mxnet/random.py`` and ``ndarray/random.py`` of 1.9.1.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays.context import Context
+from kvstore.arrays.dtypes import checked_shape
+from kvstore.errors import ArgumentTypeError, ValueMismatchError
+from kvstore.mxnet.nd.methods import DType, Shape, native_dtype
+from kvstore.mxnet.nd.ndarray import NDArray, checked_array, new_array
+
+__all__ = ["normal", "seed", "uniform"]
+
+_generator = np.random.Generator(np.random.PCG64(0))
+
+
+def seed(seed_state: int) -> None:
+    """Start the generator again from this int; a negative one is another seed, as any other."""
+    global _generator
+    try:
+        number = operator.index(seed_state)
+    except TypeError:
+        raise ArgumentTypeError(f"seed_state must be an int, got {seed_state!r}") from None
+    _generator = np.random.Generator(np.random.PCG64(number if number >= 0 else number % 2**64))
+
+
+def uniform(
+    low: float = 0.0,
+    high: float = 1.0,
+    shape: Shape | None = None,
+    dtype: DType = None,
+    ctx: Context | None = None,
+    out: NDArray | None = None,
+) -> NDArray:
+    """Numbers from ``low`` to ``high``, all equally likely; see ``normal`` for the others."""
+    return _drawn(lambda lengths: _generator.uniform(low, high, lengths), shape, dtype, ctx, out)
+
+
+def normal(
+    loc: float = 0.0,
+    scale: float = 1.0,
+    shape: Shape | None = None,
+    dtype: DType = None,
+    ctx: Context | None = None,
+    out: NDArray | None = None,
+) -> NDArray:
+    """Normally distributed numbers: mean ``loc``, deviation ``scale``.
+
+    A new array of ``shape``, ``(1,)`` by default, of float32 unless ``dtype`` says otherwise; or
+    ``out``, filled. Raises ``ValueMismatchError`` where ``out`` has another shape or dtype than
+    the call names.
+    """
+    return _drawn(lambda lengths: _generator.normal(loc, scale, lengths), shape, dtype, ctx, out)
+
+
+def _drawn(
+    draw: Callable[[Sequence[int]], np.ndarray[Any, Any]],
+    shape: Shape | None,
+    dtype: DType,
+    ctx: Context | None,
+    out: NDArray | None,
+) -> NDArray:
+    if out is None:
+        lengths = (1,) if shape is None else checked_shape(shape)
+        return new_array(draw(lengths), ctx, "float32" if dtype is None else dtype)
+    target = checked_array(out)
+    wanted = target.dtype if dtype is None else native_dtype(dtype)
+    lengths = target.shape if shape is None else checked_shape(shape)
+    if (lengths, wanted) != (target.shape, target.dtype):
+        raise ValueMismatchError(
+            f"out has shape {target.shape} of {target.dtype}, the call wants {lengths} of {wanted}"
+        )
+    target[:] = draw(lengths)
+    return target

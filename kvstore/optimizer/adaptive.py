@@ -1,0 +1,213 @@
+"""Update weights by AdaGrad, AdaDelta or RMSProp.
+
+AdaGrad divides steps by the root of the sum of all squared gradients, RMSProp (plain and centered)
+by the root of a running mean of them. AdaDelta takes both from running means, so that steps have
+the units of the weight. Pure formulas; see ``base.py`` for the contract. Read next: ``ftrl.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from kvstore.arrays.cpu.sums import Flat
+from kvstore.optimizer.arithmetic import (
+    add_decay,
+    average,
+    average_square,
+    clip,
+    descend,
+    rescale,
+    root,
+)
+from kvstore.optimizer.base import Optimizer, register
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class AdaGrad(Optimizer):
+    """For each element::
+
+        grad = clip(rescale_grad * grad, clip_gradient)
+        history = history + grad * grad
+        weight = weight - learning_rate * (grad / sqrt(history + eps) + wd * weight)
+
+    Duchi, Hazan and Singer (JMLR 12, 2011), with numbers, defaults and formula of MXNet 1.9.1.
+    Two settings give PyTorch's: ``epsilon_inside`` False adds ``eps`` to the root,
+    ``decoupled_decay`` False adds ``wd * weight`` to the clipped gradient instead.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("eps",)
+    lazy_stypes: ClassVar[tuple[str, ...]] = ("default", "row_sparse")
+
+    learning_rate: float = 0.01
+    eps: float = 1e-7
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+    epsilon_inside: bool = True
+    decoupled_decay: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_not_negative("eps")
+
+    def state_names(self) -> tuple[str, ...]:
+        return ("history",)
+
+    def update(
+        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
+    ) -> None:
+        (history,) = state
+        rescale(grad, self.rescale_grad)
+        clip(grad, self.clip_gradient)
+        if not self.decoupled_decay:
+            add_decay(grad, weight, self.wd, scratch)
+        np.multiply(grad, grad, out=scratch)
+        np.add(history, scratch, out=history)
+        root(history, self.eps, self.epsilon_inside, scratch)
+        np.divide(grad, scratch, out=grad)
+        if self.decoupled_decay:
+            add_decay(grad, weight, self.wd, scratch)
+        np.multiply(grad, self.rate(count), out=grad)
+        descend(weight, grad)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class AdaDelta(Optimizer):
+    """For each element::
+
+        grad = clip(rescale_grad * grad, clip_gradient)
+        square = rho * square + (1 - rho) * grad * grad
+        delta = sqrt(moved + epsilon) / sqrt(square + epsilon) * grad
+        moved = rho * moved + (1 - rho) * delta * delta
+        weight = weight - learning_rate * (delta + wd * weight)
+
+    Zeiler, arXiv 1212.5701, with numbers and formula of MXNet 1.9.1, which has no learning
+    rate here (it ignores one): its formula is that of ``learning_rate`` 1, the default.
+    ``decoupled_decay`` False adds ``wd * weight`` to the clipped gradient instead, as MXNet 2
+    and PyTorch do.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("rho", "epsilon")
+
+    learning_rate: float = 1.0
+    rho: float = 0.9
+    epsilon: float = 1e-5
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+    decoupled_decay: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_unit("rho")
+        self._check_not_negative("epsilon")
+
+    def state_names(self) -> tuple[str, ...]:
+        return "square", "moved"
+
+    def update(
+        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
+    ) -> None:
+        square, moved = state
+        rescale(grad, self.rescale_grad)
+        clip(grad, self.clip_gradient)
+        if not self.decoupled_decay:
+            add_decay(grad, weight, self.wd, scratch)
+        average_square(square, grad, self.rho, scratch)
+        root(moved, self.epsilon, True, scratch)
+        np.multiply(grad, scratch, out=grad)
+        root(square, self.epsilon, True, scratch)
+        np.divide(grad, scratch, out=grad)
+        average_square(moved, grad, self.rho, scratch)
+        if self.decoupled_decay:
+            add_decay(grad, weight, self.wd, scratch)
+        rate = self.rate(count)
+        if rate != 1.0:
+            np.multiply(grad, rate, out=grad)
+        descend(weight, grad)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class RMSProp(Optimizer):
+    """For each element::
+
+        grad = clip(rescale_grad * grad + wd * weight, clip_gradient)
+        square = gamma1 * square + (1 - gamma1) * grad * grad
+
+        weight = weight - learning_rate * grad / sqrt(square + epsilon)
+
+    and, instead of the last line, with ``centered``::
+
+        mean = gamma1 * mean + (1 - gamma1) * grad
+        delta = gamma2 * delta - learning_rate * grad / sqrt(square - mean * mean + epsilon)
+        weight = weight + delta
+
+    Then ``weight`` is clipped to ``clip_weights``, if that is set. The plain form is Tieleman
+    and Hinton's (Coursera 2012, lecture 6e), the centered one Graves' (arXiv 1308.0850,
+    equations 38 to 45); numbers, defaults and formulas are those of MXNet 1.9.1.
+    ``epsilon_inside`` False adds ``epsilon`` to the root instead, as PyTorch does; ``gamma2``
+    is its momentum. A variance that rounding brought below 0 counts as 0.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = (
+        "learning_rate",
+        "gamma1",
+        "gamma2",
+        "epsilon",
+        "centered",
+        "clip_weights",
+    )
+    rate_counts: ClassVar[str] = "always"
+
+    learning_rate: float = 0.001
+    gamma1: float = 0.9
+    gamma2: float = 0.9
+    epsilon: float = 1e-8
+    centered: bool = False
+    clip_weights: float | None = None
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+    epsilon_inside: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_unit("gamma1", "gamma2")
+        self._check_not_negative("epsilon")
+
+    def state_names(self) -> tuple[str, ...]:
+        return ("square", "mean", "delta") if self.centered else ("square",)
+
+    def update(
+        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
+    ) -> None:
+        square = state[0]
+        rescale(grad, self.rescale_grad)
+        add_decay(grad, weight, self.wd, scratch)
+        clip(grad, self.clip_gradient)
+        average_square(square, grad, self.gamma1, scratch)
+        if not self.centered:
+            root(square, self.epsilon, self.epsilon_inside, scratch)
+            np.divide(grad, scratch, out=grad)
+            np.multiply(grad, self.rate(count), out=grad)
+            descend(weight, grad)
+        else:
+            _, mean, delta = state
+            average(mean, grad, self.gamma1, scratch)
+            np.multiply(mean, mean, out=scratch)
+            np.subtract(square, scratch, out=scratch)
+            np.maximum(scratch, 0.0, out=scratch)
+            root(scratch, self.epsilon, self.epsilon_inside, scratch)
+            np.divide(grad, scratch, out=grad)
+            np.multiply(grad, self.rate(count), out=grad)
+            np.multiply(delta, self.gamma2, out=delta)
+            np.subtract(delta, grad, out=delta)
+            np.add(weight, delta, out=weight, dtype=grad.dtype)
+        clip(weight, self.clip_weights)

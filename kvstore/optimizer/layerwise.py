@@ -1,0 +1,324 @@
+"""Update weights by LARS, LAMB or LBSGD, which scale steps for each key.
+
+LARS scales SGD's learning rate by the ratio of two norms, LAMB scales Adam's step to the norm of
+the weight. LBSGD emulates large batches by adding gradients up; one of its strategies takes norms.
+All see whole keys (scope ``"key"``). Pure formulas; see ``base.py`` for the contract. Read next:
+``updater.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from kvstore.arrays.cpu.sums import BLOCK_ELEMENTS, Flat
+from kvstore.arrays.keys import Key
+from kvstore.optimizer.adam import step_into
+from kvstore.optimizer.arithmetic import (
+    add_decay,
+    average,
+    average_square,
+    clip,
+    descend,
+    is_on_host,
+    norm,
+    rescale,
+)
+from kvstore.optimizer.base import Optimizer, register
+
+UNSCALED = ("gamma", "beta", "bias")
+"""Keys whose names end so have a learning rate that is not scaled (MXNet 1.9.1)."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class LARS(Optimizer):
+    """For update number t (``count``) of a key, with norms over the whole key::
+
+        grad = rescale_grad * grad
+        ratio = eta * norm(weight) / (norm(grad) + wd * norm(weight) + eps)
+        ratio = 1 where one of the norms is 0, or the name ends in gamma, beta or bias
+        grad = clip(grad, clip_gradient) + wd * weight
+        mom = m * mom - learning_rate(t) * ratio * grad
+        weight = weight + mom
+
+    You, Gitman and Ginsburg, arXiv 1708.03888, with names, defaults and formula of MXNet 1.9.1
+    (``python/mxnet/optimizer/optimizer.py``, ``src/operator/contrib/multi_lars-inl.h``). m is
+    ``momentum``; under a schedule with ``momentum_correction`` it is
+    ``momentum * learning_rate(t) / learning_rate(t - 1)`` (arXiv 1706.02677, section 3, remark
+    2), where that divisor is not 0. With momentum 0 there is no state. ``adapt`` False makes
+    the ratio 1; ``for_key`` sets it for the names above.
+    """
+
+    scope: ClassVar[str] = "key"
+
+    positional: ClassVar[tuple[str, ...]] = (
+        "momentum",
+        "lazy_update",
+        "eta",
+        "eps",
+        "momentum_correction",
+    )
+
+    learning_rate: float = 0.01
+    momentum: float = 0.0
+    eta: float = 0.001
+    eps: float = 0.0
+    momentum_correction: bool = True
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+    adapt: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_not_negative("eta", "eps")
+
+    def for_key(self, key: Key, width: int | None = None) -> Optimizer:
+        """As in ``Optimizer``; keys named like biases get one that does not adapt."""
+        found = super().for_key(key)
+        is_unscaled = isinstance(key, str) and key.endswith(UNSCALED)
+        if not (is_unscaled and isinstance(found, LARS) and found.adapt):
+            return found
+        plain = found._variants.get("plain")
+        if plain is None:
+            changes = {"adapt": False, "lr_mult": (), "wd_mult": ()}
+            plain = found._variants.setdefault("plain", found.replace(**changes))
+        result: Optimizer = plain
+        return result
+
+    def state_names(self) -> tuple[str, ...]:
+        """The velocity ``mom``; nothing when momentum is 0."""
+        return ("mom",) if self.momentum != 0.0 else ()
+
+    def update(
+        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
+    ) -> None:
+        rate = self.rate(count)
+        rescale(grad, self.rescale_grad)
+        ratio = self._ratio(norm(weight), norm(grad)) if self.adapt else 1.0
+        clip(grad, self.clip_gradient)
+        add_decay(grad, weight, self.wd, scratch)
+        np.multiply(grad, rate * ratio, out=grad)
+        if self.momentum == 0.0:
+            descend(weight, grad)
+            return
+        (velocity,) = state
+        np.multiply(velocity, self._momentum(rate, count), out=velocity)
+        np.subtract(velocity, grad, out=velocity)
+        np.add(weight, velocity, out=weight, dtype=grad.dtype)
+
+    def _ratio(self, weight_norm: float, grad_norm: float) -> float:
+        divisor = grad_norm + self.wd * weight_norm + self.eps
+        if weight_norm > 0.0 and grad_norm > 0.0 and divisor != 0.0:
+            return self.eta * weight_norm / divisor
+        return 1.0
+
+    def _momentum(self, rate: float, count: int) -> float:
+        if self.lr_scheduler is None or not self.momentum_correction or count < 2:
+            return self.momentum
+        before = self.rate(count - 1)
+        return self.momentum * (rate / before) if before != 0.0 else self.momentum
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class LAMB(Optimizer):
+    """For update number t (``count``) of a key, with norms over the whole key::
+
+        grad = clip(rescale_grad * grad, clip_gradient)
+        mean = beta1 * mean + (1 - beta1) * grad
+        var = beta2 * var + (1 - beta2) * grad * grad
+        step = mean / (1 - beta1 ** t) / (sqrt(var / (1 - beta2 ** t)) + epsilon) + wd * weight
+        size = min(max(norm(weight), lower_bound), upper_bound)
+        ratio = size / norm(step), or 1 where one of the two is 0
+        weight = weight - learning_rate * ratio * step
+
+    You et al., arXiv 1904.00962, algorithm 2, with names, defaults and formula of MXNet 1.9.1
+    (``LambUpdatePhaseOneKernel`` and ``...TwoKernel`` in ``src/operator/optimizer_op-inl.h``).
+    ``bias_correction`` False leaves both divisors of the step's first term out. A bound of
+    None, 0 or less means no limit.
+    """
+
+    scope: ClassVar[str] = "key"
+
+    positional: ClassVar[tuple[str, ...]] = (
+        "learning_rate",
+        "beta1",
+        "beta2",
+        "epsilon",
+        "lower_bound",
+        "upper_bound",
+        "bias_correction",
+    )
+    rate_counts: ClassVar[str] = "always"
+
+    learning_rate: float = 0.001
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-6
+    lower_bound: float | None = None
+    upper_bound: float | None = None
+    bias_correction: bool = True
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_unit("beta1", "beta2")
+        self._check_not_negative("epsilon")
+
+    def state_names(self) -> tuple[str, ...]:
+        return "mean", "var"
+
+    def update(
+        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
+    ) -> None:
+        # On the host in blocks, since the caller hands over the whole key and memory is slow.
+        step = BLOCK_ELEMENTS if is_on_host(weight) else max(len(weight), 1)
+        for start in range(0, len(weight), step):
+            block = slice(start, start + step)
+            mean, var = (array[block] for array in state)
+            self._step(weight[block], grad[block], mean, var, count, scratch[block])
+        rate = self.rate(count) * self._ratio(norm(weight), norm(grad))
+        np.multiply(grad, rate, out=grad)
+        descend(weight, grad)
+
+    def _step(
+        self, weight: Flat, grad: Flat, mean: Flat, var: Flat, count: int, scratch: Flat
+    ) -> None:
+        """Turn the gradient into the step before its scaling."""
+        rescale(grad, self.rescale_grad)
+        clip(grad, self.clip_gradient)
+        average(mean, grad, self.beta1, scratch)
+        average_square(var, grad, self.beta2, scratch)
+        factor, epsilon = 1.0, self.epsilon
+        if self.bias_correction:
+            # a / (sqrt(v) / c + e) = a * c / (sqrt(v) + e * c)
+            correction = math.sqrt(1.0 - self.beta2**count)
+            factor = correction / (1.0 - self.beta1**count)
+            epsilon = self.epsilon * correction
+        step_into(grad, mean, var, factor, epsilon, scratch)
+        add_decay(grad, weight, self.wd, scratch)
+
+    def _ratio(self, weight_norm: float, step_norm: float) -> float:
+        size = weight_norm
+        if self.lower_bound is not None and self.lower_bound > 0.0:
+            size = max(size, self.lower_bound)
+        if self.upper_bound is not None and self.upper_bound > 0.0:
+            size = min(size, self.upper_bound)
+        return 1.0 if size == 0.0 or step_norm == 0.0 else size / step_norm
+
+
+_LEAST, _MOST = 0.01, 100.0
+"""Of the factor of the strategy ``"lars"``."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class LBSGD(Optimizer):
+    """For update number t (``count``) of a key, with n = ``begin_epoch * updates_per_epoch + t``::
+
+        sum = sum + grad
+        where batch_scale divides n (else nothing more happens)
+            grad = sum / batch_scale
+            rate = learning_rate * factor(n)
+            grad = clip(rescale_grad * grad, clip_gradient) + wd * weight
+            mom = momentum * mom - rate * grad
+            weight = weight + mom
+            sum = 0
+
+    The factor grows from 1 to ``batch_scale`` during ``warmup_epochs * updates_per_epoch`` updates
+    and stays there: with the share p of them that is over by p (``warmup_strategy="linear"``),
+    p * p (``"power2"``) or sqrt(p) (``"sqrt"``); with any other name it stays 1 till then. With
+    ``"lars"`` it is ``norm(weight) / sqrt(norm(grad) ** 2 + wd * norm(weight) ** 2 + 1e-18)``, with
+    norms over the whole key, between 0.01 and 100.
+
+    Names, defaults and formula of MXNet 1.9.1 (``python/mxnet/optimizer/optimizer.py``), whose
+    class takes a schedule's rate of the update before this one. ``num_epochs`` has no effect, there
+    and here. With momentum 0 there is no ``mom``.
+    """
+
+    scope: ClassVar[str] = "key"
+    positional: ClassVar[tuple[str, ...]] = (
+        "momentum",
+        "multi_precision",
+        "warmup_strategy",
+        "warmup_epochs",
+        "batch_scale",
+        "updates_per_epoch",
+        "begin_epoch",
+        "num_epochs",
+    )
+
+    learning_rate: float = 0.01
+    momentum: float = 0.0
+    warmup_strategy: str = "linear"
+    warmup_epochs: int = 5
+    batch_scale: int = 1
+    updates_per_epoch: int = 32
+    begin_epoch: int = 0
+    num_epochs: int = 60
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_not_negative("warmup_epochs", "updates_per_epoch", "begin_epoch", "num_epochs")
+        self._check_positive("batch_scale")
+
+    def state_names(self) -> tuple[str, ...]:
+        """The ``sum`` of gradients, where any are added, and ``mom``, with a momentum."""
+        adds, moves = self.batch_scale != 1, self.momentum != 0.0
+        return ("sum",) * adds + ("mom",) * moves
+
+    def update(
+        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
+    ) -> None:
+        number = self.begin_epoch * self.updates_per_epoch + count
+        if self.batch_scale != 1:
+            total = state[0]
+            if number % self.batch_scale == 1:
+                np.positive(grad, out=total)
+            else:
+                np.add(total, grad, out=total)
+            if number % self.batch_scale:
+                return
+            np.divide(total, float(self.batch_scale), out=grad)
+        factor = self._adapted(weight, grad) if self._adapts else self._warmed_up(number)
+        rescale(grad, self.rescale_grad)
+        clip(grad, self.clip_gradient)
+        add_decay(grad, weight, self.wd, scratch)
+        np.multiply(grad, self.rate(count - 1) * factor, out=grad)
+        if self.momentum == 0.0:
+            descend(weight, grad)
+            return
+        velocity = state[-1]
+        np.multiply(velocity, self.momentum, out=velocity)
+        np.subtract(velocity, grad, out=velocity)
+        np.add(weight, velocity, out=weight)
+
+    @property
+    def _adapts(self) -> bool:
+        return self.warmup_strategy == "lars"
+
+    def _adapted(self, weight: Flat, grad: Flat) -> float:
+        of_weight, of_grad = norm(weight) ** 2, norm(grad) ** 2
+        divisor = of_grad + self.wd * of_weight + 1e-18
+        return min(max(math.sqrt(of_weight / divisor), _LEAST), _MOST)
+
+    def _warmed_up(self, number: int) -> float:
+        num_updates = self.warmup_epochs * self.updates_per_epoch
+        if number >= num_updates:
+            return float(self.batch_scale)
+        if num_updates <= 1:
+            return 1.0
+        share = number / num_updates
+        grown = {"linear": share, "power2": share * share, "sqrt": math.sqrt(share)}
+        return 1.0 + (self.batch_scale - 1) * grown.get(self.warmup_strategy, 0.0)

@@ -1,0 +1,230 @@
+"""Typed parameters: check the fields of optimizers and schedules.
+
+Both are frozen dataclasses that are registered under a name, made from names and numbers, and
+compared by value; this is what they share. Pure. Read next: ``schedule.py`` and ``base.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import numbers
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstore.arrays.keys import Key
+from kvstore.errors import ArgumentTypeError, OptimizerParameterError
+from kvstore.errors.hints import nearest
+from pslite.errors import check_unicode
+
+Number: typing.TypeAlias = float | int | bool | str | None
+"""What a parameter may be, and so what travels over the wire."""
+
+Multipliers: typing.TypeAlias = Mapping[Key, float] | Sequence[tuple[Key, float]]
+"""A factor for each of some keys. Given as a mapping; kept as pairs, sorted by key."""
+
+ALIASES = {"lr": "learning_rate", "weight_decay": "wd", "mom": "momentum", "eps": "epsilon"}
+"""What parameters are called elsewhere; only ``replace`` takes one of them, ``lr``."""
+
+NOT_TAKEN = {
+    "begin_num_update": "leave it out; each key counts its own updates from 1 on, and "
+    "load_optimizer_states or load_checkpoint brings saved counts back",
+    "param_idx2name": "leave it out; lr_mult and wd_mult name the keys of the store",
+    "param_dict": "leave it out; lr_mult and wd_mult name the keys of the store",
+    "sym": "leave it out; lr_mult and wd_mult name the keys of the store",
+    "use_fused_step": "leave it out; there is one way to compute an update",
+    "aggregate_num": "leave it out; give many keys in one call, and they are updated together",
+}
+"""Parameters of MXNet's optimizers that none has here, and what to do instead."""
+
+_INTEGERS = range(-(2**63), 2**63)
+"""What msgpack can carry, but for its unsigned half."""
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def parameter_names(cls: type) -> list[str]:
+    """The parameters of an optimizer or schedule: its own first, then those of its base."""
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    return [field.name for field in sorted(fields, key=lambda field: bool(field.kw_only))]
+
+
+def positions(cls: type) -> tuple[str, ...]:
+    """The parameters of an optimizer or schedule that may be given by position, in order."""
+    fields = (field.name for field in dataclasses.fields(cls) if field.init and not field.kw_only)
+    return tuple(vars(cls).get("positional", fields))
+
+
+def _take_positions(cls: type[Any]) -> None:
+    """Let ``cls`` take its ``positional`` by position, and all others by name only.
+
+    Fields of a base come first in a dataclass, wherever MXNet's constructor has them.
+    """
+    names, init = positions(cls), cls.__init__
+
+    @functools.wraps(init)
+    def take(self: Any, *args: Any, **params: Any) -> None:
+        if len(args) > len(names):
+            raise OptimizerParameterError(
+                f"{cls.__name__} takes {len(names)} values by position ({', '.join(names)}), "
+                f"got {len(args)}; give the others by name"
+            )
+        by_position = dict(zip(names, args, strict=False))
+        twice = ", ".join(name for name in by_position if name in params)
+        if twice:
+            raise OptimizerParameterError(f"{cls.__name__} got {twice} by position and by name")
+        init(self, **by_position, **params)
+
+    own = dict(inspect.signature(init).parameters)
+    own_first, by_name = own.pop("self"), inspect.Parameter.KEYWORD_ONLY
+    ordered = [own.pop(name).replace(kind=own_first.kind) for name in names]
+    others = [parameter.replace(kind=by_name) for parameter in own.values()]
+    take.__signature__ = inspect.Signature([own_first, *ordered, *others])  # type: ignore[attr-defined]
+    cls.__init__ = take
+
+
+def convert_fields(owner: Any) -> None:
+    """Check each parameter of ``owner`` against its annotation and make it plain Python."""
+    hints = typing.get_type_hints(type(owner))
+    for name in parameter_names(type(owner)):
+        value = converted(type(owner).__name__, name, getattr(owner, name), hints[name])
+        object.__setattr__(owner, name, value)
+
+
+def converted(owner: str, field: str, value: object, hint: Any) -> Any:
+    """``value`` as the annotation ``hint`` wants it; raises ``OptimizerParameterError``.
+
+    A plain Python number keeps the weight's dtype in NumPy's arithmetic; a numpy.float64
+    would turn float32 blocks into float64 ones.
+    """
+    if hint == Multipliers:
+        return _pairs(owner, field, value)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(hint) if is_union else (hint,)
+    if value is None and type(None) in kinds:
+        return None
+    if isinstance(value, bool | np.bool_):
+        if bool in kinds:
+            return bool(value)
+    elif str in kinds and isinstance(value, str):
+        return check_unicode(f"{field} of {owner}", str(value), OptimizerParameterError)
+    elif int in kinds and isinstance(value, numbers.Integral) and int(value) in _INTEGERS:
+        return int(value)
+    elif float in kinds and isinstance(value, numbers.Real):
+        number = _float(value)
+        if number is not None:
+            return number
+    elif Sequence[int] in kinds and isinstance(value, list | tuple):
+        return tuple(converted(owner, field, item, int) for item in value)
+    elif any(_is_value_class(kind) and isinstance(value, kind) for kind in kinds):
+        return value
+    wanted = " or ".join("None" if kind is type(None) else _name(kind) for kind in kinds)
+    finite = " (and finite)" if float in kinds else ""
+    raise OptimizerParameterError(
+        f"{field} of {owner} must be {wanted}{finite}, got {_shown(value)}"
+    )
+
+
+def _is_value_class(kind: Any) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def _float(value: numbers.Real) -> float | None:
+    try:
+        number = float(value)
+    except OverflowError:  # an int of more than 308 digits
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _name(kind: Any) -> str:
+    return "a list of int" if kind == Sequence[int] else str(kind.__name__)
+
+
+def _pairs(owner: str, field: str, value: object) -> tuple[tuple[Key, float], ...]:
+    rows = list(value.items()) if isinstance(value, Mapping) else value
+    found: dict[Key, float] = {}
+    if not isinstance(rows, list | tuple):
+        rows = [None]
+    for row in rows:
+        if not (isinstance(row, list | tuple) and len(row) == 2):
+            raise OptimizerParameterError(
+                f"{field} of {owner} must be a mapping of keys to numbers, got {_shown(value)}"
+            )
+        key = converted(owner, f"a key in {field}", row[0], Key)
+        if key in found:
+            raise OptimizerParameterError(f"{field} of {owner} has the key {key!r} twice")
+        found[key] = converted(owner, f"{field}[{key!r}]", row[1], float)
+    return tuple(sorted(found.items(), key=lambda row: (isinstance(row[0], str), row[0])))
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no int of more than 4300 digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) < 200 else f"{text[:200]}..."
+
+
+def register_in(registry: dict[str, type[Any]], cls: _Class, name: str, what: str) -> _Class:
+    """Enter ``cls`` as ``name`` and set ``cls.name``.
+
+    The same class may come again (a module that is loaded anew); another class of the same
+    name raises ``ArgumentTypeError``, as does a class that is not a frozen dataclass itself.
+    """
+    options = vars(cls).get("__dataclass_params__")
+    if options is None or not options.frozen:
+        raise ArgumentTypeError(
+            f"{cls.__name__} must be a frozen dataclass: put @dataclasses.dataclass(frozen=True) "
+            "between @register and the class"
+        )
+    known = registry.get(name, cls)
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ArgumentTypeError(
+            f"the {what} name {name!r} is taken by {known.__module__}.{known.__qualname__}; "
+            "choose another class name"
+        )
+    if "positional" in vars(cls):
+        _take_positions(cls)
+    cls.name = name  # type: ignore[attr-defined]
+    registry[name] = cls
+    return cls
+
+
+def build(cls: type[Any], params: Mapping[str, Any]) -> Any:
+    """``cls(**params)``. Raises ``OptimizerParameterError`` for unknown or missing ones."""
+    check_known(cls, params)
+    missing = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.init
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+        and field.name not in params
+    ]
+    if missing:
+        raise OptimizerParameterError(f"{cls.name} needs a value for {', '.join(missing)}")
+    return cls(**params)
+
+
+def check_known(cls: type[Any], params: Mapping[str, Any]) -> None:
+    """Raise ``OptimizerParameterError`` unless ``cls`` has all these parameters."""
+    known = parameter_names(cls)
+    unknown = sorted(set(params) - set(known))
+    if not unknown:
+        return
+    owner = cls.name or cls.__name__
+    text = f"{owner} has no parameter {', '.join(unknown)}; known: {', '.join(known)}"
+    for name in unknown:
+        near = ALIASES.get(name) if ALIASES.get(name) in known else nearest(name, known)
+        if name in NOT_TAKEN:
+            text += f"; {name}: {NOT_TAKEN[name]}"
+        elif near is not None:
+            text += f"; did you mean {near} for {name}?"
+    raise OptimizerParameterError(text)

@@ -1,0 +1,262 @@
+"""Optimizers written MXNet's way, as code with state, for one process.
+
+::
+
+    @mx.optimizer.register
+    class Descent(mx.optimizer.Optimizer):
+        def create_state(self, index, weight):
+            return mx.nd.zeros(weight.shape, weight.context)
+
+        def update(self, index, weight, grad, state):
+            self._update_count(index)
+            state[:] = 0.9 * state - self._get_lr(index) * (grad * self.rescale_grad)
+            weight[:] += state
+
+Such a class statement, whose methods take an index, gets ``ScriptedOptimizer`` as its base in place
+of ``Optimizer`` (``OptimizerKind``): the two have nothing in common but the name. Source of names
+and meaning: ``python/mxnet/optimizer/optimizer.py`` of MXNet 1.9.1. One thread at a time. Read
+next: ``updater.py``, which calls them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore.errors import ArgumentTypeError, NotSupportedError, OptimizerParameterError
+from kvstore.optimizer.schedule import Schedule
+
+_METHODS = {"update": 4, "update_multi_precision": 4}
+_METHODS |= {"create_state": 2, "create_state_multi_precision": 2}
+"""Arguments of MXNet's methods besides ``self``; ours take another number."""
+
+_scripted: dict[str, type[ScriptedOptimizer]] = {}
+"""What ``register`` was given, by the lower-cased name."""
+
+
+class ScriptedOptimizer:
+    """Base of optimizers that are written MXNet's way.
+
+    A subclass defines ``update`` and, if it keeps anything, ``create_state``. Arrays are
+    ``mx.nd.NDArray``, and are changed in place. Attributes are MXNet's and may be set at any time:
+    ``lr``, ``wd``, ``rescale_grad``, ``clip_gradient``, ``lr_scheduler``, ``num_update``. Runs in
+    ``local`` and ``device`` stores and in an ``Updater``, on the host.
+    """
+
+    def __init__(
+        self,
+        rescale_grad: float = 1.0,
+        param_idx2name: Mapping[Any, str] | None = None,
+        wd: float = 0.0,
+        clip_gradient: float | None = None,
+        learning_rate: float | None = None,
+        lr_scheduler: Schedule | None = None,
+        sym: None = None,
+        begin_num_update: int = 0,
+        multi_precision: bool = False,
+        param_dict: Mapping[Any, Any] | None = None,
+    ) -> None:
+        if sym is not None:
+            raise OptimizerParameterError("sym is not supported; use set_lr_mult")
+        if not isinstance(lr_scheduler, Schedule | None):
+            raise OptimizerParameterError(
+                f"lr_scheduler must be one of kvstore.lr_scheduler, got {lr_scheduler!r}"
+            )
+        base = None if lr_scheduler is None else lr_scheduler.base_lr
+        if learning_rate is None or (base is not None and not _gives_way(lr_scheduler)):
+            learning_rate = 0.01 if base is None else base
+        self.lr = learning_rate
+        self.lr_scheduler = lr_scheduler
+        self.rescale_grad = rescale_grad
+        self.wd = wd
+        self.clip_gradient = clip_gradient
+        self.multi_precision = multi_precision
+        self.begin_num_update = self.num_update = begin_num_update
+        self.aggregate_num = 0
+        self.idx2name = dict(param_idx2name or {})
+        self.param_dict = param_dict or {}
+        self._index_update_count: dict[Any, int] = {}
+        self.set_lr_mult({})
+        self.set_wd_mult({})
+
+    # -- what a subclass defines -----------------------------------------------------------
+
+    def create_state(self, index: Any, weight: Any) -> Any:
+        """What is kept for a weight: NDArrays, numbers, lists and tuples of them, or None."""
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Change ``weight`` and ``state`` in place."""
+        raise NotImplementedError(f"{type(self).__name__} does not define update()")
+
+    def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
+        """``create_state``; for float16 with ``multi_precision``, of a float32 copy, and that."""
+        if self.multi_precision and weight.dtype == np.float16:
+            master = weight.astype(np.float32)
+            return master, self.create_state(index, master)
+        return self.create_state(index, weight)
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """``update``; for float16 with ``multi_precision``, of the float32 copy."""
+        if self.multi_precision and weight.dtype == np.float16:
+            master, own = state
+            self.update(index, master, grad.astype(np.float32), own)
+            weight[:] = master
+        else:
+            self.update(index, weight, grad, state)
+
+    # -- numbers -----------------------------------------------------------------------------
+
+    @property
+    def learning_rate(self) -> float:
+        """The present rate: of the schedule, or ``lr``."""
+        if self.lr_scheduler is None:
+            return self.lr
+        return self.lr_scheduler.rate(self.num_update, self.lr)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set ``lr``. Raises ``NotSupportedError`` where a schedule decides."""
+        if self.lr_scheduler is not None:
+            raise NotSupportedError("cannot set the learning rate: the lr_scheduler decides it")
+        self.lr = lr
+
+    def set_lr_mult(self, args_lr_mult: Mapping[Any, float]) -> None:
+        """Factors for the rate, by index or by name in ``param_idx2name``."""
+        self.lr_mult = dict(args_lr_mult)
+
+    def set_wd_mult(self, args_wd_mult: Mapping[Any, float]) -> None:
+        """Factors for the decay; 0 for what ``param_idx2name`` calls no weight and no gamma."""
+        names = self.idx2name.values()
+        self.wd_mult = {name: 0.0 for name in names if not name.endswith(("_weight", "_gamma"))}
+        self.wd_mult.update(args_wd_mult)
+
+    def _update_count(self, index: Any) -> None:
+        for each in index if isinstance(index, list | tuple) else (index,):
+            count = self._index_update_count.get(each, self.begin_num_update) + 1
+            self._index_update_count[each] = count
+            self.num_update = max(self.num_update, count)
+
+    def _get_lr(self, index: Any) -> float:
+        return self._get_lrs([index])[0]
+
+    def _get_lrs(self, indices: Sequence[Any]) -> list[float]:
+        return [self.learning_rate * self._factor(self.lr_mult, each, "lr") for each in indices]
+
+    def _get_wd(self, index: Any) -> float:
+        return self._get_wds([index])[0]
+
+    def _get_wds(self, indices: Sequence[Any]) -> list[float]:
+        return [self.wd * self._factor(self.wd_mult, each, "wd") for each in indices]
+
+    def _factor(self, factors: Mapping[Any, float], index: Any, kind: str) -> float:
+        if index in self.param_dict:
+            return float(getattr(self.param_dict[index], f"{kind}_mult"))
+        if index in factors:
+            return factors[index]
+        return factors.get(self.idx2name.get(index), 1.0)
+
+
+def _gives_way(schedule: Schedule | None) -> bool:
+    return schedule is None or schedule.gives_way
+
+
+class OptimizerKind(type):
+    """The metaclass of ``Optimizer``: a class written MXNet's way gets the base it was written for.
+
+    One that extends another optimizer of this package in that way raises ``NotSupportedError``.
+    """
+
+    def __new__(
+        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
+    ) -> Any:
+        ours = [base for base in bases if type(base) is OptimizerKind]
+        if not ours or not _is_scripted(namespace):
+            return super().__new__(cls, name, bases, namespace, **options)
+        wrong = [base.__name__ for base in ours if type(base.__base__) is OptimizerKind]
+        if wrong:
+            raise NotSupportedError(
+                f"{name} extends {wrong[0]}, whose methods take no index here: extend "
+                "mx.optimizer.Optimizer and write the formula out, or write a frozen dataclass "
+                "(docs/optimizers.md, Your own)"
+            )
+        swapped = (ScriptedOptimizer if base in ours else base for base in bases)
+        return type(name, tuple(swapped), namespace, **options)
+
+
+def _is_scripted(namespace: Mapping[str, Any]) -> bool:
+    if "__dataclass_fields__" in namespace:  # made again by dataclass(slots=True)
+        return False
+    return "__init__" in namespace or any(
+        len(inspect.signature(namespace[name]).parameters) == 1 + number
+        for name, number in _METHODS.items()
+        if inspect.isfunction(namespace.get(name))
+    )
+
+
+def register_scripted(cls: type[ScriptedOptimizer]) -> None:
+    """Let ``create`` make it by its name, lower-cased; a later class of a name takes its place."""
+    _scripted[cls.__name__.lower()] = cls
+
+
+def create_scripted(name: str, params: Mapping[str, Any]) -> ScriptedOptimizer | None:
+    """An optimizer that was registered; None if there is none of this name."""
+    cls = _scripted.get(name.lower())
+    return None if cls is None else cls(**params)
+
+
+def check_travels(optimizer: object) -> None:
+    """Raise ``NotSupportedError`` for an optimizer that is code."""
+    if isinstance(optimizer, ScriptedOptimizer):
+        name = type(optimizer).__name__
+        raise NotSupportedError(
+            f"{name} is written MXNet's way and runs in a local or device store, or in an "
+            "Updater. For servers, and for a Trainer, write it as a frozen dataclass "
+            "(docs/optimizers.md, Your own), register it in a module that this process and, by "
+            "--server-import MODULE, the servers import"
+        )
+
+
+class ScriptedStates:
+    """A scripted optimizer with what it keeps for each weight."""
+
+    def __init__(self, optimizer: ScriptedOptimizer) -> None:
+        self.optimizer = optimizer
+        self.states: dict[Any, Any] = {}
+
+    def update(self, index: Any, grad: Any, weight: Any) -> None:
+        """Change ``weight``, a NumPy array, in place; ``grad`` is another one."""
+        from kvstore.mxnet.nd.ndarray import NDArray  # imports all array libraries' adapters
+
+        weight, grad = NDArray(weight), NDArray(grad)
+        if index not in self.states:
+            created = self.optimizer.create_state_multi_precision(index, weight)
+            self.states[index] = created
+        self.optimizer.update_multi_precision(index, weight, grad, self.states[index])
+
+    def count(self, index: Any) -> int:
+        """The updates of a weight so far."""
+        return self.optimizer._index_update_count.get(index, 0)
+
+    def restore(self, entries: Mapping[Any, tuple[int, Any]]) -> None:
+        """Replace all states and counts; arrays become NDArrays."""
+        self.states = {index: _as_ndarrays(state) for index, (_, state) in entries.items()}
+        counts = {index: count for index, (count, _) in entries.items()}
+        self.optimizer._index_update_count = counts
+        self.optimizer.num_update = max([self.optimizer.begin_num_update, *counts.values()])
+
+
+def _as_ndarrays(state: Any) -> Any:
+    from kvstore.mxnet.nd.ndarray import NDArray
+
+    if isinstance(state, list | tuple):
+        return type(state)(map(_as_ndarrays, state))
+    return NDArray(state) if isinstance(state, np.ndarray) else state
+
+
+def checked_class(klass: object) -> type:
+    """``klass``. Raises ``ArgumentTypeError`` for what is not a class."""
+    if not isinstance(klass, type):
+        raise ArgumentTypeError(f"register takes a class, got {klass!r}")
+    return klass

@@ -1,0 +1,83 @@
+"""Commands from workers to servers: ``kv.send_command_to_servers(head, body)``.
+
+A command is a number and a text; what it does is a function that a module registers, which
+the servers import at their start (``--server-import``)::
+
+    @kvstore.register_command(17)
+    def tidy_up(body: str) -> str:
+        ...
+
+Nothing is sent but the number and the text: a server runs only code that it was started with.
+No effect at import. Any thread may register; functions run on a server's pool threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
+from pslite.errors import UsageError, check_unicode
+
+Command = Callable[[str], str | None]
+
+_commands: dict[int, Command] = {}
+
+
+def register_command(head: int) -> Callable[[Command], Command]:
+    """Decorator: let servers answer the command ``head`` with this function.
+
+    The function gets the command's text and may return a text, which the worker gets. What it
+    raises is raised at the worker. A module that is loaded anew may register its own again;
+    another function for the same number raises ``ArgumentTypeError``.
+    """
+    if isinstance(head, bool) or not isinstance(head, int) or head < 0:
+        raise ArgumentTypeError(f"a command's head must be a number from 0 on, got {head!r}")
+
+    def register(function: Command) -> Command:
+        if not callable(function):
+            raise ArgumentTypeError(f"a command is a function, got {function!r}")
+        taken_by = _name(_commands.get(head, function))
+        if taken_by != _name(function):
+            raise ArgumentTypeError(
+                f"the command {head} is taken by {taken_by}; choose another number"
+            )
+        _commands[head] = function
+        return function
+
+    return register
+
+
+def _name(function: Command) -> str:
+    # Some callables have neither: a partial, a method of a built-in type.
+    name = getattr(function, "__qualname__", None)
+    return repr(function) if name is None else f"{getattr(function, '__module__', '')}.{name}"
+
+
+def check_command(head: object, body: object) -> None:
+    """Raise ``ArgumentTypeError`` or ``ArgumentValueError`` unless a worker can send this."""
+    if isinstance(head, bool) or not isinstance(head, int | np.integer) or not 0 <= head < 2**63:
+        raise ArgumentTypeError(f"a command's head must be a number from 0 on, got {head!r}")
+    if not isinstance(body, str):
+        raise ArgumentTypeError(f"a command's body must be a str, got {type(body).__name__}")
+    check_unicode("a command's body", body, ArgumentValueError)
+
+
+def run_command(head: int, body: str) -> str:
+    """What the registered function answers; an empty text for None.
+
+    Raises:
+        UsageError: no function is registered for ``head``, or it did not return a text.
+    """
+    function = _commands.get(head)
+    if function is None:
+        known = ", ".join(str(number) for number in sorted(_commands)) or "none"
+        raise UsageError(
+            f"no command {head} is registered on this server (registered: {known}); register it "
+            "with kvstore.register_command in a module that the servers import (--server-import)"
+        )
+    answer = function(body)
+    if answer is not None and not isinstance(answer, str):
+        raise UsageError(f"the command {head} returned {type(answer).__name__}, not a str or None")
+    return answer or ""

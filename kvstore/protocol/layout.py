@@ -1,0 +1,124 @@
+"""Cut keys into chunks, and place each part of a store on a server.
+
+Pure arithmetic: the same arguments give the same answer on every node; nothing here keeps
+state. Decided once, when keys are initialised. Read next: ``kvstore/stores/dist/store.py``, which
+calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.errors import ValueMismatchError
+from pslite import Config
+
+CHUNK_BYTES = 1 << 20
+"""Largest size of a part. Larger messages are slower, and so are many small ones."""
+
+
+def chunk_ranges(
+    num_elements: int, itemsize: int, chunk_bytes: int = CHUNK_BYTES
+) -> list[tuple[int, int]]:
+    """The parts of a flat array as ``(start, stop)`` element ranges, in order.
+
+    All but the last hold ``chunk_bytes // itemsize`` elements (at least one). The borders
+    depend on these arguments only, never on the number of servers, so that sums, states and
+    versions mean the same in any cluster. An empty array has one empty part: it takes part in
+    rounds like any other key.
+    """
+    if num_elements < 0 or itemsize < 1 or chunk_bytes < 1:
+        raise ValueMismatchError(
+            "chunks need num_elements >= 0, itemsize >= 1 and chunk_bytes >= 1, "
+            f"got {num_elements}, {itemsize} and {chunk_bytes}"
+        )
+    step = _step(itemsize, chunk_bytes)
+    starts = range(0, max(num_elements, 1), step)
+    return [(start, min(start + step, num_elements)) for start in starts]
+
+
+def num_chunks(num_elements: int, itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """How many parts ``chunk_ranges`` gives, without making them."""
+    step = _step(itemsize, chunk_bytes)
+    return max(-(-num_elements // step), 1)
+
+
+def _step(itemsize: int, chunk_bytes: int) -> int:
+    return max(chunk_bytes // itemsize, 1)
+
+
+def message_bytes(config: Config, *, by_tcp: bool) -> int:
+    """How large messages of gathered values should be; over TCP larger ones are slower."""
+    return min((2 if by_tcp else 4) * config.chunk_bytes, config.max_message_bytes)
+
+
+def most_group_bytes(config: Config) -> int:
+    """How much of any keys' values goes in one message between processes of one machine.
+
+    There it only says where they lie.
+    """
+    return min(16 * config.chunk_bytes, config.max_message_bytes)
+
+
+def place(
+    parts: Sequence[int], loads: Sequence[int], shares: Sequence[float] | None = None
+) -> list[int]:
+    """The server index of each part, so that bytes end up in proportion to ``shares``.
+
+    ``parts`` are sizes in bytes, in the order of keys; ``loads`` the bytes that each server
+    holds already; ``shares`` the wanted proportions (equal ones when None; a share of 0 gets
+    nothing). Returns one server index for each part; a server's parts are neighbours in the
+    list, so that small keys can travel and lie together.
+
+    Servers are filled up to a common level of load per share, those with the most room first.
+    A server below the level ends within one part (the largest of ``parts``) of it; one above
+    it gets nothing. So after a first call every server is within one part of its share.
+    Later calls stay there too, except that very unequal shares and many small calls can add
+    up to a few parts. Raises ``ValueMismatchError`` for arguments that make no sense.
+    """
+    shares = [1.0] * len(loads) if shares is None else list(shares)
+    if not loads or len(shares) != len(loads) or min(shares) < 0 or sum(shares) <= 0:
+        raise ValueMismatchError(
+            "placing needs at least one server and one share of 0 or more for each, "
+            f"got {len(loads)} loads and shares {shares}"
+        )
+    filling = sorted(
+        (server for server in range(len(loads)) if shares[server] > 0),
+        key=lambda server: (loads[server] / shares[server], server),
+    )
+    room = _room_below_level(sum(parts), loads, shares, filling)
+    # A server without room must not catch parts by rounding.
+    order = [server for server in filling if room[server] > 0] or filling[:1]
+    order.sort(key=lambda server: (-room[server], server))
+    placed: list[int] = []
+    position = 0.0
+    turn = 0
+    border = room[order[0]]
+    for size in parts:
+        # A part belongs to the server in whose stretch its middle lies: so both ends of a
+        # stretch are off by half a part at most.
+        while turn + 1 < len(order) and position + size / 2 >= border:
+            turn += 1
+            border += room[order[turn]]
+        placed.append(order[turn])
+        position += size
+    return placed
+
+
+def _room_below_level(
+    num_bytes: int, loads: Sequence[int], shares: Sequence[float], filling: Sequence[int]
+) -> list[float]:
+    """Bytes that each server must get for all to reach one level of load per share.
+
+    ``filling`` holds the servers with a share, by rising load per share: water reaches them
+    in this order.
+    """
+    level = 0.0
+    held = float(num_bytes)
+    share = 0.0
+    for server in filling:
+        if share > 0 and loads[server] / shares[server] >= level:
+            break
+        held += loads[server]
+        share += shares[server]
+        level = held / share
+    return [max(level * shares[server] - loads[server], 0.0) for server in range(len(loads))]

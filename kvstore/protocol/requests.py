@@ -1,0 +1,310 @@
+"""The requests about stores between workers, servers and the scheduler.
+
+The bodies of the requests of two apps: the directory (on the scheduler) and the stores (on
+every server). Plain data only, packed by ``pslite.wire``; every field is checked when it
+arrives. Pure. Next: ``server/directory.py``, ``server/__init__.py`` and ``stores/dist/store.py``,
+which use these.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.arrays.dtypes import dtype_of, dtype_text
+from kvstore.arrays.keys import Key, KeySpec
+from kvstore.protocol.layout import chunk_ranges, num_chunks
+from kvstore.sparse.partition import Stripes
+from pslite.errors import ProtocolError
+from pslite.wire.codec import pack_value, unpack_value
+
+#: App numbers, far away from those that users of ``pslite`` choose.
+DIRECTORY_APP = 1_000_001
+STORE_APP = 1_000_002
+
+SCOPES = ("element", "row", "key")
+"""How much of a key an optimizer has to see at once (``Optimizer.scope``): no part may be less."""
+
+#: What all ranks do together last: the store is forgotten then.
+CLOSING = "close"
+
+_MAX_DIMENSIONS = 64
+MAX_CHUNKS = 1 << 20
+
+
+class DirectoryCall(enum.IntEnum):
+    """What a worker asks the directory."""
+
+    DECLARE = 1
+    INITIALISED = 2
+    OPTIMIZER_IS_SET = 3
+    SAME_OPTIMIZER = 4
+    OPTIMIZER_OF = 5
+    TOGETHER = 6
+    DONE_TOGETHER = 7
+
+
+class StoreCall(enum.IntEnum):
+    """What a worker asks a server."""
+
+    INIT = 1
+    SET_OPTIMIZER = 2
+    OPTIMIZER = 3
+    DELETE = 4
+    READ = 5
+    WRITE = 6
+    STATS = 7
+    COMMAND = 8
+    CLOSE = 9
+    INIT_ROWS = 10
+    HELD_ROWS = 11
+    READ_ROWS = 12
+    WRITE_ROWS = 13
+    SET_COMPRESSION = 14
+    CREATE_TABLE = 15
+    TABLE_OPTIMIZER = 16
+    TABLE_STATS = 17
+    HELD_OF_TABLE = 18
+    READ_TABLE = 19
+    MARK_TABLE = 20
+    BEGIN_LOADING = 21
+    LOAD_ROWS = 22
+    END_LOADING = 23
+
+
+class Declared(NamedTuple):
+    """A key as a worker's ``init`` has it."""
+
+    key: Key
+    spec: KeySpec
+    is_row_sparse: bool = False
+
+
+class KeyEntry(NamedTuple):
+    """Where a key lives: the directory's entry."""
+
+    key: Key
+    spec: KeySpec
+    first_part: int
+    """Its parts are numbered from here on; numbers are never used twice."""
+    chunk_bytes: int
+    servers: tuple[int, ...]
+    """The rank of the server of each part."""
+    generation: int = 1
+    """How often the key has been initialised; ``delete`` and ``init`` again count it up."""
+    is_row_sparse: bool = False
+
+    @property
+    def declared(self) -> Declared:
+        """The key as ``init`` had it."""
+        return Declared(self.key, self.spec, self.is_row_sparse)
+
+    @property
+    def parts(self) -> range:
+        """The numbers of its parts, in order of their elements."""
+        return range(self.first_part, self.first_part + len(self.servers))
+
+    @property
+    def stripes(self) -> Stripes:
+        """Where the rows of a row-sparse key are."""
+        return Stripes(self.spec.shape[0], len(self.servers))
+
+    def part_bytes(self) -> list[int]:
+        """The size of each part; of a row-sparse key that of all its rows."""
+        if self.is_row_sparse:
+            row_bytes = self.spec.nbytes // max(self.spec.shape[0], 1)
+            return [self.stripes.rows_of(part) * row_bytes for part in range(len(self.servers))]
+        return [(stop - start) * self.spec.dtype.itemsize for start, stop in self.chunks()]
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """The element range of each part of a dense key."""
+        return chunk_ranges(self.spec.num_elements, self.spec.dtype.itemsize, self.chunk_bytes)
+
+
+class PartEntry(NamedTuple):
+    """One part, as a server is told to create it."""
+
+    part: int
+    key: Key
+    is_whole: bool
+    """Whether it is all of its key, as optimizers of scope "key" need it."""
+    num_elements: int
+    dtype: np.dtype[Any]
+    width: int = 1
+    """Numbers in a row of the key, 1 at least; a row may be cut."""
+
+    def serves(self, scope: str) -> bool:
+        """Whether optimizers of this scope can work on it."""
+        if scope == "row":
+            # All parts but the last are of one size, so a multiple begins and ends with rows.
+            return self.is_whole or self.num_elements % self.width == 0
+        return scope == "element" or self.is_whole
+
+
+class RowPartEntry(NamedTuple):
+    """One part of a row-sparse key, as a server is told to create it."""
+
+    part: int
+    key: Key
+    is_whole: bool
+    """As in ``PartEntry``."""
+    num_rows: int
+    width: int
+    """Numbers in a row."""
+    dtype: np.dtype[Any]
+
+    def serves(self, scope: str) -> bool:
+        """Whether optimizers of this scope can work on it."""
+        return scope != "key" or self.is_whole
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row."""
+        return self.width * self.dtype.itemsize
+
+
+def pack(*fields: Any) -> bytes:
+    """The body of a request."""
+    return pack_value(list(fields))
+
+
+def unpack(body: bytes, *kinds: type) -> list[Any]:
+    """The fields of a body, each of the wanted type.
+
+    Raises:
+        ProtocolError: another number of fields, or another type.
+    """
+    fields = unpack_value(body)
+    if type(fields) is not list or len(fields) != len(kinds):
+        raise ProtocolError("a request's body has a wrong number of fields")
+    for field, kind in zip(fields, kinds, strict=True):
+        if type(field) is not kind:
+            raise ProtocolError(f"a request's field is {type(field).__name__}, not {kind.__name__}")
+    return fields
+
+
+def pack_specs(specs: Sequence[Declared]) -> list[Any]:
+    """Keys with shapes and dtypes, as plain data."""
+    return [
+        [key, list(spec.shape), dtype_text(spec.dtype), is_row_sparse]
+        for key, spec, is_row_sparse in specs
+    ]
+
+
+def unpack_specs(data: Any) -> list[Declared]:
+    """What ``pack_specs`` wrote, checked."""
+    known: dict[tuple[str, str], KeySpec] = {}
+    return [_declared(row, known) for row in _rows(data, 4)]
+
+
+def _declared(row: list[Any], known: dict[tuple[str, str], KeySpec]) -> Declared:
+    """A key's row; ``known`` has the specs of the rows before it, which are few, by their texts."""
+    key, shape, dtype, is_row_sparse = row
+    if type(key) not in (int, str) or type(shape) is not list:
+        raise ProtocolError("a key's entry is malformed")
+    if type(is_row_sparse) is not bool or (is_row_sparse and not shape):
+        raise ProtocolError("a key's entry is malformed")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise ProtocolError("a key's shape is malformed")
+    texts = repr(dtype), repr(shape)
+    spec = known.get(texts)
+    if spec is None:
+        if any(type(n) is not int or n < 0 for n in shape):
+            raise ProtocolError("a key's shape is malformed")
+        spec = known[texts] = KeySpec(tuple(shape), dtype_of(dtype))
+    return Declared(key, spec, is_row_sparse)
+
+
+def pack_entries(entries: Sequence[KeyEntry]) -> bytes:
+    """Directory entries, as the directory answers them."""
+    return pack(
+        [
+            [
+                *pack_specs([entry.declared])[0],
+                entry.first_part,
+                entry.chunk_bytes,
+                list(entry.servers),
+                entry.generation,
+            ]
+            for entry in entries
+        ]
+    )
+
+
+def unpack_entries(body: bytes) -> list[KeyEntry]:
+    """What ``pack_entries`` wrote, checked."""
+    (rows,) = unpack(body, list)
+    entries = []
+    known: dict[tuple[str, str], KeySpec] = {}
+    for *declared, first_part, chunk_bytes, servers, generation in _rows(rows, 8):
+        key, spec, is_row_sparse = _declared(declared, known)
+        if type(servers) is not list or len(servers) > MAX_CHUNKS:
+            raise ProtocolError("a key's placement is malformed")
+        numbers = [first_part, chunk_bytes, generation, *servers]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ProtocolError("a key's placement is malformed")
+        entry = KeyEntry(
+            key, spec, first_part, chunk_bytes, tuple(servers), generation, is_row_sparse
+        )
+        if chunk_bytes < 1 or not _fits(entry):
+            raise ProtocolError("a key's placement does not fit its size")
+        entries.append(entry)
+    return entries
+
+
+def _fits(entry: KeyEntry) -> bool:
+    """Whether the entry has as many parts as there can be."""
+    spec, num_parts = entry.spec, len(entry.servers)
+    if entry.is_row_sparse:
+        return 1 <= num_parts <= max(spec.shape[0], 1)
+    return num_chunks(spec.num_elements, spec.dtype.itemsize, entry.chunk_bytes) == num_parts
+
+
+def pack_parts(parts: Sequence[PartEntry]) -> list[Any]:
+    """Parts to create, as plain data."""
+    return [
+        [part.part, part.key, part.is_whole, part.num_elements, dtype_text(part.dtype), part.width]
+        for part in parts
+    ]
+
+
+def unpack_parts(data: Any) -> list[PartEntry]:
+    """What ``pack_parts`` wrote, checked."""
+    parts = []
+    for part, key, is_whole, num_elements, dtype, width in _rows(data, 6):
+        if type(part) is not int or type(num_elements) is not int or num_elements < 0:
+            raise ProtocolError("a part's entry is malformed")
+        if type(width) is not int or width < 1:
+            raise ProtocolError("a part's entry is malformed")
+        if type(key) not in (int, str) or type(is_whole) is not bool:
+            raise ProtocolError("a part's entry is malformed")
+        parts.append(PartEntry(part, key, is_whole, num_elements, dtype_of(dtype), width))
+    return parts
+
+
+def pack_row_part(entry: RowPartEntry) -> list[Any]:
+    """A part of a row-sparse key to create, as plain data."""
+    return [*entry[:-1], dtype_text(entry.dtype)]
+
+
+def unpack_row_part(data: Any) -> RowPartEntry:
+    """What ``pack_row_part`` wrote, checked."""
+    ((part, key, is_whole, num_rows, width, dtype),) = _rows([data], 6)
+    numbers = (part, num_rows, width)
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ProtocolError("a part's entry is malformed")
+    if type(key) not in (int, str) or type(is_whole) is not bool:
+        raise ProtocolError("a part's entry is malformed")
+    return RowPartEntry(part, key, is_whole, num_rows, width, dtype_of(dtype))
+
+
+def _rows(data: Any, width: int) -> list[list[Any]]:
+    if type(data) is not list:
+        raise ProtocolError("a table is malformed")
+    for row in data:
+        if type(row) is not list or len(row) != width:
+            raise ProtocolError("a table's row is malformed")
+    return data

@@ -1,0 +1,189 @@
+"""Run a server or scheduler: ``python -m kvstore.server``, by DMLC_ROLE.
+
+``install`` gives a node what stores need of it: the directory of keys on the scheduler, the
+stores themselves on a server. Importing has no effect. Read next: ``app.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvstore.protocol.requests import DIRECTORY_APP, STORE_APP
+from kvstore.server.app import OneForAll, ServerStores
+from kvstore.server.directory import Directory
+from kvstore.server.malloc import keep_freed_memory
+from kvstore.server.shares import describe, server_shares
+from pslite import Config, Postoffice, Role, start
+from pslite.errors import ConfigError, PSError
+from pslite.node.log import try_to_stderr
+from pslite.scarcity import allow_files
+from pslite.version import __version__
+
+#: The launcher's option sets the variable, and a server sees only that.
+_SOURCE = "--server-import or KVSTORE_SERVER_IMPORT"
+
+
+def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
+    """Give a scheduler or server node what stores need of it. Before it is driven.
+
+    ``import_errors`` say what could not be imported; workers see them where it matters.
+    """
+    if node.role is Role.SERVER:
+        stores = ServerStores(node, import_errors)
+        node.customers.add(STORE_APP, OneForAll(node, stores.handle).handle)
+    elif node.role is Role.SCHEDULER:
+        live_ranks: Callable[[], Sequence[int]] = lambda: node.membership.live(Role.WORKER)  # noqa: E731
+        config = node.config
+        directory = Directory(
+            config.num_servers,
+            config.chunk_bytes,
+            live_ranks,
+            config.max_message_bytes,
+            lambda: _shares(node),
+        )
+        node.customers.add(DIRECTORY_APP, directory.handle, waits_for_others=True)
+        node.watch.on_departure.append(directory.departed)
+        node.on_deadlock.append(directory.deadlocked)
+
+
+def _shares(node: Postoffice) -> Sequence[float] | None:
+    """What each server is to hold of all bytes, once the roster is there; None: the same."""
+    if node.config.placement == "equal":
+        return None
+    machines: dict[str, list[str]] = {role.value: [] for role in Role}
+    for member in node.membership.roster:  # each role's nodes by rank
+        machines[member.role].append(member.machine)
+    shares = server_shares(machines[Role.WORKER.value], machines[Role.SERVER.value])
+    node.log.info(1, f"placement: {describe(shares)}")
+    return shares
+
+
+def import_modules(names: str, source: str = _SOURCE) -> list[str]:
+    """Import what KVSTORE_SERVER_IMPORT names; returns a text with traceback for each failure.
+
+    ``names`` are modules, or paths of files that end in ``.py``, separated by commas; ``source``
+    is what the text says of where they come from.
+    """
+    errors = []
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        try:
+            _import(name)
+        except (Exception, SystemExit):  # a script that ends itself must not end the server
+            errors.append(f"importing {name} ({source}) failed:\n{traceback.format_exc()}")
+    return errors
+
+
+def import_failures(names: str, source: str) -> list[str]:
+    """The same in one line for each failure, without its traceback: for the launcher."""
+    texts = [error.strip().splitlines() for error in import_modules(names, source)]
+    return [f"{lines[0]} {lines[-1]}" for lines in texts]
+
+
+def _import(name: str) -> None:
+    if not name.endswith(".py"):
+        importlib.import_module(name)
+        return
+    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{name} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+
+
+def serve(config: Config, *, joined_fd: int = -1) -> int:
+    """Run a scheduler or a server until its job is over; returns the exit code.
+
+    A line goes to ``joined_fd``, where one is given, once the cluster is complete.
+    """
+    try:
+        config.checked_for_cluster()
+        allow_files(Role(config.role), config.num_workers, config.num_servers)
+    except ConfigError as wrong:
+        try_to_stderr(str(wrong))
+        return 2
+    # A pool thread that holds the interpreter keeps the I/O thread waiting this long.
+    sys.setswitchinterval(0.001)
+    keep_freed_memory()
+    try:
+        return _serve_until_the_end(config, joined_fd)
+    except KeyboardInterrupt:
+        return 130
+    except PSError as error:
+        return _failed(error)
+
+
+def _failed(error: PSError) -> int:
+    try_to_stderr(f"{type(error).__name__}: {error}")
+    return 1
+
+
+def _serve_until_the_end(config: Config, joined_fd: int) -> int:
+    errors = import_modules(config.server_import)
+    for error in errors:
+        try_to_stderr(error)
+    node = start(config, prepare=lambda node: install(node, errors), wait=False)
+    if joined_fd >= 0:
+        node.ready.on_done(lambda ready: _tell(joined_fd, ready.error()))
+    goodbye, exit_code = True, 0
+    try:
+        node.finished.result()
+    except PSError as error:
+        # Before it stays to tell its peers: the launcher may end it while it does.
+        exit_code = _failed(error)
+    except KeyboardInterrupt:
+        # A node that still needs this one has lost it: that it left would blame the next to end.
+        goodbye = False
+        raise
+    finally:
+        node.close(goodbye=goodbye)
+    return exit_code
+
+
+def _tell(joined_fd: int, error: BaseException | None) -> None:
+    try:
+        if error is None:
+            os.write(joined_fd, b"all have joined\n")
+    except OSError:  # the reader is gone
+        pass
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvstore.server",
+        description="Run the scheduler or a server of a job until the job is over. Which of them, "
+        "and where, is said by environment variables; kvstore-launch sets them.",
+        epilog="DMLC_ROLE is scheduler or server; DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT are the "
+        "scheduler's address; DMLC_NUM_WORKER and DMLC_NUM_SERVER count the job's processes. "
+        "KVSTORE_SERVER_IMPORT names modules to import, separated by commas.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, *, joined_fd: int = -1) -> int:
+    """``python -m kvstore.server``: a scheduler or a server, by DMLC_ROLE.
+
+    ``arguments`` are the command line without the program's name (default: this process's).
+    """
+    _parser().parse_args(arguments)
+    try:
+        config, unknown = Config.from_env()
+        for sentence in unknown:
+            try_to_stderr(f"warning: {sentence}")
+        if config.role == Role.WORKER.value:
+            raise ConfigError(
+                "DMLC_ROLE is 'worker', which is also its default; kvstore.server "
+                "needs server or scheduler"
+            )
+    except ConfigError as error:
+        try_to_stderr(str(error))
+        return 2
+    return serve(config, joined_fd=joined_fd)

@@ -1,0 +1,316 @@
+"""The stores of a server: the data plane's app, and the answers to ``StoreCall``.
+
+The plane (``pslite/plane``) says which contributions make a round. Which parts there are, and what
+is asked about them, stands in ``dense.py``, ``sparse.py`` and ``tables.py``; here
+is what concerns stores as a whole, and who of these three has a part. Requests arrive on the I/O
+thread. Read next: ``dense.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.serialize import from_plain, to_plain
+from kvstore.protocol.commands import run_command
+from kvstore.protocol.layout import message_bytes, most_group_bytes
+from kvstore.protocol.requests import StoreCall, pack, unpack
+from kvstore.server.dense import DenseStores
+from kvstore.server.lanes import LaneNumbers, Lanes
+from kvstore.server.memory import Part, StoreState
+from kvstore.server.sparse import RowStores, answer_cut, bytes_of, taken
+from kvstore.server.tables import TableStores
+from kvstore.sparse.payload import ROWS_FORM
+from kvstore.tables.payload import TABLE_FORM
+from pslite import Incoming, Postoffice
+from pslite.errors import ProtocolError, UsageError
+from pslite.ids import Role, rank_of
+from pslite.plane import Formed, Job, Outcome, Piece, ServerPlane
+
+#: What one worker does for all of them: the lowest rank that is there, as the directory decides.
+ONCE_FOR_ALL = frozenset(
+    {
+        StoreCall.INIT,
+        StoreCall.SET_OPTIMIZER,
+        StoreCall.DELETE,
+        StoreCall.WRITE,
+        StoreCall.CLOSE,
+        StoreCall.INIT_ROWS,
+        StoreCall.WRITE_ROWS,
+        StoreCall.SET_COMPRESSION,
+        StoreCall.CREATE_TABLE,
+        StoreCall.TABLE_OPTIMIZER,
+        StoreCall.BEGIN_LOADING,
+        StoreCall.LOAD_ROWS,
+        StoreCall.END_LOADING,
+    }
+)
+#: So long the goodbye of a lower rank, which the scheduler knows, may be on its way to a server.
+GOODBYE_S = 5.0
+_LOOK_EVERY_S = 0.25
+
+
+class OneForAll:
+    """Lets requests pass, and those of ``ONCE_FOR_ALL`` only from the lowest rank that is there.
+
+    No other rank needs them, so what one asks for by mistake or in malice does no harm. ``handle``
+    is the app's; on the I/O thread.
+    """
+
+    def __init__(self, node: Postoffice, handle: Callable[[Incoming], None]) -> None:
+        self._node = node
+        self._handle = handle
+
+    def handle(self, incoming: Incoming) -> None:
+        """A request of ``StoreCall``."""
+        if incoming.head in ONCE_FOR_ALL and self._first() < rank_of(incoming.sender):
+            self._wait(incoming, GOODBYE_S)
+        else:
+            self._handle(incoming)
+
+    def _first(self) -> int:
+        # Where all have left, who asked was the last one, or one of the last.
+        return min(self._node.membership.live(Role.WORKER), default=sys.maxsize)
+
+    def _wait(self, incoming: Incoming, patience_s: float) -> None:
+        def look() -> None:
+            try:
+                self._look(incoming, patience_s - _LOOK_EVERY_S)
+            except BaseException as error:  # as of any app; it must not end the I/O thread
+                incoming.fail(error)
+
+        self._node.errands.call_later(_LOOK_EVERY_S, look)
+
+    def _look(self, incoming: Incoming, patience_s: float) -> None:
+        first, rank = self._first(), rank_of(incoming.sender)
+        if first >= rank:
+            self._handle(incoming)
+        elif patience_s > 0 and self._node.error is None:
+            self._wait(incoming, patience_s)
+        else:
+            call = StoreCall(incoming.head).name
+            raise UsageError(
+                f"{call} came from worker {rank}, but only the lowest rank present, worker "
+                f"{first}, may ask: all workers have to make the same calls of a store"
+            )
+
+
+class ServerStores:
+    """The stores of one server. Implements ``pslite.plane.ServerApp``."""
+
+    def __init__(self, node: Postoffice, import_errors: Sequence[str] = ()) -> None:
+        config = node.config
+        self._node = node
+        self._import_errors = import_errors
+        self._ranks = tuple(range(config.num_workers))
+        self._stores: dict[int, StoreState] = {}
+        self._num_rounds = 0
+        self._plane = ServerPlane(
+            self,
+            window=config.round_window,
+            message_bytes=message_bytes(config, by_tcp=True),
+            stall_report_s=config.report_after_s,
+        )
+        lanes = Lanes(node.pool.submit)
+        # One large message's worth (``stores/dist/plan.py``): keys that came one by one, and a
+        # small model of whose keys a loop makes messages of its own. What lies on two lanes goes on
+        # part by part.
+        numbers = LaneNumbers(most_group_bytes(config))
+        self._dense = DenseStores(node, self._plane, self._store, numbers, lanes)
+        self._parts = self._dense.parts
+        self._rows = RowStores(self._plane, self._store, numbers.own, lanes)
+        self._tables = TableStores(self._plane, self._store, self._optimizer_of, numbers.own, lanes)
+        # What is asked often, and of dense parts only, goes straight there.
+        self.check = self._dense.check
+        self.read = self._dense.read
+        node.traffic.serve(self._plane)
+        node.traffic.add_owner(self)
+        self._calls: dict[int, Callable[[Incoming], None]] = {
+            StoreCall.SET_OPTIMIZER: self._set_optimizer,
+            StoreCall.OPTIMIZER: self._optimizer,
+            StoreCall.DELETE: self._delete,
+            StoreCall.STATS: self._stats,
+            StoreCall.COMMAND: self._command,
+            StoreCall.CLOSE: self._close,
+            **self._dense.calls,
+            **self._rows.calls,
+            **self._tables.calls,
+        }
+
+    def name_of(self, part: int) -> str | None:
+        """The key or table that a part belongs to, for reports (``pslite/node/data.py``)."""
+        table = self._tables.get(part)
+        if table is not None:
+            return table.title
+        found = self._parts.get(part) or self._rows.get(part)
+        return None if found is None else f"key {found.entry.key!r}"
+
+    def send_joined(self) -> None:
+        """A server holds nothing back."""
+
+    # -- rounds ------------------------------------------------------------------------
+
+    def apply(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Apply complete rounds. On the pool thread of the parts' lane; never raises."""
+        num_rounds = 0
+        for job in jobs:
+            if job.is_formed:
+                return [self._apply_formed(job) for job in jobs]
+            num_rounds += len(job.parts)
+        # A statistic: a lost count between threads does no harm.
+        self._num_rounds += num_rounds
+        return self._dense.apply(jobs)
+
+    def _apply_formed(self, job: Job) -> Outcome:
+        if not job.is_formed:
+            return self.apply([job])[0]
+        self._num_rounds += 1
+        if self._tables.get(job.parts[0]) is not None:
+            return self._tables.apply(job)
+        return self._rows.apply(job, self._parts.get(job.parts[0]))
+
+    def take(self, part: int, form: int, piece: Piece, *, is_push: bool) -> Formed:
+        """Rows, which are pushed or wanted; see ``sparse.py`` and ``tables.py``."""
+        table = self._tables.get(part)
+        if table is not None and form == TABLE_FORM:
+            ids: Formed = table.take(bytes_of(piece), is_push=is_push)
+            return ids
+        found = self._rows.get(part) or self._parts.get(part)
+        if form != ROWS_FORM or found is None:
+            raise UsageError(f"part {part} is not known to this server, or not in form {form}")
+        if is_push and isinstance(found, Part) and found.codecs.push is not None:
+            raise UsageError(f"part {part} is pushed encoded, and not in rows")
+        rows: Formed = taken(found, piece, is_push=is_push)
+        return rows
+
+    def answer(self, part: int, wanted: Any) -> Any:
+        """Rows that are wanted, copied: others may change them as soon as this returns."""
+        table = self._tables.get(part)
+        if table is not None:
+            return table.answer(wanted, self._node.buffer)
+        most_bytes = self._node.config.max_message_bytes
+        rows = self._rows.get(part)
+        if rows is not None:
+            return rows.answer(wanted, self._node.buffer, most_bytes)
+        dense = self._parts.get(part)
+        if dense is None:
+            raise UsageError("the key was deleted")
+        return answer_cut(dense, wanted, self._node.buffer, most_bytes)
+
+    # -- requests ----------------------------------------------------------------------
+
+    def handle(self, incoming: Incoming) -> None:
+        """A request of ``StoreCall``. On the I/O thread."""
+        call = self._calls.get(incoming.head)
+        if call is None:
+            raise ProtocolError(f"a server does not know the call {incoming.head}")
+        call(incoming)
+
+    def _store(self, number: int, synchronous: bool) -> StoreState:
+        found = self._stores.get(number)
+        if found is None:
+            ranks = self._ranks if synchronous else None
+            found = self._stores[number] = StoreState(ranks)
+        return found
+
+    def _delete(self, incoming: Incoming) -> None:
+        """Forget parts; parts already gone are not an error (another rank deleted half)."""
+        _, parts = unpack(incoming.body, int, list)
+        self._forget(parts)
+        incoming.respond()
+
+    def _close(self, incoming: Incoming) -> None:
+        """Forget a store and its parts: all workers have closed it."""
+        number, parts = unpack(incoming.body, int, list)
+        store = self._stores.pop(number, None)
+        self._forget([*parts, *(part.number for part in self._tables if part.store is store)])
+        incoming.respond()
+
+    def _forget(self, parts: Sequence[Any]) -> None:
+        for number_of_part in parts:
+            table = self._tables.remove(number_of_part)
+            if table is not None:
+                closed = UsageError(f"the {table.title} was closed")
+                self._node.traffic.carry_out(self._plane.close_part(number_of_part, closed))
+                continue
+            part = self._dense.remove(number_of_part) or self._rows.remove(number_of_part)
+            if part is None:
+                continue
+            part.store.lost_part(part.entry)
+            gone = UsageError(f"the key {part.entry.key!r} was deleted")
+            self._node.traffic.carry_out(self._plane.close_part(number_of_part, gone))
+
+    def _set_optimizer(self, incoming: Incoming) -> None:
+        number, synchronous, only_check, plain = unpack(incoming.body, int, bool, bool, list)
+        wanted = self._optimizer_of(plain)
+        store = self._store(number, synchronous)
+        cut_keys = store.cut_keys.get(wanted.scope)
+        if cut_keys:
+            names = ", ".join(repr(key) for key in list(cut_keys)[:5])
+            raise UsageError(
+                f"the optimizer {wanted.name} needs whole {wanted.scope}s, but {names} were cut in "
+                "parts by init: call set_optimizer before init"
+            )
+        if not only_check and store.optimizer != wanted:
+            store.optimizer = wanted
+        incoming.respond()
+
+    def _optimizer_of(self, plain: list[Any]) -> Optimizer:
+        try:
+            return from_plain(plain)
+        except UsageError as error:
+            lines = [f"{self._node.membership.title(self._node_id)}: {error}", *self._import_errors]
+            raise type(error)("\n".join(lines)) from None
+
+    @property
+    def _node_id(self) -> int:
+        return self._node.info.node_id if self._node.info is not None else 0
+
+    def _optimizer(self, incoming: Incoming) -> None:
+        (number,) = unpack(incoming.body, int)
+        store = self._stores.get(number)
+        optimizer = None if store is None else store.optimizer
+        incoming.respond(pack([] if optimizer is None else [to_plain(optimizer)]))
+
+    # -- statistics and commands -------------------------------------------------------
+
+    def _stats(self, incoming: Incoming) -> None:
+        arenas = {part.arena for part in self._parts}
+        incoming.respond(
+            pack(
+                {
+                    "parts": len(self._parts) + len(self._rows) + len(self._tables),
+                    "value_bytes": sum(arena.weight.nbytes for arena in arenas)
+                    + sum(part.table.nbytes for part in self._rows)
+                    + sum(part.share.slots.values.nbytes for part in self._tables),
+                    "state_bytes": sum(arena.state_bytes for arena in arenas)
+                    + sum(part.table.state_bytes for part in self._rows)
+                    + sum(each.nbytes for part in self._tables for each in part.share.slots.states),
+                    "rounds": self._num_rounds,
+                    **self._compression_stats(),
+                    "waiting_contributions": self._plane.num_waiting,
+                }
+            )
+        )
+
+    def _compression_stats(self) -> dict[str, Any]:
+        """What was decoded and encoded, by the numbers of the stores that do that."""
+        found = {
+            str(number): store.compression.statistics.plain()
+            for number, store in self._stores.items()
+            if store.compression.rules
+        }
+        return {"compression": found} if found else {}
+
+    def _command(self, incoming: Incoming) -> None:
+        head, body = unpack(incoming.body, int, str)
+
+        def run() -> None:
+            try:
+                incoming.respond(pack(run_command(head, body)))
+            except BaseException as error:  # SystemExit of a command must not end the pool's thread
+                incoming.fail(error)
+
+        self._node.pool.submit(0, run)

@@ -1,0 +1,198 @@
+"""Apply rounds of neighbouring parts as one array.
+
+Parts that lie side by side in an arena and are updated alike are a ``Stretch``: what can be said
+of a list of parts once. Where their contributions of this time lie side by side as well, within
+one job or over several, they become one ``PartRun``, which adds up and updates: so a model of many
+small keys costs a few calls of NumPy and not one for each key. On the pool thread of the arena's
+lane. Pure: no sockets, no clock. Read next: ``arrays/cpu/sums.py`` for the arithmetic,
+``part_table.py`` for who calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.arrays.cpu.sums import Flat, apply_round
+from kvstore.arrays.cpu.threads import Cores
+from kvstore.arrays.dtypes import accumulation_dtype
+from kvstore.compression import Chain
+from kvstore.errors import OptimizerNotSet
+from kvstore.optimizer.base import Optimizer
+from kvstore.server.memory import Arena, Part
+from pslite.plane import Piece, cuts_of, piece_of
+
+_ALONE = Cores(1)
+#: Where encoded contributions are added up.
+_SUM_SLOT = 3
+
+
+class Stretch(NamedTuple):
+    """Neighbouring parts of one arena that one optimizer updates."""
+
+    arena: Arena
+    optimizer: Optimizer | None
+    parts: tuple[Part, ...]
+    first: int
+    """Index of the first of them in the list of parts that this was compiled from."""
+    offset: int
+    """Where their bytes begin in a contribution to all parts of the list."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of a contribution."""
+        if self.chain is not None:
+            return self.parts[0].push_bytes
+        return (self.parts[-1].stop - self.parts[0].start) * self.arena.weight.itemsize
+
+    @property
+    def chain(self) -> Chain | None:
+        """By which contributions to it, a single part, are encoded."""
+        return self.parts[0].codecs.push
+
+    def is_followed_by(self, part: Part, optimizer: Optimizer | None, index: int) -> bool:
+        """Whether a part, the ``index``-th of the list, continues this."""
+        return (
+            part.arena is self.arena
+            and part.codecs.push is self.chain is None
+            and optimizer is self.optimizer
+            and part.start == self.parts[-1].stop
+            and index == self.first + len(self.parts)
+            and (optimizer is None or optimizer.scope != "key")
+        )
+
+    def of_one_count(self) -> Iterable[Stretch]:
+        """This stretch; part by part where some have seen more updates than others."""
+        count = self.parts[0].count
+        if all(part.count == count for part in self.parts):
+            return (self,)
+        offset = self.offset
+        pieces = []
+        for index, part in enumerate(self.parts):
+            pieces.append(Stretch(self.arena, self.optimizer, (part,), self.first + index, offset))
+            offset += pieces[-1].nbytes
+        return pieces
+
+
+@dataclass(slots=True)
+class PartRun:
+    """Neighbouring parts whose contributions are neighbours too: worked on as one array."""
+
+    arena: Arena
+    optimizer: Optimizer | None
+    start: int
+    stop: int
+    count: int
+    pieces: list[Piece]
+    members: list[tuple[int, range]]
+    """(index of a job, some of its parts): whom an error concerns."""
+    out: Flat | None
+    """Bytes to which the new values are copied."""
+    chain: Chain | None = None
+    """By which the contributions are encoded."""
+
+    def extend(self, stretch: Stretch, count: int, pieces: Sequence[Piece]) -> bool:
+        """Add parts if they continue this run."""
+        if (
+            stretch.arena is not self.arena
+            or stretch.optimizer is not self.optimizer
+            or stretch.parts[0].start != self.stop
+            or count != self.count
+            or len(pieces) != len(self.pieces)
+            or self.out is not None
+            or self.chain is not None
+            or stretch.chain is not None
+            or (stretch.optimizer is not None and stretch.optimizer.scope == "key")
+        ):
+            return False
+        for mine, theirs in zip(self.pieces, pieces, strict=True):
+            if theirs.frame is not mine.frame or theirs.start != mine.stop:
+                return False
+        self.stop = stretch.parts[-1].stop
+        self.pieces = [
+            Piece(mine.frame, mine.start, theirs.stop)
+            for mine, theirs in zip(self.pieces, pieces, strict=True)
+        ]
+        return True
+
+    def apply(self) -> None:
+        """Add the contributions up and update."""
+        arena, optimizer = self.arena, self.optimizer
+        arena.changes += 1
+        if optimizer is None and arena.store.ranks is None:
+            raise OptimizerNotSet("dist_async needs an optimizer: call set_optimizer before push")
+        if optimizer is not None:
+            optimizer.check_dtype(arena.weight.dtype)
+        weight = arena.weight[self.start : self.stop]
+        state = [array[self.start : self.stop] for array in arena.state(None)]
+        if self.chain is not None:
+            total = self._decoded(self.chain, weight.dtype)
+            apply_round(weight, [total], optimizer, state, self.count + 1, arena.workspace)
+            return
+        itemsize = weight.itemsize
+        # Where a worker's values come in several frames, up to the end of each.
+        begin = 0
+        for end in [*cuts_of(self.pieces), weight.nbytes]:
+            some = slice(begin // itemsize, end // itemsize)
+            contributions = [
+                _flat(piece_of(piece, begin, end)).view(weight.dtype) for piece in self.pieces
+            ]
+            mine = [array[some] for array in state]
+            apply_round(
+                weight[some],
+                contributions,
+                optimizer,
+                mine,
+                self.count + 1,
+                arena.workspace,
+                out=None if self.out is None else self.out[begin:end].view(weight.dtype),
+            )
+            begin = end
+
+    def _decoded(self, chain: Chain, dtype: np.dtype[Any]) -> Flat:
+        """The sum of encoded contributions, in rank order, in the dtype of sums.
+
+        Valid until the arena's next. Raises ``ProtocolError`` before anything has changed.
+        """
+        length = self.stop - self.start
+        total = self.arena.workspace.block(_SUM_SLOT, accumulation_dtype(dtype), length)
+        for index, piece in enumerate(self.pieces):
+            chain.decode_from(_flat(piece), total, add=index > 0, cores=_ALONE)
+        return total
+
+
+def _flat(piece: Piece) -> Flat:
+    return np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]
+
+
+def add_run(
+    runs: list[PartRun], index: int, stretch: Stretch, payloads: Sequence[Piece], out: Flat | None
+) -> None:
+    """One more stretch of a job to be updated."""
+    start, nbytes = stretch.offset, stretch.nbytes
+    pieces = [piece_of(piece, start, start + nbytes) for piece in payloads]
+    count = stretch.parts[0].count
+    for part in stretch.parts:
+        part.count = count + 1
+    member = (index, range(stretch.first, stretch.first + len(stretch.parts)))
+    if out is None and runs and runs[-1].extend(stretch, count, pieces):
+        runs[-1].members.append(member)
+        return
+    first, last = stretch.parts[0], stretch.parts[-1]
+    mine = None if out is None else out[start : start + nbytes]
+    runs.append(
+        PartRun(
+            stretch.arena,
+            stretch.optimizer,
+            first.start,
+            last.stop,
+            count,
+            pieces,
+            [member],
+            mine,
+            stretch.chain,
+        )
+    )

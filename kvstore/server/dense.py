@@ -1,0 +1,253 @@
+"""The dense parts of a server, and the requests about them.
+
+What ``sparse.py`` is for row-sparse keys. Requests arrive on the I/O thread, rounds on the pool
+thread of their lane; what touches an arena's memory is handed to that thread, so that no value is
+read or written while it is updated. Read next: ``part_table.py`` for the rounds, ``memory.py`` for
+the memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.arrays.cpu.sums import Flat
+from kvstore.compression import Compression
+from kvstore.protocol.requests import PartEntry, StoreCall, pack, unpack, unpack_parts
+from kvstore.server.lanes import LaneNumbers, Lanes
+from kvstore.server.malloc import LateReturn
+from kvstore.server.memory import Arena, Part, StoreState, codecs_of
+from kvstore.server.part_table import PartTable
+from kvstore.server.sparse import bytes_of
+from pslite import Incoming, Postoffice
+from pslite.errors import ProtocolError, UsageError
+from pslite.plane import Ints, Job, Outcome, Piece, ServerPlane, cut
+
+#: Copies that no worker has asked for, such as those of parts that went their own ways.
+_MAX_COPIES = 16
+
+
+class _ReadCopy(NamedTuple):
+    """Values of some parts, and how often their arenas had been written by then."""
+
+    values: Flat
+    changes: Mapping[Arena, int]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parts still have these values."""
+        return all(arena.changes == count for arena, count in self.changes.items())
+
+
+class DenseStores:
+    """The dense parts of one server."""
+
+    def __init__(
+        self,
+        node: Postoffice,
+        plane: ServerPlane,
+        store_of: Callable[[int, bool], StoreState],
+        numbers: LaneNumbers,
+        lanes: Lanes,
+    ) -> None:
+        self.parts = PartTable()
+        self._allocate = node.buffer
+        self._plane = plane
+        self._store_of = store_of
+        self._numbers = numbers
+        self._lanes = lanes
+        #: Parts -> their values right after an update, until ``read`` asks for them.
+        self._copies: dict[Ints, _ReadCopy] = {}
+        self._late_return = LateReturn(node.clock, node.errands.look_after_each_step)
+        self.calls: dict[int, Callable[[Incoming], None]] = {
+            StoreCall.INIT: self._init,
+            StoreCall.READ: self._read_parts,
+            StoreCall.WRITE: self._write_parts,
+            StoreCall.SET_COMPRESSION: self._set_compression,
+        }
+
+    def remove(self, number: int) -> Part | None:
+        """A part is gone; returns it, if it was there."""
+        self._copies.clear()
+        return self.parts.remove(number)
+
+    # -- rounds ------------------------------------------------------------------------
+
+    def apply(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Apply complete rounds. On the pool thread of the parts' lane; never raises."""
+        copies = [self._room_for_copy(job) if job.wanted else None for job in jobs]
+        outcomes = self.parts.apply(jobs, copies)
+        for job, copy, outcome in zip(jobs, copies, outcomes, strict=True):
+            if copy is not None and outcome is None:
+                if len(self._copies) >= _MAX_COPIES:
+                    self._copies.clear()
+                arenas = {part.arena for part in map(self.parts.get, job.parts) if part}
+                self._copies[job.parts] = _ReadCopy(copy, {each: each.changes for each in arenas})
+        return outcomes
+
+    def _room_for_copy(self, job: Job) -> Flat | None:
+        """Where asynchronous values go that are to be sent; others are sent as they lie."""
+        part = self.parts.get(job.parts[0])
+        if part is None or part.arena.store.ranks is not None:
+            return None
+        if part.arena.store.compression.rules:
+            return None  # what comes or goes encoded is not copied on the way
+        return self._allocate(sum(job.sizes))
+
+    def check(self, part: int, piece: Piece) -> None:
+        """An encoded contribution; see ``memory.py``."""
+        found = self.parts.get(part)
+        if found is not None:
+            found.check_push(bytes_of(piece))
+
+    def read(self, parts: Sequence[int]) -> list[Any]:
+        """The parts' values in order, neighbours as one frame."""
+        copied = self._copies.pop(tuple(parts), None)
+        if copied is not None and copied.is_current:
+            return [copied.values.data]
+        frames = []
+        for arena, start, stop, part in self.parts.frames(tuple(parts)):
+            if part is not None:
+                frames.append(part.encoded(self._allocate).data)
+                continue
+            values = arena.weight[start:stop].view(np.uint8)
+            # A synchronous value stays as it is until everybody who wants it has it; an
+            # asynchronous one may change as soon as this returns.
+            if arena.store.ranks is None:
+                copy = self._allocate(len(values))
+                copy[:] = values
+                values = copy
+            frames.append(values.data)
+        return frames
+
+    # -- requests ----------------------------------------------------------------------
+
+    def _init(self, incoming: Incoming) -> None:
+        """Create parts with the values in the frames, one after the other."""
+        number, synchronous, table, rules = unpack(incoming.body, int, bool, list, list)
+        entries = unpack_parts(table)
+        if len(rules) != len(entries):
+            raise ProtocolError("each part needs the number of a rule")
+        sizes = [entry.num_elements * entry.dtype.itemsize for entry in entries]
+        pieces = cut(sizes, incoming.frames)
+        store = self._store_of(number, synchronous)
+        codecs = [codecs_of(store.compression, rule) for rule in rules]
+        store.check_cuts(entries)
+        # A rank that stands in for one that left half-way finds some parts there; they stay.
+        new = [index for index, entry in enumerate(entries) if entry.part not in self.parts]
+        for group in _same_dtype(entries, new):
+            values = [bytes_of(pieces[index]) for index in group]
+            mine = [entries[index] for index in group]
+            lane = self._numbers.shared(sum(map(len, values)))
+            arena = Arena(store, lane, mine, values, self._allocate)
+            for index, part in zip(group, arena.parts, strict=True):
+                part.set_codecs(codecs[index])
+                self.parts.add(part)
+                self._plane.open_part(
+                    part.entry.part,
+                    part.pull_bytes,
+                    store.ranks,
+                    arena.lane,
+                    part.push_bytes,
+                    is_checked=part.codecs.push is not None,
+                )
+                store.has_part(part.entry)
+        incoming.respond()
+        # The values came in messages; between processes of one machine no more come so.
+        self._late_return.ask()
+
+    def _set_compression(self, incoming: Incoming) -> None:
+        """All workers are here, and nothing is in flight."""
+        number, synchronous, only_check, plain, rows = unpack(
+            incoming.body, int, bool, bool, list, list
+        )
+        store = self._store_of(number, synchronous)
+        compression = Compression.from_plain(plain)
+        codecs = {}
+        for row in rows:
+            if type(row) is not list or len(row) != 2 or type(row[0]) is not int:
+                raise ProtocolError("a part's rule is malformed")
+            codecs[row[0]] = codecs_of(compression, row[1])
+        mine = [part for part in self.parts if part.store is store and part.entry.part in codecs]
+        for part in mine:
+            if not self._plane.is_quiet(part.entry.part):
+                raise UsageError(
+                    f"the key {part.entry.key!r} is pushed or pulled while its compression is set: "
+                    "no thread may do that meanwhile"
+                )
+        if not only_check:
+            store.compression = compression
+            self._copies.clear()
+            for part in mine:
+                part.set_codecs(codecs[part.entry.part])
+                self._plane.resize_part(
+                    part.entry.part,
+                    part.pull_bytes,
+                    part.push_bytes,
+                    is_checked=part.codecs.push is not None,
+                )
+            self.parts.forget_lists()
+        incoming.respond()
+
+    # -- values and states, for files --------------------------------------------------
+
+    def _read_parts(self, incoming: Incoming) -> None:
+        """Copies of values and states: of each part a frame of values, then one of each state."""
+        (numbers,) = unpack(incoming.body, list)
+        parts = self._found(numbers)
+        copies: dict[int, tuple[int, list[bytes]]] = {}
+
+        def copy(part: Part) -> None:
+            arrays = [part.weight, *part.state(part.arena.store.optimizer)]
+            copies[part.entry.part] = (part.count, [array.tobytes() for array in arrays])
+
+        def answer() -> None:
+            found = [copies[part.entry.part] for part in parts]
+            frames = [frame for _, row in found for frame in row]
+            incoming.respond(pack([count for count, _ in found]), frames)
+
+        self._lanes.run(incoming, parts, copy, answer)
+
+    def _write_parts(self, incoming: Incoming) -> None:
+        """Set states and counts (and values) from what ``_read_parts`` gave: ``Part.write``."""
+        numbers, counts, has_values = unpack(incoming.body, list, list, bool)
+        parts = self._found(numbers)
+        if len(counts) != len(parts) or not all(type(n) is int and n >= 0 for n in counts):
+            raise ProtocolError("a count is malformed, or there are too few")
+        rest = iter(incoming.frames)
+        rows = [list(itertools.islice(rest, has_values + part.num_states)) for part in parts]
+        if rows:
+            rows[-1] += rest
+        found = {
+            part.entry.part: (count, row)
+            for part, count, row in zip(parts, counts, rows, strict=True)
+        }
+
+        def write(part: Part) -> None:
+            part.write(*found[part.entry.part], has_values=has_values)
+
+        self._lanes.run(incoming, parts, write, incoming.respond)
+
+    def _found(self, numbers: Sequence[Any]) -> list[Part]:
+        parts = []
+        for number in numbers:
+            part = self.parts.get(number) if type(number) is int else None
+            if part is None:
+                raise UsageError(f"part {number!r} is not known to this server")
+            parts.append(part)
+        return parts
+
+
+def _same_dtype(entries: Sequence[PartEntry], indices: Sequence[int]) -> Iterator[list[int]]:
+    """The indices, in groups of neighbours of one dtype."""
+    group: list[int] = []
+    for index in indices:
+        if group and entries[group[-1]].dtype != entries[index].dtype:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group

@@ -1,0 +1,72 @@
+"""Keep glibc from returning freed memory to the kernel. No-op elsewhere.
+
+``mallopt(3)`` and ``malloc_trim(3)``. Functions may be called from any thread. Read next:
+``__init__.py`` and ``dense.py``, which do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+#: Blocks beyond this are the system's, and go back to it: no message is that large by default.
+_LARGEST_KEPT_BYTES = 16 << 20
+_MOST_KEPT_BYTES = 256 << 20
+_RETURN_AFTER_S = 1.0
+
+
+def keep_freed_memory() -> None:
+    """Have malloc use the memory of received messages again.
+
+    It would give each message's pages back to the system, which clears as many for the next
+    message: a tenth of a server's time over TCP. Before threads are started.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
+        # Of the arenas that threads have for themselves, malloc_trim leaves the tops as they are.
+        mallopt(_M_ARENA_MAX, 1)
+
+
+def return_freed_memory() -> None:
+    """Give back to the system what is free now. Takes milliseconds."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class LateReturn:
+    """Gives free memory back a while after it was asked for last. On a node's I/O thread."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        look_after_each_step: Callable[[Callable[[], bool]], None],
+    ) -> None:
+        """A node's clock, and its errands' ``look_after_each_step``.
+
+        The node's steps are counted on and not its timers, for a node that ends waits for those.
+        """
+        self._clock = clock
+        self._look_after_each_step = look_after_each_step
+        self._is_asked_for = False
+        self._due = 0.0
+
+    def ask(self) -> None:
+        """Some memory is free now that is not needed again."""
+        self._due = self._clock() + _RETURN_AFTER_S
+        if not self._is_asked_for:
+            self._is_asked_for = True
+            self._look_after_each_step(self._look)
+
+    def _look(self) -> bool:
+        """Whether it is done."""
+        if self._clock() < self._due:
+            return False
+        self._is_asked_for = False
+        return_freed_memory()
+        return True

@@ -1,0 +1,173 @@
+"""The parts of a server, by number: find, read and update them.
+
+A model's parts are named in the same lists again and again, so what there is to know of a list is
+found out once: which of its parts lie side by side. Read next: ``memory.py`` for where they lie,
+``apply.py`` for how a round is applied to them, ``dense.py`` for who calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvstore.arrays.cpu.sums import Flat
+from kvstore.optimizer.base import Optimizer
+from kvstore.server.apply import PartRun, Stretch, add_run
+from kvstore.server.memory import Arena, Part, StoreState
+from pslite.errors import UsageError
+from pslite.plane import Ints, Job, Outcome
+
+#: Lists of parts about which something is remembered.
+_MAX_COMPILED = 1024
+
+
+class Frame(NamedTuple):
+    """What is sent as one: neighbouring values, or one that is encoded."""
+
+    arena: Arena
+    start: int
+    stop: int
+    encoded: Part | None
+
+
+class PartTable:
+    """The parts of a server, and what was found out once about lists of them.
+
+    The I/O thread adds and removes parts, pool threads apply rounds to them.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[int, Part] = {}
+        #: Parts that are updated together -> by which optimizer, and as what.
+        self._compiled: dict[Ints, tuple[Optimizer | None, list[Stretch]]] = {}
+        #: Parts that are read together -> what each frame has.
+        self._frames: dict[Ints, list[Frame]] = {}
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._parts
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(list(self._parts.values()))
+
+    def get(self, number: int) -> Part | None:
+        """A part, if it is there."""
+        return self._parts.get(number)
+
+    def add(self, part: Part) -> None:
+        """A part is there from now on. Numbers are never used again."""
+        self._parts[part.entry.part] = part
+
+    def remove(self, number: int) -> Part | None:
+        """A part is gone; returns it, if it was there."""
+        # What a pool thread has just compiled may stay, and is never asked for again.
+        self.forget_lists()
+        return self._parts.pop(number, None)
+
+    def forget_lists(self) -> None:
+        """Something has changed that lists of parts were compiled with."""
+        self._compiled.clear()
+        self._frames.clear()
+
+    def frames(self, numbers: Ints) -> list[Frame]:
+        """Where these parts' values lie, neighbours as one. On the I/O thread."""
+        found = self._frames.get(numbers)
+        if found is None:
+            found = []
+            for part in map(self._parts.__getitem__, numbers):
+                if part.codecs.pull is not None:
+                    found.append(Frame(part.arena, part.start, part.stop, part))
+                elif found and _continues(part, found[-1]):
+                    found[-1] = found[-1]._replace(stop=part.stop)
+                else:
+                    found.append(Frame(part.arena, part.start, part.stop, None))
+            if len(self._frames) >= _MAX_COMPILED:
+                self._frames.clear()
+            self._frames[numbers] = found
+        return found
+
+    def apply(self, jobs: Sequence[Job], outs: Sequence[Flat | None]) -> list[Outcome]:
+        """Apply complete rounds, in order; one outcome for each. On the lane's pool thread.
+
+        Where a job has an array of ``outs``, that gets the bytes of its parts' new values.
+        """
+        outcomes: list[Outcome] = [None] * len(jobs)
+
+        def failed(index: int, parts: range, error: BaseException) -> None:
+            errors = list(outcomes[index] or [None] * len(jobs[index].parts))
+            errors[parts.start : parts.stop] = [error] * len(parts)
+            outcomes[index] = errors
+
+        for run in self._runs(jobs, outs, failed):
+            try:
+                run.apply()
+            except BaseException as error:  # an optimizer may call sys.exit
+                for index, parts in run.members:
+                    failed(index, parts, error)
+        return outcomes
+
+    def _runs(
+        self,
+        jobs: Sequence[Job],
+        outs: Sequence[Flat | None],
+        failed: Callable[[int, range, BaseException], None],
+    ) -> list[PartRun]:
+        """The jobs, neighbours joined; their parts count as updated from here on."""
+        runs: list[PartRun] = []
+        # Read once: the I/O thread may set another optimizer while this runs.
+        chosen: dict[StoreState, Optimizer | None] = {}
+        for index, job in enumerate(jobs):
+            for whole in self._stretches(index, job, chosen, failed):
+                arena = whole.arena
+                try:
+                    arena.state(chosen[arena.store])
+                except BaseException as error:
+                    failed(index, range(whole.first, whole.first + len(whole.parts)), error)
+                    continue
+                for stretch in whole.of_one_count():
+                    add_run(runs, index, stretch, job.batch.payloads, outs[index])
+        return runs
+
+    def _stretches(
+        self,
+        job_index: int,
+        job: Job,
+        chosen: dict[StoreState, Optimizer | None],
+        failed: Callable[[int, range, BaseException], None],
+    ) -> list[Stretch]:
+        """The parts of a job, neighbours as one; ``chosen`` is filled for their stores."""
+        compiled = self._compiled.get(job.parts)
+        if compiled is not None:
+            base, stretches = compiled
+            store = stretches[0].arena.store
+            if chosen.setdefault(store, store.optimizer) is base:
+                return stretches
+        stretches = []
+        offset = 0
+        for index, (number, size) in enumerate(zip(job.parts, job.push_sizes, strict=True)):
+            part = self._parts.get(number)
+            if part is None:  # deleted after its round was complete
+                failed(job_index, range(index, index + 1), UsageError("the key was deleted"))
+            else:
+                store = part.arena.store
+                base = chosen.setdefault(store, store.optimizer)
+                optimizer = None if base is None else base.for_key(part.entry.key, part.entry.width)
+                last = stretches[-1] if stretches else None
+                if last is not None and last.is_followed_by(part, optimizer, index):
+                    stretches[-1] = last._replace(parts=(*last.parts, part))
+                else:
+                    stretches.append(Stretch(part.arena, optimizer, (part,), index, offset))
+            offset += size
+        stores = {stretch.arena.store for stretch in stretches}
+        if len(stores) == 1 and sum(len(each.parts) for each in stretches) == len(job.parts):
+            if len(self._compiled) >= _MAX_COMPILED:
+                self._compiled.clear()
+            self._compiled[job.parts] = (chosen[stores.pop()], stretches)
+        return stretches
+
+
+def _continues(part: Part, frame: Frame) -> bool:
+    """Whether a part's value lies behind what a frame has."""
+    return frame.encoded is None and frame.arena is part.arena and frame.stop == part.start

@@ -1,0 +1,147 @@
+"""Choose each server's share of the bytes, so that no machine's network is overloaded.
+
+Pure arithmetic in exact fractions: the same machines give the same shares on every node.
+``placement.place`` turns shares into servers for parts; the directory on the scheduler
+(``directory.py``) asks for them once. Source: the optimum of BytePS (Jiang et al., "A Unified
+Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU Clusters",
+OSDI 2020, section 4.1), which is for machines with one worker and one server each, and machines
+with one server alone. Here a machine may have any number of either.
+
+What is made small. In a round each of W workers sends as many bytes to a server as that holds,
+and receives as many. What stays on a machine costs no network. A machine with w workers whose
+servers hold the share x of the model therefore sends, in models, ``w (1 - x)`` for its workers
+and ``x (W - w)`` for its servers, and receives the same::
+
+    traffic(x) = w + x (W - 2 w)
+
+The largest traffic of a machine is to be as small as it can be; the shares add up to 1.
+
+How it is found, and why it is the least:
+
+1. A machine with servers and more than half of the workers sends less the more it holds. All of
+   the model there gives ``W - w``. Less would give that machine more, so nothing is better.
+2. Else no server machine's traffic falls when it holds more, so each machine has at least its
+   own w, and the largest of these is a lower bound, the *base*. At a level t from the base on a
+   machine may hold up to ``limit(t) = (t - w) / (W - 2 w)`` (anything where W = 2 w, whose
+   traffic is always w). The limits grow with t, so t can be reached exactly when they add up to
+   1 or more: the least t is the base if they do there, and else the one at which they add up
+   to 1, which is one linear equation, because all machines are below their level.
+3. Where the base is reached with room to spare, many shares are as good. Then servers hold equal
+   ones, as far as the limits allow.
+
+For n machines with a worker and a server and k machines with a server alone (n > 2, k <= n)
+step 2 gives BytePS's shares, ``(n - k) / (n^2 + k n - 2 k)`` and ``2 (n - 1) / (n^2 + k n - 2 k)``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from kvstore.errors import ValueMismatchError
+
+#: At most this many servers of one share are named in texts.
+_NUM_NAMED = 8
+
+
+class Machine(NamedTuple):
+    """One machine of a job: how many of its processes are workers, and how many servers."""
+
+    num_workers: int
+    num_servers: int
+
+
+def traffic(machines: Sequence[Machine], shares: Sequence[Fraction]) -> list[Fraction]:
+    """What each machine sends in a round, and receives as well, in models (``M`` bytes).
+
+    ``shares`` are those of machines (the sum over their servers), as ``best_shares`` gives them.
+    """
+    num_workers = sum(machine.num_workers for machine in machines)
+    return [
+        machine.num_workers + share * (num_workers - 2 * machine.num_workers)
+        for machine, share in zip(machines, shares, strict=True)
+    ]
+
+
+def best_shares(machines: Sequence[Machine]) -> list[Fraction]:
+    """The share of the model for each machine (all its servers together); they add up to 1.
+
+    Raises ``ValueMismatchError`` when there is no server, or a negative number of anything.
+    """
+    if min((min(machine) for machine in machines), default=0) < 0 or not any(
+        machine.num_servers for machine in machines
+    ):
+        raise ValueMismatchError(
+            f"shares need at least one server and no negative numbers, got {list(machines)}"
+        )
+    # Machines of one kind are treated alike, and there are few kinds.
+    kinds = Counter(machine for machine in machines if machine.num_servers)
+    of_kind = _level_out(kinds, _limits(machines, kinds))
+    return [of_kind.get(machine, Fraction(0)) for machine in machines]
+
+
+def _limits(machines: Sequence[Machine], kinds: Counter[Machine]) -> dict[Machine, Fraction]:
+    """What a machine of each kind may hold at the least level that can be reached."""
+    num_workers = sum(machine.num_workers for machine in machines)
+    slopes = {kind: num_workers - 2 * kind.num_workers for kind in kinds}
+    if min(slopes.values()) < 0:
+        return {kind: Fraction(slope < 0) for kind, slope in slopes.items()}
+
+    def at(level: Fraction) -> dict[Machine, Fraction]:
+        return {
+            kind: Fraction(level - kind.num_workers) / slope if slope else Fraction(1)
+            for kind, slope in slopes.items()
+        }
+
+    base = Fraction(max(machine.num_workers for machine in machines))
+    limits = at(base)
+    if _total(kinds, limits) >= 1:
+        return limits
+    # Here every slope is above 0: a machine whose limit is 1 would have been enough.
+    growth = _total(kinds, {kind: Fraction(1, slope) for kind, slope in slopes.items()})
+    return at(base + (1 - _total(kinds, limits)) / growth)
+
+
+def _total(kinds: Counter[Machine], values: dict[Machine, Fraction]) -> Fraction:
+    return sum((count * values[kind] for kind, count in kinds.items()), Fraction(0))
+
+
+def _level_out(kinds: Counter[Machine], limits: dict[Machine, Fraction]) -> dict[Machine, Fraction]:
+    """Equal shares for all servers, but for machines that may not hold so much."""
+    left = Fraction(1)
+    servers_left = sum(count * kind.num_servers for kind, count in kinds.items())
+    shares = {}
+    for kind in sorted(kinds, key=lambda kind: limits[kind] / kind.num_servers):
+        shares[kind] = min(limits[kind], left * kind.num_servers / servers_left)
+        left -= kinds[kind] * shares[kind]
+        servers_left -= kinds[kind] * kind.num_servers
+    return shares
+
+
+def server_shares(workers: Sequence[str], servers: Sequence[str]) -> list[float]:
+    """The share of each server, from the names of the machines of all workers and servers.
+
+    Servers of one machine share what it holds equally. Raises ``ValueMismatchError`` when there
+    are no servers.
+    """
+    num_workers, num_servers = Counter(workers), Counter(servers)
+    names = list(num_workers | num_servers)
+    machines = [Machine(num_workers[name], num_servers[name]) for name in names]
+    held = dict(zip(names, best_shares(machines), strict=True))
+    return [float(held[name] / num_servers[name]) for name in servers]
+
+
+def describe(shares: Sequence[float]) -> str:
+    """Shares of servers in words: ``14.3 % on servers 0, 1, 2, 3; 42.9 % on server 4``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, share in enumerate(shares):
+        ranks.setdefault(f"{100 * share:.3g} %", []).append(rank)
+    return "; ".join(f"{share} on {_listed(found)}" for share, found in ranks.items())
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:_NUM_NAMED]))
+    more = len(ranks) - _NUM_NAMED
+    return f"server{'s' * (len(ranks) > 1)} {named}" + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,180 @@
+"""Map rows of a row-sparse key to its parts: rows are dealt out in turn.
+
+Row r is row r // n of part r % n, of n parts; so every part has as many rows as any other, give or
+take one, and so it is with rows that are touched often, which in most tables follow each other
+(``docs/decisions/0020-rows-over-servers.md``). Pure arithmetic. Read next: ``payload.py``.
+
+Rows of a part of a dense key: its borders may lie within rows.
+
+Dense keys are cut into parts by bytes, whatever their rows (``kvstore/protocol/layout.py``). Here
+such a part is seen as rows: up to one piece of a row at each end, whole rows between. Updates are
+made element by element, so each of the three is a small table of its own. Pure; memory is the
+caller's. Read next: ``update.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.arrays.cpu.sums import Flat, Workspace
+from kvstore.optimizer.base import Optimizer
+from kvstore.sparse.ids import Ids
+from kvstore.sparse.sums import Contribution, RowValues, Sum
+from kvstore.sparse.update import assign, update_all, update_lazily
+
+
+class Share(NamedTuple):
+    """What one part gets of some ids."""
+
+    at: Any
+    """An index of their places among the ids: a slice, or an array."""
+    ids: Ids
+    """They themselves, as the part numbers its rows; sorted if the ids are."""
+
+
+class Stripes(NamedTuple):
+    """The rows of a key, dealt out to its parts."""
+
+    num_rows: int
+    num_parts: int
+
+    def rows_of(self, part: int) -> int:
+        """How many rows a part has."""
+        return max(self.num_rows - part + self.num_parts - 1, 0) // self.num_parts
+
+    def split(self, ids: Ids) -> list[Share]:
+        """The share of each part of sorted ids."""
+        n = self.num_parts
+        if n == 1:
+            return [Share(slice(None), ids)]
+        if len(ids) == self.num_rows:  # all, since they are different
+            return [Share(slice(p, None, n), np.arange(self.rows_of(p))) for p in range(n)]
+        rows, parts = np.divmod(ids, n)
+        shares = []
+        for part in range(n):
+            at = np.flatnonzero(parts == part)
+            shares.append(Share(at, rows[at]))
+        return shares
+
+    def ids_of(self, part: int, rows: Ids) -> Ids:
+        """The ids of rows that a part numbers itself."""
+        return rows if self.num_parts == 1 else rows * self.num_parts + part
+
+
+class RowSegment(NamedTuple):
+    """Rows [first, stop) of a part, of one width: its elements from ``start`` on."""
+
+    first: int
+    stop: int
+    start: int
+    width: int
+
+    def of(self, array: Flat) -> RowValues:
+        """These rows of an array of the part's elements, sharing its memory."""
+        num_rows = self.stop - self.first
+        return array[self.start : self.start + num_rows * self.width].reshape(num_rows, self.width)
+
+
+class PartRows(NamedTuple):
+    """Values of some rows of a part: of pieces of rows only those numbers that lie in it."""
+
+    ids: Ids
+    """Sorted, each once; the row that the part begins in is 0."""
+    values: Flat
+    """One after the other."""
+
+
+class Cut(NamedTuple):
+    """A part of a key, whose rows have ``width`` numbers (at least one)."""
+
+    num_elements: int
+    width: int
+    skip: int
+    """How many numbers of its first row lie before the part."""
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of which the part has any number."""
+        return -(-(self.skip + self.num_elements) // self.width)
+
+    def trim(self, ids: Ids) -> tuple[int, int]:
+        """How many numbers of the first and of the last of these rows lie outside of the part."""
+        if not len(ids):
+            return 0, 0
+        behind = self.num_rows * self.width - self.skip - self.num_elements
+        return self.skip if ids[0] == 0 else 0, behind if ids[-1] == self.num_rows - 1 else 0
+
+    def elements(self, ids: Ids) -> int:
+        """How many numbers these rows have in the part."""
+        return len(ids) * self.width - sum(self.trim(ids))
+
+    def segments(self) -> Iterator[RowSegment]:
+        """The part as tables of rows of one width each."""
+        num_rows, width = self.num_rows, self.width
+        is_cut = (num_rows * width - self.skip - self.num_elements) > 0
+        if num_rows == 1:
+            yield RowSegment(0, 1, 0, self.num_elements)
+            return
+        first, start = 0, 0
+        if self.skip:
+            first, start = 1, width - self.skip
+            yield RowSegment(0, 1, 0, start)
+        stop = num_rows - 1 if is_cut else num_rows
+        if stop > first:
+            yield RowSegment(first, stop, start, width)
+        start += (stop - first) * width
+        if is_cut:
+            yield RowSegment(stop, num_rows, start, self.num_elements - start)
+
+    def within(self, rows: PartRows, segment: RowSegment) -> Contribution:
+        """What of these rows lies in a segment, by its own numbers of rows."""
+        low, high = map(int, np.searchsorted(rows.ids, (segment.first, segment.stop)))
+        start = low * self.width - (self.trim(rows.ids)[0] if low else 0)
+        values = rows.values[start : start + (high - low) * segment.width]
+        return Contribution(
+            rows.ids[low:high] - segment.first, values.reshape(high - low, segment.width)
+        )
+
+
+def update_part(
+    cut: Cut,
+    weight: Flat,
+    states: Sequence[Flat],
+    contributions: Sequence[PartRows | Flat],
+    optimizer: Optimizer | None,
+    count: int,
+    workspace: Workspace,
+) -> None:
+    """Merge the sum of contributions into a part: some rows of it, or all elements.
+
+    Without an optimizer the sum is the whole new value: rows that are not in it are zero.
+    """
+    for segment in cut.segments():
+        total = Sum([_within(cut, each, segment) for each in contributions])
+        rows = segment.of(weight)
+        if optimizer is None:
+            rows.fill(0)
+            assign(rows, total.ids, total, workspace)
+            continue
+        mine = [segment.of(state) for state in states]
+        update = update_lazily if optimizer.is_lazy("default") else update_all
+        update(rows, mine, total.ids, total, optimizer, count, workspace)
+
+
+def read_part(cut: Cut, weight: Flat, ids: Ids, out: Flat) -> None:
+    """Copy the values of rows into ``out``, which has ``cut.elements(ids)``."""
+    wanted = PartRows(ids, out)
+    for segment in cut.segments():
+        mine = cut.within(wanted, segment)
+        if len(mine.ids):
+            # With "raise", NumPy would take the rows into a buffer of its own first.
+            segment.of(weight).take(mine.ids, axis=0, out=mine.values, mode="clip")
+
+
+def _within(cut: Cut, contribution: PartRows | Flat, segment: RowSegment) -> Contribution:
+    if isinstance(contribution, PartRows):
+        return cut.within(contribution, segment)
+    return Contribution(np.arange(segment.stop - segment.first), segment.of(contribution))

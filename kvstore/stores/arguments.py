@@ -1,0 +1,410 @@
+"""Check the keys and values of calls, and pair them.
+
+``group_values`` and ``KeyTable`` take one key or many, one array or one for each device. What
+calls pass again and again is recognised at a glance (``KeyTable.usual`` and ``KeyList.fit``);
+everything else goes through the checks, which raise the errors. Pure: no I/O, no threads, and
+no array is read or changed. A check that raises has changed nothing. The rules of keys and
+lists are those of MXNet (``python/mxnet/kvstore/base.py``), except that ``bool`` is not a key,
+NumPy integers are, and shapes and dtypes are checked at the call. Read next: ``base.py``.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.arrays.dtypes import check_dtype, keeps_kind
+from kvstore.arrays.keys import Key, KeySpec
+from kvstore.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DuplicateKeyError,
+    KeyTypeError,
+    NotSupportedError,
+    UnknownKeyError,
+    ValueMismatchError,
+)
+from kvstore.errors.hints import nearest
+from kvstore.sparse.array import RowSparseArray
+from kvstore.sparse.convert import is_row_sparse, row_sparse
+from pslite import Future
+from pslite.errors import check_unicode
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+_INTEGERS = (int, np.integer)
+_LISTS = (list, tuple)
+_PLAIN = {np.ndarray}
+
+_look_to_read = attrgetter("shape", "dtype", "flags.c_contiguous")
+_look_to_write = attrgetter("shape", "dtype", "flags.carray")
+
+ROWS_REFUSED = (
+    "this store takes no row-sparse values; give it dense arrays, such as value.to_dense(), and "
+    "pull whole keys"
+)
+
+#: Results are kept for lists of this many keys altogether.
+_MOST_KEPT_KEYS = 100_000
+
+
+def spec_of(array: Array) -> KeySpec:
+    """Shape and dtype of a ``RowSparseArray``, or of an array that ``adapter_for`` accepts.
+
+    Raises ``ArgumentTypeError`` for a dtype that cannot be stored.
+    """
+    if isinstance(array, RowSparseArray):
+        return KeySpec(array.shape, array.dtype)
+    adapter = adapter_for(array)
+    dtype = adapter.dtype(array)
+    check_dtype(dtype)
+    return KeySpec(adapter.shape(array), dtype.newbyteorder("="))
+
+
+def normalise_keys(key: object) -> tuple[list[Key], bool]:
+    """The keys of a call in its order, and whether it named a single one.
+
+    NumPy integers become ``int``. Raises ``KeyTypeError``.
+    """
+    single = not isinstance(key, _LISTS)
+    keys = [_checked_key(item) for item in ([key] if single else key)]  # type: ignore[attr-defined]
+    if len({isinstance(item, str) for item in keys}) > 1:
+        raise KeyTypeError(f"the keys of a call must be all int or all str, got {keys}")
+    return keys, single
+
+
+def single_key(key: object) -> Key:
+    """The key of a call that takes exactly one. Raises ``KeyTypeError``."""
+    return _checked_key(key)
+
+
+def checked_timeout(timeout: object) -> float | None:
+    """A limit as users give it: seconds, or None for that of PS_STALL_TIMEOUT.
+
+    Raises ``ArgumentTypeError`` and ``ArgumentValueError``.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise ArgumentTypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    if not float(timeout) > 0:
+        raise ArgumentValueError(f"timeout must be more than 0 seconds, got {timeout!r}")
+    return float(timeout)
+
+
+def futures_in(what: Any) -> list[Future[Any]] | None:
+    """The futures that a call of ``wait`` names; None when it names keys, or nothing."""
+    if isinstance(what, Future):
+        return [what]
+    if isinstance(what, list | tuple) and what and all(isinstance(f, Future) for f in what):
+        return list(what)
+    return None
+
+
+def check_priority(priority: object) -> None:
+    """Raise ``ArgumentTypeError`` unless this is an integer."""
+    if type(priority) is not int and not isinstance(priority, _INTEGERS):
+        raise ArgumentTypeError(
+            f"priority must be an int (the higher the sooner), got {priority!r}"
+        )
+
+
+def group_values(key: object, value: object, *, takes_rows: bool = False) -> dict[Key, list[Array]]:
+    """The arrays of each key, keys in order of first appearance, arrays in the caller's order.
+
+    Row-sparse values of any library stay what they are with ``takes_rows``; else they raise
+    ``NotSupportedError``. Raises ``KeyTypeError``, ``ArgumentTypeError`` (no array, or a dtype
+    that cannot be stored) and ``ValueMismatchError`` (as many keys as values are needed).
+    """
+    keys, single = normalise_keys(key)
+    values = [value] if single else value
+    if not isinstance(values, _LISTS):
+        raise ValueMismatchError(
+            f"a list of {len(keys)} keys needs a list of as many values, got {type(value).__name__}"
+        )
+    if len(keys) != len(values):
+        raise ValueMismatchError(f"{len(keys)} keys need as many values, got {len(values)}")
+    groups: dict[Key, list[Array]] = {}
+    for item, arrays in zip(keys, values, strict=True):
+        several = arrays if isinstance(arrays, _LISTS) else [arrays]
+        if not several:
+            raise ValueMismatchError(f"key {item!r} needs at least one array, got an empty list")
+        for array in several:
+            if not is_row_sparse(array):
+                check_dtype(adapter_for(array).dtype(array))
+            elif not takes_rows:
+                raise NotSupportedError(ROWS_REFUSED)
+        groups.setdefault(item, []).extend(several)
+    return groups
+
+
+class KeyList:
+    """Keys that calls name together, each once, and what is the same for all these calls."""
+
+    __slots__ = ("_looks", "has_rows", "keys", "nbytes", "specs")
+
+    def __init__(
+        self, keys: tuple[Key, ...], specs: Sequence[KeySpec], *, has_rows: bool = False
+    ) -> None:
+        self.keys = keys
+        self.has_rows = has_rows
+        """Whether any of them is row-sparse."""
+        self.specs = specs
+        self.nbytes = sum(spec.nbytes for spec in specs)
+        # With NumPy's own objects for its dtypes: two of the same are equal at a glance.
+        self._looks = [(spec.shape, np.dtype(spec.dtype.type), True) for spec in specs]
+
+    def fit(self, arrays: Sequence[object], *, are_written: bool) -> bool:
+        """Whether these are what calls usually pass: for each key one plain array, contiguous.
+
+        Plain: of NumPy's own class, with the key's very shape and dtype; and aligned and
+        writable, where values are to be written. No is not an error: then the checks decide. Two
+        passes over the whole list, which run in C, cost a twentieth of these checks.
+        """
+        look = _look_to_write if are_written else _look_to_read
+        return (
+            len(arrays) == len(self.keys)
+            and set(map(type, arrays)) == _PLAIN
+            and list(map(look, arrays)) == self._looks
+        )
+
+    def fits_first(self, array: object, *, are_written: bool) -> bool:
+        """``fit``, for the array of the first key alone."""
+        look = _look_to_write if are_written else _look_to_read
+        return type(array) is np.ndarray and look(array) == self._looks[0]
+
+
+class ByKeys(Generic[K, T]):
+    """What was worked out for lists of keys (or of what names keys), until a key changes.
+
+    Any thread may ask. Bounded, since a script may shuffle its keys.
+    """
+
+    def __init__(self, work_out: Callable[[tuple[K, ...]], T]) -> None:
+        self._work_out = work_out
+        self._kept: dict[tuple[K, ...], T] = {}
+        self._num_keys = 0
+
+    def get(self, keys: tuple[K, ...]) -> T | None:
+        """The result for these keys if it is known."""
+        return self._kept.get(keys)
+
+    def of(self, keys: tuple[K, ...]) -> T:
+        """The result for these keys, worked out if it is not known. Raises what that raises."""
+        kept = self._kept  # before anything is looked at, see ``forget``
+        found = kept.get(keys)
+        if found is None:
+            found = self._work_out(keys)
+            if self._num_keys + len(keys) > _MOST_KEPT_KEYS:
+                kept.clear()
+                self._num_keys = 0
+            self._num_keys += len(keys)
+            kept[keys] = found
+        return found
+
+    def forget(self) -> None:
+        """A key has changed, or is gone."""
+        # Another one: a thread that works something out at this moment fills the one before.
+        self._kept = {}
+        self._num_keys = 0
+
+
+class KeyTable:
+    """What a store knows of its keys; the checks of a call against it.
+
+    The ``check_`` methods change nothing; ``add`` does and expects what ``check_init``
+    returned. Calls that only look may come from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._specs: dict[Key, KeySpec] = {}
+        self._row_sparse: set[Key] = set()
+        self._lists: ByKeys[Key, KeyList] = ByKeys(self._list)
+
+    def _list(self, keys: tuple[Key, ...]) -> KeyList:
+        has_rows = not self._row_sparse.isdisjoint(keys)
+        return KeyList(keys, [self.spec(key) for key in keys], has_rows=has_rows)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._specs
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def keys(self) -> list[Key]:
+        """All keys in order of ``init``."""
+        return list(self._specs)
+
+    def spec(self, key: Key) -> KeySpec:
+        """Raises ``UnknownKeyError``, or ``KeyTypeError`` for a key of the other kind."""
+        found = self._specs.get(key)
+        if found is None:
+            self._check_kind(key)
+            raise UnknownKeyError(self._unknown(key))
+        return found
+
+    def is_row_sparse(self, key: Key) -> bool:
+        """Whether a key was added as a row-sparse one."""
+        return key in self._row_sparse
+
+    def listed(self, keys: tuple[Key, ...]) -> KeyList:
+        """What is known of different keys. Raises as ``spec`` does."""
+        return self._lists.of(keys)
+
+    def usual(self, key: object) -> KeyList | None:
+        """The keys of a call if they are usual ones: dense, each once, plain str or int.
+
+        None for everything else, be it right or wrong: then the checks decide.
+        """
+        # Kinds are looked at since True and 1.0 would be found in place of 1.
+        kind = type(key)
+        if kind is str or kind is int:
+            keys: tuple[Any, ...] = (key,)
+        elif kind in _LISTS:
+            keys = tuple(key)  # type: ignore[arg-type]
+            if set(map(type, keys)) not in ({str}, {int}):
+                return None
+        else:
+            return None
+        found = self._lists.get(keys)
+        if (
+            found is None
+            and len(set(keys)) == len(keys)
+            and all(map(self._specs.__contains__, keys))
+        ):
+            found = self._lists.of(keys)
+        return None if found is None or found.has_rows else found
+
+    def check_init(self, key: object, value: object) -> dict[Key, Array]:
+        """The one array of each new key."""
+        keys, _ = normalise_keys(key)
+        groups = self._grouped(key, value)
+        for item, arrays in groups.items():
+            self._check_kind(item)
+            if item in self._specs:
+                raise DuplicateKeyError(
+                    f"key {item!r} is initialised already; init and broadcast take a key once"
+                )
+            if len(arrays) > 1:
+                twice = (
+                    "appears twice in the call" if keys.count(item) > 1 else "has several values"
+                )
+                raise DuplicateKeyError(f"key {item!r} {twice}; init takes one array for each key")
+        return {item: arrays[0] for item, arrays in groups.items()}
+
+    def check_push(self, key: object, value: object) -> dict[Key, list[Array]]:
+        """The arrays of each key; all have exactly its shape and dtype."""
+        groups = self._grouped(key, value)
+        for item, arrays in groups.items():
+            spec = self.spec(item)
+            for array in arrays:
+                if spec_of(array) != spec:
+                    raise ValueMismatchError(
+                        f"key {item!r} holds {_described(spec)}, "
+                        f"the pushed array is {_described(spec_of(array))}"
+                    )
+        return groups
+
+    def check_out(self, key: object, out: object) -> dict[Key, list[Array]]:
+        """The arrays to fill for each key; all have its shape and can be written."""
+        groups = group_values(key, out, takes_rows=True)
+        for item, arrays in groups.items():
+            check_outs(item, self.spec(item), arrays)
+        return groups
+
+    def check_broadcast(
+        self, key: object, value: object, out: object
+    ) -> tuple[dict[Key, Array], dict[Key, list[Array]]]:
+        """The one array of each new key, and the arrays to fill."""
+        values = self.check_init(key, value)
+        filled = group_values(key, out, takes_rows=True)
+        for item, arrays in filled.items():
+            check_outs(item, spec_of(values[item]), arrays)
+        return values, filled
+
+    def add(self, specs: Mapping[Key, KeySpec], row_sparse: Iterable[Key] = ()) -> None:
+        """Record new keys, and which of them are row-sparse."""
+        self._row_sparse.update(row_sparse)
+        self._specs.update(specs)
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """Forget keys; those that are not there are no error."""
+        for key in keys:
+            self._specs.pop(key, None)
+            self._row_sparse.discard(key)
+        self._lists.forget()
+
+    def _grouped(self, key: object, value: object) -> dict[Key, list[Array]]:
+        """The arrays of values that callers give; row-sparse ones of any library as ours."""
+        groups = group_values(key, value, takes_rows=True)
+        return {
+            item: [row_sparse(array) if is_row_sparse(array) else array for array in arrays]
+            for item, arrays in groups.items()
+        }
+
+    def _unknown(self, key: Key) -> str:
+        # Another thread may add keys meanwhile.
+        near = nearest(key, list(self._specs))
+        if near is None:
+            return f"key {key!r} is not in the store; call init({key!r}, value) first"
+        return (
+            f"key {key!r} is not in the store; did you mean {near!r}? If not, call "
+            f"init({key!r}, value) first"
+        )
+
+    def _check_kind(self, key: Key) -> None:
+        first = next(iter(self._specs), key)
+        if isinstance(first, str) != isinstance(key, str):
+            raise KeyTypeError(
+                f"a store's keys are all int or all str: it has {first!r}, the call names {key!r}"
+            )
+
+
+def check_outs(key: Key, spec: KeySpec, outs: Sequence[Array]) -> None:
+    """Raise ``ValueMismatchError`` unless values of ``spec`` can be copied into all ``outs``."""
+    for out in outs:
+        if is_row_sparse(out) and not isinstance(out, RowSparseArray):
+            raise ArgumentTypeError(
+                f"a {type(out).__name__} cannot be filled; pull into a kvstore.RowSparseArray and "
+                "make another library's array from its indices and values"
+            )
+        adapter = None if isinstance(out, RowSparseArray) else adapter_for(out)
+        shape, dtype = spec_of(out) if adapter is None else (adapter.shape(out), adapter.dtype(out))
+        if shape != spec.shape:
+            raise ValueMismatchError(
+                f"key {key!r} has shape {spec.shape}, the array to fill has {shape}"
+            )
+        check_cast(f"key {key!r}", spec.dtype, dtype)
+        reason = None if adapter is None else adapter.why_read_only(out)
+        if reason is not None:
+            raise ValueMismatchError(f"the array to fill for key {key!r} is read-only: {reason}")
+
+
+def check_cast(what: str, stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:
+    """Raise ``ValueMismatchError`` where values would lose their kind in an array of ``wanted``."""
+    if not keeps_kind(stored, wanted):
+        raise ValueMismatchError(
+            f"{what} is {stored}, the array to fill is {wanted}, which cannot hold its values; "
+            f"pull into an array of {stored} and convert that: array.astype({str(wanted)!r})"
+        )
+
+
+def _checked_key(key: object) -> Key:
+    if isinstance(key, str):
+        return key if key.isascii() else check_unicode("a str key", key, KeyTypeError)
+    if isinstance(key, _INTEGERS) and not isinstance(key, bool):
+        number = int(key)
+        if -(2**63) <= number < 2**63:
+            return number
+        raise KeyTypeError(f"an int key must fit 64 bits, got {number}")
+    raise KeyTypeError(f"a key must be an int or a str, got {type(key).__name__}: {key!r}")
+
+
+def _described(spec: KeySpec) -> str:
+    return f"shape {spec.shape} of {spec.dtype}"

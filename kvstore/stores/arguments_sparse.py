@@ -1,0 +1,240 @@
+"""Check the arguments of calls about rows.
+
+``row_sparse_pull`` of every store is checked here, and what a value of any kind contributes is
+worked out here. Nothing is sent, and no store is changed; arrays are the caller's. Read next:
+``stores/local/sparse.py`` and ``stores/dist/sparse.py``, which use it.
+
+The arguments of calls about growing tables: checked, before anything is sent or changed.
+
+Used by the tables of all stores. Arrays are the caller's. Read next: ``stores/local/tables.py`` and
+``stores/dist/tables.py``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.arrays.keys import Key, KeySpec, width_of
+from kvstore.errors import (
+    ArgumentValueError,
+    DuplicateKeyError,
+    NotSupportedError,
+    ValueMismatchError,
+)
+from kvstore.sparse.array import RowSparseArray
+from kvstore.sparse.convert import is_row_sparse
+from kvstore.sparse.ids import Ids, checked_ids, unique_ids
+from kvstore.sparse.sums import Contribution, RowValues
+from kvstore.stores.arguments import check_cast, check_outs, normalise_keys
+from kvstore.tables.settings import TableSettings
+
+_LISTS = (list, tuple)
+
+IGNORED = (
+    "pull does not fill a RowSparseArray (key {key!r}): use row_sparse_pull with row_ids, or "
+    "pull with ignore_sparse=False for all rows"
+)
+
+
+class Wanted(NamedTuple):
+    """Rows of a key that a call asks for."""
+
+    key: Key
+    spec: KeySpec
+    out: Array | None
+    """A ``RowSparseArray``, or an array of any library; None for a new ``RowSparseArray``."""
+    shape: tuple[int, ...]
+    """The shape of the ids as the caller gave them."""
+    ids: Ids
+    """As the caller gave them, flat."""
+    unique: Ids
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the rows."""
+        return len(self.unique) * width_of(self.spec.shape) * self.spec.dtype.itemsize
+
+
+def plain_rows(out: Array, spec: KeySpec) -> RowValues | None:
+    """NumPy's array by rows, if rows can be taken right into it."""
+    is_plain = type(out) is np.ndarray and out.dtype == spec.dtype and out.flags.carray
+    return out.reshape(-1, width_of(spec.shape)) if is_plain and out.size else None
+
+
+def flat_rows(values: RowValues) -> RowValues:
+    """Rows as a 2-D array, sharing memory."""
+    return values.reshape(len(values), width_of(values.shape))
+
+
+def contribution_of(value: Array) -> Contribution:
+    """A caller's array as rows on the host, dense ones with all their rows."""
+    if isinstance(value, RowSparseArray):
+        unique = value.unique()
+        rows = unique.values.reshape(len(unique.ids), width_of(value.shape))
+        return Contribution(unique.ids, rows)
+    host = adapter_for(value).to_host(value)
+    return Contribution(np.arange(len(host)), host.reshape(len(host), width_of(host.shape)))
+
+
+def row_sparse_of(ids: Ids, rows: RowValues, spec: KeySpec) -> RowSparseArray:
+    """Rows of a key as what callers get, in its dtype."""
+    with np.errstate(all="ignore"):
+        values = rows.astype(spec.dtype, copy=False)
+    return RowSparseArray(ids, values.reshape(len(ids), *spec.shape[1:]), spec.shape)
+
+
+class SparseOuts:
+    """What ``pull`` does with ``RowSparseArray`` among the arrays to fill."""
+
+    def __init__(self) -> None:
+        self._warned: set[Key] = set()
+
+    def ignored(self, groups: Mapping[Key, Sequence[Array]], level: int) -> dict[Key, list[Array]]:
+        """The other arrays; warns once for a key, with ``level`` for the ``stacklevel``."""
+        kept: dict[Key, list[Array]] = {}
+        for key, arrays in groups.items():
+            dense = [array for array in arrays if not isinstance(array, RowSparseArray)]
+            if dense:
+                kept[key] = dense
+            if len(dense) < len(arrays) and key not in self._warned:
+                self._warned.add(key)
+                warnings.warn(IGNORED.format(key=key), stacklevel=level)
+        return kept
+
+
+def check_dense_outs(groups: Mapping[Key, Sequence[Array]]) -> None:
+    """Raise ``NotSupportedError`` if an array to fill is a ``RowSparseArray``."""
+    for key, arrays in groups.items():
+        if any(isinstance(array, RowSparseArray) for array in arrays):
+            raise NotSupportedError(
+                f"key {key!r}: pushpull and broadcast fill dense arrays only; give out=array, or "
+                "push (or init) and then row_sparse_pull the rows you need"
+            )
+
+
+def check_wanted(
+    spec_of: Callable[[Key], KeySpec], key: object, out: Any, row_ids: Any
+) -> tuple[list[Wanted], bool]:
+    """What a call of ``row_sparse_pull`` asks for, and whether it is a single thing.
+
+    ``spec_of`` raises for keys that are not there. Raises what ``KVStore.row_sparse_pull`` says;
+    nothing is read or changed.
+    """
+    keys, is_single = normalise_keys(key)
+    if row_ids is None:
+        raise ArgumentValueError("row_sparse_pull needs row_ids: the ids of the rows to pull")
+    outs = [out] if is_single else _parallel(keys, [None] * len(keys) if out is None else out)
+    id_sets = [row_ids] if is_single else _parallel(keys, row_ids)
+    wanted: list[Wanted] = []
+    for item, one_out, one_ids in zip(keys, outs, id_sets, strict=True):
+        wanted += _wanted_of(item, spec_of(item), one_out, one_ids)
+    return wanted, is_single and not (isinstance(row_ids, _LISTS) and not _is_of_ints(row_ids))
+
+
+def _wanted_of(key: Key, spec: KeySpec, out: Any, row_ids: Any) -> list[Wanted]:
+    """What is wanted of one key: an array or a list of them, and ids or a list of those."""
+    if not spec.shape:
+        raise ValueMismatchError(f"key {key!r} is a scalar and has no rows")
+    has_sets = isinstance(row_ids, _LISTS) and not _is_of_ints(row_ids)
+    id_sets = list(row_ids) if has_sets else [row_ids]
+    outs = list(out) if isinstance(out, _LISTS) else [out] * (len(id_sets) if out is None else 1)
+    checked = []
+    for ids in id_sets:
+        flat = checked_ids(ids, spec.shape[0], f"key {key!r}")
+        checked.append((np.shape(ids) if _is_of_ints(ids) else _shape(ids), flat, unique_ids(flat)))
+    if not has_sets:
+        checked *= len(outs)
+    if len(checked) != len(outs) or not outs:
+        raise ValueMismatchError(
+            f"key {key!r}: {len(id_sets)} sets of row_ids do not fit {len(outs)} arrays; "
+            "give one set for all, or one for each"
+        )
+    wanted = [Wanted(key, spec, into, *ids) for into, ids in zip(outs, checked, strict=True)]
+    for one in wanted:
+        if one.out is not None:
+            _check_out(one)
+    return wanted
+
+
+def _check_out(wanted: Wanted) -> None:
+    key, spec, out = wanted.key, wanted.spec, wanted.out
+    if not is_row_sparse(out):
+        spec = KeySpec((*wanted.shape, *spec.shape[1:]), spec.dtype)
+        if adapter_for(out).shape(out) != spec.shape:
+            raise ValueMismatchError(
+                f"key {key!r}: {len(wanted.ids)} rows for ids of shape {wanted.shape} have "
+                f"shape {spec.shape}, the array to fill has {adapter_for(out).shape(out)}; to get "
+                "them by id, pull into a kvstore.RowSparseArray of the key's shape"
+            )
+    check_outs(key, spec, [out])
+
+
+def _parallel(keys: Sequence[Key], values: Any) -> list[Any]:
+    if not isinstance(values, _LISTS) or len(values) != len(keys):
+        raise ValueMismatchError(
+            f"a list of {len(keys)} keys needs lists of as many arrays and row_ids"
+        )
+    return list(values)
+
+
+def _is_of_ints(ids: object) -> bool:
+    if isinstance(ids, _LISTS):
+        return all(isinstance(id_, (int, np.integer)) for id_ in ids)
+    return isinstance(ids, (int, np.integer, range))
+
+
+def _shape(ids: Any) -> tuple[int, ...]:
+    return adapter_for(ids).shape(ids)
+
+
+def check_name(names: Collection[str], name: str) -> None:
+    """Raise ``DuplicateKeyError`` if a table has this name."""
+    if name in names:
+        raise DuplicateKeyError(
+            f"there is a table {name!r} already; close() it first, or choose another name"
+        )
+
+
+def check_out(settings: TableSettings, out: Array, wanted: tuple[int, ...]) -> None:
+    """Raise ``ValueMismatchError`` unless these rows can be written to the array: by
+    their shape and the rule of dtypes that pulls have."""
+    adapter = adapter_for(out)
+    shape = adapter.shape(out)
+    if shape != wanted:
+        raise ValueMismatchError(
+            f"table {settings.name!r}: the rows of these ids have shape {wanted}, the array to "
+            f"fill has {shape}"
+        )
+    check_cast(f"table {settings.name!r}", settings.dtype, adapter.dtype(out))
+    why = adapter.why_read_only(out)
+    if why is not None:
+        raise ValueMismatchError(f"table {settings.name!r}: the array to fill is read-only: {why}")
+
+
+def checked_gradients(
+    settings: TableSettings, shape: tuple[int, ...], gradients: Array
+) -> RowValues:
+    """Gradients for ids of this shape, as rows on the host. Raises ``ValueMismatchError``."""
+    adapter = adapter_for(gradients)
+    dtype = adapter.dtype(gradients)
+    wanted = (*shape, settings.dim)
+    if adapter.shape(gradients) != wanted or dtype != settings.dtype:
+        raise ValueMismatchError(
+            f"table {settings.name!r}: gradients for ids of shape {shape} have shape {wanted} "
+            f"and dtype {settings.dtype}, got {adapter.shape(gradients)} and {dtype}"
+        )
+    return adapter.to_host(gradients).reshape(-1, settings.dim)
+
+
+def warn_of_checkpoint(names: Collection[str], stacklevel: int) -> None:
+    """Warn that a checkpoint leaves these tables out, if there are any."""
+    if names:
+        warnings.warn(
+            f"a checkpoint has no growing tables ({', '.join(names)}): save them with table.export",
+            stacklevel=stacklevel,
+        )

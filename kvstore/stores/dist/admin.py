@@ -1,0 +1,427 @@
+"""The control calls of distributed stores: keys, optimizers, files, the cluster.
+
+``DistControl`` is what ``DistKVStore`` (``store.py``) builds on, which moves the values. What
+is asked of servers and directory stands in ``control_client.py``. Public calls may come from any
+thread but the node's I/O thread, on which only calls that return futures work.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import math
+import pathlib
+import types
+import weakref
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays.keys import Key, Keys, KeySpec, UpdateFunction
+from kvstore.checkpoint.atomic import checked_path
+from kvstore.checkpoint.directory import CheckpointReader, write_checkpoint
+from kvstore.checkpoint.residuals import path_beside_states, path_in_checkpoint
+from kvstore.checkpoint.values import Content, SavedPiece, SavedStates, write_states
+from kvstore.compression import Compression
+from kvstore.errors import NotSupportedError, OptimizerNotSet
+from kvstore.optimizer.base import Number, Optimizer
+from kvstore.optimizer.serialize import check_optimizer
+from kvstore.protocol.commands import check_command
+from kvstore.protocol.requests import CLOSING, KeyEntry
+from kvstore.sparse.array import RowSparseArray
+from kvstore.stores.arguments import KeyTable, checked_timeout, normalise_keys, single_key
+from kvstore.stores.base import CompressionParams, KeyInfo, KVStore, Path
+from kvstore.stores.dist.checkpoint import DistFiles
+from kvstore.stores.dist.collective import DistOptimizer, JointCalls
+from kvstore.stores.dist.compression import Coding
+from kvstore.stores.dist.control_client import HostValue, Servers
+from kvstore.stores.dist.in_flight import InFlight
+from kvstore.stores.dist.node import Waiter
+from kvstore.stores.dist.progress import progress_of
+from kvstore.stores.dist.transfer import DenseExchange
+from pslite import WORKER_GROUP, Future, Postoffice
+from pslite.errors import ClosedError, PSError
+from pslite.future import completed, settled
+from pslite.ids import group_members
+
+_SCHEDULERS_WORD_S = 5.0
+
+_store_numbers: weakref.WeakKeyDictionary[Postoffice, Iterator[int]] = weakref.WeakKeyDictionary()
+"""Stores of a node are numbered in the order of creation, which is the same on all workers."""
+
+
+class DistControl(KVStore):
+    """All of a distributed store but the calls that move values."""
+
+    def __init__(self, name: str, node: Postoffice, *, synchronous: bool) -> None:
+        self._name = name
+        self._node = node
+        self._synchronous = synchronous
+        number = next(_store_numbers.setdefault(node, itertools.count(1)))
+        self._servers = Servers(node, number, synchronous=synchronous)
+        self._exchange = DenseExchange(node)
+        self._waiter = Waiter(node)
+        self._progress = progress_of(node)
+        #: Calls of ``init`` that are not over, whatever their keys.
+        self._inits = InFlight()
+        self._table = KeyTable()
+        wait = self._waiter.wait
+        self._optimizer = DistOptimizer(self._servers, self._exchange.pushes, wait)
+        self._joint_calls = JointCalls(self._servers, wait)
+        self._files = DistFiles(self._servers, self._exchange, wait)
+        self._late_error: BaseException | None = None
+        self._is_closed = False
+
+    # -- what it is --------------------------------------------------------------------
+
+    @property
+    def type(self) -> str:
+        return self._name
+
+    @property
+    def rank(self) -> int:
+        return self._node.rank
+
+    @property
+    def node(self) -> Postoffice:
+        """This process's node, on which other stores may be made (``create_dist``)."""
+        return self._node
+
+    @property
+    def num_workers(self) -> int:
+        return self._node.config.num_workers
+
+    # -- optimizers --------------------------------------------------------------------
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        optimizer = check_optimizer(optimizer)
+        self._check_may_wait()
+        self._wait(self.set_optimizer_async(optimizer))
+
+    def set_optimizer_async(self, optimizer: Optimizer) -> Future[None]:
+        """``set_optimizer``; what was pushed before belongs to the optimizer before."""
+        self._check()
+        return self._optimizer.set(optimizer)
+
+    def set_optimizer_params(self, **numbers: Number) -> None:
+        # Not what the servers use now: another rank may be some calls ahead of this one.
+        optimizer = self._optimizer.known or self.current_optimizer()
+        self.set_optimizer(optimizer.replace(**numbers))
+
+    def current_optimizer(self) -> Optimizer:
+        optimizer = self._optimizer_of_servers()
+        if optimizer is None:
+            raise OptimizerNotSet("no optimizer is set: call set_optimizer first")
+        return optimizer
+
+    def _optimizer_of_servers(self) -> Optimizer | None:
+        self._check()
+        return self._optimizer.in_use()
+
+    def set_updater(self, updater: UpdateFunction) -> None:
+        raise NotSupportedError(
+            "servers never run code that a worker sends: set_updater is for stores in one "
+            "process. Register an optimizer in a module that the servers import "
+            "(--server-import), or let the store only add up and update on the workers"
+        )
+
+    # -- compression -------------------------------------------------------------------
+
+    def set_gradient_compression(self, compression_params: CompressionParams) -> None:
+        compression = Compression.of(compression_params)
+        self._check_may_wait()
+        coding = None
+        if compression.rules:
+            coding = Coding(compression, self._exchange.entries, self.num_workers)
+        plain = compression.plain()
+
+        def tell() -> Sequence[Key]:
+            entries = list(self._exchange.entries.values())
+            self._wait(self._servers.set_compression(plain, entries, coding))
+            return ()
+
+        with self._exchange.changing_coding():
+            self._settle()
+            self._together(f"set_gradient_compression({plain})", tell)
+            self._exchange.set_coding(coding)
+
+    # -- keys --------------------------------------------------------------------------
+
+    def keys(self) -> list[Key]:
+        self._check()
+        return self._table.keys()
+
+    def __contains__(self, key: object) -> bool:
+        self._check()
+        return isinstance(key, Hashable) and key in self._table
+
+    def info(self, key: Key) -> KeyInfo:
+        self._check()
+        key = single_key(key)
+        spec = self._table.spec(key)
+        entry = self._exchange.entries[key]
+        stype = RowSparseArray.stype if entry.is_row_sparse else "default"
+        return KeyInfo(*spec, spec.nbytes, len(entry.servers), entry.generation, stype)
+
+    def delete(self, key: Keys) -> None:
+        self._check_may_wait()
+        keys, _ = normalise_keys(key)
+        for item in keys:
+            self._table.spec(item)
+        self._settle()
+
+        def delete() -> Sequence[Key]:
+            self._wait(self._servers.delete([self._exchange.entries[item] for item in keys]))
+            return keys
+
+        self._together(f"delete({_named(keys)})", delete)
+        self._table.remove(keys)
+        self._exchange.remove(keys)
+
+    # -- files -------------------------------------------------------------------------
+
+    def save_checkpoint(self, directory: Path) -> None:
+        directory = checked_path(directory)
+        self._save(partial(path_in_checkpoint, directory), partial(write_checkpoint, directory))
+
+    def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
+        fname = checked_path(fname)
+        write = partial(write_states, fname, dump_optimizer=dump_optimizer)
+        self._save(partial(path_beside_states, fname), write)
+
+    def _save(
+        self,
+        residuals_of: Callable[[int], pathlib.Path],
+        write: Callable[[Mapping[Key, Content], Optimizer | None, Iterable[SavedPiece]], None],
+    ) -> None:
+        """Each worker saves its residuals; the lowest rank saves what the servers hold."""
+        self._check()
+        self._files.save_residuals(residuals_of, self.rank, self.num_workers)
+        if not self._servers.decides:
+            return
+        self._settle()
+        optimizer = self._optimizer_of_servers()
+        contents, pieces = self._files.held(optimizer)
+        write(contents, optimizer, pieces)
+
+    def load_checkpoint(self, directory: Path) -> None:
+        directory = checked_path(directory)
+
+        def load() -> Sequence[Key]:
+            with CheckpointReader(directory) as saved:
+                optimizer = saved.states.optimizer or self._optimizer_of_servers()
+                contents = self._files.contents()
+                saved.check(contents)
+                saved.states.check(contents, optimizer)
+                if optimizer is not None:
+                    self.set_optimizer(optimizer)
+                missing = {k: spec for k, spec in saved.specs.items() if k not in self._table}
+                empty = [
+                    (RowSparseArray.zeros if saved.is_row_sparse(key) else np.zeros)(*spec)
+                    for key, spec in missing.items()
+                ]
+                self._wait(self._init(missing, empty))
+                self._files.take_checkpoint(saved, optimizer)
+            return ()
+
+        self._check_may_wait()
+        self._settle()
+        read = partial(self._files.read_residuals, path_in_checkpoint(directory, self.rank))
+        restore_residuals = self._joint_calls.prepare("load_checkpoint", read)
+        entries = self._together("load_checkpoint", load)
+        self._add([entry for entry in entries if entry.key not in self._table])
+        self._optimizer.adopt()
+        restore_residuals()
+
+    def load_optimizer_states(self, fname: Path) -> None:
+        fname = checked_path(fname)
+
+        def load() -> Sequence[Key]:
+            with SavedStates(fname, takes_rows=True) as saved:
+                optimizer = saved.optimizer or self._optimizer_of_servers()
+                saved.check(self._files.contents(), optimizer)
+                if optimizer is not None:
+                    self.set_optimizer(optimizer)
+                self._files.take_states(saved, optimizer)
+            return ()
+
+        self._check_may_wait()
+        self._settle()
+        read = partial(self._files.read_residuals, path_beside_states(fname, self.rank))
+        restore_residuals = self._joint_calls.prepare("load_optimizer_states", read)
+        self._together("load_optimizer_states", load)
+        self._optimizer.adopt()
+        restore_residuals()
+
+    # -- the cluster -------------------------------------------------------------------
+
+    def barrier(self, timeout: float | None = None) -> None:
+        self._check_may_wait()
+        limit_s = checked_timeout(timeout) or self._node.config.stall_timeout_s or math.inf
+        # The scheduler ends it, for all and with names; the wait here ends where that is silent.
+        reached = self._node.barrier(WORKER_GROUP, limit_s)
+        self._wait(reached, limit_s + _SCHEDULERS_WORD_S, is_limited=timeout is not None)
+
+    def placement(self) -> dict[int, dict[Key, int]]:
+        self._check()
+        placed: dict[int, dict[Key, int]] = {r: {} for r in range(self._node.config.num_servers)}
+        for key, entry in self._exchange.entries.items():
+            for nbytes, server in zip(entry.part_bytes(), entry.servers, strict=True):
+                placed[server][key] = placed[server].get(key, 0) + nbytes
+        return placed
+
+    def stats(self) -> dict[str, Any]:
+        self._check()
+        store: dict[str, Any] = {"keys": len(self._table.keys()), **self._exchange.counters}
+        store["unfinished"] = len(self._exchange.unfinished())
+        coding = self._exchange.coding
+        if coding is not None:
+            store["compression"] = coding.compression.statistics.plain()
+        return {"store": store, "servers": self._wait(self._servers.stats())}
+
+    def num_dead_node(self, node_id: int = 7, timeout: float = 60) -> int:
+        self._check()
+        config = self._node.config
+        asked = group_members(node_id, config.num_workers, config.num_servers)
+        gone = list(self._node.membership.gone.items())
+        return sum(1 for node, loss in gone if node in asked and not loss.left)
+
+    def send_command_to_servers(self, head: int, body: str = "") -> list[str]:
+        check_command(head, body)
+        self._check_may_wait()
+        answers: list[str] = self._wait(self._servers.command(int(head), body))
+        return answers
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        try:
+            self._hear_of_pushes()
+        finally:
+            self._leave()
+
+    def __exit__(
+        self,
+        exception_type: builtins.type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        """``close``; after an exception, which says enough, without waiting for pushes."""
+        if exception is None:
+            self.close()
+        elif not self._is_closed:
+            self._leave()
+
+    def _hear_of_pushes(self) -> None:
+        """Wait until what was pushed is answered; raise the error of one that was not applied."""
+        errands = self._node.errands
+        if errands.is_forked:
+            return
+        if errands.thread is not None and not errands.is_io_thread:
+            pushes = self._exchange.pushes.of()
+            self._settle()
+            for future in pushes:
+                error = future.error()
+                if error is not None and error is not self._late_error:
+                    raise error
+        self._check()
+
+    def _leave(self) -> None:
+        self._is_closed = True
+        call = self._joint_calls.begin()
+
+        def free(news: bytes | None) -> Future[Any]:
+            entries = dict(self._exchange.entries)
+            self._exchange.remove(list(entries))
+            for title in list(self._exchange.tables):
+                self._exchange.remove_table(title)
+            if news is not None:
+                return completed(None)
+            freed = self._servers.close(entries.values())
+            return freed.then(lambda _: self._servers.report(call, list(entries)))
+
+        # Once all workers have closed it, its memory on the servers is freed. No worker waits.
+        with suppress(PSError):
+            unfinished = settled([*self._exchange.unfinished(), *self._inits.of()])
+            unfinished.then(lambda _: self._servers.meet(call, CLOSING)).then(free)
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _specs(self, keys: Sequence[Key]) -> list[KeySpec]:
+        return [self._table.spec(key) for key in keys]
+
+    def _init(self, specs: Mapping[Key, KeySpec], hosts: Sequence[HostValue]) -> Future[None]:
+        self._exchange.check_coding(self._exchange.coding)
+        # Sizes are checked by the directory: a rank that raised here would leave others waiting.
+        scope = self._optimizer.scope
+        made = self._servers.init(
+            specs, hosts, self._exchange.entries, self._exchange.coding, scope=scope
+        )
+        added = made.map(self._add)
+        self._inits.add(("",), added)
+        return added
+
+    def _add(self, entries: Sequence[KeyEntry]) -> None:
+        self._exchange.add(entries)
+        row_sparse = [entry.key for entry in entries if entry.is_row_sparse]
+        self._table.add({entry.key: entry.spec for entry in entries}, row_sparse)
+
+    def _settle(self) -> None:
+        """Wait until nothing of this store is in flight; waiters get the errors."""
+        self._wait(settled([*self._exchange.unfinished(), *self._inits.of()]))
+
+    def _together(self, name: str, act: Callable[[], Sequence[Key]]) -> list[KeyEntry]:
+        """Once all workers have come here, have the lowest rank ``act``; all see its error.
+
+        ``act`` returns the keys that are gone. Returns all keys of the store.
+        """
+        return self._meet(name, lambda _: act())[1]
+
+    def _meet(self, name: str, act: Callable[[int], Sequence[Key]]) -> tuple[int, list[KeyEntry]]:
+        """``_together``, with the number of this call, which is the same on all workers."""
+        call, news = self._joint_calls.make(name, act)
+        entries, self._optimizer.num_calls = self._servers.news_of(news)
+        return call, entries
+
+    def _wait(
+        self,
+        future: Future[Any],
+        timeout_s: float | None = None,
+        began_s: float | None = None,
+        *,
+        is_limited: bool | None = None,
+    ) -> Any:
+        try:
+            return self._waiter.wait(future, timeout_s, began_s, is_limited=is_limited)
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
+        """The caller is told of this error now, so it need not be told again."""
+        self._node.unheard.heard(error)
+        if str(self._late_error) == str(error):
+            self._late_error = None
+
+    def _check_may_wait(self) -> None:
+        self._check()
+        self._waiter.check()
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"this {self._name} store is closed; create a new one")
+        error = self._late_error  # read once: another thread may raise it meanwhile
+        if error is not None:
+            self._tell(error)
+            raise error
+
+
+def _named(keys: Sequence[Key]) -> str:
+    """A list of keys for people, which differs when the keys do."""
+    if len(keys) <= 5:
+        return repr(list(keys))
+    return f"{keys[:5]!r} and {len(keys) - 5} more, checksum {zlib.crc32(repr(keys).encode()):08x}"

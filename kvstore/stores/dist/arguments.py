@@ -1,0 +1,151 @@
+"""Check the arrays of a distributed call, and view them as bytes to send or fill.
+
+Training loops pass plain NumPy arrays, or NDArrays that wrap such, of their keys' very shapes and
+dtypes. These are recognised at a glance and their memory is used as it is, in a few passes over the
+whole list. Every other call goes through the checks of ``stores/arguments.py`` and the adapters of
+``arrays/``, key by key, to the same result; several values for a key are added up. Arrays are
+looked at anew in each call, and nothing here keeps them. Runs on the caller's thread and may wait
+for lazy arrays. Read next: ``store.py``, which uses it, ``in_flight.py``, and ``gpu_sums.py`` for
+values on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for, adapter_on
+from kvstore.arrays.context import Context
+from kvstore.arrays.keys import Key, KeySpec
+from kvstore.sparse.array import RowSparseArray
+from kvstore.stores.arguments import KeyList, KeyTable
+from kvstore.stores.dist.in_flight import Destination
+from kvstore.stores.dist.plan import Bytes, flat_bytes, flat_bytes_of
+from kvstore.stores.lazy import (
+    lazy_arrays,
+    unwrapped,
+    wait_to_read,
+    wait_to_write,
+    wrapped,
+    wrapped_one,
+)
+
+
+class Sums(NamedTuple):
+    """One value for each key of a call, flat, on the host."""
+
+    memories: list[Bytes]
+    are_ours: bool
+    """Whether none of them is a caller's own array: then they need not be copied to be sent."""
+
+
+AddUp = Callable[[Sequence[Sequence[Array]], Sequence[KeySpec]], Sums]
+"""Adds the arrays of each key of a call up; a single one on the host is not copied."""
+
+_HOST = Context("cpu", 0)
+_LISTS = (list, tuple)
+_NO_GROUPS: Mapping[Key, Sequence[Array]] = {}
+
+
+class Checked(NamedTuple):
+    """The arrays of one call, which fit their keys: ``plain`` ones, or ``groups`` of any."""
+
+    keys: KeyList
+    groups: Mapping[Key, Sequence[Array]]
+    """The arrays of each key, in the order of ``keys``; empty for plain ones."""
+    plain: Sequence[np.ndarray[Any, Any]] | None
+    """One C-contiguous array of the key's shape and dtype for each key."""
+    lazy: Sequence[Array] | None
+    """All arrays, if each of them is an NDArray; ``plain`` has what they wrap."""
+    sparse: Mapping[Key, Sequence[Array]] = _NO_GROUPS
+    """Further keys and their arrays: where the key is row-sparse, or an array is."""
+
+    def memory_to_send(self, add_up: AddUp) -> tuple[list[Bytes], bool]:
+        """Each key's value, as ``Sums`` has it; else it may be a caller's own array.
+
+        Waits until lazy arrays have the values that they wait for.
+        """
+        if self.plain is None:
+            return add_up(list(self.groups.values()), self.keys.specs)
+        if self.lazy is not None:
+            wait_to_read(self.lazy)
+        return flat_bytes_of(self.plain), False
+
+    def landing(self) -> Destination:
+        """Where values arrive that fill these arrays.
+
+        Waits for earlier calls that still work in lazy arrays.
+        """
+        if self.plain is None:
+            arrays = [unwrapped(outs) for outs in self.groups.values()]
+            return Destination.of(arrays, self.keys.specs)
+        if self.lazy is not None:
+            wait_to_write(self.lazy)
+        return Destination(flat_bytes_of(self.plain))
+
+
+def sums_on_host(rows: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> Sums:
+    """Each key's values, added up on the host, whatever devices they are on."""
+    pairs = zip(rows, specs, strict=True)
+    sums = [sum_on(_HOST, row, spec) for row, spec in pairs]
+    return Sums(sums, all(len(row) > 1 for row in rows))
+
+
+def sum_on(device: Context, row: Sequence[Array], spec: KeySpec) -> Bytes:
+    """One key's values, added up on a device, flat on the host.
+
+    Memory of its own, unless there is a single value, which was on the host.
+    """
+    if len(row) == 1:
+        return flat_bytes(adapter_for(row[0]).to_host(row[0]))
+    adapter = adapter_on(device)
+    return flat_bytes(adapter.to_host(adapter.sum_in_order(row, device, spec.dtype)))
+
+
+def values_to_push(table: KeyTable, key: object, value: object) -> Checked:
+    """What a call pushes. Raises what ``KeyTable.check_push`` does."""
+    found = _usual_values(table, key, value, are_written=False)
+    return found or _grouped(table, table.check_push(key, value))
+
+
+def values_to_fill(table: KeyTable, key: object, out: object) -> Checked:
+    """What a call fills. Raises what ``KeyTable.check_out`` does."""
+    found = _usual_values(table, key, out, are_written=True)
+    return found or _grouped(table, table.check_out(key, out))
+
+
+def _usual_values(
+    table: KeyTable, key: object, values: Any, *, are_written: bool
+) -> Checked | None:
+    """The values of a call that needs no further check; else None, be it right or wrong."""
+    keys = table.usual(key)
+    if keys is None:
+        return None
+    if type(key) not in _LISTS:
+        inside = wrapped_one(values)
+        plain = values if inside is None else inside
+        if not keys.fits_first(plain, are_written=are_written):
+            return None
+        return Checked(keys, _NO_GROUPS, (plain,), None if inside is None else (values,))
+    if type(values) not in _LISTS:
+        return None
+    lazy = None
+    inside = wrapped(values)
+    if inside is not None:
+        lazy, values = values, inside
+    if not keys.fit(values, are_written=are_written):
+        return None
+    return Checked(keys, _NO_GROUPS, values, lazy)
+
+
+def _grouped(table: KeyTable, groups: Mapping[Key, Sequence[Array]]) -> Checked:
+    sparse = {
+        key: arrays
+        for key, arrays in groups.items()
+        if table.is_row_sparse(key) or any(isinstance(array, RowSparseArray) for array in arrays)
+    }
+    if sparse:
+        groups = {key: arrays for key, arrays in groups.items() if key not in sparse}
+    return Checked(table.listed(tuple(groups)), groups, None, lazy_arrays(groups), sparse)

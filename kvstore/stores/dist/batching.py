@@ -1,0 +1,367 @@
+"""Batch small pushes and pulls into few messages.
+
+A script that calls ``push`` and ``pull`` key by key, into arrays that are read later, would
+send two messages a key. Instead its calls are collected in a ``CallBatch`` and sent together: a key
+that was pushed and then pulled becomes one exchange, and small keys share messages, those of the
+highest priority first. Order is kept: a call that would overtake an earlier one of the same key
+goes into a later ``Mix``. How calls travel depends on their ``Shape`` only, so it is worked out
+once for a loop that repeats (``loads_of``), which then only fills in its arrays
+(``transfers_of``); and batches end where they did the last time, unless a caller waits. Calls are
+collected on the caller's thread and become transfers on the I/O thread. Read next: ``transfer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from kvstore.arrays.keys import Key
+from kvstore.protocol.requests import KeyEntry
+from kvstore.stores.dist.in_flight import as_they_lie, copied
+from kvstore.stores.dist.plan import Bytes, Group, scatter_into
+from pslite import Future, Postoffice
+from pslite.future import complete_all
+from pslite.plane import Transfer
+
+#: A batch is full with this many calls: a loop over many small keys has sent the first ones
+#: before it has come to the last.
+_MAX_CALLS = 128
+
+Shape = tuple[tuple[Key, ...], bool, bool, int]
+"""What decides how a call travels: its keys, whether it pushes and pulls them, its priority."""
+
+
+class BatchedCall(Future[None]):
+    """One call: its keys, and for each what is pushed and where the value goes.
+
+    It is the future of its own end. One is made for each key of a loop, so it is made of little.
+    """
+
+    __slots__ = ("error_so_far", "left", "shape", "sources", "targets")
+
+    def __init__(
+        self,
+        keys: tuple[Key, ...],
+        sources: Sequence[Bytes] | None,
+        targets: Sequence[Bytes] | None,
+        priority: int = 0,
+    ) -> None:
+        super().__init__()
+        self.shape: Shape = (keys, sources is not None, targets is not None, priority)
+        self.sources: Sequence[Bytes] = () if sources is None else sources
+        """Copies that belong to the call; parallel to its keys."""
+        self.targets: Sequence[Bytes] = () if targets is None else targets
+        #: Messages that carry something of it and are not done. On the I/O thread, as the next.
+        self.left = 0
+        self.error_so_far: BaseException | None = None
+
+    def let_go(self) -> None:
+        """It is over: what still refers to it keeps no values, and no arrays of the caller."""
+        self.sources = self.targets = ()
+
+    @property
+    def what(self) -> str:
+        return answer_for(self.shape[0])
+
+    def describer(self) -> Callable[[], str]:
+        return partial(answer_for, self.shape[0])
+
+
+def answer_for(keys: Sequence[Key]) -> str:
+    """What a call for these keys waits for, in words."""
+    shown = ", ".join(repr(key) for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
+    return f"the servers' answer for {shown}"
+
+
+def note_arrived(calls: Iterable[BatchedCall]) -> None:
+    """A message that carried something of each of these is done. On the I/O thread."""
+    whole = []
+    for call in calls:
+        call.left -= 1
+        if call.left:
+            continue
+        call.let_go()
+        if call.error_so_far is not None:
+            call.set_error(call.error_so_far)
+        else:
+            whole.append(call)
+    complete_all(whole)
+
+
+class CallBatch:
+    """Calls that wait to go out together; ``flush`` sends them.
+
+    What they push is copied into ``staging``, one value behind another, as long as it fits.
+    """
+
+    __slots__ = (
+        "_filled_bytes",
+        "_flush",
+        "_limit_bytes",
+        "_pulled_bytes",
+        "_pushed_bytes",
+        "_staging",
+        "calls",
+        "is_taken",
+    )
+
+    def __init__(
+        self, limit_bytes: int, flush: Callable[[], None], staging: Bytes | None = None
+    ) -> None:
+        self.calls: list[BatchedCall] = []
+        self.is_taken = False
+        self._limit_bytes = limit_bytes
+        self._staging = staging
+        self._filled_bytes = self._pushed_bytes = self._pulled_bytes = 0
+        self._flush = flush
+
+    @property
+    def staging(self) -> Bytes | None:
+        """All that is pushed, without a gap; None where values have copies of their own.
+
+        There is a gap where an interrupt kept a call from being added after it was staged.
+        """
+        return self._staging if self._filled_bytes == self._pushed_bytes else None
+
+    def stage(self, sources: Sequence[Bytes], nbytes: int) -> list[Bytes] | None:
+        """Copies of a call's values, ``nbytes`` in all; None when there is no room for them."""
+        staging, start = self._staging, self._filled_bytes
+        if staging is None or start + nbytes > len(staging):
+            self._staging = None
+            return None
+        copies = []
+        for source in sources:
+            stop = start + len(source)
+            copy = staging[start:stop]
+            copy[:] = source
+            copies.append(copy)
+            start = stop
+        self._filled_bytes = start
+        return copies
+
+    def add(self, call: BatchedCall, nbytes: int) -> None:
+        """One more; ``nbytes`` is the size of its values."""
+        call.flush = self._flush
+        self.calls.append(call)
+        _, pushes, pulls, _ = call.shape
+        if pushes:
+            self._pushed_bytes += nbytes
+        if pulls:
+            self._pulled_bytes += nbytes
+
+    def pull_last(
+        self, keys: tuple[Key, ...], targets: Sequence[Bytes], priority: int, nbytes: int
+    ) -> BatchedCall | None:
+        """Let the last call, a push of just these keys, pull them as well; None if it is not one.
+
+        That is what a loop over keys does, and one call costs half as much as two.
+        """
+        call = self.calls[-1]
+        if call.shape != (keys, True, False, priority):
+            return None
+        call.targets = targets  # first: an interrupt in between must not leave a pull to nowhere
+        call.shape = (keys, True, True, priority)
+        self._pulled_bytes += nbytes
+        return call
+
+    def has_room(self, nbytes: int, *, pushes: bool) -> bool:
+        """Whether a call should join these. A pull always joins the push before it."""
+        if not pushes and self.calls and self.calls[-1].shape[1]:
+            return True
+        before = self._pushed_bytes if pushes else self._pulled_bytes
+        return before + nbytes <= self._limit_bytes and len(self.calls) < _MAX_CALLS
+
+
+class Mix(NamedTuple):
+    """Keys to which the same happens at the same time, those of the highest priority first."""
+
+    keys: tuple[Key, ...]
+    calls: tuple[tuple[int, ...], ...]
+    """The calls of each key, by their position among all."""
+    priorities: tuple[int, ...]
+    sources: tuple[tuple[int, int], ...]
+    """For each key, which call has its value, and where among its keys; empty for a pull."""
+    targets: tuple[tuple[int, int], ...]
+
+
+def mixes_of(shapes: Sequence[Shape]) -> list[Mix]:
+    """How calls of these shapes go out: as few mixes as their order allows, one after the other."""
+    mixes: list[Mix] = []
+    step: dict[Key, _KeyStep] = {}
+    for number, (keys, pushes, pulls, priority) in enumerate(shapes):
+        if not _fits(keys, step, pushes=pushes):
+            mixes += _kinds_of(step)
+            step = {}
+        for index, key in enumerate(keys):
+            entry = step.get(key)
+            if entry is None:
+                entry = step[key] = _KeyStep(priority)
+            entry.calls.append(number)
+            entry.priority = max(entry.priority, priority)
+            if pushes:
+                entry.source = (number, index)
+            if pulls:
+                entry.target = (number, index)
+    return mixes + _kinds_of(step)
+
+
+@dataclass(slots=True)
+class _KeyStep:
+    """What happens to one key in a step: a push, a pull, or a push and then a pull."""
+
+    priority: int
+    calls: list[int] = field(default_factory=list)
+    source: tuple[int, int] | None = None
+    target: tuple[int, int] | None = None
+
+
+def _fits(keys: Sequence[Key], step: dict[Key, _KeyStep], *, pushes: bool) -> bool:
+    """Whether a call may join a step: a pull may follow a push of the key, nothing else."""
+    for key in keys:
+        entry = step.get(key)
+        if entry is not None and (pushes or entry.target is not None):
+            return False
+    return True
+
+
+def _kinds_of(step: dict[Key, _KeyStep]) -> list[Mix]:
+    """The step's keys by what happens to them."""
+    kinds: dict[tuple[bool, bool], list[Key]] = {}
+    for key in sorted(step, key=lambda key: -step[key].priority):
+        entry = step[key]
+        kinds.setdefault((entry.source is not None, entry.target is not None), []).append(key)
+    return [_mix(keys, [step[key] for key in keys]) for keys in kinds.values()]
+
+
+def _mix(keys: Sequence[Key], entries: Sequence[_KeyStep]) -> Mix:
+    return Mix(
+        tuple(keys),
+        tuple(tuple(entry.calls) for entry in entries),
+        tuple(entry.priority for entry in entries),
+        tuple(entry.source for entry in entries if entry.source is not None),
+        tuple(entry.target for entry in entries if entry.target is not None),
+    )
+
+
+class Load(NamedTuple):
+    """One message that carries something of several calls, which are given by their positions."""
+
+    mix: Mix
+    group: Group
+    calls: tuple[tuple[int, ...], ...]
+    """Parallel to the parts."""
+    each: tuple[int, ...]
+    """All of them, once."""
+    priority: int
+    lying: tuple[int, int] | None
+    """Where the batch's staging has its values as they travel; None where they lie apart."""
+
+
+def loads_of(
+    shapes: Sequence[Shape],
+    entries: Mapping[Key, KeyEntry],
+    plan: Callable[[Sequence[Key]], Iterable[Group]],
+) -> list[Load]:
+    """The messages that carry calls of these shapes; ``plan`` gives those of keys."""
+    starts = _staged(shapes, entries)
+    loads = []
+    for mix in mixes_of(shapes):
+        for group in plan(mix.keys):
+            positions = [piece.position for piece in group.slices]
+            calls = tuple(mix.calls[position] for position in positions)
+            each = tuple(dict.fromkeys(number for several in calls for number in several))
+            priority = max(mix.priorities[position] for position in positions)
+            lying = None
+            if mix.sources:
+                places = [starts[mix.sources[position]] for position in positions]
+                lying = _in_a_row(group, places)
+            loads.append(Load(mix, group, calls, each, priority, lying))
+    return loads
+
+
+def _staged(shapes: Sequence[Shape], entries: Mapping[Key, KeyEntry]) -> dict[tuple[int, int], int]:
+    """Where a batch's staging has each value that is pushed: by call, and key of the call."""
+    starts, start = {}, 0
+    for number, (keys, pushes, _, _) in enumerate(shapes):
+        for index, key in enumerate(keys if pushes else ()):
+            starts[number, index] = start
+            start += entries[key].spec.nbytes
+    return starts
+
+
+def _in_a_row(group: Group, places: Sequence[int]) -> tuple[int, int] | None:
+    """The bytes of a group whose keys begin at these places; None where they lie apart."""
+    stop = begin = places[0] + group.slices[0].start
+    for piece, place in zip(group.slices, places, strict=True):
+        if place + piece.start != stop:
+            return None
+        stop = place + piece.stop
+    return begin, stop
+
+
+def transfers_of(
+    node: Postoffice, loads: Sequence[Load], calls: Sequence[BatchedCall], staging: Bytes | None
+) -> list[Transfer]:
+    """The messages that carry what these calls say; each call ends with the last of its own.
+
+    ``staging`` has all that is pushed, one value behind another; None where each value has
+    memory of its own.
+    """
+    transfers = []
+    for load in loads:
+        mix, group = load.mix, load.group
+        frames: Sequence[memoryview] | None = None
+        sink = None
+        if staging is not None and load.lying is not None:
+            start, stop = load.lying
+            frames = [staging[start:stop].data]
+        elif mix.sources:
+            sources = [calls[number].sources[index] for number, index in mix.sources]
+            frames = as_they_lie(node, group, sources) or copied(node, group, sources)
+        if mix.targets:
+            targets = [calls[number].targets[index] for number, index in mix.targets]
+            sink = scatter_into(group, targets)
+        for number in load.each:
+            calls[number].left += 1
+        transfer = Transfer(
+            group.server,
+            group.parts,
+            group.pull_sizes,
+            frames,
+            sink,
+            _unused,
+            load.priority,
+            push_sizes=group.to_push.sizes,
+        )
+        transfer.done = _telling(transfer, load, calls)
+        transfers.append(transfer)
+    return transfers
+
+
+def _telling(
+    transfer: Transfer, load: Load, calls: Sequence[BatchedCall]
+) -> Callable[[BaseException | None], None]:
+    """What to call when a message is done.
+
+    A part that came to nothing is an error of the calls for its key, and of no others.
+    """
+    mine = [calls[number] for number in load.each]
+
+    def done(error: BaseException | None) -> None:
+        if transfer.failed:
+            for part, reason in transfer.failed.items():
+                for number in load.calls[part]:
+                    call = calls[number]
+                    call.error_so_far = call.error_so_far or reason
+        elif error is not None:
+            for call in mine:
+                call.error_so_far = call.error_so_far or error
+        note_arrived(mine)
+
+    return done
+
+
+def _unused(error: BaseException | None) -> None:
+    """Stands in until a transfer is told whom to tell."""

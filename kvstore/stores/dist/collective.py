@@ -1,0 +1,143 @@
+"""Calls that all workers of a store make together.
+
+Every worker numbers its calls of this kind. The directory (``server/collective.py``) has the
+deciding rank carry a call out once all have come, and lets the others know what has come of it. On
+the caller's thread, which waits; what follows an answer runs on the node's I/O thread.
+
+The optimizer of a distributed store: set on the servers, and read back from there.
+
+Any worker may set it and rank 0's call counts, so this worker's own knowledge of it may be behind.
+Calls that return futures may come from any thread; the others wait. Read next:
+``control_client.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from kvstore.arrays.keys import Key
+from kvstore.errors import OptimizerMismatch, UnknownOptimizerError
+from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.serialize import to_plain
+from kvstore.stores.dist.control_client import Servers
+from kvstore.stores.dist.in_flight import InFlight
+from pslite import Future
+from pslite.errors import PSError
+from pslite.future import settled
+
+T = TypeVar("T")
+
+
+class JointCalls:
+    """The calls of one store on one worker."""
+
+    def __init__(self, servers: Servers, wait: Callable[[Future[Any]], Any]) -> None:
+        self._servers = servers
+        self._wait = wait
+        self._count = 0
+
+    def begin(self) -> int:
+        """The number of a call that begins now, which is the same on all workers."""
+        self._count += 1
+        return self._count
+
+    def prepare(self, name: str, act: Callable[[], T]) -> T:
+        """Do what concerns this rank alone before the call ``name``; all see its error."""
+        try:
+            return act()
+        except BaseException as error:
+            with suppress(PSError):  # the same error, once the directory has it
+                self._wait(self._servers.meet(self.begin(), name, error))
+            raise
+
+    def make(self, name: str, act: Callable[[int], Sequence[Key]]) -> tuple[int, bytes]:
+        """Once all workers have come here, have the lowest rank ``act``; all see its error.
+
+        ``act`` gets the number of this call and returns the keys that are gone. Returns the number
+        and the news for ``Servers.news_of``.
+        """
+        call = self.begin()
+        meeting = self._servers.meet(call, name)
+        try:
+            news: bytes | None = self._wait(meeting)
+        except BaseException as error:
+            self._withdraw(call, meeting, error)
+            raise
+        if news is None:
+            try:
+                deleted = act(call)
+            except BaseException as error:
+                self._servers.report(call, error=error)
+                raise
+            news = self._wait(self._servers.report(call, deleted))
+        return call, news
+
+    def _withdraw(self, call: int, meeting: Future[bytes | None], error: BaseException) -> None:
+        """This rank does not wait any more; if it turns out to decide, the others hear of that."""
+
+        def answered(done: Future[bytes | None]) -> None:
+            if done.error() is None and done.result(0) is None:
+                self._servers.report(call, error=error)
+
+        meeting.on_done(answered)
+
+
+#: Another worker's ``set_optimizer`` may be on its way to the servers while this one asks.
+_READ_BACK_TRIES = 20
+
+
+class DistOptimizer:
+    """Which optimizer the servers of one store use, as far as one worker knows."""
+
+    def __init__(
+        self, servers: Servers, pushes: InFlight, wait: Callable[[Future[Any]], Any]
+    ) -> None:
+        """``pushes`` are this worker's."""
+        self._servers = servers
+        self._pushes = pushes
+        self._wait = wait
+        self.known: Optimizer | None = None
+        """The one that this worker has set or loaded last."""
+        self.is_set = False
+        """Whether there is one for certain; another worker's may be of a class unknown here."""
+        self.num_calls = 0
+        """How many times it was set, by this worker's count."""
+
+    @property
+    def scope(self) -> str:
+        """Of what a part of a key that is made now must have no less (``SCOPES``)."""
+        return "element" if self.known is None else self.known.scope
+
+    def set(self, optimizer: Optimizer) -> Future[None]:
+        """``set_optimizer``; what was pushed before belongs to the optimizer before."""
+        plain = to_plain(optimizer)  # a call that raises here does not count, so it has no number
+        self.num_calls += 1
+        call = self.num_calls
+        pushed = settled(self._pushes.of())
+        done = pushed.then(lambda _: self._servers.set_optimizer(plain, call))
+        return done.map(lambda _: self._note(optimizer))
+
+    def _note(self, optimizer: Optimizer | None) -> None:
+        self.known = optimizer
+        self.is_set = self.is_set or optimizer is not None
+
+    def look(self) -> bool:
+        """Ask whether there is one. Waits."""
+        self.is_set = self._wait(self._servers.has_optimizer())
+        return self.is_set
+
+    def adopt(self) -> None:
+        """Note the one that the deciding rank may have loaded. Waits."""
+        self.known = None  # where it cannot be made: asked for when it is needed
+        with suppress(UnknownOptimizerError):
+            self._note(self._wait(self._servers.declared_optimizer()))
+
+    def in_use(self) -> Optimizer | None:
+        """What all servers use. Waits. Raises ``OptimizerMismatch`` if that is not the same."""
+        for _ in range(_READ_BACK_TRIES):
+            found = self._wait(self._servers.optimizers())
+            if all(optimizer == found[0] for optimizer in found):
+                return found[0] if found else None
+        raise OptimizerMismatch(f"the servers use different optimizers: {found}")

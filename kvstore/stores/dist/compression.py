@@ -1,0 +1,215 @@
+"""The worker's side of compression: how values of a distributed store are encoded.
+
+``Coding`` turns what a call pushes into encoded parts, one after the other for each key, tells
+plans (``plan.py``) where they lie, and decodes values that servers send encoded. What the rules and
+codecs are stands in ``compression/``; what servers do with encoded parts in ``server/memory.py``
+and ``server/apply.py``. Calls may come from any thread; nothing here waits. Read next:
+``compression/config.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.arrays.cpu.sums import Flat
+from kvstore.arrays.keys import Key
+from kvstore.checkpoint.residuals import fitting, read_residuals, save_residuals
+from kvstore.compression import Chain, Compression, Draw, Residual, Residuals
+from kvstore.compression.config import rows_refused, value_refused
+from kvstore.errors import ArgumentValueError, NotSupportedError, UnknownKeyError
+from kvstore.protocol.requests import KeyEntry
+from kvstore.stores.arguments import KeyList
+from kvstore.stores.dist.plan import Bytes, Coded, Decoder, Group, Slice
+from pslite.errors import ProtocolError
+
+
+class _EncodedParts(NamedTuple):
+    """Where an encoded key has its parts."""
+
+    chain: Chain
+    first_part: int
+    stops: Sequence[int]
+    """Where each encoded part ends; the first begins at 0."""
+    chunks: Sequence[tuple[int, int]]
+    """The elements of each part."""
+
+    def place(self, part: int) -> tuple[int, int]:
+        index = part - self.first_part
+        return (self.stops[index - 1] if index else 0), self.stops[index]
+
+
+class Coding:
+    """The encoding of one store on one worker."""
+
+    def __init__(
+        self, compression: Compression, entries: Mapping[Key, KeyEntry], num_workers: int
+    ) -> None:
+        """``entries`` are the store's keys, as they come and go."""
+        self.compression = compression
+        self._num_workers = num_workers
+        self.residuals = Residuals()
+        self._entries = entries
+        # Guards what follows, and the residuals: two threads may push one key.
+        self._lock = threading.Lock()
+        self._layouts: dict[int, _EncodedParts | None] = {}
+        #: How often each key, by its first part, was pushed.
+        self._rounds: Counter[int] = Counter()
+
+    def layout(self, key: Key) -> _EncodedParts | None:
+        """How a key's pushes are encoded; None: they are not."""
+        entry = self._entries[key]
+        if entry.first_part not in self._layouts:
+            self._layouts[entry.first_part] = self._layout(entry)
+        return self._layouts[entry.first_part]
+
+    def _layout(self, entry: KeyEntry) -> _EncodedParts | None:
+        dtype = entry.spec.dtype
+        chain = self.compression.chain_for(entry.key, entry.spec.nbytes, dtype)
+        if chain is None or entry.is_row_sparse:
+            return None
+        chunks = entry.chunks()
+        sizes = [chain.encoded_bytes(stop - start, dtype) for start, stop in chunks]
+        return _EncodedParts(chain, entry.first_part, list(accumulate(sizes)), chunks)
+
+    def concerns(self, keys: Sequence[Key]) -> bool:
+        """Whether pushes of any of these keys are encoded."""
+        return any(self.layout(key) is not None for key in keys)
+
+    def refuse_rows(self, keys: Iterable[Key]) -> None:
+        """Raise ``NotSupportedError`` if a rule is for any of these keys, whose rows are pushed."""
+        for key in keys:
+            spec = self._entries[key].spec
+            if self.compression.chain_for(key, spec.nbytes, spec.dtype) is not None:
+                raise NotSupportedError(rows_refused(key))
+
+    def forget(self, entries: Sequence[KeyEntry]) -> None:
+        """These keys are gone, and owe nothing."""
+        with self._lock:
+            self.residuals.forget(entry.key for entry in entries)
+            for entry in entries:
+                self._layouts.pop(entry.first_part, None)
+                self._rounds.pop(entry.first_part, None)
+
+    def save(self, path: Path) -> None:
+        """Write the residuals. Raises ``CheckpointError``."""
+        with self._lock:
+            save_residuals(path, self.compression, self.residuals, self._num_workers)
+
+    def read(self, path: Path) -> list[Residual]:
+        """Read the residuals of this file; nothing changes. Raises ``CheckpointError``."""
+        return read_residuals(path, self.compression, self._num_workers)
+
+    def restore_residuals(self, saved: Iterable[Residual]) -> None:
+        """Owe what fits the keys that there are now, and nothing else."""
+        specs = {key: entry.spec for key, entry in self._entries.items()}
+        with self._lock:
+            self.residuals.restore(fitting(saved, specs))
+
+    # -- what is pushed ----------------------------------------------------------------
+
+    def encode(
+        self, keys: KeyList, sources: Sequence[Bytes], buffer: Callable[[int], Bytes]
+    ) -> tuple[list[Bytes], bool]:
+        """What is sent for these values, and whether none of it is the caller's memory.
+
+        ``buffer(nbytes)`` gives memory to encode into. Raises ``ArgumentValueError`` for NaN and
+        infinity where a codec cannot carry them, before anything has changed.
+        """
+        layouts = [self.layout(key) for key in keys.keys]
+        typed = [source.view(spec.dtype) for source, spec in zip(sources, keys.specs, strict=True)]
+        for layout, values in zip(layouts, typed, strict=True):
+            if layout is not None:
+                layout.chain.check(values)
+        sizes = [
+            0 if layout is None or not layout.stops else layout.stops[-1] for layout in layouts
+        ]
+        memory = buffer(sum(sizes))
+        stops = list(accumulate(sizes))
+        found = list(sources)
+        with self._lock:
+            self._check_known(keys.keys, layouts)
+            for index, layout in enumerate(layouts):
+                if layout is not None:
+                    encoded = memory[stops[index] - sizes[index] : stops[index]]
+                    self._encode(keys.keys[index], layout, typed[index], encoded)
+                    found[index] = encoded
+        return found, all(layout is not None for layout in layouts)
+
+    def _check_known(self, keys: Sequence[Key], layouts: Sequence[_EncodedParts | None]) -> None:
+        """Raise ``UnknownKeyError`` for a key that another thread has deleted meanwhile."""
+        for key, layout in zip(keys, layouts, strict=True):
+            entry = self._entries.get(key)
+            if layout is not None and (entry is None or entry.first_part != layout.first_part):
+                raise UnknownKeyError(f"the key {key!r} was deleted")
+
+    def _encode(self, key: Key, layout: _EncodedParts, values: Flat, memory: Bytes) -> None:
+        chain = layout.chain
+        residual = None
+        if chain.has_feedback:
+            residual = self.residuals.of(key, len(values), values.dtype)
+        self._rounds[layout.first_part] += 1
+        draw = Draw(round=self._rounds[layout.first_part])
+        for index, (start, stop) in enumerate(layout.chunks):
+            place = slice(*layout.place(layout.first_part + index))
+            chain.encode_into(
+                values[start:stop],
+                memory[place],
+                residual=None if residual is None else residual[start:stop],
+                draw=draw._replace(stream=layout.first_part + index),
+            )
+
+    # -- plans -------------------------------------------------------------------------
+
+    def applied(self, group: Group, keys: Sequence[Key]) -> Group:
+        """A message's parts as they are pushed and come back."""
+        return group._replace(coded=self._coded(group, keys), decoders=self._decoders(group, keys))
+
+    def _coded(self, group: Group, keys: Sequence[Key]) -> Coded | None:
+        layouts = {piece.position: self.layout(keys[piece.position]) for piece in group.slices}
+        if not any(layouts.values()):
+            return None
+        slices = []
+        for part, piece in zip(group.parts, group.slices, strict=True):
+            layout = layouts[piece.position]
+            slices.append(piece if layout is None else Slice(piece.position, *layout.place(part)))
+        sizes = tuple(stop - start for _, start, stop in slices)
+        return Coded(sizes, tuple(slices), sum(sizes))
+
+    def _decoders(self, group: Group, keys: Sequence[Key]) -> tuple[Decoder | None, ...] | None:
+        decoders: list[Decoder | None] = []
+        for piece, size in zip(group.slices, group.sizes, strict=True):
+            spec = self._entries[keys[piece.position]].spec
+            chain = self.compression.pull_chain_for(keys[piece.position], spec.nbytes, spec.dtype)
+            if chain is None:
+                decoders.append(None)
+            else:
+                nbytes = chain.encoded_bytes(size // spec.dtype.itemsize, spec.dtype)
+                key = keys[piece.position]
+                decoders.append(Decoder(nbytes, partial(_decode, key, chain, spec.dtype)))
+        return tuple(decoders) if any(decoders) else None
+
+    # -- what servers are told ---------------------------------------------------------
+
+    def rule_of(self, entry: KeyEntry) -> int:
+        """The number of the rule for a key, -1 for none."""
+        return self.compression.rule_number(entry.key, entry.spec.nbytes, entry.spec.dtype)
+
+
+def _decode(
+    key: Key, chain: Chain, dtype: np.dtype[np.generic], came: Bytes, values: Bytes
+) -> None:
+    into = values.view(dtype)
+    try:
+        chain.decode_from(came, into)
+    except ProtocolError as error:
+        if chain.is_of_non_finite(came, len(into), dtype):
+            raise ArgumentValueError(value_refused(key, chain)) from None
+        raise ProtocolError(f"key {key!r}: {error}") from error

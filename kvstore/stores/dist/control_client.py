@@ -1,0 +1,422 @@
+"""Requests of a distributed store to servers and the directory, as futures.
+
+The control side of ``store.py``: keys, optimizers, states, statistics. Values that are pushed
+and pulled do not pass here (``transfer.py``). Calls may come from any thread; steps that
+follow an answer run on the node's I/O thread and never wait. The bodies of all requests are
+in ``protocol/requests.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays.keys import Key, KeySpec
+from kvstore.checkpoint.values import SavedPiece
+from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.serialize import from_plain
+from kvstore.optimizer.states import state_dtypes
+from kvstore.protocol.layout import message_bytes
+from kvstore.protocol.requests import (
+    DIRECTORY_APP,
+    STORE_APP,
+    Declared,
+    DirectoryCall,
+    KeyEntry,
+    StoreCall,
+    pack,
+    pack_parts,
+    pack_specs,
+    unpack,
+    unpack_entries,
+)
+from kvstore.sparse.array import RowSparseArray
+from kvstore.stores.dist.compression import Coding
+from kvstore.stores.dist.plan import Group, flat_bytes, group_bytes, part_entries, plan, views
+from kvstore.stores.dist.sparse_checkpoint import RowFiles
+from pslite import Future, Postoffice, Role
+from pslite.errors import ProtocolError, describe
+from pslite.future import completed, settled
+from pslite.future import gather as gather_futures
+from pslite.ids import SCHEDULER_ID, node_id
+from pslite.node.customer import Reply
+
+#: At most this many requests for values and states are in flight at once, to bound the memory.
+_READ_AHEAD = 8
+
+Reader = Callable[[Key, int, int], SavedPiece]
+HostValue = np.ndarray[Any, Any] | RowSparseArray
+
+
+class Servers:
+    """The servers and the directory, as one store of one worker sees them."""
+
+    def __init__(self, node: Postoffice, number: int, *, synchronous: bool) -> None:
+        self._node = node
+        self._number = number
+        self._synchronous = synchronous
+        self._servers = [node_id(Role.SERVER, rank) for rank in range(node.config.num_servers)]
+        self.rows = RowFiles(self._ask_server, message_bytes(node.config, by_tcp=False))
+
+    @property
+    def number(self) -> int:
+        """Which store of its node this is, from 1."""
+        return self._number
+
+    @property
+    def mode(self) -> str:
+        return "sync" if self._synchronous else "async"
+
+    @property
+    def decides(self) -> bool:
+        """Whether this worker is the lowest rank that is there."""
+        return self._node.rank == min(self._node.membership.live(Role.WORKER), default=0)
+
+    def _ask_directory(self, call: DirectoryCall, body: bytes, waiting_for: str) -> Future[bytes]:
+        asked = self._node.request([SCHEDULER_ID], DIRECTORY_APP, call, body)
+        answer = asked.map(lambda replies: replies[SCHEDULER_ID].body)
+        answer.describe = waiting_for
+        return answer
+
+    def _ask_all(self, call: StoreCall, body: bytes) -> Future[list[Reply]]:
+        """Ask every server; the replies in rank order."""
+        asked = self._node.request(self._servers, STORE_APP, call, body)
+        return asked.map(lambda replies: [replies[server] for server in self._servers])
+
+    # -- keys --------------------------------------------------------------------------
+
+    def init(
+        self,
+        specs: Mapping[Key, KeySpec],
+        values: Sequence[HostValue],
+        known: Mapping[Key, KeyEntry],
+        coding: Coding | None,
+        *,
+        scope: str,
+    ) -> Future[list[KeyEntry]]:
+        """Have the keys made; completes when all workers can use them.
+
+        ``values`` are on the host and stay unchanged until then. ``scope``, one of ``SCOPES``,
+        says what must not be cut.
+        """
+        declared_keys = [
+            Declared(key, spec, isinstance(value, RowSparseArray))
+            for (key, spec), value in zip(specs.items(), values, strict=True)
+        ]
+        body = pack(self._number, self.mode, scope, pack_specs(declared_keys))
+
+        def declared(body: bytes) -> Future[list[KeyEntry]]:
+            decides, rows = unpack(body, bool, bytes)
+            entries = unpack_entries(rows)
+            if not decides:
+                return completed(entries)
+            made = self._create_parts(entries, values, known, coding)
+            return made.map(lambda _: entries)
+
+        names = ", ".join(repr(key) for key in list(specs)[:5])
+        waiting_for = f"worker 0 (or the lowest rank that is left) to call init for {names}"
+        return self._ask_directory(DirectoryCall.DECLARE, body, waiting_for).then(declared)
+
+    def _create_parts(
+        self,
+        entries: Sequence[KeyEntry],
+        values: Sequence[HostValue],
+        known: Mapping[Key, KeyEntry],
+        coding: Coding | None,
+    ) -> Future[None]:
+        """Put the first values on the servers, then let the other ranks know."""
+        asked: list[Future[Any]] = []
+        dense, arrays = [], []
+        for entry, value in zip(entries, values, strict=True):
+            if entry.key in known:
+                continue
+            if isinstance(value, RowSparseArray):
+                asked += self.rows.create(self._number, self._synchronous, entry, value)
+            else:
+                dense.append(entry)
+                arrays.append(flat_bytes(value))
+        entries = [entry for entry in entries if entry.key not in known]
+        # Parts that are created together lie together; so they should travel together later.
+        nbytes = sum(entry.spec.nbytes for entry in dense)
+        for group in plan(dense, group_bytes(self._node.config, nbytes, by_tcp=False)):
+            parts = pack_parts(part_entries(group, dense))
+            body = pack(self._number, self._synchronous, parts, _rules(group, dense, coding))
+            frames = [view.data for view in views(group, arrays)]
+            asked.append(self._ask_group(group, StoreCall.INIT, body, frames))
+
+        def tell(kind: str, text: str) -> Future[bytes]:
+            body = pack(self._number, [entry.key for entry in entries], kind, text)
+            return self._ask_directory(DirectoryCall.INITIALISED, body, "the directory")
+
+        def take_back(error: BaseException) -> Future[bytes]:
+            freed = settled([self.delete(entries)])
+            return freed.then(lambda _: tell(*describe(error)))
+
+        # The other ranks wait for this call: they hear of its failure, too.
+        made = gather_futures(asked).or_else(take_back)
+        return made.then(lambda _: tell("", "")).map(lambda _: None)
+
+    def delete(self, entries: Iterable[KeyEntry]) -> Future[None]:
+        """Free the parts of these keys on the servers."""
+        return self._free(StoreCall.DELETE, entries)
+
+    def close(self, entries: Iterable[KeyEntry]) -> Future[None]:
+        """Have the servers forget the store, which has these keys."""
+        return self._free(StoreCall.CLOSE, entries)
+
+    def _free(self, call: StoreCall, entries: Iterable[KeyEntry]) -> Future[None]:
+        parts = [part for entry in entries for part in entry.parts]
+        return self._ask_all(call, pack(self._number, parts)).map(lambda _: None)
+
+    # -- what all ranks do together ----------------------------------------------------
+
+    def meet(
+        self, call: int, name: str, error: BaseException | None = None
+    ) -> Future[bytes | None]:
+        """Completes when all ranks have come: None if this one is to carry it out.
+
+        Else when that is done, with the news for ``news_of``. With ``error`` this rank cannot
+        take part: all fail with it, and none carries it out.
+        """
+        kind, text = ("", "") if error is None else describe(error)
+        body = pack(self._number, self.mode, call, name, kind, text)
+        what = f"all workers to call {name}, and the lowest rank to do it"
+
+        def arrived(body: bytes) -> bytes | None:
+            decides, news = unpack(body, bool, bytes)
+            return None if decides else news
+
+        return self._ask_directory(DirectoryCall.TOGETHER, body, what).map(arrived)
+
+    def report(
+        self, call: int, deleted: Sequence[Key] = (), error: BaseException | None = None
+    ) -> Future[bytes]:
+        """This rank has carried it out, or failed; completes with the news."""
+        kind, text = ("", "") if error is None else describe(error)
+        body = pack(self._number, call, list(deleted), kind, text)
+        return self._ask_directory(DirectoryCall.DONE_TOGETHER, body, "the directory")
+
+    @staticmethod
+    def news_of(body: bytes) -> tuple[list[KeyEntry], int]:
+        """All keys of the store, and how many times its optimizer was set."""
+        rows, num_optimizer_calls = unpack(body, bytes, int)
+        return unpack_entries(rows), num_optimizer_calls
+
+    # -- compression -------------------------------------------------------------------
+
+    def set_compression(
+        self, plain: Sequence[Any], entries: Iterable[KeyEntry], coding: Coding | None
+    ) -> Future[None]:
+        """Have all servers take values of these keys as ``coding`` has it; None: unchanged.
+
+        ``plain`` are its rules. Nothing may be in flight on any worker; all servers are asked
+        whether that is so before one of them changes anything.
+        """
+        rows = [
+            [part, -1 if coding is None else coding.rule_of(entry)]
+            for entry in entries
+            for part in entry.parts
+        ]
+
+        def ask(*, only_check: bool) -> Future[list[Reply]]:
+            body = pack(self._number, self._synchronous, only_check, list(plain), rows)
+            return self._ask_all(StoreCall.SET_COMPRESSION, body)
+
+        checked = ask(only_check=True)
+        return checked.then(lambda _: ask(only_check=False)).map(lambda _: None)
+
+    # -- optimizers --------------------------------------------------------------------
+
+    def set_optimizer(self, plain: Sequence[Any], call: int) -> Future[None]:
+        """Carry it out if this rank decides; else have it compared with what that rank set.
+
+        ``plain`` is the optimizer as ``to_plain`` gives it. All servers are asked before one
+        of them changes anything: either all of them use it or none.
+        """
+        if not self.decides:
+            body = pack(self._number, self.mode, call, plain)
+            waiting_for = "worker 0 to call set_optimizer"
+            asked = self._ask_directory(DirectoryCall.SAME_OPTIMIZER, body, waiting_for)
+            return asked.map(lambda _: None)
+
+        def tell(kind: str, text: str) -> Future[bytes]:
+            body = pack(self._number, self.mode, plain, kind, text)
+            return self._ask_directory(DirectoryCall.OPTIMIZER_IS_SET, body, "the directory")
+
+        def ask(*, only_check: bool) -> Future[list[Reply]]:
+            body = pack(self._number, self._synchronous, only_check, plain)
+            return self._ask_all(StoreCall.SET_OPTIMIZER, body)
+
+        asked_all = ask(only_check=True).then(lambda _: ask(only_check=False))
+        # The other ranks wait for this call: they hear of its failure, too.
+        asked_all = asked_all.or_else(lambda error: tell(*describe(error)))
+        return asked_all.then(lambda _: tell("", "")).map(lambda _: None)
+
+    def declared_optimizer(self) -> Future[Optimizer | None]:
+        """What the deciding rank has set, according to the directory."""
+        return self._ask_for_optimizer().map(_one_optimizer)
+
+    def has_optimizer(self) -> Future[bool]:
+        """Whether one is set; this process need not know its class."""
+        return self._ask_for_optimizer().map(lambda body: bool(unpack(body, list)[0]))
+
+    def _ask_for_optimizer(self) -> Future[bytes]:
+        body = pack(self._number)
+        return self._ask_directory(DirectoryCall.OPTIMIZER_OF, body, "the directory")
+
+    def optimizers(self) -> Future[list[Optimizer | None]]:
+        """What each server uses, in rank order."""
+        asked = self._ask_all(StoreCall.OPTIMIZER, pack(self._number))
+        return asked.map(lambda replies: [_one_optimizer(reply.body) for reply in replies])
+
+    # -- values and states, for files --------------------------------------------------
+
+    def read(
+        self,
+        entries: Sequence[KeyEntry],
+        optimizer: Optimizer | None,
+        wait: Callable[[Future[Any]], Any],
+    ) -> Iterator[SavedPiece]:
+        """Everything that the servers keep for these keys, piece by piece."""
+        states_of = cache(partial(state_dtypes, optimizer))
+        for group, reply in self._asked_in_turn(
+            plan(entries, self._node.config.chunk_bytes),
+            lambda group: self._ask_group(group, StoreCall.READ, pack(list(group.parts)), ()),
+            wait,
+        ):
+            (counts,) = unpack(reply.body, list)
+            specs = [entries[position].spec for position, _, _ in group.slices]
+            dtypes = [[spec.dtype, *states_of(spec.dtype)] for spec in specs]
+            if len(counts) != len(specs) or sum(map(len, dtypes)) != len(reply.frames):
+                raise ProtocolError("a server's copy of values and states is malformed")
+            frames = iter(reply.frames)
+            for (position, start, _), row, count in zip(group.slices, dtypes, counts, strict=True):
+                values, *states = [np.frombuffer(next(frames), dtype) for dtype in row]
+                start //= values.itemsize
+                yield SavedPiece(entries[position].key, start, values, states, count)
+
+    def write(
+        self,
+        entries: Sequence[KeyEntry],
+        optimizer: Optimizer | None,
+        read: Reader,
+        wait: Callable[[Future[Any]], Any],
+    ) -> None:
+        """Set states and counts of these keys, and values if there are any, to what it reads.
+
+        An empty frame stands for a master that it does not read: the servers make it.
+        """
+        empty = np.empty(0, np.uint8)
+        states_of = cache(partial(state_dtypes, optimizer))
+
+        def write_group(group: Group) -> Future[Reply]:
+            counts: list[int] = []
+            frames: list[Any] = []
+            has_values = True
+            for position, start, stop in group.slices:
+                key, spec = entries[position][:2]
+                itemsize = spec.dtype.itemsize
+                piece = read(key, start // itemsize, stop // itemsize)
+                counts.append(piece.num_updates)
+                has_values = piece.values is not None
+                arrays = piece.states if piece.values is None else [piece.values, *piece.states]
+                missing = len(states_of(spec.dtype)) - len(piece.states)
+                frames += [flat_bytes(array).data for array in (*arrays, *[empty] * missing)]
+            body = pack(list(group.parts), counts, has_values)
+            return self._ask_group(group, StoreCall.WRITE, body, frames)
+
+        groups = plan(entries, self._node.config.chunk_bytes)
+        for _ in self._asked_in_turn(groups, write_group, wait):
+            pass
+
+    @staticmethod
+    def _asked_in_turn(
+        groups: Iterable[Group],
+        ask: Callable[[Group], Future[Reply]],
+        wait: Callable[[Future[Any]], Any],
+    ) -> Iterator[tuple[Group, Reply]]:
+        asked: deque[tuple[Group, Future[Reply]]] = deque()
+        for group in groups:
+            asked.append((group, ask(group)))
+            if len(asked) >= _READ_AHEAD:
+                first, future = asked.popleft()
+                yield first, wait(future)
+        for first, future in asked:
+            yield first, wait(future)
+
+    def _ask_group(
+        self, group: Group, call: StoreCall, body: bytes, frames: Sequence[Any]
+    ) -> Future[Reply]:
+        return self._ask_server(group.server, call, body, frames)
+
+    def _ask_server(
+        self, server: int, call: StoreCall, body: bytes, frames: Sequence[Any]
+    ) -> Future[Reply]:
+        asked = self._node.request([server], STORE_APP, call, body, {server: list(frames)})
+        return asked.map(lambda replies: replies[server])
+
+    # -- growing tables ----------------------------------------------------------------
+
+    def make_table(
+        self, parts: Sequence[int], settings: Sequence[Any], optimizer: Sequence[Any]
+    ) -> Future[Any]:
+        """Have each server make its share of a table, whose parts are these; or none of them.
+
+        ``optimizer`` is one as ``to_plain`` gives it, empty for none.
+        """
+        begin = [self._number, self._synchronous]
+        bodies = [
+            pack(*begin, part, share, len(parts), list(settings), list(optimizer))
+            for share, part in enumerate(parts)
+        ]
+
+        made = self.ask_each(StoreCall.CREATE_TABLE, bodies)
+        return made.or_else(lambda _: settled([self.drop_table(parts)]))
+
+    def drop_table(self, parts: Sequence[int]) -> Future[Any]:
+        """Free the shares of a table."""
+        return self._ask_all(StoreCall.DELETE, pack(self._number, list(parts)))
+
+    def ask_each(
+        self, call: StoreCall, bodies: Sequence[bytes], frames: Sequence[Sequence[Any]] = ()
+    ) -> Future[list[Reply]]:
+        """Ask every server something of its own; the replies in rank order."""
+        rows = frames or [()] * len(bodies)
+        return gather_futures(
+            [
+                self._ask_server(server, call, body, row)
+                for server, body, row in zip(self._servers, bodies, rows, strict=True)
+            ]
+        )
+
+    # -- statistics and commands -------------------------------------------------------
+
+    def stats(self) -> Future[dict[int, dict[str, int]]]:
+        """The counters of each server, by rank."""
+        asked = self._ask_all(StoreCall.STATS, pack())
+        return asked.map(
+            lambda replies: {
+                rank: unpack(reply.body, dict)[0] for rank, reply in enumerate(replies)
+            }
+        )
+
+    def command(self, head: int, body: str) -> Future[list[str]]:
+        """What each server answers to a command, in rank order."""
+        asked = self._ask_all(StoreCall.COMMAND, pack(head, body))
+        return asked.map(lambda replies: [unpack(reply.body, str)[0] for reply in replies])
+
+
+def _rules(group: Group, entries: Sequence[KeyEntry], coding: Coding | None) -> list[int]:
+    """The rule of compression for each part of a group; -1 for none."""
+    if coding is None:
+        return [-1] * len(group.parts)
+    return [coding.rule_of(entries[piece.position]) for piece in group.slices]
+
+
+def _one_optimizer(body: bytes) -> Optimizer | None:
+    (found,) = unpack(body, list)
+    return from_plain(found[0]) if found else None

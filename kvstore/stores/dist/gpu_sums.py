@@ -1,0 +1,114 @@
+"""The sums of ``dist_device_sync``: added on a GPU, then copied to the host.
+
+All keys of a call are added in a few launches and leave the GPU in blocks while later ones are
+added, right to the memory that is sent, if that can be page-locked. Nothing here sends or keeps
+anything, but which memory is page-locked. Any thread may call. ``store.py`` imports it for stores
+that add on devices. Read next: ``arrays/gpu/sums.py``, then ``transfer.py``, which sends.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.arrays.context import Context
+from kvstore.arrays.gpu.kernels import Kernel, kernel_of
+from kvstore.arrays.gpu.streams import near
+from kvstore.arrays.gpu.sums import lock_pages, sum_to_host
+from kvstore.arrays.keys import KeySpec
+from kvstore.stores.dist.arguments import AddUp, Sums, sum_on
+from kvstore.stores.dist.plan import Bytes
+from pslite import Postoffice
+
+
+def sums_for(node: Postoffice) -> AddUp:
+    """``sums_of`` into buffers of a node, page-locked where the system allows it."""
+    return partial(sums_of, buffer=node.buffer, is_pinned=_pinned.holds)
+
+
+def sums_of(
+    rows: Sequence[Sequence[Array]],
+    specs: Sequence[KeySpec],
+    buffer: Callable[[int], Bytes],
+    is_pinned: Callable[[Bytes], bool],
+) -> Sums:
+    """Each key's values, added up on the device of the first of them.
+
+    ``rows`` has for each key its arrays, of any libraries on any devices, in shape and dtype
+    of its spec; they are only read, before the call returns. Keys that can be fused lie, by
+    GPU, dtype and number of values, one after the other in memory of ``buffer``, of which
+    ``is_pinned`` says whether it is page-locked. A single value on the host is not copied.
+    """
+    homes = [adapter_for(row[0]).context(row[0]) for row in rows]
+    found: dict[int, Bytes] = {}
+    for (home, kernel), indices in _fused(homes, rows, specs).items():
+        sizes = [specs[index].nbytes for index in indices]
+        out = buffer(sum(sizes))
+        copies = [[near(array, home) for array in rows[index]] for index in indices]
+        sum_to_host(home.device_id, kernel, copies, out, is_pinned)
+        found.update(zip(indices, split(out, sizes), strict=True))
+    for index, (home, row, spec) in enumerate(zip(homes, rows, specs, strict=True)):
+        if index not in found:
+            found[index] = sum_on(home, row, spec)
+    pairs = zip(homes, rows, strict=True)
+    are_ours = all(len(row) > 1 or home.device_type == "gpu" for home, row in pairs)
+    return Sums([found[index] for index in range(len(rows))], are_ours)
+
+
+class PinnedMemory:
+    """Page-locks the memory that buffers are taken from, each stretch of it once.
+
+    ``whole_of`` says of a buffer in which stretch it lies: (address, bytes, owner), where the
+    owner keeps it mapped; None if that is not known. ``lock`` locks such a stretch until its
+    owner goes away, or says that it cannot. Any thread may call.
+    """
+
+    def __init__(
+        self,
+        whole_of: Callable[[Bytes], tuple[int, int, object] | None],
+        lock: Callable[[int, int, object], bool] = lock_pages,
+    ) -> None:
+        self._whole_of = whole_of
+        self._lock = lock
+        # Guards what is known: no stretch is locked twice.
+        self._guard = threading.Lock()
+        self._is_locked: weakref.WeakKeyDictionary[object, bool] = weakref.WeakKeyDictionary()
+
+    def holds(self, buffer: Bytes) -> bool:
+        """Whether a buffer is page-locked, after its stretch was locked if that is possible."""
+        whole = self._whole_of(buffer)
+        if whole is None:
+            return False
+        owner = whole[2]
+        with self._guard:
+            if owner not in self._is_locked:
+                self._is_locked[owner] = self._lock(*whole)
+            return self._is_locked[owner]
+
+
+#: The process's, for the stores of a node share its memory, which can be locked only once.
+_pinned = PinnedMemory(Postoffice.whole_of)
+
+
+def _fused(
+    homes: Sequence[Context], rows: Sequence[Sequence[Array]], specs: Sequence[KeySpec]
+) -> dict[tuple[Context, Kernel], list[int]]:
+    """The keys that a GPU can add together, by their positions."""
+    groups: dict[tuple[Context, Kernel], list[int]] = {}
+    for index, (home, row, spec) in enumerate(zip(homes, rows, specs, strict=True)):
+        if home.device_type == "gpu":
+            kernel = kernel_of(spec.dtype, len(row), "sum")
+            if kernel is not None:
+                groups.setdefault((home, kernel), []).append(index)
+    return groups
+
+
+def split(memory: Bytes, sizes: Sequence[int]) -> list[Bytes]:
+    """Neighbouring parts of a memory, of these sizes."""
+    stops = np.cumsum(sizes)
+    return [memory[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]

@@ -1,0 +1,354 @@
+"""Track the calls of a distributed store in flight, and where values arrive.
+
+A call becomes several transfers (``plan.py``); ``Operation`` is done when all of them are, and
+``Destination`` takes their values. Pure but for the arrays that it fills. Used by ``store.py``.
+
+The last functions choose what a message is sent from. Nothing is copied where the other side can
+read the memory itself, or where TCP takes it from one place; small values that lie apart are
+gathered, since a frame for each costs more than the copy. Any thread may ask; nothing is kept. Used
+by ``transfer.py``, and ``batching.py`` for calls that go out together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import addressof, c_char
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.arrays.keys import Key, KeySpec
+from kvstore.stores.dist.plan import Bytes, Group, flat_bytes, gather, views
+from pslite import Postoffice
+from pslite.future import Future
+from pslite.plane import Transfer
+
+#: From this many lists with the same key on, lists with nothing in flight are forgotten:
+#: a script may shuffle its keys.
+_MANY_LINES = 4
+
+
+class _Line:
+    """The calls for one tuple of keys that are not over, oldest first."""
+
+    __slots__ = ("calls", "crossing", "keys")
+
+    def __init__(self, keys: tuple[Key, ...]) -> None:
+        self.keys = keys
+        #: With their numbers in the order of all calls.
+        self.calls: deque[tuple[int, Future[None]]] = deque()
+        #: The other lines that have a key in common with this one.
+        self.crossing: set[_Line] = set()
+
+    def unfinished(self) -> Sequence[tuple[int, Future[None]]]:
+        calls = self.calls
+        while calls and calls[0][1].done():
+            calls.popleft()
+        if not calls:
+            return ()
+        return [call for call in calls if not call[1].done()]
+
+    def is_crossed(self) -> bool:
+        """Whether anything is in flight of lists that have a key in common with this one."""
+        return bool(self.crossing) and any(
+            other.calls and other.unfinished() for other in self.crossing
+        )
+
+
+class InFlight:
+    """Calls of a store that are not over, by key: its pushes, or its pulls.
+
+    A script names the same keys together again and again, so calls are kept by the tuple of
+    their keys, and each costs the same for one key as for a thousand. Only while calls for
+    different tuples with common keys are in flight are keys looked at one by one: a call may
+    wait for earlier ones of its own keys and for no others, else workers that push their keys
+    in different orders could wait for each other for ever.
+    """
+
+    def __init__(self) -> None:
+        # Guards everything: calls come from any thread.
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._lines: dict[tuple[Key, ...], _Line] = {}
+        self._by_key: dict[Key, list[_Line]] = {}
+
+    def add(self, keys: tuple[Key, ...], future: Future[None]) -> None:
+        """A call for these keys, each once, has begun."""
+        with self._lock:
+            calls = (self._lines.get(keys) or self._line(keys)).calls
+            while calls and calls[0][1].done():
+                calls.popleft()
+            calls.append((next(self._numbers), future))
+
+    def beyond(self, keys: tuple[Key, ...], window: int) -> list[Future[None]]:
+        """What to wait for until each of these keys has at most ``window`` unfinished calls."""
+        line = self._lines.get(keys)
+        if line is not None and not line.crossing and len(line.calls) <= window:
+            return []  # nearly always; a call that another thread adds now may come after this
+        with self._lock:
+            line = self._lines.get(keys) or self._line(keys)
+            if not line.is_crossed():
+                return _oldest(line.unfinished(), window)
+            waiting: dict[Future[None], None] = {}
+            for key in line.keys:
+                calls = [call for each in self._by_key[key] for call in each.unfinished()]
+                waiting.update(dict.fromkeys(_oldest(sorted(calls), window)))
+            return list(waiting)
+
+    def of(self, keys: Iterable[Key] | None = None) -> list[Future[None]]:
+        """Every unfinished call for these keys (None: for any), oldest first."""
+        with self._lock:
+            lines = self._lines.values() if keys is None else self._lines_of(keys)
+            return _oldest(sorted(call for line in lines for call in line.unfinished()), 0)
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """These keys are gone; a call for others, too, stays theirs."""
+        gone = set(keys)
+        with self._lock:
+            lines = self._lines_of(gone)
+            for line in lines:
+                self._drop(line)
+            for line in lines:
+                others = tuple(key for key in line.keys if key not in gone)
+                calls = line.unfinished()
+                if others and calls:
+                    merged = self._line(others)
+                    merged.calls = deque(sorted([*merged.calls, *calls]))
+
+    def _lines_of(self, keys: Iterable[Key]) -> set[_Line]:
+        return {line for key in keys for line in self._by_key.get(key, ())}
+
+    def _line(self, keys: tuple[Key, ...]) -> _Line:
+        found = self._lines.get(keys)
+        if found is not None:
+            return found
+        crossing = self._lines_of(keys)
+        if any(len(self._by_key.get(key, ())) >= _MANY_LINES for key in keys):
+            for other in [each for each in crossing if not each.unfinished()]:
+                self._drop(other)
+                crossing.remove(other)
+        line = self._lines[keys] = _Line(keys)
+        line.crossing = crossing
+        for other in crossing:
+            other.crossing.add(line)
+        for key in keys:
+            self._by_key.setdefault(key, []).append(line)
+        return line
+
+    def _drop(self, line: _Line) -> None:
+        """Nothing is in flight there, or it is noted elsewhere."""
+        del self._lines[line.keys]
+        for key in line.keys:
+            lines = self._by_key[key]
+            lines.remove(line)
+            if not lines:
+                del self._by_key[key]
+        for other in line.crossing:
+            other.crossing.discard(line)
+
+
+def _oldest(calls: Sequence[tuple[int, Future[None]]], window: int) -> list[Future[None]]:
+    """All of these calls but the ``window`` latest."""
+    return [future for _, future in calls[: max(len(calls) - window, 0)]]
+
+
+class Operation:
+    """Completes a future when all transfers of a call are done."""
+
+    def __init__(self, count: int, describe: Callable[[], str]) -> None:
+        self.future: Future[None] = Future(describe)
+        #: Set by the caller, for ``let_go``.
+        self.transfers: list[Transfer] = []
+        #: What a server may still read, though nothing else refers to it any more.
+        self._lent: list[memoryview] = []
+        self._left = count
+        self._error: BaseException | None = None
+        if count == 0:
+            self.future.set_result(None)
+
+    def let_go(self) -> None:
+        """The caller takes its arrays back before the end (it was interrupted).
+
+        On the I/O thread. Values are not copied out any more, and what was not sent yet is
+        sent from copies. What the transport has is the caller's only once it is accepted, and
+        shared memory (``KVStore.empty``) that a server reads once it is answered.
+        """
+        for transfer in self.transfers:
+            transfer.abandoned = True
+            if not transfer.has_frames:
+                transfer.make_frames()
+            elif isinstance(transfer.frames, list):  # the caller's own, see ``in_flight.py``
+                self._lent += transfer.frames
+                transfer.frames[:] = [memoryview(bytes(frame)) for frame in transfer.frames]
+
+    def part_done(self, error: BaseException | None) -> None:
+        """One transfer is done. On the I/O thread only, so it needs no lock."""
+        self._error = self._error or error
+        self._left -= 1
+        if self._left == 0:
+            if self._error is not None:
+                self.future.set_error(self._error)
+            else:
+                self.future.set_result(None)
+
+
+class Destination:
+    """Where the values of a call arrive: in the first array of a key when it is fit for it.
+
+    An array is fit when its memory is the host's and contiguous, and its dtype the key's (an
+    array of NumPy, a tensor of PyTorch). Else the values land in memory of our own, and
+    ``finish`` brings them to all the others, cast and strided.
+    """
+
+    __slots__ = ("_landed", "_rest", "is_final", "memories")
+
+    def __init__(
+        self,
+        memories: Sequence[Bytes],
+        landed: Sequence[Array] = (),
+        rest: Sequence[tuple[np.ndarray[Any, Any], Sequence[Array]]] = (),
+    ) -> None:
+        self.memories = memories
+        """Where the transport puts each key's value."""
+        self._landed = landed
+        self._rest = rest
+        self.is_final = not (landed or rest)
+        """Whether ``finish`` has nothing to do."""
+
+    @classmethod
+    def of(cls, outs: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> Destination:
+        """For the arrays of each key; of any library, on any device, with any strides."""
+        memories, landed, others = [], [], []
+        for arrays, spec in zip(outs, specs, strict=True):
+            first = arrays[0]
+            adapter = adapter_for(first)
+            memory = adapter.memory(first) if adapter.dtype(first) == spec.dtype else None
+            if memory is None:
+                host, rest = np.empty(spec.shape, spec.dtype), arrays
+                memory = flat_bytes(host)
+            else:
+                host, rest = memory.view(spec.dtype).reshape(spec.shape), arrays[1:]
+                landed.append(first)
+            memories.append(memory)
+            if rest:
+                others.append((host, rest))
+        return cls(memories, landed, others)
+
+    def finish(self) -> None:
+        """The values are there: bring them to the arrays that they did not land in."""
+        for array in self._landed:
+            adapter_for(array).written(array)
+        for host, outs in self._rest:
+            for out in outs:
+                adapter_for(out).from_host(host, out)
+
+
+def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterable[int]) -> bool:
+    """Whether a value may land in memory that another of these sources is still sent from.
+
+    A source and its own target may be the very same memory: a part's value comes only after
+    that part has been applied.
+    """
+    chosen = list(indices)
+    written = _owners(targets)
+    read = None if written is None else _owners([sources[index] for index in chosen])
+    if written is not None and read is not None and len(set(written)) == len(written):
+        where = dict(zip(written, itertools.count(), strict=False))
+        return any(where.get(owner, at) != at for at, owner in zip(chosen, read, strict=True))
+    starts = np.array([_address(target) for target in targets], np.intp)
+    stops = starts + np.array([len(target) for target in targets], np.intp)
+    first = np.array([_address(sources[index]) for index in chosen], np.intp)
+    behind = first + np.array([len(sources[index]) for index in chosen], np.intp)
+    # Targets that begin before a source's end, less those that end before its beginning.
+    inside = np.searchsorted(np.sort(starts), behind) - np.searchsorted(
+        np.sort(stops), first, side="right"
+    )
+    return bool((inside > (starts[chosen] == first)).any())
+
+
+def _owners(memories: Sequence[Bytes]) -> list[int] | None:
+    """Which arrays own this memory, if each is all of an array's own: then others lie elsewhere.
+
+    Told at a glance, at a twentieth of what addresses cost.
+    """
+    found = []
+    for memory in memories:
+        base = memory.base
+        if type(base) is not np.ndarray or base.base is not None or base.nbytes != memory.size:
+            return None
+        found.append(id(base))
+    return found
+
+
+def _address(memory: Bytes) -> int:
+    if not len(memory) or not memory.flags.writeable:
+        address: int = memory.__array_interface__["data"][0]
+        return address
+    return addressof(c_char.from_buffer(memory))  # type: ignore[arg-type]  # a tenth of the cost
+
+
+Frames = Sequence[memoryview] | Callable[[], Sequence[memoryview]]
+"""Those of one message, or what makes them."""
+
+#: Smaller frames travel as bytes anyway (``pslite/memory/sharing.py``).
+_LEAST_SHARED_BYTES = 1024
+#: Values that lie apart are sent as they lie when their frames are so large, else gathered.
+_LEAST_FRAME_BYTES = 65_536
+
+
+def frames_of(
+    node: Postoffice,
+    groups: Sequence[Group],
+    sources: Sequence[Bytes],
+    targets: Sequence[Bytes] | None,
+    nbytes: int,
+) -> list[Frames]:
+    """What each group sends of a call's ``sources``, which stay as they are until its end.
+
+    They are ``nbytes`` in all; of much, copies are made later: the server begins with the first
+    messages meanwhile. ``targets`` may be filled while some groups are still to be sent.
+    """
+    found: list[Frames | None] = [as_they_lie(node, group, sources) for group in groups]
+    if nbytes > node.config.chunk_bytes:
+        for index, group in enumerate(groups):
+            if found[index] is None and node.nearby.may_share_with(group.server):
+                found[index] = partial(copied, node, group, sources)
+    if targets is not None:  # values may land while others are still to be sent
+        pairs = zip(groups, found, strict=True)
+        late = {part.position for group, own in pairs if own for part in group.slices}
+        if late and overlaps(sources, targets, late):
+            found = [None] * len(groups)
+    return [own or copied(node, group, sources) for group, own in zip(groups, found, strict=True)]
+
+
+def as_they_lie(
+    node: Postoffice, group: Group, memories: Sequence[Bytes]
+) -> list[memoryview] | None:
+    """A group as it lies in these arrays; None where a copy of it travels faster.
+
+    A list, unlike frames that are our own: ``Operation.let_go`` may replace what is in it.
+    Small parts that lie apart are gathered. To a server of this machine a copy in shared
+    memory is quicker than what TCP does.
+    """
+    pushed = group.to_push
+    if pushed.nbytes >= _LEAST_SHARED_BYTES and node.nearby.may_share_with(group.server):
+        rows = node.shared_rows(views(pushed, memories))
+        if rows is None or len(rows) * _LEAST_FRAME_BYTES > pushed.nbytes + _LEAST_FRAME_BYTES:
+            return None
+        return [row.data for row in rows]
+    first, last = pushed.slices[0], pushed.slices[-1]
+    if first.position != last.position or last.stop - first.start != pushed.nbytes:
+        return None
+    return [memories[first.position][first.start : last.stop].data]
+
+
+def copied(node: Postoffice, group: Group, memories: Sequence[Bytes]) -> tuple[memoryview, ...]:
+    """A copy of a group, in one frame: these arrays may change at once."""
+    staging = node.buffer(group.to_push.nbytes)
+    gather(group.to_push, memories, staging)
+    return (staging.data,)

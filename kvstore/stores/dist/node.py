@@ -1,0 +1,141 @@
+"""The node of this process, made from DMLC_* and shared by all its stores.
+
+One per process because there is one environment. It joins the cluster when the first
+distributed store is created and says goodbye when the interpreter ends, so that a notebook can
+close its stores and create others.
+
+How callers of a distributed store wait: with reports of what takes long, never in silence.
+
+Runs on the caller's thread. A wait ends in the value or the error of its future, which the node
+completes in any case; a limit, of the call or of PS_STALL_TIMEOUT, ends it sooner.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.errors.tracebacks import shorten_tracebacks
+from kvstore.stores.dist.progress import progress_of
+from pslite import Config, Future, Postoffice, Role, start
+from pslite.errors import ConfigError, DeadlineError, UsageError
+from pslite.node.log import try_to_stderr
+
+# Guards the name below; stores may be created on any thread.
+_lock = threading.Lock()
+_node: Postoffice | None = None
+_pid = 0
+
+
+def worker_node(serve: Callable[[Config], int] | None = None) -> Postoffice:
+    """The process's worker node.
+
+    Raises:
+        SystemExit: DMLC_ROLE is server or scheduler, and ``serve`` has run it until the end.
+        ConfigError, DeadlineError: the cluster cannot be joined; the text says why.
+    """
+    global _node, _pid
+    with _lock:
+        if _node is None or _pid != os.getpid():  # a forked child needs a node of its own
+            config, unknown = Config.from_env()
+            for sentence in unknown:
+                try_to_stderr(f"warning: {sentence}")
+            if config.role != Role.WORKER.value:
+                if serve is None:
+                    raise ConfigError(f"DMLC_ROLE is {config.role!r}; it must be worker here")
+                sys.exit(serve(config))
+            if config.verbose == 0:
+                shorten_tracebacks()
+            _node, _pid = start(config), os.getpid()
+        return _node
+
+
+_LONGEST_PAUSE_S = 60.0
+"""Between two reports of one wait, unless PS_STALL_REPORT is more."""
+
+
+_MOST_REPORTS = 3
+"""At most this many sentences about rounds that lack workers go into an error."""
+
+
+class Waiter:
+    """Waits for futures of one node."""
+
+    def __init__(self, node: Postoffice) -> None:
+        self._node = node
+        self._progress = progress_of(node)
+
+    def check(self) -> None:
+        """Raise ``UsageError`` on threads that must not wait, before a call has any effect."""
+        self._node.errands.check_process()
+        if self._node.errands.is_io_thread:
+            raise UsageError(
+                "a callback on the I/O thread must not wait: use the calls that return futures"
+            )
+
+    def wait(
+        self,
+        future: Future[Any],
+        timeout_s: float | None = None,
+        began_s: float | None = None,
+        *,
+        is_limited: bool | None = None,
+    ) -> Any:
+        """The future's value, or its error.
+
+        Says after PS_STALL_REPORT, and now and then from then on, what it waits for. Raises
+        ``DeadlineError`` after ``timeout_s``, by default PS_STALL_TIMEOUT where that is set;
+        what the future stands for is still in flight then. ``began_s`` is when the caller began
+        to wait, for this and other futures, on the monotonic clock. ``is_limited``: whether the
+        limit is the caller's, who may go on after it; by default, where there is a ``timeout_s``.
+        Else a wait that no worker can end any more ends with a ``DeadlockError``.
+        """
+        if future.done():
+            return future.result(0)
+        self.check()
+        self._progress.begin_wait(future)
+        try:
+            if is_limited is None:
+                is_limited = timeout_s is not None
+            began = began_s or time.monotonic()
+            return self._wait(future, timeout_s, began, is_limited=is_limited)
+        finally:
+            self._progress.end_wait()
+
+    def _wait(
+        self, future: Future[Any], timeout_s: float | None, began: float, *, is_limited: bool
+    ) -> Any:
+        config = self._node.config
+        limit_s = timeout_s or config.stall_timeout_s or math.inf
+        report_at_s = config.report_after_s
+        ended = future
+        while True:
+            left_s = min(report_at_s, limit_s) - (time.monotonic() - began)
+            try:
+                ended.result(max(0.0, left_s) if left_s < math.inf else None)
+                return future.result(0)
+            except DeadlineError as error:
+                if future.error() is error:
+                    raise
+            waited_s = time.monotonic() - began
+            if waited_s >= limit_s:
+                source = "" if timeout_s else " (PS_STALL_TIMEOUT)"
+                told = [text for at_s, text in list(self._node.traffic.reports) if at_s >= began]
+                missing = "".join(f"; {text}" for text in dict.fromkeys(told[-_MOST_REPORTS:]))
+                raise DeadlineError(
+                    f"timed out after {limit_s:g} s{source} waiting for {future.what}{missing}; "
+                    "the call is still in progress, and kv.wait() waits for it again"
+                )
+            if waited_s >= report_at_s:
+                if ended is future and not is_limited:
+                    ended = self._progress.begin_long_wait(future)
+                if ended is not future:
+                    self._node.report_long_wait()
+                self._node.log.warn(f"still waiting after {waited_s:.0f} s: {future.what}")
+                pause_s = min(report_at_s, max(_LONGEST_PAUSE_S, config.stall_report_s))
+                report_at_s += max(pause_s, 0.001)

@@ -1,0 +1,221 @@
+"""Plan the messages of a call: which parts travel together to which server.
+
+A plan depends on the keys of a call only, so a store compiles it once for each list of keys.
+Pure. Fusing changes nothing but speed: rounds and versions stay with the parts
+(``pslite/plane``). Next: ``store.py``, which uses plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.protocol.layout import message_bytes, most_group_bytes
+from kvstore.protocol.requests import KeyEntry, PartEntry
+from pslite import Config
+from pslite.ids import Role, node_id
+from pslite.plane import Piece
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+"""The memory of an array, flat."""
+
+_BYTE: np.dtype[np.uint8] = np.dtype(np.uint8)
+
+MAX_PARTS = 4096
+"""At most this many parts travel in one message."""
+
+
+class Slice(NamedTuple):
+    """One part: bytes [start, stop) of the call's ``position``-th key."""
+
+    position: int
+    start: int
+    stop: int
+
+
+class Group(NamedTuple):
+    """Parts of one server that travel together."""
+
+    server: int
+    """Node id."""
+    parts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    slices: tuple[Slice, ...]
+    nbytes: int
+    coded: Coded | None = None
+    """What is pushed of them, where it is not their values."""
+    decoders: tuple[Decoder | None, ...] | None = None
+    """Parallel to the parts, where some values come encoded."""
+
+    @property
+    def to_push(self) -> Group | Coded:
+        """Sizes and slices of what is pushed."""
+        return self.coded or self
+
+    @property
+    def pull_sizes(self) -> tuple[int, ...]:
+        """The bytes of each part in an answer."""
+        if self.decoders is None:
+            return self.sizes
+        pairs = zip(self.decoders, self.sizes, strict=True)
+        return tuple(size if each is None else each.nbytes for each, size in pairs)
+
+
+class Coded(NamedTuple):
+    """What is pushed of a group's parts: slices of encoded values."""
+
+    sizes: tuple[int, ...]
+    slices: tuple[Slice, ...]
+    nbytes: int
+
+
+class Decoder(NamedTuple):
+    """How a part's value comes."""
+
+    nbytes: int
+    decode: Callable[[Bytes, Bytes], None]
+    """Fills the part (second) with what came (first)."""
+
+
+Places = Sequence[tuple[int, int, int, int]]
+"""Where the parts of one key live: (node id of the server, part, first byte, behind the last)."""
+
+
+def places_of(entry: KeyEntry) -> Places:
+    """What plans need of a key, worked out once."""
+    itemsize = entry.spec.dtype.itemsize
+    return [
+        (node_id(Role.SERVER, server), part, start * itemsize, stop * itemsize)
+        for part, server, (start, stop) in zip(
+            entry.parts, entry.servers, entry.chunks(), strict=True
+        )
+    ]
+
+
+def group_bytes(config: Config, total_bytes: int, *, by_tcp: bool) -> int:
+    """How much goes in one message of a call for ``total_bytes``.
+
+    There should be a few, so that copies, sums and updates overlap.
+    """
+    least = message_bytes(config, by_tcp=by_tcp)
+    return least if by_tcp else min(max(least, total_bytes // 4), most_group_bytes(config))
+
+
+def plan(entries: Sequence[KeyEntry], group_bytes: int) -> list[Group]:
+    """The messages for these keys, each at most ``group_bytes`` or one part."""
+    return group_parts(list(map(places_of, entries)), group_bytes)
+
+
+def group_parts(keys: Sequence[Places], group_bytes: int) -> list[Group]:
+    """``plan``, of keys whose places are known."""
+    done: list[Group] = []
+    filling: dict[int, _Filling] = {}
+    for position, places in enumerate(keys):
+        for server, part, start, stop in places:
+            size = stop - start
+            group = filling.get(server)
+            if group is not None and not group.has_room(size, group_bytes):
+                done.append(group.done())
+                group = None
+            if group is None:
+                group = filling[server] = _Filling(server)
+            group.parts.append(part)
+            group.sizes.append(size)
+            group.slices.append(Slice(position, start, stop))
+            group.nbytes += size
+    done += [group.done() for group in filling.values()]
+    return sorted(done, key=lambda group: group.slices[0])
+
+
+class _Filling:
+    """A group that grows."""
+
+    __slots__ = ("nbytes", "parts", "server", "sizes", "slices")
+
+    def __init__(self, server: int) -> None:
+        self.server = server
+        self.parts: list[int] = []
+        self.sizes: list[int] = []
+        self.slices: list[Slice] = []
+        self.nbytes = 0
+
+    def has_room(self, size: int, group_bytes: int) -> bool:
+        return self.nbytes + size <= group_bytes and len(self.parts) < MAX_PARTS
+
+    def done(self) -> Group:
+        parts, sizes, slices = tuple(self.parts), tuple(self.sizes), tuple(self.slices)
+        return Group(self.server, parts, sizes, slices, self.nbytes)
+
+
+def part_entries(group: Group, entries: Sequence[KeyEntry]) -> list[PartEntry]:
+    """The group's parts, as a server is told to create them."""
+    parts = []
+    for part, size, piece in zip(group.parts, group.sizes, group.slices, strict=True):
+        key, spec, _, _, servers, *_ = entries[piece.position]
+        length, is_whole = size // spec.dtype.itemsize, len(servers) == 1
+        parts.append(PartEntry(part, key, is_whole, length, spec.dtype, spec.width))
+    return parts
+
+
+def flat_bytes(array: np.ndarray[Any, Any]) -> Bytes:
+    """The memory of a C-contiguous array, shared."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def flat_bytes_of(arrays: Sequence[np.ndarray[Any, Any]]) -> list[Bytes]:
+    """``flat_bytes`` of many NumPy arrays (no subclasses), at a third of the cost."""
+    return list(map(np.frombuffer, arrays, repeat(_BYTE)))
+
+
+def views(group: Group | Coded, arrays: Sequence[Bytes]) -> list[Bytes]:
+    """Each part's bytes in the arrays of a call, shared."""
+    return [arrays[position][start:stop] for position, start, stop in group.slices]
+
+
+def gather(group: Group | Coded, arrays: Sequence[Bytes], staging: Bytes) -> None:
+    """Copy the group's parts one after the other into ``staging``, which has their size."""
+    pieces = views(group, arrays)
+    if len(pieces) == 1:
+        staging[:] = pieces[0]
+    else:
+        np.concatenate(pieces, out=staging)
+
+
+def scatter_into(
+    group: Group, arrays: Sequence[Bytes]
+) -> Callable[[Sequence[int], Sequence[Piece], Sequence[int]], None]:
+    """A sink that copies the group's parts into the arrays of a call."""
+    slices = group.slices
+    if group.decoders is not None:
+        return _decode_into(slices, group.decoders, arrays)
+
+    def sink(indices: Sequence[int], pieces: Sequence[Piece], versions: Sequence[int]) -> None:
+        frame: Any = None
+        memory: Bytes = np.empty(0, np.uint8)
+        for index, piece in zip(indices, pieces, strict=True):
+            if piece.frame is not frame:
+                frame = piece.frame
+                memory = np.frombuffer(frame, np.uint8)
+            key, start, stop = slices[index]
+            arrays[key][start:stop] = memory[piece.start : piece.stop]
+
+    return sink
+
+
+def _decode_into(
+    slices: Sequence[Slice], decoders: Sequence[Decoder | None], arrays: Sequence[Bytes]
+) -> Callable[[Sequence[int], Sequence[Piece], Sequence[int]], None]:
+    def sink(indices: Sequence[int], pieces: Sequence[Piece], versions: Sequence[int]) -> None:
+        for index, piece in zip(indices, pieces, strict=True):
+            came = np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]
+            key, start, stop = slices[index]
+            decoder = decoders[index]
+            if decoder is None:
+                arrays[key][start:stop] = came
+            else:
+                decoder.decode(came, arrays[key][start:stop])
+
+    return sink

@@ -1,0 +1,224 @@
+"""The progress of a worker for reports: steps, samples and time spent waiting.
+
+A ``Trainer`` and ``FeedForward.fit`` say when a step is done and how many samples it had
+(``note_step``). A script that pushes and pulls by itself says nothing; there rounds are counted, by
+the key that is pushed most. Stores note their waits (``node.py``). All of it costs less than a
+microsecond a step, and what is made of it is computed when somebody asks
+(``pslite/node/report.py``), on the node's I/O thread. One ``StoreProgress`` for each node, shared
+by its stores; counted on the threads of their callers, where a lost count would be no harm.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+from kvstore.arrays.keys import Key
+from kvstore.errors.tracebacks import call_of
+from pslite import Future, Postoffice
+from pslite.errors import DeadlockError
+from pslite.wire.survey import LEAST_WAIT_S, Progressed, Wait
+
+#: Rates are over this many marks, and marks are at least this far apart.
+_MARKS = 10
+_MARK_S = 1.0
+_MOST_SAMPLES = 1e18
+"""More is not a plausible count and does not fit a report (``survey.py``)."""
+
+
+class _Mark(NamedTuple):
+    """The counters at the end of a step."""
+
+    at: float
+    steps: int
+    samples: float
+    waited_s: float
+
+
+class StoreProgress:
+    """Counts for one node. ``clock`` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_at = clock()
+        self._rounds = self._steps = 0
+        self._samples = self._waited_s = 0.0
+        #: How often each key was pushed; of a call with several keys, the first one.
+        self._pushes: dict[tuple[int, Key], int] = {}
+        self._most_pushes = 0
+        #: Replaced and never changed: another thread reads it.
+        self._marks: tuple[_Mark, ...] = ()
+        self._stepped_at = 0.0
+        #: Thread -> since when it waits, and for what.
+        self._waits: dict[int, tuple[float, Future[Any]]] = {}
+        #: Thread -> what ends its wait, once that has lasted long and where it has no limit.
+        self._ends: dict[int, Future[None]] = {}
+        self._num_long_waits = 0
+        #: Whether other threads than those with these numbers may go on.
+        self.others_may_act: Callable[[Collection[int]], bool] = others_may_act
+
+    # -- from the script's threads -----------------------------------------------------
+
+    def step(self, samples: float = 0) -> None:
+        """Note a finished step of training, with this many samples of this worker."""
+        if not self._steps:
+            self._marks = ()  # those of rounds
+        self._steps += 1
+        self._samples += samples
+        self._mark(self._steps)
+
+    def pushed(self, store: int, key: Key) -> None:
+        """A call of a store pushes, and this is its first key."""
+        which = store, key
+        count = self._pushes[which] = self._pushes.get(which, 0) + 1
+        if count > self._most_pushes:
+            self._most_pushes = count
+            self._rounds += 1
+            if not self._steps:
+                self._mark(self._rounds)
+
+    def forget(self, store: int, keys: Iterable[Key]) -> None:
+        """These keys are deleted: those that are left, or come, go on counting."""
+        for key in keys:
+            self._pushes.pop((store, key), None)
+        self._most_pushes = max(list(self._pushes.values()), default=0)
+
+    def _mark(self, count: int) -> None:
+        self._stepped_at = now = self._clock()
+        if not self._marks or now - self._marks[-1].at >= _MARK_S:
+            mark = _Mark(now, count, self._samples, self._waited_s)
+            self._marks = (*self._marks[1 - _MARKS :], mark)
+
+    def begin_wait(self, future: Future[Any]) -> None:
+        """The calling thread waits from now on."""
+        self._waits[threading.get_ident()] = self._clock(), future
+
+    def end_wait(self) -> None:
+        """It does not any more. A handler of a signal may have waited within the wait."""
+        if self._ends:
+            self._ends.pop(threading.get_ident(), None)
+        wait = self._waits.pop(threading.get_ident(), None)
+        if wait is not None:
+            self._waited_s += self._clock() - wait[0]
+
+    def begin_long_wait(self, future: Future[Any]) -> Future[None]:
+        """The wait of the calling thread has lasted long, and has no limit of its own.
+
+        Returns what ends it: done when ``future`` is, or a ``DeadlockError`` before.
+        """
+        ended: Future[None] = Future(future.describer())
+        self._num_long_waits += 1
+        self._ends[threading.get_ident()] = ended
+        future.on_done(lambda _: ended.set_result(None))
+        return ended
+
+    # -- from the node's I/O thread ----------------------------------------------------
+
+    def progressed(self) -> Progressed:
+        """The counters, and rates over the last marks."""
+        now, marks = self._clock(), self._marks
+        count, samples = self._steps or self._rounds, self._samples
+        open_ = [began for began, _ in list(self._waits.values())]
+        waited_s = self._waited_s + sum(now - began for began in open_)
+        first = marks[0] if marks else _Mark(self._began_at, 0, 0.0, 0.0)
+        steps = count - first.steps if marks else 0
+        per_s = 0.0
+        if steps > 0:
+            span_s = self._stepped_at - first.at
+            # A step that is overdue makes the rate fall, one that is due soon does not.
+            per_s = 1 / max(span_s, now - first.at - span_s / steps, 1e-9)
+        return Progressed(
+            steps=count,
+            samples=round(min(samples, _MOST_SAMPLES)),
+            steps_per_s=steps * per_s,
+            samples_per_s=max(0.0, min(samples, _MOST_SAMPLES) - first.samples) * per_s,
+            communication=min(1.0, max(0.0, waited_s - first.waited_s) / max(now - first.at, 1e-9)),
+            since_step_s=max(0.0, now - self._stepped_at) if count else 0.0,
+        )
+
+    def waits(self) -> list[Wait]:
+        """What threads of the script have been waiting for, for a while."""
+        now = self._clock()
+        return [
+            Wait(_what(future), 0, (), now - began)
+            for began, future in list(self._waits.values())
+            if now - began >= LEAST_WAIT_S
+        ]
+
+    def stuck(self) -> tuple[int, list[str]] | None:
+        """How many long waits have begun, and the calls that all threads are in.
+
+        None where a thread may go on though no message arrives.
+        """
+        waits, ends = self._waits.copy(), self._ends.copy()
+        if not waits or waits.keys() != ends.keys() or self.others_may_act(waits.keys()):
+            return None
+        if any(ended.done() for ended in ends.values()):
+            return None
+        frames = sys._current_frames()
+        calls = [
+            f"{call_of(frames.get(thread))} for {_what(future)}"
+            for thread, (_, future) in sorted(waits.items())
+        ]
+        return self._num_long_waits, calls
+
+    def deadlocked(self, text: str) -> None:
+        """No message will come: end all long waits."""
+        for ended in list(self._ends.values()):
+            ended.set_error(DeadlockError(text))
+
+
+_BLOCKED = threading.Condition.wait.__code__
+"""Where a thread is that waits for a future, unless it runs the handler of a signal."""
+_OUR_THREADS = ("pslite-", "kvstore-")
+_QUIET_LIBRARIES = frozenset({"tqdm", "zmq"})
+"""Threads of these draw a bar, or free memory."""
+
+
+def others_may_act(waiting: Collection[int]) -> bool:
+    """Whether a thread of this process may call a store, though these wait for futures."""
+    frames = sys._current_frames()
+    known = {thread.ident: thread for thread in threading.enumerate()}
+    for ident, frame in frames.items():
+        thread = known.get(ident)
+        if ident in waiting:
+            if frame.f_code is not _BLOCKED:
+                return True
+        elif thread is None or not (
+            thread.name.startswith(_OUR_THREADS)
+            or type(thread).__module__.partition(".")[0] in _QUIET_LIBRARIES
+        ):
+            return True
+    return not frames.keys() >= set(waiting)
+
+
+def _what(future: Future[Any]) -> str:
+    try:
+        return future.what
+    except Exception:  # a description may look at what another thread is changing
+        return "an answer"
+
+
+_of_nodes: weakref.WeakKeyDictionary[Postoffice, StoreProgress] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def progress_of(node: Postoffice) -> StoreProgress:
+    """The progress of a worker, which its reports tell from now on."""
+    with _lock:
+        progress = _of_nodes.get(node)
+        if progress is None:
+            progress = _of_nodes[node] = StoreProgress()
+            node.reporter.progress = progress
+        return progress
+
+
+def note_step(store: object, samples: float) -> None:
+    """A step of training through ``store`` is done; only distributed stores have who asks."""
+    progress = getattr(store, "_progress", None)
+    if isinstance(progress, StoreProgress):
+        progress.step(samples)

@@ -1,0 +1,219 @@
+"""Row-sparse calls of a distributed store: sum before sending, fill on arrival.
+
+``store.py`` sends here the keys that are row-sparse, and those to which a row-sparse array is
+pushed or pulled. Arguments are checked before (``stores/arguments_sparse.py``), rows travel by
+``sparse_transfer.py``. Runs on the caller's thread and may wait for lazy arrays, but for
+``finish``, which may run on the I/O thread. Read next: ``sparse_transfer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.arrays.keys import Key, KeySpec, width_of
+from kvstore.sparse.array import RowSparseArray
+from kvstore.sparse.sums import Picked, RowValues, Sum, pick
+from kvstore.stores.arguments import KeyTable
+from kvstore.stores.arguments_sparse import (
+    SparseOuts,
+    Wanted,
+    contribution_of,
+    flat_rows,
+    plain_rows,
+    row_sparse_of,
+)
+from kvstore.stores.dist.in_flight import Operation
+from kvstore.stores.dist.plan import flat_bytes
+from kvstore.stores.dist.sparse_transfer import ReceivedRows, RowDestination, RowExchange
+from kvstore.stores.dist.transfer import DenseExchange
+from kvstore.stores.lazy import unwrapped
+from pslite import Future, Postoffice
+from pslite.future import gather
+
+
+class RowCalls:
+    """The part of one store on one worker that has to do with rows."""
+
+    def __init__(self, node: Postoffice, exchange: DenseExchange, table: KeyTable) -> None:
+        self._exchange = exchange
+        self._table = table
+        self._rows = RowExchange(node, exchange)
+        self.outs = SparseOuts()
+
+    def prepare_push(
+        self, groups: Mapping[Key, Sequence[Array]], priority: int
+    ) -> Callable[[], Future[Any]]:
+        """Copy the sum of each key's arrays, of any kind; what this returns pushes them, once.
+
+        Raises what arrays and sizes give reason for, so that a call sends all of it or nothing.
+        """
+        without_rows = [key for key in groups if self._is_empty(key)]
+        keys = self._table.listed(tuple(key for key in groups if key not in without_rows))
+        pairs = zip(keys.keys, keys.specs, strict=True)
+        sums = [_sum_of(groups[key], spec) for key, spec in pairs]
+        sends = [self._rows.prepare_push(keys, sums, priority)] if keys.keys else []
+        if without_rows:
+            nothing = [np.empty(0, np.uint8)] * len(without_rows)
+            empty = self._table.listed(tuple(without_rows))
+            coding = self._exchange.coding
+            begin = partial(self._exchange.begin, empty, nothing, None, priority)
+            sends.append(partial(begin, copy=True, coding=coding))
+
+        def send() -> Future[Any]:
+            pushed = [each().future for each in sends]
+            return pushed[0] if len(pushed) == 1 else gather(pushed)
+
+        return send
+
+    def _is_empty(self, key: Key) -> bool:
+        """Whether the rows of a dense key have no numbers, or there are none."""
+        return not (self._table.is_row_sparse(key) or self._table.spec(key).num_elements)
+
+    def pull(
+        self,
+        groups: Mapping[Key, Sequence[Array]],
+        priority: int,
+        versions: dict[int, int],
+    ) -> Pulled:
+        """Fetch the values that fill each key's arrays; ``versions`` is filled."""
+        pulled = Pulled({key: unwrapped(outs) for key, outs in groups.items()})
+        sparse = self._table.listed(tuple(filter(self._table.is_row_sparse, groups)))
+        dense = self._table.listed(tuple(key for key in groups if key not in sparse.keys))
+        if sparse.keys:
+            operation, pulled.held = self._rows.pull_held(sparse, priority, versions)
+            pulled.operations.append(operation)
+        if dense.keys:
+            pulled.dense = {
+                key: np.empty(*spec) for key, spec in zip(dense.keys, dense.specs, strict=True)
+            }
+            memories = list(map(flat_bytes, pulled.dense.values()))
+            operation = self._exchange.begin(
+                dense, None, memories, priority, copy=False, versions=versions
+            )
+            pulled.operations.append(operation)
+        return pulled
+
+    def pull_rows(self, wanted: Sequence[Wanted], priority: int) -> PulledRows:
+        """Fetch rows; each set of ids once, however many arrays get its rows."""
+        pulled = PulledRows(wanted)
+        keys = self._table.listed(tuple(dict.fromkeys(each.key for each in wanted)))
+        pulled.operations.append(self._rows.pull(keys, pulled.landings, priority))
+        return pulled
+
+
+class Pulled:
+    """Whole values on their way into arrays, some of which are row-sparse, or their keys are."""
+
+    def __init__(self, outs: Mapping[Key, Sequence[Array]]) -> None:
+        self._outs = outs
+        self.operations: list[Operation] = []
+        self.held: list[ReceivedRows] = []
+        self.dense: dict[Key, np.ndarray[Any, Any]] = {}
+
+    @property
+    def future(self) -> Future[Any]:
+        """Done when all values are here."""
+        return gather([operation.future for operation in self.operations])
+
+    def finish(self) -> None:
+        """The values are here: write them into the arrays."""
+        for held in self.held:
+            ids, rows = held.sorted()
+            _fill(self._outs[held.entry.key], ids, rows, held.entry.spec)
+        for key, value in self.dense.items():
+            for out in self._outs[key]:
+                if isinstance(out, RowSparseArray):
+                    out.assign(np.arange(len(value)), value)
+                else:
+                    adapter_for(out).assign(value, out)
+
+
+def _fill(outs: Sequence[Array], ids: Any, rows: RowValues, spec: KeySpec) -> None:
+    found = row_sparse_of(ids, rows, spec)
+    dense = None
+    for out in outs:
+        if isinstance(out, RowSparseArray):
+            out.assign(found.ids, found.values)
+        else:
+            dense = found.to_dense() if dense is None else dense
+            adapter_for(out).assign(dense, out)
+
+
+class PulledRows:
+    """Rows on their way into the arrays of a call of ``row_sparse_pull``.
+
+    They land in the first array of their set of ids that is fit for it: one with the key's dtype
+    that gets each row once, in order.
+    """
+
+    def __init__(self, wanted: Sequence[Wanted]) -> None:
+        self._wanted = wanted
+        self.operations: list[Operation] = []
+        self.results: list[Any] = [each.out for each in wanted]
+        """What each of ``wanted`` is about: its array, or a new one."""
+        landings: dict[tuple[Key, int], RowDestination] = {}
+        self._landing_of: list[RowDestination] = []
+        self._is_there: list[bool] = []
+        for index, each in enumerate(wanted):
+            if each.out is None:
+                self.results[index] = RowSparseArray.zeros(*each.spec)
+            name = each.key, id(each.unique)
+            landing = landings.get(name)
+            self._is_there.append(landing is None)
+            if landing is None:
+                rows = _room(each, self.results[index])
+                if rows is None:
+                    self._is_there[-1] = False
+                    shape = len(each.unique), width_of(each.spec.shape)
+                    rows = np.empty(shape, each.spec.dtype)
+                landing = landings[name] = RowDestination(each.key, each.unique, rows)
+            self._landing_of.append(landing)
+        self.landings = list(landings.values())
+
+    def finish(self) -> None:
+        """The rows are here: bring them to the arrays that they did not land in."""
+        for index, each in enumerate(self._wanted):
+            if not self._is_there[index]:
+                _spread(self._landing_of[index].rows, each, self.results[index])
+
+
+def _room(wanted: Wanted, out: Array) -> RowValues | None:
+    """Memory of an array for rows in the order of their ids; None if it has none."""
+    if isinstance(out, RowSparseArray):
+        fits = out.dtype == wanted.spec.dtype
+        return flat_rows(out.room_for(wanted.unique)) if fits else None
+    if len(wanted.ids) != len(wanted.unique) or wanted.ids is not wanted.unique:
+        return None
+    return plain_rows(out, wanted.spec)
+
+
+def _spread(rows: RowValues, wanted: Wanted, out: Array) -> None:
+    """Write rows, one for each different id, into an array that they did not land in."""
+    row_shape = wanted.spec.shape[1:]
+    if isinstance(out, RowSparseArray):
+        out.assign(wanted.unique, rows.reshape(len(rows), *row_shape))
+        return
+    places = np.searchsorted(wanted.unique, wanted.ids)
+    into = plain_rows(out, wanted.spec)
+    if into is not None:
+        # With "raise", NumPy would take the rows into a buffer of its own first.
+        np.take(rows, places, axis=0, out=into, mode="clip")
+    else:
+        adapter_for(out).assign(rows[places].reshape(*wanted.shape, *row_shape), out)
+
+
+def _sum_of(arrays: Sequence[Array], spec: KeySpec) -> Picked:
+    """The sum of one key's arrays, in its dtype."""
+    if len(arrays) == 1 and isinstance(arrays[0], RowSparseArray):
+        return pick(arrays[0].ids, flat_rows(arrays[0].values))
+    contributions = [contribution_of(array) for array in arrays]
+    if len(contributions) == 1:
+        return pick(*contributions[0])
+    total = Sum(contributions)
+    with np.errstate(all="ignore"):
+        return pick(total.ids, total.whole().astype(spec.dtype, copy=False))

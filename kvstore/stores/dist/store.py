@@ -1,0 +1,452 @@
+"""The distributed stores: ``dist_sync``, ``dist_device_sync``, ``dist_async``.
+
+What callers see of values: waits and errors. Arguments are checked in ``arguments.py``, values move
+through ``transfer.py``; keys, optimizers and files are in ``admin.py``. Sums and updates
+are the servers' business (``server/app.py``), who lives where the directory's
+(``server/directory.py``). Public calls may come from any thread but the node's I/O thread, on which
+only calls that return futures work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.arrays.keys import Key, Keys, Values
+from kvstore.errors import OptimizerNotSet
+from kvstore.sparse.array import RowSparseArray
+from kvstore.stores.arguments import (
+    KeyList,
+    check_priority,
+    checked_timeout,
+    futures_in,
+    normalise_keys,
+    spec_of,
+)
+from kvstore.stores.arguments_sparse import check_dense_outs, check_wanted
+from kvstore.stores.base import Path
+from kvstore.stores.dist.admin import DistControl
+from kvstore.stores.dist.arguments import (
+    AddUp,
+    Checked,
+    sums_on_host,
+    values_to_fill,
+    values_to_push,
+)
+from kvstore.stores.dist.compression import Coding
+from kvstore.stores.dist.in_flight import Destination, Operation
+from kvstore.stores.dist.node import worker_node
+from kvstore.stores.dist.plan import Bytes
+from kvstore.stores.dist.sparse import RowCalls
+from kvstore.stores.dist.tables import DistTables, StoreCalls
+from kvstore.stores.lazy import begin_writing
+from kvstore.tables.base import Table
+from pslite import Config, Future, Postoffice
+from pslite.future import gather, settled
+
+
+class _ToSend(NamedTuple):
+    """What a call pushes, as it travels."""
+
+    memories: Sequence[Bytes]
+    are_ours: bool
+    """Whether none of them is the caller's."""
+    is_small: bool
+    """Whether there is room for others in the same message."""
+    coding: Coding | None
+    """By which it was encoded, where it was."""
+
+
+def create_dist(
+    canonical: str,
+    name: str,
+    *,
+    node: Postoffice | None = None,
+    serve: Callable[[Config], int] | None = None,
+) -> DistKVStore:
+    """A distributed store; ``canonical`` is the name of its behaviour, ``name`` as given.
+
+    Without ``node``, the process joins the cluster that its environment describes (DMLC_*);
+    its stores share that node. A process whose DMLC_ROLE is server or scheduler runs ``serve``
+    here until the job is over and then exits, as scripts for the original expect.
+    """
+    return DistKVStore(
+        name,
+        worker_node(serve) if node is None else node,
+        synchronous="async" not in canonical,
+        on_device="device" in canonical,
+    )
+
+
+class DistKVStore(DistControl):
+    """A store whose values live on servers. What each call promises is said in ``KVStore``.
+
+    ``push`` returns once the values are copied; an error of a push that comes later is raised
+    by the next call. Waits have no end of their own: they end in the value, or in an error
+    that names the node that is lost; what takes long is reported every PS_STALL_REPORT.
+    """
+
+    def __init__(self, name: str, node: Postoffice, *, synchronous: bool, on_device: bool) -> None:
+        super().__init__(name, node, synchronous=synchronous)
+        self._rows = RowCalls(node, self._exchange, self._table)
+        self._tables = DistTables(node, self._exchange, self._servers, self._calls_of_tables())
+        self._add_up: AddUp = sums_on_host
+        if on_device:
+            from kvstore.stores.dist.gpu_sums import sums_for
+
+            self._add_up = sums_for(node)
+
+    # -- values ------------------------------------------------------------------------
+
+    def init(self, key: Keys, value: Values) -> None:
+        self._check_may_wait()
+        self._wait(self.init_async(key, value))
+
+    def push(self, key: Keys, value: Values, priority: int = 0) -> None:
+        self._ready_to_push()
+        check_priority(priority)
+        pushed = self._to_push(key, value)
+        self._keep_to_window(pushed.keys)
+        if pushed.sparse:
+            self._push_rows(pushed, priority)
+        else:
+            self._push(pushed, priority, copy=True).on_error(self._note_error)
+
+    def pull(
+        self,
+        key: Keys,
+        out: Values | None = None,
+        priority: int = 0,
+        ignore_sparse: bool = True,
+        *,
+        with_version: bool = False,
+    ) -> Any:
+        self._check()
+        check_priority(priority)
+        wanted, values = self._wanted(
+            key, out, ignores_sparse=bool(ignore_sparse), all_versions=with_version
+        )
+        if wanted.lazy is not None and not with_version and not wanted.sparse:
+            self._let_arrive(wanted.lazy, *self._begin_pull(wanted, priority))
+            return None
+        self._check_may_wait()
+        versions: dict[int, int] | None = {} if with_version else None
+        self._pull(wanted, priority, versions)
+        if versions is None:
+            return values
+        keys, single = normalise_keys(key)
+        found = [self._exchange.version(item, versions) for item in keys]
+        return values, found[0] if single else found
+
+    def pushpull(
+        self, key: Keys, value: Values, out: Values | None = None, priority: int = 0
+    ) -> None:
+        self._ready_to_push()
+        check_priority(priority)
+        pushed = self._to_push(key, value)
+        filled = values_to_fill(self._table, key, value if out is None else out)
+        if pushed.sparse or filled.sparse:
+            check_dense_outs(filled.sparse)
+            self._check_may_wait()
+            self._keep_to_window(pushed.keys)
+            self._push_rows(pushed, priority)
+            self._pull(filled, priority)
+            return
+        if filled.lazy is not None:
+            self._keep_to_window(pushed.keys)
+            self._let_arrive(filled.lazy, *self._begin_lazy_pushpull(pushed, filled, priority))
+            return
+        self._check_may_wait()
+        operation, landing = self._begin_pushpull(pushed, filled, priority)
+        self._wait_for_values(operation)
+        landing.finish()
+        self._check()  # as in _pull
+
+    def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
+        self._check_may_wait()
+        check_priority(priority)
+        check_dense_outs(self._table.check_broadcast(key, value, out)[1])
+        self.init(key, value)
+        self._pull(values_to_fill(self._table, key, out), priority)
+
+    def row_sparse_pull(
+        self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
+    ) -> Any:
+        self._check_may_wait()
+        check_priority(priority)
+        wanted, is_single = check_wanted(self._table.spec, key, out, row_ids)
+        pulled = self._rows.pull_rows(wanted, priority)
+        self._wait_for_values(*pulled.operations)
+        pulled.finish()
+        self._check()  # as in _pull
+        if out is not None:
+            return None
+        return pulled.results[0] if is_single else pulled.results
+
+    def _memory(self, nbytes: int) -> np.ndarray[Any, Any]:
+        return self._node.buffer(nbytes, lasting=True)
+
+    # -- growing tables ----------------------------------------------------------------
+
+    def _create_table(self, name: object, dim: object, optimizer: object, **options: Any) -> Table:
+        return self._tables.create(name, dim, optimizer, **options)
+
+    def save_checkpoint(self, directory: Path) -> None:
+        self._tables.warn_of_checkpoint()
+        super().save_checkpoint(directory)
+
+    # -- the same as futures -----------------------------------------------------------
+
+    def init_async(self, key: Keys, value: Values) -> Future[None]:
+        """``init``; the arrays belong to the store until the future is done."""
+        self._check()
+        values = self._table.check_init(key, value)
+        specs = {item: spec_of(array) for item, array in values.items()}
+        hosts = [
+            array if isinstance(array, RowSparseArray) else adapter_for(array).to_host(array)
+            for array in values.values()
+        ]
+        return self._init(specs, hosts)
+
+    def push_async(self, key: Keys, value: Values, priority: int = 0) -> Future[None]:
+        self._check()
+        check_priority(priority)
+        pushed = self._to_push(key, value)
+        if pushed.sparse:
+            push_rows = self._rows.prepare_push(pushed.sparse, priority)
+            dense = self._push(pushed, priority, copy=True)
+            return gather([dense, push_rows()]).map(lambda _: None)
+        return self._push(pushed, priority, copy=pushed.lazy is not None)
+
+    def pull_async(self, key: Keys, out: Values | None = None, priority: int = 0) -> Future[Any]:
+        self._check()
+        check_priority(priority)
+        wanted, values = self._wanted(key, out, ignores_sparse=True)
+        arrived = self._let_arrive(wanted.lazy or (), *self._begin_pull(wanted, priority))
+        if wanted.sparse:
+            rows = self._rows.pull(wanted.sparse, priority, {})
+            arrived = gather([arrived, rows.future]).map(lambda _: rows.finish())
+        return arrived.map(lambda _: values)
+
+    def pushpull_async(
+        self, key: Keys, value: Values, out: Values | None = None, priority: int = 0
+    ) -> Future[None]:
+        self._check()
+        check_priority(priority)
+        pushed = self._to_push(key, value)
+        filled = values_to_fill(self._table, key, value if out is None else out)
+        if pushed.sparse or filled.sparse:
+            return self._begin_pushpull_of_rows(pushed, filled, priority)
+        if filled.lazy is not None:
+            begun = self._begin_lazy_pushpull(pushed, filled, priority)
+            return self._let_arrive(filled.lazy, *begun)
+        operation, landing = self._begin_pushpull(pushed, filled, priority)
+        return operation.future.map(lambda _: landing.finish())
+
+    def wait(self, what: Any = None, timeout: float | None = None) -> Any:
+        self._check()
+        limit_s = checked_timeout(timeout)
+        futures = futures_in(what)
+        began_s = time.monotonic()
+        if futures is not None:
+            values = [self._wait(future, limit_s, began_s) for future in futures]
+            return values[0] if isinstance(what, Future) else values
+        keys = None if what is None else normalise_keys(what)[0]
+        for key in keys or ():
+            self._table.spec(key)
+        for future in self._exchange.unfinished(keys):
+            self._wait(settled([future]), limit_s, began_s)  # by then its error has been noted, too
+            error = future.error()
+            if error is not None:
+                self._tell(error)
+                raise error
+        self._check()
+        return None
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _calls_of_tables(self) -> StoreCalls:
+        return StoreCalls(
+            self._check,
+            self._check_may_wait,
+            self._wait,
+            self._wait_for_values,
+            self._settle,
+            self._meet,
+            self._keep_to_window,
+            self._note_error,
+            lambda: self._is_closed,
+        )
+
+    def _to_push(self, key: Keys, value: Values) -> Checked:
+        """What a call pushes. Raises what ``values_to_push`` and the store's compression do."""
+        pushed = values_to_push(self._table, key, value)
+        coding = self._exchange.coding
+        if coding is not None:
+            coding.refuse_rows(pushed.sparse)
+        return pushed
+
+    def _wanted(
+        self, key: Keys, out: Values | None, *, ignores_sparse: bool, all_versions: bool = False
+    ) -> tuple[Checked, Any]:
+        """The arrays to fill, and what the call returns: new ones without ``out``."""
+        if out is not None:
+            wanted = values_to_fill(self._table, key, out)
+            if wanted.sparse and ignores_sparse:
+                kept: dict[Key, Sequence[Array]] = {**self._rows.outs.ignored(wanted.sparse, 4)}
+                if all_versions:  # including those of keys whose values are not wanted
+                    kept = {item: kept.get(item, ()) for item in wanted.sparse}
+                wanted = wanted._replace(sparse=kept)
+            return wanted, None
+        keys, single = normalise_keys(key)
+        values = [
+            (RowSparseArray.zeros if self._table.is_row_sparse(item) else np.empty)(*spec)
+            for item, spec in zip(keys, self._specs(keys), strict=True)
+        ]
+        wanted = values_to_fill(self._table, keys, values)
+        return wanted, values[0] if single else values
+
+    def _push(self, pushed: Checked, priority: int, *, copy: bool) -> Future[None]:
+        """Push; with ``copy`` the arrays are the caller's again at once."""
+        sent = self._to_send(pushed)
+        if sent.is_small:
+            return self._exchange.join(pushed.keys, sent.memories, None, priority, sent.coding)
+        copy = copy and not sent.are_ours
+        operation = self._exchange.begin(
+            pushed.keys, sent.memories, None, priority, copy=copy, coding=sent.coding
+        )
+        return operation.future
+
+    def _push_rows(self, pushed: Checked, priority: int) -> None:
+        """``push`` of keys with rows among them."""
+        if not pushed.sparse:
+            self._push(pushed, priority, copy=True).on_error(self._note_error)
+            return
+        self._keep_to_window(self._table.listed(tuple(pushed.sparse)))
+        # Before anything is sent, what may raise: rows for their size, numbers by their codec.
+        push_rows = self._rows.prepare_push(pushed.sparse, priority)
+        self._push(pushed, priority, copy=True).on_error(self._note_error)
+        push_rows().on_error(self._note_error)
+
+    def _begin_pushpull_of_rows(
+        self, pushed: Checked, filled: Checked, priority: int
+    ) -> Future[None]:
+        check_dense_outs(filled.sparse)
+        push_rows = self._rows.prepare_push(pushed.sparse, priority) if pushed.sparse else None
+        pushes: list[Future[Any]] = [self._push(pushed, priority, copy=True)]
+        if push_rows is not None:
+            pushes.append(push_rows())
+        pulled = self._rows.pull(filled.sparse, priority, {})
+        future, landing = self._begin_pull(filled, priority)
+
+        def finish(_: Any) -> None:
+            landing.finish()
+            pulled.finish()
+
+        return gather([*pushes, future, pulled.future]).map(finish)
+
+    def _pull(self, wanted: Checked, priority: int, versions: dict[int, int] | None = None) -> None:
+        landing, operations = wanted.landing(), []
+        if wanted.keys.keys or not wanted.sparse:
+            operation = self._exchange.begin(
+                wanted.keys, None, landing.memories, priority, copy=False, versions=versions
+            )
+            operations.append(operation)
+        noted: dict[int, int] = {} if versions is None else versions
+        rows = self._rows.pull(wanted.sparse, priority, noted) if wanted.sparse else None
+        self._wait_for_values(*operations, *(rows.operations if rows else ()))
+        if rows:
+            rows.finish()
+        landing.finish()
+        self._check()  # an own push before this call that came to nothing is not in the values
+
+    def _begin_pull(self, wanted: Checked, priority: int) -> tuple[Future[None], Destination]:
+        landing = wanted.landing()
+        return self._exchange.join(wanted.keys, None, landing.memories, priority), landing
+
+    def _begin_pushpull(
+        self, pushed: Checked, filled: Checked, priority: int
+    ) -> tuple[Operation, Destination]:
+        sent = self._to_send(pushed)
+        landing = filled.landing()
+        operation = self._exchange.begin(
+            pushed.keys, sent.memories, landing.memories, priority, copy=False, coding=sent.coding
+        )
+        return operation, landing
+
+    def _begin_lazy_pushpull(
+        self, pushed: Checked, filled: Checked, priority: int
+    ) -> tuple[Future[None], Destination]:
+        """The pushed arrays are the caller's again at once."""
+        keys, sent = pushed.keys, self._to_send(pushed)
+        landing = filled.landing()
+        into, coding = landing.memories, sent.coding
+        if sent.is_small:
+            return self._exchange.join(keys, sent.memories, into, priority, coding), landing
+        copy = not sent.are_ours
+        operation = self._exchange.begin(
+            keys, sent.memories, into, priority, copy=copy, coding=coding
+        )
+        return operation.future, landing
+
+    def _let_arrive(
+        self, arrays: Sequence[Array], future: Future[None], landing: Destination
+    ) -> Future[None]:
+        """Values come later; these lazy arrays wait for them when they are accessed."""
+        arrived = future if landing.is_final else future.map(lambda _: landing.finish())
+        if arrays:
+            begin_writing(arrived, arrays, self._wait)
+        return arrived
+
+    def _to_send(self, pushed: Checked) -> _ToSend:
+        """What travels for each key."""
+        coding = self._exchange.coding
+        sources, are_ours = pushed.memory_to_send(self._add_up)
+        if coding is None or not coding.concerns(pushed.keys.keys):
+            is_small = pushed.keys.nbytes <= self._exchange.message_bytes
+            return _ToSend(sources, are_ours, is_small, coding)
+        self._exchange.check_coding(coding)  # before anything is kept of the values
+        sources, all_coded = coding.encode(pushed.keys, sources, self._node.buffer)
+        return _ToSend(sources, are_ours or all_coded, False, coding)
+
+    def _keep_to_window(self, keys: KeyList) -> None:
+        """Wait while this worker's pushes of a key are too far ahead of the others'."""
+        earlier = self._exchange.pushes.beyond(keys.keys, self._node.config.round_window)
+        if earlier:
+            self._wait(settled(earlier))
+            self._check()
+
+    def _ready_to_push(self) -> None:
+        self._check()
+        if self._synchronous or self._optimizer.is_set:
+            return
+        if not self._optimizer.look():
+            raise OptimizerNotSet(
+                f"{self._name} updates the stored values on every push and needs an optimizer: "
+                "call set_optimizer on worker 0 before the first push"
+            )
+
+    def _wait_for_values(self, *operations: Operation) -> None:
+        """Wait for a call that works in the caller's arrays; they are the caller's again then."""
+        futures = [operation.future for operation in operations]
+        try:
+            self._wait(futures[0] if len(futures) == 1 else gather(futures))
+        except BaseException:
+            unfinished = [each for each in operations if not each.future.done()]
+            for operation in unfinished:
+                self._node.errands.call(operation.let_go)
+            if unfinished:
+                self._node.wait_until_accepted()
+            raise
+
+    def _note_error(self, future: Future[None]) -> None:
+        error = future.error()
+        if error is None:
+            return
+        if self._late_error is None or self._is_closed:
+            self._late_error = error
+            self._node.unheard.note(error)

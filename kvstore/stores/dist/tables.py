@@ -1,0 +1,425 @@
+"""Growing tables of distributed stores: ``create_table`` of dist_sync, dist_async.
+
+Each server has one share, a part of its own on the data plane, with the ids that ``shares_of``
+sends it. Rows travel by ``sparse_transfer.py`` in a form of their own (``tables/payload.py``), so
+that rounds, order and delivery are those of all keys. What changes a table as a whole (making,
+closing, its optimizer) all workers call together, in the same order and with the same arguments;
+the lowest rank tells the servers. Of paths the names of the files are compared: the lowest rank's
+path is the one that counts, and other hosts may have its directory elsewhere. Public calls may come
+from any thread but the node's I/O thread. Read next: ``server/tables.py`` and ``server/tables.py``,
+the servers' side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.arrays.keys import Key
+from kvstore.checkpoint.atomic import checked_path
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, ValueMismatchError
+from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.serialize import to_plain
+from kvstore.protocol.requests import StoreCall, pack, unpack
+from kvstore.sparse.ids import Ids
+from kvstore.sparse.payload import Bytes
+from kvstore.sparse.sums import RowValues, sum_repeated
+from kvstore.stores.arguments import KeyList
+from kvstore.stores.arguments_sparse import (
+    check_name,
+    check_out,
+    checked_gradients,
+    warn_of_checkpoint,
+)
+from kvstore.stores.dist.control_client import Servers
+from kvstore.stores.dist.in_flight import Operation
+from kvstore.stores.dist.sparse_checkpoint import TableFiles, split
+from kvstore.stores.dist.sparse_transfer import ANSWER_BYTES, Item, RowExchange
+from kvstore.stores.dist.transfer import DenseExchange
+from kvstore.tables.base import Path, Table, TableStatistics
+from kvstore.tables.ids import checked_table_ids, first_appearances
+from kvstore.tables.payload import TABLE_FORM, TablePayloadKind, payload_bytes, write_payload
+from kvstore.tables.settings import (
+    TableSettings,
+    checked_settings,
+    checked_table_optimizer,
+    settings_to_plain,
+)
+from pslite import Future, Postoffice
+from pslite.errors import ClosedError, ProtocolError
+from pslite.future import settled
+from pslite.ids import Role, node_id
+
+#: Parts of tables are numbered from here on, beyond those that the directory gives out.
+FIRST_PART = 1 << 40
+_MOST_CALLS = 1 << 20
+
+
+class StoreCalls(NamedTuple):
+    """What tables need of their store (``admin.py``)."""
+
+    check: Callable[[], None]
+    """Raises what a late push has come to, or that the store is closed."""
+    check_may_wait: Callable[[], None]
+    wait: Callable[[Future[Any]], Any]
+    wait_for_values: Callable[[Operation], None]
+    settle: Callable[[], None]
+    meet: Callable[[str, Callable[[int], Sequence[Key]]], tuple[int, Any]]
+    """Has the lowest rank do something once all are there; the number of the call."""
+    keep_to_window: Callable[[KeyList], None]
+    note_error: Callable[[Future[None]], None]
+    is_closed: Callable[[], bool]
+
+
+class DistTables:
+    """The tables of a store on one worker, by name."""
+
+    def __init__(
+        self, node: Postoffice, exchange: DenseExchange, servers: Servers, store: StoreCalls
+    ) -> None:
+        self.node = node
+        self.exchange = exchange
+        self.servers = servers
+        self.store = store
+        self.rows = RowExchange(node, exchange)
+        self.num_shares = node.config.num_servers
+        self._tables: dict[str, DistTable] = {}
+
+    def create(self, name: object, dim: object, optimizer: object, **options: Any) -> DistTable:
+        """A new table, on all servers. Raises what ``checked_settings`` and
+        ``checked_table_optimizer`` do, and ``DuplicateKeyError`` if the name is taken."""
+        self.store.check_may_wait()
+        settings = checked_settings(name, dim, num_shares=self.num_shares, **options)
+        chosen = checked_table_optimizer(optimizer, settings.dtype)
+        plain = [] if chosen is None else to_plain(chosen)
+        check_name(self._tables, settings.name)
+        self._check_row_fits(settings)
+        self.store.settle()
+        shown = settings_to_plain(settings)
+
+        def make(call: int) -> None:
+            parts = self.parts_of(call)
+            self.store.wait(self.servers.make_table(parts, shown, plain))
+
+        call = self.together(f"create_table({_named(shown, plain)})", make)
+        table = self._tables[settings.name] = DistTable(self, settings, chosen, self.parts_of(call))
+        self.exchange.tables[table.title] = table.parts
+        return table
+
+    def _check_row_fits(self, settings: TableSettings) -> None:
+        most_bytes = self.node.config.max_message_bytes
+        if payload_bytes(1, settings.dim * settings.dtype.itemsize) > most_bytes:
+            raise ArgumentValueError(
+                f"a row of {settings.dim} {settings.dtype} does not fit a message, of which "
+                f"PS_MAX_MESSAGE_BYTES allows {most_bytes} bytes: choose a smaller dim, or raise "
+                "that on all nodes"
+            )
+
+    def parts_of(self, call: int) -> range:
+        """The parts of a table by the number of the call that made it: one for each server."""
+        first = FIRST_PART + (self.servers.number * _MOST_CALLS + call) * self.num_shares
+        return range(first, first + self.num_shares)
+
+    def together(self, name: str, act: Callable[[int], None]) -> int:
+        """Have the lowest rank ``act``, with the number of the call, once all are here."""
+
+        def carry_out(call: int) -> Sequence[Key]:
+            act(call)
+            return ()  # no keys are gone
+
+        return self.store.meet(name, carry_out)[0]
+
+    def warn_of_checkpoint(self) -> None:
+        """Warn, from the caller of the store's method, if there are tables."""
+        warn_of_checkpoint(self._tables, 4)
+
+    def forget(self, table: DistTable) -> None:
+        self._tables.pop(table.name, None)
+        self.exchange.remove_table(table.title)
+
+
+class DistTable(Table):
+    """A table whose rows are on the servers. What each call promises is said in ``Table``."""
+
+    def __init__(
+        self,
+        owner: DistTables,
+        settings: TableSettings,
+        optimizer: Optimizer | None,
+        parts: range,
+    ) -> None:
+        self._owner = owner
+        self._settings = settings
+        self._optimizer = optimizer
+        self._is_closed = False
+        self.parts = parts
+        """The part of each server's share."""
+        self.title = f"table {settings.name!r}"
+        self._keys = KeyList((self.title,), ())
+        most_bytes = owner.node.config.max_message_bytes
+        self._files = TableFiles(
+            owner.servers.ask_each, owner.store.wait, parts, most_bytes, self.title
+        )
+
+    # -- what it is ----------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        return self.statistics().rows
+
+    def statistics(self) -> TableStatistics:
+        self._ready_to_ask()
+        bodies = [pack(part) for part in self.parts]
+        replies = self._owner.store.wait(
+            self._owner.servers.ask_each(StoreCall.TABLE_STATS, bodies)
+        )
+        return _summed([_statistics_in(reply.body) for reply in replies])
+
+    def __repr__(self) -> str:
+        """``<table 'user': rows of 32 float32 on 2 servers>``; never raises."""
+        rows = "closed" if self._is_closed else "rows"
+        return (
+            f"<table {self.name!r}: {rows} of {self.dim} {self.dtype} on {len(self.parts)} servers>"
+        )
+
+    # -- rows ----------------------------------------------------------------------------
+
+    def pull(self, ids: Any, out: Array | None = None, *, touch: bool = True) -> Any:
+        self._check()
+        flat, shape = checked_table_ids(ids)
+        wanted = (*shape, self.dim)
+        if out is not None:
+            check_out(self._settings, out, wanted)
+        unique, inverse = _different(flat)
+        is_plain = type(out) is np.ndarray and out.dtype == self.dtype and out.flags.carray
+        lands = is_plain and inverse is None
+        landing: Any = out if lands else np.empty((len(unique), self.dim), self.dtype)
+        if len(unique):
+            kind = TablePayloadKind.PULL if touch else TablePayloadKind.LOOK
+            operation = self.begin_pull(unique, landing.reshape(-1, self.dim), kind)
+            self._owner.store.wait_for_values(operation)
+            self._owner.store.check()  # an own push that came to nothing is not in the rows
+        if lands:
+            return None
+        rows = landing if inverse is None else landing[inverse]
+        if out is None:
+            return rows.reshape(wanted)
+        adapter_for(out).assign(rows.reshape(wanted), out)
+        return None
+
+    def begin_pull(self, ids: Ids, into: RowValues, kind: TablePayloadKind) -> Operation:
+        """Fetch the rows of different ids into an array; may be called on any thread."""
+        items = list(self._asked(ids, into, kind))
+        return self._owner.rows.begin(self._keys, items, 0, {}, TABLE_FORM)
+
+    def _asked(self, ids: Ids, into: RowValues, kind: TablePayloadKind) -> Iterator[Item]:
+        """Asks the servers that have these different ids."""
+        most_bytes = min(ANSWER_BYTES, self._owner.node.config.max_message_bytes // 2)
+        row_bytes = self.dim * self.dtype.itemsize
+        most_rows = max(most_bytes // max(row_bytes, 8), 1)
+        for share, places in enumerate(split(ids, len(self.parts))):
+            for start in range(0, len(places), most_rows):
+                yield self._ask(share, ids, into, places[start : start + most_rows], kind)
+
+    def _ask(
+        self, share: int, ids: Ids, into: RowValues, places: Ids, kind: TablePayloadKind
+    ) -> Item:
+        answer_bytes = len(places) * self.dim * self.dtype.itemsize
+
+        def write(memory: Bytes) -> None:
+            write_payload(memory, kind, self.dim, ids[places])
+
+        def receive(memory: Bytes) -> None:
+            if len(memory) != answer_bytes:
+                raise ProtocolError(
+                    f"{self.title}: expected {answer_bytes} bytes of rows, got {len(memory)}"
+                )
+            into[places] = memory.view(self.dtype).reshape(len(places), self.dim)
+
+        nbytes = payload_bytes(len(places), 0)
+        return Item(_server(share), self.parts[share], nbytes, write, answer_bytes, receive)
+
+    def push(self, ids: Any, gradients: Array) -> None:
+        self._check()
+        flat, shape = checked_table_ids(ids)
+        rows = checked_gradients(self._settings, shape, gradients)
+        unique, inverse = _different(flat)
+        if inverse is not None:
+            rows = sum_repeated(inverse, rows).values
+        items = self._pushed_rows(unique, rows)
+        self._owner.store.keep_to_window(self._keys)
+        self._begin_push(items).future.on_error(self._owner.store.note_error)
+
+    def begin_push(self, ids: Ids, rows: RowValues) -> Operation:
+        """Push gradients of different ids, which are copied; may be called on any thread."""
+        return self._begin_push(self._pushed_rows(ids, rows))
+
+    def _begin_push(self, items: Sequence[Item]) -> Operation:
+        return self._owner.rows.begin(self._keys, items, 0, None, TABLE_FORM)
+
+    def _pushed_rows(self, ids: Ids, rows: RowValues) -> list[Item]:
+        """What all servers are told: a round needs a message of every worker to each of them."""
+        return [
+            self._pushed(share, ids[places], rows, places)
+            for share, places in enumerate(split(ids, len(self.parts)))
+        ]
+
+    def _pushed(self, share: int, ids: Ids, rows: RowValues, places: Ids) -> Item:
+        nbytes = payload_bytes(len(ids), len(ids) * self.dim * self.dtype.itemsize)
+        most_bytes = self._owner.node.config.max_message_bytes
+        if nbytes > most_bytes:
+            raise ValueMismatchError(
+                f"{self.title}: {len(ids)} rows for one server are {nbytes} bytes in a message, of "
+                f"which PS_MAX_MESSAGE_BYTES allows {most_bytes}: push fewer rows at once, use "
+                "more servers, or raise that on all nodes"
+            )
+
+        def write(memory: Bytes) -> None:
+            place = write_payload(memory, TablePayloadKind.PUSH, self.dim, ids)
+            out = place.view(self.dtype).reshape(len(ids), self.dim)
+            np.take(rows, places, axis=0, out=out, mode="clip")
+
+        return Item(_server(share), self.parts[share], nbytes, write)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        self._check()
+        return self._optimizer
+
+    def set_optimizer(self, optimizer: Optimizer | str) -> None:
+        chosen = checked_table_optimizer(optimizer, self.dtype)
+        if chosen is None:
+            raise ArgumentTypeError("set_optimizer of a table takes an optimizer or its name")
+        plain = to_plain(chosen)
+        self._check()
+        owner = self._owner
+        owner.store.settle()
+
+        def tell(_: int) -> None:
+            for only_check in (True, False):
+                bodies = [pack(part, only_check, plain) for part in self.parts]
+                owner.store.wait(owner.servers.ask_each(StoreCall.TABLE_OPTIMIZER, bodies))
+
+        owner.together(f"set_optimizer of {self.title} ({plain})", tell)
+        self._optimizer = chosen
+
+    # -- all of them ---------------------------------------------------------------------
+
+    def ids(self) -> Ids:
+        self._ready_to_ask()
+        return self._files.held().ids
+
+    def rows(self, block_rows: int = 65536) -> Iterator[tuple[Ids, np.ndarray[Any, Any]]]:
+        if block_rows < 1:
+            raise ArgumentValueError(f"block_rows is 1 or more, got {block_rows}")
+        return self._blocks(self.ids(), block_rows)
+
+    def _blocks(self, ids: Ids, block_rows: int) -> Iterator[tuple[Ids, np.ndarray[Any, Any]]]:
+        for start in range(0, len(ids), block_rows):
+            self._ready_to_ask()
+            block = ids[start : start + block_rows]
+            is_there, (rows,) = self._files.read(block, [self.dtype], self.dim)
+            yield block[is_there], rows[is_there]
+
+    def export(self, path: Path, *, states: bool = True) -> int:
+        return self._export(path, None, states=states)
+
+    def export_delta(self, mark: int, path: Path, *, states: bool = True) -> int:
+        if type(mark) is not int or not 0 <= mark < self._next_mark():
+            raise ArgumentValueError(
+                f"{mark!r} is not a mark of table {self.name!r}: pass what export or export_delta "
+                "returned"
+            )
+        return self._export(path, mark, states=states)
+
+    def _export(self, path: Path, since: int | None, *, states: bool) -> int:
+        file = checked_path(path)
+        self._check()
+        optimizer = self._optimizer if states else None
+        self._owner.store.settle()
+        self._owner.together(
+            f"export of {self.title} to {file.name!r} (since mark {since}, states={bool(states)})",
+            lambda _: self._files.write(file, self._settings, optimizer, since),
+        )
+        return self._next_mark() - 1
+
+    def _next_mark(self) -> int:
+        self._check()
+        return self._files.numbers().next_mark
+
+    def load(self, path: Path) -> None:
+        file = checked_path(path)
+        self._check()
+        self._owner.store.settle()
+        self._owner.together(
+            f"load of {self.title} from {file.name!r}",
+            lambda _: self._files.load(file, self._settings, self._optimizer),
+        )
+
+    def close(self) -> None:
+        owner = self._owner
+        if self._is_closed or owner.store.is_closed():
+            return
+        owner.store.check_may_wait()
+        owner.store.settle()
+        drop = owner.servers.drop_table
+        owner.together(f"close of {self.title}", lambda _: owner.store.wait(drop(self.parts)))
+        self._is_closed = True
+        owner.forget(self)
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        self._owner.store.check_may_wait()
+        if self._is_closed:
+            raise ClosedError(f"{self.title} is closed; create a new one")
+
+    def _ready_to_ask(self) -> None:
+        """Own pushes and pulls come first, as for a pull: what is asked goes another way."""
+        self._check()
+        exchange = self._owner.exchange
+        self._owner.store.wait(settled(exchange.unfinished([self.title])))
+        self._owner.store.check()
+
+
+def _different(ids: Ids) -> tuple[Ids, Ids | None]:
+    """The different ids, and for each of ``ids`` its place there; None where all are."""
+    if not len(ids):
+        return ids, None
+    unique, inverse = first_appearances(ids)
+    return (ids, None) if len(unique) == len(ids) else (unique, inverse)
+
+
+def _server(share: int) -> int:
+    return node_id(Role.SERVER, share)
+
+
+def _named(settings: Sequence[Any], optimizer: Sequence[Any]) -> str:
+    name, dim, dtype, init, number, capacity, ttl, admit_after, seed = settings
+    return (
+        f"{name!r}, {dim}, init={init}({number}), optimizer={optimizer or None}, "
+        f"capacity={capacity}, ttl={ttl}, admit_after={admit_after}, dtype={dtype}, seed={seed}"
+    )
+
+
+def _statistics_in(body: bytes) -> TableStatistics:
+    try:
+        return TableStatistics(*unpack(body, list)[0])
+    except TypeError as error:
+        raise ProtocolError("a server's statistics of a table are malformed") from error
+
+
+def _summed(found: Sequence[TableStatistics]) -> TableStatistics:
+    """Those of all shares together, each of which has counted all pushes."""
+    sums: dict[str, Any] = {
+        name: sum(getattr(each, name) for each in found)
+        for name in TableStatistics._fields
+        if name not in ("capacity", "limit_bytes", "pushes")
+    }
+    for name in ("capacity", "limit_bytes"):
+        parts = [getattr(each, name) for each in found]
+        sums[name] = None if None in parts else sum(parts)
+    return TableStatistics(**sums, pushes=max(each.pushes for each in found))

@@ -1,0 +1,394 @@
+"""Move values of a distributed store: turn calls into transfers to servers.
+
+The sum of a worker's devices' values (``arguments.py``) is sent in parts to the servers that hold
+the keys (``plan.py``), from where it lies or copied (``in_flight.py``), and answers land in the
+caller's arrays (``in_flight.py``). Calls that no thread waits for are batched first
+(``batching.py``). Rounds, order and delivery are the data plane's business
+(``pslite/plane``). Calls may come from any thread; values are copied out by the node's I/O thread.
+Nothing here waits. Next: ``store.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvstore.arrays.keys import Key
+from kvstore.errors import UnknownKeyError
+from kvstore.protocol.layout import message_bytes
+from kvstore.protocol.requests import KeyEntry
+from kvstore.stores.arguments import ByKeys, KeyList
+from kvstore.stores.base import Version
+from kvstore.stores.dist.batching import (
+    BatchedCall,
+    CallBatch,
+    Load,
+    Shape,
+    answer_for,
+    loads_of,
+    transfers_of,
+)
+from kvstore.stores.dist.compression import Coding
+from kvstore.stores.dist.in_flight import Frames, InFlight, Operation, copied, frames_of
+from kvstore.stores.dist.plan import (
+    Bytes,
+    Group,
+    Places,
+    group_bytes,
+    group_parts,
+    places_of,
+    scatter_into,
+)
+from kvstore.stores.dist.progress import progress_of
+from pslite import Future, Postoffice
+from pslite.errors import UsageError
+from pslite.future import completed
+from pslite.plane import Piece, Sink, Transfer
+
+#: A copy of up to this many bytes lies in ordinary memory: it is gathered into a message later.
+_SMALL_COPY_BYTES = 65_536
+#: Up to this many calls that come together are not a loop.
+_FEW_CALLS = 4
+#: Calls that no thread waits for go out when none has joined for this long, and after this many
+#: looks in any case. A loop over keys takes some 10 us a call, less than a thread may pause.
+_JOIN_S = 0.003
+_MAX_LOOKS = 5
+
+
+class DenseExchange:
+    """The pushes and pulls of one store on one worker."""
+
+    def __init__(self, node: Postoffice) -> None:
+        self._node = node
+        # Keeps the order of pushes and of what is submitted the same. No thread waits for an
+        # answer with it: what one thread waits for may depend on another's next push. Once the
+        # node has ended, what it is handed runs at once, on the thread that holds this: re-entrant.
+        self._lock = threading.RLock()
+        self._places: dict[Key, Places] = {}
+        self._plans = ByKeys(self._plan)
+        self._recipes = ByKeys(self._recipe)
+        #: Calls that others may join; None when there are none.
+        self._batch: CallBatch | None = None
+        #: How values are encoded; None: they are not.
+        self.coding: Coding | None = None
+        #: Another encoding is being agreed upon.
+        self._is_changing = False
+        #: Whether many calls came together the last time.
+        self._is_in_loop = False
+        node.traffic.add_owner(self)
+        self._progress = progress_of(node)
+        self.entries: dict[Key, KeyEntry] = {}
+        #: The parts of each growing table, by what it is called (``tables.py``).
+        self.tables: dict[str, range] = {}
+        self.pushes = InFlight()
+        self.pulls = InFlight()
+        self.counters = {"pushes": 0, "pulls": 0, "bytes_pushed": 0, "bytes_pulled": 0}
+        #: How large messages of gathered values should be.
+        self.message_bytes = message_bytes(node.config, by_tcp=not node.nearby.is_on_one_machine)
+
+    def name_of(self, part: int) -> str | None:
+        """The key or table that a part belongs to, for reports (``pslite/node/data.py``)."""
+        for title, parts in list(self.tables.items()):
+            if part in parts:
+                return title
+        for entry in list(self.entries.values()):
+            if part in entry.parts:
+                which = f" (part {part - entry.first_part + 1} of {len(entry.parts)})"
+                return f"key {entry.key!r}" + (which if len(entry.parts) > 1 else "")
+        return None
+
+    def add(self, entries: Iterable[KeyEntry]) -> None:
+        """These keys can be used from now on."""
+        for entry in entries:
+            if not entry.is_row_sparse:  # those are the business of row_exchange.py
+                self._places[entry.key] = places_of(entry)
+            self.entries[entry.key] = entry
+
+    @contextmanager
+    def changing_coding(self) -> Iterator[None]:
+        """While another encoding is agreed upon, pushes and pulls raise ``UsageError``."""
+        with self._lock:
+            self.check_coding(self.coding)
+            self._is_changing = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_changing = False
+
+    def set_coding(self, coding: Coding | None) -> None:
+        """Encode values so from now on. Nothing is in flight, within ``changing_coding``."""
+        with self._lock:
+            self.coding = coding
+            self._plans.forget()
+            self._recipes.forget()
+
+    def check_coding(self, coding: Coding | None) -> None:
+        """Raise ``UsageError`` unless what was encoded by this one may be sent."""
+        if self._is_changing or self.coding is not coding:
+            raise UsageError(
+                "another thread is calling set_gradient_compression: no thread may init, push or "
+                "pull until it returns"
+            )
+
+    def remove(self, keys: Sequence[Key]) -> None:
+        """These keys are gone."""
+        gone = [entry for key in keys if (entry := self.entries.pop(key, None)) is not None]
+        for key in keys:
+            self._places.pop(key, None)
+        if self.coding is not None:
+            self.coding.forget(gone)
+        self._progress.forget(id(self), keys)
+        self._plans.forget()
+        self._recipes.forget()
+        self.pushes.forget(keys)
+        self.pulls.forget(keys)
+        parts = [part for entry in gone for part in entry.parts]
+        self._node.errands.call(lambda: self._node.traffic.forget(parts))
+
+    def remove_table(self, title: str) -> None:
+        """This growing table is gone."""
+        parts = self.tables.pop(title, range(0))
+        self._progress.forget(id(self), [title])
+        self.pushes.forget([title])
+        self.pulls.forget([title])
+        self._node.errands.call(lambda: self._node.traffic.forget(parts))
+
+    def begin(
+        self,
+        keys: KeyList,
+        sources: Sequence[Bytes] | None,
+        targets: Sequence[Bytes] | None,
+        priority: int,
+        *,
+        copy: bool,
+        versions: dict[int, int] | None = None,
+        coding: Coding | None = None,
+    ) -> Operation:
+        """Push ``sources``, pull into ``targets``, or both; ``copy`` frees the sources at once.
+
+        Else they must stay unchanged until the operation is over, which keeps them. Both have
+        the flat memory of each key's value, or of what ``coding`` has made of it to be pushed.
+        ``versions`` is filled with the version of each part that is pulled.
+        """
+        if sources is None:
+            coding = self.coding
+        self.check_coding(coding)
+        groups = self._plans.of(keys.keys)
+        frames: Sequence[Frames | None] = [None] * len(groups)
+        if sources is not None:
+            if copy:
+                frames = [copied(self._node, group, sources) for group in groups]
+            else:
+                frames = frames_of(self._node, groups, sources, targets, keys.nbytes)
+        operation = Operation(len(groups), lambda: answer_for(keys.keys))
+        for group, own in zip(groups, frames, strict=True):
+            sink = None if targets is None else scatter_into(group, targets)
+            if sink is not None and versions is not None:
+                sink = _noting_versions(sink, group, versions)
+            transfer = Transfer(
+                group.server,
+                group.parts,
+                group.pull_sizes,
+                own,
+                sink,
+                operation.part_done,
+                priority,
+                push_sizes=group.to_push.sizes,
+            )
+            operation.transfers.append(transfer)
+        pushes, pulls = sources is not None, targets is not None
+        self.submit(keys, operation, coding, pushes=pushes, pulls=pulls)
+        return operation
+
+    def submit(
+        self,
+        keys: KeyList,
+        operation: Operation,
+        coding: Coding | None,
+        *,
+        pushes: bool,
+        pulls: bool,
+        nbytes: int | None = None,
+    ) -> None:
+        """Send an operation for these keys, after all that was said before; and count its bytes.
+
+        ``coding`` is what was in use when it was made; ``nbytes`` where they are not those of the
+        keys' whole values. Raises ``UsageError`` while the encoding changes.
+        """
+        self._node.errands.check_process()
+        with self._lock:
+            self.check_coding(coding)
+            self.send_joined()  # what comes now comes after this
+            self._node.submit(operation.transfers)
+            # Afterwards: what an interrupt kept from being sent would be waited for without end.
+            self._note(keys, operation.future, pushes=pushes, pulls=pulls, nbytes=nbytes)
+
+    def _note(
+        self,
+        keys: KeyList,
+        future: Future[None],
+        *,
+        pushes: bool,
+        pulls: bool,
+        nbytes: int | None = None,
+    ) -> None:
+        counters = self.counters
+        nbytes = keys.nbytes if nbytes is None else nbytes
+        if pushes:
+            self.pushes.add(keys.keys, future)
+            counters["pushes"] += 1
+            counters["bytes_pushed"] += nbytes
+            if keys.keys:
+                self._progress.pushed(id(self), keys.keys[0])
+        if pulls:
+            self.pulls.add(keys.keys, future)
+            counters["pulls"] += 1
+            counters["bytes_pulled"] += nbytes
+
+    # -- calls that may be joined ------------------------------------------------------
+
+    def join(
+        self,
+        keys: KeyList,
+        sources: Sequence[Bytes] | None,
+        targets: Sequence[Bytes] | None,
+        priority: int,
+        coding: Coding | None = None,
+    ) -> Future[None]:
+        """``begin``, together with others that come soon, unless ``send_joined`` is called.
+
+        The sources are copied. The future completes on the I/O thread.
+        """
+        if not keys.keys:
+            return completed(None)
+        self._node.errands.check_process()
+        pushes = sources is not None
+        with self._lock:
+            self.check_coding(coding if pushes else self.coding)
+            batch = self._batch
+            if batch is not None and sources is None and targets is not None:
+                last = batch.pull_last(keys.keys, targets, priority, keys.nbytes)
+                if last is not None:
+                    self._note(keys, last, pushes=False, pulls=True)
+                    return last
+            if batch is not None and not batch.has_room(keys.nbytes, pushes=pushes):
+                self.send_joined()
+                batch = None
+            if batch is None:
+                batch = self._begin_batch()
+            copies = None
+            if sources is not None:
+                copies = batch.stage(sources, keys.nbytes) or list(map(self._copy, sources))
+            call = BatchedCall(keys.keys, copies, targets, priority)
+            batch.add(call, keys.nbytes)
+            if self._batch is None:
+                self._open(batch)
+            # As in submit.
+            self._note(keys, call, pushes=pushes, pulls=targets is not None)
+        return call
+
+    def send_joined(self) -> None:
+        """Let calls go that wait for others to join them. From any thread."""
+        if self._batch is None:
+            return
+        with self._lock:
+            batch, self._batch = self._batch, None
+            if batch is not None:
+                self._node.errands.call(lambda: self._take(batch))
+
+    def _begin_batch(self) -> CallBatch:
+        # One call alone is not worth so much memory.
+        staging = self._node.buffer(self.message_bytes) if self._is_in_loop else None
+        return CallBatch(self.message_bytes, self.send_joined, staging)
+
+    def _open(self, batch: CallBatch) -> None:
+        """Let others join; it goes out in a moment if no thread waits for it."""
+        self._batch = batch
+        try:
+            self._node.errands.call_later(_JOIN_S, lambda: self._look_at(batch, 0, 1))
+        except BaseException:
+            self._batch = None  # its calls may not have been told of it
+            raise
+
+    def _look_at(self, batch: CallBatch, count: int, look: int) -> None:
+        """Send a batch that does not grow any more; it had ``count`` calls. On the I/O thread."""
+        now = len(batch.calls)
+        if batch is not self._batch or now == count or look == _MAX_LOOKS:
+            self._take(batch)
+        else:
+            self._node.errands.call_later(_JOIN_S, lambda: self._look_at(batch, now, look + 1))
+
+    def _copy(self, source: Bytes) -> Bytes:
+        if len(source) <= _SMALL_COPY_BYTES:
+            copied: Bytes = source.copy()
+            return copied
+        copy = self._node.buffer(len(source))
+        copy[:] = source
+        return copy
+
+    def _take(self, batch: CallBatch) -> None:
+        """Send what has come together. On the I/O thread."""
+        with self._lock:
+            if self._batch is batch:
+                self._batch = None
+            if batch.is_taken:
+                return
+            batch.is_taken = True
+            self._is_in_loop = len(batch.calls) > _FEW_CALLS
+        calls: Sequence[BatchedCall] = batch.calls
+        staging = batch.staging
+        try:
+            shapes = tuple([call.shape for call in calls])
+            recipe = self._recipes.get(shapes)
+            if recipe is None:
+                calls = list(self._known(calls))
+                staging = staging if len(calls) == len(shapes) else None
+                recipe = self._recipes.of(tuple([call.shape for call in calls]))
+            transfers = transfers_of(self._node, recipe, calls, staging)
+        except Exception as error:  # a bug; a waiting thread must not wait for ever
+            for call in calls:
+                call.let_go()
+                call.set_error(error)
+            return
+        self._node.traffic.submit(transfers)
+
+    def _known(self, calls: Sequence[BatchedCall]) -> Iterator[BatchedCall]:
+        """The calls whose keys no other thread has deleted meanwhile; the rest end in an error."""
+        for call in calls:
+            gone = [key for key in call.shape[0] if key not in self.entries]
+            if gone:
+                call.let_go()
+                call.set_error(UnknownKeyError(f"the key {gone[0]!r} was deleted"))
+            else:
+                yield call
+
+    def _recipe(self, shapes: Sequence[Shape]) -> Sequence[Load]:
+        return loads_of(shapes, self.entries, self._plan)
+
+    def _plan(self, keys: Sequence[Key]) -> list[Group]:
+        nbytes = sum(self.entries[key].spec.nbytes for key in keys)
+        by_tcp = not self._node.nearby.is_on_one_machine
+        limit = group_bytes(self._node.config, nbytes, by_tcp=by_tcp)
+        groups = group_parts([self._places[key] for key in keys], limit)
+        coding = self.coding
+        return groups if coding is None else [coding.applied(group, keys) for group in groups]
+
+    def version(self, key: Key, versions: dict[int, int]) -> Version:
+        """The version of a key whose parts' versions were noted."""
+        return Version(versions[part] for part in self.entries[key].parts)
+
+    def unfinished(self, keys: Iterable[Key] | None = None) -> list[Future[None]]:
+        """Every push and pull of these keys (None: of any) that is not over."""
+        chosen = None if keys is None else list(keys)
+        return [*self.pushes.of(chosen), *self.pulls.of(chosen)]
+
+
+def _noting_versions(sink: Sink, group: Group, versions: dict[int, int]) -> Sink:
+    def note(indices: Sequence[int], pieces: Sequence[Piece], found: Sequence[int]) -> None:
+        sink(indices, pieces, found)
+        for index, version in zip(indices, found, strict=True):
+            versions[group.parts[index]] = version
+
+    return note

@@ -1,0 +1,84 @@
+"""``mx.nd.NDArray`` in stores, without importing it before it is used.
+
+``arrays/pending.py`` and ``mxnet/nd/ndarray.py`` say how such arrays wait for values that come
+later.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from kvstore.arrays import Array
+from kvstore.arrays.pending import begin
+from pslite import Future
+
+_wrapped = attrgetter("_array")
+_uses = attrgetter("_uses")
+
+
+def _module() -> Any:
+    """``kvstore.ndarray`` if it was imported: else there is no such array."""
+    return sys.modules.get("kvstore.mxnet.nd.ndarray")
+
+
+def lazy_arrays(groups: Mapping[Any, Sequence[Array]]) -> list[Array] | None:
+    """All arrays to fill, if each of them is lazy; else None. None as well for no array."""
+    module = _module()
+    if module is None:
+        return None
+    arrays = [array for group in groups.values() for array in group]
+    if not arrays or not all(isinstance(array, module.NDArray) for array in arrays):
+        return None
+    return arrays
+
+
+def wrapped_one(value: object) -> Array | None:
+    """``wrapped``, for a single value."""
+    module = sys.modules.get("kvstore.mxnet.nd.ndarray")
+    return value._array if module is not None and type(value) is module.NDArray else None  # type: ignore[attr-defined]
+
+
+def wrapped(values: Sequence[object]) -> list[Array] | None:
+    """What lazy arrays wrap, if all of these are lazy; values may still be on their way there."""
+    module = _module()
+    if module is None or not values or type(values[0]) is not module.NDArray:
+        return None
+    if set(map(type, values)) != {module.NDArray}:
+        return None
+    return list(map(_wrapped, values))
+
+
+def wait_to_read(arrays: Iterable[Array]) -> None:
+    """Return when nothing is being written to these lazy arrays any more."""
+    for array in arrays:
+        array._memory()
+
+
+def wait_to_write(arrays: Iterable[Array]) -> None:
+    """Return when no call of a store works in these lazy arrays any more."""
+    for array in arrays:
+        array._memory_to_write()
+
+
+def unwrapped(arrays: Iterable[Array]) -> list[Array]:
+    """The arrays that lazy ones wrap, once these may be written; others as they are.
+
+    Work that continues when a call has returned must use these: the I/O thread, which would
+    bring what a lazy array waits for, must not wait for it.
+    """
+    module = _module()
+    if module is None:
+        return list(arrays)
+    return [
+        array._memory_to_write() if isinstance(array, module.NDArray) else array for array in arrays
+    ]
+
+
+def begin_writing(
+    future: Future[Any], arrays: Sequence[Array], wait: Callable[[Future[Any]], Any]
+) -> None:
+    """From now on accesses to these lazy arrays wait for ``future``."""
+    begin(future, map(_uses, arrays), (), wait)

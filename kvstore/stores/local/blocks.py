@@ -1,0 +1,449 @@
+"""Sum and update keys on the host in blocks, and check that arrays do not overlap.
+
+Where arrays do not overlap, the order of reads and writes makes no difference, and they may
+happen on several threads and in one pass. Arrays that own their memory are told apart by being
+different objects; only for views are addresses looked at. The answer may be "no" where the truth is
+"yes" (views with strides that interleave), never the other way round. Pure: no value is read.
+
+The work of a call on the host's memory: cut into blocks, which all cores share.
+
+``Blocks`` is made once for a list of keys. Large keys are cut into blocks that stay in a
+core's cache; small ones that are neighbours on a shelf make a block together. For each block
+the contributions are added, the weights updated and, when the call has arrays to fill, these
+are written while the block is still in the cache. Every operation is elementwise (an optimizer
+of scope ``"key"`` has its keys whole, each on one thread, one of scope ``"row"`` whole rows), so
+neither the blocks nor the threads can change a bit. The store's lock guards everything here; the
+tasks themselves run on the caller's thread and on those of ``arrays/cpu/threads.py``. Read next:
+``arrays/cpu/sums.py`` for the arithmetic.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, pairwise, repeat
+from operator import attrgetter, is_not
+from typing import Any
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+from kvstore.arrays.cpu import kernels
+from kvstore.arrays.cpu.sums import Flat, Workspaces, add_up, update_block
+from kvstore.arrays.cpu.threads import Cores, Failure, Task, shared
+from kvstore.arrays.dtypes import accumulation_dtype
+from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.states import create_state
+from kvstore.stores.local.memory import Shelf, StoredKey
+
+Arrays = Sequence[np.ndarray[Any, Any]]
+
+_base = attrgetter("base")
+
+
+def are_apart(writes: Sequence[Arrays], reads: Sequence[Arrays] = ()) -> bool:
+    """Whether no array of ``writes`` shares memory with another of them, or with one of ``reads``.
+
+    Both have a row of arrays for each key. One that stands in the same key's rows of both, or
+    whose twin with the same memory and layout does, is not a conflict: each of its elements is
+    read before it is written.
+    """
+    written = list(chain.from_iterable(writes))
+    read = [] if reads is writes else list(chain.from_iterable(reads))
+    if _all_own_their_memory(written) and _all_own_their_memory(read):
+        owners = set(map(id, written))
+        if len(owners) == len(written) and owners.isdisjoint(map(id, read)):
+            return True
+    return _have_disjoint_addresses(writes, () if reads is writes else reads)
+
+
+def _all_own_their_memory(arrays: Arrays) -> bool:
+    return not any(map(is_not, map(_base, arrays), repeat(None)))
+
+
+def _have_disjoint_addresses(writes: Sequence[Arrays], reads: Sequence[Arrays]) -> bool:
+    ranges = sorted(_ranges(writes), key=lambda item: item[:2])
+    for (_, high, _, _), (low, _, _, _) in pairwise(ranges):
+        if low < high:
+            return False
+    lows = [low for low, _, _, _ in ranges]
+    for low, high, row, array in _ranges(reads):
+        # The ranges are disjoint and in order: the last that begins below `high` reaches furthest.
+        index = bisect_right(lows, high - 1) - 1
+        if index < 0 or ranges[index][1] <= low:
+            continue
+        _, _, row_written, written = ranges[index]
+        if row != row_written or not _are_twins(written, array):
+            return False
+    return True
+
+
+def _ranges(rows: Sequence[Arrays]) -> Iterable[tuple[int, int, int, np.ndarray[Any, Any]]]:
+    """(first address, address behind the last, row, array) of every array that is not empty."""
+    for number, row in enumerate(rows):
+        for array in row:
+            if array.size:
+                yield (*byte_bounds(array), number, array)
+
+
+def _are_twins(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    return (
+        byte_bounds(one) == byte_bounds(other)
+        and one.strides == other.strides
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+    )
+
+
+HostArray = np.ndarray[Any, Any]
+Row = Sequence[HostArray]
+"""One key's arrays in a call: one for each device."""
+
+SPAN_ELEMENTS = 131072
+"""Numbers in a block: 512 KiB of float32 for each operand. On one thread it costs what a quarter
+of it costs; two threads, which wait for each other's interpreter lock between any two of NumPy's
+operations, wait half as often as with half of it (``docs/performance.md``)."""
+
+SHARED_BYTES = 1 << 20
+"""Work on fewer bytes is done before another thread would be awake."""
+
+_ALONE = Cores(1)
+
+
+@dataclass(slots=True)
+class _Neighbours:
+    """Keys that lie one after the other on a shelf, together no longer than a block."""
+
+    shelf: Shelf
+    start: int
+    stop: int
+    indices: list[int]
+    entries: list[StoredKey]
+
+
+@dataclass(slots=True)
+class _Round:
+    """What the tasks of one call have in common."""
+
+    optimizer: Optimizer | None
+    workspaces: Workspaces
+
+
+class Blocks:
+    """The keys of a call, all on the host and each once, in the order of the call."""
+
+    def __init__(self, entries: Sequence[StoredKey]) -> None:
+        self.entries = tuple(entries)
+        self.nbytes = sum(entry.spec.nbytes for entry in entries)
+        self._expected = [tuple(entry.spec) for entry in entries]
+        self._large = [index for index, entry in enumerate(entries) if entry.shelf is None]
+        self._neighbours = list(_neighbours(self.entries))
+        self._optimizer: Optimizer | None = None
+        self._variants: list[Optimizer] = []
+
+    # -- what callers pass -------------------------------------------------------------
+
+    def plain_rows(self, values: object, *, are_written: bool) -> list[Row] | None:
+        """The rows of a call, if they are NumPy's arrays of the keys' very shapes and dtypes.
+
+        None for everything else, be it right or wrong: then the checks of ``KeyTable`` decide.
+        ``values`` is parallel to the keys; its items are arrays or lists of arrays.
+        """
+        if type(values) not in (list, tuple) or len(values) != len(self._expected):  # type: ignore[arg-type]
+            return None
+        rows: list[Row] = []
+        for item, (shape, dtype) in zip(values, self._expected, strict=True):  # type: ignore[call-overload]
+            row = item if type(item) in (list, tuple) else (item,)
+            for array in row:
+                if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
+                    return None
+                if are_written and not array.flags.writeable:
+                    return None
+            if not row:
+                return None
+            rows.append(row)
+        return rows
+
+    # -- what a call does --------------------------------------------------------------
+
+    def apply(
+        self,
+        rows: Sequence[Row],
+        optimizer: Optimizer | None,
+        workspaces: Workspaces,
+        outs: Sequence[Row] | None = None,
+    ) -> None:
+        """Add each key's row up and update the key by it, or set it to the sum.
+
+        Rows have the shapes and dtypes of their keys and are only read. With ``outs``, arrays
+        of the keys' shapes and any dtypes, the new values are written there too: in the same
+        pass, if that cannot be told from two calls. When an optimizer raises, other keys of the
+        call may have been updated or not; counts and versions are of those that were.
+        """
+        fused = outs if outs is not None and are_apart(outs, rows) else None
+        self._begin(optimizer)
+        tasks, of_tasks, late = self._tasks(rows, _Round(optimizer, workspaces), fused)
+        nbytes = self.nbytes * (len(rows[0]) if rows else 0)
+        cores = shared() if nbytes >= SHARED_BYTES else _ALONE
+        self._end(cores.run(tasks), of_tasks, optimizer)
+        if fused is not None:
+            self._write_whole(late)
+        elif outs is not None:
+            self.fill(outs)
+
+    def fill(self, outs: Sequence[Row]) -> None:
+        """Write each key's value into all arrays of its row.
+
+        Somebody may give one array for two keys: then the later key wins, as in a loop.
+        """
+        nbytes = self.nbytes * (len(outs[0]) if outs else 0)
+        if nbytes < SHARED_BYTES or not are_apart(outs):
+            with np.errstate(all="ignore"):
+                _write_all(self.entries, outs)
+            return
+        tasks: list[Task] = [
+            partial(_write_all, group.entries, [outs[index] for index in group.indices])
+            for group in self._neighbours
+        ]
+        late: list[tuple[StoredKey, HostArray]] = []
+        for index in self._large:
+            entry = self.entries[index]
+            targets, others = _flat_targets(outs[index])
+            late += [(entry, out) for out in others]
+            flat = entry.flat
+            tasks += [
+                partial(_write_span, flat[start:stop], start, stop, targets)
+                for start, stop in _spans(len(flat))
+            ]
+        _raise(shared().run(tasks))
+        self._write_whole(late)
+
+    def _write_whole(self, late: Sequence[tuple[StoredKey, HostArray]]) -> None:
+        """Fill arrays that cannot be written in blocks: large ones with strides."""
+        if late:
+            _raise(shared().run([partial(_write, entry, (out,)) for entry, out in late]))
+
+    # -- updates -----------------------------------------------------------------------
+
+    def _begin(self, optimizer: Optimizer | None) -> None:
+        """Make missing states, and count the update and the push."""
+        if optimizer is not None:
+            if optimizer is not self._optimizer:
+                self._variants = [
+                    optimizer.for_key(entry.key, entry.spec.width) for entry in self.entries
+                ]
+                self._optimizer = optimizer
+            for entry in self.entries:
+                if entry.state is None:
+                    entry.keep_state(create_state(optimizer, entry.flat), entry.count)
+        for entry in self.entries:
+            entry.version += 1
+            entry.count += optimizer is not None
+
+    def _end(
+        self,
+        failure: Failure | None,
+        of_tasks: Sequence[Sequence[StoredKey]],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Raise the first task's error, after the counts of what was not done were put back."""
+        if failure is None:
+            return
+        begun = {
+            id(entry)
+            for index, entries in enumerate(of_tasks)
+            if index not in failure.not_begun
+            for entry in entries
+        }
+        unfinished = {id(entry) for index in failure.not_done for entry in of_tasks[index]}
+        for entry in self.entries:
+            entry.version -= id(entry) in unfinished
+            if optimizer is not None and id(entry) not in begun:
+                entry.count -= 1
+        raise failure.error
+
+    def _tasks(
+        self, rows: Sequence[Row], call: _Round, outs: Sequence[Row] | None
+    ) -> tuple[list[Task], list[Sequence[StoredKey]], list[tuple[StoredKey, HostArray]]]:
+        """The tasks, the keys of each, and what is to be filled after them."""
+        tasks: list[Task] = []
+        of_tasks: list[Sequence[StoredKey]] = []
+        late: list[tuple[StoredKey, HostArray]] = []
+        for group in self._neighbours:
+            chosen = [self._variant(index, call) for index in group.indices]
+            mine = [rows[index] for index in group.indices]
+            theirs = None if outs is None else [outs[index] for index in group.indices]
+            work = _update_together if _can_be_one(group, chosen) else _update_singly
+            tasks.append(partial(work, group, chosen, mine, theirs, call.workspaces))
+            of_tasks.append(group.entries)
+        for index in self._large:
+            entry, optimizer = self.entries[index], self._variant(index, call)
+            row = [array.reshape(-1) for array in rows[index]]
+            targets, others = _flat_targets(() if outs is None else outs[index])
+            late += [(entry, out) for out in others]
+            size, step = entry.spec.num_elements, SPAN_ELEMENTS
+            if optimizer is not None:
+                step = optimizer.block_length(size, step)
+            for span in _spans(size, step):
+                tasks.append(
+                    partial(_update_span, entry, span, optimizer, row, targets, call.workspaces)
+                )
+                of_tasks.append((entry,))
+        return tasks, of_tasks, late
+
+    def _variant(self, index: int, call: _Round) -> Optimizer | None:
+        return None if call.optimizer is None else self._variants[index]
+
+
+def _neighbours(entries: Sequence[StoredKey]) -> Iterator[_Neighbours]:
+    shelves: dict[int, list[tuple[int, int, int, StoredKey]]] = {}
+    for index, entry in enumerate(entries):
+        if entry.shelf is not None:
+            row = (entry.start, entry.stop, index, entry)
+            shelves.setdefault(id(entry.shelf), []).append(row)
+    for found in shelves.values():
+        group: _Neighbours | None = None
+        for start, stop, index, entry in sorted(found, key=lambda row: row[:2]):
+            fits = group is not None and group.stop == start
+            if group is None or not fits or stop - group.start > SPAN_ELEMENTS:
+                if group is not None:
+                    yield group
+                assert entry.shelf is not None
+                group = _Neighbours(entry.shelf, start, stop, [], [])
+            group.stop = stop
+            group.indices.append(index)
+            group.entries.append(entry)
+        if group is not None:
+            yield group
+
+
+def _can_be_one(group: _Neighbours, chosen: Sequence[Optimizer | None]) -> bool:
+    """Whether all keys would be updated by the same numbers."""
+    first, optimizer = group.entries[0], chosen[0]
+    if optimizer is None:
+        dtype = first.spec.dtype
+        return accumulation_dtype(dtype) == dtype
+    if optimizer.scope == "key" or first.shelved is None:
+        return False
+    if any(variant is not optimizer for variant in chosen):
+        return False
+    return all(
+        entry.count == first.count and entry.shelved == first.shelved for entry in group.entries
+    )
+
+
+def _spans(size: int, step: int = SPAN_ELEMENTS) -> Iterator[tuple[int, int]]:
+    for start in range(0, size, step):
+        yield start, min(start + step, size)
+
+
+def _flat_targets(outs: Row) -> tuple[list[Flat], list[HostArray]]:
+    """Arrays to fill that can be cut into blocks, as 1-D views, and those that cannot."""
+    flat, others = [], []
+    for out in outs:
+        if out.ndim == 1 or out.flags.c_contiguous:
+            flat.append(out.reshape(-1))
+        else:
+            others.append(out)
+    return flat, others
+
+
+# -- the tasks -----------------------------------------------------------------------------
+
+
+def _update_together(
+    group: _Neighbours,
+    chosen: Sequence[Optimizer | None],
+    rows: Sequence[Row],
+    outs: Sequence[Row] | None,
+    workspaces: Workspaces,
+) -> None:
+    weight = group.shelf.values[group.start : group.stop]
+    first, optimizer = group.entries[0], chosen[0]
+    state: list[Flat] = []
+    if optimizer is not None:
+        state = [
+            group.shelf.state(index, dtype)[group.start : group.stop]
+            for index, dtype in enumerate(first.shelved or ())
+        ]
+    if kernels.apply(weight, rows, optimizer, state, first.count, outs or ()):
+        return
+    workspace = workspaces.take()
+    total = weight
+    if optimizer is not None:
+        total = workspace.block(0, accumulation_dtype(weight.dtype), len(weight))
+    for entry, row in zip(group.entries, rows, strict=True):
+        own = total[entry.start - group.start : entry.stop - group.start]
+        add_up(row, own.reshape(entry.spec.shape) if len(entry.spec.shape) != 1 else own)
+    if optimizer is not None:
+        update_block(weight, total, optimizer, state, first.count, workspace)
+    workspaces.give(workspace)
+    if outs is not None:
+        _write_all(group.entries, outs)
+
+
+def _update_singly(
+    group: _Neighbours,
+    chosen: Sequence[Optimizer | None],
+    rows: Sequence[Row],
+    outs: Sequence[Row] | None,
+    workspaces: Workspaces,
+) -> None:
+    for entry, optimizer, row in zip(group.entries, chosen, rows, strict=True):
+        flat = [array.reshape(-1) for array in row]
+        _update_span(entry, (0, entry.spec.num_elements), optimizer, flat, (), workspaces)
+    if outs is not None:
+        _write_all(group.entries, outs)
+
+
+def _update_span(
+    entry: StoredKey,
+    span: tuple[int, int],
+    optimizer: Optimizer | None,
+    row: Sequence[Flat],
+    targets: Sequence[Flat],
+    workspaces: Workspaces,
+) -> None:
+    start, stop = span
+    weight = entry.flat[start:stop]
+    parts = [array[start:stop] for array in row]
+    outs = [target[start:stop] for target in targets]
+    state = () if optimizer is None else [array[start:stop] for array in entry.state or ()]
+    if kernels.apply(weight, (parts,), optimizer, state, entry.count, (outs,)):
+        return
+    workspace = workspaces.take()
+    working = accumulation_dtype(weight.dtype)
+    total = weight
+    if optimizer is not None or (weight.dtype != working and len(row) > 1):
+        total = workspace.block(0, working, stop - start)
+    add_up(parts, total)
+    if optimizer is not None:
+        update_block(weight, total, optimizer, state, entry.count, workspace)
+    elif total is not weight:
+        np.copyto(weight, total, casting="unsafe")
+    workspaces.give(workspace)
+    for out in outs:
+        out[...] = weight
+
+
+def _write_all(entries: Sequence[StoredKey], outs: Sequence[Row]) -> None:
+    for entry, row in zip(entries, outs, strict=True):
+        _write(entry, row)
+
+
+def _write(entry: StoredKey, outs: Row) -> None:
+    weight = entry.weight
+    for out in outs:
+        out[...] = weight
+
+
+def _write_span(weight: Flat, start: int, stop: int, targets: Sequence[Flat]) -> None:
+    for target in targets:
+        target[start:stop] = weight
+
+
+def _raise(failure: Failure | None) -> None:
+    if failure is not None:
+        raise failure.error

@@ -1,0 +1,129 @@
+"""Gradient compression in one process: pass values through a key's codecs.
+
+What is added up is what another machine would have received, so a script behaves as it will with
+servers. As in MXNet's ``device`` store every device's values are encoded, also when there is one;
+each device has a residual of its own for each key. The caller holds the store's lock. Read next:
+``compression/config.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.arrays.cpu.sums import Flat
+from kvstore.arrays.keys import Key, KeySpec
+from kvstore.checkpoint.residuals import fitting, read_residuals, save_residuals
+from kvstore.compression import Chain, Compression, Draw, Residual, Residuals
+from kvstore.compression.config import rows_refused, value_refused
+from kvstore.errors import ArgumentValueError, NotSupportedError
+from kvstore.sparse.array import RowSparseArray
+from kvstore.stores.arguments import KeyTable
+
+
+class LocalCoding:
+    """The encoding of one store in one process."""
+
+    def __init__(self, compression: Compression, table: KeyTable) -> None:
+        self.compression = compression
+        self.residuals = Residuals()
+        self._table = table
+        #: How often each key was pushed.
+        self._rounds: Counter[Key] = Counter()
+
+    def passed(self, groups: Mapping[Key, Sequence[Array]]) -> list[list[Array]]:
+        """For each key its arrays, or what comes out of their codecs: new arrays on the host.
+
+        ``groups`` fit their keys and are only read. Raises ``NotSupportedError`` for row-sparse
+        values of a key that is compressed and ``ArgumentValueError`` for numbers that a codec
+        cannot carry, before anything has changed.
+        """
+        chains = {key: self._chain(key) for key in groups}
+        hosts: dict[Key, list[np.ndarray[Any, Any]]] = {}
+        for key, arrays in groups.items():
+            chain = chains[key]
+            if chain is not None:
+                hosts[key] = [self._on_host(key, array) for array in arrays]
+                for host in hosts[key]:
+                    chain.check(host)
+        return [
+            list(arrays) if (chain := chains[key]) is None else self._pass(key, chain, hosts[key])
+            for key, arrays in groups.items()
+        ]
+
+    def _on_host(self, key: Key, array: Array) -> np.ndarray[Any, Any]:
+        if isinstance(array, RowSparseArray) or self._table.is_row_sparse(key):
+            raise NotSupportedError(rows_refused(key))
+        return adapter_for(array).to_host(array)
+
+    def _chain(self, key: Key) -> Chain | None:
+        spec: KeySpec = self._table.spec(key)
+        return self.compression.chain_for(key, spec.nbytes, spec.dtype)
+
+    def _pass(self, key: Key, chain: Chain, hosts: Sequence[np.ndarray[Any, Any]]) -> list[Array]:
+        self._rounds[key] += 1
+        draw = Draw(round=self._rounds[key])
+        passed: list[Array] = []
+        for device, host in enumerate(hosts):
+            residual = None
+            if chain.has_feedback:
+                residual = self.residuals.of(key, host.size, host.dtype, device)
+            passed.append(_through(chain, host, residual, draw))
+        return passed
+
+    @property
+    def encodes_pulls(self) -> bool:
+        """Whether the values of any key come back through a codec."""
+        return any(rule.pull is not None for rule in self.compression.rules)
+
+    def pulled(self, key: Key, weight: Array) -> np.ndarray[Any, Any] | None:
+        """A dense key's value as it comes back: a new array on the host; None: as it is.
+
+        Raises ``ArgumentValueError`` for numbers that the codec cannot carry.
+        """
+        spec = self._table.spec(key)
+        chain = self.compression.pull_chain_for(key, spec.nbytes, spec.dtype)
+        if chain is None:
+            return None
+        host = adapter_for(weight).to_host(weight)
+        try:
+            chain.check(host)
+        except ArgumentValueError:
+            raise ArgumentValueError(value_refused(key, chain)) from None
+        return _through(chain, host, None, Draw())
+
+    def save(self, path: Path) -> None:
+        """Write the residuals. Raises ``CheckpointError``."""
+        save_residuals(path, self.compression, self.residuals, 1)
+
+    def read(self, path: Path) -> list[Residual]:
+        """Read the residuals of this file; nothing changes. Raises ``CheckpointError``."""
+        return read_residuals(path, self.compression, 1)
+
+    def restore_residuals(self, saved: Iterable[Residual]) -> None:
+        """Owe what fits the keys that there are now, and nothing else."""
+        keys = self._table.keys()
+        specs = dict(zip(keys, map(self._table.spec, keys), strict=True))
+        self.residuals.restore(fitting(saved, specs))
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """These keys are gone, and owe nothing."""
+        self.residuals.forget(keys)
+        for key in keys:
+            self._rounds.pop(key, None)
+
+
+def _through(
+    chain: Chain, host: np.ndarray[Any, Any], residual: Flat | None, draw: Draw
+) -> np.ndarray[Any, Any]:
+    """What arrives of an array: a new one."""
+    data = np.empty(chain.encoded_bytes(host.size, host.dtype), np.uint8)
+    chain.encode_into(host, data, residual=residual, draw=draw)
+    out = np.empty(host.shape, host.dtype)
+    chain.decode_from(data, out)
+    return out

@@ -1,0 +1,161 @@
+"""Memory of the keys of a store in one process; small keys lie side by side.
+
+A key of a few hundred numbers costs more for the calls that update it than for the numbers.
+So small keys lie on shelves, one after the other in the order of ``init``, and what the
+optimizer keeps for them lies on the same shelf in the same order: ``blocks.py`` updates
+neighbours as one array. A large key has memory of its own. Nothing here computes; the store's
+lock guards it. Read next: ``blocks.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstore.arrays import Array
+from kvstore.arrays.context import Context
+from kvstore.arrays.cpu.sums import BLOCK_ELEMENTS, Flat
+from kvstore.arrays.keys import Key, KeySpec
+
+if TYPE_CHECKING:
+    from kvstore.sparse.table import RowTable
+
+HOST = Context("cpu", 0)
+
+SMALL_ELEMENTS = BLOCK_ELEMENTS
+"""A key with more elements has memory of its own."""
+
+SHELF_ELEMENTS = 8 * BLOCK_ELEMENTS
+"""2 MiB of float32, reserved; the system gives memory for what is used of it."""
+
+
+class Shelf:
+    """Memory for neighbouring keys of one dtype. It lives as long as one of them."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.values: Flat = np.empty(SHELF_ELEMENTS, dtype)
+        self.used = 0
+        self._states: dict[tuple[int, np.dtype[Any]], Flat] = {}
+
+    def has_room(self, num_elements: int) -> bool:
+        """Whether a key of this size fits behind the others."""
+        return self.used + num_elements <= len(self.values)
+
+    def state(self, index: int, dtype: np.dtype[Any]) -> Flat:
+        """Memory for the optimizer's array number ``index`` of all keys here."""
+        found = self._states.get((index, dtype))
+        if found is None:
+            found = self._states[index, dtype] = np.empty(len(self.values), dtype)
+        return found
+
+
+class StoredKey:
+    """One key of a store in one process: its value and what its optimizer keeps for it."""
+
+    def __init__(self, key: Key, spec: KeySpec, weight: Array, generation: int) -> None:
+        self.key = key
+        self.spec = spec
+        self.generation = generation
+        self.home = HOST
+        """Where ``weight`` and ``state`` live."""
+        self.weight = weight
+        """C-contiguous, of the key's shape and dtype; owned by the store."""
+        self.state: tuple[Flat, ...] | None = None
+        """Flat arrays, made by the optimizer at the first update; set by ``keep_state``."""
+        self.count = 0
+        """Updates so far; the optimizer's own number of this key."""
+        self.version = 0
+        """Pushes so far."""
+        self.table: RowTable | None = None
+        """What a row-sparse key holds in place of ``weight`` and ``state``."""
+        self.shelf: Shelf | None = None
+        """Where a small key on the host lies, its elements from ``start`` to ``stop``."""
+        self.start = 0
+        self.stop = 0
+        self.shelved: tuple[np.dtype[Any], ...] | None = ()
+        """The dtypes of the states if all of them lie on the shelf; None if they do not."""
+
+    @property
+    def flat(self) -> Flat:
+        """The value as a 1-D array, shared."""
+        flat: Flat = self.weight.reshape(-1)
+        return flat
+
+    @property
+    def has_state(self) -> bool:
+        """Whether an optimizer has begun to keep something for the key."""
+        return (self.state if self.table is None else self.table.states) is not None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the values that the store holds."""
+        return self.spec.nbytes if self.table is None else self.table.nbytes
+
+    def set_weight(self, weight: Array) -> None:
+        """Replace the value by an array that becomes the store's, or is copied to the shelf."""
+        if self.shelf is None:
+            self.weight = weight
+        else:
+            self.weight[...] = weight
+
+    def keep_state(self, state: Iterable[Flat] | None, count: int) -> None:
+        """Replace what the optimizer keeps; the arrays become the store's."""
+        self.count = count
+        arrays = None if state is None else tuple(state)
+        if self.table is not None:
+            self.table.keep_states(arrays)
+            return
+        if _are_the_same(arrays, self.state):
+            return
+        if arrays is None or self.shelf is None or not all(map(self._fits, arrays)):
+            self.state = arrays
+            self.shelved = None if arrays else ()
+            return
+        # They may be views of what lies there already, in another order.
+        copies = [np.array(array) for array in arrays]
+        self.shelved = tuple(array.dtype for array in copies)
+        self.state = tuple(
+            self.shelf.state(index, dtype)[self.start : self.stop]
+            for index, dtype in enumerate(self.shelved)
+        )
+        for array, copy in zip(self.state, copies, strict=True):
+            array[...] = copy
+
+    def move(self, home: Context, weight: Array, state: Iterable[Array] | None) -> None:
+        """The key lives on a GPU from now on, in arrays that become the store's."""
+        self.home, self.weight, self.shelf = home, weight, None
+        self.keep_state(state, self.count)
+
+    def _fits(self, array: Flat) -> bool:
+        return type(array) is np.ndarray and array.shape == (self.stop - self.start,)
+
+
+class Shelves:
+    """Finds a place for the keys of one store."""
+
+    def __init__(self) -> None:
+        self._open: dict[np.dtype[Any], Shelf] = {}
+
+    def place(self, key: Key, value: np.ndarray[Any, Any], generation: int) -> StoredKey:
+        """A new key with a copy of this value, a C-contiguous array."""
+        spec = KeySpec(value.shape, value.dtype)
+        size = spec.num_elements
+        if size > SMALL_ELEMENTS:
+            return StoredKey(key, spec, value.copy(), generation)
+        shelf = self._open.get(spec.dtype)
+        if shelf is None or not shelf.has_room(size):
+            shelf = self._open[spec.dtype] = Shelf(spec.dtype)
+        start, stop = shelf.used, shelf.used + size
+        shelf.used = stop
+        entry = StoredKey(key, spec, shelf.values[start:stop].reshape(spec.shape), generation)
+        entry.weight[...] = value
+        entry.shelf, entry.start, entry.stop = shelf, start, stop
+        return entry
+
+
+def _are_the_same(some: tuple[Flat, ...] | None, others: tuple[Flat, ...] | None) -> bool:
+    if some is None or others is None:
+        return some is others
+    return len(some) == len(others) and all(map(lambda a, b: a is b, some, others))

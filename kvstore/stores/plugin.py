@@ -1,0 +1,255 @@
+"""Define what a store must offer, and find stores of others by their name.
+
+``KVStoreBase`` is what a plug-in implements, and the base of this package's own stores as well.
+``create("teststore")`` is the smallest plug-in, for tests of code that takes any store: one
+process, no optimizer, nothing is kept; ``broadcast`` copies and ``pushpull`` adds up. Names and
+meaning are those of MXNet (python/mxnet/kvstore/base.py). Read next: ``base.py``, what the
+stores of this package offer.
+"""
+
+from __future__ import annotations
+
+import builtins
+import warnings
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+
+from kvstore.arrays import adapter_for
+from kvstore.arrays.keys import Keys, KeySpec, Values
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
+from kvstore.optimizer.base import Optimizer
+from kvstore.stores.arguments import ROWS_REFUSED, check_outs, group_values, spec_of
+
+if TYPE_CHECKING:
+    from kvstore.tables.base import Table
+
+
+Path = str | PathLike[str]
+
+CompressionParams = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+"""What ``set_gradient_compression`` takes."""
+
+_Class = TypeVar("_Class", bound=type)
+
+
+class KVStoreBase:
+    """What training code needs of a store, and the base of stores that others plug in.
+
+    ::
+
+        @kvstore.KVStoreBase.register
+        class MyStore(kvstore.KVStoreBase):
+            ...
+
+        kv = kvstore.create("mystore")      # the class name in lower case
+
+    A plug-in for training without an optimizer on the store defines ``broadcast``,
+    ``pushpull``, ``is_capable``, ``rank``, ``num_workers`` and ``type``. What it leaves out
+    raises ``NotImplementedError``. Source: ``KVStoreBase`` of MXNet.
+    """
+
+    OPTIMIZER: ClassVar[str] = "optimizer"
+    """The capability to run an optimizer in the store."""
+
+    kv_registry: ClassVar[dict[str, builtins.type]] = {}
+    """Registered classes by the name that ``create`` takes."""
+
+    @staticmethod
+    def register(klass: _Class) -> _Class:
+        """Class decorator: let ``create`` make objects of this class by its name, lower-cased.
+
+        Registering a name again warns and replaces. Raises ``ArgumentTypeError`` for what is
+        not a class.
+        """
+        if not isinstance(klass, builtins.type):
+            raise ArgumentTypeError(f"register takes a class, got {klass!r}")
+        name = klass.__name__.lower()
+        known = KVStoreBase.kv_registry.get(name)
+        if known is not None and known is not klass:
+            warnings.warn(
+                f"the new store {klass.__module__}.{klass.__qualname__} replaces "
+                f"{known.__module__}.{known.__qualname__}",
+                stacklevel=2,
+            )
+        KVStoreBase.kv_registry[name] = klass
+        return klass
+
+    @property
+    def type(self) -> str:
+        """The name under which the store was created, lower-cased."""
+        raise NotImplementedError
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0 on; 0 for stores in one process."""
+        raise NotImplementedError
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers share the store; 1 for stores in one process."""
+        raise NotImplementedError
+
+    def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
+        """``init`` and then ``pull``: every worker gets rank 0's value. Once for each key."""
+        raise NotImplementedError
+
+    def pushpull(
+        self, key: Keys, value: Values, out: Values | None = None, priority: int = 0
+    ) -> None:
+        """``push`` and then ``pull`` in one round; without an optimizer, an all-reduce.
+
+        ``out`` has one array or a list for each key. Without it the result is written into
+        the arrays of ``value``.
+        """
+        raise NotImplementedError
+
+    def is_capable(self, capability: str) -> bool:
+        """Whether the store can do it; the one that is known is ``KVStoreBase.OPTIMIZER``.
+
+        Raises ``ArgumentValueError`` for an unknown one.
+        """
+        raise NotImplementedError
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Let pushes update the stored values by ``optimizer`` from now on."""
+        raise NotImplementedError
+
+    def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
+        """Write what the optimizer keeps for each key to a file."""
+        raise NotImplementedError
+
+    def load_optimizer_states(self, fname: Path) -> None:
+        """Take over what ``save_optimizer_states`` wrote."""
+        raise NotImplementedError
+
+    # -- what some stores have ---------------------------------------------------------
+
+    def row_sparse_pull(
+        self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
+    ) -> Any:
+        """Copy rows ``row_ids`` of each key into ``out``.
+
+        ``row_ids`` is an array of ids: any integer dtype, any shape, any order, repeated or not,
+        or none at all; a list of ints will do. With a list of arrays for a single key, a list of
+        them is one for each; a single one is for all. With a list of keys, both are parallel
+        lists of these.
+
+        A ``RowSparseArray`` in ``out`` holds exactly the requested rows afterwards, ids sorted and
+        each there once, cast to its dtype; rows that the store does not have are zero. Any other
+        array has the shape of its ids and behind it that of a row, and gets the rows in the order
+        of the ids. Without ``out``, returns a new ``RowSparseArray`` (a list of them where
+        ``row_ids`` is one). Dense keys give their rows, too.
+
+        Raises ``ArgumentTypeError`` for ids that are not integers, ``ArgumentValueError`` for ids
+        out of range and where there are none, ``ValueMismatchError`` for lists and arrays that
+        do not fit. Stores that plug in may lack it, and raise ``NotSupportedError``.
+        """
+        raise NotSupportedError(ROWS_REFUSED)
+
+    def create_table(
+        self,
+        name: str,
+        dim: int,
+        init: Any = "uniform",
+        optimizer: Optimizer | str | None = None,
+        capacity: int | None = None,
+        ttl: int | None = None,
+        admit_after: int = 1,
+        *,
+        dtype: Any = np.float32,
+        seed: int = 0,
+    ) -> Table:
+        """A new growing table: rows of ``dim`` numbers by any 64-bit id, made on first touch.
+
+        A row begins with numbers that depend on ``seed``, ``name`` and its id alone, drawn by
+        ``init``: ``kvstore.init.Uniform`` (from -0.07 to 0.07 by default), ``Normal`` or
+        ``Constant``, the name of one, or a number for all of them. ``optimizer`` (an ``Optimizer``
+        or the name of one) updates the rows that are pushed, and no others; without one a push sets
+        them. It is the table's own: that of the store does not matter here.
+
+        ``capacity`` is the most rows that the table has: where another one is needed, the row
+        goes that was touched longest ago. A row goes, too, once more than ``ttl`` pushes to the
+        table have come since it was touched last. An id gets its row with the pull that is number
+        ``admit_after`` to ask for it; by default with the first pull or push.
+
+        With several workers all of them call it, with the same arguments, and rows lie on all
+        servers. Stores that plug in may lack it, and raise ``NotSupportedError``. Raises
+        ``UsageError`` where workers' arguments differ, ``DuplicateKeyError`` for a name that is
+        taken, ``ArgumentTypeError``, ``ArgumentValueError``, and ``NotSupportedError`` for an
+        optimizer that would have to change other rows too (one that needs whole keys, such as
+        LAMB, or has ``lazy_update=False``).
+        """
+        options = {"init": init, "capacity": capacity, "ttl": ttl, "admit_after": admit_after}
+        return self._create_table(name, dim, optimizer, dtype=dtype, seed=seed, **options)
+
+    def _create_table(self, name: object, dim: object, optimizer: object, **options: Any) -> Table:
+        """``create_table``, for stores that have it."""
+        raise NotSupportedError(
+            f"a {self.type} store has no growing tables: create a store of type local, device or "
+            "dist_sync for them"
+        )
+
+    def set_gradient_compression(self, compression_params: CompressionParams) -> None:
+        """Let pushed values travel encoded from now on: ``{"type": "2bit", "threshold": 0.5}``.
+
+        A dictionary, or a list of such, of which the first that is for a key counts; None turns
+        compression off. ``docs/compression.md`` has the codecs and their parameters. What
+        codecs leave out is added to the next push of the key (error feedback) where they do
+        that; it is forgotten by this call. With several workers all of them have to call it, with
+        the same parameters; no thread may push or pull meanwhile (``UsageError``).
+
+        Raises ``ArgumentTypeError`` and ``ArgumentValueError``, which list what there is.
+        """
+        raise NotSupportedError(
+            f"a {self.type} store cannot compress gradients; leave the call out, or push float16 "
+            "values"
+        )
+
+
+@KVStoreBase.register
+class TestStore(KVStoreBase):
+    """Adds on the first value's device. A key may be broadcast any number of times."""
+
+    __test__ = False  # not a class of tests, whatever its name looks like
+
+    @property
+    def type(self) -> str:
+        return "teststore"
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def num_workers(self) -> int:
+        return 1
+
+    def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
+        outs = group_values(key, out)
+        for item, values in group_values(key, value).items():
+            check_outs(item, spec_of(values[0]), outs.get(item, []))
+            for array in outs.get(item, []):
+                adapter_for(array).assign(values[0], array)
+
+    def pushpull(
+        self, key: Keys, value: Values, out: Values | None = None, priority: int = 0
+    ) -> None:
+        values = group_values(key, value)
+        outs = values if out is None else group_values(key, out)
+        for item, arrays in values.items():
+            spec: KeySpec = spec_of(arrays[0])
+            check_outs(item, spec, outs.get(item, []))
+            adapter = adapter_for(arrays[0])
+            total = adapter.sum_in_order(arrays, adapter.context(arrays[0]), spec.dtype)
+            for array in outs.get(item, []):
+                adapter_for(array).assign(total, array)
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """False: there is no optimizer. Raises ``ArgumentValueError`` for what is unknown."""
+        if capability.lower() != KVStoreBase.OPTIMIZER:
+            raise ArgumentValueError(f"unknown capability: {capability!r}")
+        return False

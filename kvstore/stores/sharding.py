@@ -1,0 +1,88 @@
+"""Deal the samples of a data set out to the workers, alike on every worker.
+
+Pure arithmetic on indices. ``kv.shard`` and ``FeedForward`` call.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import ArgumentTypeError
+from pslite.errors import UsageError
+
+
+def shard(
+    num_samples: int,
+    rank: int = 0,
+    num_workers: int = 1,
+    *,
+    batch_size: int = 1,
+    num_batches: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+    shuffle: bool = True,
+) -> NDArray[np.int64]:
+    """The samples that worker ``rank`` visits in ``epoch``: one batch a row.
+
+    Returns int64 indices, (num_batches, batch_size). Every worker shuffles all samples alike
+    (by ``seed`` and ``epoch``) and deals them out batch by batch, so without an argument
+    ``num_batches`` the shards are disjoint, cover everything and are equally long:
+    ceil(num_samples / (num_workers * batch_size)) batches, the last ones filled up from the
+    start of the order. Step t of W workers with batch B visits the samples that step t of one
+    worker with batch W * B visits.
+    """
+    if seed < 0 or epoch < 0:
+        raise UsageError(f"seed and epoch must not be negative, got {seed} and {epoch}")
+    if num_samples < 1 or batch_size < 1 or not 0 <= rank < num_workers:
+        raise UsageError(
+            f"cannot shard {num_samples} samples for rank {rank} of {num_workers} in batches of "
+            f"{batch_size}: there must be a sample, a batch size of at least 1, and a rank from "
+            f"0 to the number of workers less one"
+        )
+    order: np.ndarray[Any, Any] = np.arange(num_samples)
+    if shuffle:
+        order = np.random.default_rng((seed, epoch)).permutation(num_samples)
+    if num_batches is None:
+        num_batches = math.ceil(num_samples / (num_workers * batch_size))
+    dealt = np.resize(order, (num_batches, num_workers, batch_size))
+    mine: np.ndarray[Any, np.dtype[np.int64]] = dealt[:, rank].astype(np.int64, copy=False)
+    return mine
+
+
+def deal_out(
+    num_samples: int,
+    rank: int,
+    num_workers: int,
+    seed: int | None = 0,
+    epoch: int = 0,
+    *,
+    even: bool = True,
+) -> NDArray[np.int64]:
+    """The samples of worker ``rank`` in ``epoch``: new int64 indices, (n,).
+
+    All workers shuffle alike, by ``seed`` and ``epoch`` (None: not at all), and the samples are
+    dealt out in turn, so that the shards cover everything. With ``even`` all are equally long:
+    the last ones are filled up from the start of the order. Else they are disjoint, and differ
+    by one sample at most; one may be empty. Raises a ``UsageError``.
+    """
+    num_samples, epoch = as_int("num_samples", num_samples), as_int("epoch", epoch)
+    seed = None if seed is None else as_int("seed", seed)
+    if not 0 <= rank < num_workers:
+        raise UsageError(f"rank {rank} is out of range: the job has {num_workers} workers")
+    of, among = (rank, num_workers) if even else (0, 1)
+    rows = shard(num_samples, of, among, seed=seed or 0, epoch=epoch, shuffle=seed is not None)
+    dealt: NDArray[np.int64] = rows.reshape(-1)
+    return dealt if even else dealt[rank::num_workers].copy()
+
+
+def as_int(name: str, value: Any) -> int:
+    """The argument ``name``, also NumPy's integers. Raises ``ArgumentTypeError``."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ArgumentTypeError(f"{name} must be an int, got {value!r}") from None

@@ -1,0 +1,264 @@
+"""How an app asks apps of other nodes: what ``SimpleApp`` and ``KVWorker`` share.
+
+An ``Asker`` sends one request to each of some nodes and completes one future when all have
+answered. It checks at the caller what could not be sent, so that nothing fails later on the
+I/O thread. It does not repeat or de-duplicate anything: that is the channel's work below.
+``ask`` and ``wait`` may be called from any thread; ``finish`` and callbacks run on the I/O
+thread. Frames that arrive may lie in the memory of the node that sent them (``memory/``):
+a request's until it is answered, an answer's until ``finish`` has returned. So the asker keeps
+the frames of a request until then, and the receiver of frames copies what outlives that. Read
+next: ``simple_app.py``, then ``kv_app.py``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import operator
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from pslite.errors import ClosedError, UsageError
+from pslite.future import Future, gather
+from pslite.ids import ALL_GROUP, Role, group_members, node_id
+from pslite.node.customer import Reply
+from pslite.node.postoffice import Postoffice
+from pslite.wire.codec import MAX_HEADER_BYTES
+
+T = TypeVar("T")
+
+#: The body travels in the header frame; what is left is for the message's other fields.
+MAX_BODY_BYTES = MAX_HEADER_BYTES - (64 << 10)
+
+#: Smaller arrays are copied by the socket: to share their memory would not pay.
+_SMALL_BYTES = 1 << 16
+
+Ask = Callable[[int], "Future[dict[int, Reply]]"]
+"""Asks one node; on the I/O thread."""
+
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+class Asker:
+    """The asking half of an app on one node."""
+
+    def __init__(self, node: Postoffice, app: int, customer: int = 0) -> None:
+        self.node = node
+        self.app = as_int64(app, "the app's number")
+        self.customer = as_int64(customer, "the customer's number")
+        self._lock = threading.Lock()
+        """Guards the heap, which callers fill and the I/O thread empties."""
+        self._heap: list[tuple[int, int, Callable[[], None]]] = []
+        self._sequence = itertools.count()
+        self._io_thread: int | None = None
+        node.errands.call(self._note_io_thread)
+
+    def ask(
+        self,
+        head: int,
+        body: bytes,
+        frames: Mapping[int, Sequence[Any]],
+        finish: Callable[[dict[int, Reply]], T],
+        *,
+        priority: int = 0,
+        ask_one: Ask | None = None,
+        is_push: bool = False,
+    ) -> Future[T]:
+        """Ask each node that ``frames`` names; completes with ``finish`` of their replies.
+
+        Args:
+            frames: node id -> payload, unchanged until the future is done.
+            finish: runs on the I/O thread; what it raises ends the future. The frames of
+                replies are valid until it returns.
+            priority: of the requests that the I/O thread has not taken up yet, the one with
+                the highest goes first; equal ones go in the order of their calls.
+            ask_one: asks one of the nodes otherwise than by one ``request``.
+            is_push: the end of the node waits for it, and raises its failure where no caller has
+                heard of that.
+
+        Raises:
+            UsageError: the cluster is not complete yet, or the request is too large.
+        """
+        if self.node.info is None and self.node.error is None:
+            raise UsageError(
+                "cannot send requests before the cluster is complete: wait for `ready`"
+            )
+        head = as_int64(head, "a request's head (cmd)")
+        priority = operator.index(priority)
+        for payload in frames.values():
+            check_sizes(self.node, body, payload, "ask for less at a time")
+        send = ask_one or (lambda node: self.request(node, head, body, frames[node]))
+        open_: dict[int, Future[dict[int, Reply]]] = {}
+        # The future refers to the frames until it is done, and the open requests to the future.
+        make = self.node.unheard.push if is_push else Future
+        future: Future[T] = make(lambda: self._unanswered(frames, open_))
+
+        def start() -> None:
+            for node in frames:
+                open_[node] = send(node)
+            _join(list(open_.values()), finish).on_done(lambda done: _settle(future, done))
+
+        with self._lock:
+            heapq.heappush(self._heap, (-priority, next(self._sequence), start))
+        self.node.errands.call(self._start_first)
+        # A node that has ended may never look at what was handed to it after its last step.
+        if self.node.error is not None:
+            future.set_error(self.node.error)
+        return future
+
+    def request(
+        self, node: int, head: int, body: bytes, frames: Sequence[Any]
+    ) -> Future[dict[int, Reply]]:
+        """Ask one node, now."""
+        return self.node.request([node], self.app, head, body, {node: frames}, self.customer)
+
+    def wait(self, future: Future[T], timeout_s: float | None = None) -> T:
+        """The future's value, when it is there.
+
+        Raises:
+            DeadlineError: ``timeout_s`` is over; names the nodes that have not answered. The
+                request continues, and its buffers stay in use.
+            UsageError: on the I/O thread (in a callback), which would wait for itself.
+            Exception: whatever the request ended in.
+        """
+        if threading.get_ident() == self._io_thread and not future.done():
+            raise UsageError(
+                "a callback must not wait: it runs on the thread that receives the answer; "
+                "continue in the callback of the other request"
+            )
+        return future.result(timeout_s)
+
+    def call_back(self, future: Future[T], callback: Callable[[Future[T]], None]) -> None:
+        """Call ``callback(future)`` once when it is done. What it raises is only logged."""
+
+        def guarded(done: Future[T]) -> None:
+            try:
+                callback(done)
+            except Exception:
+                self.node.log.error(
+                    f"a callback of app {self.app} raised: {traceback.format_exc()}"
+                )
+
+        future.on_done(guarded)
+
+    def members(self, receiver: int) -> list[int]:
+        """The node ids of a node or group, servers before workers before the scheduler.
+
+        Raises:
+            UsageError: there is no such node, or no connection to it.
+        """
+        config, role = self.node.config, self.node.membership.role
+        receiver = as_int64(receiver, "a receiver")
+        everybody = group_members(ALL_GROUP, config.num_workers, config.num_servers)
+        members = group_members(receiver, config.num_workers, config.num_servers) & everybody
+        if not members:
+            raise UsageError(f"{receiver} is neither a node nor a group of this cluster")
+        own = None if self.node.info is None else self.node.info.node_id
+        count = config.num_workers if role is Role.WORKER else config.num_servers
+        peers = {node_id(role, rank) for rank in range(count)} - {own}
+        if role is not Role.SCHEDULER and peers & members:
+            raise UsageError(f"a {role.value} has no connection to other {role.value}s")
+        return sorted(members, key=lambda node: (node == 1, node % 2, node))
+
+    def _note_io_thread(self) -> None:
+        self._io_thread = threading.get_ident()
+
+    def _start_first(self) -> None:
+        with self._lock:
+            _, _, start = heapq.heappop(self._heap)
+        start()
+
+    def _unanswered(
+        self, nodes: Mapping[int, Any], asked: Mapping[int, Future[dict[int, Reply]]]
+    ) -> str:
+        missing = [node for node in nodes if node not in asked or not asked[node].done()]
+        titles = ", ".join(self.node.membership.title(node) for node in missing)
+        return f"app {self.app} waits for {titles}"
+
+
+def as_int64(number: int, what: str) -> int:
+    """``number`` as a plain integer that the wire can carry."""
+    try:
+        plain = operator.index(number)
+    except TypeError:
+        plain = None
+    if plain is None or plain not in _INT64:
+        raise UsageError(f"{what} must be a 64-bit integer, not {number!r}")
+    return int(plain)
+
+
+def check_sizes(node: Postoffice, body: bytes, frames: Sequence[Any], advice: str) -> None:
+    """Refuse what no receiver would take.
+
+    Raises:
+        UsageError: names the limit and what to do.
+    """
+    if len(body) > MAX_BODY_BYTES:
+        raise UsageError(f"the body has {len(body)} bytes; the limit is {MAX_BODY_BYTES}: {advice}")
+    limit = node.config.max_message_bytes
+    size = sum(len(frame) for frame in frames) + len(body)
+    if size > limit:
+        raise UsageError(
+            f"the message has {size} bytes; the limit is {limit} (PS_MAX_MESSAGE_BYTES): "
+            f"{advice}, or raise the limit on all nodes"
+        )
+
+
+def log_failure(node: Postoffice, registered: Future[None]) -> None:
+    """Say in the log why an app could not be registered, unless the node was just closed."""
+
+    def say(done: Future[None]) -> None:
+        error = done.error()
+        if error is not None and not isinstance(error, ClosedError):
+            node.log.error(str(error))
+
+    registered.on_done(say)
+
+
+def new_array(node: Postoffice, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """An uninitialised array to send from, in memory that peers can read if it is large."""
+    dtype = np.dtype(dtype)
+    size = shape if isinstance(shape, int) else math.prod(shape)
+    if size * dtype.itemsize < _SMALL_BYTES:
+        return np.empty(shape, dtype)
+    return node.buffer(size * dtype.itemsize).view(dtype).reshape(shape)
+
+
+def _join(
+    asked: Sequence[Future[dict[int, Reply]]], finish: Callable[[dict[int, Reply]], T]
+) -> Future[T]:
+    """``finish`` of all replies, once all are there."""
+    if len(asked) == 1:
+        return asked[0].map(finish)
+    left = len(asked)
+
+    def keep(replies: dict[int, Reply]) -> dict[int, Reply]:
+        # Its frames may be gone when the last one comes. That one is used at once.
+        nonlocal left
+        left -= 1
+        return replies if left == 0 else {node: _copied(one) for node, one in replies.items()}
+
+    return gather([one.map(keep) for one in asked]).map(lambda found: finish(_merged(found)))
+
+
+def _copied(reply: Reply) -> Reply:
+    return Reply(reply.body, [bytes(frame) for frame in reply.frames])
+
+
+def _settle(future: Future[T], done: Future[T]) -> None:
+    error = done.error()
+    if error is not None:
+        future.set_error(error)
+    else:
+        future.set_result(done.result(0))
+    future.describe = "a request"  # which refers to no frames
+
+
+def _merged(answers: Sequence[dict[int, Reply]]) -> dict[int, Reply]:
+    return {node: reply for answer in answers for node, reply in answer.items()}

@@ -1,0 +1,202 @@
+"""Lists of keys that both ends remember, so that a long one travels once. Pure.
+
+Training asks for the same keys again and again, or pulls what it has just pushed; then the
+keys are most of what travels. A worker numbers each long list of keys. The first request for a
+server carries list and number, later ones the number alone (the key caching of Li et al.,
+"Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4.2; theirs
+sends a hash). Both ends forget by the same rule, least recently used first. A server that lacks
+a list says so and gets the keys again, so forgetting costs time and never a result: a number
+names one list for ever. ``SentLists`` may be used from any thread, ``ReceivedLists`` belongs to
+the thread that serves its app. Next: ``kv_wire.py``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from pslite.apps.kv_pairs import Keys, fault_in, same_keys
+from pslite.errors import ProtocolError
+
+#: Shorter lists travel with every request: to look for them costs more than to send them.
+MIN_KEYS = 8192
+#: How many lists are remembered for each app and worker, and how long they are together.
+MAX_LISTS = 16
+MAX_BYTES = 256 << 20
+
+
+class ListName(NamedTuple):
+    """What a list is called between a worker and a server."""
+
+    series: int
+    """Drawn at random by each ``KVWorker``, so that no number comes again after a restart."""
+    number: int
+    """1, 2, 3, ...; 0 means no list."""
+
+
+NO_LIST = ListName(0, 0)
+
+
+class _HasKeys(Protocol):
+    @property
+    def keys(self) -> Keys: ...
+
+
+ListT = TypeVar("ListT", bound=_HasKeys)
+
+
+class RecentLists(Generic[ListT]):
+    """The lists that were used last, within ``MAX_LISTS`` and ``MAX_BYTES``."""
+
+    def __init__(self, max_lists: int = MAX_LISTS, max_bytes: int = MAX_BYTES) -> None:
+        self._max_lists = max_lists
+        self._max_bytes = max_bytes
+        self._lists: OrderedDict[Hashable, ListT] = OrderedDict()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+    def all(self) -> Sequence[ListT]:
+        """Return what is there, the least recently used first."""
+        return list(self._lists.values())
+
+    def use(self, name: Hashable) -> ListT | None:
+        """The list of this name, if it is there; it now counts as used last."""
+        found = self._lists.get(name)
+        if found is not None:
+            self._lists.move_to_end(name)
+        return found
+
+    def add(self, name: Hashable, new: ListT) -> None:
+        """Remember a list under a name that is not in use; the oldest make room."""
+        self._lists[name] = new
+        self.nbytes += new.keys.nbytes
+        while len(self._lists) > self._max_lists or self.nbytes > self._max_bytes:
+            _, oldest = self._lists.popitem(last=False)
+            self.nbytes -= oldest.keys.nbytes
+
+
+# -- a worker's -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentList:
+    """The keys of a call, and how the servers share them."""
+
+    keys: Keys
+    """Checked; if it has a name, a copy that never changes."""
+    parts: Sequence[slice]
+    """Which of them each server gets, in the order of ranks."""
+    name: ListName = NO_LIST
+    told: set[int] = field(default_factory=set)
+    """The servers (node ids) that were sent its keys. On the I/O thread only."""
+
+
+class SentLists:
+    """The lists that one ``KVWorker`` has numbered."""
+
+    def __init__(self) -> None:
+        self._series = secrets.randbelow((1 << 62) - 1) + 1
+        self._count = 0
+        self._lock = threading.Lock()
+        """Guards the count and the lists; nothing slow happens under it."""
+        self._recent: RecentLists[SentList] = RecentLists()
+
+    def find(self, keys: Keys) -> SentList | None:
+        """The list with the same keys, if there is one. Reads all keys where it is likely."""
+        with self._lock:
+            candidates = self._recent.all()
+        for known in reversed(candidates):
+            if same_keys(known.keys, keys):
+                with self._lock:
+                    self._recent.use(known.name)
+                return known
+        return None
+
+    def add(self, keys: Keys, parts: Sequence[slice]) -> SentList:
+        """Number a list. ``keys`` are this object's from now on."""
+        with self._lock:
+            self._count += 1
+            new = SentList(keys, parts, ListName(self._series, self._count))
+            self._recent.add(new.name, new)
+            return new
+
+    def forget(self) -> None:
+        """Begin anew; numbers go on."""
+        with self._lock:
+            self._recent = RecentLists()
+
+
+# -- a server's -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptList:
+    """Keys that a worker sent under a number: a copy, read-only."""
+
+    keys: Keys
+
+
+class ReceivedLists:
+    """The lists that workers sent to one app, separately remembered for each worker."""
+
+    def __init__(self, new: Callable[[], RecentLists[KeptList]] = RecentLists) -> None:
+        self._new = new
+        self._of_sender: dict[int, RecentLists[KeptList]] = {}
+
+    def resolve(self, sender: int, name: ListName, keys: Keys | None) -> Keys | None:
+        """The checked keys of a request; None if they lie in a list that is not here (any more).
+
+        Args:
+            keys: those that came with the request; None: the list's name came alone.
+
+        Raises:
+            ProtocolError: they are not sorted and unique, or are not those of that name.
+        """
+        if name == NO_LIST:
+            return None if keys is None else _checked(keys)
+        lists = self._of_sender.setdefault(sender, self._new())
+        known = lists.use(name)
+        if keys is None:
+            return None if known is None else known.keys
+        if known is None:
+            known = self._twin(keys)
+            if known is None:
+                copy = _checked(keys).copy()
+                copy.flags.writeable = False
+                known = KeptList(copy)
+            lists.add(name, known)
+        elif not same_keys(known.keys, keys):
+            raise ProtocolError(f"key list {name.number} exists already with other keys")
+        return known.keys
+
+    def forget(self, senders: Iterable[int]) -> None:
+        """These workers are gone."""
+        for sender in senders:
+            self._of_sender.pop(sender, None)
+
+    @property
+    def nbytes(self) -> int:
+        """What the lists occupy together; those that workers have in common count once."""
+        arrays = {id(known.keys): known.keys.nbytes for known in self._all()}
+        return sum(arrays.values())
+
+    def _twin(self, keys: Keys) -> KeptList | None:
+        """The same keys under another name: workers that share them share the memory."""
+        return next((known for known in self._all() if same_keys(known.keys, keys)), None)
+
+    def _all(self) -> Iterator[KeptList]:
+        for lists in self._of_sender.values():
+            yield from lists.all()
+
+
+def _checked(keys: Keys) -> Keys:
+    fault = fault_in(keys)
+    if fault is not None:
+        raise ProtocolError(fault)
+    return keys

@@ -1,0 +1,369 @@
+"""Keys with values: what makes them valid, how servers share them, how answers join. Pure.
+
+A value's length is the same for all keys (1-D values of a whole number of elements per key,
+or 2-D values of one row per key), or stands in ``lens``, one entry per key. One list of rules
+(``fault_in`` and ``fault_in_values``) serves callers, who get a ``UsageError``, and what
+arrives, which becomes a ``ProtocolError``. Runs on any thread. Next: ``kv_wire.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from pslite.errors import ProtocolError, UsageError
+
+Keys: TypeAlias = NDArray[np.uint64]
+Values: TypeAlias = NDArray[Any]
+Lens: TypeAlias = "NDArray[np.int64] | NDArray[np.int32]"
+
+MAX_KEY = (1 << 64) - 1
+
+Empty: TypeAlias = Callable[["int | tuple[int, ...]", DTypeLike], NDArray[Any]]
+"""Makes an uninitialised C-contiguous array of a shape and dtype, as ``numpy.empty`` does."""
+
+#: Kinds of dtypes that values can have: bool, integers, floats, complex numbers.
+VALUE_KINDS = "biufc"
+
+#: Keys are compared in blocks of this many, which stay in the cache.
+_BLOCK_KEYS = 65_536
+#: The keys that are compared first to see whether two lists may be the same.
+_SAMPLE_KEYS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVPairs:
+    """Sorted keys and their values, in the keys' order."""
+
+    keys: Keys
+    """Shape (n,), strictly increasing."""
+    values: Values
+    """Shape (n * width,), (n, width), or with ``lens`` (sum of lens,); bool to complex."""
+    lens: Lens | None = None
+    """Shape (n,): the number of elements of each key; None: all have the same."""
+    fresh: bool = False
+    """Of a handle's answer: values and lens were made for it and will never change, so that
+    they need not be copied."""
+
+    @property
+    def width(self) -> int:
+        """Elements per key, where all keys have the same; 0 without keys.
+
+        Raises:
+            UsageError: the keys have lengths of their own.
+        """
+        if self.lens is not None:
+            raise UsageError("the values of these keys differ in length: use lens")
+        return self.values.size // len(self.keys) if len(self.keys) else 0
+
+    def rows(self) -> Values:
+        """A view of shape (n, width): one row per key. Errors: as of ``width``."""
+        return self.values.reshape(len(self.keys), self.width)
+
+    def split(self) -> list[Values]:
+        """A 1-D view of each key's values."""
+        if self.lens is None:
+            return list(self.rows())
+        return np.split(self.values, np.cumsum(self.lens)[:-1]) if len(self.keys) else []
+
+
+class KeyRange(NamedTuple):
+    """The keys of one server: ``begin <= key < end``."""
+
+    begin: int
+    end: int
+
+
+def server_ranges(num_servers: int) -> list[KeyRange]:
+    """Equal shares of all keys: server i begins at i*(2^64-1)//S.
+
+    The last range ends behind 2^64-1, the largest key. (In ps-lite, ``GetServerKeyRanges`` in
+    ``src/postoffice.cc``, that key and a few below it belong to no server.)
+    """
+    begins = [server * MAX_KEY // num_servers for server in range(num_servers)]
+    return [KeyRange(*pair) for pair in zip(begins, [*begins[1:], MAX_KEY + 1], strict=True)]
+
+
+Slicer: TypeAlias = Callable[[Keys, Sequence[KeyRange]], Sequence[slice]]
+"""Says which run of the sorted keys each server gets: one slice per server, maybe empty."""
+
+
+def slice_by_range(keys: Keys, ranges: Sequence[KeyRange]) -> list[slice]:
+    """The default slicer: each server gets the keys of its range."""
+    if len(ranges) == 1:
+        return [slice(0, len(keys))]
+    begins = np.array([key_range.begin for key_range in ranges], dtype=np.uint64)
+    cuts = [*np.searchsorted(keys, begins).tolist(), len(keys)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
+
+
+def checked_slices(slices: Sequence[slice], num_keys: int, num_servers: int) -> list[slice]:
+    """Return what a slicer returned, as slices with plain bounds.
+
+    Raises:
+        UsageError: they do not hand every key to exactly one server.
+    """
+    if len(slices) != num_servers or not all(isinstance(part, slice) for part in slices):
+        raise UsageError(f"the slicer must return {num_servers} slices, one for each server")
+    plain = [slice(*part.indices(num_keys)) for part in slices]
+    parts = sorted((part.start, part.stop) for part in plain if part.stop > part.start)
+    ends = [0, *(stop for _, stop in parts)]
+    starts = [*(start for start, _ in parts), num_keys]
+    if starts != ends or any(part.step != 1 for part in plain):
+        raise UsageError(
+            "the slicer must hand every key to exactly one server, in runs of neighbours"
+        )
+    return plain
+
+
+def cut_pairs(pairs: KVPairs, parts: Sequence[slice]) -> list[KVPairs]:
+    """The pairs of each slice of the keys, as views."""
+    n, values, lens = len(pairs.keys), pairs.values, pairs.lens
+    if len(parts) == 1:
+        return [pairs]
+    if lens is not None:
+        offsets = [0, *np.cumsum(lens).tolist()]
+        return [
+            KVPairs(pairs.keys[at], values[offsets[at.start] : offsets[at.stop]], lens[at])
+            for at in parts
+        ]
+    width = 1 if values.ndim == 2 or n == 0 else len(values) // n
+    return [KVPairs(pairs.keys[at], values[at.start * width : at.stop * width]) for at in parts]
+
+
+# -- what callers pass ------------------------------------------------------------------
+
+
+def as_keys(keys: ArrayLike) -> Keys:
+    """Keys as a uint64 array; the same memory where that is possible.
+
+    Raises:
+        UsageError: not 1-D, not integers, or below zero.
+    """
+    array = _key_list(keys) if isinstance(keys, list | tuple) else _as_array(keys, "keys")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise UsageError(
+            "keys must be a 1-D array of unsigned 64-bit integers (numpy.uint64), "
+            f"not {array.ndim}-D {array.dtype}"
+        )
+    if array.dtype.kind == "i":
+        if array.size and (smallest := array.min()) < 0:
+            raise UsageError(f"keys must not be negative, got {smallest}")
+        if array.dtype == np.int64:
+            return array.view(np.uint64)  # the same bits
+    return array.astype(np.uint64, copy=False)
+
+
+def _key_list(keys: Sequence[Any]) -> Keys:
+    """Python integers as an array. (By itself NumPy makes floats of 0 next to 2^64-1.)"""
+    try:
+        numbers = [operator.index(key) for key in keys]
+        if min(numbers, default=0) < 0:  # NumPy 1 would wrap it around
+            raise OverflowError(f"{min(numbers)} is negative")
+        return np.array(numbers, dtype=np.uint64)
+    except (TypeError, OverflowError) as error:
+        raise UsageError(f"keys must be integers from 0 to 2^64-1: {error}") from error
+
+
+def as_values(values: ArrayLike, empty: Empty | None) -> Values:
+    """Values as a C-contiguous array of native byte order: ``owned`` by ``empty``.
+
+    Raises:
+        UsageError: they are not bool, integers, floats or complex numbers.
+    """
+    array = _as_array(values, "values")
+    if array.dtype.kind not in VALUE_KINDS:
+        raise UsageError(f"values must be bool, integers, floats or complex, not {array.dtype}")
+    return owned(array, array.dtype.newbyteorder("="), empty)
+
+
+def as_lens(lens: ArrayLike, empty: Empty | None) -> Lens:
+    """Lengths as a C-contiguous array of int32 or int64: ``owned`` by ``empty``.
+
+    Raises:
+        UsageError: they are of another dtype.
+    """
+    array = _as_array(lens, "lens")
+    if not array.size and not isinstance(lens, np.ndarray):
+        array = array.astype(np.int64)
+    if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+        raise UsageError(f"lens must be int32 or int64, not {array.dtype}")
+    return owned(array, array.dtype, empty)
+
+
+def owned(array: NDArray[Any], dtype: DTypeLike, empty: Empty | None) -> NDArray[Any]:
+    """A C-contiguous copy in memory that ``empty`` makes; with None, no copy if possible."""
+    if empty is None:
+        return array.astype(dtype, order="C", copy=False)
+    copy = empty(array.shape, dtype)
+    copy[...] = array
+    return copy
+
+
+def _as_array(data: ArrayLike, what: str) -> NDArray[Any]:
+    try:
+        return np.asarray(data)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{what} must be convertible to a NumPy array: {error}") from error
+
+
+def check_result(array: Any, num_keys: int) -> None:
+    """Refuse an array that pulled values cannot be written to.
+
+    Raises:
+        UsageError: says what is wrong with it.
+    """
+    _check_writable(array, "the array for the values")
+    if array.ndim not in (1, 2) or (array.ndim == 2 and len(array) != num_keys):
+        raise UsageError(
+            f"the array for the values of {num_keys} keys must be 1-D, or 2-D with one row a "
+            f"key, not of shape {array.shape}"
+        )
+    if array.size and not num_keys:
+        raise UsageError(f"got {array.size} values and no keys")
+
+
+def check_lens_result(array: Any, num_keys: int) -> None:
+    """Refuse an array that the lengths of pulled values cannot be written to."""
+    _check_writable(array, "the array for the lens")
+    if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)) or array.shape != (num_keys,):
+        raise UsageError(
+            f"the array for the lens must be int32 or int64 of shape ({num_keys},), "
+            f"not {array.dtype} of shape {array.shape}"
+        )
+
+
+def _check_writable(array: Any, what: str) -> None:
+    if not isinstance(array, np.ndarray):
+        raise UsageError(f"{what} must be a NumPy array, not {type(array).__name__}")
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        raise UsageError(f"{what} must be writable and C-contiguous")
+
+
+# -- the rules --------------------------------------------------------------------------
+
+
+def fault_in(keys: Keys) -> str | None:
+    """Return what is wrong with the order of keys, as a sentence; None if nothing."""
+    at = _first_breach(np.less, keys[:-1], keys[1:])
+    if at is None:
+        return None
+    if keys[at] == keys[at + 1]:
+        return f"key {keys[at]} appears twice (at positions {at} and {at + 1})"
+    return (
+        f"keys must be sorted: {keys[at + 1]} at position {at + 1} comes after {keys[at]}; "
+        "sort keys and values with numpy.argsort(keys)"
+    )
+
+
+def is_rising(numbers: NDArray[Any]) -> bool:
+    """Return whether each number is larger than the one before."""
+    return _first_breach(np.less, numbers[:-1], numbers[1:]) is None
+
+
+def same_keys(one: Keys, other: Keys) -> bool:
+    """Return whether two lists are equal; lists that differ mostly show it by a sample."""
+    if one is other:
+        return True
+    if len(one) != len(other):
+        return False
+    step = max(len(one) // _SAMPLE_KEYS, 1)
+    sampled = np.array_equal(one[::step], other[::step])
+    return sampled and _first_breach(np.equal, one, other) is None
+
+
+def _first_breach(rule: np.ufunc, one: NDArray[Any], other: NDArray[Any]) -> int | None:
+    """The first position where ``rule(one, other)`` does not hold."""
+    for start in range(0, len(one), _BLOCK_KEYS):
+        stop = start + _BLOCK_KEYS
+        holds = rule(one[start:stop], other[start:stop])
+        if np.count_nonzero(holds) != len(holds):  # faster than all() where there are few
+            return start + int(holds.argmin())
+    return None
+
+
+def fault_in_values(num_keys: int, values: Values, lens: Lens | None) -> str | None:
+    """Return what is wrong with the layout of values, as a sentence; None if nothing."""
+    if lens is not None:
+        return _fault_in_lens(num_keys, values, lens)
+    if values.ndim == 2:
+        fits = len(values) == num_keys
+    else:
+        fits = values.ndim == 1 and (len(values) % num_keys == 0 if num_keys else not len(values))
+    if fits:
+        return None
+    return (
+        f"values of shape {values.shape} do not fit {num_keys} keys: they must be 1-D with the "
+        "same number of elements for every key, 2-D with one row a key, or come with lens"
+    )
+
+
+def _fault_in_lens(num_keys: int, values: Values, lens: Lens) -> str | None:
+    if lens.shape != (num_keys,):
+        return f"lens must have one length for each of the {num_keys} keys, not shape {lens.shape}"
+    if values.ndim != 1:
+        return f"values must be 1-D where lens are given, not of shape {values.shape}"
+    # Bounded one by one first, so that the sum cannot wrap around.
+    if (lens < 0).any() or (lens > len(values)).any():
+        return f"each of lens must be from 0 to the number of values, {len(values)}"
+    total = int(lens.sum(dtype=np.int64))
+    return (
+        None
+        if total == len(values)
+        else f"lens add up to {total}, but there are {len(values)} values"
+    )
+
+
+# -- putting answers together -----------------------------------------------------------
+
+
+def assemble(answers: Sequence[KVPairs], out: Values | None, lens_out: Lens | None) -> Values:
+    """The values of all servers in the order of the keys; ``lens_out`` is filled.
+
+    Args:
+        answers: in the order of the keys, without gaps.
+        out: C-contiguous; None makes a new array, 2-D when all servers answered rows.
+
+    Raises:
+        ProtocolError: the answers do not fit each other, or not ``out``; nothing was written.
+    """
+    if not answers:
+        return np.empty(0, np.float32) if out is None else out
+    dtypes = {answer.values.dtype for answer in answers}
+    widths = {answer.width for answer in answers if answer.lens is None}
+    if len(dtypes) > 1 or (len(widths) > 1 and lens_out is None):
+        what = sorted({f"{a.values.dtype} of shape {a.values.shape}" for a in answers})
+        raise ProtocolError(f"the servers' values differ in dtype or shape: {'; '.join(what)}")
+    if out is None:
+        out = _new_result(answers)
+    total = sum(answer.values.size for answer in answers)
+    if out.size != total or out.dtype not in dtypes:
+        raise ProtocolError(
+            f"the servers hold {total} values of {answers[0].values.dtype} under these keys, "
+            f"the array for them is {out.size} of {out.dtype}"
+        )
+    np.concatenate([answer.values.reshape(-1) for answer in answers], out=out.reshape(-1))
+    if lens_out is not None:
+        lens = [answer.lens if answer.lens is not None else _equal(answer) for answer in answers]
+        lens_out[:] = np.concatenate(lens)
+    return out
+
+
+def _new_result(answers: Sequence[KVPairs]) -> Values:
+    total = sum(answer.values.size for answer in answers)
+    dtype = answers[0].values.dtype
+    columns = {answer.values.shape[1:] for answer in answers}
+    if len(columns) == 1 and answers[0].values.ndim == 2:
+        num_keys = sum(len(answer.keys) for answer in answers)
+        return np.empty((num_keys, *columns.pop()), dtype)
+    return np.empty(total, dtype)
+
+
+def _equal(answer: KVPairs) -> Lens:
+    return np.full(len(answer.keys), answer.width, dtype=np.int64)

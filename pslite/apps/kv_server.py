@@ -1,0 +1,172 @@
+"""``KVServer``: hands the requests of ``KVWorker`` to a handle and sends what it returns.
+
+Requests arrive on the I/O thread and go to a pool thread, one of an app at a time; handles run
+there. Nothing of a request is referred to once it is answered, since it may lie in the worker's
+memory. Read next: ``kv_wire.py`` for what arrives, ``kv_sum.py`` for a handle.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from pslite.apps.asking import as_int64, check_sizes, log_failure, new_array
+from pslite.apps.kv_lists import ReceivedLists
+from pslite.apps.kv_pairs import Empty, KVPairs, Lens, Values, as_lens, as_values, fault_in_values
+from pslite.apps.kv_wire import Missing, pack_answer, pack_missing, unpack_request
+from pslite.errors import ProtocolError, UsageError
+from pslite.future import Future
+from pslite.ids import Role
+from pslite.node.customer import Incoming
+from pslite.node.postoffice import Postoffice
+
+
+class KVMeta(NamedTuple):
+    """What the handle learns of a request besides the pairs."""
+
+    cmd: int
+    push: bool
+    pull: bool
+    sender: int
+    """Node id of the worker."""
+    app: int
+    customer: int
+    request_id: int
+    """The worker's number of the request (ps-lite's timestamp)."""
+    empty: Empty = np.empty
+    """``numpy.empty`` for the arrays of an answer: large ones lie where peers can read them."""
+
+
+KVHandle: TypeAlias = Callable[[KVMeta, KVPairs], "KVPairs | Future[KVPairs | None] | None"]
+"""Takes a request and returns the values of a pull, or None; or a future of it, to answer later.
+
+The arrays of the request are read-only and live as long as they are referred to. A handle that
+copies what it keeps should say so by an attribute ``borrows = True``: then it gets the arrays as
+they lie in the worker's memory, where they are valid only until the request is answered.
+"""
+
+
+class KVServer:
+    """A server's side: hands requests to ``handle``, one at a time, and sends what it returns.
+
+    What the handle raises arrives at the worker as ``RemoteError`` with the traceback (errors
+    of ``pslite.errors`` arrive as they are), and the server continues.
+
+    Args:
+        node: a node with the role of a server, running or being prepared.
+        app: the number of the app; one app of a number per node takes requests.
+        handle: see ``KVHandle``. To a pull it must return the values of exactly the keys that
+            were asked, in their order; what it returns to a pure push is not looked at.
+        copy: False sends the returned arrays without a copy. They must then never change
+            again, since they may be sent a second time. (Answers that are ``fresh`` are never
+            copied.)
+
+    For each worker it keeps the long lists of keys that were used last, 256 MiB at most; those
+    that workers have in common are kept once.
+    """
+
+    def __init__(self, node: Postoffice, app: int, handle: KVHandle, *, copy: bool = True) -> None:
+        if node.role is not Role.SERVER:
+            raise UsageError(
+                f"a KVServer needs the node of a server, got that of a {node.role.value}"
+            )
+        self.node = node
+        self.app = as_int64(app, "the app's number")
+        self._handle = handle
+        self._borrows = bool(getattr(handle, "borrows", False))
+        self._empty: Empty = partial(new_array, node)
+        self._copy = copy
+        self._lists = ReceivedLists()
+        """Belongs to the pool's thread that serves this app."""
+        #: Completes once this app takes requests; an error when its number is taken.
+        self.registered: Future[None] = node.add_app(self.app, self._arrived)
+        log_failure(node, self.registered)
+
+    def close(self) -> None:
+        """Take no more requests. Those that come wait for another app of this number."""
+        if self.registered.error() is None:
+            self.node.remove_app(self.app)
+
+    def _arrived(self, incoming: Incoming) -> None:
+        self.node.pool.submit(self.app, lambda: self._serve(incoming))
+
+    def _serve(self, incoming: Incoming) -> None:
+        request = incoming.request
+        try:
+            self._lists.forget(list(self.node.membership.gone))
+            frames = incoming.frames if self._borrows else _lasting(incoming.frames)
+            resolve = partial(self._lists.resolve, incoming.sender)
+            asked = unpack_request(incoming.body, frames, resolve)
+            if isinstance(asked, Missing):
+                incoming.respond(pack_missing(asked))
+                return
+            meta = KVMeta(
+                request.head,
+                asked.push,
+                asked.pull,
+                incoming.sender,
+                request.app,
+                request.customer,
+                request.request_id,
+                self._empty,
+            )
+            result = self._handle(meta, asked.pairs)
+            if isinstance(result, Future):
+                result.on_done(lambda done: self._respond_later(incoming, meta, asked.pairs, done))
+            else:
+                self._respond(incoming, meta, asked.pairs, result)
+        except BaseException as error:  # SystemExit of a handle must not end the pool's thread
+            incoming.fail(error)
+
+    def _respond_later(
+        self, incoming: Incoming, meta: KVMeta, asked: KVPairs, done: Future[KVPairs | None]
+    ) -> None:
+        try:
+            self._respond(incoming, meta, asked, done.result(0))
+        except BaseException as error:
+            incoming.fail(error)
+
+    def _respond(
+        self, incoming: Incoming, meta: KVMeta, asked: KVPairs, result: KVPairs | None
+    ) -> None:
+        if not meta.pull:
+            incoming.respond()
+            return
+        body, frames = pack_answer(*self._checked_answer(asked, result))
+        check_sizes(self.node, body, frames, "pull fewer keys at a time")
+        incoming.respond(body, frames)
+
+    def _checked_answer(self, asked: KVPairs, result: Any) -> tuple[Values, Lens | None]:
+        """The values and lens that the handle returned.
+
+        Raises:
+            ProtocolError: they are not those of the keys that were asked.
+        """
+        whose = f"the handle of app {self.app} on server {self.node.rank} answered a pull with"
+        if not isinstance(result, KVPairs):
+            raise ProtocolError(f"{whose} {type(result).__name__} instead of KVPairs")
+        if result.keys is not asked.keys and not np.array_equal(result.keys, asked.keys):
+            raise ProtocolError(f"{whose} other keys than the request asked for")
+        try:
+            empty = self._empty if self._copy and not result.fresh else None
+            values = as_values(result.values, empty)
+            lens = None if result.lens is None else as_lens(result.lens, empty)
+        except UsageError as error:
+            raise ProtocolError(f"{whose} values that cannot be sent: {error}") from error
+        fault = fault_in_values(len(asked.keys), values, lens)
+        if fault is not None:
+            raise ProtocolError(f"{whose} values that do not fit the keys: {fault}")
+        return values, lens
+
+
+def _lasting(frames: Sequence[Any]) -> list[Any]:
+    """Frames that live as long as they are referred to: those in a peer's memory are copied."""
+    return [bytes(frame) if _is_borrowed(frame) else frame for frame in frames]
+
+
+def _is_borrowed(frame: Any) -> bool:
+    return isinstance(frame, memoryview) and isinstance(frame.obj, mmap.mmap)

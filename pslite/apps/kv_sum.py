@@ -1,0 +1,185 @@
+"""A ready-made handle for ``KVServer``: pushes are added up, pulls read the sums.
+
+Values lie in the order of their arrival in one growing array; beside it stands a sorted index
+of the keys. So a request costs one binary search over all its keys together, and new keys
+move the index only, never the values. A row never changes its key; so where the keys of a long
+list lie is remembered as long as that list is. It belongs to the one thread that calls it.
+(ps-lite's ``KVServerDefaultHandle`` does the same with one number a key and a hash map.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from pslite.apps.kv_lists import MIN_KEYS
+from pslite.apps.kv_pairs import VALUE_KINDS, Empty, Keys, KVPairs, Values, is_rising, same_keys
+from pslite.apps.kv_server import KVMeta
+from pslite.errors import UsageError
+
+_MIN_ROWS = 16
+
+Rows: TypeAlias = Any
+"""Numbers of rows, int64; or a slice, where they are neighbours."""
+Known: TypeAlias = "NDArray[np.bool_]"
+
+
+class SumHandle:
+    """Adds what is pushed to what is stored; a key that was never pushed is zero.
+
+    Args:
+        width: elements a key. None: one, and pulls are answered with 1-D values; a number:
+            pulls are answered with rows of it.
+        dtype: of the values that are pushed and kept (bool adds as "or").
+
+    Beside the values it keeps 16 bytes a key, and 8 for each key of the lists that the
+    ``KVServer`` remembers, unless their values are neighbours.
+    """
+
+    #: It keeps copies only, so it may read requests where they lie (see ``KVHandle``).
+    borrows = True
+
+    def __init__(self, width: int | None = None, dtype: DTypeLike = np.float32) -> None:
+        if width is not None and width < 1:
+            raise UsageError(f"width must be at least 1, got {width}")
+        if np.dtype(dtype).kind not in VALUE_KINDS:
+            raise UsageError(
+                f"values must be bool, integers, floats or complex, not {np.dtype(dtype)}"
+            )
+        self._flat = width is None
+        self._width = 1 if width is None else width
+        self._values: NDArray[Any] = np.zeros((_MIN_ROWS, self._width), dtype)
+        self._keys: Keys = np.empty(0, np.uint64)
+        self._rows: NDArray[np.int64] = np.empty(0, np.int64)
+        """Parallel to ``_keys``: the row of each key's value."""
+        self._seen = _SeenLists()
+
+    def __call__(self, meta: KVMeta, pairs: KVPairs) -> KVPairs | None:
+        """Serve one request; a push that also pulls gets the new sums.
+
+        Raises:
+            UsageError: the values are of another dtype or width than this handle's.
+        """
+        if meta.push:
+            self._add(pairs)
+        if not meta.pull:
+            return None
+        values = self._read(pairs.keys, meta.empty)
+        return KVPairs(pairs.keys, values.reshape(-1) if self._flat else values, fresh=True)
+
+    def __len__(self) -> int:
+        """Return how many keys have been pushed."""
+        return len(self._keys)
+
+    def _add(self, pairs: KVPairs) -> None:
+        num_keys = len(pairs.keys)
+        lens_fit = pairs.lens is None or bool((pairs.lens == self._width).all())
+        if not lens_fit or pairs.values.size != num_keys * self._width:
+            raise UsageError(f"this store keeps {self._width} elements for each key")
+        if pairs.values.dtype != self._values.dtype:
+            raise UsageError(
+                f"this store keeps {self._values.dtype}, but the pushed values are "
+                f"{pairs.values.dtype}"
+            )
+        rows, known = self._find(pairs.keys)
+        if known is not None:
+            rows = self._insert(pairs.keys, rows, known)
+        pushed = pairs.values.reshape(num_keys, self._width)
+        if isinstance(rows, slice):
+            sums = self._values[rows]
+            np.add(sums, pushed, out=sums)
+        else:  # keys are unique, so no row is in the list twice
+            sums = self._values.take(rows, axis=0)
+            sums += pushed
+            self._values[rows] = sums
+
+    def _read(self, keys: Keys, empty: Empty) -> Values:
+        values = empty((len(keys), self._width), self._values.dtype)
+        rows, known = self._find(keys)
+        if known is not None:
+            values[...] = 0
+            values[known] = self._values[rows]
+        elif isinstance(rows, slice):
+            values[...] = self._values[rows]
+        else:  # "clip" spares a buffer; no row is outside
+            self._values.take(rows, axis=0, out=values, mode="clip")
+        return values
+
+    def _find(self, keys: Keys) -> tuple[Rows, Known | None]:
+        """The rows of the keys that are there, and which are; None instead if all are."""
+        found = self._seen.rows_of(keys)
+        if found is not None:
+            return found, None
+        if len(keys) >= MIN_KEYS and same_keys(keys, self._keys):
+            rows = self._rows
+        else:
+            at = np.searchsorted(self._keys, keys)
+            if len(self._keys):  # a key behind the last one is compared with that, in vain
+                known = self._keys.take(at, mode="clip") == keys
+            else:
+                known = np.zeros(len(keys), bool)
+            if not known.all():
+                return self._rows[at[known]], known
+            rows = self._rows[at]
+        return self._seen.note(keys, rows), None
+
+    def _insert(self, keys: Keys, rows: Rows, known: Known) -> Rows:
+        """Take those keys into the index that are not known; the rows of all of them."""
+        used = len(self._keys)
+        fresh = ~known
+        new = keys[fresh]
+        total = used + len(new)
+        if total > len(self._values):
+            grown = np.zeros((max(total, 2 * len(self._values)), self._width), self._values.dtype)
+            grown[:used] = self._values[:used]
+            self._values = grown
+        all_rows = np.empty(len(keys), np.int64)
+        all_rows[known] = rows
+        all_rows[fresh] = np.arange(used, total)
+        # Where the new keys stand afterwards: behind the old ones before them, and each other.
+        places = np.searchsorted(self._keys, new) + np.arange(len(new))
+        old = np.ones(total, bool)
+        old[places] = False
+        self._keys = _merged(old, self._keys, places, new)
+        self._rows = _merged(old, self._rows, places, all_rows[fresh])
+        return self._seen.note(keys, all_rows)
+
+
+def _merged(
+    old: Known, ours: NDArray[Any], places: NDArray[np.int64], new: NDArray[Any]
+) -> NDArray[Any]:
+    merged = np.empty(len(old), ours.dtype)
+    merged[old] = ours
+    merged[places] = new
+    return merged
+
+
+class _SeenLists:
+    """Where the keys of lists lie that a ``KVServer`` remembers: those come as the same array."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[weakref.ref[Keys], Rows]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows_of(self, keys: Keys) -> Rows | None:
+        """Return what was noted for this very array."""
+        found = self._rows.get(id(keys))
+        return found[1] if found is not None and found[0]() is keys else None
+
+    def note(self, keys: Keys, rows: NDArray[np.int64]) -> Rows:
+        """The same rows; of a long list as a slice if they are neighbours, and noted if
+        ``keys`` cannot change."""
+        if len(keys) < MIN_KEYS:
+            return rows
+        neighbours = rows[-1] - rows[0] == len(rows) - 1 and is_rising(rows)
+        best: Rows = slice(int(rows[0]), int(rows[-1]) + 1) if neighbours else rows
+        # A view of a request is read-only too, but of memory that belongs to somebody else.
+        if keys.flags.owndata and not keys.flags.writeable:
+            name, noted = id(keys), self._rows
+            noted[name] = weakref.ref(keys, lambda _: noted.pop(name, None)), best
+        return best

@@ -1,0 +1,153 @@
+"""Which address a node binds and advertises. Shell code: it asks the operating system.
+
+The order: DMLC_NODE_HOST wins; else DMLC_INTERFACE (an interface's name, an address or a
+network); else the local address on the route to the scheduler. Never every interface.
+ps-lite took the first interface whose name begins with DMLC_INTERFACE, or the first that is
+not loopback (``network_utils.h``), which was wrong on hosts with several networks.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+import uuid
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from pslite.config import Config
+from pslite.errors import ConfigError
+
+_SIOCGIFADDR = 0x8915
+_IF_INET6 = Path("/proc/net/if_inet6")
+
+
+def advertised_host(config: Config, scheduler: str | None = None) -> str:
+    """The address under which others reach this node; ``scheduler``: an address of that one.
+
+    Raises:
+        ConfigError: DMLC_INTERFACE names nothing that this host has.
+    """
+    if config.node_host:
+        return config.node_host
+    if config.interface:
+        return interface_address(config.interface)
+    return route_address(scheduler or config.root_uri, config.root_port)
+
+
+def interface_address(interface: str) -> str:
+    """The local address that ``interface`` (a name, an address or a network) stands for."""
+    addresses = local_addresses()
+    if interface in addresses:
+        return addresses[interface][0]
+    listing = ", ".join(f"{name} ({', '.join(found)})" for name, found in addresses.items())
+    network = _network(interface)
+    if network is None:
+        raise ConfigError(
+            f"DMLC_INTERFACE={interface}: no such interface with an address; this host has "
+            f"{listing}"
+        )
+    for address in (address for found in addresses.values() for address in found):
+        if ipaddress.ip_address(address) in network:
+            return address
+    raise ConfigError(
+        f"DMLC_INTERFACE={interface}: this host has no address in it; it has {listing}"
+    )
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return None
+
+
+def local_addresses() -> dict[str, list[str]]:
+    """Interface name -> its first IPv4 address, if any, and then its IPv6 addresses."""
+    import fcntl
+
+    addresses: dict[str, list[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue
+            addresses[name] = [socket.inet_ntoa(reply[20:24])]
+    for name, address in _ipv6_addresses(_IF_INET6):
+        addresses.setdefault(name, []).append(address)
+    return addresses
+
+
+def _ipv6_addresses(table: Path) -> Iterator[tuple[str, str]]:
+    """(interface, address) from Linux's list; addresses of one link only are left out.
+
+    Those would need the interface's name beside them (``fe80::1%eth0``), which means nothing
+    on other hosts.
+    """
+    try:
+        rows = [line.split() for line in table.read_text().splitlines()]
+    except OSError:  # no IPv6 here
+        return
+    for row in rows:
+        address = ipaddress.IPv6Address(int(row[0], 16))
+        if not address.is_link_local:
+            yield row[5], str(address)
+
+
+def route_address(host: str, port: int) -> str:
+    """The local address from which ``host`` is reached. Nothing is sent."""
+    try:
+        found = socket.getaddrinfo(host, port or 9, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ConfigError(f"DMLC_PS_ROOT_URI={host} cannot be resolved: {error}") from None
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        try:
+            probe.connect(address)
+        except OSError as error:
+            raise ConfigError(f"there is no route to the scheduler at {host}: {error}") from None
+        return str(probe.getsockname()[0])
+
+
+def tcp_address(host: str, port: int) -> str:
+    """``tcp://host:port``, with brackets around IPv6 addresses."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+@lru_cache(maxsize=1)
+def machine_id() -> str:
+    """Names the running kernel: equal exactly for processes that share process ids.
+
+    The boot id alone would be shared by containers with process ids of their own, so the
+    identity of the process-id namespace is part of it.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return f"{uuid.getnode():x}"
+    return f"{boot}/{namespace}"
+
+
+def process_alive(pid: int) -> bool:
+    """Return whether a process of this machine is there and no zombie."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it is gone; or this process may open no more files, or may not see others
+        return _takes_signals(pid)
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _takes_signals(pid: int) -> bool:
+    """Return whether there is such a process, a zombie too. Needs no file."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True

@@ -1,0 +1,235 @@
+"""Requests between apps: who asked what, who has answered, which app an arrival belongs to.
+
+An app is a number that both ends agree on. ``Customers`` lives on the I/O thread: it hands
+arriving requests to the app's handler and arriving responses to the future of the request.
+Handlers run on the I/O thread and must be short; what takes long goes to the node's pool
+(``KVServer`` does that). A request for an app that is not there yet waits for it a while, so
+that the order in which processes create their apps does not matter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from pslite.errors import RemoteError, UsageError, describe, lost_node, rebuild
+from pslite.future import Future
+from pslite.protocol.pending import Pending
+from pslite.wire.codec import MAX_HEADER_BYTES
+from pslite.wire.messages import Request, Response
+
+SendTo = Callable[[int, Request | Response, Sequence[Any]], None]
+
+#: Requests that may wait for apps that are not there yet.
+_MAX_EARLY = 4096
+_MAX_EARLY_BYTES = 256 << 20
+#: How often requests are looked at that wait for an app which never comes.
+_LOOK_INTERVAL_S = 1.0
+#: The rest of a header frame is small (``wire/codec.py``).
+_MAX_BODY_BYTES = MAX_HEADER_BYTES - 65_536
+
+
+class Reply(NamedTuple):
+    """What a node answered."""
+
+    body: bytes
+    frames: Sequence[Any]
+
+
+class Incoming:
+    """A request that arrived. Exactly one of ``respond`` and ``fail`` counts, from any thread."""
+
+    __slots__ = ("_answered", "_respond", "body", "frames", "head", "request", "sender")
+
+    def __init__(
+        self,
+        sender: int,
+        request: Request,
+        frames: Sequence[Any],
+        respond: Callable[[Incoming, Response, Sequence[Any]], None],
+    ) -> None:
+        self.sender = sender
+        self.request = request
+        self.head = request.head
+        self.body = request.body
+        #: Read-only payload frames; valid until this is answered, and empty from then on: they
+        #: may lie in the asker's memory.
+        self.frames = frames
+        self._respond = respond
+        self._answered = False
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that it keeps while it waits."""
+        return len(self.body) + sum(len(frame) for frame in self.frames)
+
+    def respond(self, body: bytes = b"", frames: Sequence[Any] = ()) -> None:
+        """Answer. ``frames`` must stay unchanged until the peer has accepted them."""
+        self._finish(None, body, frames)
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error, which the asker's future raises."""
+        self._finish(error, b"", ())
+
+    def _finish(self, error: BaseException | None, body: bytes, frames: Sequence[Any]) -> None:
+        if self._answered:
+            return
+        self._answered = True
+        self.frames = ()
+        r = self.request
+        kind, text = ("", "") if error is None else describe(error)
+        role, rank = lost_node(error)
+        response = Response(r.app, r.customer, r.request_id, r.head, kind, text, role, rank, body)
+        self._respond(self, response, frames)
+
+
+Handler = Callable[[Incoming], None]
+
+
+class Customers:
+    """The apps of one node and their open requests."""
+
+    def __init__(self, send: SendTo, on_io_thread: Callable[[Callable[[], None]], None]) -> None:
+        self._send = send
+        self._on_io_thread = on_io_thread
+        self._handlers: dict[int, Handler] = {}
+        self._early: list[tuple[float, Incoming]] = []
+        self._early_bytes = 0
+        self._error: BaseException | None = None
+        self.pending = Pending()
+        #: How many requests each app has not answered.
+        self._open: Counter[int] = Counter()
+        self._waiting_apps: set[int] = set()
+        #: When ``run`` has something to do.
+        self.look_at = 0.0
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether an app may still answer a request by itself."""
+        return any(count for app, count in self._open.items() if app not in self._waiting_apps)
+
+    def add(self, app: int, handler: Handler, *, waits_for_others: bool = False) -> None:
+        """Hand requests for ``app`` to ``handler`` from now on.
+
+        With ``waits_for_others``, what it does not answer at once it answers only when another
+        request arrives, or a node is gone.
+        """
+        if waits_for_others:
+            self._waiting_apps.add(app)
+        if app in self._handlers:
+            raise UsageError(f"this node already has an app {app}")
+        self._handlers[app] = handler
+        early, self._early = self._early, []
+        for arrived_at, incoming in early:
+            if incoming.request.app == app:
+                self._early_bytes -= incoming.nbytes
+                self._handle(handler, incoming)
+            else:
+                self._early.append((arrived_at, incoming))
+
+    def fail(self, error: BaseException) -> None:
+        """The node has failed: what it asks, and what it is asked from now on, ends with this."""
+        self._error = error
+        self.pending.fail(error)
+
+    def remove(self, app: int) -> None:
+        """The app is gone; its requests wait for another one of that number."""
+        self._handlers.pop(app, None)
+
+    def close(self) -> None:
+        """The node has ended: let go of the apps, and of the memory that they hold."""
+        self._handlers.clear()
+        self._early.clear()
+
+    def ask(
+        self,
+        nodes: Sequence[int],
+        app: int,
+        customer: int,
+        head: int,
+        body: bytes,
+        frames: dict[int, Sequence[Any]],
+        future: Future[dict[int, Reply]],
+    ) -> int:
+        """Send a request to each of ``nodes`` (with its own frames); returns the request's id."""
+        request_id = self.pending.open(nodes, future)
+        message = Request(app, customer, request_id, head, body)
+        try:
+            if len(body) > _MAX_BODY_BYTES:
+                raise UsageError(
+                    f"the body has {len(body)} bytes; the limit is {_MAX_BODY_BYTES}: use frames"
+                )
+            for node in nodes:
+                self._send(node, message, frames.get(node, ()))
+        except Exception as error:
+            self.pending.cancel(request_id, error)
+        return request_id
+
+    def request_arrived(
+        self, sender: int, message: Request, frames: Sequence[Any], now: float
+    ) -> None:
+        incoming = Incoming(sender, message, frames, self._responded)
+        self._open[message.app] += 1
+        if self._error is not None:
+            incoming.fail(self._error)
+            return
+        handler = self._handlers.get(message.app)
+        if handler is not None:
+            self._handle(handler, incoming)
+        elif self._has_room(incoming):
+            self._early.append((now, incoming))
+            self._early_bytes += incoming.nbytes
+        else:
+            incoming.fail(UsageError(f"this node does not have an app {message.app}"))
+
+    def _has_room(self, incoming: Incoming) -> bool:
+        """Return whether a request may wait for its app."""
+        nbytes = self._early_bytes + incoming.nbytes
+        return len(self._early) < _MAX_EARLY and nbytes <= _MAX_EARLY_BYTES
+
+    def response_arrived(self, sender: int, message: Response, frames: Sequence[Any]) -> None:
+        if not message.kind:
+            self.pending.answer(message.request_id, sender, Reply(message.body, frames))
+            return
+        error = rebuild(message.kind, message.error, role=message.role, rank=message.rank)
+        if isinstance(error, RemoteError):
+            error.where = f"node {sender}"
+        self.pending.refuse(message.request_id, sender, error)
+
+    def run(self, now: float, limit_s: float) -> None:
+        """Refuse what has waited longer than ``limit_s`` for its app."""
+        self.look_at = now + _LOOK_INTERVAL_S
+        self.expire(now - limit_s)
+
+    def expire(self, before: float) -> None:
+        """Refuse what has waited for its app since before ``before``."""
+        for arrived_at, incoming in self._early:
+            if arrived_at < before:
+                app = incoming.request.app
+                self._early_bytes -= incoming.nbytes
+                incoming.fail(UsageError(f"the node that was asked does not have an app {app}"))
+        self._early = [entry for entry in self._early if entry[0] >= before]
+
+    @staticmethod
+    def _handle(handler: Handler, incoming: Incoming) -> None:
+        try:
+            handler(incoming)
+        except BaseException as error:  # SystemExit of an app must not end the I/O thread
+            incoming.fail(error)
+
+    def _responded(self, incoming: Incoming, response: Response, frames: Sequence[Any]) -> None:
+        def deliver() -> None:
+            self._open[response.app] -= 1
+            if not self._open[response.app]:
+                del self._open[response.app]  # nodes ask for apps of any number
+            try:
+                self._send(incoming.sender, response, frames)
+            except Exception as error:
+                kind, text = describe(error)
+                role, rank = lost_node(error)
+                refusal = replace(response, kind=kind, error=text, role=role, rank=rank, body=b"")
+                self._send(incoming.sender, refusal, ())
+
+        self._on_io_thread(deliver)

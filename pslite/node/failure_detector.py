@@ -1,0 +1,263 @@
+"""Keeps an eye on a node's peers: signs of life out, losses and stalls in. On the I/O thread.
+
+``protocol/liveness.py`` decides; this file feeds it with what the van and the operating system
+say, tells ``control`` of losses, and drops the connections of nodes that ``control`` declares gone.
+libzmq's own heartbeats keep connections honest; the beats sent here come from this node's code and
+so tell a stalled node from a busy one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+
+from pslite.config import Config
+from pslite.errors import ConfigError, NodeLostError
+from pslite.ids import NodeInfo
+from pslite.node.address import machine_id, process_alive
+from pslite.node.data import Traffic
+from pslite.node.office import Office
+from pslite.protocol.liveness import PROCESS_GONE, Headway, Liveness, Lost
+from pslite.protocol.membership import Gone
+from pslite.van.base import Connected, Denied, Disconnected, TurnedAway, VanEvent
+from pslite.wire.messages import Beat
+
+#: How often the process of a peer without a connection is looked at.
+_SUSPECT_INTERVAL_S = 0.1
+#: How often the processes of all peers of this machine are looked at: one that has forked leaves
+#: its connections to its children.
+_PROCESS_INTERVAL_S = 0.5
+#: A node that looks at the clock this late has been held up itself.
+_LATE_S = 1.0
+#: How often time alone is looked at.
+_JUDGE_INTERVAL_S = 1.0
+
+
+def beat_at(config: Config, now: float) -> float:
+    """Return when the next sign of life is due; never, where PS_HEARTBEAT_INTERVAL is 0."""
+    interval_s = config.heartbeat_interval_s
+    return now + interval_s if interval_s > 0 else math.inf
+
+
+class FailureDetector:
+    """The peers of one node, as far as they live."""
+
+    def __init__(self, office: Office, traffic: Traffic) -> None:
+        config = office.config
+        self._office = office
+        self._traffic = traffic
+        # Where peers give no signs of life, silence means nothing.
+        has_beats = config.heartbeat_interval_s > 0
+        stall_report_s = config.stall_report_s if has_beats else math.inf
+        self._liveness = Liveness(
+            config.lost_after_s,
+            stall_report_s,
+            config.heartbeat_timeout_s,
+            config.rendezvous_timeout_s,
+        )
+        self._headway = Headway()
+        #: Whom the van has a connection with, watched or not.
+        self._connected: set[str] = set()
+        #: The peers that are known, by the van's name.
+        self._nodes: dict[str, NodeInfo] = {}
+        self._beat_at = 0.0
+        self._judge_at = 0.0
+        self._process_at = 0.0
+        self._suspect_at: float | None = None
+        #: How many strangers the van has turned away, as far as it told.
+        self.turned_away = 0
+        #: Called after a node is gone.
+        self.on_departure: list[Callable[[], None]] = []
+
+    def begin(self, now: float) -> None:
+        """The node starts."""
+        self._beat_at = beat_at(self._office.config, now)
+        self._judge_at = now + _JUDGE_INTERVAL_S
+        self._process_at = now + _PROCESS_INTERVAL_S
+
+    def add(self, peer: str, now: float, node: NodeInfo | None = None) -> None:
+        """Watch a peer, whose loss matters from now on; ``node`` once it is known."""
+        if node is not None:
+            self._nodes[peer] = node
+        connected = peer in self._connected
+        self._liveness.watch(peer, now, connected=connected)
+        if not connected and self._suspect_at is None:
+            self._suspect_at = now + _SUSPECT_INTERVAL_S
+
+    def forget(self, peer: str) -> None:
+        """Its loss does not matter any more."""
+        self._liveness.forget(peer)
+        self._headway.forget(peer)
+
+    def heard(self, peer: str, now: float) -> None:
+        """Something of the peer's own code arrived."""
+        self._liveness.heard(peer, now)
+
+    def silent_s(self, peer: str, now: float) -> float:
+        """Return how long nothing of the peer's own code has arrived."""
+        return self._liveness.silent_s(peer, now)
+
+    def told(self, event: VanEvent, now: float) -> None:
+        """The van has told something of a connection."""
+        office = self._office
+        if isinstance(event, Disconnected):
+            if event.peer in office.membership.node_ids:
+                who = office.membership.peer_title(event.peer)
+                office.log.info(1, f"connection to {who} is gone")
+            self.disconnected(event.peer, now, event.moved_bytes)
+            if office.membership.has_gone(event.peer):
+                office.van.disconnect(event.peer)
+        elif isinstance(event, Connected):
+            self._connected.add(event.peer)
+            self._liveness.connected(event.peer)
+            office.links.reconnected(event.peer, now)
+        elif isinstance(event, Denied):
+            office.fail(ConfigError(event.reason))
+        elif isinstance(event, TurnedAway):
+            self.turned_away += event.count
+            whom = f"{event.count} connections" if event.count > 1 else "a connection"
+            origin = f" from {event.address}" if event.address else ""
+            office.log.warn(f"refused {whom}{origin}: {event.reason}")
+
+    def departed(self, gone: Gone) -> None:
+        """A node is gone (``membership`` knows); called by ``control``."""
+        office = self._office
+        error, node = _loss(gone), gone.node.node_id
+        office.customers.pending.depart(node, error)
+        self._traffic.departed(node, error, left=gone.left)
+        if not gone.left:
+            self.forget(gone.node.uid)
+            office.links.shut(gone.node.uid)
+            office.van.disconnect(gone.node.uid)  # its address may be somebody else's by now
+        elif not self.is_connected(gone.node.uid):
+            self.disconnected(gone.node.uid, office.clock())
+        for listener in self.on_departure:
+            listener()
+
+    def _ended_after_goodbye(self, peer: str) -> None:
+        """A node that has said goodbye, and may have waited for answers since, is not there."""
+        office = self._office
+        node = office.membership.node_ids[peer]
+        office.membership.ended.add(node)
+        self._traffic.departed(node, _loss(office.membership.gone[node]), left=False)
+        self.forget(peer)
+        office.links.release(peer)
+        office.van.disconnect(peer)  # its address may be somebody else's by now
+
+    def is_connected(self, peer: str) -> bool:
+        """Return whether the van has a connection with the peer."""
+        return peer in self._connected
+
+    def disconnected(self, peer: str, now: float, moved_bytes: int = 0) -> None:
+        """Note that the peer's connection, which brought this many bytes, has ended."""
+        self._connected.discard(peer)
+        if self._has_done(peer):
+            self._ended_after_goodbye(peer)
+        if self._office.control is not None:
+            self._office.control.disconnected(peer)
+        self._liveness.disconnected(peer, now)
+        self._suspect_at = now
+        self._look_at_headway(peer, now, moved_bytes)
+
+    def _look_at_headway(self, peer: str, now: float, moved_bytes: int) -> None:
+        office = self._office
+        in_vain = self._headway.disconnected(
+            peer,
+            now,
+            progress=office.links.progress(peer),
+            unaccepted_bytes=office.links.unaccepted_bytes(peer),
+            moved_bytes=moved_bytes,
+        )
+        if in_vain is None:
+            return
+        own = office.info.title if office.info is not None else "this node"
+        for lost in self._liveness.died(peer, f"on the link from {own}, {in_vain}"):
+            self._lost(lost, now)
+
+    def _has_done(self, peer: str) -> bool:
+        """Whether a peer has said goodbye, and there is nothing that it would come back for."""
+        office = self._office
+        node = office.membership.node_ids.get(peer)
+        if node not in office.membership.told or not office.membership.is_leaving(node):
+            return False
+        return office.links.everything_accepted((peer,)) and not self._traffic.owes(node)
+
+    def run(self, now: float) -> None:
+        """Do what time asks for."""
+        if self._suspect_at is not None and now >= self._suspect_at:
+            self._look_at_suspects(now)
+        if now >= self._process_at:
+            self._process_at = now + _PROCESS_INTERVAL_S
+            self._look_at_processes(now)
+        if now >= self._beat_at:
+            self._beat_at = beat_at(self._office.config, now)
+            self._beat(now)
+        if now >= self._judge_at:
+            if now - self._judge_at > _LATE_S:
+                # This node itself was held up: what its peers sent meanwhile is still to be read.
+                self._liveness.excuse(now)
+            self._judge_at = now + _JUDGE_INTERVAL_S
+            self._judge(now)
+
+    def next_due(self) -> float:
+        """Return when ``run`` has something to do."""
+        due = min(self._beat_at, self._judge_at, self._process_at)
+        return due if self._suspect_at is None else min(due, self._suspect_at)
+
+    def _beat(self, now: float) -> None:
+        office = self._office
+        for node in office.membership.listeners():
+            office.links.send(node.uid, Beat(), (), office.membership.epoch, now)
+
+    def _look_at_suspects(self, now: float) -> None:
+        """A peer of this machine whose process is gone need not be waited for."""
+        suspects = self._liveness.suspects()
+        self._suspect_at = now + _SUSPECT_INTERVAL_S if suspects else None
+        for peer in suspects:
+            if self._has_ended(peer):
+                for lost in self._liveness.died(peer, PROCESS_GONE):
+                    self._lost(lost, now)
+            elif self._office.van.is_answered(peer):
+                self._liveness.answered(peer, now)
+        if suspects:
+            self._judge(now)
+
+    def _look_at_processes(self, now: float) -> None:
+        """Children of a process that has died may keep its connections for as long as they live."""
+        ended = [peer for peer in self._liveness.watched() if self._has_ended(peer)]
+        for peer in ended:
+            self._liveness.ended(peer, now)
+        if ended:
+            self._judge(now)
+
+    def _has_ended(self, peer: str) -> bool:
+        """Whether a peer's process is known to be gone: one of this machine, and another one."""
+        node = self._nodes.get(peer)
+        if node is None or node.machine != machine_id() or node.pid == os.getpid():
+            return False
+        return not process_alive(node.pid)
+
+    def _judge(self, now: float) -> None:
+        for verdict in self._liveness.tick(now):
+            if isinstance(verdict, Lost):
+                self._lost(verdict, now)
+            else:
+                who = self._office.membership.peer_title(verdict.peer)
+                self._office.log.warn(
+                    f"{who} is connected but has been silent for {verdict.silent_s:.0f} s"
+                )
+
+    def _lost(self, lost: Lost, now: float) -> None:
+        office = self._office
+        node = office.membership.node_ids.get(lost.peer)
+        if node is not None and office.membership.is_leaving(node):
+            self._ended_after_goodbye(lost.peer)
+        elif office.control is not None:
+            trouble = office.van.trouble(lost.peer)
+            reason = f"{lost.reason}: {trouble}" if trouble else lost.reason
+            office.control.lost(lost.peer, reason, now)
+
+
+def _loss(gone: Gone) -> NodeLostError:
+    return NodeLostError(gone.error_text, role=gone.node.role, rank=gone.node.rank)

@@ -1,0 +1,169 @@
+"""What a node does later: commands and when they are due. On the I/O thread. A leaf.
+
+What other threads have a node's I/O thread do: now, later, or after each step of its loop.
+
+Nothing here waits or holds a lock: threads hand over functions, and ``postoffice.py`` calls them
+when their turn comes. Every errand is run, also when the node ends before; those who come after the
+end does it himself, and finds the node's error set. A forked child has no I/O thread and is
+refused.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from pslite.errors import UsageError
+from pslite.future import Future
+
+
+class Timers:
+    """Commands that wait for their time, by the node's clock."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._waiting: list[tuple[float, int, Callable[[], None]]] = []
+
+    def add(self, due: float, command: Callable[[], None]) -> None:
+        """Have ``run`` call ``command`` from ``due`` on; those of the same time in this order."""
+        heapq.heappush(self._waiting, (due, next(self._numbers), command))
+
+    def next_due(self) -> float | None:
+        """Return when ``run`` has something to do."""
+        return self._waiting[0][0] if self._waiting else None
+
+    def run(self, now: float) -> None:
+        """Call what is due."""
+        while self._waiting and self._waiting[0][0] <= now:
+            heapq.heappop(self._waiting)[2]()
+
+
+# Which process this is. Kept, since ``os.getpid`` asks the kernel, and each call of a store asks.
+_pid = os.getpid()
+
+
+def _note_fork() -> None:
+    global _pid
+    _pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+class Errands:
+    """Those of one node. ``wake`` ends its poll; ``clock`` is the node's."""
+
+    def __init__(self, wake: Callable[[], None], clock: Callable[[], float]) -> None:
+        self._wake = wake
+        self._clock = clock
+        self._pid = _pid
+        self._ended = False
+        #: The I/O thread; None where somebody else drives the node.
+        self.thread: threading.Thread | None = None
+        #: What ``run`` has to do.
+        self.commands: deque[Callable[[], None]] = deque()
+        self.timers = Timers()
+        #: What ``look`` has to do.
+        self.looks: list[Callable[[], bool]] = []
+
+    # -- from any thread ---------------------------------------------------------------
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Have ``command`` run on the I/O thread; returns at once.
+
+        Raises:
+            UsageError: this is a forked child, which has no I/O thread: nothing would happen.
+        """
+        self.check_process()
+        self.commands.append(command)
+        if self._ended:
+            # No other thread will: the node's error is set, and commands look at that.
+            self.run()
+        elif threading.current_thread() is not self.thread:
+            self._wake()
+
+    def call_later(self, delay_s: float, command: Callable[[], None]) -> None:
+        """Have ``command`` run on the I/O thread, after so long or when the node ends.
+
+        Returns at once. Raises as ``call`` does.
+        """
+
+        def set_timer() -> None:
+            if self._ended:
+                command()
+            else:
+                self.timers.add(self._clock() + delay_s, command)
+
+        self.call(set_timer)
+
+    def perform(self, action: Callable[[], None]) -> Future[None]:
+        """Have ``action`` run on the I/O thread; completes when it is done, or with its error."""
+        future: Future[None] = Future("the I/O thread")
+
+        def run() -> None:
+            try:
+                action()
+            except BaseException as error:
+                future.set_error(error)
+            else:
+                future.set_result(None)
+
+        self.call(run)
+        return future
+
+    def check_process(self) -> None:
+        """Raise ``UsageError`` in a forked child, which has no I/O thread: nothing would happen."""
+        if _pid != self._pid:
+            raise UsageError(
+                f"this node belongs to process {self._pid}; a forked child cannot use it: "
+                "create stores in the child itself, or do not fork"
+            )
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child of the node's process."""
+        return _pid != self._pid
+
+    @property
+    def is_io_thread(self) -> bool:
+        """Whether the caller runs on the node's I/O thread, which must never wait."""
+        return threading.current_thread() is self.thread
+
+    # -- on the I/O thread -------------------------------------------------------------
+
+    def look_after_each_step(self, look: Callable[[], bool]) -> None:
+        """Call ``look`` after each step until it returns True."""
+        self.looks.append(look)
+
+    def run(self) -> bool:
+        """Call the commands that are there. Whether there were any."""
+        commands = self.commands
+        worked = bool(commands)
+        while commands:
+            try:
+                command = commands.popleft()
+            except IndexError:  # another thread was faster, after the end
+                break
+            command()
+        return worked
+
+    def look(self) -> None:
+        """A step is over."""
+        self.looks = [look for look in self.looks if not look()]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is to be done now or later."""
+        return bool(self.commands or self.looks) or self.timers.next_due() is not None
+
+    def end(self) -> None:
+        """After the last step: run all that is left, the timers too, and keep nothing."""
+        self._ended = True
+        self.run()
+        self.timers.run(math.inf)
+        self.looks.clear()

@@ -1,0 +1,381 @@
+"""Messages to and from peers, each exactly once, over any van. Runs on the I/O thread.
+
+A ``Links`` owns one ``Channel`` per peer (``protocol/channel.py``) and turns messages into
+frames and back (``wire/codec.py``). It checks what every transmission must have - version,
+job, the incarnation it is meant for - and drops what does not fit: a stranger's bytes cost a
+counter, never an exception, and no memory that grows. Who may say what is decided above, in
+``postoffice.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from pslite.errors import ConfigError, ProtocolError, UsageError
+from pslite.memory import Sharing
+from pslite.protocol.channel import Channel, Outgoing
+from pslite.van.base import Received, Van, size_of
+from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode
+from pslite.wire.messages import Accepted, Ints, Message, Refused, StatusQuestion
+
+#: Frames shorter than this are always sent by copy, so they do not count as under way.
+_SMALL_BYTES = 4096
+#: Acceptances wait so long for a message that tells them, and only while it is so few bytes (by
+#: default). Each that goes alone wakes up two threads on either side.
+TELL_AFTER_S = 0.005
+TELL_BYTES = 8 << 20
+#: At most this many conversations with nodes that are not vouched for (``know``) are kept.
+MAX_STRANGERS = 4096
+#: What is dropped is counted under these, so that no peer can invent further reasons.
+MALFORMED = "no message of this protocol"
+FROM_LOST = "from a node that was declared lost"
+OTHER_JOB = "another job"
+OTHER_RECEIVER = "meant for a process that was here before"
+OTHER_SENDER = "another process under a known name"
+_MAX_REMARK = 200
+
+Objection = Callable[[str, Message, Sequence[Any]], "str | None"]
+"""Why a message (peer, message, frames) is not taken in now; None where it is."""
+
+
+class Delivery(NamedTuple):
+    """A message that arrived, for the first time."""
+
+    peer: str
+    incarnation: int
+    epoch: int
+    message: Message
+    frames: Sequence[Any]
+
+
+class _PeerTraffic:
+    __slots__ = (
+        "channel",
+        "incarnation",
+        "progress",
+        "received_bytes",
+        "sent_bytes",
+        "untold_bytes",
+    )
+
+    def __init__(self, incarnation: int, channel: Channel) -> None:
+        self.incarnation = incarnation
+        self.channel = channel
+        #: What went through the van: headers and repetitions too, shared memory not.
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        #: How much has got through, in either direction: messages, each once.
+        self.progress = 0
+        #: Payload that is accepted here, and the peer does not know it.
+        self.untold_bytes = 0
+
+
+class Links:
+    """The conversations of one node with all its peers."""
+
+    def __init__(
+        self,
+        van: Van,
+        *,
+        job: str,
+        incarnation: int,
+        resend_timeout_s: float,
+        tell_bytes: int = TELL_BYTES,
+        trace: Callable[[str, str, Message, Sequence[Any]], None] | None = None,
+        objection: Objection | None = None,
+        sharing: Sharing | None = None,
+    ) -> None:
+        self._van = van
+        self._job = job
+        self.incarnation = incarnation
+        self._resend_timeout_s = resend_timeout_s
+        self._tell_bytes = tell_bytes
+        self._trace = trace
+        self._objection = objection
+        self._sharing = sharing
+        self._peers: dict[str, _PeerTraffic] = {}
+        #: Those of them that only spoke to us, in order of their first word.
+        self._strangers: dict[str, None] = {}
+        self._known: set[str] = set()
+        #: Peer -> when it is to be told what has been accepted, 0.0 until that is known. In order
+        #: of arrival; a set of names would be in an order of its own in every process.
+        self._owing: dict[str, float] = {}
+        self._closed: set[str] = set()
+        self._released: set[str] = set()
+        #: What arrived and was dropped, by reason.
+        self.dropped: Counter[str] = Counter()
+        #: What was wrong with the malformed message that came last.
+        self.last_malformed = ""
+        self.repeated = 0
+        #: Payload that was handed over, or taken, where it lies; repetitions too.
+        self.shared_bytes = 0
+
+    # -- sending -----------------------------------------------------------------------
+
+    def send(
+        self, peer: str, message: Message, frames: Sequence[Any], epoch: int, now: float
+    ) -> None:
+        """Send a message. Frames are kept by reference until the peer has accepted them.
+
+        Nothing happens when the peer is gone. What cannot be encoded or carried (a number over
+        64 bits, a frame over the van's limit) raises and leaves no trace.
+        """
+        if peer in self._closed or (peer in self._released and message.RELIABLE):
+            return
+        entry = self._entry(peer)
+        if message.RELIABLE:
+            self._strangers.pop(peer, None)
+            if len(frames) >= MAX_FRAMES:
+                raise UsageError(
+                    f"the message has {len(frames)} frames; there must be fewer than {MAX_FRAMES}"
+                )
+            nbytes = sum(size_of(frame) for frame in frames)
+            nbytes = nbytes if nbytes >= _SMALL_BYTES else 0
+            outgoing = entry.channel.number(message, frames, nbytes, epoch, now)
+            try:
+                self._transmit(peer, entry, outgoing)
+            except Exception:
+                entry.channel.withdraw(outgoing)
+                raise
+        else:
+            self._transmit(peer, entry, Outgoing(0, epoch, message, frames, 0, now))
+
+    def send_unnumbered(self, peer: str, message: Message) -> None:
+        """Send to a stranger, with whom no conversation is to begin."""
+        self._send_unnumbered(peer, message, self._job)
+
+    def _send_unnumbered(self, peer: str, message: Message, job: str) -> None:
+        envelope = Envelope(job, 0, self.incarnation, 0, 0, 0, (), (), message)
+        self._van.send(peer, [encode(envelope)])
+
+    def _transmit(self, peer: str, entry: _PeerTraffic, outgoing: Outgoing) -> None:
+        low, also = entry.channel.acceptance()
+        frames = outgoing.frames
+        shared: Ints = ()
+        if frames and self._sharing is not None:
+            frames, shared = self._sharing.describe(peer, frames)
+            self.shared_bytes += sum(shared[3::4])
+        envelope = Envelope(
+            self._job,
+            outgoing.epoch,
+            self.incarnation,
+            entry.incarnation,
+            outgoing.sequence,
+            low,
+            also,
+            shared,
+            outgoing.message,
+        )
+        transmission = [encode(envelope), *frames]
+        self._van.send(peer, transmission)
+        entry.sent_bytes += sum(map(size_of, transmission))
+        outgoing.position = entry.sent_bytes
+        if self._owing.pop(peer, None) is not None:
+            entry.untold_bytes = 0
+        if self._trace is not None:
+            self._trace("=>", peer, outgoing.message, outgoing.frames)
+
+    def progress(self, peer: str) -> int:
+        """A number that grows with all that gets through to a peer, or from it."""
+        entry = self._peers.get(peer)
+        return 0 if entry is None else entry.progress
+
+    def unaccepted_bytes(self, peer: str) -> int:
+        """Payload bytes on the way to a peer that it has not accepted."""
+        entry = self._peers.get(peer)
+        return 0 if entry is None else entry.channel.unaccepted_bytes
+
+    def byte_counts(self) -> dict[str, tuple[int, int]]:
+        """Bytes (sent to, received from) each peer through the van. From any thread.
+
+        Headers and repetitions count, what travels through shared memory does not. Peers that
+        were lost are not in it any more.
+        """
+        entries = list(self._peers.items())
+        return {peer: (entry.sent_bytes, entry.received_bytes) for peer, entry in entries}
+
+    def everything_accepted(self, peers: Sequence[str] | None = None) -> bool:
+        """Return whether these peers (all, when None) have accepted everything."""
+        entries = self._peers.values() if peers is None else self._entries(peers)
+        return all(entry.channel.everything_accepted for entry in entries)
+
+    def owed_by(self) -> dict[str, tuple[int, int]]:
+        """How many messages, and bytes of large ones, each peer has not accepted that owes any."""
+        return {
+            peer: (entry.channel.num_unaccepted, entry.channel.unaccepted_bytes)
+            for peer, entry in self._peers.items()
+            if not entry.channel.everything_accepted
+        }
+
+    def _entries(self, peers: Sequence[str]) -> Iterator[_PeerTraffic]:
+        return (self._peers[peer] for peer in peers if peer in self._peers)
+
+    # -- receiving ---------------------------------------------------------------------
+
+    def receive(self, event: Received) -> Delivery | None:
+        """The message in a transmission, if it is one, new, and meant for this node."""
+        if event.peer in self._closed:
+            self.dropped[FROM_LOST] += 1
+            return None
+        try:
+            envelope = decode(event.frames)
+        except ProtocolError as error:
+            self._note_malformed(error)
+            return None
+        message = envelope.message
+        if envelope.job != self._job and not _is_for_any_job(envelope):
+            self._refuse_job(event.peer, envelope.job)
+            self.dropped[OTHER_JOB] += 1
+            return None
+        if envelope.receiver not in (0, self.incarnation):
+            self.dropped[OTHER_RECEIVER] += 1
+            return None
+        if type(message) is Refused and envelope.sequence == 0:
+            # Of another job, perhaps, which does not say its id: no conversation begins.
+            return Delivery(event.peer, envelope.sender, 0, message, ())
+        if self._objection is not None:
+            # Before it is accepted: what is merely too early will come again.
+            reason = self._objection(event.peer, message, event.frames)
+            if reason is not None:
+                self.dropped[reason] += 1
+                return None
+        entry = self._peers.get(event.peer)
+        if entry is None:
+            if type(message) is StatusQuestion:
+                # An observer: it is answered, and no conversation begins.
+                return Delivery(event.peer, envelope.sender, 0, message, ())
+            entry = self._new_stranger(event.peer)
+        if entry.incarnation == 0:
+            entry.incarnation = envelope.sender
+        elif entry.incarnation != envelope.sender:
+            self.dropped[OTHER_SENDER] += 1
+            return None
+        entry.received_bytes += sum(map(size_of, event.frames))
+        try:
+            frames = self._payload(event.peer, envelope, event.frames)
+        except ProtocolError as error:
+            self._note_malformed(error)
+            return None
+        if self._trace is not None:
+            self._trace("<=", event.peer, message, frames)
+        channel = entry.channel
+        entry.progress += channel.accepted(envelope.accepted, envelope.accepted_also)
+        if envelope.sequence:
+            fresh = channel.admit(envelope.sequence)
+            self._owing.setdefault(event.peer, 0.0)
+            entry.untold_bytes += sum(map(size_of, frames))
+            if not fresh:
+                self.repeated += 1
+                return None
+            entry.progress += 1
+        return Delivery(event.peer, envelope.sender, envelope.epoch, message, frames)
+
+    def _payload(self, peer: str, envelope: Envelope, frames: Sequence[Any]) -> Sequence[Any]:
+        """The frames behind the header, also those that lie in the peer's memory."""
+        if not envelope.shared:
+            return frames[1:]
+        if self._sharing is None:
+            raise ProtocolError("this node does not map the memory of peers")
+        payload = self._sharing.resolve(peer, envelope.shared, frames[1:])
+        self.shared_bytes += sum(envelope.shared[3::4])
+        return payload
+
+    def _note_malformed(self, error: ProtocolError) -> None:
+        self.last_malformed = str(error)[:_MAX_REMARK]
+        self.dropped[MALFORMED] += 1
+
+    def _refuse_job(self, peer: str, theirs: str) -> None:
+        """Refuse a message of another job, without telling this job's id."""
+        refusal = Refused(
+            ConfigError.__name__,
+            f"this node does not belong to job {theirs[:_MAX_REMARK]!r}, as the message does; "
+            "two jobs use the same address: start each with a port of its own",
+        )
+        self._send_unnumbered(peer, refusal, "")
+
+    def know(self, peer: str) -> None:
+        """Somebody vouches for this peer: its conversation is kept as long as this node."""
+        self._known.add(peer)
+        self._strangers.pop(peer, None)
+
+    def _entry(self, peer: str) -> _PeerTraffic:
+        entry = self._peers.get(peer)
+        if entry is None:
+            entry = self._peers[peer] = _PeerTraffic(0, Channel(self._resend_timeout_s))
+        return entry
+
+    def _new_stranger(self, peer: str) -> _PeerTraffic:
+        """A conversation that the peer begins; the oldest one of a stranger makes room."""
+        if peer not in self._known:
+            if len(self._strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                self._peers.pop(oldest, None)
+                self._owing.pop(oldest, None)
+            self._strangers[peer] = None
+        return self._entry(peer)
+
+    # -- time --------------------------------------------------------------------------
+
+    def flush(self, epoch: int, now: float, *, at_once: bool = False) -> None:
+        """Tell the peers what has been accepted, if it is time; any message to them tells it.
+
+        An answer is often on its way, so it pays to wait a moment. Not for long, and not when
+        much has come: the sender's credits depend on it.
+        """
+        for peer, due_at in list(self._owing.items()):
+            if at_once or now >= due_at > 0.0 or self._peers[peer].untold_bytes >= self._tell_bytes:
+                self.send(peer, Accepted(), (), epoch, now)
+            elif due_at == 0.0:
+                self._owing[peer] = now + TELL_AFTER_S
+
+    def resend(self, now: float) -> None:
+        """Send again what should have been accepted by now."""
+        for peer, entry in self._peers.items():
+            due = entry.channel.next_due
+            if due is not None and now >= due:
+                self._repeat(peer, entry, now, at_once=False)
+
+    def reconnected(self, peer: str, now: float) -> None:
+        """The connection is back: what was under way may be lost, so send it again."""
+        entry = self._peers.get(peer)
+        if entry is not None:
+            self._repeat(peer, entry, now, at_once=True)
+
+    def _repeat(self, peer: str, entry: _PeerTraffic, now: float, *, at_once: bool) -> None:
+        passed = entry.sent_bytes - self._van.in_transit(peer)
+        for outgoing in entry.channel.repeats(now, at_once=at_once, passed=passed):
+            self._transmit(peer, entry, outgoing)
+
+    def next_due(self) -> float | None:
+        """Return when ``resend`` or ``flush`` has something to look at."""
+        soonest = min(self._owing.values()) if self._owing else None
+        for entry in self._peers.values():
+            due = entry.channel.next_due
+            if due is not None and (soonest is None or due < soonest):
+                soonest = due
+        return soonest
+
+    def release(self, peer: str) -> None:
+        """A peer has said goodbye: it waits for nothing more, but its own may come again."""
+        self._released.add(peer)
+        entry = self._peers.get(peer)
+        if entry is not None:
+            entry.channel.drop_outgoing()
+
+    def shut(self, peer: str) -> None:
+        """A peer is lost for good: drop what is under way to it, refuse what comes from it."""
+        self._closed.add(peer)
+        self._peers.pop(peer, None)
+        self._strangers.pop(peer, None)
+        self._owing.pop(peer, None)
+        if self._sharing is not None:
+            self._sharing.forget(peer)
+
+
+def _is_for_any_job(envelope: Envelope) -> bool:
+    """Refusals, and the question of an observer that knows an address and no job id."""
+    kind = type(envelope.message)
+    return kind is Refused or (kind is StatusQuestion and not envelope.job)

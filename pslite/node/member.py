@@ -1,0 +1,384 @@
+"""What workers and servers do in the cluster besides moving data. Runs on the I/O thread.
+
+Joining (with a deadline and a line every few seconds that says who is missing), barriers,
+goodbyes, and what follows when another node is gone. ``scheduler.py`` is the other side.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pslite.errors import ConfigError, DeadlineError, NodeLostError, UsageError, rebuild
+from pslite.future import Future
+from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_title
+from pslite.node.address import tcp_address
+from pslite.node.control import SCHEDULER, VERDICT_S, ControlOffice, ends_itself, loss_in
+from pslite.node.failure_detector import beat_at
+from pslite.node.links import Delivery
+from pslite.node.log import label
+from pslite.protocol.membership import Gone, Hearsay
+from pslite.wire.messages import (
+    BarrierEnter,
+    BarrierLeave,
+    BarrierWaits,
+    Beat,
+    Deadlock,
+    Leave,
+    Members,
+    Refused,
+    Register,
+    Roster,
+    StatusQuestion,
+    Waiting,
+)
+
+#: How much longer than the scheduler a node waits for the cluster to be complete.
+_GRACE_S = 1.0
+
+#: A node that still runs this long after the scheduler was lost continues without it. Longer than
+#: the launcher waits between an interrupt, which ends the scheduler first, and SIGTERM.
+_WARN_AFTER_S = 3.5
+
+
+class MemberControl:
+    """The control of a worker or a server."""
+
+    def __init__(self, office: ControlOffice, node: NodeInfo, package: str) -> None:
+        self._office = office
+        config = office.config
+        self._register = Register((node,), config.num_workers, config.num_servers, package)
+        self._began_at = 0.0
+        self._deadline: float | None = None
+        self._roster_at: float | None = None
+        self._beat_at: float | None = None
+        self._waiting: Waiting | None = None
+        self._barriers: dict[tuple[int, int], Future[None]] = {}
+        self._barrier_rounds: Counter[int] = Counter()
+        self._scheduler_error: NodeLostError | None = None
+        self._warn_at: float | None = None
+        self._leaving = False
+        self._hearsay = Hearsay()
+        #: Workers that have left, as the scheduler says, and whose own goodbye is on its way.
+        self._goodbyes: set[str] = set()
+
+    # -- joining -----------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        config = self._office.config
+        self._began_at = now
+        self._deadline = now + config.rendezvous_timeout_s
+        self._roster_at = now + config.roster_interval_s
+        self._beat_at = beat_at(config, now)
+        self._office.van.connect(SCHEDULER, tcp_address(config.root_uri, config.root_port))
+        self._office.links.send(SCHEDULER, self._register, (), 0, now)
+
+    def handle(self, delivery: Delivery, now: float) -> None:
+        message = delivery.message
+        if isinstance(message, Leave):
+            self._member_left(delivery.peer)
+        elif isinstance(message, Members):
+            self._members_changed(delivery.peer, message, now)
+        elif delivery.peer != SCHEDULER:
+            return
+        elif isinstance(message, Roster):
+            self._join(message, now)
+        elif isinstance(message, Waiting):
+            self._still_waiting(message, now)
+        elif isinstance(message, Refused):
+            is_ours = message.kind == ConfigError.__name__
+            verdict = "refuses this node" if is_ours else "gave up"
+            text = f"the scheduler {verdict}: {message.error}"
+            self._office.fail(rebuild(message.kind, text, role=message.role, rank=message.rank))
+        elif isinstance(message, BarrierLeave):
+            self._barrier_over(message)
+        elif isinstance(message, BarrierWaits):
+            self._say_who_has_not_come(message)
+        elif isinstance(message, Deadlock):
+            if self._office.reporter.progress is not None:
+                self._office.reporter.progress.deadlocked(message.error)
+        elif isinstance(message, StatusQuestion) and self._office.info is not None:
+            self._office.send(SCHEDULER_ID, self._office.reporter.answer(message.question, now))
+
+    def _join(self, message: Roster, now: float) -> None:
+        try:
+            self._complete(message, now)
+        except ConfigError as error:  # this machine's limit, and not a message that is wrong
+            self._office.fail(error)
+
+    def _complete(self, message: Roster, now: float) -> None:
+        office = self._office
+        mine = [node for node in message.members if node.node_id == message.node_id]
+        if office.info is not None or not mine:
+            return
+        office.log.name = label(mine[0])
+        office.log.learn(message.members)
+        if office.role is Role.WORKER:
+            for node in message.members:
+                if node.role == Role.SERVER.value:
+                    office.van.connect(node.uid, node.address)
+        self._stop_waiting()
+        office.log.info(1, f"{office.log.name} is connected to others")
+        office.join(mine[0], message.members, now)
+
+    def _stop_waiting(self) -> None:
+        self._deadline = self._roster_at = self._beat_at = None
+
+    def _still_waiting(self, message: Waiting, now: float) -> None:
+        is_answer = self._waiting is None
+        self._waiting = message
+        # The scheduler speaks, so its clock decides: a node that gave up a moment before it
+        # would look like a lost one to all the others.
+        left_s = self._office.config.rendezvous_timeout_s - message.waited_s
+        self._deadline = now + max(left_s, 0.0) + _GRACE_S
+        if is_answer:
+            # To the registration: from here on the scheduler's loss is ours, and it speaks.
+            self._office.watch.add(SCHEDULER, now)
+            self._roster_at = now + 2 * self._office.config.roster_interval_s
+        else:
+            self._say_who_is_missing(now)
+
+    def _say_who_is_missing(self, now: float) -> None:
+        config, office = self._office.config, self._office
+        # Once the scheduler speaks, at the same interval, only its silence makes us repeat it.
+        intervals = 1 if self._waiting is None else 2
+        self._roster_at = now + intervals * config.roster_interval_s
+        waited_s = now - self._began_at
+        if self._waiting is None:
+            office.log.info(
+                0,
+                f"waiting for the scheduler at {config.root_uri}:{config.root_port}, "
+                f"which has not answered for {waited_s:.0f} s",
+            )
+            return
+        there = ", ".join(self._waiting.present) or "none"
+        missing = ", ".join(self._waiting.missing)
+        office.log.info(0, f"waiting for {missing} since {waited_s:.0f} s; there: {there}")
+
+    def _too_late(self) -> DeadlineError:
+        config = self._office.config
+        limit = f"{config.rendezvous_timeout_s:g} s (PS_RENDEZVOUS_TIMEOUT)"
+        trouble = self._office.van.trouble(SCHEDULER)
+        if self._waiting is None and trouble:
+            return DeadlineError(f"the scheduler was not reached within {limit}: {trouble}")
+        if self._waiting is None:
+            return DeadlineError(
+                f"no scheduler answered at {config.root_uri}:{config.root_port} within {limit}: "
+                "is it running, and is DMLC_PS_ROOT_URI / DMLC_PS_ROOT_PORT the same everywhere?"
+            )
+        missing = ", ".join(self._waiting.missing)
+        return DeadlineError(f"the cluster was not complete within {limit}: {missing} missing")
+
+    # -- barriers ----------------------------------------------------------------------
+
+    def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
+        office = self._office
+        if self._scheduler_error is not None:
+            future.set_error(self._scheduler_error)
+            return
+        if office.info is None:
+            future.set_error(UsageError("a barrier needs a complete cluster: wait for `ready`"))
+            return
+        self._barrier_rounds[group] += 1
+        round_ = self._barrier_rounds[group]
+        self._barriers[group, round_] = future
+        office.send(SCHEDULER_ID, BarrierEnter(group, round_, timeout_s))
+
+    def _barrier_over(self, message: BarrierLeave) -> None:
+        future = self._barriers.pop((message.group, message.round), None)
+        if future is None:
+            return
+        if message.kind:
+            future.set_error(rebuild(message.kind, message.error))
+        else:
+            future.set_result(None)
+
+    def _say_who_has_not_come(self, message: BarrierWaits) -> None:
+        missing = ", ".join(self._office.membership.title(node) for node in message.missing)
+        self._office.log.warn(
+            f"the barrier of {group_title(message.group)} has waited {message.waited_s:.0f} s for "
+            f"{missing}"
+        )
+
+    # -- who is gone -------------------------------------------------------------------
+
+    def lost(self, peer: str, reason: str, now: float) -> None:
+        office = self._office
+        if self._leaving and not office.traffic.awaits(peer):
+            # It may end as soon as it has heard our goodbye: only what it was asked is lost.
+            for info in office.membership.roster:
+                if info.uid == peer:
+                    sentence = f"{info.title} has ended without an answer: {reason}"
+                    error = NodeLostError(sentence, role=info.role, rank=info.rank)
+                    office.customers.pending.depart(info.node_id, error)
+            office.links.shut(peer)
+            office.van.disconnect(peer)
+            return
+        if office.info is None and peer == SCHEDULER:
+            where = f"{office.config.root_uri}:{office.config.root_port}"
+            sentence = (
+                f"the scheduler at {where} was lost before the cluster was complete: {reason}"
+            )
+            office.fail(NodeLostError(sentence, role=Role.SCHEDULER.value, rank=0))
+            office.van.disconnect(peer)
+            return
+        node = office.membership.node_ids.get(peer)
+        if node is None:
+            return
+        # Who has failed already knows the cause, and must not wait for the acceptance of the dead.
+        looks_for_cause = office.error is None and self._scheduler_error is None
+        if not (looks_for_cause and self._hearsay.puts_off(node, reason, now)):
+            self._is_lost(node, reason)
+
+    def _is_lost(self, node: int, reason: str) -> None:
+        gone = self._office.membership.depart(node, left=False, reason=reason)
+        if gone is not None:
+            self._gone(gone)
+
+    def _hear(self, speaker: int, message: Members, now: float) -> None:
+        """A member has lost another, and so will end. Whether that is lost, the scheduler says."""
+        if ends_itself(message, speaker):
+            self._office.membership.ending.add(speaker)
+        lost = loss_in(message, speaker)
+        if lost is not None:
+            about, reason = lost
+            title = self._office.membership.title(about)
+            until = now + self._office.config.lost_after_s + VERDICT_S
+            self._hearsay.note(speaker, about, reason, title, until)
+        if self._scheduler_error is not None:
+            self._believe()
+
+    def _believe(self) -> None:
+        """Without a scheduler, the word of a member that ends itself decides: the job is over."""
+        office = self._office
+        for speaker, about, reason in self._hearsay.words():
+            if speaker in office.membership.ending and office.membership.node(about) != office.info:
+                self._is_lost(about, reason)
+
+    def _members_changed(self, peer: str, message: Members, now: float) -> None:
+        """News of who is gone. They count if they are the scheduler's, who looks for itself."""
+        office = self._office
+        speaker = office.membership.node_ids.get(peer)
+        if speaker is None:
+            return
+        if peer != SCHEDULER:
+            self._hear(speaker, message, now)
+            return
+        if 0 in message.left:
+            office.membership.ending.add(speaker)  # the scheduler has failed over this loss
+        entries = zip(message.gone, message.left, message.reasons, strict=True)
+        for node, left, reason in entries:
+            gone = office.membership.depart(node, left=bool(left), reason=reason)
+            if gone is not None:
+                if gone.left and office.watch.is_connected(gone.node.uid):
+                    self._goodbyes.add(gone.node.uid)
+                self._gone(gone)
+        if office.error is None and message.epoch > office.membership.epoch:
+            office.traffic.begin_epoch(message.epoch)
+
+    def _member_left(self, peer: str) -> None:
+        self._expect_no_goodbye(peer)
+        node = self._office.membership.node_ids.get(peer)
+        if node is not None:
+            self._office.membership.told.add(node)
+            gone = self._office.membership.depart(node, left=True, reason="")
+            if gone is not None:
+                self._gone(gone)
+
+    def _gone(self, gone: Gone) -> None:
+        """Policy ``fail``: a lost worker or server ends the job on every survivor."""
+        office = self._office
+        # After this node's own end, those of others are consequences.
+        is_news = not gone.left and office.error is None
+        office.log.info(0 if is_news else 1, gone.sentence)
+        error = NodeLostError(gone.sentence, role=gone.node.role, rank=gone.node.rank)
+        if gone.node.role == Role.SCHEDULER.value:
+            self._scheduler_gone(error, is_news=is_news)
+        elif not gone.left:
+            if is_news:
+                self._pass_on(gone)
+            office.fail(error)
+            # What is under way to it will never be accepted: nothing to wait for at the end.
+            office.links.shut(gone.node.uid)
+            office.van.disconnect(gone.node.uid)
+            return
+        office.watch.departed(gone)
+        self._finish_if_done()
+
+    def disconnected(self, peer: str) -> None:
+        self._expect_no_goodbye(peer)
+
+    def _expect_no_goodbye(self, peer: str) -> None:
+        """A peer has said goodbye to this node, or cannot any more."""
+        if peer in self._goodbyes:
+            self._goodbyes.discard(peer)
+            self._finish_if_done()
+
+    def _finish_if_done(self) -> None:
+        """A server ends after the last worker, once it has taken that worker's own goodbye.
+
+        The scheduler's news of it may come first. A worker whose goodbye the server
+        does not take would wait for this node until it counts as lost.
+        """
+        office = self._office
+        is_last = office.role is Role.SERVER and not office.membership.live(Role.WORKER)
+        if is_last and not self._goodbyes:
+            office.finished.set_result(None)
+
+    def _pass_on(self, gone: Gone) -> None:
+        """Tell this node's peers the cause, and that this node ends too."""
+        office = self._office
+        if office.info is None:
+            return
+        ids = (gone.node.node_id, office.info.node_id)
+        news = Members(office.membership.epoch, ids, (0, 0), (gone.reason, ""))
+        for node in office.membership.listeners():
+            office.send(node.node_id, news)
+
+    def _scheduler_gone(self, error: NodeLostError, *, is_news: bool) -> None:
+        self._scheduler_error = error
+        if is_news:
+            # What ends a whole job ends the scheduler, too: this node may be the next.
+            self._warn_at = self._office.clock() + _WARN_AFTER_S
+        self._end_barriers(error)
+        self._believe()
+
+    # -- the end -----------------------------------------------------------------------
+
+    def say_goodbye(self, now: float) -> None:
+        office = self._office
+        self._leaving = True
+        self._warn_at = None
+        for node in office.membership.neighbours():
+            office.send(node.node_id, Leave())
+
+    def fail(self, error: BaseException) -> None:
+        self._stop_waiting()
+        self._warn_at = None
+        self._end_barriers(error)
+
+    def _end_barriers(self, error: BaseException) -> None:
+        barriers, self._barriers = self._barriers, {}
+        for future in barriers.values():
+            future.set_error(error)
+
+    def tick(self, now: float) -> None:
+        if self._deadline is not None and now >= self._deadline:
+            self._office.fail(self._too_late())
+        elif self._roster_at is not None and now >= self._roster_at:
+            self._say_who_is_missing(now)
+        if self._beat_at is not None and now >= self._beat_at:
+            # The roster, by which nodes know whom to send signs of life, is not there yet.
+            self._beat_at = beat_at(self._office.config, now)
+            self._office.links.send(SCHEDULER, Beat(), (), 0, now)
+        for node, reason in self._hearsay.ended(now):
+            self._is_lost(node, reason)
+        if self._warn_at is not None and now >= self._warn_at:
+            self._warn_at = None
+            self._office.log.warn(
+                "push and pull go on; barriers, init and joins no longer work without the scheduler"
+            )
+
+    def next_due(self) -> float | None:
+        times = [self._deadline, self._roster_at, self._beat_at, self._warn_at]
+        times.append(self._hearsay.next_due())
+        return min((time for time in times if time is not None), default=None)

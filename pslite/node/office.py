@@ -1,0 +1,81 @@
+"""What a node gives its parts, as types. A leaf: the parts import this and not ``Postoffice``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from pslite.config import Config
+from pslite.future import Future
+from pslite.ids import NodeInfo, Role
+from pslite.memory import Sharing
+from pslite.node.customer import Customers
+from pslite.node.io_queue import Errands
+from pslite.node.links import Delivery, Links
+from pslite.node.log import Log
+from pslite.node.pool import Pool
+from pslite.protocol.membership import Membership
+from pslite.van.base import Van
+from pslite.wire.messages import Message
+
+
+class Control(Protocol):
+    """What a node does in the cluster besides moving data."""
+
+    def begin(self, now: float) -> None:
+        """Join (or, on the scheduler, gather) the cluster."""
+
+    def handle(self, delivery: Delivery, now: float) -> None:
+        """A message of the control plane arrived."""
+
+    def lost(self, peer: str, reason: str, now: float) -> None:
+        """A watched peer is gone without a goodbye."""
+
+    def disconnected(self, peer: str) -> None:
+        """The connection with a peer has ended."""
+
+    def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
+        """This node has reached a barrier."""
+
+    def say_goodbye(self, now: float) -> None:
+        """This node has got all it wants."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing can be done any more: end every wait with ``error``."""
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+
+    def next_due(self) -> float | None:
+        """Return when ``tick`` has something to do."""
+
+
+class Office(Protocol):
+    """A node, as its parts see it: what at least two of them need. I/O thread only."""
+
+    config: Config
+    log: Log
+    clock: Callable[[], float]
+    pool: Pool
+    van: Van
+    errands: Errands
+    sharing: Sharing
+    links: Links
+    membership: Membership
+    customers: Customers
+    control: Control | None
+    #: Completes once this node is not needed any more (servers, scheduler).
+    finished: Future[None]
+    error: BaseException | None
+    #: This node's entry; None until the cluster is complete.
+    info: NodeInfo | None
+
+    @property
+    def role(self) -> Role:
+        """What this node is in the cluster."""
+
+    def send(self, node: int, message: Message, frames: Sequence[Any] = ()) -> None:
+        """Send to a node of the roster; nothing happens when it is gone."""
+
+    def fail(self, error: BaseException) -> None:
+        """End every wait of this node with ``error``, now and from now on."""

@@ -1,0 +1,109 @@
+"""Where a server's work runs: a few threads, each with its lanes, or right here.
+
+Work of one lane runs in order and never at the same time as other work of that lane, so what
+belongs to a lane (a part's memory) needs no lock. Results are handed over by ``done``, which
+the node lets run on its I/O thread. Only that thread submits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+Work = Callable[[], None]
+
+
+class Pool(Protocol):
+    """Runs work by lanes."""
+
+    def submit(self, lane: int, work: Work) -> None:
+        """Run ``work`` after all earlier work of ``lane``. Work must not raise."""
+
+    def is_idle(self, lane: int) -> bool:
+        """Return whether all work of ``lane`` is done, so that its thread need not be asked.
+
+        On the thread that submits. What is quick may then be done right there: until the next
+        ``submit`` no other thread works on that lane.
+        """
+
+    @property
+    def num_jobs(self) -> int:
+        """How much of what was submitted is not done yet. For the reader of a report."""
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Finish what was submitted, then stop; whether that was done in time. Idempotent.
+
+        What is still at work afterwards ends with the process.
+        """
+
+
+class InlinePool:
+    """Runs work at once, on the caller's thread: for the simulator and for tests."""
+
+    def submit(self, lane: int, work: Work) -> None:
+        work()
+
+    def is_idle(self, lane: int) -> bool:
+        return True
+
+    @property
+    def num_jobs(self) -> int:
+        return 0
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        return True
+
+
+class ThreadPool:
+    """Runs work on ``num_threads`` threads; lane n belongs to thread n modulo that."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        #: Told what work has raised against the rule; the thread continues.
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self._queues: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in range(num_threads)]
+        #: Works of each thread: submitted (counted by who submits), and done (by the thread).
+        self._submitted = [0] * num_threads
+        self._done = [0] * num_threads
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(index,), name=f"pslite-pool-{name}-{index}", daemon=True
+            )
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, lane: int, work: Work) -> None:
+        index = lane % len(self._queues)
+        self._submitted[index] += 1
+        self._queues[index].put(work)
+
+    def is_idle(self, lane: int) -> bool:
+        index = lane % len(self._queues)
+        return self._submitted[index] == self._done[index]
+
+    @property
+    def num_jobs(self) -> int:
+        return max(0, sum(self._submitted) - sum(self._done))
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        for queue in self._queues:
+            queue.put(None)
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        give_up_at = time.monotonic() + timeout_s
+        for thread in others:
+            thread.join(max(0.0, give_up_at - time.monotonic()))
+        return not any(thread.is_alive() for thread in others)
+
+    def _run(self, index: int) -> None:
+        queue = self._queues[index]
+        while (work := queue.get()) is not None:
+            try:
+                work()
+            except BaseException as error:  # those who wait for it must not wait for ever
+                self.on_failure(error)
+            del work  # and what it worked on, which may be large
+            self._done[index] += 1

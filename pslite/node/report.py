@@ -1,0 +1,75 @@
+"""What a node says about itself when the scheduler asks. On the I/O thread.
+
+Everything is read from counters and tables that are there anyway, at the moment of the question:
+a job that is not asked about pays nothing. Next: ``surveyor.py``, which collects the reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pslite.ids import Role
+from pslite.node.data import Traffic
+from pslite.node.office import Office
+from pslite.version import __version__
+from pslite.wire.codec import pack_value
+from pslite.wire.messages import StatusReport
+from pslite.wire.survey import MAX_NAMED, NodeReport, ProgressSource, Wait, to_plain
+
+
+class Reporter:
+    """Makes the reports of one node."""
+
+    def __init__(self, office: Office, traffic: Traffic) -> None:
+        self._office = office
+        self._traffic = traffic
+        self._began_at = office.clock()
+        #: Who knows how far a worker's training has come.
+        self.progress: ProgressSource | None = None
+
+    def report(self, now: float, waits: Sequence[Wait] = ()) -> NodeReport:
+        """The node at this moment; ``waits`` are those that the node's control knows of."""
+        office, traffic, source = self._office, self._traffic, self.progress
+        counts = office.links.byte_counts().values()
+        open_rounds, round_waits = traffic.open_rounds(now)
+        stuck: tuple[int, list[str]] | None = None if office.role is Role.WORKER else (0, [])
+        if source is not None:
+            stuck = source.stuck()
+        moved = -1
+        if stuck is not None and not self._is_busy():
+            peers = office.membership.neighbours()
+            moved = stuck[0] + sum(office.links.progress(peer.uid) for peer in peers)
+        return NodeReport(
+            version=__version__,
+            uptime_s=max(0.0, now - self._began_at),
+            sent_bytes=sum(sent for sent, _ in counts),
+            received_bytes=sum(received for _, received in counts),
+            shared_bytes=office.links.shared_bytes,
+            requests=traffic.num_requests + len(office.customers.pending),
+            open_rounds=open_rounds,
+            pool_jobs=office.pool.num_jobs,
+            progress=None if source is None else source.progressed(),
+            waits=(*waits, *round_waits, *(source.waits() if source is not None else ())),
+            moved=moved,
+            calls=tuple(stuck[1][:MAX_NAMED]) if stuck is not None else (),
+        )
+
+    def _is_busy(self) -> bool:
+        """Return whether this node may do or send something before the next message arrives."""
+        office, traffic = self._office, self._traffic
+        # The pool first: what it has done becomes a command before it counts as done.
+        return (
+            office.pool.num_jobs > 0
+            or office.errands.has_work
+            or traffic.num_unsent > 0
+            or traffic.is_applying
+            or office.customers.is_at_work
+            or office.error is not None
+            or not office.links.everything_accepted(
+                [peer.uid for peer in office.membership.neighbours()]
+            )
+        )
+
+    def answer(self, question: int, now: float) -> StatusReport:
+        """The message with a member's report."""
+        return StatusReport(question, pack_value(to_plain(self.report(now))))

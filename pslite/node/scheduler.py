@@ -1,0 +1,333 @@
+"""The scheduler's control: gathers the cluster, keeps barriers, says who is gone.
+
+Runs on the scheduler node's I/O thread. Data never passes through here. The decisions are
+pure (``protocol/membership.py``, ``protocol/barrier.py``); this file carries them out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from pslite.errors import (
+    ConfigError,
+    DeadlineError,
+    DeadlockError,
+    NodeLostError,
+    describe,
+    lost_node,
+    rebuild,
+)
+from pslite.future import Future
+from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_members, node_id
+from pslite.node.control import VERDICT_S, ControlOffice, ends_itself, loss_in
+from pslite.node.failure_detector import beat_at
+from pslite.node.links import Delivery
+from pslite.node.surveyor import Surveyor
+from pslite.protocol.barrier import Barriers, Release
+from pslite.protocol.membership import Gone, Hearsay, Rendezvous
+from pslite.security import WHAT_TO_COMPARE
+from pslite.wire.messages import (
+    BarrierEnter,
+    BarrierLeave,
+    BarrierWaits,
+    Beat,
+    Deadlock,
+    Leave,
+    LongWait,
+    Members,
+    Refused,
+    Register,
+    Roster,
+    StatusQuestion,
+    StatusReport,
+    Waiting,
+)
+
+
+class SchedulerControl:
+    """The control of the scheduler."""
+
+    def __init__(
+        self,
+        office: ControlOffice,
+        node: NodeInfo,
+        package: str,
+        on_deadlock: list[Callable[[DeadlockError], None]],
+    ) -> None:
+        self._office = office
+        self._node = node
+        self._on_deadlock = on_deadlock
+        config = office.config
+        self._rendezvous = Rendezvous(config.num_workers, config.num_servers, package)
+        self._titles: dict[int, str] = {}
+        self._barriers = Barriers(self._titles)
+        self._barrier_rounds: Counter[int] = Counter()
+        self._own_barriers: dict[tuple[int, int], Future[None]] = {}
+        self._deadline: float | None = None
+        self._roster_at: float | None = None
+        self._beat_at: float | None = None
+        self._hearsay = Hearsay()
+        self._surveyor = Surveyor(
+            office, node, package, self._rendezvous, self._barriers, self._deadlocked
+        )
+        #: Van names of the nodes that wait for the roster.
+        self._waiting: dict[str, NodeInfo] = {}
+
+    # -- gathering ---------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        config = self._office.config
+        self._rendezvous.begin(now)
+        self._deadline = now + config.rendezvous_timeout_s
+        self._roster_at = now + config.roster_interval_s
+        self._beat_at = beat_at(config, now)
+
+    def handle(self, delivery: Delivery, now: float) -> None:
+        message = delivery.message
+        if isinstance(message, Register) and len(message.node) == 1:
+            self._register(delivery, message, now)
+            return
+        if isinstance(message, StatusQuestion):
+            self._surveyor.asked(delivery.peer, message, now)
+            return
+        node = self._office.membership.node_ids.get(delivery.peer)
+        if node is None:
+            return
+        if isinstance(message, Members):
+            self._hear(node, message, now)
+        elif isinstance(message, StatusReport):
+            self._surveyor.reported(node, message, now)
+        elif isinstance(message, LongWait):
+            self._surveyor.long_wait(node, now)
+        elif isinstance(message, BarrierEnter):
+            self._enter(node, message.group, message.round, message.timeout_s, now)
+        elif isinstance(message, Leave):
+            self._office.membership.told.add(node)
+            gone = self._office.membership.depart(node, left=True, reason="")
+            if gone is not None:
+                self._gone(gone)
+
+    def _register(self, delivery: Delivery, message: Register, now: float) -> None:
+        office = self._office
+        node = message.node[0]
+        if node.uid != delivery.peer or node.incarnation != delivery.incarnation:
+            return
+        if self._rendezvous.roster or office.error is not None:
+            reason = "this job is complete and takes no further nodes"
+            office.links.send_unnumbered(delivery.peer, _refusal(ConfigError(reason)))
+            return
+        refusal = self._rendezvous.register(
+            node, message.num_workers, message.num_servers, message.package
+        )
+        if refusal is not None:
+            office.links.send_unnumbered(delivery.peer, _refusal(ConfigError(refusal.reason)))
+            if refusal.fatal:
+                self._give_up(ConfigError(refusal.reason), now)
+            return
+        self._waiting[delivery.peer] = node
+        office.links.know(delivery.peer)
+        office.watch.add(delivery.peer, now, node)
+        if self._rendezvous.roster:
+            self._complete(now)
+        else:
+            office.links.send(delivery.peer, self._who_is_missing(now), (), 0, now)
+
+    def _stop_waiting(self) -> None:
+        self._deadline = self._roster_at = self._beat_at = None
+
+    def _complete(self, now: float) -> None:
+        office = self._office
+        self._stop_waiting()
+        roster = (self._node, *self._rendezvous.roster)
+        self._titles.update((node.node_id, node.title) for node in roster)
+        office.log.learn(roster)
+        for node in self._rendezvous.roster:
+            office.log.info(
+                1, f"assign rank={node.node_id} to node role={node.role}, ip={node.host}"
+            )
+            office.links.send(node.uid, Roster(node.node_id, roster), (), 1, now)
+        config = office.config
+        office.log.info(
+            1,
+            f"the scheduler is connected to {config.num_workers} workers "
+            f"and {config.num_servers} servers",
+        )
+        office.join(self._node, roster, now)
+
+    def _who_is_missing(self, now: float) -> Waiting:
+        rendezvous = self._rendezvous
+        return Waiting(rendezvous.present(), rendezvous.missing(), rendezvous.waited_s(now))
+
+    def _tell_who_is_missing(self, now: float) -> None:
+        office = self._office
+        self._roster_at = now + office.config.roster_interval_s
+        waiting = self._who_is_missing(now)
+        for peer in self._waiting:
+            office.links.send(peer, waiting, (), 0, now)
+        there, missing = ", ".join(waiting.present) or "none", ", ".join(waiting.missing)
+        office.log.info(0, f"waiting for {missing} since {waiting.waited_s:.0f} s; there: {there}")
+
+    def _beat(self, now: float) -> None:
+        """The roster, by which nodes know whom to send signs of life, is not there yet."""
+        self._beat_at = beat_at(self._office.config, now)
+        for peer in self._waiting:
+            self._office.links.send(peer, Beat(), (), 0, now)
+
+    def _give_up(self, error: Exception, now: float) -> None:
+        """The cluster cannot come about: everybody who came is told why."""
+        office = self._office
+        for peer in self._waiting:
+            office.links.send(peer, _refusal(error), (), 0, now)
+        office.fail(error)
+
+    # -- barriers ----------------------------------------------------------------------
+
+    def disconnected(self, peer: str) -> None:
+        pass
+
+    def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
+        self._barrier_rounds[group] += 1
+        round_ = self._barrier_rounds[group]
+        self._own_barriers[group, round_] = future
+        self._enter(SCHEDULER_ID, group, round_, timeout_s, self._office.clock())
+
+    def _enter(self, node: int, group: int, round_: int, timeout_s: float, now: float) -> None:
+        config = self._office.config
+        members = group_members(group, config.num_workers, config.num_servers)
+        until = now + timeout_s if timeout_s > 0 else math.inf
+        self._office.log.info(1, f"Barrier round {round_} of group {group}: node {node}")
+        self._release(self._barriers.enter(node, group, round_, members, until))
+
+    def _release(self, releases: list[Release]) -> None:
+        for release in releases:
+            if release.node != SCHEDULER_ID:
+                message = BarrierLeave(release.group, release.round, release.kind, release.error)
+                self._office.send(release.node, message)
+                continue
+            future = self._own_barriers.pop((release.group, release.round), None)
+            if future is not None and release.kind:
+                future.set_error(rebuild(release.kind, release.error))
+            elif future is not None:
+                future.set_result(None)
+
+    # -- deadlocks ---------------------------------------------------------------------
+
+    def _deadlocked(self, text: str) -> None:
+        """All workers wait for each other: nothing of what they wait for will come."""
+        office = self._office
+        office.log.warn(text)
+        self._release(self._barriers.give_up(DeadlockError, text))
+        for listener in self._on_deadlock:
+            listener(DeadlockError(text))
+        for rank in office.membership.live(Role.WORKER):
+            office.send(node_id(Role.WORKER, rank), Deadlock(text))
+
+    # -- who is gone -------------------------------------------------------------------
+
+    def lost(self, peer: str, reason: str, now: float) -> None:
+        office = self._office
+        node = office.membership.node_ids.get(peer)
+        if node is None:
+            self._lost_while_gathering(peer, reason, now)
+            return
+        # Who has failed already knows the cause, and must not wait for the acceptance of the dead.
+        if office.error is not None or not self._hearsay.puts_off(node, reason, now):
+            self._is_lost(node, reason)
+
+    def _is_lost(self, node: int, reason: str) -> None:
+        gone = self._office.membership.depart(node, left=False, reason=reason)
+        if gone is not None:
+            self._gone(gone)
+
+    def _hear(self, speaker: int, message: Members, now: float) -> None:
+        """Note that a member has lost others, and may end. Its word ends only itself."""
+        membership, lost = self._office.membership, loss_in(message, speaker)
+        if lost is not None:
+            about, reason = lost
+            # Where this node has a connection with them, its own verdict would be here by now.
+            is_there = self._office.watch.is_connected(membership.uids.get(about, ""))
+            wait_s = VERDICT_S if is_there else VERDICT_S + self._office.config.lost_after_s
+            self._hearsay.note(speaker, about, reason, membership.title(about), now + wait_s)
+        if not ends_itself(message, speaker):
+            return
+        membership.ending.add(speaker)
+        if not self._hearsay.puts_off(speaker, "", now):
+            self._is_lost(speaker, "it has ended")
+
+    def _lost_while_gathering(self, peer: str, reason: str, now: float) -> None:
+        node = self._waiting.pop(peer, None)
+        if node is not None:
+            sentence = f"a {node.role} on {node.host} (pid {node.pid}) is lost: {reason}"
+            self._give_up(NodeLostError(sentence, role=node.role, rank=node.rank), now)
+
+    def _gone(self, gone: Gone) -> None:
+        office = self._office
+        # After the end of the job, those of its nodes are consequences.
+        is_news = not gone.left and office.error is None
+        office.log.info(0 if is_news else 1, gone.sentence)
+        office.watch.departed(gone)
+        office.traffic.begin_epoch(office.membership.epoch + 1)
+        news = Members(
+            office.membership.epoch, (gone.node.node_id,), (int(gone.left),), (gone.reason,)
+        )
+        # Who waits for its last answers should know of a loss, and else not be bothered.
+        members = office.membership
+        for node in members.neighbours() if gone.left else members.listeners():
+            office.send(node.node_id, news)
+        self._release(self._barriers.depart(gone.node.node_id, gone.sentence))
+        self._surveyor.departed(gone.node.node_id, office.clock())
+        if not gone.left:
+            error = NodeLostError(gone.sentence, role=gone.node.role, rank=gone.node.rank)
+            office.fail(error)
+        live = office.membership.live
+        if not live(Role.WORKER) and not live(Role.SERVER):
+            office.finished.set_result(None)
+
+    # -- the end -----------------------------------------------------------------------
+
+    def say_goodbye(self, now: float) -> None:
+        for node in self._office.membership.neighbours():
+            self._office.send(node.node_id, Leave())
+
+    def fail(self, error: BaseException) -> None:
+        self._stop_waiting()
+        own, self._own_barriers = self._own_barriers, {}
+        for future in own.values():
+            future.set_error(error)
+
+    def tick(self, now: float) -> None:
+        if self._deadline is not None and now >= self._deadline:
+            self._give_up(self._too_late(), now)
+        elif self._roster_at is not None and now >= self._roster_at:
+            self._tell_who_is_missing(now)
+        if self._beat_at is not None and now >= self._beat_at:
+            self._beat(now)
+        for node, reason in self._hearsay.ended(now):
+            self._is_lost(node, reason)
+        self._surveyor.tick(now)
+        self._release(self._barriers.tick(now))
+        for overdue in self._barriers.overdue(now, self._office.config.report_after_s):
+            waits = BarrierWaits(overdue.group, overdue.round, overdue.missing, overdue.waited_s)
+            for node in overdue.nodes:
+                self._office.send(node, waits)
+
+    def _too_late(self) -> DeadlineError:
+        office = self._office
+        missing = ", ".join(self._rendezvous.missing())
+        limit = f"{office.config.rendezvous_timeout_s:g} s (PS_RENDEZVOUS_TIMEOUT)"
+        text = f"the cluster was not complete within {limit}: {missing} missing"
+        if office.watch.turned_away:
+            text += f"; {office.watch.turned_away} connections were refused: {WHAT_TO_COMPARE}"
+        return DeadlineError(text)
+
+    def next_due(self) -> float | None:
+        times = [self._deadline, self._roster_at, self._beat_at]
+        times += [self._barriers.next_due(), self._surveyor.next_due()]
+        times.append(self._hearsay.next_due())
+        return min((time for time in times if time is not None and time < math.inf), default=None)
+
+
+def _refusal(error: BaseException) -> Refused:
+    return Refused(*describe(error), *lost_node(error))

@@ -1,0 +1,112 @@
+"""Nodes on this machine: their memory is read where it lies, and small messages go by pipes.
+
+What is offered and what is taken; ``memory/`` has the memory itself, ``van/pipes.py`` the pipes. On
+the I/O thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pslite.ids import NodeInfo, Role
+from pslite.node.office import Office
+from pslite.van.pipes import PipeTicket
+from pslite.wire.messages import Message, PipeOffer, SegmentOffer, SegmentTaken
+
+#: What nodes of one machine say to each other about it.
+MESSAGES = (SegmentOffer, SegmentTaken, PipeOffer)
+
+
+class Nearby:
+    """One node's dealings with those on its machine."""
+
+    def __init__(self, office: Office) -> None:
+        self._office = office
+        #: The nodes on this machine, if memory may be shared at all.
+        self.near: frozenset[int] = frozenset()
+        #: Whether all nodes that this one exchanges values with can share its memory.
+        self.is_on_one_machine = False
+
+    def begin(self, info: NodeInfo, roster: Sequence[NodeInfo]) -> None:
+        """The cluster is complete; ``info`` is this node's entry."""
+        if self._office.config.shm:
+            peers = [node for node in roster if node.role != Role.SCHEDULER.value]
+            self.near = frozenset(node.node_id for node in peers if node.machine == info.machine)
+            self.is_on_one_machine = len(self.near) == len(peers)
+
+    def spread(self, connections: int) -> None:
+        """Use this many TCP connections to each server that is not on this machine."""
+        office = self._office
+        for node in office.membership.neighbours():
+            if node.role == Role.SERVER.value and node.node_id not in self.near:
+                office.van.spread(node.uid, connections)
+
+    def shares_with(self, node: int) -> bool:
+        """Return whether a node reads this one's buffers where they lie. From any thread."""
+        return self._office.sharing.reaches(self._office.membership.uids.get(node, ""))
+
+    def may_share_with(self, node: int) -> bool:
+        """Whether a copy in this node's buffers is the way to send to a node. From any thread.
+
+        Before the first such copy it is unknown whether the node will read it where it lies.
+        """
+        office = self._office
+        return node in self.near and office.sharing.may_reach(office.membership.uids[node])
+
+    def arrived(self, peer: str, node: int, message: Message) -> None:
+        """One of ``MESSAGES``, from a node of the roster."""
+        if isinstance(message, SegmentOffer):
+            self._segment_offered(peer, node, message)
+        elif isinstance(message, SegmentTaken):
+            self._segment_taken(peer, message)
+        elif isinstance(message, PipeOffer):
+            self._pipe_offered(peer, node, message)
+
+    def offer_segments(self) -> None:
+        """Tell them of memory that values will be sent from. Also when there is more of it."""
+        office = self._office
+        if office.info is None or not office.config.shm:
+            return
+        now = office.clock()
+        for node in office.membership.neighbours():
+            if node.machine == office.info.machine and node.role != Role.SCHEDULER.value:
+                for offer in office.sharing.offers(node.uid, now):
+                    office.send(node.node_id, offer)
+
+    def _segment_offered(self, peer: str, node: int, offer: SegmentOffer) -> None:
+        office = self._office
+        info = office.membership.node(node)
+        if not office.config.shm:
+            answer = SegmentTaken(offer.segment, False, "")
+        elif office.info is None or info is None or info.machine != office.info.machine:
+            answer = SegmentTaken(offer.segment, False, "it is on another machine")
+        else:
+            answer = office.sharing.map(peer, info.pid, offer)
+        office.send(node, answer)
+
+    def _segment_taken(self, peer: str, answer: SegmentTaken) -> None:
+        office = self._office
+        office.sharing.taken(peer, answer)
+        if not answer.taken and answer.reason:
+            whom = office.membership.peer_title(peer)
+            text = f"{whom} cannot share memory with this node: values travel by TCP"
+            office.log.warn_seldom(f"no shared memory with {peer}", f"{text} ({answer.reason})")
+
+    def offer_pipes(self) -> None:
+        """Begin to exchange small messages with them by pipes."""
+        office = self._office
+        if office.info is None or not office.config.shm:
+            return
+        for node in office.membership.neighbours():
+            if node.machine == office.info.machine:
+                ticket = office.van.offer_pipe(node.uid)
+                if ticket is not None:
+                    office.send(node.node_id, PipeOffer(*ticket))
+
+    def _pipe_offered(self, peer: str, node: int, offer: PipeOffer) -> None:
+        office = self._office
+        info = office.membership.node(node)
+        if not office.config.shm or office.info is None or info is None:
+            return
+        if info.machine == office.info.machine:
+            office.van.take_pipe(peer, info.pid, PipeTicket(offer.fd, offer.inode))

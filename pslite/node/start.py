@@ -1,0 +1,263 @@
+"""Making nodes: from settings to a running ``Postoffice``.
+
+``start`` is what programs call; ``make_node`` is the part that it shares with the simulator.
+Importing this module starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from pslite.config import Config
+from pslite.errors import ConfigError, DeadlineError, as_failure, describe
+from pslite.ids import NodeInfo, Role
+from pslite.node.address import advertised_host, machine_id, tcp_address
+from pslite.node.at_exit import leave_at_exit
+from pslite.node.control import SCHEDULER
+from pslite.node.log import Log, Write
+from pslite.node.member import MemberControl
+from pslite.node.pool import Pool, ThreadPool
+from pslite.node.postoffice import Postoffice
+from pslite.node.scheduler import SchedulerControl
+from pslite.scarcity import check_files, check_threads, scarcity_told
+from pslite.security import mechanism_of
+from pslite.van.base import Van
+from pslite.van.zmq.addresses import LOOK_AGAIN_S, HostAddresses, Whereabouts, resolve, without_key
+from pslite.version import __version__
+
+#: Of libzmq, and the I/O thread.
+_OWN_THREADS = 3
+
+
+def start(
+    config: Config | None = None,
+    *,
+    make_van: Callable[[str], Van] | None = None,
+    prepare: Callable[[Postoffice], None] | None = None,
+    write: Write | None = None,
+    wait: bool = True,
+) -> Postoffice:
+    """Start a node and, with ``wait``, return once its cluster is complete.
+
+    A worker's node that is not closed when the interpreter ends is closed then (``at_exit.py``).
+
+    Args:
+        config: the settings; by default those of the environment.
+        make_van: makes the transport from the node's name; by default ZeroMQ.
+        prepare: called with the node before it joins, to add apps that must be there first.
+        write: where lines for people go.
+        wait: False returns at once; ``node.ready`` completes later.
+
+    Raises:
+        ConfigError: a setting is missing or wrong, the port is busy, or the job's key is another.
+        DeadlineError: the cluster was not complete in time; the text says who is missing. Or the
+            scheduler's name had no address until then, for which servers and workers wait here,
+            also without ``wait``.
+    """
+    unknown: list[str] = []
+    if config is None:
+        config, unknown = Config.from_env()
+    config.checked_for_cluster()
+    incarnation = secrets.randbits(62) | 1
+    uid = node_uid(Role(config.role), incarnation)
+    log = Log(uid, config.verbose, write)
+    for sentence in unknown:
+        log.warn(sentence)
+    if make_van is None:
+        _check_room(config, log)
+        config, make_van = _over_tcp(config, log)
+    with scarcity_told():
+        node = _begun(config, make_van(uid), incarnation, log, prepare)
+    if node.role is Role.WORKER:
+        leave_at_exit(node)
+    if wait:
+        try:
+            node.ready.result()
+        except BaseException:
+            node.close(goodbye=False)
+            raise
+    return node
+
+
+def _check_room(config: Config, log: Log) -> None:
+    """Whether this process may have the files and threads of such a node."""
+    role = Role(config.role)
+    warning = check_files(role, config.num_workers, config.num_servers)
+    if warning is not None:
+        log.warn(warning)
+    check_threads(_OWN_THREADS + (config.pool_threads if role is Role.SERVER else 0))
+
+
+def _begun(
+    config: Config,
+    van: Van,
+    incarnation: int,
+    log: Log,
+    prepare: Callable[[Postoffice], None] | None,
+) -> Postoffice:
+    """A node on its way to join; the van is closed where it cannot begin."""
+    pool = None
+    try:
+        if config.role == Role.SERVER.value:
+            pool = ThreadPool(config.pool_threads, van.uid)
+        node = make_node(config, van, incarnation=incarnation, log=log, pool=pool)
+        if pool is not None:
+            pool.on_failure = partial(_pool_failed, node)
+        if prepare is not None:
+            prepare(node)
+        node.start_thread()
+    except BaseException:
+        van.close()
+        if pool is not None:
+            pool.close()
+        raise
+    return node
+
+
+def _pool_failed(node: Postoffice, error: BaseException) -> None:
+    """Work of the pool has raised, so somebody will not be answered: the node ends."""
+    node.log.error(f"a task of the pool failed: {describe(error)[1]}")
+    node.errands.call(lambda: node.fail(as_failure(error)))
+
+
+def make_node(
+    config: Config,
+    van: Van,
+    *,
+    incarnation: int,
+    log: Log,
+    pool: Pool | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Postoffice:
+    """Make a node that is not driven yet: call its ``begin`` and then ``step``."""
+    role = Role(config.role)
+    host = config.root_uri if role is Role.SCHEDULER else advertised_host(config)
+    port = 0
+    if role is not Role.WORKER:
+        port = _bind(config, role, van, host)
+    log.info(1, f"Bind to role={role.value}, ip={host}, port={port}, is_recovery=0")
+    rank = 0 if role is Role.SCHEDULER else -1 if config.task_id is None else config.task_id
+    address = tcp_address(host, port) if port else ""
+    info = NodeInfo(
+        role.value,
+        rank,
+        van.uid,
+        incarnation,
+        address,
+        socket.gethostname(),
+        config.machine or machine_id(),
+        os.getpid(),
+    )
+    node = Postoffice(config, van, incarnation=incarnation, log=log, clock=clock, pool=pool)
+    if role is Role.SCHEDULER:
+        log.name = f"{role.letter}[1]"
+        node.control = SchedulerControl(node, info, __version__, node.on_deadlock)
+    else:
+        node.control = MemberControl(node, info, __version__)
+    return node
+
+
+def _bind(config: Config, role: Role, van: Van, host: str) -> int:
+    if role is Role.SERVER:
+        return van.bind(host, config.port)
+    bind_host = "0.0.0.0" if config.bind_all else host
+    try:
+        return van.bind(bind_host, config.root_port, listen_fd=config.listen_fd)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the scheduler cannot listen at DMLC_PS_ROOT_URI={host}, "
+            f"DMLC_PS_ROOT_PORT={config.root_port}: {error}"
+        ) from None
+
+
+def node_uid(role: Role, incarnation: int) -> str:
+    """The name of a node's van: the scheduler's is known to all before they meet it."""
+    return SCHEDULER if role is Role.SCHEDULER else f"{role.letter}{incarnation:016x}"
+
+
+def _over_tcp(config: Config, log: Log) -> tuple[Config, Callable[[str], Van]]:
+    """What makes the van, and the settings with what only a known scheduler's address can tell.
+
+    The scheduler's name is looked up here, once: the I/O thread must not wait for a name server.
+    """
+    from pslite.van.faulty import FaultPlan, FaultyVan
+    from pslite.van.zmq.van import ZmqVan
+
+    mechanism = mechanism_of(config)
+    hosts: dict[str, HostAddresses] = {}
+    if config.role != Role.SCHEDULER.value:
+        scheduler = wait_for_address(config, log)
+        hosts[config.root_uri] = scheduler
+        host = advertised_host(config, scheduler.addresses[0])
+        if mechanism is None and not scheduler.endpoint(config.root_port).is_local:
+            raise _beyond_this_machine(config)
+        config = replace(config, node_host=host)
+    elif mechanism is None:
+        _check_is_here(config)
+
+    def make(uid: str) -> Van:
+        van: Van = ZmqVan(
+            uid,
+            mechanism=mechanism,
+            hosts=hosts,
+            max_message_bytes=config.max_message_bytes,
+            stranger_bytes=config.stranger_bytes,
+        )
+        if config.drop_percent > 0:
+            seed, drop = secrets.randbits(32), config.drop_percent / 100.0
+            van = FaultyVan(van, FaultPlan(), seed, time.monotonic, drop_received=drop)
+        return van
+
+    return config, make
+
+
+def wait_for_address(config: Config, log: Log) -> HostAddresses:
+    """What the scheduler's name means, once it means something; nodes may start in any order.
+
+    Raises:
+        DeadlineError: it has no address within PS_RENDEZVOUS_TIMEOUT.
+    """
+    name, limit_s = config.root_uri, config.rendezvous_timeout_s
+    news = threading.Event()
+    place = Whereabouts(name, news.set)
+    began_at = now = time.monotonic()
+    say_at = now + config.roster_interval_s
+    while place.known is None:
+        place.look(now)
+        news.wait(min(LOOK_AGAIN_S, max(0.0, began_at + limit_s - now)))
+        if not place.is_looking:
+            news.clear()
+        now = time.monotonic()
+        problem = "no name server answers" if place.problem is None else str(place.problem)
+        if place.known is None and now - began_at >= limit_s:
+            raise DeadlineError(
+                f"the scheduler's name did not resolve within {limit_s:g} s "
+                f"(PS_RENDEZVOUS_TIMEOUT): DMLC_PS_ROOT_URI={name}: {problem}; correct it, or "
+                "use an address"
+            )
+        if place.known is None and now >= say_at:
+            say_at = now + config.roster_interval_s
+            log.info(0, f"resolving {name!r} for {now - began_at:.0f} s: {problem}")
+    return place.known
+
+
+def _check_is_here(config: Config) -> None:
+    """Without a key a job stays on one machine; said before anything else goes wrong."""
+    try:
+        endpoint = resolve(config.root_uri, config.root_port)
+    except OSError:
+        return  # the van says so when it is to listen there
+    if not endpoint.is_local:
+        raise _beyond_this_machine(config)
+
+
+def _beyond_this_machine(config: Config) -> ConfigError:
+    where = f"{config.root_uri}:{config.root_port}"
+    return ConfigError(f"the scheduler is at {where}: {without_key(config.root_uri)}")

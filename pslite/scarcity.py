@@ -1,0 +1,164 @@
+"""What a process may run out of: open files (RLIMIT_NOFILE), memory, threads. A leaf.
+
+It is looked at before a node starts, so that the error says which limit to raise.
+
+Counted on Linux with pyzmq 27 (``/proc/PID/fd`` of real jobs): a node has four for each connection
+that it makes, one for each that it accepts, and up to seven more for the pipes and memory that two
+nodes of one machine share. libzmq aborts the process, or tries again for ever, where it cannot
+have one.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from pslite.errors import ConfigError
+from pslite.ids import Role
+
+#: For memory that is shared, and what scripts and libraries open for a moment.
+_SPARE_FILES = 40
+_FILES_PER_PEER = 8
+_PROBED_BYTES = 16 << 20
+_NO_MEMORY = (
+    "this process gets no more memory: raise its limit (ulimit -v, --memory= of a container), or "
+    "give it a machine with more"
+)
+
+
+class FilesNeeded(NamedTuple):
+    """Files that a node opens: without ``least`` it cannot work, ``usual`` is enough for all."""
+
+    least: int
+    usual: int
+
+
+def files_needed(role: Role, num_workers: int, num_servers: int) -> FilesNeeded:
+    """For a node of this role, beside what its process has open already."""
+    own, connects, accepts = {
+        Role.SCHEDULER: (10, 0, num_workers + num_servers),
+        Role.SERVER: (17, 1, num_workers),
+        Role.WORKER: (17, 1 + num_servers, 0),
+    }[role]
+    least = own + 4 * connects + accepts
+    return FilesNeeded(least, own + _SPARE_FILES + _FILES_PER_PEER * (connects + accepts))
+
+
+def allow_files(role: Role, num_workers: int, num_servers: int) -> None:
+    """Raise this process's soft limit to what such a node needs, as far as the hard one allows.
+
+    For processes of our own, and no further: programs that close all that they may have inherit
+    the limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = (_num_open() or 0) + files_needed(role, num_workers, num_servers).usual
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def check_files(role: Role, num_workers: int, num_servers: int) -> str | None:
+    """Whether such a node can have the files that it needs; a warning where that is uncertain.
+
+    Raises ``ConfigError`` where it cannot.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = _num_open()
+    if soft == resource.RLIM_INFINITY or num_open is None:
+        return None
+    need = files_needed(role, num_workers, num_servers)
+    if soft >= num_open + need.usual:
+        return None
+    text = (
+        f"a {role.value} of {num_workers + num_servers + 1} nodes opens up to {need.usual} files, "
+        f"and this process may open {max(soft - num_open, 0)} more: "
+        f"{_how_to_raise(num_open + need.usual)}"
+    )
+    if soft >= num_open + need.least:
+        return text
+    raise ConfigError(text)
+
+
+def _how_to_raise(wanted: int) -> str:
+    """Return what the limit is, and how to raise it to at least ``wanted``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    how = f"raise the limit with `ulimit -n {wanted}` before the start"
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        how += (
+            f" (the hard limit is {hard}: an administrator raises that, in limits.conf, "
+            "LimitNOFILE= of systemd, or --ulimit nofile= of a container)"
+        )
+    return f"RLIMIT_NOFILE is {soft}; {how}"
+
+
+def cannot_open(what: str, code: int | None) -> ConfigError:
+    """The error where ``what`` could not be opened, by ``errno``: files, or memory for them."""
+    reason = os.strerror(code or 0)
+    if code not in (errno.EMFILE, errno.ENFILE):
+        return ConfigError(f"cannot open {what} ({reason}): {_NO_MEMORY}")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ConfigError(
+        f"cannot open {what} ({reason}): a node needs about {_FILES_PER_PEER} open files for each "
+        "of its peers, and four for each further connection (PS_CONNECTIONS); "
+        f"{_how_to_raise(2 * soft)}"
+    )
+
+
+def _num_open() -> int | None:
+    """Return how many files this process has open; None where the system does not tell."""
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # one of them reads the list
+    except FileNotFoundError:  # not Linux
+        return None
+    except OSError:  # not even this one
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+# -- memory and threads ---------------------------------------------------------------------
+
+
+@contextmanager
+def scarcity_told() -> Iterator[None]:
+    """What the system refuses within is a ``ConfigError`` that says what to raise."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise cannot_open("what a node needs", error.errno) from error
+        raise
+    except MemoryError as error:
+        raise ConfigError(_NO_MEMORY) from error
+
+
+def check_threads(num_threads: int) -> None:
+    """Raise ``ConfigError`` unless this many more threads, and a little memory, can be had.
+
+    libzmq aborts the process where it cannot start its two.
+    """
+    release = threading.Event()
+    started = []
+    try:
+        mmap.mmap(-1, _PROBED_BYTES).close()
+        for _ in range(num_threads):
+            thread = threading.Thread(target=release.wait, name="pslite-probe", daemon=True)
+            thread.start()
+            started.append(thread)
+    except (OSError, MemoryError) as error:
+        raise ConfigError(_NO_MEMORY) from error
+    except RuntimeError as error:
+        raise ConfigError(
+            f"a node starts {num_threads} threads, and the system gave {len(started)}: raise the "
+            "limit of processes and threads (ulimit -u, pids.max of a container, TasksMax= of "
+            "systemd) or of address space (ulimit -v)"
+        ) from error
+    finally:
+        release.set()
+        for thread in started:
+            thread.join()

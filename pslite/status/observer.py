@@ -1,0 +1,223 @@
+"""Asks the scheduler of a running job how the job is, without taking part in it.
+
+::
+
+    print(pslite.ask_status("127.0.0.1:9091").state)
+
+An ``Observer`` has one connection to the scheduler, with the job's key where there is one: a key
+that was found is used, and a connection without it is never tried. It has no rank, enters no
+barrier and is in no roster; whether it is there, and how it ends, changes nothing for the
+job. Works on the caller's thread and starts none (libzmq has its own). Every call ends within its
+time, in a ``Survey`` (``wire/survey.py``) or in an error whose text is one sentence.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from pslite.config import Config
+from pslite.errors import ConfigError, DeadlineError, ProtocolError, rebuild
+from pslite.ids import Role
+from pslite.security import WHAT_TO_COMPARE, mechanism_of
+from pslite.van.base import Denied, Disconnected, Received, Van
+from pslite.van.zmq.addresses import format_address, parse_address, resolve, without_key
+from pslite.version import __version__
+from pslite.wire.codec import MAX_HEADER_BYTES, Envelope, decode, encode, unpack_value
+from pslite.wire.messages import Refused, StatusQuestion, StatusSurvey
+from pslite.wire.survey import Survey, clean, survey_from
+
+ANSWER_S = 4.5
+"""So long the scheduler has to answer; it gives its nodes less (``protocol/surveys.py``)."""
+_KNOCK_S = 3.0
+"""So long a machine may take to say whether anybody listens there."""
+_AGAIN_S = 1.0
+_LEAST_S = 0.1
+_SCHEDULER = Role.SCHEDULER.value
+
+
+class Observer:
+    """Asks one scheduler, as often as you like. Use as ``with Observer(...) as observer:``.
+
+    Args:
+        address: ``host:port`` of the scheduler, or None for that of the settings
+            (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT).
+        config: where the key is and what it is used for (``job_key_file``, ``job_key_fd``,
+            ``security``); by default the settings of the environment. Its ``job_id`` counts only
+            where ``address`` is None: an address means the job that is there.
+
+    Raises:
+        ConfigError: the address or the key cannot be used.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        config: Config | None = None,
+        make_van: Callable[[str], Van] | None = None,
+    ) -> None:
+        if config is None:
+            config, _ = Config.from_env()
+        self._host, self._port = _host_and_port(address, config)
+        self._job = config.job_id if address is None else ""
+        self._incarnation = secrets.randbits(62) | 1
+        #: Time that the first question has less, because it was spent before.
+        self._spent_s = 0.0
+        self._question = 0
+        self._is_heard = False
+        uid = f"O{self._incarnation:016x}"
+        if make_van is not None:
+            self._van = make_van(uid)
+        else:
+            self._van = _zmq_van(uid, config, self._host, self._port)
+            self._check_reachable()
+        self._van.connect(_SCHEDULER, format_address(self._host, self._port))
+
+    @property
+    def where(self) -> str:
+        """The scheduler's address, for people."""
+        return format_address(self._host, self._port).removeprefix("tcp://")
+
+    def ask(self, timeout_s: float = ANSWER_S) -> Survey:
+        """Return how the job is now. The time of the first question includes that to connect.
+
+        Raises:
+            DeadlineError: no answer came in time; the job may be over.
+            ConfigError: the key or the version is another one than the job's.
+        """
+        self._question += 1
+        last = time.monotonic() + max(timeout_s - self._spent_s, _LEAST_S)
+        self._spent_s = 0.0
+        ask_at = 0.0
+        while (now := time.monotonic()) < last:
+            if now >= ask_at:
+                ask_at = now + _AGAIN_S
+                self._send()
+            for event in self._van.poll(min(ask_at, last) - now):
+                survey = self._take(event)
+                if survey is not None:
+                    return survey
+        text = f"the scheduler at {self.where} did not answer within {timeout_s:g} s: "
+        if self._is_heard:
+            raise DeadlineError(f"{text}it is stopped, or its host is busy")
+        # Under CURVE, the other end does not say that the key differs.
+        raise DeadlineError(
+            f"{text}is it the scheduler of a running job, of version {__version__}, with the "
+            f"same key? {WHAT_TO_COMPARE}"
+        )
+
+    def _check_reachable(self) -> None:
+        """Find out at once whether the address listens, rather than by silence."""
+        began_at = time.monotonic()
+        try:
+            with socket.create_connection((self._host, self._port), timeout=_KNOCK_S):
+                pass
+        except OSError as error:
+            self._van.close()
+            raise DeadlineError(
+                f"no scheduler is at {self.where} ({_reason(error)}): is the job running, and is "
+                "this its address?"
+            ) from None
+        self._spent_s = time.monotonic() - began_at
+
+    def _send(self) -> None:
+        message = StatusQuestion(self._question, __version__)
+        envelope = Envelope(self._job, 0, self._incarnation, 0, 0, 0, (), (), message)
+        self._van.send(_SCHEDULER, [encode(envelope)])
+
+    def _take(self, event: Any) -> Survey | None:
+        """The survey, if this is the answer."""
+        if isinstance(event, Denied):
+            raise ConfigError(event.reason)
+        if isinstance(event, Disconnected) and self._is_heard:
+            raise DeadlineError(f"the scheduler at {self.where} has ended, and so has its job")
+        if not isinstance(event, Received):
+            return None
+        try:
+            message = decode(event.frames).message
+            if isinstance(message, Refused):
+                raise rebuild(message.kind, clean(message.error))
+            if not isinstance(message, StatusSurvey) or message.question != self._question:
+                return None
+            survey = survey_from(unpack_value(message.body))
+        except ProtocolError as error:
+            raise ConfigError(
+                f"cannot read the answer of {self.where} ({error}): it is not a scheduler of "
+                f"version {__version__}"
+            ) from None
+        self._is_heard = True
+        return survey
+
+    def close(self) -> None:
+        """End the connection. Idempotent."""
+        self._van.close()
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def ask_status(
+    address: str | None = None, *, config: Config | None = None, timeout_s: float = ANSWER_S
+) -> Survey:
+    """How the job whose scheduler is at ``address`` is now; arguments and errors as ``Observer``.
+
+    Ask through one ``Observer`` where you ask more than once.
+    """
+    with Observer(address, config=config) as observer:
+        return observer.ask(timeout_s)
+
+
+def _host_and_port(address: str | None, config: Config) -> tuple[str, int]:
+    if address is not None:
+        try:
+            return parse_address(f"tcp://{address.removeprefix('tcp://')}")
+        except ConfigError:
+            raise ConfigError(
+                f"expected a scheduler's address as host:port, got {clean(address)!r}"
+            ) from None
+    if not config.root_uri or not config.root_port:
+        raise ConfigError(
+            "say which scheduler to ask, as host:port, or set DMLC_PS_ROOT_URI and "
+            "DMLC_PS_ROOT_PORT"
+        )
+    return config.root_uri, config.root_port
+
+
+def _zmq_van(uid: str, config: Config, host: str, port: int) -> Van:
+    from pslite.van.zmq.van import ZmqVan
+
+    mechanism = mechanism_of(config)
+    if mechanism is None:
+        if config.security:
+            raise ConfigError(
+                f"PS_SECURITY={config.security} needs a job key: set PS_JOB_KEY_FILE as well"
+            )
+        _check_is_here(host, port)
+    return ZmqVan(uid, mechanism=mechanism, linger_s=0.0, max_message_bytes=MAX_HEADER_BYTES)
+
+
+def _check_is_here(host: str, port: int) -> None:
+    """Without a key only a job of this machine may be asked."""
+    try:
+        is_local = resolve(host, port).is_local
+    except OSError as error:
+        raise DeadlineError(f"no scheduler is at {host}:{port} ({_reason(error)})") from None
+    if not is_local:
+        raise ConfigError(f"the scheduler is at {host}:{port}: {without_key(host)}")
+
+
+def _reason(error: OSError) -> str:
+    return "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)

@@ -1,0 +1,362 @@
+"""Whole clusters in one thread, under a virtual clock and a seeded network.
+
+The nodes are the real ones (``node/postoffice.py``), on in-process vans wrapped in fault injectors;
+only the clock, the pool and who steps when belong to the simulation. Everything random comes
+from one integer, so any run repeats from it, message for message. Workers are driven by
+scripts: generators that yield futures (to wait for), or seconds of virtual time (to sleep).
+
+::
+
+    def script(node):
+        yield node.ready
+        yield node.barrier(pslite.WORKER_GROUP)
+
+    Simulation(seed=7, num_workers=4, num_servers=2, faults=Faults(drop=0.05)).run(script)
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pslite.config import Config
+from pslite.errors import PSError
+from pslite.future import Future
+from pslite.ids import Role
+from pslite.node.log import Log
+from pslite.node.pool import Work
+from pslite.node.postoffice import Postoffice
+from pslite.node.start import make_node, node_uid
+from pslite.testing.inproc import InprocNetwork, InprocVan
+from pslite.van.faulty import FaultPlan, FaultyVan
+
+Script = Callable[[Postoffice], Generator[Any, Any, None]]
+
+
+#: A cluster that does so much without time passing is running in a circle.
+_MAX_STEPS_AT_ONE_TIME = 100_000
+
+
+class HangError(PSError):
+    """Nothing more can happen, or not in time, and a script still waits."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What the network does to messages, and how often connections are cut."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0
+    delay_s: tuple[float, float] = (0.001, 0.5)
+    reorder: float = 0.0
+    cuts: int = 0
+    """How many times a connection is cut during the first ``cut_within_s``."""
+    cut_within_s: float = 5.0
+    cut_s: tuple[float, float] = (0.1, 2.0)
+    """How long a cut lasts; shorter than the time after which a peer counts as lost."""
+
+
+#: Settings of simulated nodes: small numbers, so that every rule is met in a short run.
+DEFAULTS: dict[str, Any] = {
+    "root_uri": "sim",
+    "root_port": 9091,
+    "node_host": "sim",
+    "resend_timeout_s": 0.5,
+    "lost_after_s": 5.0,
+    "chunk_bytes": 64,
+    "credit_bytes": 1024,
+}
+
+
+class _Van(InprocVan):
+    """Tells the simulation when the node wants to be stepped."""
+
+    def __init__(self, network: InprocNetwork, uid: str, wake: Callable[[str], None]) -> None:
+        super().__init__(network, uid)
+        self._wake = wake
+
+    def wake(self) -> None:
+        self._wake(self.uid)
+
+
+class _Pool:
+    """Work takes random virtual time; lanes keep their order."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._free_at: dict[int, float] = {}
+        self._num_jobs = 0
+
+    def submit(self, lane: int, work: Work) -> None:
+        def run() -> None:
+            work()
+            self._num_jobs -= 1
+
+        self._num_jobs += 1
+        simulation = self._simulation
+        begin = max(self._free_at.get(lane, 0.0), simulation.now)
+        self._free_at[lane] = begin + simulation.random.random() * 0.01
+        simulation.at(self._free_at[lane], run)
+
+    def is_idle(self, lane: int) -> bool:
+        return False  # else nothing would happen while a round is being applied
+
+    @property
+    def num_jobs(self) -> int:
+        return self._num_jobs
+
+    def close(self, timeout_s: float = 0.0) -> bool:
+        return True
+
+
+class Simulation:
+    """One cluster. ``run`` drives it to the end of all scripts."""
+
+    def __init__(
+        self,
+        seed: int,
+        num_workers: int,
+        num_servers: int,
+        faults: Faults | None = None,
+        *,
+        prepare: Callable[[Postoffice], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.faults = faults if faults is not None else Faults()
+        self.lines: list[str] = []
+        self.steps = 0
+        self._ready: dict[str, None] = {}
+        self._events: list[tuple[float, int, Work]] = []
+        self._order = itertools.count()
+        self._network = InprocNetwork(on_ready=lambda van: self._wake(van.uid))
+        self._settings = {
+            **DEFAULTS,
+            **settings,
+            "num_workers": num_workers,
+            "num_servers": num_servers,
+        }
+        self._prepare = prepare
+        self.nodes: dict[str, Postoffice] = {}
+        #: When each node has something to do by itself. It changes only in a step, and whatever
+        #: else might change it wakes the node.
+        self._dues: dict[str, float] = {}
+        self._vans: dict[str, FaultyVan] = {}
+        self._dead: set[str] = set()
+        self._tasks: list[_Task] = []
+        roles = [(Role.SCHEDULER, 0)]
+        roles += [(Role.SERVER, rank) for rank in range(num_servers)]
+        roles += [(Role.WORKER, rank) for rank in range(num_workers)]
+        made = [self._make(role, rank) for role, rank in roles]
+        self.scheduler = made[0]
+        self.servers = made[1 : 1 + num_servers]
+        self.workers = made[1 + num_servers :]
+        self._plan_cuts()
+
+    def _make(self, role: Role, rank: int) -> Postoffice:
+        config = Config(**self._settings, role=role.value, task_id=rank)
+        incarnation = self.random.getrandbits(62) | 1
+        uid = node_uid(role, incarnation)
+        faults = self.faults
+        plan = FaultPlan(
+            drop=faults.drop,
+            duplicate=faults.duplicate,
+            delay=faults.delay,
+            delay_s=faults.delay_s,
+            reorder=faults.reorder,
+        )
+        inner = _Van(self._network, uid, self._wake)
+        van = FaultyVan(inner, plan, self.random.getrandbits(32), self._clock)
+        log = Log(uid, config.verbose, self._write)
+        node = make_node(
+            config, van, incarnation=incarnation, log=log, pool=_Pool(self), clock=self._clock
+        )
+        if self._prepare is not None:
+            self._prepare(node)
+        self.nodes[uid] = node
+        self._vans[uid] = van
+        node.begin()
+        self._dues[uid] = node.next_due()
+        self._wake(uid)
+        return node
+
+    def _clock(self) -> float:
+        return self.now
+
+    def _write(self, line: str) -> None:
+        self.lines.append(f"{self.now:10.4f} {line}")
+
+    def _wake(self, uid: str) -> None:
+        self._ready[uid] = None
+
+    # -- what happens when -------------------------------------------------------------
+
+    def at(self, time: float, event: Work) -> None:
+        """Let ``event`` happen at this virtual time."""
+        heapq.heappush(self._events, (time, next(self._order), event))
+
+    def _plan_cuts(self) -> None:
+        faults = self.faults
+        for _ in range(faults.cuts):
+            when = self.random.uniform(0.0, faults.cut_within_s)
+            until = when + self.random.uniform(*faults.cut_s)
+            first = self.random.choice([self.scheduler, *self.servers])
+            second = self.random.choice(
+                self.workers if first is not self.scheduler else [*self.workers, *self.servers]
+            )
+            self.at(when, partial(self.cut, first, second, until))
+
+    def cut(self, first: Postoffice, second: Postoffice, until: float) -> None:
+        """Cut the connection between two nodes until a virtual time."""
+        for one, other in ((first, second), (second, first)):
+            self._vans[one.van.uid].cut(other.van.uid, until)
+            self._wake(one.van.uid)
+
+    def kill(self, node: Postoffice) -> None:
+        """The node's process dies: it is never stepped again, its script and connections end."""
+        self._dead.add(node.van.uid)
+        self._dues.pop(node.van.uid, None)
+        node.van.close()
+        for task in self._tasks:
+            if task.node is node:
+                task.over = True
+
+    # -- running -----------------------------------------------------------------------
+
+    def run(self, *scripts: Script, limit_s: float = 300.0) -> None:
+        """Run one script on all workers (or one for each), then let the cluster end.
+
+        Raises:
+            HangError: a script still waits when nothing more can happen, or after
+                ``limit_s`` of virtual time; the text says what each waits for.
+        """
+        chosen = list(scripts) if len(scripts) > 1 else [scripts[0]] * len(self.workers)
+        tasks = self._tasks = [
+            _Task(self, node, script(node))
+            for node, script in zip(self.workers, chosen, strict=True)
+        ]
+        for task in tasks:
+            task.wake()
+        self._until(
+            lambda: all(task.over for task in tasks) or any(task.error for task in tasks),
+            tasks,
+            limit_s,
+        )
+        for task in tasks:
+            if task.error is not None:
+                raise task.error
+
+    def until(self, condition: Callable[[], bool], limit_s: float = 300.0) -> None:
+        """Let time pass until ``condition`` holds; ``HangError`` if it does not by ``limit_s``."""
+        self._until(condition, [], limit_s)
+
+    def finish(self, limit_s: float = 300.0) -> None:
+        """Let all workers say goodbye, and wait for servers and scheduler to be finished."""
+        for node in self.workers:
+            node.errands.call(self._goodbye(node))
+        ends = [node.finished for node in self.servers]
+        self._until(lambda: all(end.done() for end in ends), [], self.now + limit_s)
+
+    def _goodbye(self, node: Postoffice) -> Work:
+        def say() -> None:
+            if node.control is not None:
+                node.control.say_goodbye(self.now)
+
+        return say
+
+    def _until(self, over: Callable[[], bool], tasks: list[_Task], limit_s: float) -> None:
+        steps_before = self.steps
+        while not over():
+            due = self.now if self._ready else self._next_due()
+            if due > limit_s or self.steps - steps_before > _MAX_STEPS_AT_ONE_TIME:
+                waits = "; ".join(task.describe() for task in tasks if not task.over)
+                raise HangError(f"at {self.now:.3f} s of virtual time: {waits or 'the end'}")
+            if due > self.now:
+                self.now, steps_before = due, self.steps
+            if self._ready:
+                self._step()
+            else:
+                self._wake_due()
+
+    def _step(self) -> None:
+        """Step one of the nodes that have something to do, at random."""
+        names = list(self._ready)
+        name = names[self.random.randrange(len(names))] if len(names) > 1 else names[0]
+        del self._ready[name]
+        if name in self._dead:
+            return
+        self.steps += 1
+        node = self.nodes[name]
+        node.step(0.0)
+        self._dues[name] = node.next_due()
+
+    def _next_due(self) -> float:
+        due = min(self._dues.values())
+        return min(due, self._events[0][0]) if self._events else due
+
+    def _wake_due(self) -> None:
+        while self._events and self._events[0][0] <= self.now:
+            heapq.heappop(self._events)[2]()
+        for name, due in self._dues.items():
+            if due <= self.now:
+                self._wake(name)
+
+    def counts(self) -> Counter[str]:
+        """Return what the fault injectors of all nodes have done."""
+        total: Counter[str] = Counter()
+        for van in self._vans.values():
+            total.update(van.counts)
+        return total
+
+
+class _Task:
+    """A script that is being driven."""
+
+    def __init__(
+        self, simulation: Simulation, node: Postoffice, steps: Generator[Any, Any, None]
+    ) -> None:
+        self._simulation = simulation
+        self.node = node
+        self._steps = steps
+        self._waits_for: Future[Any] | None = None
+        self.over = False
+        self.error: BaseException | None = None
+
+    def wake(self, done: Future[Any] | None = None) -> None:
+        """Go on, at the present virtual time but after whatever runs now."""
+        self._simulation.at(self._simulation.now, lambda: self._advance(done))
+
+    def _advance(self, done: Future[Any] | None) -> None:
+        if self.over:
+            return
+        try:
+            error = done.error() if done is not None else None
+            if error is not None:
+                wanted = self._steps.throw(error)
+            else:
+                wanted = self._steps.send(done.result(0.0) if done is not None else None)
+        except StopIteration:
+            self.over = True
+            return
+        except BaseException as failure:
+            self.over, self.error = True, failure
+            return
+        if isinstance(wanted, Future):
+            self._waits_for = wanted
+            wanted.on_done(self.wake)
+        else:
+            self._waits_for = None
+            self._simulation.at(self._simulation.now + float(wanted), lambda: self._advance(None))
+
+    def describe(self) -> str:
+        waited = self._waits_for
+        what = "sleeps" if waited is None else waited.what
+        return f"{self.node.log.name} waits for {what}"

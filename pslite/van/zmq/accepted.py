@@ -1,0 +1,315 @@
+"""Who is connected to a listening socket: a pure record fed with what libzmq lets us see.
+
+libzmq names an accepted connection in two ways that it never joins: messages come under a
+routing id, and the monitor tells that a file descriptor was accepted or closed. A message also
+tells the descriptor that it came through, and that is where the two meet. Three things make it
+less simple than it sounds, and are why this is a class of its own with its own tests:
+
+* The monitor speaks of a closed descriptor *before* the last messages that came through it can
+  be read. So an end is reported a moment later (``settle_s``), after what is left was read.
+* The kernel gives a freed descriptor number to the next connection. The owner therefore reads
+  the monitor up to now before it asks about a message of an unknown routing id; then the last
+  connection of each number is known, and only who speaks on it may be in doubt.
+* Several routing ids may claim one number, because messages of a dead connection can be read
+  after those of the living one that inherited its number. Nothing that was told decides between
+  them, so the owner asks libzmq which of them can still be sent to (``doubtful``).
+
+A routing id is made by the connecting van for one connection: its uid, a zero byte, and twelve
+bytes that grow with every connection of that uid. A connection may have *further* ones, by which
+large messages go as well: their routing ids have their number, from 1 on, instead of the zero.
+They count as long as it lasts, and no event tells of them. No I/O and no clock; runs on the
+owner's thread. Read next: ``listener.py``, which feeds it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pslite.errors import UsageError
+from pslite.van.base import Connected, Disconnected, VanEvent, check_uid
+
+MAX_FURTHER = 15
+"""The most further connections of one connection that are used; more would only cost memory."""
+_ORDER_BYTES = 12
+REMEMBERED_ENDS = 1024
+"""The most routing ids of ended connections that are remembered, so that no late message can
+pass for a new connection. Late means milliseconds; the number only bounds the memory."""
+
+
+HANDSHAKE_BYTES = 8192
+"""More than a node sends before it is let in, however many others there are."""
+
+
+def over_their_share(received: Mapping[int, int], limit_bytes: int) -> list[int]:
+    """The strangers that send too much, of those (descriptor -> bytes) that are here together.
+
+    Each may fill as much of the limit as any other; who sends no more than a handshake is never
+    among them, so knocking in great numbers keeps no node out.
+    """
+    if not received:
+        return []
+    share = max(limit_bytes // len(received), HANDSHAKE_BYTES)
+    return [descriptor for descriptor, nbytes in received.items() if nbytes > share]
+
+
+class RoutingId(NamedTuple):
+    """What a routing id says."""
+
+    uid: str
+    number: int
+    """0, or which of the further connections of the one with this order it is, from 1 on."""
+    order: bytes
+    """Greater for a later connection of the same uid."""
+
+
+def make_routing_id(uid: str, born_ns: int, number: int) -> bytes:
+    """The routing id of the ``number``-th connection of a van created at ``born_ns``."""
+    return uid.encode() + b"\0" + struct.pack(">QI", born_ns, number)
+
+
+def further_routing_id(routing_id: bytes, number: int) -> bytes:
+    """That of a further connection (1 to ``MAX_FURTHER``) of the connection ``routing_id``."""
+    return routing_id[: -_ORDER_BYTES - 1] + bytes([number]) + routing_id[-_ORDER_BYTES:]
+
+
+def split_routing_id(routing_id: bytes) -> RoutingId | None:
+    """Return what a routing id says, or ``None`` if no van made it."""
+    head, order = routing_id[:-_ORDER_BYTES], routing_id[-_ORDER_BYTES:]
+    if len(head) < 2 or head[-1] > MAX_FURTHER:
+        return None
+    try:
+        return RoutingId(check_uid(head[:-1].decode()), head[-1], order)
+    except (UnicodeDecodeError, UsageError):
+        return None
+
+
+class _Connection:
+    """One accepted connection that was heard of and has not been reported as ended."""
+
+    __slots__ = (
+        "descriptor",
+        "ended_at",
+        "forgotten",
+        "further",
+        "moved_bytes",
+        "number",
+        "order",
+        "routing_id",
+        "sent_bytes",
+        "turn",
+        "uid",
+    )
+
+    def __init__(self, routing_id: bytes, said: RoutingId, descriptor: int) -> None:
+        self.routing_id = routing_id
+        self.descriptor = descriptor
+        self.sent_bytes = 0
+        self.moved_bytes = 0
+        self.uid, self.number, self.order = said
+        self.further: list[_Connection] = []
+        self.turn = 0
+        self.forgotten = False
+        self.ended_at = 0.0
+
+
+class AcceptedConnections:
+    """Joins routing ids and descriptors into ``Connected`` and ``Disconnected`` of uids.
+
+    An end is told ``settle_s`` after it was heard of, and at the latest ``overdue_s`` later where
+    further connections go on: their last messages may still come.
+    """
+
+    def __init__(self, settle_s: float, overdue_s: float = 0.0) -> None:
+        self._settle_s = settle_s
+        self._overdue_s = overdue_s
+        self._open: set[int] = set()
+        self._claimants: dict[int, list[_Connection]] = {}
+        self._doubts: dict[int, float] = {}
+        self._connections: dict[bytes, _Connection] = {}
+        self._current: dict[str, _Connection] = {}
+        self._ending: deque[tuple[float, _Connection]] = deque()
+        self._ended: dict[bytes, None] = {}
+        self.speakers: dict[bytes, str] = {}
+        """Routing ids whose messages need no look at this record, and their uids."""
+
+    def descriptor_opened(self, descriptor: int) -> None:
+        """The monitor says that a connection was accepted."""
+        self._open.add(descriptor)
+
+    def descriptor_closed(self, descriptor: int, now: float) -> None:
+        """The monitor says that the connection of ``descriptor`` is over."""
+        self._open.discard(descriptor)
+        self._doubts.pop(descriptor, None)
+        for connection in self._claimants.pop(descriptor, ()):
+            self._end_later(connection, now)
+
+    def knows(self, routing_id: bytes) -> bool:
+        """Return whether it was heard of before, and its end has not been reported."""
+        return routing_id in self._connections
+
+    def heard(
+        self, routing_id: bytes, descriptor: int, now: float, events: list[VanEvent]
+    ) -> str | None:
+        """Note a message of a routing id that is not in :attr:`speakers`.
+
+        Appends what follows from it to ``events`` and returns the uid that the message is
+        from, or ``None`` if it must be dropped. The monitor must have been read up to now.
+        """
+        connection = self._connections.get(routing_id)
+        if connection is None:
+            connection = self._begin(routing_id, descriptor, now)
+        if connection is None or connection.forgotten:
+            return None
+        current = self._current.get(connection.uid)
+        if connection.number:
+            return self._heard_further(connection, current)
+        if current is not None:
+            if connection.order < current.order:
+                return None
+            self.forget(current.uid)
+            reason = "the same node opened a newer connection"
+            events.append(Disconnected(current.uid, reason))
+        self._current[connection.uid] = connection
+        self.speakers[routing_id] = connection.uid
+        events.append(Connected(connection.uid))
+        return connection.uid
+
+    def _heard_further(self, connection: _Connection, first: _Connection | None) -> str | None:
+        """A message of a further connection: of ``first``, if that is the one it belongs to."""
+        if first is None or connection.order != first.order:
+            return None
+        first.further.append(connection)
+        self.speakers[connection.routing_id] = connection.uid
+        return connection.uid
+
+    def routing_id_of(self, uid: str) -> bytes | None:
+        """Return where to send what is meant for ``uid``, or ``None`` if it is not connected."""
+        connection = self._current.get(uid)
+        return None if connection is None else connection.routing_id
+
+    def count_sent(self, routing_id: bytes, nbytes: int) -> None:
+        """So much was sent by this connection."""
+        connection = self._connections.get(routing_id)
+        if connection is not None:
+            connection.sent_bytes += nbytes
+
+    def sent_by(self, uid: str) -> list[tuple[int, int]]:
+        """Of each open connection of ``uid``: the descriptor, and the bytes that were sent."""
+        first = self._current.get(uid)
+        found = [] if first is None else [first, *first.further]
+        return [
+            (each.descriptor, each.sent_bytes) for each in found if each.descriptor in self._open
+        ]
+
+    def next_routing_id_of(self, uid: str) -> bytes | None:
+        """As ``routing_id_of``, but all connections of ``uid`` take turns."""
+        first = self._current.get(uid)
+        if first is None:
+            return None
+        connections = [first, *first.further]
+        first.turn = (first.turn + 1) % len(connections)
+        return connections[first.turn].routing_id
+
+    def forget(self, uid: str) -> None:
+        """Hear nothing more of the present connection of ``uid``."""
+        first = self._current.pop(uid, None)
+        if first is not None:
+            for connection in (first, *first.further):
+                connection.forgotten = True
+                del self.speakers[connection.routing_id]
+
+    def heard_descriptors(self) -> list[int]:
+        """Those of the open connections that have been heard."""
+        return list(self._claimants)
+
+    def moved(self, descriptor: int, moved_bytes: int) -> None:
+        """So much has passed through this descriptor, as it looks now."""
+        for connection in self._claimants.get(descriptor, ()):
+            connection.moved_bytes = moved_bytes
+
+    @property
+    def num_unheard(self) -> int:
+        """How many open connections have said nothing yet: they may be anybody's."""
+        return len(self._open) - len(self._claimants)
+
+    def unheard_descriptors(self) -> set[int]:
+        """Those of the open connections that have said nothing yet."""
+        return self._open - self._claimants.keys()
+
+    def next_due(self) -> float | None:
+        """Return when :meth:`doubtful` and :meth:`report_ended` should be called next."""
+        dues = list(self._doubts.values())
+        if self._ending:
+            dues.append(self._ending[0][0])
+        return min(dues, default=None)
+
+    def doubtful(self, now: float) -> list[bytes]:
+        """Routing ids of which all but one of a descriptor are dead. All messages must have
+        been read; who cannot be sent to belongs into :meth:`found_dead`."""
+        found: list[bytes] = []
+        for descriptor in [at for at, due in self._doubts.items() if due <= now]:
+            claimants = self._claimants[descriptor]
+            if len(claimants) == 1:
+                del self._doubts[descriptor]
+            else:  # libzmq may need longer to take a connection down: ask again if need be
+                self._doubts[descriptor] = now + self._settle_s
+                found += [connection.routing_id for connection in claimants]
+        return found
+
+    def found_dead(self, routing_id: bytes, now: float) -> None:
+        """``routing_id``, one of :meth:`doubtful`, cannot be sent to."""
+        connection = self._connections[routing_id]
+        for claimants in self._claimants.values():
+            if connection in claimants:
+                claimants.remove(connection)
+        self._end_later(connection, now)
+
+    def report_ended(self, now: float, events: list[VanEvent]) -> None:
+        """Report the connections that ended ``settle_s`` ago. All messages must have been read."""
+        while self._ending and self._ending[0][0] <= now:
+            _, connection = self._ending.popleft()
+            if self._has_last_words(connection, now):
+                self._ending.append((now + self._settle_s, connection))
+                continue
+            del self._connections[connection.routing_id]
+            if not connection.number:
+                self._remember(connection)
+            current = self._current.get(connection.uid)
+            if current is connection:
+                self.forget(connection.uid)
+                moved = connection.moved_bytes
+                events.append(Disconnected(connection.uid, "the connection is gone", moved))
+            elif current is not None and connection in current.further:
+                current.further.remove(connection)
+                del self.speakers[connection.routing_id]
+
+    def _has_last_words(self, connection: _Connection, now: float) -> bool:
+        """Return whether it ended before further ones of it that may bring messages still."""
+        is_over = not connection.further or connection.forgotten
+        return not is_over and now < connection.ended_at + self._overdue_s
+
+    def _remember(self, connection: _Connection) -> None:
+        self._ended[connection.routing_id] = None
+        if len(self._ended) > REMEMBERED_ENDS:
+            del self._ended[next(iter(self._ended))]
+
+    def _begin(self, routing_id: bytes, descriptor: int, now: float) -> _Connection | None:
+        said = split_routing_id(routing_id)
+        if said is None or routing_id in self._ended:
+            return None
+        connection = self._connections[routing_id] = _Connection(routing_id, said, descriptor)
+        if descriptor not in self._open:
+            self._end_later(connection, now)
+            return connection
+        claimants = self._claimants.setdefault(descriptor, [])
+        claimants.append(connection)
+        if len(claimants) > 1:
+            self._doubts[descriptor] = now + self._settle_s
+        return connection
+
+    def _end_later(self, connection: _Connection, now: float) -> None:
+        connection.ended_at = now
+        self._ending.append((now + self._settle_s, connection))

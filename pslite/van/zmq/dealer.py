@@ -1,0 +1,202 @@
+"""One DEALER and its monitor: an attempt to connect, and then the connection.
+
+Never reconnects: a lost one is replaced by a fresh one (``van.py`` says why). Runs on the
+owner's thread. Read next: ``further.py`` and ``link.py``, which decide when.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import zmq
+
+from pslite.errors import ProtocolError
+from pslite.security import Proofs
+from pslite.van.base import Received, VanEvent, size_of
+from pslite.van.cutting import Reassembly, cut, is_piece
+from pslite.van.zmq.addresses import Endpoint, HostAddresses
+from pslite.van.zmq.flows import Silence, flow_state, in_transit
+from pslite.van.zmq.sockets import (
+    BROKEN_OFF,
+    REFUSED_KEY,
+    WRONG_PROTOCOL,
+    Doors,
+    Socket,
+    SocketMaker,
+    close_watched,
+    has_more,
+    is_ours,
+    keep_buffers_small,
+    monitor_events,
+    read_rest,
+    send,
+)
+
+NEVER_MS = 2**30
+
+_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | REFUSED_KEY
+    | WRONG_PROTOCOL
+    | BROKEN_OFF
+)
+
+Reader = Callable[["list[VanEvent]", int], object]
+DealerReader = Callable[["Dealer", "list[VanEvent]", int], object]
+
+
+class LinkNeeds(NamedTuple):
+    """What all links of a van get from it."""
+
+    sockets: SocketMaker
+    doors: Doors
+    new_routing_id: Callable[[], bytes]
+    max_message_bytes: int
+    max_total_bytes: int
+    handshake_timeout_s: float
+    silence_s: float
+    watch: Callable[[Socket, Reader], None]
+    unwatch: Callable[[Socket], None]
+    tell: Callable[[VanEvent], None]
+    wake: Callable[[], None]
+    hosts: Mapping[str, HostAddresses]
+
+
+class Dealer:
+    """A connection to ``peer`` at ``endpoint``, which begins at once.
+
+    It is there after ``timeout_s`` or never.
+
+    Its owner's ``read`` is called when messages may be there, ``read_monitor`` when there is news
+    of the connection itself; both with the dealer first.
+    """
+
+    def __init__(
+        self,
+        needs: LinkNeeds,
+        peer: str,
+        endpoint: Endpoint,
+        routing_id: bytes,
+        timeout_s: float,
+        read: DealerReader,
+        read_monitor: DealerReader,
+    ) -> None:
+        self.connected = self.has_ended = False
+        self.began_at = 0.0
+        #: Of the connection; None before and after it.
+        self._descriptor: int | None = None
+        self._sent_bytes = 0
+        self._silence = Silence()
+        #: What had moved in both directions when it was looked at the last time.
+        self.moved_bytes = 0
+        self._needs = needs
+        self._peer = peer
+        self._routing_id = routing_id
+        self._parts = Reassembly(needs.max_message_bytes, needs.max_total_bytes)
+        self._socket, self._monitor = needs.sockets.new_watched(
+            zmq.DEALER, _EVENTS, needs.doors.connecting(peer)
+        )
+        socket = self._socket
+        socket.set(zmq.ROUTING_ID, routing_id)
+        socket.set(zmq.PROBE_ROUTER, 1)
+        socket.set(zmq.RECONNECT_IVL, NEVER_MS)
+        socket.set(zmq.CONNECT_TIMEOUT, round(timeout_s * 1000))
+        socket.set(zmq.IPV6, int(endpoint.is_ipv6))
+        if endpoint.is_local:
+            keep_buffers_small(socket)
+        needs.watch(socket, partial(read, self))
+        needs.watch(self._monitor, partial(read_monitor, self))
+        socket.connect(endpoint.text)
+
+    def begin(self) -> None:
+        """The handshake has succeeded, and the proofs where there are any."""
+        self.connected, self.began_at = True, time.monotonic()
+
+    def prove(self, proofs: Proofs) -> bool | None:
+        """Take the other end's challenge, and answer it if it proves that it is the peer.
+
+        None while none has come.
+        """
+        try:
+            first = self._socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        frames = read_rest(self._socket, first, self._needs.max_total_bytes)
+        if frames is None or [len(frame) for frame in frames] != [proofs.CHALLENGE_BYTES]:
+            return False
+        answer = proofs.answer(self._peer, self._routing_id, bytes(frames[0]))
+        if answer is not None:
+            self.send([answer])
+        return answer is not None
+
+    def send(self, buffers: list[bytes | memoryview]) -> None:
+        self._sent_bytes += sum(map(size_of, buffers))
+        for message in cut(buffers):
+            send(self._socket, message)
+
+    def news(self) -> Iterator[tuple[int, int]]:
+        """What the monitor has to tell: ``(event, value)``."""
+        for event, value in monitor_events(self._monitor):
+            if event == zmq.EVENT_CONNECTED:
+                self._descriptor = value
+                continue
+            if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED):
+                self._descriptor = None
+            yield event, value
+
+    @property
+    def in_transit(self) -> int:
+        """Bytes that the connection has still to bring there."""
+        return 0 if self._descriptor is None else in_transit(self._descriptor, self._sent_bytes)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing has moved for too long; a heartbeat that arrives is enough."""
+        state = None if self._descriptor is None else flow_state(self._descriptor)
+        if state is None:
+            return False
+        self.moved_bytes = state.moved_bytes
+        return self._silence.lasts(state, time.monotonic()) > self._needs.silence_s
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the other end has said anything yet."""
+        state = None if self._descriptor is None else flow_state(self._descriptor)
+        return state is not None and state.received_bytes > 0
+
+    def read(self, events: list[VanEvent], limit: int) -> bool | None:
+        """Read up to ``limit`` messages; whether nothing is left.
+
+        None after a message over the limits, which is dropped.
+        """
+        socket = self._socket
+        for _ in range(limit):
+            try:
+                first = socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return True
+            frames = read_rest(socket, first, self._needs.max_total_bytes)
+            if frames is not None and is_piece(frames):
+                try:
+                    frames = self._parts.take(frames)
+                except ProtocolError:
+                    return None
+            elif frames is None:
+                return None
+            if frames is not None and not is_ours(frames):
+                events.append(Received(self._peer, frames))
+            if not has_more(socket):
+                return True
+        return False
+
+    def close(self, linger_ms: int) -> None:
+        """End the attempt or the connection; what was sent has so long to leave."""
+        for socket in (self._socket, self._monitor):
+            self._needs.unwatch(socket)
+        close_watched(self._socket, self._monitor, linger_ms)

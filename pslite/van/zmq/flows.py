@@ -1,0 +1,165 @@
+"""What the kernel knows of a TCP connection: how many bytes have moved, and for how long none came.
+
+libzmq counts a frame as a sign of life when all of it is there, so on a slow link a large frame
+would end its own connection, be sent again from its start, and end the next one. The kernel counts
+bytes. Both ends send a ZMTP heartbeat each second, so a connection on which nothing at all arrives
+for seconds is dead, and one on which something does is alive, however slow. Linux only
+(``struct tcp_info`` of ``linux/tcp.h``); :func:`counts_bytes` tells whether this system can.
+
+A descriptor belongs to libzmq, which may close it at any moment, and the kernel gives its number
+to the next file. So what is read may be another connection's, and nothing is ended before its
+cookie, which no two sockets share, has been compared. Runs on the owner's thread. Read next:
+``dealer.py`` and ``listener.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import socket
+import struct
+import sys
+from typing import NamedTuple
+
+# Offsets in struct tcp_info; the last two are there from Linux 4.1 on.
+_LAST_DATA_RECV_AT = 52
+_BYTES_ACKED_AT = 120
+_INFO_BYTES = 136
+_MILLISECONDS = struct.Struct("=I")
+_COUNTERS = struct.Struct("=QQ")
+
+_SO_COOKIE = 57
+_COOKIE_BYTES = 8
+_TRIAL_S = 1.0
+
+
+TAKEN_BYTES = 1024
+"""More than the heartbeats of a connection between two looks. The kernel acknowledges those for a
+process that is stopped, until its buffer is full."""
+
+
+class FlowState(NamedTuple):
+    """One connection at one moment."""
+
+    silent_s: float
+    """Since something arrived the last time; heartbeats count, bare acknowledgements do not."""
+    received_bytes: int
+    acked_bytes: int
+    """What was sent and has arrived at the other machine."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """In both directions."""
+        return self.received_bytes + self.acked_bytes
+
+
+class Silence:
+    """For how long one connection has shown no sign of life, by one look after the other. Pure.
+
+    On a full link a lost packet of the other end, sent again after 1, 2 and 4 s, may say nothing
+    for seconds while it takes all that this end sends. So bytes that the other end takes are a
+    sign of life as well, where they are more than heartbeats.
+    """
+
+    __slots__ = ("_acked_bytes", "_taken_at")
+
+    def __init__(self) -> None:
+        self._acked_bytes = 0
+        self._taken_at = -math.inf
+
+    def lasts(self, state: FlowState, now: float) -> float:
+        """Return how many seconds there has been none."""
+        if state.acked_bytes - self._acked_bytes > TAKEN_BYTES:
+            self._taken_at = now
+        self._acked_bytes = state.acked_bytes
+        return min(state.silent_s, now - self._taken_at)
+
+
+def flow_state(descriptor: int) -> FlowState | None:
+    """Return what the kernel counts for a connection of this process; None where it is not one."""
+    info = _ask(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    if len(info) < _INFO_BYTES:
+        return None
+    (silent_ms,) = _MILLISECONDS.unpack_from(info, _LAST_DATA_RECV_AT)
+    acked, received = _COUNTERS.unpack_from(info, _BYTES_ACKED_AT)
+    return FlowState(silent_ms / 1000, received, acked)
+
+
+def in_transit(descriptor: int, sent_bytes: int) -> int:
+    """Return how much of what was sent has still to arrive; 0 where the system does not count.
+
+    A little less than in truth: what libzmq says for itself has arrived as well.
+    """
+    state = flow_state(descriptor)
+    return 0 if state is None else max(0, sent_bytes - state.acked_bytes)
+
+
+def flow_cookie(descriptor: int) -> bytes:
+    """The kernel's name for the socket behind a descriptor; empty where there is none."""
+    return _ask(descriptor, socket.SOL_SOCKET, _SO_COOKIE, _COOKIE_BYTES)
+
+
+def end_flow(descriptor: int, cookie: bytes) -> bool:
+    """End the connection with this cookie, if ``descriptor`` still is it; whether it was.
+
+    Its owner then reads the end of it, as if the other side had closed.
+    """
+    if not cookie:
+        return False
+    try:
+        copy = os.dup(descriptor)  # of whatever it is now, and that stays so
+    except OSError:
+        return False
+    try:
+        if flow_cookie(copy) != cookie:
+            return False
+        borrowed = _borrow(copy)
+        try:
+            borrowed.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the kernel has ended it already
+            return False
+        finally:
+            borrowed.detach()
+        return True
+    finally:
+        os.close(copy)
+
+
+@functools.cache
+def counts_bytes() -> bool:
+    """Return whether this system counts the bytes of connections, found out with one of its own."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), _TRIAL_S) as sender,
+        ):
+            receiver, _ = server.accept()
+            with receiver:
+                receiver.settimeout(_TRIAL_S)
+                sender.sendall(b"1234")
+                receiver.recv(4)
+                state = flow_state(receiver.fileno())
+                return state is not None and state.received_bytes == 4
+    except OSError:
+        return False
+
+
+def _ask(descriptor: int, level: int, option: int, nbytes: int) -> bytes:
+    try:
+        borrowed = _borrow(descriptor)
+    except OSError:
+        return b""
+    try:
+        return borrowed.getsockopt(level, option, nbytes)
+    except OSError:
+        return b""
+    finally:
+        borrowed.detach()
+
+
+def _borrow(descriptor: int) -> socket.socket:
+    """A socket that must be detached: libzmq owns the descriptor. Told the kind, it asks less."""
+    return socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)

@@ -1,0 +1,352 @@
+"""The connecting end of the van over TCP: one peer of ``connect``, a fresh DEALER at each attempt.
+
+Keeps trying until it is closed, except where waiting does not help: the other end says that the
+key is another one, or uses another mechanism. Under CURVE another key shows only by the other
+end closing each connection in the middle of the handshake, so that counts as a "no" as well
+when it has gone on for a while.
+
+Where a link has further connections (``further.py``), they end with the first one, and it ends
+with each of them. Runs on the owner's thread. Read next: ``van.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import zmq
+
+from pslite.errors import ConfigError
+from pslite.security import WHAT_TO_COMPARE, Proofs
+from pslite.van.base import Connected, Denied, Disconnected, VanEvent, size_of
+from pslite.van.zmq.addresses import Endpoint, Whereabouts, connect_problem, without_key
+from pslite.van.zmq.dealer import Dealer, LinkNeeds
+from pslite.van.zmq.further import Further
+from pslite.van.zmq.listener import OVERDUE_S, SETTLE_S
+from pslite.van.zmq.sockets import ANOTHER_MECHANISM, REFUSED_KEY, WRONG_PROTOCOL
+
+MESSAGES_PER_POLL = 256
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 1.0
+AT_ONCE_S = 0.5
+"""Who fails so soon has had an answer, or was not allowed to ask."""
+FIRST_TIMEOUT_S = 1.25
+LAST_TIMEOUT_S = 5.0
+DENIED_AFTER_S = 5.0
+"""Somebody who listens, and ends each handshake at once, is taken at his word after this time.
+A gate that waits for its own server to come up does the same for a moment."""
+LARGE_FRAME_BYTES = zmq.COPY_THRESHOLD
+
+_logger = logging.getLogger(__name__)
+
+
+class Attempts:
+    """How long the next attempt to connect may take, and how long before it to wait. Pure.
+
+    The kernel repeats a SYN that was lost after 1, 3 and 7 s (before Linux 6.5, or without
+    ``net.ipv4.tcp_syn_linear_timeouts``), so one attempt alone may say nothing for 4 s though the
+    network is back, and PS_LOST_AFTER is 5 s. A new attempt begins with a SYN. The first ones are
+    short, and later ones longer, for networks on which an answer takes more than a second.
+    """
+
+    def __init__(self) -> None:
+        self.timeout_s = FIRST_TIMEOUT_S
+        self._retry_s = FIRST_RETRY_S
+
+    def failed(self, lasted_s: float) -> float:
+        """An attempt is over; returns in how many seconds the next one begins."""
+        if lasted_s >= FIRST_TIMEOUT_S:  # no answer came
+            self.timeout_s = min(2 * self.timeout_s, LAST_TIMEOUT_S)
+        retry_s = self._retry_s
+        self._retry_s = min(2 * retry_s, LAST_RETRY_S)
+        return retry_s
+
+    def succeeded(self) -> None:
+        """The connection is there; what follows its loss begins anew."""
+        self.timeout_s, self._retry_s = FIRST_TIMEOUT_S, FIRST_RETRY_S
+
+
+class Link:
+    """One peer: its present socket, or what waits for the next one."""
+
+    def __init__(self, peer: str, address: tuple[str, int], needs: LinkNeeds) -> None:
+        self.connected = False
+        #: What of this machine keeps it from connecting.
+        self.trouble = ""
+        self._peer = peer
+        self._address = address
+        self._needs = needs
+        self._place = Whereabouts(address[0], needs.wake, needs.hosts.get(address[0]))
+        #: Whether the next attempt begins when the name has been looked up.
+        self._awaits_name = False
+        self._due_at: float | None = None
+        self._dealer: Dealer | None = None
+        self._further = Further(needs, peer, self._read, self._lost)
+        self._endpoint: Endpoint | None = None
+        self._routing_id = b""
+        #: Whether the other end knows this connection, and so whose the further ones are.
+        self._is_heard = False
+        self._backlog: list[list[bytes | memoryview]] = []
+        self._attempt = 0
+        self._attempts = Attempts()
+        self._opened_at = 0.0
+        #: When the first of the connections ended.
+        self._ended_at: float | None = None
+        self._was_connected = False
+        self._denied = False
+        #: The first and the last of the handshakes that were broken off one after the other.
+        self._broken_off: tuple[float, float] | None = None
+
+    @property
+    def due_at(self) -> float | None:
+        """When :meth:`run` is to be called."""
+        if self._awaits_name and not self._place.is_looking:
+            return 0.0
+        dues = [due for due in (self._due_at, self._further.due_at) if due is not None]
+        return min(dues, default=None)
+
+    @property
+    def _where(self) -> str:
+        return f"{self._address[0]}:{self._address[1]}"
+
+    def open(self) -> None:
+        """Begin an attempt, or have the name looked up for it. Returns at once."""
+        needs, now = self._needs, time.monotonic()
+        if not self._was_connected:  # who was there has not moved
+            self._place.look(now)
+        if self._place.known is None:
+            self._awaits_name = self._place.is_looking
+            if not self._awaits_name:
+                _logger.info("no address yet for %r: %s", self._peer, self._place.problem)
+                self._retry()
+            return
+        endpoint = self._place.known.endpoint(self._address[1], self._attempt)
+        if needs.doors.credentials is None and not endpoint.is_local:
+            self._deny(f"cannot connect to {self._where}: {without_key(endpoint.text)}")
+            return
+        self._attempt += 1
+        self._endpoint, self._routing_id = endpoint, needs.new_routing_id()
+        self._is_heard, self._opened_at, self._ended_at = False, now, None
+        self._dealer = Dealer(
+            needs,
+            self._peer,
+            endpoint,
+            self._routing_id,
+            self._attempts.timeout_s,
+            self._read,
+            self._read_monitor,
+        )
+
+    def spread(self, connections: int) -> None:
+        """Open up to this many connections, this one included; never fewer than before."""
+        self._further.want(connections - 1)
+
+    def close(self, linger_ms: int) -> None:
+        """End the present attempt or connection."""
+        self._due_at, self._awaits_name = None, False
+        self._further.close(linger_ms)
+        if self._dealer is not None:
+            self._dealer.close(linger_ms)
+        self._dealer = None
+
+    def send(self, buffers: list[bytes | memoryview], *, is_large: bool) -> None:
+        """Send, or keep for the connection that is to come."""
+        if self.connected and self._dealer is not None:
+            chosen = self._further.next() if is_large and self._is_heard else None
+            (chosen or self._dealer).send(buffers)
+        elif not self._denied:
+            # As libzmq would: small frames are copied, large ones are read later.
+            self._backlog.append(
+                [bytes(part) if size_of(part) < LARGE_FRAME_BYTES else part for part in buffers]
+            )
+
+    def run(self, events: list[VanEvent]) -> None:
+        """It is :attr:`due_at`: make the next attempt, or see the end of the connection."""
+        now = time.monotonic()
+        if self._further.due_at is not None and self._further.due_at <= now:
+            self._further.open_next()
+        has_news = self._awaits_name and not self._place.is_looking
+        if not has_news and (self._due_at is None or self._due_at > now):
+            return
+        self._awaits_name = False
+        self._due_at = None
+        if self._dealer is None:
+            self._open_again()
+        elif self._has_last_words(now):
+            self._end_soon()
+        else:
+            self._end(events)
+
+    def _open_again(self) -> None:
+        try:
+            self.open()
+        except ConfigError as error:  # no more open files at this moment
+            _logger.warning("no connection to %s of %r: %s", self._where, self._peer, error)
+            self._retry()
+
+    def _has_last_words(self, now: float) -> bool:
+        """Return whether some connections have ended and others may bring messages still."""
+        if self._ended_at is None or now >= self._ended_at + OVERDUE_S:
+            return False
+        further = [dealer for dealer in self._further.dealers if dealer.connected]
+        return not all(dealer.has_ended for dealer in [self._dealer, *further] if dealer)
+
+    def _end(self, events: list[VanEvent]) -> None:
+        moved_bytes = 0
+        for dealer in [self._dealer, *self._further.dealers]:
+            if dealer is None:
+                continue
+            moved_bytes += dealer.moved_bytes
+            # One that stays could bring messages for ever.
+            while not self._read(dealer, events, MESSAGES_PER_POLL) and dealer.has_ended:
+                pass
+        self.close(linger_ms=0)
+        lasted_s = time.monotonic() - self._opened_at
+        if self.connected:
+            self.connected, lasted_s = False, 0.0
+            reason = f"the connection to {self._where} is gone"
+            events.append(Disconnected(self._peer, reason, moved_bytes))
+        elif lasted_s < AT_ONCE_S and self._endpoint is not None:
+            # libzmq does not tell why; mostly the peer does not listen yet.
+            self.trouble = connect_problem(self._endpoint.text)
+        if not self._denied:
+            self._retry(lasted_s)
+
+    def _retry(self, lasted_s: float = 0.0) -> None:
+        self._due_at = time.monotonic() + self._attempts.failed(lasted_s)
+
+    @property
+    def in_transit(self) -> int:
+        """Bytes that were sent and have still to leave, or to wait for the connection."""
+        if not self.connected or self._dealer is None:
+            return sum(size_of(part) for buffers in self._backlog for part in buffers)
+        return sum(dealer.in_transit for dealer in [self._dealer, *self._further.dealers])
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether there is no connection, and one is being made with somebody who answers."""
+        return not self.connected and self._dealer is not None and self._dealer.is_answered
+
+    def look(self) -> None:
+        """Notice that a connection is dead though neither end has closed it."""
+        if not self.connected or self._ended_at is not None:
+            return
+        for dealer in [self._dealer, *self._further.dealers]:
+            if dealer is not None and dealer.connected and dealer.is_silent:
+                dealer.has_ended = True
+                self._lost()
+
+    # -- what arrives ------------------------------------------------------------------
+
+    def _read(self, dealer: Dealer, events: list[VanEvent], limit: int) -> bool:
+        """Read up to ``limit`` messages; whether nothing is left."""
+        if not self.connected and self._dealer is not None:
+            # The monitor told of the connection before the first message could come.
+            self._read_monitor(self._dealer, events, limit)
+        proofs = self._needs.doors.proofs
+        if proofs is not None and not dealer.connected and not self._prove(dealer, proofs, events):
+            return True
+        before = len(events)
+        is_empty = dealer.read(events, limit)
+        self._is_heard = self._is_heard or len(events) > before
+        if is_empty is None:
+            _logger.warning("%r sent a message over the limits", self._peer)
+            self._due_at = 0.0
+        return is_empty is True
+
+    def _read_monitor(self, dealer: Dealer, events: list[VanEvent], _limit: int) -> None:
+        for event, value in dealer.news():
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                if self._needs.doors.proofs is None:
+                    self._begin(dealer, events)
+                else:  # so long may the proof take
+                    self._due_at = time.monotonic() + self._needs.handshake_timeout_s
+            elif event == zmq.EVENT_CONNECT_RETRIED:
+                # libzmq is done with the connection: nothing more will come out of it.
+                dealer.has_ended = True
+                self._lost()
+                self._due_at = 0.0
+            elif event == zmq.EVENT_DISCONNECTED:
+                dealer.has_ended = True
+                self._lost()
+            elif not self._was_connected:
+                # Who was connected knew the key; what is there now is for the owner to judge.
+                self._handshake_failed(event, value)
+
+    def _lost(self) -> None:
+        """One of the connections has ended, and so will the others."""
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+        self._end_soon()
+
+    def _end_soon(self) -> None:
+        soon = time.monotonic() + SETTLE_S
+        self._due_at = soon if self._due_at is None else min(self._due_at, soon)
+
+    def _prove(self, dealer: Dealer, proofs: Proofs, events: list[VanEvent]) -> bool:
+        """Return whether the other end proves that it is the peer, before it is told anything."""
+        is_peer = dealer.prove(proofs)
+        if is_peer is False:
+            text = "the listener at %s does not prove that it is %r; nothing is sent to it"
+            _logger.warning(text, self._where, self._peer)
+            self._due_at = 0.0
+        elif is_peer and dealer is self._dealer:
+            self._begin(dealer, events)
+        elif is_peer:
+            self._further.begun(dealer)
+        return bool(is_peer)
+
+    def _begin(self, dealer: Dealer, events: list[VanEvent]) -> None:
+        self.connected = self._was_connected = True
+        if self._ended_at is None:
+            self._due_at = None
+        dealer.begin()
+        self._attempts.succeeded()
+        self.trouble = ""
+        events.append(Connected(self._peer))
+        for buffers in self._backlog:
+            dealer.send(buffers)
+        self._backlog.clear()
+        if self._endpoint is not None:
+            self._further.begin(dealer, self._endpoint, self._routing_id)
+
+    # -- who does not let us in --------------------------------------------------------
+
+    def _handshake_failed(self, event: int, value: int) -> None:
+        """Decide whether waiting longer can be of any use."""
+        if event == REFUSED_KEY:
+            self._deny(
+                f"the node at {self._where} does not accept the job key of this one: "
+                f"{WHAT_TO_COMPARE}"
+            )
+        elif event == WRONG_PROTOCOL and value == ANOTHER_MECHANISM:
+            ours = self._needs.doors.description
+            self._deny(
+                f"the node at {self._where} is secured in another way than this one, which has "
+                f"{ours}: {WHAT_TO_COMPARE}"
+            )
+        else:
+            self._handshake_broken_off()
+
+    def _handshake_broken_off(self) -> None:
+        """Deny the peer: under CURVE another key is answered in this way, without a reason."""
+        now, slow_s = time.monotonic(), self._needs.handshake_timeout_s / 2
+        if now - self._opened_at > slow_s:
+            self._broken_off = None  # it may be faster next time
+            return
+        first, last = self._broken_off or (now, now)
+        if now - last > LAST_RETRY_S + slow_s:  # the peer did not listen in between
+            first = now
+        self._broken_off = first, now
+        if now - first >= DENIED_AFTER_S:
+            self._deny(
+                f"the listener at {self._where} ends each connection during the handshake: "
+                f"{WHAT_TO_COMPARE}"
+            )
+
+    def _deny(self, reason: str) -> None:
+        """Give up. The link stays in the van, so that its name is not free for others."""
+        if not self._denied:
+            self._denied = True
+            self._backlog.clear()
+            self._needs.tell(Denied(self._peer, reason))

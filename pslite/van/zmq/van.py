@@ -1,0 +1,357 @@
+"""The van over TCP: one ROUTER for peers that connect, a DEALER for each connection of ours.
+
+It keeps the contract of ``base.py`` and may not know what the frames mean. Everything runs
+on the owner's thread but ``wake``; libzmq adds one I/O thread a van, which also answers
+heartbeats, so a node with a busy interpreter is not taken for lost.
+Read ``base.py``, ``accepted.py`` and the other ``zmq_*.py`` first; nothing comes after this file.
+
+What differs from everyday ZeroMQ, and why (options are those of the manual page
+``zmq_setsockopt``; the behaviour was read in the source of libzmq 4.3.5 and is tested)
+
+* **A socket lives for one connection.** libzmq would reconnect by itself and then send what was
+  queued for the dead connection, out of buffers that may hold something else by then. So its
+  reconnecting is put off for ever, and a lost DEALER is replaced by a fresh one with a fresh
+  routing id. That also makes a routing id mean one connection, which ``accepted.py`` needs,
+  and ROUTER_HANDOVER unnecessary: a restarted node never collides with its old self.
+* **No receive limit.** A socket at its high-water mark stops reading, and then heartbeats go
+  unanswered: the peers of a node that is merely slow would call it lost (a test shows it).
+  Credits bound what can be under way.
+* **Ends are drained before they are told.** libzmq announces the end of a connection before it
+  hands over the last messages of it; see ``accepted.py``.
+* **A message of one empty frame is ours.** PROBE_ROUTER makes libzmq open each connection with
+  one, which tells the accepting end who is there; and one is sent to learn whether a connection
+  still exists. Both are swallowed by the van that receives them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+import zmq
+
+from pslite.errors import ClosedError, UsageError
+from pslite.security import Mechanism
+from pslite.van.base import (
+    MAX_FRAMES,
+    TOTAL_PER_FRAME,
+    Buffer,
+    Van,
+    VanEvent,
+    as_buffers,
+    check_uid,
+    size_of,
+)
+from pslite.van.cutting import PIECE_BYTES
+from pslite.van.pipes import PipeTicket
+from pslite.van.zmq.accepted import make_routing_id
+from pslite.van.zmq.addresses import HostAddresses, check_bind_address, parse_address
+from pslite.van.zmq.dealer import LinkNeeds, Reader
+from pslite.van.zmq.flows import counts_bytes
+from pslite.van.zmq.link import MESSAGES_PER_POLL, Link
+from pslite.van.zmq.listener import OTHER_KEY, ROUTER_EVENTS, Listener, listen
+from pslite.van.zmq.pipes import Pipes
+from pslite.van.zmq.sockets import Doors, Socket, SocketMaker, close_watched
+from pslite.van.zmq.wakeup import Wakeup
+from pslite.van.zmq.zap import ZapDoor
+
+SPREAD_BYTES = 64 << 10
+"""Messages of this many bytes take turns where a peer has several connections."""
+
+
+class ZmqVan(Van):
+    """A :class:`Van` whose messages travel over TCP. All settings are keywords.
+
+    Args:
+        uid: the name under which accepting ends know this node.
+        hosts: the addresses of names that have been looked up already.
+        heartbeat_interval_s: how often libzmq asks a peer for a sign of life.
+        heartbeat_timeout_s: silence after which a connection is lost. Each byte that arrives is
+            a sign of life, except on systems that do not count them (``flows.py``): there it is
+            each complete frame.
+        handshake_timeout_s: how long a new TCP connection may take to present itself.
+        linger_s: how long ``close`` may wait for what was sent to leave this machine.
+        max_message_bytes: the largest frame. ``send`` refuses a larger one, and a peer that
+            sends one is disconnected before memory is allocated. The same on all nodes.
+        stranger_bytes: what connections may fill together before they have said a word.
+        mechanism: what both ends of a connection must know, the same on all nodes. Without it
+            the van listens at, and connects to, loopback addresses only.
+    """
+
+    def __init__(
+        self,
+        uid: str,
+        *,
+        mechanism: Mechanism | None = None,
+        hosts: Mapping[str, HostAddresses] | None = None,
+        heartbeat_interval_s: float = 1.0,
+        heartbeat_timeout_s: float = 5.0,
+        handshake_timeout_s: float = 5.0,
+        linger_s: float = 1.0,
+        max_message_bytes: int = 1 << 30,
+        stranger_bytes: int = 64 << 20,
+    ) -> None:
+        self.uid = check_uid(uid)
+        self._max_message_bytes = max_message_bytes
+        self._max_total_bytes = TOTAL_PER_FRAME * max_message_bytes
+        self._stranger_bytes = stranger_bytes
+        self._linger_ms = round(linger_s * 1000)
+        self._doors = Doors(mechanism, self.uid)
+        # Either libzmq looks for signs of life, or this van does.
+        has_counters = counts_bytes()
+        self._look_every_s = heartbeat_interval_s if has_counters else math.inf
+        self._look_at = time.monotonic() + self._look_every_s
+        self._silence_s = heartbeat_timeout_s
+        libzmq_timeout_s = 0.0 if has_counters else heartbeat_timeout_s
+        self._sockets = SocketMaker(
+            (
+                (zmq.SNDHWM, 0),
+                (zmq.RCVHWM, 0),
+                # Of what a connection carries; ``cutting.py`` holds the limit of messages.
+                (
+                    zmq.MAXMSGSIZE,
+                    min(max_message_bytes, PIECE_BYTES) + self._doors.overhead_bytes,
+                ),
+                (zmq.HEARTBEAT_IVL, round(heartbeat_interval_s * 1000)),
+                (zmq.HEARTBEAT_TIMEOUT, round(libzmq_timeout_s * 1000)),
+                (zmq.HANDSHAKE_IVL, round(handshake_timeout_s * 1000)),
+                (zmq.TCP_KEEPALIVE, 1),
+                (zmq.TCP_KEEPALIVE_IDLE, 30),
+                (zmq.TCP_KEEPALIVE_INTVL, 10),
+                (zmq.TCP_KEEPALIVE_CNT, 3),
+            )
+        )
+        self._born_ns = time.time_ns()
+        self._numbers = itertools.count(1)
+        self._listener: Listener | None = None
+        self._zap: ZapDoor | None = None
+        self._links: dict[str, Link] = {}
+        #: The names that this van has ever called others by; they stay theirs.
+        self._called: set[str] = set()
+        #: Events that came about outside of a poll.
+        self._news: list[VanEvent] = []
+        self._wakeup = Wakeup()
+        self._poller = zmq.Poller()
+        self._readers: dict[object, Reader] = {}
+        self._pipes = Pipes(self._watch, self._unwatch)
+        self._watch(self._wakeup.fileno(), lambda _events, _limit: self._wakeup.read())
+        self._for_links = LinkNeeds(
+            self._sockets,
+            self._doors,
+            self._new_routing_id,
+            max_message_bytes,
+            self._max_total_bytes,
+            handshake_timeout_s,
+            heartbeat_timeout_s,
+            self._watch,
+            self._unwatch,
+            self._news.append,
+            self.wake,
+            hosts or {},
+        )
+        self._closed = False
+
+    # ------------------------------------------------------------------ connections
+
+    def bind(self, host: str, port: int, *, listen_fd: int | None = None) -> int:
+        self._check_open("bind")
+        check_bind_address(host, port)
+        if self._listener is not None:
+            raise UsageError("this van listens already: one van has one address")
+        router, monitor = self._sockets.new_watched(
+            zmq.ROUTER, ROUTER_EVENTS, self._doors.listening
+        )
+        try:
+            self._open_zap()  # first: it must be there when a peer knocks
+            bound_port = listen(router, host, port, listen_fd, guarded=self._zap is not None)
+        except BaseException:
+            close_watched(router, monitor, linger_ms=0)
+            raise
+        listener = self._listener = Listener(
+            router,
+            monitor,
+            self._doors,
+            self._max_message_bytes,
+            self._max_total_bytes,
+            self._stranger_bytes,
+            self._is_taken,
+            self._news.extend,
+        )
+        self._watch(router, listener.read)
+        self._watch(monitor, listener.read_monitor)
+        return bound_port
+
+    def _open_zap(self) -> None:
+        credentials = self._doors.credentials
+        if credentials is not None and self._zap is None:
+            self._zap = ZapDoor(self._sockets.new(zmq.ROUTER), credentials, self._denied_by_zap)
+            self._watch(self._zap.socket, self._zap.read)
+
+    def _denied_by_zap(self, address: str) -> None:
+        if self._listener is not None:
+            self._listener.turned_away(address, OTHER_KEY)
+
+    def _is_taken(self, uid: str) -> bool:
+        """Names of this van's own connections, and its own, come from no other node."""
+        return uid == self.uid or uid in self._called
+
+    def connect(self, peer: str, address: str) -> None:
+        self._check_open("connect")
+        link = Link(check_uid(peer), parse_address(address), self._for_links)
+        self.disconnect(peer)
+        self._links[peer] = link
+        self._called.add(peer)
+        link.open()
+
+    def disconnect(self, peer: str) -> None:
+        self._pipes.close(peer)
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link.close(self._linger_ms if link.connected else 0)
+        elif self._listener is not None:
+            self._listener.connections.forget(peer)
+
+    def trouble(self, peer: str) -> str:
+        link = self._links.get(peer)
+        return "" if link is None else link.trouble
+
+    def in_transit(self, peer: str) -> int:
+        link = self._links.get(peer)
+        if link is not None:
+            return link.in_transit
+        return 0 if self._listener is None else self._listener.in_transit(peer)
+
+    def is_answered(self, peer: str) -> bool:
+        link = self._links.get(peer)
+        if link is not None:
+            return link.is_answered
+        return self._listener is not None and self._listener.is_answered(self._silence_s)
+
+    def spread(self, peer: str, connections: int) -> bool:
+        link = self._links.get(peer)
+        if link is not None:
+            link.spread(connections)
+        return link is not None
+
+    def offer_pipe(self, peer: str) -> PipeTicket | None:
+        return self._pipes.offer(peer)
+
+    def take_pipe(self, peer: str, pid: int, ticket: PipeTicket) -> bool:
+        return self._pipes.take(peer, pid, ticket)
+
+    @property
+    def num_pipes(self) -> int:
+        """To how many peers small messages go by a pipe."""
+        return self._pipes.num_outgoing
+
+    def _new_routing_id(self) -> bytes:
+        return make_routing_id(self.uid, self._born_ns, next(self._numbers))
+
+    # ------------------------------------------------------------------ messages
+
+    def send(self, peer: str, frames: Sequence[Buffer]) -> None:
+        buffers = as_buffers(frames)
+        is_large = self._check_limits(buffers) >= SPREAD_BYTES
+        if self._pipes.send(peer, buffers):
+            return
+        link = self._links.get(peer)
+        if link is not None:
+            link.send(buffers, is_large=is_large)
+        elif self._listener is not None:
+            self._listener.send(peer, buffers, is_large=is_large)
+
+    def _check_limits(self, buffers: Sequence[bytes | memoryview]) -> int:
+        """The bytes of the message."""
+        limit, total = self._max_message_bytes, 0
+        for buffer in buffers:
+            size = size_of(buffer)
+            total += size
+            if size > limit:
+                raise UsageError(
+                    f"a frame of {size} bytes is over this van's limit of {limit}: send it in parts"
+                )
+        if len(buffers) > MAX_FRAMES or total > self._max_total_bytes:
+            raise UsageError(
+                f"a message of {len(buffers)} frames and {total} bytes is over this van's limits "
+                f"of {MAX_FRAMES} and {self._max_total_bytes}: send it in parts"
+            )
+        return total
+
+    def poll(self, timeout_s: float | None) -> list[VanEvent]:
+        events: list[VanEvent] = []
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._closed:
+            ready = self._poller.poll(self._wait_ms(deadline))
+            limit = max(16, MESSAGES_PER_POLL // (len(ready) or 1))
+            for source, _ in ready:
+                reader = self._readers.get(source)
+                if reader is not None:  # else one before it has closed it
+                    reader(events, limit)
+            self._run_timers(events)
+            if self._news:
+                events += self._news
+                self._news.clear()
+            self._pipes.end(events)
+            woken = self._wakeup.take()
+            if events or woken or (deadline is not None and time.monotonic() >= deadline):
+                break
+        return events
+
+    def wake(self) -> None:
+        self._wakeup.wake()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._pipes.close_all(self._linger_ms / 1000)
+        for peer in list(self._links):
+            self.disconnect(peer)
+        if self._listener is not None:
+            self._listener.close(self._linger_ms)
+            self._listener = None
+        if self._zap is not None:
+            self._zap.close()
+        self._wakeup.close()
+        self._sockets.close()
+
+    def _wait_ms(self, deadline: float | None) -> int | None:
+        if self._news:
+            return 0
+        dues = [self._look_at] if deadline is None else [self._look_at, deadline]
+        dues.extend(link.due_at for link in self._links.values() if link.due_at is not None)
+        ended = None if self._listener is None else self._listener.next_due()
+        if ended is not None:
+            dues.append(ended)
+        soonest = min(dues)
+        if soonest == math.inf:
+            return None
+        return max(0, math.ceil((soonest - time.monotonic()) * 1000))
+
+    def _run_timers(self, events: list[VanEvent]) -> None:
+        now = time.monotonic()
+        for link in self._links.values():
+            if link.due_at is not None and link.due_at <= now:
+                link.run(events)
+        if self._listener is not None:
+            self._listener.run(events)
+        if now >= self._look_at:
+            self._look_at = now + self._look_every_s
+            for link in self._links.values():
+                link.look()
+            if self._listener is not None:
+                self._listener.end_silent(self._silence_s)
+
+    def _watch(self, source: Socket | int, reader: Reader, wanted: int = zmq.POLLIN) -> None:
+        self._readers[source] = reader
+        self._poller.register(source, wanted)
+
+    def _unwatch(self, source: Socket | int) -> None:
+        del self._readers[source]
+        self._poller.unregister(source)
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise ClosedError(f"cannot {what}: this van was closed")

@@ -1,0 +1,222 @@
+"""What a running job is like, as values: a ``Survey`` has a ``NodeStatus`` for every node.
+
+Nodes report about themselves (``NodeReport``, made in ``node/report.py``), the scheduler collects
+them (``node/surveyor.py``) and the asker gets a ``Survey`` (``status/observer.py``). Here are
+the values and their wire form, which is checked field by field: a report comes from another
+process, and a survey ends up on somebody's terminal. Pure; on any thread.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from pslite.errors import ProtocolError
+
+MAX_TEXT = 400
+"""Characters of one text; what is longer is cut before it is sent."""
+MAX_WAITS = 16
+"""Of one node. The longest count."""
+MAX_NAMED = 32
+"""At most this many of those that a wait is for are named."""
+MAX_LISTED = 65_536
+LEAST_WAIT_S = 1.0
+"""Shorter waits are the course of things, and are not listed."""
+
+GATHERING = "gathering"
+RUNNING = "running"
+FAILED = "failed"
+
+Report = TypeVar("Report", bound=NamedTuple)
+
+
+class Wait(NamedTuple):
+    """Something that a node waits for."""
+
+    what: str
+    """For example ``key 'w'`` or ``the barrier of all workers``."""
+    round: int
+    """Which round of it; 0 where it has none."""
+    missing: tuple[str, ...]
+    """The nodes that have not come; empty where that is not known here."""
+    waited_s: float
+
+
+class Progressed(NamedTuple):
+    """How far a worker's training has come."""
+
+    steps: int
+    """Of a ``Trainer`` or of ``FeedForward.fit``; else rounds: pushes of the key with most."""
+    samples: int
+    """0 where the number in a step is not given."""
+    steps_per_s: float
+    """Over the last ten seconds or steps, whichever is longer."""
+    samples_per_s: float
+    communication: float
+    """Share of the same time, from 0 to 1, that the script has waited in calls of stores."""
+    since_step_s: float
+    """Time since the last step; 0 before the first."""
+
+
+class NodeReport(NamedTuple):
+    """What a node says about itself."""
+
+    version: str
+    uptime_s: float
+    sent_bytes: int
+    """By the network (and the pipes beside it), headers and repetitions included."""
+    received_bytes: int
+    shared_bytes: int
+    """Handed over and taken in shared memory, in either direction."""
+    requests: int
+    """Requests that are not answered: a worker's own, or those that wait at a server."""
+    open_rounds: int
+    """Rounds of a server that some workers have contributed to, and others not."""
+    pool_jobs: int
+    """Work that waits for, or is at, a server's threads."""
+    progress: Progressed | None
+    """Of workers with a store."""
+    waits: tuple[Wait, ...]
+    moved: int = -1
+    """Changes with every message of its work; -1 where it may go on without one."""
+    calls: tuple[str, ...] = ()
+    """Of a worker that continues only with a message: the calls that its threads wait in."""
+
+
+class NodeStatus(NamedTuple):
+    """One node, as the scheduler sees it."""
+
+    role: str
+    rank: int
+    """-1 while it is not settled."""
+    host: str
+    pid: int
+    state: str
+    """``waiting`` (for the others), ``running``, ``silent`` (no answer), ``left`` or ``lost``."""
+    silent_s: float
+    """Since the scheduler has heard of it last."""
+    reason: str
+    """Why it is lost."""
+    report: NodeReport | None
+    """None where it has not answered."""
+
+    @property
+    def name(self) -> str:
+        """``worker 1``, ``scheduler``, or ``worker`` while it has no rank."""
+        if self.role == "scheduler" or self.rank < 0:
+            return self.role
+        return f"{self.role} {self.rank}"
+
+
+class Survey(NamedTuple):
+    """A whole job at one moment."""
+
+    job: str
+    version: str
+    state: str
+    """``gathering``, ``running`` or ``failed`` (some nodes are lost and the rest ends)."""
+    num_workers: int
+    num_servers: int
+    waited_s: float
+    """How long the job has been gathering; 0 afterwards."""
+    missing: tuple[str, ...]
+    """Who has not joined, for people: ``2 of 4 workers``."""
+    nodes: tuple[NodeStatus, ...]
+    """The scheduler, workers by rank, servers by rank."""
+
+
+class ProgressSource(Protocol):
+    """Who knows how far a worker has come. Called on the I/O thread, only when somebody asks."""
+
+    def progressed(self) -> Progressed: ...
+
+    def waits(self) -> list[Wait]: ...
+
+    def stuck(self) -> tuple[int, list[str]] | None:
+        """The calls that all threads of the script wait in, without a limit and for long.
+
+        Before them, how many such waits have begun. None where a thread may go on by itself.
+        """
+
+    def deadlocked(self, text: str) -> None:
+        """End the long waits of all threads with a ``DeadlockError``."""
+
+
+# -- on the wire ----------------------------------------------------------------------------
+
+
+def to_plain(value: Any) -> Any:
+    """A value of this module as plain data: arrays in the order of the fields.
+
+    Texts are cut and made printable, lists are cut: nothing that is sent breaks a limit.
+    """
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, NodeReport):
+        longest = sorted(value.waits, key=lambda wait: -wait.waited_s)[:MAX_WAITS]
+        value = value._replace(waits=tuple(longest))
+    elif isinstance(value, Wait) and len(value.missing) > MAX_NAMED:
+        more = f"{len(value.missing) - MAX_NAMED} more"
+        value = value._replace(missing=(*value.missing[:MAX_NAMED], more))
+    return [to_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def clean(text: str) -> str:
+    """``text`` as it can be shown in one line."""
+    shown = "".join(char if char.isprintable() else "?" for char in text[: MAX_TEXT + 1])
+    return shown if len(shown) <= MAX_TEXT else shown[: MAX_TEXT - 3] + "..."
+
+
+def report_from(plain: Any) -> NodeReport:
+    """Return what ``to_plain`` made of a report. Raises ``ProtocolError`` for anything else."""
+    report: NodeReport = _read(NodeReport, plain)
+    return report
+
+
+def survey_from(plain: Any) -> Survey:
+    """Return what ``to_plain`` made of a survey. Raises ``ProtocolError`` for anything else."""
+    survey: Survey = _read(Survey, plain)
+    return survey
+
+
+_HINTS = {
+    kind: tuple(typing.get_type_hints(kind).values())
+    for kind in (Wait, Progressed, NodeReport, NodeStatus, Survey)
+}
+_LONGEST = {Wait: MAX_WAITS, str: MAX_NAMED + 1, NodeStatus: MAX_LISTED}
+
+
+def _read(kind: Any, plain: Any) -> Any:
+    if kind in _HINTS:
+        hints = _HINTS[kind]
+        if type(plain) is not list or len(plain) != len(hints):
+            raise ProtocolError(
+                f"expected a {kind.__name__} as a list of {len(hints)} fields, got {plain!r:.60}"
+            )
+        return kind(*map(_read, hints, plain))
+    if isinstance(kind, types.UnionType):
+        inner, _ = typing.get_args(kind)
+        return None if plain is None else _read(inner, plain)
+    if typing.get_origin(kind) is tuple:
+        inner, _ = typing.get_args(kind)
+        if type(plain) is not list or len(plain) > _LONGEST[inner]:
+            limit = _LONGEST[inner]
+            raise ProtocolError(f"expected a list of at most {limit} entries, got {plain!r:.60}")
+        return tuple(_read(inner, each) for each in plain)
+    return _read_one(kind, plain)
+
+
+def _read_one(kind: Any, plain: Any) -> Any:
+    if type(plain) is not kind:
+        raise ProtocolError(f"expected {kind.__name__} in a status, got {type(plain).__name__}")
+    if kind is str:
+        is_right = len(plain) <= MAX_TEXT and plain.isprintable()
+    elif kind is float:
+        is_right = 0.0 <= plain < math.inf
+    else:
+        is_right = -1 <= plain < 1 << 63
+    if not is_right:
+        raise ProtocolError(f"a status has an invalid value: {plain!r:.60}")
+    return plain

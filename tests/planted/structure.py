@@ -1,0 +1,73 @@
+"""Mistakes in the structure of the source, and in what checks it."""
+
+from __future__ import annotations
+
+from tests.planted.bug import Bug
+
+BUGS = [
+    Bug(
+        "a module imports one of a layer above it",
+        "kvstore/arrays/keys.py",
+        "from __future__ import annotations\n",
+        "from __future__ import annotations\n\n\ndef upwards() -> None:\n"
+        "    import kvstore.stores.base\n\n\n",
+        "tests/unit/test_layers.py",
+    ),
+    Bug(
+        "the protocol imports the node",
+        "pslite/protocol/looks.py",
+        "from __future__ import annotations\n",
+        "from __future__ import annotations\n\n\ndef upwards() -> None:\n"
+        "    import pslite.node.log\n\n\n",
+        "tests/unit/test_import_arrows.py",
+    ),
+    Bug(
+        "a second door to msgpack is open",
+        "kvstore/protocol/requests.py",
+        "from __future__ import annotations\n",
+        "from __future__ import annotations\n\nimport msgpack  # noqa\n",
+        "tests/unit/test_import_arrows.py",
+    ),
+    Bug(
+        "the arrows do not see what is imported in a function",
+        "tests/unit/test_layers.py",
+        "for each in imports_of(ast.walk(ast.parse(source_of(name).read_text())))",
+        "for each in imports_of(ast.parse(source_of(name).read_text()).body)",
+        "tests/unit/test_layers.py",
+    ),
+    Bug(
+        "a circle is found only where a module imports itself",
+        "tests/unit/import_graph.py",
+        "                ahead += graph[name]\n",
+        "",
+        "tests/unit/test_import_arrows.py",
+    ),
+    Bug(
+        "a second class has the name of another",
+        "kvstore/server/lanes.py",
+        "from __future__ import annotations\n",
+        "from __future__ import annotations\n\n\nclass Postoffice: ...\n\n\n",
+        "tests/unit/test_class_names.py",
+    ),
+    Bug(
+        "inner classes are not compared by name",
+        "tests/unit/test_class_names.py",
+        "for node in ast.walk(ast.parse(text)):",
+        "for node in ast.parse(text).body:",
+        "tests/unit/test_class_names.py",
+    ),
+    Bug(
+        "a phrase that is not plain English stands in a comment",
+        "pslite/protocol/looks.py",
+        "from __future__ import annotations\n",
+        "from __future__ import annotations\n\n# Nobody knows.\n",
+        "tests/unit/test_prose.py",
+    ),
+    Bug(
+        "a phrase that goes on in the next line is not found",
+        "tools/prose.py",
+        'if part.count("\\n") > 1 else " "',
+        'if part.count("\\n") >= 1 else " "',
+        "tests/unit/test_prose.py",
+    ),
+]

@@ -1,0 +1,153 @@
+"""What only a network of its own can show: a kernel's settings, and ports that are used up.
+
+Each test runs a script in a network namespace, which needs root (as containers of continuous
+integration have it); elsewhere they are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from job import ROOT, clean_environment
+
+LIMIT_S = 45.0
+
+
+def reason_to_skip() -> str:
+    if os.geteuid() != 0:
+        return "needs root, for a network namespace"
+    for program in ("unshare", "ip"):
+        if shutil.which(program) is None:
+            return f"needs the program {program}"
+    made = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)
+    return "" if made.returncode == 0 else "this system makes no network namespaces for root"
+
+
+REASON = reason_to_skip()
+pytestmark = [pytest.mark.process, pytest.mark.skipif(bool(REASON), reason=REASON)]
+
+
+def run_alone(script: str, *arguments: str) -> str:
+    """Run Python code in a network of its own, which has a loopback only; returns its output."""
+    command = 'ip link set lo up && exec "$@"'
+    words = ["unshare", "--net", "sh", "-c", command, "sh", sys.executable, "-c", script]
+    process = subprocess.Popen(
+        [*words, *arguments],
+        cwd=ROOT,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        # The launcher is in this group, and ends its job when it is asked to.
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=10)
+        raise AssertionError(f"not done after {LIMIT_S:g} s: {output}") from None
+    assert process.returncode == 0, output
+    return output
+
+
+# A listener whose queue is full answers no SYN, as a network that loses packets.
+RECONNECT = """
+import socket, time
+from pathlib import Path
+from pslite.van.base import Connected
+from pslite.van.zmq.van import ZmqVan
+
+setting = Path("/proc/sys/net/ipv4/tcp_syn_linear_timeouts")
+if setting.exists():
+    setting.write_text("0")
+full = socket.create_server(("127.0.0.1", 0), backlog=0)
+port = full.getsockname()[1]
+filling = []
+for _ in range(4):
+    filling.append(socket.socket())
+    filling[-1].setblocking(False)
+    filling[-1].connect_ex(("127.0.0.1", port))
+client, server = ZmqVan("client"), ZmqVan("server")
+began_at = time.monotonic()
+client.connect("server", f"tcp://127.0.0.1:{port}")
+while time.monotonic() < began_at + 3.1:
+    assert client.poll(0.05) == []
+for each in filling:
+    each.close()
+full.listen(128)  # from here on SYNs are answered
+server.bind("127.0.0.1", port, listen_fd=full.detach())
+events = []
+while Connected("server") not in events:
+    assert time.monotonic() < began_at + 20
+    events += client.poll(0.01)
+    server.poll(0)
+print(time.monotonic() - began_at)
+client.close(), server.close()
+"""
+
+
+def test_packets_lost_for_seconds_do_not_outlast_the_patience_of_a_node() -> None:
+    """On a kernel that repeats a SYN after 1, 3 and 7 s; PS_LOST_AFTER is 5 s."""
+    assert float(run_alone(RECONNECT)) < 5.0  # with one attempt of 5 s: not before
+
+
+# Two local ports for all connections to this listener, and both are taken.
+USED_UP = """
+import socket
+from pathlib import Path
+import pslite
+from pslite.config import Config
+from pslite.errors import DeadlineError
+
+Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40001")
+taken = socket.create_server(("127.0.0.1", 30000))
+held = [socket.create_connection(("127.0.0.1", 30000)) for _ in range(2)]
+settings = dict(num_workers=1, num_servers=1, root_uri="127.0.0.1", root_port=30000)
+try:
+    pslite.start(Config(role="worker", rendezvous_timeout_s=2.0, **settings))
+except DeadlineError as error:
+    print(error)
+"""
+
+
+def test_a_machine_without_a_free_port_is_told_as_the_cause() -> None:
+    told = run_alone(USED_UP)
+    assert "the scheduler was not reached within 2 s (PS_RENDEZVOUS_TIMEOUT)" in told
+    assert "no local port left for a connection to 127.0.0.1:30000 (EADDRNOTAVAIL)" in told
+    assert "net.ipv4.ip_local_port_range" in told
+
+
+# One worker and one server, between which 30 Mbit/s pass: 24 MB of rows take more than six seconds,
+# and a connection on which nothing arrives is given up after five.
+SLOW_JOB = """
+import os, subprocess, sys
+subprocess.run(["ip", "link", "set", "lo", "mtu", "1500"], check=True)
+shape = ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "30mbit"]
+subprocess.run([*shape, "burst", "20kb", "latency", "300ms"], check=True)
+worker = '''
+import numpy as np
+import kvstore as mx
+kv = mx.kvstore.create("dist_sync")
+shape = (100_000, 60)
+kv.init("rows", mx.RowSparseArray.zeros(shape))
+kv.push("rows", mx.RowSparseArray(np.arange(shape[0]), np.ones(shape, np.float32), shape))
+print("sum", kv.row_sparse_pull("rows", row_ids=[99_999]).values.sum(), flush=True)
+kv.close()
+'''
+launcher = [sys.executable, "tools/launch.py", "--launcher", "local", "-n", "1", "-s", "1"]
+settings = {**os.environ, "PS_SHM": "0", "PS_VERBOSE": "1"}
+subprocess.run([*launcher, sys.executable, "-c", worker], check=True, env=settings)
+"""
+
+
+@pytest.mark.skipif(shutil.which("tc") is None, reason="needs the program tc")
+def test_values_that_take_longer_than_a_heartbeat_go_through_a_slow_link_at_once() -> None:
+    told = run_alone(SLOW_JOB)
+    assert "sum 60.0" in told
+    assert "is gone" not in told.partition("sum 60.0")[0]

@@ -1,0 +1,84 @@
+"""tools/prose.py finds phrases that are not plain English, and this checkout has none."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def prose() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("prose", ROOT / "tools" / "prose.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+PAGE = """\
+# A page
+
+There is no file, and it is no longer needed.
+This is
+no number, and `whoever` is code.
+
+```python
+nobody = 1
+```
+
+It comes to nothing.
+"""
+
+CODE = '''\
+"""What nobody needs."""
+
+nobody = None
+if nobody is None:  # of no use
+    raise ValueError("this is "
+                     "no number")
+'''
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("page.md", PAGE, [(4, "is no"), (11, "comes to nothing")]),
+        ("code.py", CODE, [(1, "nobody"), (4, "of no use"), (5, "is no")]),
+        ("code.py", "number = 1  # how many there are\n", []),
+    ],
+)
+def test_a_planted_phrase_is_found_with_its_line(
+    name: str, text: str, expected: list[tuple[int, str]], prose: ModuleType, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert list(prose.phrases(file)) == expected
+
+
+def test_a_phrase_is_printed_and_ends_the_command_with_1(
+    prose: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("Good.\n\nWhoever reads this.\n")
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    monkeypatch.setattr(prose, "PARTS", ("README.md",))
+    assert prose.main() == 1
+    assert capsys.readouterr().out == "README.md:3: Whoever: say it in plain English\n"
+    page.write_text("Good.\n")
+    assert prose.main() == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_this_checkout_has_no_such_phrase(
+    prose: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prose.main() == 0, capsys.readouterr().out
