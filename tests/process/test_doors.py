@@ -156,8 +156,9 @@ def test_a_key_of_the_users_own_is_used_and_left_alone(make_job: MakeJob, tmp_pa
     mine = tmp_path / "job.key"
     write_key(mine, b"a key that its user has chosen")
     job = make_job(1, 1, PS_JOB_KEY_FILE=str(mine), PS_SECURITY="curve")
-    launcher = job.launch('kv = mx.kvstore.create("dist_sync")\nwait_for_file("go")')
-    wait_until(lambda: len(tcp_doors(job.left())) == 2, "two doors")
+    launcher = job.launch(f'{JOIN}wait_for_file("go")')
+    # All have joined then; a process that starts listens for a moment to try out what TCP can do.
+    launcher.wait_for("rank 0")
     opened = [
         knock(door, curve(b"a key that its user has chosen")) for door in tcp_doors(job.left())
     ]
