@@ -91,10 +91,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         **dict.fromkeys(("Activation", "softmax", "relu", "sigmoid", "one_hot"), _OPERATORS),
     },
     "kvstore.io": dict.fromkeys(
-        (
-            *("ImageRecordIter", "MNISTIter", "CSVIter", "LibSVMIter"),
-            *("DataIter", "ResizeIter", "PrefetchingIter"),
-        ),
+        ("ImageRecordIter", "MNISTIter", "CSVIter", "LibSVMIter", "DataIter", "PrefetchingIter"),
         _READERS,
     ),
     "kvstore.context": {

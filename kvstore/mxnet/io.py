@@ -1,4 +1,4 @@
-"""``NDArrayIter``: batches of arrays in host memory, in MXNet's form.
+"""``NDArrayIter``: batches of arrays in host memory, in MXNet's form, and ``ResizeIter``.
 
 A loop of one's own can iterate over it; ``FeedForward`` takes the arrays out of it and deals
 them out among workers itself. Plain Python: no thread, and the arrays are only read. An object
@@ -9,9 +9,10 @@ Source of names and meaning: ``python/mxnet/io/io.py`` of the original.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from kvstore.errors import ArgumentValueError, NotSupportedError
 from kvstore.errors.hints import missing
 from kvstore.mxnet import nd
 
-__all__ = ["DataBatch", "DataDesc", "NDArrayIter"]
+__all__ = ["DataBatch", "DataDesc", "NDArrayIter", "ResizeIter"]
 
 HANDLINGS = ("pad", "discard", "roll_over")
 
@@ -210,6 +211,53 @@ class NDArrayIter:
             yield np.concatenate([rest, np.resize(order, pad)]), pad
         elif self.last_batch_handle == "roll_over":
             self._left = rest
+
+
+class ResizeIter:
+    """Passes of ``size`` batches from ``data_iter``, which is reset when it ends within one.
+
+    Gives all workers of a synchronous job equally many batches. ``data_iter`` is an iterator with
+    ``next`` and ``reset``, such as an ``NDArrayIter``; it is not copied. With
+    ``reset_internal=False`` a new pass goes on where the last one stopped. Raises
+    ``ArgumentValueError`` for a ``size`` below 1 and for an iterator that is empty.
+    """
+
+    def __init__(self, data_iter: Any, size: int, reset_internal: bool = True) -> None:
+        if operator.index(size) < 1:
+            raise ArgumentValueError(f"size must be a number of batches from 1 up, got {size}")
+        self.data_iter = data_iter
+        self.size = size
+        self.reset_internal = reset_internal
+        self.cur = 0
+        """How many batches of this pass are behind."""
+        self.batch_size = data_iter.batch_size
+        self.provide_data = data_iter.provide_data
+        self.provide_label = data_iter.provide_label
+
+    def __iter__(self) -> ResizeIter:
+        return self
+
+    def __next__(self) -> DataBatch:
+        if self.cur == self.size:
+            raise StopIteration
+        batch = next(self.data_iter, None)
+        if batch is None:
+            self.data_iter.reset()
+            batch = next(self.data_iter, None)
+            if batch is None:
+                raise ArgumentValueError("data_iter has no batches, not even after its reset()")
+        self.cur += 1
+        return cast(DataBatch, batch)
+
+    def next(self) -> DataBatch:
+        """Return the next batch; raise ``StopIteration`` at the end of a pass."""
+        return next(self)
+
+    def reset(self) -> None:
+        """Begin the next pass."""
+        self.cur = 0
+        if self.reset_internal:
+            self.data_iter.reset()
 
 
 class _Source(NamedTuple):

@@ -1,4 +1,4 @@
-"""``NDArrayIter``: batches, what is left at the end of a pass, and other orders."""
+"""``NDArrayIter`` and ``ResizeIter``: batches, what is left at the end of a pass, other orders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import kvstore as mx
 from kvstore.errors import ArgumentValueError, NotSupportedError
 from kvstore.mxnet import nd
-from kvstore.mxnet.io import DataBatch, DataDesc, NDArrayIter
+from kvstore.mxnet.io import DataBatch, DataDesc, NDArrayIter, ResizeIter
 
 REFERENCE = Path(__file__).parents[2] / "reference"
 RECORDED = json.loads((REFERENCE / "arrays.json").read_text(encoding="utf-8"))["batches"]
@@ -145,3 +145,50 @@ def test_feedforward_gets_the_arrays_that_were_given() -> None:
 def test_samples_lie_along_the_first_axis() -> None:
     with pytest.raises(NotSupportedError, match="first axis must be that of samples, got 'TNC'"):
         NDArrayIter(np.zeros((3, 2)), layout="TNC")
+
+
+# -- ResizeIter ----------------------------------------------------------------------------
+
+
+def first_samples(iterator: ResizeIter) -> list[float]:
+    return [float(batch.data[0].asnumpy()[0]) for batch in iterator]
+
+
+def test_a_resized_pass_has_exactly_so_many_batches_and_starts_over_within_one() -> None:
+    resized = ResizeIter(NDArrayIter(np.arange(6), batch_size=2), 5)
+    assert first_samples(resized) == [0, 2, 4, 0, 2]
+    assert first_samples(resized) == []  # as for any iterator, until it is reset
+    resized.reset()
+    assert first_samples(resized) == [0, 2, 4, 0, 2]
+    assert (resized.batch_size, resized.provide_label) == (2, [])
+    assert resized.provide_data == [DataDesc("data", (2,))]
+
+
+def test_a_shorter_pass_goes_on_where_the_last_one_stopped_if_it_is_not_to_reset() -> None:
+    resized = ResizeIter(NDArrayIter(np.arange(6), batch_size=2), 2, reset_internal=False)
+    assert first_samples(resized) == [0, 2]
+    resized.reset()
+    assert resized.next().data[0].asnumpy().tolist() == [4, 5]
+    assert first_samples(resized) == [0]
+
+
+def test_a_size_below_one_and_an_empty_iterator_are_refused() -> None:
+    with pytest.raises(ArgumentValueError, match="number of batches from 1 up, got 0"):
+        ResizeIter(NDArrayIter(np.arange(6)), 0)
+    with pytest.raises(TypeError):
+        ResizeIter(NDArrayIter(np.arange(6)), 1.5)  # type: ignore[arg-type]
+    resized = ResizeIter(NothingToRead(), 2)
+    with pytest.raises(ArgumentValueError, match="no batches, not even after"):
+        resized.next()
+
+
+class NothingToRead:
+    """An iterator of another library, with an empty file."""
+
+    batch_size, provide_data, provide_label = 2, (), ()
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+    def reset(self) -> None:
+        pass
