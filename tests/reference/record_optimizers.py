@@ -3,7 +3,7 @@
 Run ``PYTHON tests/reference/record_optimizers.py`` with a Python that has MXNet 1.9.1; it writes
 ``optimizers.npz`` beside this file, the same bytes each time. Every case names an optimizer, its
 parameters and what it is fed; the arrays are the weight after some of 20 updates.
-``tests/unit/kvstore/test_optimizer_mxnet.py`` reads the cases from the file and compares.
+``tests/unit/kvstore/optimizer/test_optimizer_mxnet.py`` reads the cases from the file and compares.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ LIBRARIES = {"cupy", "jax", "numpy", "torch"}
 @pytest.mark.parametrize("name", [name for name in PAGE_NAMES if name.startswith("docs")])
 def test_functions_that_are_named_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
-    # One table names what is not there; test_absent.py holds it to the code.
+    # One table names what is not there; test_hints.py holds it to the code.
     text = re.sub(r"^## Names that are not there\n.*?(?=^## )", "", text, flags=re.M | re.S)
     owners = members()
     named = re.findall(r"`(?:\w+\.)*(\w+)\.(\w+)(?:\([\w, ]*\))?`", text)

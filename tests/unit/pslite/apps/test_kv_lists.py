@@ -22,7 +22,7 @@ from pslite.apps.kv_lists import (
 from pslite.apps.kv_pairs import Keys
 from pslite.errors import ProtocolError
 
-WIRE_DOC = Path(__file__).resolve().parents[3] / "docs" / "wire.md"
+WIRE_DOC = Path(__file__).resolve().parents[4] / "docs" / "wire.md"
 WORKER, OTHER = 9, 11
 ONE = ListName(5, 1)
 

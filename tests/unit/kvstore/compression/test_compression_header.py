@@ -10,6 +10,7 @@ from compression_cases import CHAINS, DTYPES, chain_of, gradient, kind, residual
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.compression import Chain, Draw, make_chain
 from kvstore.compression.header import Header
 from kvstore.errors import ArgumentValueError, ValueMismatchError
@@ -57,7 +58,9 @@ def test_a_header_says_what_it_was_made_of(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", CHAINS)
 @given(data=st.data())
-def test_a_damaged_header_is_refused_or_of_another_draw(name: str, data: st.DataObject) -> None:
+def test_a_damaged_header_is_refused_or_makes_sense_for_this_part(
+    name: str, data: st.DataObject
+) -> None:
     chain = chain_of(name)
     header, payload = encoded(chain, 100)
     place = data.draw(st.integers(0, len(header) - 1))
@@ -68,8 +71,12 @@ def test_a_damaged_header_is_refused_or_of_another_draw(name: str, data: st.Data
         chain.decode(bytes(damaged), payload, out)
     except ProtocolError:
         return
-    found = Header.unpacked(bytes(damaged))
-    assert found._replace(draw=Draw()) == Header.unpacked(header)._replace(draw=Draw())
+    found, sent = Header.unpacked(bytes(damaged)), Header.unpacked(header)
+    if found.dtype != sent.dtype:  # sums of float16 are made in float32, too
+        assert place == 1
+        assert accumulation_dtype(found.dtype) == out.dtype
+        return
+    assert found._replace(draw=Draw()) == sent._replace(draw=Draw())
     assert found.draw != Draw()
 
 

@@ -24,7 +24,7 @@ from kvstore.errors import (
 from kvstore.mxnet import nd
 from kvstore.mxnet.nd.sparse import RowSparseNDArray
 
-REFERENCE = Path(__file__).parents[2] / "reference"
+REFERENCE = Path(__file__).parents[4] / "reference"
 RECORDED = json.loads((REFERENCE / "arrays.json").read_text(encoding="utf-8"))["sparse"]
 OPERANDS: Callable[[Any], dict[str, Any]] = runpy.run_path(str(REFERENCE / "record_arrays.py"))[
     "operands"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-REFERENCE = Path(__file__).parents[2] / "reference"
+REFERENCE = Path(__file__).parents[3] / "reference"
 THEIRS: dict[str, list[str]] = json.loads(
     (REFERENCE / "signatures.json").read_text(encoding="utf-8")
 )

@@ -605,7 +605,7 @@ def test_names_and_defaults_are_those_of_mxnet(name: str) -> None:
 
 # -- the page that lists them ----------------------------------------------------------------
 
-PAGE = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "optimizers.md").read_text()
 
 
 @pytest.mark.parametrize("name", SETTINGS)

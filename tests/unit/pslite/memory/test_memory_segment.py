@@ -29,7 +29,7 @@ needs_memfd = pytest.mark.skipif(
 )
 pytestmark = needs_memfd
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 SIZE = 3 * PAGE_BYTES
 
 OWNER = """

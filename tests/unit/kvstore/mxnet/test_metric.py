@@ -19,7 +19,7 @@ LABELS = np.array([0, 1, 1, 1])
 
 
 RECORD = json.loads(
-    (Path(__file__).parents[2] / "reference" / "metrics.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[3] / "reference" / "metrics.json").read_text(encoding="utf-8")
 )
 """What MXNet 1.9.1 said; see ``tests/reference/record_metrics.py``."""
 

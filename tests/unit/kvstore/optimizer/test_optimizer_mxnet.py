@@ -15,7 +15,7 @@ import pytest
 
 import kvstore as mx
 
-REFERENCE = Path(__file__).parents[2] / "reference" / "optimizers.npz"
+REFERENCE = Path(__file__).parents[3] / "reference" / "optimizers.npz"
 
 FLOAT32 = {"rtol": 4e-6, "atol": 4e-6}
 """Some ten roundings of float32 in an update, and 20 updates; weights lie around 1."""

@@ -13,7 +13,7 @@ import kvstore as mx
 from kvstore.errors.hints import INSTEAD, MOST_NAMES, did_you_mean, shown
 from kvstore.optimizer.parameters import NOT_TAKEN
 
-PAGE = (Path(__file__).parents[3] / "docs" / "migration.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[4] / "docs" / "migration.md").read_text(encoding="utf-8")
 NAMES = [(module, name) for module, names in INSTEAD.items() for name in names]
 
 

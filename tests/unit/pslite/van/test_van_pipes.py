@@ -334,7 +334,7 @@ with InprocCluster(1, 1) as cluster:
 
 
 def test_a_script_that_wants_to_end_by_sigpipe_does_not_end_when_a_peer_has() -> None:
-    inproc = Path(__file__).resolve().parents[2] / "inproc"
+    inproc = Path(__file__).resolve().parents[3] / "inproc"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(inproc), *sys.path])}
     found = subprocess.run(
         [sys.executable, "-c", ENDED_BY_SIGPIPE],

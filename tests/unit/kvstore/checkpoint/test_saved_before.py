@@ -13,7 +13,7 @@ from kvstore.mxnet.model import load_checkpoint
 from kvstore.sparse.array import RowSparseArray
 from kvstore.stores.base import KVStore
 
-SAVED = Path(__file__).parent / "saved"
+SAVED = Path(__file__).parents[1] / "saved"
 VERSIONS = sorted(path.name for path in SAVED.glob("version-*"))
 
 DENSE = np.arange(6, dtype=np.float32).reshape(2, 3)

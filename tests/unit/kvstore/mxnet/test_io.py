@@ -15,7 +15,7 @@ from kvstore.errors import ArgumentValueError, NotSupportedError
 from kvstore.mxnet import nd
 from kvstore.mxnet.io import DataBatch, DataDesc, NDArrayIter, ResizeIter
 
-REFERENCE = Path(__file__).parents[2] / "reference"
+REFERENCE = Path(__file__).parents[3] / "reference"
 RECORDED = json.loads((REFERENCE / "arrays.json").read_text(encoding="utf-8"))["batches"]
 
 

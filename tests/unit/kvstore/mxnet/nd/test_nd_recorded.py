@@ -13,7 +13,7 @@ from kvstore.errors import ArgumentTypeError, ValueMismatchError
 from kvstore.mxnet import nd
 from kvstore.mxnet.nd import NDArray
 
-PATH = Path(__file__).parents[2] / "reference" / "arrays.json"
+PATH = Path(__file__).parents[4] / "reference" / "arrays.json"
 RECORDED: dict[str, list[Any]] = json.loads(PATH.read_text(encoding="utf-8"))
 
 
