@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pslite.apps.kv_app import KVMeta, KVServer, KVWorker
     from pslite.apps.kv_pairs import KVPairs
     from pslite.apps.kv_sum import SumHandle
+    from pslite.apps.observer import Observer, ask_status
     from pslite.apps.simple_app import SimpleApp, SimpleData
     from pslite.config import Config
     from pslite.future import Future
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from pslite.node.customer import Incoming, Reply
     from pslite.node.postoffice import Postoffice
     from pslite.node.start import start
-    from pslite.status.observer import Observer, ask_status
     from pslite.wire.survey import Survey
 
 _HOMES = {
@@ -47,7 +47,7 @@ _HOMES = {
     "KVServer": "apps.kv_app",
     "KVWorker": "apps.kv_app",
     "NodeInfo": "ids",
-    "Observer": "status.observer",
+    "Observer": "apps.observer",
     "Postoffice": "node.postoffice",
     "Reply": "node.customer",
     "Role": "ids",
@@ -55,7 +55,7 @@ _HOMES = {
     "SimpleData": "apps.simple_app",
     "SumHandle": "apps.kv_sum",
     "Survey": "wire.survey",
-    "ask_status": "status.observer",
+    "ask_status": "apps.observer",
     "start": "node.start",
 }
 """Public name -> the module that it lives in."""

@@ -104,7 +104,11 @@ class NodeInfo(NamedTuple):
         return node_id(Role(self.role), self.rank)
 
     @property
+    def name(self) -> str:
+        """``worker 1`` or ``scheduler``."""
+        return self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
+
+    @property
     def title(self) -> str:
         """``worker 1 (pid 4711 on host)``, for messages."""
-        name = self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
-        return f"{name} (pid {self.pid} on {self.host})"
+        return f"{self.name} (pid {self.pid} on {self.host})"

@@ -1,6 +1,6 @@
 """``kvstore status``: what the nodes of a running job do, from the job's scheduler.
 
-Asks as an observer (``pslite/status/observer.py``), which takes no part in the job, and prints what
+Asks as an observer (``pslite/apps/observer.py``), which takes no part in the job, and prints what
 ``text.py`` makes of the answer. Ends with 0; with 1 where no answer comes or the key is
 another one; with 2 where the command or a setting makes no sense. What goes wrong is one sentence.
 With ``--kubernetes`` the same command runs in the scheduler's pod, which has address and key.
@@ -108,18 +108,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        observer = _observer(options)
+        address, config = _job(options)
+        observer = Observer(address, config=config)
     except ConfigError as error:  # no scheduler was asked: it is the command, or a setting
         return _said(error, 2)
     with observer:
-        survey = observer.ask()
+        before, survey = None, observer.ask()
         if options.watch is not None:
             return _watch(observer, survey, options)
         if not options.line and survey.state != "gathering":
             time.sleep(RATE_S)
             before, survey = survey, observer.ask()
-        else:
-            before = None
         print(_shown(survey, before, options, indent=2))
     return 0
 
@@ -138,11 +137,6 @@ def _ask_in_pod(options: argparse.Namespace) -> int:
 def _said(error: Exception, code: int) -> int:
     print(f"kvstore status: {error}", file=sys.stderr)
     return code
-
-
-def _observer(options: argparse.Namespace) -> Observer:
-    address, config = _job(options)
-    return Observer(address, config=config)
 
 
 def _job(options: argparse.Namespace) -> tuple[str | None, Config]:
@@ -184,13 +178,11 @@ def _only_address() -> str:
 
 def _watch(observer: Observer, survey: Survey, options: argparse.Namespace) -> int:
     before: Survey | None = None
-    clears = sys.stdout.isatty() and not (options.json or options.line)
+    is_table = not (options.json or options.line)
     while True:
         shown = _shown(survey, before, options, indent=None)
-        if clears:
-            shown = _CLEAR + shown
-        elif not (options.json or options.line):
-            shown += "\n"
+        if is_table:
+            shown = _CLEAR + shown if sys.stdout.isatty() else f"{shown}\n"
         print(shown, flush=True)
         time.sleep(options.watch)
         try:

@@ -6,7 +6,7 @@ one before. Used by ``__init__.py``; ``docs/status.md`` explains each column to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -16,17 +16,10 @@ _SLOWER = 0.9
 """A worker is named as slower than the others below this share of the fastest one's rate, ..."""
 _LESS_WAIT = 0.1
 """... or where it waits so much less than the others: they wait for it."""
+_TRAFFIC = ("sent_bytes", "received_bytes", "shared_bytes")
 _COUNTS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 # -- what is to be known of two surveys -------------------------------------------------------
-
-
-class Rates(NamedTuple):
-    """Bytes a second of one node between two surveys; None where there is only one."""
-
-    sent: float | None
-    received: float | None
-    shared: float | None
 
 
 class Summary(NamedTuple):
@@ -47,33 +40,22 @@ class Summary(NamedTuple):
     """The worker that the others wait for, or that is behind; empty without one."""
 
 
-def rates(node: NodeStatus, before: Survey | None) -> Rates:
-    """Return what a node has sent and received since ``before``."""
-    earlier = None if before is None else _same(node, before.nodes)
-    if earlier is None or earlier.report is None or node.report is None:
-        return Rates(None, None, None)
-    now, then = node.report, earlier.report
+def rates(node: NodeStatus, before: Survey | None) -> tuple[float | None, ...]:
+    """Return the bytes a second of ``_TRAFFIC`` since ``before``; None where that is not known."""
+    now, then = node.report, None
+    if before is not None:
+        then = next((each.report for each in before.nodes if each[:4] == node[:4]), None)
+    if now is None or then is None or now.uptime_s <= then.uptime_s:
+        return (None,) * len(_TRAFFIC)
     seconds = now.uptime_s - then.uptime_s
-    if seconds <= 0:
-        return Rates(None, None, None)
     # Counters fall when a peer is forgotten; nothing was sent backwards.
-    return Rates(
-        max(0, now.sent_bytes - then.sent_bytes) / seconds,
-        max(0, now.received_bytes - then.received_bytes) / seconds,
-        max(0, now.shared_bytes - then.shared_bytes) / seconds,
-    )
-
-
-def _same(node: NodeStatus, others: Iterable[NodeStatus]) -> NodeStatus | None:
-    wanted = (node.role, node.rank, node.host, node.pid)
-    return next((one for one in others if one[:4] == wanted), None)
+    return tuple(max(0, getattr(now, name) - getattr(then, name)) / seconds for name in _TRAFFIC)
 
 
 def summarise(survey: Survey) -> Summary:
     """The job in a few numbers."""
     workers = [node for node in survey.nodes if node.role == "worker"]
-    trained = _trained(workers)
-    found = [progress for _, progress in trained]
+    found = [progress for _, progress in _trained(workers)]
     return Summary(
         state=survey.state,
         workers_up=sum(node.state in ("waiting", "running") for node in workers),
@@ -141,7 +123,7 @@ def as_table(survey: Survey, before: Survey | None) -> str:
     if trained:
         rows = [_worker_row(node, progress) for node, progress in trained]
         sections.append(_grid(_WORKER_HEAD, rows, 1))
-    remarks = [*_silences(survey), *_waits(survey)]
+    remarks = _remarks(survey)
     if remarks:
         sections.append("\n".join(remarks))
     slowest = summarise(survey).slowest
@@ -156,17 +138,12 @@ def _headline(survey: Survey) -> str:
     if survey.state == "gathering":
         missing = ", ".join(survey.missing) or "none"
         return f"{text} since {_seconds(survey.waited_s)}, {missing} missing"
-    up = {
-        role: sum(node.role == role and node.state == "running" for node in survey.nodes)
-        for role in ("worker", "server")
-    }
-    workers = f"{up['worker']} of {survey.num_workers} worker{_s(survey.num_workers)}"
-    servers = f"{up['server']} of {survey.num_servers} server{_s(survey.num_servers)}"
-    return f"{text}, {workers} and {servers} answer"
-
-
-def _s(count: int) -> str:
-    return "" if count == 1 else "s"
+    counts = [
+        f"{sum(node.role == role and node.state == 'running' for node in survey.nodes)} of "
+        f"{number} {role}{'' if number == 1 else 's'}"
+        for role, number in (("worker", survey.num_workers), ("server", survey.num_servers))
+    ]
+    return f"{text}, {' and '.join(counts)} answer"
 
 
 _NODE_HEAD = (
@@ -177,16 +154,14 @@ _WORKER_HEAD = ("", "steps", "steps/s", "samples", "samples/s", "communication",
 
 
 def _row(node: NodeStatus, before: Survey | None) -> list[str]:
-    start = [node.name, node.host, str(node.pid)]
     report = node.report
     if report is None:
-        return [*start, "", node.state]
-    rate = rates(node, before)
+        return [node.name, node.host, str(node.pid), "", node.state]
+    traffic = zip((getattr(report, name) for name in _TRAFFIC), rates(node, before), strict=True)
     return [
-        *(*start, report.version, node.state, _seconds(report.uptime_s)),
-        *(_bytes(report.sent_bytes), _bytes(rate.sent)),
-        *(_bytes(report.received_bytes), _bytes(rate.received)),
-        *(_bytes(report.shared_bytes), _bytes(rate.shared)),
+        *(node.name, node.host, str(node.pid), report.version, node.state),
+        _seconds(report.uptime_s),
+        *(_bytes(count) for pair in traffic for count in pair),
         *(str(report.requests), str(report.open_rounds), str(report.pool_jobs)),
     ]
 
@@ -216,7 +191,8 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     )
 
 
-def _silences(survey: Survey) -> list[str]:
+def _remarks(survey: Survey) -> list[str]:
+    """Return who is silent or lost, and what is waited for, the longest first."""
     lines = []
     for node in survey.nodes:
         where = f"{node.name} (pid {node.pid} on {node.host})"
@@ -224,20 +200,14 @@ def _silences(survey: Survey) -> list[str]:
             lines.append(f"{where} does not answer; silent for {_seconds(node.silent_s)}")
         elif node.state == "lost":
             lines.append(f"{where} is lost: {node.reason}")
-    return lines
-
-
-def _waits(survey: Survey) -> list[str]:
-    """Return what is waited for, the longest first."""
     found = [(wait, node) for node in survey.nodes if node.report for wait in node.report.waits]
-    lines = []
     for wait, node in sorted(found, key=lambda pair: -pair[0].waited_s):
         what = f"round {wait.round} of {wait.what}" if wait.round else wait.what
-        waited = _seconds(wait.waited_s)
+        waited = f"has waited {_seconds(wait.waited_s)}"
         if wait.missing:
-            lines.append(f"{what} has waited {waited} for {', '.join(wait.missing)}")
+            lines.append(f"{what} {waited} for {', '.join(wait.missing)}")
         else:
-            lines.append(f"{node.name} has waited {waited}: {what}")
+            lines.append(f"{node.name} {waited}: {what}")
     return lines
 
 
@@ -246,29 +216,18 @@ def _waits(survey: Survey) -> list[str]:
 
 def as_json(survey: Survey, before: Survey | None) -> dict[str, Any]:
     """The job as plain data: all fields of the survey, with rates and a summary."""
-    fields = survey._asdict()
-    fields["missing"] = list(survey.missing)
-    fields["nodes"] = [_node_as_json(node, before) for node in survey.nodes]
+    fields: dict[str, Any] = _plain(survey)
+    for node, shown in zip(survey.nodes, fields["nodes"], strict=True):
+        if shown["report"] is not None:
+            per_s = zip(_TRAFFIC, rates(node, before), strict=True)
+            shown["report"] |= {f"{name}_per_s": rate for name, rate in per_s}
     return {**fields, "summary": summarise(survey)._asdict()}
 
 
-def _node_as_json(node: NodeStatus, before: Survey | None) -> dict[str, Any]:
-    fields = node._asdict()
-    report = node.report
-    if report is not None:
-        rate = rates(node, before)
-        waits = [{**wait._asdict(), "missing": list(wait.missing)} for wait in report.waits]
-        progress = None if report.progress is None else report.progress._asdict()
-        fields["report"] = {
-            **report._asdict(),
-            "sent_bytes_per_s": rate.sent,
-            "received_bytes_per_s": rate.received,
-            "shared_bytes_per_s": rate.shared,
-            "progress": progress,
-            "waits": waits,
-            "calls": list(report.calls),
-        }
-    return fields
+def _plain(value: Any) -> Any:
+    if hasattr(value, "_asdict"):
+        return {name: _plain(each) for name, each in value._asdict().items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 # -- numbers for people -----------------------------------------------------------------------

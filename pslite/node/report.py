@@ -12,9 +12,8 @@ from pslite.ids import Role
 from pslite.node.data import Traffic
 from pslite.node.office import Office
 from pslite.version import __version__
-from pslite.wire.codec import pack_value
 from pslite.wire.messages import StatusReport
-from pslite.wire.survey import MAX_NAMED, NodeReport, ProgressSource, Wait, to_plain
+from pslite.wire.survey import NodeReport, ProgressSource, Wait, packed
 
 
 class Reporter:
@@ -51,7 +50,7 @@ class Reporter:
             progress=None if source is None else source.progressed(),
             waits=(*waits, *round_waits, *(source.waits() if source is not None else ())),
             moved=moved,
-            calls=tuple(stuck[1][:MAX_NAMED]) if stuck is not None else (),
+            calls=tuple(stuck[1]) if stuck is not None else (),
         )
 
     def _is_busy(self) -> bool:
@@ -72,4 +71,4 @@ class Reporter:
 
     def answer(self, question: int, now: float) -> StatusReport:
         """The message with a member's report."""
-        return StatusReport(question, pack_value(to_plain(self.report(now))))
+        return StatusReport(question, packed(self.report(now)))

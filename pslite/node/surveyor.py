@@ -10,26 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from pslite.errors import ConfigError, ProtocolError
-from pslite.ids import SCHEDULER_ID, NodeInfo, Role
+from pslite.ids import SCHEDULER_ID, NodeId, NodeInfo, Role
 from pslite.node.control import ControlOffice
 from pslite.protocol.barrier import Barriers
-from pslite.protocol.looks import Looks
 from pslite.protocol.membership import Rendezvous
-from pslite.protocol.surveys import Surveys
-from pslite.wire.codec import MAX_HEADER_BYTES, pack_value, unpack_value
+from pslite.protocol.surveys import Looks, Surveys
+from pslite.wire.codec import MAX_HEADER_BYTES
 from pslite.wire.messages import Refused, StatusQuestion, StatusReport, StatusSurvey
 from pslite.wire.survey import (
-    FAILED,
-    GATHERING,
     LEAST_WAIT_S,
-    RUNNING,
     NodeReport,
     NodeStatus,
     Survey,
     Wait,
     clean,
-    report_from,
-    to_plain,
+    packed,
+    unpacked,
 )
 
 MAX_REPORT_BYTES = 1 << 18
@@ -71,8 +67,7 @@ class Surveyor:
                 f"the job runs version {self._package}, and this command is of version {theirs}; "
                 "ask with the job's version"
             )
-            refusal = Refused(ConfigError.__name__, text)
-            self._office.links.send_unnumbered(peer, refusal)
+            self._office.links.send_unnumbered(peer, Refused(ConfigError.__name__, text))
             return
         self._ask(peer, message.question, now)
         self.tick(now)
@@ -94,8 +89,7 @@ class Surveyor:
         """A node has answered."""
         if len(message.body) > MAX_REPORT_BYTES:
             raise ProtocolError(f"a report of {len(message.body)} bytes is too long")
-        report = report_from(unpack_value(message.body))
-        self._surveys.answer(node, message.question, report)
+        self._surveys.answer(node, message.question, unpacked(NodeReport, message.body))
         self.tick(now)
 
     def departed(self, node: int, now: float) -> None:
@@ -110,11 +104,10 @@ class Surveyor:
         served = dict(self._surveys.take_served(now))
         if served.pop(_LOOKS, None) is not None:
             self._look(now)
-        if not served:
-            return
-        body = packed(self._survey(now))
-        for peer, question in served.items():
-            self._office.links.send_unnumbered(peer, StatusSurvey(question, body))
+        if served:
+            body = body_of(self._survey(now))
+            for peer, question in served.items():
+                self._office.links.send_unnumbered(peer, StatusSurvey(question, body))
 
     def next_due(self) -> float | None:
         """Return when ``tick`` has something to do."""
@@ -125,13 +118,10 @@ class Surveyor:
 
     def _look(self, now: float) -> None:
         """All have answered, or had time to."""
-        office, roster = self._office, self._rendezvous.roster
-        own = office.reporter.report(now, self._barrier_waits(now))
-        reports = {SCHEDULER_ID: own, **self._surveys.reports}
+        roster, reports = self._rendezvous.roster, self._reports(now)
+        gone = self._office.membership.gone
         moved: dict[int, int] = {
-            node.node_id: reports[node.node_id].moved
-            for node in (self._node, *roster)
-            if node.node_id in reports and node.node_id not in office.membership.gone
+            node: report.moved for node, report in reports.items() if node not in gone
         }
         if self._looks.seen(moved, len(roster) + 1, now):
             calls = {
@@ -144,55 +134,56 @@ class Surveyor:
 
     # -- what is told ------------------------------------------------------------------
 
+    def _reports(self, now: float) -> dict[int, NodeReport]:
+        """Those of the last survey by node id, and the scheduler's own of this moment."""
+        names = {node.node_id: node.name for node in (self._node, *self._rendezvous.roster)}
+        waits = [
+            Wait(
+                f"the barrier of {_GROUPS.get(each.group, f'group {each.group}')}",
+                each.round,
+                tuple(names.get(NodeId(node), f"node {node}") for node in each.missing),
+                each.waited_s,
+            )
+            for each in self._barriers.waits(now)
+            if each.waited_s >= LEAST_WAIT_S
+        ]
+        return {SCHEDULER_ID: self._office.reporter.report(now, waits), **self._surveys.reports}
+
     def _survey(self, now: float) -> Survey:
-        office, rendezvous = self._office, self._rendezvous
+        office, rendezvous, reports = self._office, self._rendezvous, self._reports(now)
         gathers = not rendezvous.roster
         members = rendezvous.registered if gathers else rendezvous.roster
+        own = self._node
         return Survey(
             job=office.config.job_id,
             version=self._package,
-            state=FAILED if office.error is not None else GATHERING if gathers else RUNNING,
+            state="failed" if office.error is not None else "gathering" if gathers else "running",
             num_workers=office.config.num_workers,
             num_servers=office.config.num_servers,
             waited_s=max(0.0, rendezvous.waited_s(now)) if gathers else 0.0,
             missing=rendezvous.missing(),
-            nodes=(self._own(now), *(self._member(node, now, gathers) for node in members)),
+            nodes=(
+                NodeStatus(
+                    own.role, 0, own.host, own.pid, "running", 0.0, "", reports[SCHEDULER_ID]
+                ),
+                *(
+                    self._member(node, None if gathers else reports.get(node.node_id), now)
+                    for node in members
+                ),
+            ),
         )
 
-    def _own(self, now: float) -> NodeStatus:
-        node = self._node
-        report = self._office.reporter.report(now, self._barrier_waits(now))
-        return NodeStatus(node.role, 0, node.host, node.pid, "running", 0.0, "", report)
-
-    def _member(self, node: NodeInfo, now: float, gathers: bool) -> NodeStatus:
-        silent_s = self._office.watch.silent_s(node.uid, now)
-        state, reason, report = "waiting", "", None
-        if not gathers:
+    def _member(self, node: NodeInfo, report: NodeReport | None, now: float) -> NodeStatus:
+        state, reason = "waiting", ""
+        if self._rendezvous.roster:
             gone = self._office.membership.gone.get(node.node_id)
-            report = self._surveys.reports.get(node.node_id)
             state = "running" if report is not None else "silent"
             if gone is not None:
                 state, reason = "left" if gone.left else "lost", gone.reason
+        silent_s = self._office.watch.silent_s(node.uid, now)
         return NodeStatus(
             node.role, node.rank, node.host, node.pid, state, silent_s, reason, report
         )
-
-    def _barrier_waits(self, now: float) -> list[Wait]:
-        return [
-            Wait(self._group(each.group), each.round, self._names(each.missing), each.waited_s)
-            for each in self._barriers.waits(now)
-            if each.waited_s >= LEAST_WAIT_S
-        ]
-
-    @staticmethod
-    def _group(group: int) -> str:
-        return f"the barrier of {_GROUPS.get(group, f'group {group}')}"
-
-    def _names(self, nodes: tuple[int, ...]) -> tuple[str, ...]:
-        roster = self._rendezvous.roster
-        names: dict[int, str] = {node.node_id: f"{node.role} {node.rank}" for node in roster}
-        names[SCHEDULER_ID] = self._node.role
-        return tuple(names.get(node, f"node {node}") for node in nodes)
 
 
 def explained(calls: Mapping[int, Sequence[str]], lacking: Sequence[Wait]) -> str:
@@ -214,22 +205,19 @@ def explained(calls: Mapping[int, Sequence[str]], lacking: Sequence[Wait]) -> st
     )
 
 
-def packed(survey: Survey) -> bytes:
+def body_of(survey: Survey) -> bytes:
     """For the wire. Where the nodes have too much to say, it goes without their waits or reports.
 
     Nodes choose the lengths, and a message that is too long would end the scheduler.
     """
-    body = pack_value(to_plain(survey))
-    for is_shorter in (_without_waits, _without_report):
+    body = packed(survey)
+    for keeps_reports in (True, False):
         if len(body) > MAX_SURVEY_BYTES:
-            shorter = survey._replace(nodes=tuple(map(is_shorter, survey.nodes)))
-            body = pack_value(to_plain(shorter))
+            nodes = (
+                node._replace(
+                    report=node.report._replace(waits=()) if keeps_reports and node.report else None
+                )
+                for node in survey.nodes
+            )
+            body = packed(survey._replace(nodes=tuple(nodes)))
     return body
-
-
-def _without_waits(node: NodeStatus) -> NodeStatus:
-    return node if node.report is None else node._replace(report=node.report._replace(waits=()))
-
-
-def _without_report(node: NodeStatus) -> NodeStatus:
-    return node._replace(report=None)

@@ -1,7 +1,7 @@
 """What a running job is like, as values: a ``Survey`` has a ``NodeStatus`` for every node.
 
 Nodes report about themselves (``NodeReport``, made in ``node/report.py``), the scheduler collects
-them (``node/surveyor.py``) and the asker gets a ``Survey`` (``status/observer.py``). Here are
+them (``node/surveyor.py``) and the asker gets a ``Survey`` (``apps/observer.py``). Here are
 the values and their wire form, which is checked field by field: a report comes from another
 process, and a survey ends up on somebody's terminal. Pure; on any thread.
 """
@@ -14,6 +14,7 @@ import typing
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pslite.errors import ProtocolError
+from pslite.wire.codec import pack_value, unpack_value
 
 MAX_TEXT = 400
 """Characters of one text; what is longer is cut before it is sent."""
@@ -25,11 +26,7 @@ MAX_LISTED = 65_536
 LEAST_WAIT_S = 1.0
 """Shorter waits are the course of things, and are not listed."""
 
-GATHERING = "gathering"
-RUNNING = "running"
-FAILED = "failed"
-
-Report = TypeVar("Report", bound=NamedTuple)
+Value = TypeVar("Value")
 
 
 class Wait(NamedTuple):
@@ -147,20 +144,18 @@ class ProgressSource(Protocol):
 # -- on the wire ----------------------------------------------------------------------------
 
 
-def to_plain(value: Any) -> Any:
-    """A value of this module as plain data: arrays in the order of the fields.
+def packed(value: NodeReport | Survey) -> bytes:
+    """Return the body of a message: arrays of the values in the order of their fields.
 
-    Texts are cut and made printable, lists are cut: nothing that is sent breaks a limit.
+    Cuts texts and lists and makes texts printable: nothing that is sent breaks a limit.
     """
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, NodeReport):
-        longest = sorted(value.waits, key=lambda wait: -wait.waited_s)[:MAX_WAITS]
-        value = value._replace(waits=tuple(longest))
-    elif isinstance(value, Wait) and len(value.missing) > MAX_NAMED:
-        more = f"{len(value.missing) - MAX_NAMED} more"
-        value = value._replace(missing=(*value.missing[:MAX_NAMED], more))
-    return [to_plain(each) for each in value] if isinstance(value, tuple) else value
+    return pack_value(_to_plain(value))
+
+
+def unpacked(kind: type[Value], body: bytes) -> Value:
+    """Return what ``packed`` made of a value of this kind; raise ``ProtocolError`` else."""
+    value: Value = _read(kind, unpack_value(body))
+    return value
 
 
 def clean(text: str) -> str:
@@ -169,16 +164,16 @@ def clean(text: str) -> str:
     return shown if len(shown) <= MAX_TEXT else shown[: MAX_TEXT - 3] + "..."
 
 
-def report_from(plain: Any) -> NodeReport:
-    """Return what ``to_plain`` made of a report. Raises ``ProtocolError`` for anything else."""
-    report: NodeReport = _read(NodeReport, plain)
-    return report
-
-
-def survey_from(plain: Any) -> Survey:
-    """Return what ``to_plain`` made of a survey. Raises ``ProtocolError`` for anything else."""
-    survey: Survey = _read(Survey, plain)
-    return survey
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, NodeReport):
+        longest = sorted(value.waits, key=lambda wait: -wait.waited_s)[:MAX_WAITS]
+        value = value._replace(waits=tuple(longest), calls=value.calls[:MAX_NAMED])
+    elif isinstance(value, Wait) and len(value.missing) > MAX_NAMED:
+        more = f"{len(value.missing) - MAX_NAMED} more"
+        value = value._replace(missing=(*value.missing[:MAX_NAMED], more))
+    return [_to_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 _HINTS = {
@@ -201,14 +196,10 @@ def _read(kind: Any, plain: Any) -> Any:
         return None if plain is None else _read(inner, plain)
     if typing.get_origin(kind) is tuple:
         inner, _ = typing.get_args(kind)
-        if type(plain) is not list or len(plain) > _LONGEST[inner]:
-            limit = _LONGEST[inner]
+        limit = _LONGEST[inner]
+        if type(plain) is not list or len(plain) > limit:
             raise ProtocolError(f"expected a list of at most {limit} entries, got {plain!r:.60}")
         return tuple(_read(inner, each) for each in plain)
-    return _read_one(kind, plain)
-
-
-def _read_one(kind: Any, plain: Any) -> Any:
     if type(plain) is not kind:
         raise ProtocolError(f"expected {kind.__name__} in a status, got {type(plain).__name__}")
     if kind is str:

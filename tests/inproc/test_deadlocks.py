@@ -16,7 +16,7 @@ from kvstore import optimizer
 from kvstore.stores.base import KVStore
 from kvstore.stores.dist.progress import StoreProgress
 from pslite.errors import DeadlineError, DeadlockError
-from pslite.protocol.looks import Looks
+from pslite.protocol.surveys import Looks
 
 FAST = {"stall_report_s": 0.1, "heartbeat_interval_s": 0.02}
 ONE, TWO = np.ones(2), np.zeros(2)

@@ -233,7 +233,7 @@ def test_who_has_left_and_who_is_lost_is_listed(cluster: InprocCluster) -> None:
 def test_another_version_is_told_in_a_sentence(
     cluster: InprocCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pslite.status.observer.__version__", "0.0.1")
+    monkeypatch.setattr("pslite.apps.observer.__version__", "0.0.1")
     with (
         observer(cluster) as one,
         pytest.raises(ConfigError, match=rf"version {pslite.__version__}, and .* version 0\.0\.1"),

@@ -15,7 +15,7 @@ BUGS = [
     ),
     Bug(
         "the protocol imports the node",
-        "pslite/protocol/looks.py",
+        "pslite/protocol/surveys.py",
         "from __future__ import annotations\n",
         "from __future__ import annotations\n\n\ndef upwards() -> None:\n"
         "    import pslite.node.log\n\n\n",
@@ -58,7 +58,7 @@ BUGS = [
     ),
     Bug(
         "a phrase that is not plain English stands in a comment",
-        "pslite/protocol/looks.py",
+        "pslite/protocol/surveys.py",
         "from __future__ import annotations\n",
         "from __future__ import annotations\n\n# Nobody knows.\n",
         "tests/unit/test_prose.py",

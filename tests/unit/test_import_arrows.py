@@ -171,7 +171,7 @@ LEVELS = (
     ("protocol",),
     ("plane",),
     ("node",),
-    ("apps", "status"),
+    ("apps",),
     ("testing",),
 )
 

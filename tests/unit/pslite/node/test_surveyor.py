@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pslite.errors import ProtocolError
-from pslite.node.surveyor import packed
+from pslite.node.surveyor import body_of
 from pslite.wire.codec import MAX_JOB_BYTES, Envelope, encode, pack_value, unpack_value
 from pslite.wire.messages import StatusSurvey
 from pslite.wire.survey import (
@@ -19,9 +19,8 @@ from pslite.wire.survey import (
     Progressed,
     Survey,
     Wait,
-    report_from,
-    survey_from,
-    to_plain,
+    packed,
+    unpacked,
 )
 
 WAIT = Wait("key 'w'", 7, ("worker 1",), 12.5)
@@ -32,18 +31,19 @@ SILENT = NodeStatus("server", 0, "host", 4712, "silent", 9.0, "", None)
 SURVEY = Survey("job", "1.0", "running", 2, 1, 0.0, (), (NODE, SILENT))
 
 
-def over_the_wire(value: Any) -> Any:
-    return unpack_value(pack_value(to_plain(value)))
-
-
 def test_a_survey_comes_back_as_it_was_sent() -> None:
-    assert survey_from(over_the_wire(SURVEY)) == SURVEY
+    assert unpacked(Survey, packed(SURVEY)) == SURVEY
 
 
 def test_a_report_comes_back_as_it_was_sent_also_without_progress() -> None:
-    assert report_from(over_the_wire(REPORT)) == REPORT
+    assert unpacked(NodeReport, packed(REPORT)) == REPORT
     server = REPORT._replace(progress=None, waits=())
-    assert report_from(over_the_wire(server)) == server
+    assert unpacked(NodeReport, packed(server)) == server
+
+
+def plain(value: Any) -> Any:
+    """As on the wire."""
+    return unpack_value(packed(value))
 
 
 @pytest.mark.parametrize(
@@ -53,30 +53,30 @@ def test_a_report_comes_back_as_it_was_sent_also_without_progress() -> None:
         [],
         "text",
         {"version": "1.0"},
-        to_plain(REPORT)[:-1],
-        [*to_plain(REPORT), 1],
-        to_plain(REPORT._replace(uptime_s=float("inf"))),
-        to_plain(REPORT._replace(uptime_s=-1.0)),
-        to_plain(REPORT._replace(uptime_s=3)),
-        to_plain(REPORT._replace(requests=True)),
-        to_plain(REPORT._replace(requests=-2)),
-        to_plain(REPORT._replace(requests=1 << 63)),
-        to_plain(REPORT._replace(progress=())),
-        [*to_plain(REPORT)[:-1], [to_plain(WAIT)] * (MAX_WAITS + 1)],
-        [*to_plain(REPORT)[:-1], [["x", 0, ["w"] * (MAX_NAMED + 2), 1.0]]],
-        ["1" * (MAX_TEXT + 1), *to_plain(REPORT)[1:]],
-        ["\x1b[2J", *to_plain(REPORT)[1:]],
-        ["a\nb", *to_plain(REPORT)[1:]],
+        plain(REPORT)[:-1],
+        [*plain(REPORT), 1],
+        plain(REPORT._replace(uptime_s=float("inf"))),
+        plain(REPORT._replace(uptime_s=-1.0)),
+        plain(REPORT._replace(uptime_s=3)),
+        plain(REPORT._replace(requests=True)),
+        plain(REPORT._replace(requests=-2)),
+        plain(REPORT._replace(requests=1 << 63)),
+        plain(REPORT._replace(progress=())),
+        [*plain(REPORT)[:-1], [plain(WAIT)] * (MAX_WAITS + 1)],
+        [*plain(REPORT)[:-1], [["x", 0, ["w"] * (MAX_NAMED + 2), 1.0]]],
+        ["1" * (MAX_TEXT + 1), *plain(REPORT)[1:]],
+        ["\x1b[2J", *plain(REPORT)[1:]],
+        ["a\nb", *plain(REPORT)[1:]],
     ],
 )
 def test_what_is_no_report_is_refused(wrong: Any) -> None:
     with pytest.raises(ProtocolError):
-        report_from(wrong)
+        unpacked(NodeReport, pack_value(wrong))
 
 
 def test_nothing_that_is_sent_breaks_a_limit() -> None:
     waits = tuple(Wait("a\x1b" * MAX_TEXT, 0, ("w",) * 1000, float(n)) for n in range(100))
-    found = report_from(over_the_wire(REPORT._replace(waits=waits)))
+    found = unpacked(NodeReport, packed(REPORT._replace(waits=waits)))
     assert [wait.waited_s for wait in found.waits] == [float(n) for n in range(99, 83, -1)]
     assert len(found.waits) == MAX_WAITS
     assert found.waits[0].missing == (*("w",) * MAX_NAMED, "968 more")
@@ -96,10 +96,10 @@ def test_nodes_with_too_much_to_say_together_fit_into_one_message(
     report = NodeReport("1", 1.0, 1, 1, 1, 1, 1, 1, None, (wait,) * MAX_WAITS)
     node = NodeStatus("worker", 0, "h", 1, "running", 0.0, "", report)
     survey = Survey("j", "1", "running", 90, 1, 0.0, (), (node,) * 90)
-    short = packed(survey)
+    short = body_of(survey)
     encode(Envelope("j" * MAX_JOB_BYTES, 0, 1, 0, 0, 0, (), (), StatusSurvey(1, short)))
-    found = survey_from(unpack_value(short))
+    found = unpacked(Survey, short)
     assert {node.report for node in found.nodes} == {report._replace(waits=())}
     monkeypatch.setattr("pslite.node.surveyor.MAX_SURVEY_BYTES", len(short) - 1)
-    found = survey_from(unpack_value(packed(survey)))
+    found = unpacked(Survey, body_of(survey))
     assert [node.report for node in found.nodes] == [None] * 90

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pslite.protocol.looks import AGAIN_S, PAUSE_S, Looks
+from pslite.protocol.surveys import AGAIN_S, PAUSE_S, Looks
 from pslite.protocol.surveys import ANSWER_S, FRESH_S
 
 W0, W1 = 9, 11

@@ -27,9 +27,9 @@ from pslite.security import WHAT_TO_COMPARE, mechanism_of
 from pslite.van.base import Denied, Disconnected, Received, Van
 from pslite.van.zmq.addresses import format_address, parse_address, resolve, without_key
 from pslite.version import __version__
-from pslite.wire.codec import MAX_HEADER_BYTES, Envelope, decode, encode, unpack_value
+from pslite.wire.codec import MAX_HEADER_BYTES, Envelope, decode, encode
 from pslite.wire.messages import Refused, StatusQuestion, StatusSurvey
-from pslite.wire.survey import Survey, clean, survey_from
+from pslite.wire.survey import Survey, clean, unpacked
 
 ANSWER_S = 4.5
 """So long the scheduler has to answer; it gives its nodes less (``protocol/surveys.py``)."""
@@ -70,12 +70,7 @@ class Observer:
         self._spent_s = 0.0
         self._question = 0
         self._is_heard = False
-        uid = f"O{self._incarnation:016x}"
-        if make_van is not None:
-            self._van = make_van(uid)
-        else:
-            self._van = _zmq_van(uid, config, self._host, self._port)
-            self._check_reachable()
+        self._van = (make_van or self._zmq_van(config))(f"O{self._incarnation:016x}")
         self._van.connect(_SCHEDULER, format_address(self._host, self._port))
 
     @property
@@ -111,19 +106,32 @@ class Observer:
             f"same key? {WHAT_TO_COMPARE}"
         )
 
-    def _check_reachable(self) -> None:
-        """Find out at once whether the address listens, rather than by silence."""
+    def _zmq_van(self, config: Config) -> Callable[[str], Van]:
+        """Check key and address, and find out at once whether anybody listens there."""
+        from pslite.van.zmq.van import ZmqVan
+
+        mechanism = mechanism_of(config)
+        if mechanism is None and config.security:
+            raise ConfigError(
+                f"PS_SECURITY={config.security} needs a job key: set PS_JOB_KEY_FILE as well"
+            )
         began_at = time.monotonic()
         try:
+            # Without a key only a job of this machine may be asked.
+            if mechanism is None and not resolve(self._host, self._port).is_local:
+                raise ConfigError(f"the scheduler is at {self.where}: {without_key(self._host)}")
             with socket.create_connection((self._host, self._port), timeout=_KNOCK_S):
                 pass
         except OSError as error:
-            self._van.close()
+            reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
             raise DeadlineError(
-                f"no scheduler is at {self.where} ({_reason(error)}): is the job running, and is "
+                f"no scheduler is at {self.where} ({reason or error}): is the job running, and is "
                 "this its address?"
             ) from None
         self._spent_s = time.monotonic() - began_at
+        return lambda uid: ZmqVan(
+            uid, mechanism=mechanism, linger_s=0.0, max_message_bytes=MAX_HEADER_BYTES
+        )
 
     def _send(self) -> None:
         message = StatusQuestion(self._question, __version__)
@@ -144,7 +152,7 @@ class Observer:
                 raise rebuild(message.kind, clean(message.error))
             if not isinstance(message, StatusSurvey) or message.question != self._question:
                 return None
-            survey = survey_from(unpack_value(message.body))
+            survey = unpacked(Survey, message.body)
         except ProtocolError as error:
             raise ConfigError(
                 f"cannot read the answer of {self.where} ({error}): it is not a scheduler of "
@@ -194,30 +202,3 @@ def _host_and_port(address: str | None, config: Config) -> tuple[str, int]:
             "DMLC_PS_ROOT_PORT"
         )
     return config.root_uri, config.root_port
-
-
-def _zmq_van(uid: str, config: Config, host: str, port: int) -> Van:
-    from pslite.van.zmq.van import ZmqVan
-
-    mechanism = mechanism_of(config)
-    if mechanism is None:
-        if config.security:
-            raise ConfigError(
-                f"PS_SECURITY={config.security} needs a job key: set PS_JOB_KEY_FILE as well"
-            )
-        _check_is_here(host, port)
-    return ZmqVan(uid, mechanism=mechanism, linger_s=0.0, max_message_bytes=MAX_HEADER_BYTES)
-
-
-def _check_is_here(host: str, port: int) -> None:
-    """Without a key only a job of this machine may be asked."""
-    try:
-        is_local = resolve(host, port).is_local
-    except OSError as error:
-        raise DeadlineError(f"no scheduler is at {host}:{port} ({_reason(error)})") from None
-    if not is_local:
-        raise ConfigError(f"the scheduler is at {host}:{port}: {without_key(host)}")
-
-
-def _reason(error: OSError) -> str:
-    return "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
