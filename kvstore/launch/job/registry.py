@@ -49,9 +49,7 @@ def note_job(directory: Path, address: str, security: str, key: str = "") -> Non
     note = {"address": address, "security": security, "machine": machine_id(), "pid": os.getpid()}
     try:
         if key:
-            new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with open(os.open(directory / _KEY, new, 0o600), "w", encoding="utf-8") as file:
-                file.write(key + "\n")
+            _write_new(directory / _KEY, key)
         (directory / _NOTE).write_text(json.dumps(note), encoding="utf-8")
     except OSError:
         pass
@@ -96,17 +94,14 @@ def _read(directory: Path) -> FoundJob | None:
     return job
 
 
-_KEY_BYTES = 32
-
-
 def new_key_file() -> Path:
     """Choose where a new job's key goes: a name that cannot be guessed; make nothing."""
-    return Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(8)}" / "job.key"
+    return Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(8)}" / _KEY
 
 
 def new_key() -> str:
     """The text of a key, fresh from the kernel."""
-    return secrets.token_urlsafe(_KEY_BYTES)
+    return secrets.token_urlsafe(32)
 
 
 def write_key(path: Path, key: str | None = None) -> None:
@@ -116,12 +111,15 @@ def write_key(path: Path, key: str | None = None) -> None:
     """
     try:
         path.parent.mkdir(mode=0o700)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w") as file:
-            file.write((key or new_key()) + "\n")
+        _write_new(path, key or new_key())
     except OSError as error:
         raise LaunchError(
             f"cannot make the job's key in {path.parent}: {error.strerror}; set TMPDIR to a "
             "directory of this machine that can be written to, or PS_JOB_KEY_FILE to a key",
             exit_code=1,
         ) from error
+
+
+def _write_new(path: Path, key: str) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{key}\n")

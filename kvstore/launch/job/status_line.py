@@ -1,20 +1,19 @@
 """The launcher's line about a running job: who supplies it, and what it does to the terminal.
 
-``StatusFeed`` is a process that asks the job's scheduler again and again (``kvstore.status
---line --watch``) and writes a line for each answer; the launcher itself has one thread and opens
-no socket to the job. ``StatusDisplay`` is pure: lines and the time in, bytes to write out. On a
-terminal the line stands below all output and is rewritten in place; elsewhere a line is added
-now and then. ``JobStatus`` holds both and is what ``supervisor.py`` uses, on the main thread.
+``StatusDisplay`` is pure: lines and the time in, bytes to write out. On a terminal the line stands
+below all output and is rewritten in place; elsewhere a line is added now and then. ``JobStatus`` is
+what ``supervisor.py`` uses, on the main thread: a process that asks the job's scheduler again and
+again (``kvstore.status --line --watch``) and writes a line for each answer; the launcher itself has
+one thread and opens no socket to the job.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from typing import IO
+from contextlib import suppress
 
 from kvstore.launch.job.child import LineSplitter
 
@@ -99,65 +98,12 @@ def terminal_columns(fd: int) -> int | None:
         return 80
 
 
-class StatusFeed:
-    """The process that asks. Its standard output is to be read when it is ready."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        self._process = process
-        self._pipe: IO[bytes] = process.stdout
-        self._splitter = LineSplitter()
-
-    def fileno(self) -> int:
-        return self._pipe.fileno()
-
-    def read(self, now_s: float) -> tuple[str | None, bool]:
-        """Read once, which must not block; the latest status, and whether more may come."""
-        data = os.read(self._pipe.fileno(), _READ_BYTES)
-        lines = self._splitter.feed(data, now_s)
-        latest = lines[-1].decode(errors="replace") if lines else None
-        return latest, bool(data)
-
-    def close(self) -> None:
-        """End the process: it has nothing to lose. Idempotent."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
-        try:
-            self._process.wait(_REAP_S)
-        except subprocess.TimeoutExpired:  # it hangs in the kernel
-            pass
-        self._pipe.close()
-
-
-def start_feed(
-    environment: Mapping[str, str], interval_s: float, prepare: Callable[[], None] | None
-) -> StatusFeed | None:
-    """Ask the scheduler that ``environment`` names (as that of any process of the job does).
-
-    ``prepare`` runs between fork and exec. None where no process can be started: a job needs no
-    status. What goes wrong later ends the feed and says nothing.
-    """
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, f"{interval_s:g}"],
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,
-            preexec_fn=prepare,  # safe: the launcher has one thread
-        )
-    except OSError:
-        return None
-    return StatusFeed(process)
-
-
 class JobStatus:
     """The status of one job, from its completion to the beginning of its end.
 
-    ``environment`` is as in ``start_feed``. What the methods return is to be written to standard
-    error, at once.
+    ``environment`` names the job's scheduler, as that of any of its processes does; ``fd`` is
+    standard error, to which what the methods return is to be written at once. ``prepare`` runs
+    between fork and exec of the process that asks. What goes wrong there ends it and says nothing.
     """
 
     def __init__(
@@ -166,8 +112,9 @@ class JobStatus:
         self._environment = environment
         self._fd = fd
         self._prepare = prepare
+        self._process: subprocess.Popen[bytes] | None = None
+        self._splitter = LineSplitter()
         self.display = StatusDisplay(terminal_columns(fd))
-        self.feed: StatusFeed | None = None
         self.due_s: float | None = None
         """When ``tick`` has something to do."""
 
@@ -175,30 +122,55 @@ class JobStatus:
         """The job is complete."""
         self.due_s = now_s + self.display.first_after_s
 
-    def tick(self, now_s: float) -> StatusFeed | None:
-        """Start the feed when it is time; returns it then, to be read from now on."""
+    def tick(self, now_s: float) -> bool:
+        """Start to ask when it is time; return whether there is a pipe to read from now on."""
         if self.due_s is None or now_s < self.due_s:
-            return None
+            return False
         self.due_s = None
-        self.feed = start_feed(self._environment, self.display.interval_s, self._prepare)
-        return self.feed
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND, f"{self.display.interval_s:g}"],
+                env=dict(self._environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+                preexec_fn=self._prepare,  # safe: the launcher has one thread
+            )
+        except OSError:  # no process can be started: a job needs no status
+            return False
+        return True
+
+    @property
+    def is_asking(self) -> bool:
+        return self._process is not None
+
+    def fileno(self) -> int:
+        """The pipe of the process that asks."""
+        assert self._process is not None and self._process.stdout is not None
+        return self._process.stdout.fileno()
 
     def read(self, now_s: float) -> tuple[bytes, bool]:
-        """The feed is ready: read it once; what to write, and whether more may come."""
-        if self.feed is None:
-            return b"", False
-        text, is_open = self.feed.read(now_s)
+        """Read the pipe once, which must be ready; what to write, and whether more may come."""
+        data = os.read(self.fileno(), _READ_BYTES)
+        lines = self._splitter.feed(data, now_s)
         columns = terminal_columns(self._fd)
         if columns is not None:
             self.display.resize(columns)
-        return b"" if text is None else self.display.news(text, now_s), is_open
+        shown = self.display.news(lines[-1].decode(errors="replace"), now_s) if lines else b""
+        return shown, bool(data)
 
     def end(self) -> bytes:
-        """The job is ending, or the feed is over. Idempotent."""
+        """The job is ending, or nothing more will come. Idempotent."""
         self.due_s = None
-        if self.feed is not None:
-            self.feed.close()
-            self.feed = None
+        if self._process is not None:
+            assert self._process.stdout is not None
+            self._process.kill()  # it has nothing to lose
+            with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+                self._process.wait(_REAP_S)
+            self._process.stdout.close()
+            self._process = None
         return self.display.end()
 
 

@@ -25,7 +25,7 @@ from kvstore.launch.job.lifecycle import Effect, Lifecycle, Phase, SchedulerLost
 from kvstore.launch.job.places import Connecting, LocalPlace, Place
 from kvstore.launch.job.report import EndedProcess, ProcessRecord, without_scheduler
 from kvstore.launch.job.signals import ENDING, SignalPipe
-from kvstore.launch.job.status_line import JobStatus, StatusFeed
+from kvstore.launch.job.status_line import JobStatus
 from kvstore.launch.job.tie import GuardianProcess
 from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec
@@ -345,8 +345,8 @@ class Supervisor:
         for key, _ in ready:
             if isinstance(key.data, Console):
                 key.data.write_pending()
-            elif isinstance(key.data, StatusFeed):
-                self._read_status(key.data)
+            elif isinstance(key.data, JobStatus):
+                self._read_status()
             elif key.data is not None:
                 self._take_in(lifecycle, key.data.handle(time.monotonic()))
 
@@ -378,13 +378,11 @@ class Supervisor:
             return
         if lifecycle.phase is not Phase.RUNNING:
             self._end_status()
-            return
-        feed = self._status.tick(time.monotonic())
-        if feed is not None:
-            self._selector.register(feed, selectors.EVENT_READ, feed)
+        elif self._status.tick(time.monotonic()):
+            self._selector.register(self._status, selectors.EVENT_READ, self._status)
 
-    def _read_status(self, feed: StatusFeed) -> None:
-        if self._status is None or self._status.feed is not feed:
+    def _read_status(self) -> None:
+        if self._status is None:
             return  # it was ended meanwhile
         written, is_open = self._status.read(time.monotonic())
         if not self._errors.waiting:  # a terminal that is paused need not see all of them later
@@ -395,8 +393,8 @@ class Supervisor:
     def _end_status(self) -> None:
         if self._status is None:
             return
-        if self._status.feed is not None:
-            self._selector.unregister(self._status.feed)
+        if self._status.is_asking:
+            self._selector.unregister(self._status)
         self._errors.write(self._status.end())
         self._status = None
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pslite.protocol.surveys import AGAIN_S, PAUSE_S, Looks
-from pslite.protocol.surveys import ANSWER_S, FRESH_S
+from pslite.protocol.surveys import AGAIN_S, ANSWER_S, FRESH_S, PAUSE_S, Looks
 
 W0, W1 = 9, 11
 STILL = {1: 5, 8: 3, W0: 7, W1: 2}

@@ -80,8 +80,7 @@ def read_all(status: JobStatus) -> list[bytes]:
     """What is written for all that the feed says, to its end."""
     written, is_open = [], True
     while is_open:
-        assert status.feed is not None
-        ready, _, _ = select.select([status.feed], [], [], 20.0)
+        ready, _, _ = select.select([status], [], [], 20.0)
         assert ready
         text, is_open = status.read(time.monotonic())
         written.append(text)
@@ -95,23 +94,23 @@ def test_the_feed_begins_when_it_is_of_use_and_its_lines_are_shown(
         status_line, "_COMMAND", "import os, sys; print('asked every', sys.argv[1], os.environ)"
     )
     status = JobStatus({"NAME": "of the job"}, no_terminal, None)
-    assert (status.tick(1e9), status.due_s) == (None, None)
+    assert (status.tick(1e9), status.due_s) == (False, None)
     status.begin(100.0)
     assert status.due_s == 160.0
-    assert status.tick(159.9) is None
-    assert status.tick(160.0) is status.feed is not None
+    assert not status.tick(159.9)
+    assert status.tick(160.0)
     [line] = read_all(status)
     assert line.startswith(b"[launcher] asked every 60 ")
     assert b"'NAME': 'of the job'" in line
     assert (status.end(), status.end()) == (b"", b"")
-    assert status.read(200.0) == (b"", False)
+    assert not status.is_asking
 
 
 def test_a_feed_that_goes_on_is_ended(monkeypatch: pytest.MonkeyPatch, no_terminal: int) -> None:
     monkeypatch.setattr(status_line, "_COMMAND", "import time; time.sleep(600)")
     status = JobStatus({}, no_terminal, None)
     status.begin(0.0)
-    assert status.tick(60.0) is not None
+    assert status.tick(60.0)
     began = time.monotonic()
     status.end()
     assert time.monotonic() - began < 5.0
@@ -123,7 +122,7 @@ def test_where_no_process_can_be_started_there_is_no_status(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     status = JobStatus({}, no_terminal, None)
     status.begin(0.0)
-    assert status.tick(60.0) is None
+    assert not status.tick(60.0)
     assert (status.end(), status.due_s) == (b"", None)
 
 
