@@ -243,7 +243,9 @@ _MARK = "\x1fkvstore call "
 _MARKED = re.compile(r"(?P<before>.*)\x1fkvstore call (?P<call>\d+)\Z", re.DOTALL)
 _PREFIX = re.compile(r"\[(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?[^]]*\] ")
 # What nodes say when others end: all of scheduler and servers, and the dated lines of workers.
-_OF_THE_END = re.compile(r"\[(?:scheduler|server|worker \d+[^]]*\] \[\d\d:\d\d:\d\d\] W\[)")
+_OF_THE_END = re.compile(
+    r"\[(?:scheduler|server|worker \d+[^]]*\] \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] W[\w[\]]*: )"
+)
 _PROCESS = re.compile(r"process: +(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?\b")
 _ENDED = re.compile(r"ended: +(?P<how>.*?), [0-9.]+ s after the start")
 _LOG_HEADING = re.compile(r"the last (?:line|\d+ lines) of its log:|its log is empty")

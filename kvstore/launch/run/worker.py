@@ -24,6 +24,10 @@ from kvstore.launch.run.parcels import marker
 from pslite.errors import NodeLostError, PSError
 
 EXIT_FAILED = 1
+TO_BE_ENDED_S = 10.0
+"""For the caller to end the job after an error of this worker's own, before the other nodes notice
+that it is gone, and say so."""
+
 _LONGEST_CHAIN = 20
 
 
@@ -52,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     if mode == "once":
         answer = _joined_call(directory, 1)
         _leave_answer(directory, 1, rank, answer)
+        if answer.failed and not answer.header["blames"]:
+            time.sleep(TO_BE_ENDED_S)
         return _end(failed=answer.failed)
     failure = _join()
     _leave_answer(directory, 0, rank, failure or _value(None))

@@ -11,6 +11,9 @@ from kvstore.launch.job.report import EndedProcess, failure_block, without_sched
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.run.background import show
 from kvstore.launch.run.parcels import LauncherOutput, marker, read_block
+from pslite import Role
+from pslite.node.log import Log
+from pslite.node.start import node_uid
 
 
 def block(*lines: str, role: str = "worker", rank: int = 1, status: int = -9) -> str:
@@ -85,13 +88,16 @@ def test_words_of_the_launcher_are_shown_until_the_caller_ends_the_job() -> None
     output = LauncherOutput()
     assert output.show("[launcher] a note", is_error=True) == "[launcher] a note"
     output.is_ending = True
+    said: list[str] = []
+    for name in ("W[9]", node_uid(Role.WORKER, 7)):
+        Log(name, 0, said.append).warn("server 0 (pid 8 on a) is lost: its process is gone")
     hidden = [
         "[launcher] got SIGTERM: ending the job",
         "[scheduler] [10:00:00] H[1]: worker 1 (pid 7 on a) is lost: its process is gone",
         "[server 0] NodeLostError: worker 1 (pid 7 on a) is lost: its process is gone",
-        "[worker 0@a] [10:00:00] W[9]: server 0 (pid 8 on a) is lost: its process is gone",
+        *(f"[worker 0@a] {line}" for line in said),
     ]
-    assert [output.show(line, is_error=True) for line in hidden] == [None] * 4
+    assert [output.show(line, is_error=True) for line in hidden] == [None] * 5
     assert output.show("[worker 0] bye", is_error=False) == "[worker 0] bye"
     assert output.said == ["a note", "got SIGTERM: ending the job"]
 
