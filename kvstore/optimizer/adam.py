@@ -10,27 +10,62 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 
 from kvstore.arrays.cpu import kernels
 from kvstore.arrays.cpu.sums import Flat
-from kvstore.optimizer.arithmetic import (
-    add_decay,
-    average,
-    average_square,
-    clip,
-    descend,
-    rescale,
-)
-from kvstore.optimizer.base import Optimizer, register
+from kvstore.optimizer.arithmetic import add_decay, average, average_square, descend
+from kvstore.optimizer.base import ClippedOptimizer, State, register
+from kvstore.optimizer.parameters import not_negative, unit
+
+BETAS = ("learning_rate", "beta1", "beta2", "epsilon")
+"""What Adam and its kin take by position first."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MomentsOptimizer(ClippedOptimizer):
+    """What Adam and its kin share: running means of the gradient and of its square."""
+
+    rate_counts = "always"
+    states = ("mean", "var")
+
+    learning_rate: float = 0.001
+    beta1: float = unit(0.9)
+    beta2: float = unit(0.999)
+    epsilon: float = not_negative(1e-8)
+
+    def _average(self, grad: Flat, state: State, scratch: Flat) -> None:
+        average(state[0], grad, self.beta1, scratch)
+        average_square(state[1], grad, self.beta2, scratch)
+
+    def _corrected(self, rate: float, count: int) -> tuple[float, float]:
+        """The rate that corrects the bias of both means, and the factor of a corrected epsilon.
+
+        a / (sqrt(v) / c + e) = a * c / (sqrt(v) + e * c), and this c is the factor.
+        """
+        correction = math.sqrt(1.0 - self.beta2**count)
+        return rate * correction / (1.0 - self.beta1**count), correction
+
+    def _formula(
+        self, rate: float, epsilon: float, decay: float = 0.0, late_decay: float = 0.0
+    ) -> kernels.Formula:
+        return kernels.Formula(
+            kernels.ADAM,
+            rescale=self.rescale_grad,
+            limit=max(self.clip_gradient or 0.0, 0.0),
+            decay=decay,
+            rate=rate,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            epsilon=epsilon,
+            late_decay=late_decay,
+        )
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Adam(Optimizer):
+class Adam(MomentsOptimizer):
     """For update number t (``count``) of an element::
 
         grad = clip(rescale_grad * grad + wd * weight, clip_gradient)
@@ -48,70 +83,33 @@ class Adam(Optimizer):
     PyTorch. t counts the updates of the part, not of the store.
     """
 
-    positional: ClassVar[tuple[str, ...]] = (
-        "learning_rate",
-        "beta1",
-        "beta2",
-        "epsilon",
-        "lazy_update",
-    )
-    rate_counts: ClassVar[str] = "always"
-    lazy_stypes: ClassVar[tuple[str, ...]] = ("default", "row_sparse")
+    positional = (*BETAS, "lazy_update")
+    lazy_stypes = ("default", "row_sparse")
 
-    learning_rate: float = 0.001
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
     epsilon_corrected: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_unit("beta1", "beta2")
-        self._check_not_negative("epsilon")
-
-    def state_names(self) -> tuple[str, ...]:
-        return "mean", "var"
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         mean, var = state
-        rescale(grad, self.rescale_grad)
-        add_decay(grad, weight, self.wd, scratch)
-        clip(grad, self.clip_gradient)
-        average(mean, grad, self.beta1, scratch)
-        average_square(var, grad, self.beta2, scratch)
+        self._decay_and_clip(grad, weight, scratch)
+        self._average(grad, state, scratch)
         rate, epsilon = self._rate_and_epsilon(count)
         step_into(grad, mean, var, rate, epsilon, scratch)
         descend(weight, grad)
 
     def _rate_and_epsilon(self, count: int) -> tuple[float, float]:
-        correction = math.sqrt(1.0 - self.beta2**count)
-        rate = self.rate(count) * correction / (1.0 - self.beta1**count)
+        rate, correction = self._corrected(self.rate(count), count)
         return rate, self.epsilon * correction if self.epsilon_corrected else self.epsilon
 
 
 @kernels.formula_of(Adam)
 def _compiled(adam: Adam, count: int) -> kernels.Formula:
     rate, epsilon = adam._rate_and_epsilon(count)
-    return kernels.Formula(
-        kernels.ADAM,
-        rescale=adam.rescale_grad,
-        limit=max(adam.clip_gradient or 0.0, 0.0),
-        decay=adam.wd,
-        rate=rate,
-        beta1=adam.beta1,
-        beta2=adam.beta2,
-        epsilon=epsilon,
-    )
+    return adam._formula(rate, epsilon, decay=adam.wd)
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class AdamW(Optimizer):
+class AdamW(MomentsOptimizer):
     """Adam with decoupled decay. For update number t (``count``) of an element::
 
         grad = clip(rescale_grad * grad, clip_gradient)
@@ -128,43 +126,18 @@ class AdamW(Optimizer):
     ``epsilon_corrected`` is as in ``Adam``, and means nothing without the correction.
     """
 
-    positional: ClassVar[tuple[str, ...]] = (
-        "learning_rate",
-        "beta1",
-        "beta2",
-        "epsilon",
-        "correct_bias",
-    )
-    rate_counts: ClassVar[str] = "always"
-    lazy_stypes: ClassVar[tuple[str, ...]] = ("default", "row_sparse")
+    positional = (*BETAS, "correct_bias")
+    lazy_stypes = ("default", "row_sparse")
 
-    learning_rate: float = 0.001
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-6
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
+    epsilon: float = not_negative(1e-6)
     correct_bias: bool = True
     epsilon_corrected: bool = False
     decay_corrected: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_unit("beta1", "beta2")
-        self._check_not_negative("epsilon")
-
-    def state_names(self) -> tuple[str, ...]:
-        return "mean", "var"
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         mean, var = state
-        rescale(grad, self.rescale_grad)
-        clip(grad, self.clip_gradient)
-        average(mean, grad, self.beta1, scratch)
-        average_square(var, grad, self.beta2, scratch)
+        self._clip(grad)
+        self._average(grad, state, scratch)
         rate, epsilon, decay = self._rate_epsilon_and_decay(count)
         step_into(grad, mean, var, rate, epsilon, scratch)
         add_decay(grad, weight, decay, scratch)
@@ -174,8 +147,7 @@ class AdamW(Optimizer):
         base = rate = self.rate(count)
         epsilon = self.epsilon
         if self.correct_bias:
-            correction = math.sqrt(1.0 - self.beta2**count)
-            rate = base * correction / (1.0 - self.beta1**count)
+            rate, correction = self._corrected(base, count)
             epsilon = epsilon * correction if self.epsilon_corrected else epsilon
         return rate, epsilon, self.wd * (rate if self.decay_corrected else base)
 
@@ -183,16 +155,7 @@ class AdamW(Optimizer):
 @kernels.formula_of(AdamW)
 def _compiled_with_late_decay(adam: AdamW, count: int) -> kernels.Formula:
     rate, epsilon, decay = adam._rate_epsilon_and_decay(count)
-    return kernels.Formula(
-        kernels.ADAM,
-        rescale=adam.rescale_grad,
-        limit=max(adam.clip_gradient or 0.0, 0.0),
-        rate=rate,
-        beta1=adam.beta1,
-        beta2=adam.beta2,
-        epsilon=epsilon,
-        late_decay=decay,
-    )
+    return adam._formula(rate, epsilon, late_decay=decay)
 
 
 def step_into(out: Flat, mean: Flat, var: Flat, rate: float, epsilon: float, scratch: Flat) -> None:
@@ -205,7 +168,7 @@ def step_into(out: Flat, mean: Flat, var: Flat, rate: float, epsilon: float, scr
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Adamax(Optimizer):
+class Adamax(MomentsOptimizer):
     """For update number t (``count``) of an element::
 
         grad = clip(rescale_grad * grad + wd * weight, clip_gradient)
@@ -218,32 +181,14 @@ class Adamax(Optimizer):
     PyTorch it stays as it is. ``epsilon=0`` gives MXNet 1.9.1.
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("learning_rate", "beta1", "beta2")
-    rate_counts: ClassVar[str] = "always"
+    positional = ("learning_rate", "beta1", "beta2")
+    states = "mean", "largest"
 
     learning_rate: float = 0.002
-    beta1: float = 0.9
-    beta2: float = 0.999
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
-    epsilon: float = 1e-8
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_unit("beta1", "beta2")
-        self._check_not_negative("epsilon")
-
-    def state_names(self) -> tuple[str, ...]:
-        return "mean", "largest"
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         mean, largest = state
-        rescale(grad, self.rescale_grad)
-        add_decay(grad, weight, self.wd, scratch)
-        clip(grad, self.clip_gradient)
+        self._decay_and_clip(grad, weight, scratch)
         average(mean, grad, self.beta1, scratch)
         np.absolute(grad, out=scratch)
         np.add(scratch, self.epsilon, out=scratch)
@@ -256,7 +201,7 @@ class Adamax(Optimizer):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Nadam(Optimizer):
+class Nadam(MomentsOptimizer):
     """For update number t (``count``) of an element::
 
         grad = clip(rescale_grad * grad + wd * weight, clip_gradient)
@@ -273,41 +218,14 @@ class Nadam(Optimizer):
     keys, which shrinks with the number of keys; here it depends on t only.
     """
 
-    positional: ClassVar[tuple[str, ...]] = (
-        "learning_rate",
-        "beta1",
-        "beta2",
-        "epsilon",
-        "schedule_decay",
-    )
-    rate_counts: ClassVar[str] = "always"
+    positional = (*BETAS, "schedule_decay")
 
-    learning_rate: float = 0.001
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    schedule_decay: float = 0.004
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
+    schedule_decay: float = not_negative(0.004)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_unit("beta1", "beta2")
-        self._check_not_negative("epsilon", "schedule_decay")
-
-    def state_names(self) -> tuple[str, ...]:
-        return "mean", "var"
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         mean, var = state
-        rescale(grad, self.rescale_grad)
-        add_decay(grad, weight, self.wd, scratch)
-        clip(grad, self.clip_gradient)
-        average(mean, grad, self.beta1, scratch)
-        average_square(var, grad, self.beta2, scratch)
+        self._decay_and_clip(grad, weight, scratch)
+        self._average(grad, state, scratch)
         beta, decay = self.beta1, self.schedule_decay
         ahead = _momentum(beta, decay, count + 1) / (1.0 - _product(beta, decay, count + 1))
         here = (1.0 - _momentum(beta, decay, count)) / (1.0 - _product(beta, decay, count))

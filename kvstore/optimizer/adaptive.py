@@ -8,8 +8,6 @@ the units of the weight. Pure formulas; see ``base.py`` for the contract. Read n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 
@@ -20,15 +18,15 @@ from kvstore.optimizer.arithmetic import (
     average_square,
     clip,
     descend,
-    rescale,
     root,
 )
-from kvstore.optimizer.base import Optimizer, register
+from kvstore.optimizer.base import ClippedOptimizer, State, register
+from kvstore.optimizer.parameters import not_negative, unit
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class AdaGrad(Optimizer):
+class AdaGrad(ClippedOptimizer):
     """For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient)
@@ -40,30 +38,18 @@ class AdaGrad(Optimizer):
     ``decoupled_decay`` False adds ``wd * weight`` to the clipped gradient instead.
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("eps",)
-    lazy_stypes: ClassVar[tuple[str, ...]] = ("default", "row_sparse")
+    positional = ("eps",)
+    lazy_stypes = ("default", "row_sparse")
+    states = ("history",)
 
     learning_rate: float = 0.01
-    eps: float = 1e-7
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
+    eps: float = not_negative(1e-7)
     epsilon_inside: bool = True
     decoupled_decay: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_not_negative("eps")
-
-    def state_names(self) -> tuple[str, ...]:
-        return ("history",)
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         (history,) = state
-        rescale(grad, self.rescale_grad)
-        clip(grad, self.clip_gradient)
+        self._clip(grad)
         if not self.decoupled_decay:
             add_decay(grad, weight, self.wd, scratch)
         np.multiply(grad, grad, out=scratch)
@@ -78,7 +64,7 @@ class AdaGrad(Optimizer):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class AdaDelta(Optimizer):
+class AdaDelta(ClippedOptimizer):
     """For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient)
@@ -93,30 +79,17 @@ class AdaDelta(Optimizer):
     and PyTorch do.
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("rho", "epsilon")
+    positional = ("rho", "epsilon")
+    states = "square", "moved"
 
     learning_rate: float = 1.0
-    rho: float = 0.9
-    epsilon: float = 1e-5
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
+    rho: float = unit(0.9)
+    epsilon: float = not_negative(1e-5)
     decoupled_decay: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_unit("rho")
-        self._check_not_negative("epsilon")
-
-    def state_names(self) -> tuple[str, ...]:
-        return "square", "moved"
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         square, moved = state
-        rescale(grad, self.rescale_grad)
-        clip(grad, self.clip_gradient)
+        self._clip(grad)
         if not self.decoupled_decay:
             add_decay(grad, weight, self.wd, scratch)
         average_square(square, grad, self.rho, scratch)
@@ -135,7 +108,7 @@ class AdaDelta(Optimizer):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class RMSProp(Optimizer):
+class RMSProp(ClippedOptimizer):
     """For each element::
 
         grad = clip(rescale_grad * grad + wd * weight, clip_gradient)
@@ -156,42 +129,23 @@ class RMSProp(Optimizer):
     is its momentum. A variance that rounding brought below 0 counts as 0.
     """
 
-    positional: ClassVar[tuple[str, ...]] = (
-        "learning_rate",
-        "gamma1",
-        "gamma2",
-        "epsilon",
-        "centered",
-        "clip_weights",
-    )
-    rate_counts: ClassVar[str] = "always"
+    positional = ("learning_rate", "gamma1", "gamma2", "epsilon", "centered", "clip_weights")
+    rate_counts = "always"
 
     learning_rate: float = 0.001
-    gamma1: float = 0.9
-    gamma2: float = 0.9
-    epsilon: float = 1e-8
+    gamma1: float = unit(0.9)
+    gamma2: float = unit(0.9)
+    epsilon: float = not_negative(1e-8)
     centered: bool = False
     clip_weights: float | None = None
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
     epsilon_inside: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_unit("gamma1", "gamma2")
-        self._check_not_negative("epsilon")
 
     def state_names(self) -> tuple[str, ...]:
         return ("square", "mean", "delta") if self.centered else ("square",)
 
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         square = state[0]
-        rescale(grad, self.rescale_grad)
-        add_decay(grad, weight, self.wd, scratch)
-        clip(grad, self.clip_gradient)
+        self._decay_and_clip(grad, weight, scratch)
         average_square(square, grad, self.gamma1, scratch)
         if not self.centered:
             root(square, self.epsilon, self.epsilon_inside, scratch)

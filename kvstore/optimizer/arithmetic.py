@@ -51,6 +51,13 @@ def descend(weight: Flat, step: Flat) -> None:
     np.subtract(weight, step, out=weight, dtype=step.dtype)
 
 
+def move(weight: Flat, step: Flat, velocity: Flat, momentum: float) -> None:
+    """velocity = momentum * velocity - step, then weight += velocity, both in place."""
+    np.multiply(velocity, momentum, out=velocity)
+    np.subtract(velocity, step, out=velocity)
+    np.add(weight, velocity, out=weight, dtype=step.dtype)
+
+
 def average(mean: Flat, value: Flat, beta: float, scratch: Flat) -> None:
     """mean = beta * mean + (1 - beta) * value, in place; overwrites ``scratch``."""
     np.multiply(mean, beta, out=mean)

@@ -16,7 +16,7 @@ imported; a custom optimizer must be imported by the servers too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -31,6 +31,7 @@ from kvstore.errors import (
     UnknownOptimizerError,
 )
 from kvstore.errors.hints import did_you_mean
+from kvstore.optimizer.arithmetic import add_decay, clip, rescale
 from kvstore.optimizer.parameters import (
     Multipliers,
     Number,
@@ -50,7 +51,10 @@ from kvstore.optimizer.scripted import (
     register_scripted,
 )
 
-__all__ = ["Number", "Optimizer", "create", "register"]
+__all__ = ["ClippedOptimizer", "Number", "Optimizer", "State", "create", "register"]
+
+State = Sequence[Flat]
+"""What an optimizer keeps of some elements: an array for each of ``state_names``."""
 
 _Self = TypeVar("_Self", bound="Optimizer")
 
@@ -108,6 +112,9 @@ class Optimizer(metaclass=OptimizerKind):
     """Kinds of keys (``"default"``, ``"row_sparse"``) on which updates by rows are lazy, unless
     ``lazy_update`` says something else: those on which MXNet 1.9.1's are."""
 
+    states: ClassVar[tuple[str, ...]] = ()
+    """The names of what is kept, where they do not depend on the parameters (``state_names``)."""
+
     lr_scheduler: Schedule | None = dataclasses.field(default=None, kw_only=True)
     lr_mult: Multipliers = dataclasses.field(default=(), kw_only=True)
     wd_mult: Multipliers = dataclasses.field(default=(), kw_only=True)
@@ -119,10 +126,10 @@ class Optimizer(metaclass=OptimizerKind):
     )
     """For each key with multipliers: that of the rate and that of the decay."""
 
-    _variants: dict[Any, Any] = dataclasses.field(
+    _variants: dict[Any, Optimizer] = dataclasses.field(
         default_factory=dict, init=False, compare=False, kw_only=True
     )
-    """What ``for_key`` has made; keys of equal multipliers share one."""
+    """What ``for_key`` and ``for_rows`` have made; keys of equal multipliers share one."""
 
     @staticmethod
     def register(klass: Any) -> Any:
@@ -268,12 +275,16 @@ class Optimizer(metaclass=OptimizerKind):
         factors = self._factors.get(key)
         if factors is None:
             return self if width is None else self.for_rows(width)
-        variant = self._variants.get(factors)
-        if variant is None:
-            # Two threads may get here at once; both leave with the one that was first.
-            variant = self._variants.setdefault(factors, self._scaled(*factors))
-        found: Optimizer = variant
+        found = self._variant(factors, lambda: self._scaled(*factors))
         return found if width is None else found.for_rows(width)
+
+    def _variant(self, name: object, make: Callable[[], Optimizer]) -> Optimizer:
+        """What ``make`` gives, the same object for every call of this ``name``."""
+        found = self._variants.get(name)
+        if found is None:
+            # Two threads may get here at once; both leave with the one that was first.
+            found = self._variants.setdefault(name, make())
+        return found
 
     def _scaled(self: _Self, lr_mult: float, wd_mult: float) -> _Self:
         changes: dict[str, Any] = {"lr_mult": (), "wd_mult": ()}
@@ -294,33 +305,6 @@ class Optimizer(metaclass=OptimizerKind):
         if base is None:
             raise OptimizerParameterError(f"{type(self).__name__} has no learning_rate")
         return float(base)
-
-    def _check_unit(self, *names: str) -> None:
-        """Raise ``OptimizerParameterError`` unless these lie in [0, 1)."""
-        for name in names:
-            if not 0.0 <= self._values()[name] < 1.0:
-                raise OptimizerParameterError(
-                    f"{name} of {type(self).__name__} must lie in [0, 1), "
-                    f"got {self._values()[name]!r}"
-                )
-
-    def _check_positive(self, *names: str) -> None:
-        """Raise ``OptimizerParameterError`` unless these are more than 0."""
-        for name in names:
-            if not self._values()[name] > 0:
-                raise OptimizerParameterError(
-                    f"{name} of {type(self).__name__} must be more than 0, "
-                    f"got {self._values()[name]!r}"
-                )
-
-    def _check_not_negative(self, *names: str) -> None:
-        """Raise ``OptimizerParameterError`` if one of these is less than 0."""
-        for name in names:
-            if self._values()[name] < 0.0:
-                raise OptimizerParameterError(
-                    f"{name} of {type(self).__name__} must not be negative, "
-                    f"got {self._values()[name]!r}"
-                )
 
     # -- arrays ------------------------------------------------------------------------
 
@@ -352,13 +336,13 @@ class Optimizer(metaclass=OptimizerKind):
         return stype in self.lazy_stypes if self.lazy_update is None else self.lazy_update
 
     def state_names(self) -> tuple[str, ...]:
-        """Names of the arrays that ``create_state`` makes, in order: none by default.
+        """Names of the arrays that ``create_state`` makes, in order: ``states`` by default.
 
-        A subclass says what it keeps either here or by a ``create_state`` of its own; then
+        A subclass says what it keeps by one of the two or by a ``create_state`` of its own; then
         the names are ``state0``, ``state1`` and so on.
         """
         if type(self).create_state is Optimizer.create_state:
-            return ()
+            return self.states
         made = self.create_state(np.zeros(1, np.float32))
         return tuple(f"state{index}" for index in range(len(made)))
 
@@ -373,9 +357,7 @@ class Optimizer(metaclass=OptimizerKind):
         dtype = accumulation_dtype(weight.dtype)
         return tuple(np.zeros_like(weight, dtype=dtype) for _ in self.state_names())
 
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         """Update ``weight`` and ``state`` in place from the summed gradient.
 
         All arrays are 1-D, of one length, on one device and the caller's. ``weight``, ``grad``
@@ -387,7 +369,7 @@ class Optimizer(metaclass=OptimizerKind):
         raise NotImplementedError(f"{type(self).__name__} does not define update()")
 
     def take_over(
-        self, previous: Optimizer | None, weight: Flat, state: Sequence[Flat], count: int
+        self, previous: Optimizer | None, weight: Flat, state: State, count: int
     ) -> tuple[tuple[Flat, ...], int]:
         """State and update count of a part of which this optimizer takes charge.
 
@@ -401,6 +383,31 @@ class Optimizer(metaclass=OptimizerKind):
         kept = dict(zip(previous.state_names(), state, strict=False))
         names = self.state_names()
         return tuple(kept.get(name, new) for name, new in zip(names, fresh, strict=True)), count
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ClippedOptimizer(Optimizer):
+    """What most optimizers take: a decay, and how gradients are rescaled and clipped."""
+
+    wd: float = dataclasses.field(default=0.0, kw_only=True)
+    rescale_grad: float = dataclasses.field(default=1.0, kw_only=True)
+    clip_gradient: float | None = dataclasses.field(default=None, kw_only=True)
+
+    def _clip(self, grad: Flat) -> None:
+        """grad = clip(rescale_grad * grad, clip_gradient), in place."""
+        rescale(grad, self.rescale_grad)
+        clip(grad, self.clip_gradient)
+
+    def _clip_and_decay(self, grad: Flat, weight: Flat, scratch: Flat) -> None:
+        """grad = clip(rescale_grad * grad, clip_gradient) + wd * weight, in place."""
+        self._clip(grad)
+        add_decay(grad, weight, self.wd, scratch)
+
+    def _decay_and_clip(self, grad: Flat, weight: Flat, scratch: Flat) -> None:
+        """grad = clip(rescale_grad * grad + wd * weight, clip_gradient), in place."""
+        rescale(grad, self.rescale_grad)
+        add_decay(grad, weight, self.wd, scratch)
+        clip(grad, self.clip_gradient)
 
 
 def _immutable(what: str, change: str) -> str:

@@ -7,22 +7,21 @@ Pure formulas; see ``base.py`` for the contract. Sees whole rows (scope ``"row"`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 
 from kvstore.arrays.cpu.sums import Flat
 from kvstore.errors import NotSupportedError, OptimizerParameterError
-from kvstore.optimizer.arithmetic import clip, descend, rescale, root
-from kvstore.optimizer.base import Optimizer, register
+from kvstore.optimizer.arithmetic import descend, root
+from kvstore.optimizer.base import ClippedOptimizer, Optimizer, State, register
+from kvstore.optimizer.parameters import not_negative
 
 __all__ = ["GroupAdaGrad"]
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class GroupAdaGrad(Optimizer):
+class GroupAdaGrad(ClippedOptimizer):
     """For each row, which is everything behind the first axis::
 
         grad = clip(rescale_grad * grad, clip_gradient)
@@ -36,22 +35,19 @@ class GroupAdaGrad(Optimizer):
     dtype, in which the mean is taken too.
     """
 
-    scope: ClassVar[str] = "row"
-    positional: ClassVar[tuple[str, ...]] = ("eps",)
-    lazy_stypes: ClassVar[tuple[str, ...]] = ("default", "row_sparse")
+    scope = "row"
+    positional = ("eps",)
+    lazy_stypes = ("default", "row_sparse")
+    states = ("history",)
 
     learning_rate: float = 0.01
-    eps: float = 1e-5
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
+    eps: float = not_negative(1e-5)
 
     _width: int = dataclasses.field(default=0, init=False, compare=False)
     """Numbers in a row, set by ``for_rows``; 0: not known yet."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_not_negative("eps")
         if self.wd != 0.0:
             raise OptimizerParameterError(
                 f"GroupAdaGrad has no weight decay, so wd must be 0, got {self.wd!r}; use AdaGrad, "
@@ -63,33 +59,27 @@ class GroupAdaGrad(Optimizer):
         width = max(width, 1)
         if width == self._width:
             return self
-        own = self._variants.get(("width", width))
-        if own is None:
+
+        def with_width() -> Optimizer:
             own = self.replace()
             object.__setattr__(own, "_width", width)
-            own = self._variants.setdefault(("width", width), own)
-        result: Optimizer = own
-        return result
+            return own
+
+        return self._variant(("width", width), with_width)
 
     def block_length(self, length: int, elements: int) -> int:
         """As in ``Optimizer``: a multiple of the row's length."""
         width = max(self._width, 1)
         return max(elements // width, 1) * width
 
-    def state_names(self) -> tuple[str, ...]:
-        return ("history",)
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         if not self._width or len(grad) % self._width:
             raise NotSupportedError(
                 f"groupadagrad updates whole rows, got {len(grad)} numbers and rows of "
                 f"{self._width}; optimizer.for_rows(width) gives one that knows the rows"
             )
         (history,) = state
-        rescale(grad, self.rescale_grad)
-        clip(grad, self.clip_gradient)
+        self._clip(grad)
         np.multiply(grad, grad, out=scratch)
         means = scratch.reshape(-1, self._width).mean(axis=1, keepdims=True)
         by_row = history.reshape(-1, self._width)

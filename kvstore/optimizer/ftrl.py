@@ -7,19 +7,18 @@ for the contract. Read next: ``sgd.py``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 
 from kvstore.arrays.cpu.sums import Flat
-from kvstore.optimizer.arithmetic import add_decay, average, average_square, clip, rescale
-from kvstore.optimizer.base import Optimizer, register
+from kvstore.optimizer.arithmetic import average, average_square
+from kvstore.optimizer.base import ClippedOptimizer, State, register
+from kvstore.optimizer.parameters import not_negative, unit
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Ftrl(Optimizer):
+class Ftrl(ClippedOptimizer):
     """For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient)
@@ -36,33 +35,22 @@ class Ftrl(Optimizer):
     multiplier of a frozen key) leaves everything unchanged, where MXNet makes NaN.
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("lamda1", "learning_rate", "beta")
-    rate_counts: ClassVar[str] = "never"
-    lazy_stypes: ClassVar[tuple[str, ...]] = ("row_sparse",)
+    positional = ("lamda1", "learning_rate", "beta")
+    rate_counts = "never"
+    lazy_stypes = ("row_sparse",)
+    states = "z", "n"
 
-    learning_rate: float = 0.1
-    lamda1: float = 0.01
-    beta: float = 1.0
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
+    learning_rate: float = not_negative(0.1)
+    lamda1: float = not_negative(0.01)
+    beta: float = not_negative(1.0)
+    wd: float = not_negative(0.0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_not_negative("learning_rate", "lamda1", "beta", "wd")
-
-    def state_names(self) -> tuple[str, ...]:
-        return "z", "n"
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         z, n = state
         rate = self.rate(count)
         if rate == 0.0:
             return
-        rescale(grad, self.rescale_grad)
-        clip(grad, self.clip_gradient)
+        self._clip(grad)
         np.add(z, grad, out=z)
         np.sqrt(n, out=scratch)
         np.multiply(grad, grad, out=grad)
@@ -84,7 +72,7 @@ class Ftrl(Optimizer):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class FTML(Optimizer):
+class FTML(ClippedOptimizer):
     """For update number t (``count``) of an element::
 
         grad = clip(rescale_grad * grad + wd * weight, clip_gradient)
@@ -99,34 +87,20 @@ class FTML(Optimizer):
     ``epsilon`` of 0, elements that never had a gradient become NaN, as in MXNet.
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("beta1", "beta2", "epsilon")
+    positional = ("beta1", "beta2", "epsilon")
+    states = "d", "v", "z"
 
     learning_rate: float = 0.01
-    beta1: float = 0.6
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
+    beta1: float = unit(0.6)
+    beta2: float = unit(0.999)
+    epsilon: float = not_negative(1e-8)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_unit("beta1", "beta2")
-        self._check_not_negative("epsilon")
-
-    def state_names(self) -> tuple[str, ...]:
-        return "d", "v", "z"
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         before, square, z = state
         rate = self.rate(count)
         if rate == 0.0:
             return
-        rescale(grad, self.rescale_grad)
-        add_decay(grad, weight, self.wd, scratch)
-        clip(grad, self.clip_gradient)
+        self._decay_and_clip(grad, weight, scratch)
         average_square(square, grad, self.beta2, scratch)
         average(z, grad, self.beta1, scratch)
         np.multiply(square, 1.0 / (1.0 - self.beta2**count), out=grad)

@@ -10,25 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 
 from kvstore.arrays.cpu.sums import BLOCK_ELEMENTS, Flat
 from kvstore.arrays.keys import Key
-from kvstore.optimizer.adam import step_into
-from kvstore.optimizer.arithmetic import (
-    add_decay,
-    average,
-    average_square,
-    clip,
-    descend,
-    is_on_host,
-    norm,
-    rescale,
-)
-from kvstore.optimizer.base import Optimizer, register
+from kvstore.optimizer.adam import BETAS, MomentsOptimizer, step_into
+from kvstore.optimizer.arithmetic import add_decay, clip, descend, is_on_host, move, norm, rescale
+from kvstore.optimizer.base import ClippedOptimizer, Optimizer, State, register
+from kvstore.optimizer.parameters import not_negative, positive
+from kvstore.optimizer.sgd import MomentumOptimizer
 
 UNSCALED = ("gamma", "beta", "bias")
 """Keys whose names end so have a learning rate that is not scaled (MXNet 1.9.1)."""
@@ -36,7 +27,7 @@ UNSCALED = ("gamma", "beta", "bias")
 
 @register
 @dataclasses.dataclass(frozen=True)
-class LARS(Optimizer):
+class LARS(MomentumOptimizer):
     """For update number t (``count``) of a key, with norms over the whole key::
 
         grad = rescale_grad * grad
@@ -54,29 +45,13 @@ class LARS(Optimizer):
     the ratio 1; ``for_key`` sets it for the names above.
     """
 
-    scope: ClassVar[str] = "key"
+    scope = "key"
+    positional = ("momentum", "lazy_update", "eta", "eps", "momentum_correction")
 
-    positional: ClassVar[tuple[str, ...]] = (
-        "momentum",
-        "lazy_update",
-        "eta",
-        "eps",
-        "momentum_correction",
-    )
-
-    learning_rate: float = 0.01
-    momentum: float = 0.0
-    eta: float = 0.001
-    eps: float = 0.0
+    eta: float = not_negative(0.001)
+    eps: float = not_negative(0.0)
     momentum_correction: bool = True
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
     adapt: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_not_negative("eta", "eps")
 
     def for_key(self, key: Key, width: int | None = None) -> Optimizer:
         """As in ``Optimizer``; keys named like biases get one that does not adapt."""
@@ -84,20 +59,10 @@ class LARS(Optimizer):
         is_unscaled = isinstance(key, str) and key.endswith(UNSCALED)
         if not (is_unscaled and isinstance(found, LARS) and found.adapt):
             return found
-        plain = found._variants.get("plain")
-        if plain is None:
-            changes = {"adapt": False, "lr_mult": (), "wd_mult": ()}
-            plain = found._variants.setdefault("plain", found.replace(**changes))
-        result: Optimizer = plain
-        return result
+        changes = {"adapt": False, "lr_mult": (), "wd_mult": ()}
+        return found._variant("plain", lambda: found.replace(**changes))
 
-    def state_names(self) -> tuple[str, ...]:
-        """The velocity ``mom``; nothing when momentum is 0."""
-        return ("mom",) if self.momentum != 0.0 else ()
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         rate = self.rate(count)
         rescale(grad, self.rescale_grad)
         ratio = self._ratio(norm(weight), norm(grad)) if self.adapt else 1.0
@@ -106,11 +71,8 @@ class LARS(Optimizer):
         np.multiply(grad, rate * ratio, out=grad)
         if self.momentum == 0.0:
             descend(weight, grad)
-            return
-        (velocity,) = state
-        np.multiply(velocity, self._momentum(rate, count), out=velocity)
-        np.subtract(velocity, grad, out=velocity)
-        np.add(weight, velocity, out=weight, dtype=grad.dtype)
+        else:
+            move(weight, grad, state[0], self._momentum(rate, count))
 
     def _ratio(self, weight_norm: float, grad_norm: float) -> float:
         divisor = grad_norm + self.wd * weight_norm + self.eps
@@ -127,7 +89,7 @@ class LARS(Optimizer):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class LAMB(Optimizer):
+class LAMB(MomentsOptimizer):
     """For update number t (``count``) of a key, with norms over the whole key::
 
         grad = clip(rescale_grad * grad, clip_gradient)
@@ -144,66 +106,32 @@ class LAMB(Optimizer):
     None, 0 or less means no limit.
     """
 
-    scope: ClassVar[str] = "key"
+    scope = "key"
+    positional = (*BETAS, "lower_bound", "upper_bound", "bias_correction")
 
-    positional: ClassVar[tuple[str, ...]] = (
-        "learning_rate",
-        "beta1",
-        "beta2",
-        "epsilon",
-        "lower_bound",
-        "upper_bound",
-        "bias_correction",
-    )
-    rate_counts: ClassVar[str] = "always"
-
-    learning_rate: float = 0.001
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-6
+    epsilon: float = not_negative(1e-6)
     lower_bound: float | None = None
     upper_bound: float | None = None
     bias_correction: bool = True
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_unit("beta1", "beta2")
-        self._check_not_negative("epsilon")
-
-    def state_names(self) -> tuple[str, ...]:
-        return "mean", "var"
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         # On the host in blocks, since the caller hands over the whole key and memory is slow.
         step = BLOCK_ELEMENTS if is_on_host(weight) else max(len(weight), 1)
         for start in range(0, len(weight), step):
             block = slice(start, start + step)
-            mean, var = (array[block] for array in state)
-            self._step(weight[block], grad[block], mean, var, count, scratch[block])
+            means = [array[block] for array in state]
+            self._step(weight[block], grad[block], means, count, scratch[block])
         rate = self.rate(count) * self._ratio(norm(weight), norm(grad))
         np.multiply(grad, rate, out=grad)
         descend(weight, grad)
 
-    def _step(
-        self, weight: Flat, grad: Flat, mean: Flat, var: Flat, count: int, scratch: Flat
-    ) -> None:
+    def _step(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         """Turn the gradient into the step before its scaling."""
-        rescale(grad, self.rescale_grad)
-        clip(grad, self.clip_gradient)
-        average(mean, grad, self.beta1, scratch)
-        average_square(var, grad, self.beta2, scratch)
-        factor, epsilon = 1.0, self.epsilon
-        if self.bias_correction:
-            # a / (sqrt(v) / c + e) = a * c / (sqrt(v) + e * c)
-            correction = math.sqrt(1.0 - self.beta2**count)
-            factor = correction / (1.0 - self.beta1**count)
-            epsilon = self.epsilon * correction
-        step_into(grad, mean, var, factor, epsilon, scratch)
+        self._clip(grad)
+        self._average(grad, state, scratch)
+        mean, var = state
+        factor, correction = self._corrected(1.0, count) if self.bias_correction else (1.0, 1.0)
+        step_into(grad, mean, var, factor, self.epsilon * correction, scratch)
         add_decay(grad, weight, self.wd, scratch)
 
     def _ratio(self, weight_norm: float, step_norm: float) -> float:
@@ -221,7 +149,7 @@ _LEAST, _MOST = 0.01, 100.0
 
 @register
 @dataclasses.dataclass(frozen=True)
-class LBSGD(Optimizer):
+class LBSGD(ClippedOptimizer):
     """For update number t (``count``) of a key, with n = ``begin_epoch * updates_per_epoch + t``::
 
         sum = sum + grad
@@ -244,8 +172,8 @@ class LBSGD(Optimizer):
     and here. With momentum 0 there is no ``mom``.
     """
 
-    scope: ClassVar[str] = "key"
-    positional: ClassVar[tuple[str, ...]] = (
+    scope = "key"
+    positional = (
         "momentum",
         "multi_precision",
         "warmup_strategy",
@@ -259,28 +187,18 @@ class LBSGD(Optimizer):
     learning_rate: float = 0.01
     momentum: float = 0.0
     warmup_strategy: str = "linear"
-    warmup_epochs: int = 5
-    batch_scale: int = 1
-    updates_per_epoch: int = 32
-    begin_epoch: int = 0
-    num_epochs: int = 60
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_not_negative("warmup_epochs", "updates_per_epoch", "begin_epoch", "num_epochs")
-        self._check_positive("batch_scale")
+    warmup_epochs: int = not_negative(5)
+    batch_scale: int = positive(1)
+    updates_per_epoch: int = not_negative(32)
+    begin_epoch: int = not_negative(0)
+    num_epochs: int = not_negative(60)
 
     def state_names(self) -> tuple[str, ...]:
         """The ``sum`` of gradients, where any are added, and ``mom``, with a momentum."""
         adds, moves = self.batch_scale != 1, self.momentum != 0.0
         return ("sum",) * adds + ("mom",) * moves
 
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         number = self.begin_epoch * self.updates_per_epoch + count
         if self.batch_scale != 1:
             total = state[0]
@@ -292,17 +210,12 @@ class LBSGD(Optimizer):
                 return
             np.divide(total, float(self.batch_scale), out=grad)
         factor = self._adapted(weight, grad) if self._adapts else self._warmed_up(number)
-        rescale(grad, self.rescale_grad)
-        clip(grad, self.clip_gradient)
-        add_decay(grad, weight, self.wd, scratch)
+        self._clip_and_decay(grad, weight, scratch)
         np.multiply(grad, self.rate(count - 1) * factor, out=grad)
         if self.momentum == 0.0:
             descend(weight, grad)
-            return
-        velocity = state[-1]
-        np.multiply(velocity, self.momentum, out=velocity)
-        np.subtract(velocity, grad, out=velocity)
-        np.add(weight, velocity, out=weight)
+        else:
+            move(weight, grad, state[-1], self.momentum)
 
     @property
     def _adapts(self) -> bool:

@@ -13,7 +13,7 @@ import math
 import numbers
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,10 +49,32 @@ _INTEGERS = range(-(2**63), 2**63)
 _Class = TypeVar("_Class", bound=type)
 
 
+def unit(default: float) -> Any:
+    """A field whose numbers lie in [0, 1)."""
+    return _ranged(default, "must lie in [0, 1)", lambda number: 0.0 <= number < 1.0)
+
+
+def not_negative(default: float) -> Any:
+    """A field of numbers from 0 on."""
+    return _ranged(default, "must not be negative", lambda number: number >= 0)
+
+
+def positive(default: float) -> Any:
+    """A field of numbers above 0."""
+    return _ranged(default, "must be more than 0", lambda number: number > 0)
+
+
+def _ranged(default: float, text: str, holds: Callable[[float], bool]) -> Any:
+    return dataclasses.field(default=default, metadata={"range": (text, holds)})
+
+
 def parameter_names(cls: type) -> list[str]:
-    """The parameters of an optimizer or schedule: its own first, then those of its base."""
+    """The parameters of an optimizer or schedule: its own first, then those of its bases."""
+    bases = enumerate(cls.__mro__)
+    depth = {name: index for index, base in bases for name in vars(base).get("__annotations__", ())}
     fields = [field for field in dataclasses.fields(cls) if field.init]
-    return [field.name for field in sorted(fields, key=lambda field: bool(field.kw_only))]
+    fields.sort(key=lambda field: depth[field.name] if field.kw_only else 0)
+    return [field.name for field in fields]
 
 
 def positions(cls: type) -> tuple[str, ...]:
@@ -91,10 +113,15 @@ def _take_positions(cls: type[Any]) -> None:
 
 def convert_fields(owner: Any) -> None:
     """Check each parameter of ``owner`` against its annotation and make it plain Python."""
-    hints = typing.get_type_hints(type(owner))
-    for name in parameter_names(type(owner)):
-        value = converted(type(owner).__name__, name, getattr(owner, name), hints[name])
-        object.__setattr__(owner, name, value)
+    hints, whose = typing.get_type_hints(type(owner)), type(owner).__name__
+    for field in dataclasses.fields(owner):
+        if not field.init:
+            continue
+        value = converted(whose, field.name, getattr(owner, field.name), hints[field.name])
+        text, holds = field.metadata.get("range", ("", None))
+        if holds is not None and not holds(value):
+            raise OptimizerParameterError(f"{field.name} of {whose} {text}, got {value!r}")
+        object.__setattr__(owner, field.name, value)
 
 
 def converted(owner: str, field: str, value: object, hint: Any) -> Any:

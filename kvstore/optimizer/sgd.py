@@ -1,4 +1,4 @@
-"""Update weights by SGD, NAG, Signum, SGLD or DCASGD.
+"""Update weights by SGD, NAG, Signum, SGLD, DCASGD or the rule of MXNet's store tests.
 
 SGD may have momentum; NAG has Nesterov's. Signum and signSGD make steps of one size in the
 direction of a sign. SGLD adds noise, so that weights are samples of a posterior; the noise is a
@@ -13,21 +13,33 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from kvstore.arrays.cpu import kernels
 from kvstore.arrays.cpu.sums import BLOCK_ELEMENTS, Flat
 from kvstore.arrays.keys import Key
-from kvstore.optimizer.arithmetic import add_decay, average, clip, descend, is_on_host, rescale
-from kvstore.optimizer.base import Optimizer, register
+from kvstore.optimizer.arithmetic import add_decay, average, descend, is_on_host, move, rescale
+from kvstore.optimizer.base import ClippedOptimizer, Optimizer, State, register
+from kvstore.optimizer.parameters import not_negative, unit
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MomentumOptimizer(ClippedOptimizer):
+    """An optimizer that keeps a velocity, ``mom``, unless its ``momentum`` is 0."""
+
+    learning_rate: float = 0.01
+    momentum: float = 0.0
+
+    def state_names(self) -> tuple[str, ...]:
+        """The velocity ``mom``; nothing when momentum is 0."""
+        return ("mom",) if self.momentum != 0.0 else ()
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class SGD(Optimizer):
+class SGD(MomentumOptimizer):
     """For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient) + wd * weight
@@ -41,33 +53,16 @@ class SGD(Optimizer):
     add gradients up and never average them.
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("momentum", "lazy_update")
-    lazy_stypes: ClassVar[tuple[str, ...]] = ("default", "row_sparse")
+    positional = ("momentum", "lazy_update")
+    lazy_stypes = ("default", "row_sparse")
 
-    learning_rate: float = 0.01
-    momentum: float = 0.0
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
-
-    def state_names(self) -> tuple[str, ...]:
-        """The velocity ``mom``; nothing when momentum is 0."""
-        return ("mom",) if self.momentum != 0.0 else ()
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
-        rescale(grad, self.rescale_grad)
-        clip(grad, self.clip_gradient)
-        add_decay(grad, weight, self.wd, scratch)
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
+        self._clip_and_decay(grad, weight, scratch)
         np.multiply(grad, self.rate(count), out=grad)
         if self.momentum == 0.0:
             descend(weight, grad)
-            return
-        (velocity,) = state
-        np.multiply(velocity, self.momentum, out=velocity)
-        np.subtract(velocity, grad, out=velocity)
-        np.add(weight, velocity, out=weight, dtype=grad.dtype)
+        else:
+            move(weight, grad, state[0], self.momentum)
 
 
 @kernels.formula_of(SGD)
@@ -84,7 +79,7 @@ def _compiled(sgd: SGD, count: int) -> kernels.Formula:
 
 @register
 @dataclasses.dataclass(frozen=True)
-class NAG(Optimizer):
+class NAG(MomentumOptimizer):
     """Nesterov's accelerated gradient. For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient) + wd * weight
@@ -96,24 +91,10 @@ class NAG(Optimizer):
     (arXiv 1212.0901, section 3.5) and, at a constant learning rate, PyTorch's.
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("momentum",)
+    positional = ("momentum",)
 
-    learning_rate: float = 0.01
-    momentum: float = 0.0
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
-
-    def state_names(self) -> tuple[str, ...]:
-        """The velocity ``mom``; nothing when momentum is 0."""
-        return ("mom",) if self.momentum != 0.0 else ()
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
-        rescale(grad, self.rescale_grad)
-        clip(grad, self.clip_gradient)
-        add_decay(grad, weight, self.wd, scratch)
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
+        self._clip_and_decay(grad, weight, scratch)
         np.multiply(grad, self.rate(count), out=grad)
         if self.momentum != 0.0:
             (velocity,) = state
@@ -126,7 +107,7 @@ class NAG(Optimizer):
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Signum(Optimizer):
+class Signum(MomentumOptimizer):
     """The sign of a running mean. For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient) + wd * weight
@@ -139,37 +120,21 @@ class Signum(Optimizer):
     and ``wd_lh`` has no effect. The sign of NaN is NaN.
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("learning_rate", "momentum", "wd_lh")
-    rate_counts: ClassVar[str] = "always"
+    positional = ("learning_rate", "momentum", "wd_lh")
+    rate_counts = "always"
 
-    learning_rate: float = 0.01
-    momentum: float = 0.9
+    momentum: float = unit(0.9)
     wd_lh: float = 0.0
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_unit("momentum")
-
-    def state_names(self) -> tuple[str, ...]:
-        """The mean ``mom``; nothing when momentum is 0."""
-        return ("mom",) if self.momentum != 0.0 else ()
-
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         rate = self.rate(count)
-        rescale(grad, self.rescale_grad)
         if self.momentum == 0.0:
+            rescale(grad, self.rescale_grad)
             step_by_sign(weight, grad, grad, rate, self.wd, scratch)
-            return
-        (mean,) = state
-        clip(grad, self.clip_gradient)
-        add_decay(grad, weight, self.wd, scratch)
-        average(mean, grad, self.momentum, scratch)
-        step_by_sign(weight, mean, grad, rate, self.wd_lh, scratch)
+        else:
+            self._clip_and_decay(grad, weight, scratch)
+            average(state[0], grad, self.momentum, scratch)
+            step_by_sign(weight, state[0], grad, rate, self.wd_lh, scratch)
 
 
 @register
@@ -188,9 +153,7 @@ class SignSGD(Optimizer):
     wd: float = 0.0
     rescale_grad: float = 1.0
 
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         rescale(grad, self.rescale_grad)
         step_by_sign(weight, grad, grad, self.rate(count), self.wd, scratch)
 
@@ -207,7 +170,7 @@ def step_by_sign(
 
 @register
 @dataclasses.dataclass(frozen=True)
-class SGLD(Optimizer):
+class SGLD(ClippedOptimizer):
     """For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient)
@@ -222,41 +185,30 @@ class SGLD(Optimizer):
     Philox, also for weights on a GPU.
     """
 
-    scope: ClassVar[str] = "key"
-    positional: ClassVar[tuple[str, ...]] = ()
+    scope = "key"
+    positional = ()
 
-    learning_rate: float = 0.01
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
-    seed: int = 0
+    learning_rate: float = not_negative(0.01)
+    seed: int = not_negative(0)
 
     _stream: int = dataclasses.field(default=0, init=False, compare=False)
     """The key's number, set by ``for_key``: keys have noise of their own."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_not_negative("learning_rate", "seed")
-
     def for_key(self, key: Key, width: int | None = None) -> Optimizer:
         """As in ``Optimizer``, and with a stream of noise of its own for each key."""
         found = super().for_key(key)
-        own = found._variants.get(("stream", key))
-        if own is None:
+
+        def with_stream() -> Optimizer:
             own = found.replace(lr_mult=(), wd_mult=())
             digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
             object.__setattr__(own, "_stream", int.from_bytes(digest, "big"))
-            own = found._variants.setdefault(("stream", key), own)
-        result: Optimizer = own
-        return result
+            return own
 
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+        return found._variant(("stream", key), with_stream)
+
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         rate = self.rate(count)
-        rescale(grad, self.rescale_grad)
-        clip(grad, self.clip_gradient)
-        add_decay(grad, weight, self.wd, scratch)
+        self._clip_and_decay(grad, weight, scratch)
         np.multiply(grad, rate / 2, out=grad)
         descend(weight, grad)
         if rate == 0.0:
@@ -282,7 +234,7 @@ def _draw(generator: np.random.Generator, out: Any) -> None:
 
 @register
 @dataclasses.dataclass(frozen=True)
-class DCASGD(Optimizer):
+class DCASGD(ClippedOptimizer):
     """For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient)
@@ -299,25 +251,19 @@ class DCASGD(Optimizer):
     raises ``ValueError`` for keys of more than one element; here it works as in the formula.
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("momentum", "lamda")
+    positional = ("momentum", "lamda")
 
     learning_rate: float = 0.01
     momentum: float = 0.0
     lamda: float = 0.04
-    wd: float = 0.0
-    rescale_grad: float = 1.0
-    clip_gradient: float | None = None
 
     def state_names(self) -> tuple[str, ...]:
         """What the last update did, ``moved``; with a momentum the velocity ``mom``, too."""
         return ("moved",) if self.momentum == 0.0 else ("moved", "mom")
 
-    def update(
-        self, weight: Flat, grad: Flat, state: Sequence[Flat], count: int, scratch: Flat
-    ) -> None:
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         moved = state[0]
-        rescale(grad, self.rescale_grad)
-        clip(grad, self.clip_gradient)
+        self._clip(grad)
         np.multiply(grad, self.lamda, out=scratch)
         np.multiply(scratch, grad, out=scratch)
         np.multiply(scratch, moved, out=moved)
@@ -332,3 +278,33 @@ class DCASGD(Optimizer):
         np.positive(weight, out=scratch)
         np.add(weight, grad, out=weight)
         np.subtract(weight, scratch, out=moved)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Test(Optimizer):
+    """For each element::
+
+        weight = weight - learning_rate * (rescale_grad * grad + wd * weight)
+        weight_copy = weight
+
+    With the defaults this is MXNet 1.9.1's ``weight += rescale_grad * grad``, whatever its
+    tests push; 1.9.1 ignores a learning rate and a decay. With them given it is the
+    optimizer of the same name in MXNet 2, which keeps no state and whose defaults are 0.01
+    and 0 (both ``python/mxnet/optimizer/optimizer.py``).
+    """
+
+    positional = ()
+    states = ("weight_copy",)
+
+    learning_rate: float = -1.0
+    wd: float = 0.0
+    rescale_grad: float = 1.0
+
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
+        (copy,) = state
+        rescale(grad, self.rescale_grad)
+        add_decay(grad, weight, self.wd, scratch)
+        rescale(grad, self.rate(count))
+        descend(weight, grad)
+        np.positive(weight, out=copy, dtype=copy.dtype)

@@ -14,9 +14,9 @@ BUGS = [
     ),
     Bug(
         "the momentum of SGD has the wrong sign",
-        "kvstore/optimizer/sgd.py",
-        "np.subtract(velocity, grad, out=velocity)\n        np.add(weight, velocity, out=weight",
-        "np.add(velocity, grad, out=velocity)\n        np.add(weight, velocity, out=weight",
+        "kvstore/optimizer/arithmetic.py",
+        "np.subtract(velocity, step, out=velocity)",
+        "np.add(velocity, step, out=velocity)",
         "tests/unit/kvstore/optimizer/test_optimizer_formulas.py",
     ),
     Bug(

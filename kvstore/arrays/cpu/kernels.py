@@ -30,7 +30,6 @@ from pslite import Config
 
 Array = np.ndarray[Any, Any]
 Row = Sequence[Array]
-_Optimizer = TypeVar("_Optimizer")
 
 INTERFACE = 4
 """A module built from another version of the sources has another number, and is not used."""
@@ -81,21 +80,19 @@ class Formula(NamedTuple):
 
 
 _SUM = Formula(_ASSIGN)
+_Numbers = TypeVar("_Numbers", bound=Callable[[Any, int], Formula])
+
 _formulas: dict[type, Callable[[Any, int], Formula]] = {}
 
 
-def formula_of(
-    cls: type[_Optimizer],
-) -> Callable[[Callable[[_Optimizer, int], Formula]], Callable[[_Optimizer, int], Formula]]:
+def formula_of(cls: type) -> Callable[[_Numbers], _Numbers]:
     """Decorator: for optimizers of this very class, this function gives an update's numbers.
 
     It is called with the optimizer and the update's number. Subclasses, which may do something
     else, are not meant.
     """
 
-    def note(
-        function: Callable[[_Optimizer, int], Formula],
-    ) -> Callable[[_Optimizer, int], Formula]:
+    def note(function: _Numbers) -> _Numbers:
         _formulas[cls] = function
         return function
 
