@@ -1,7 +1,7 @@
 """Futures: how a result of the I/O thread reaches the thread that waits for it.
 
 A future completes exactly once, with a value or an error; its creator sees to it that
-it does (``protocol/pending.py``, ``plane/worker.py``). Callbacks run on the completing thread,
+it does (``node/customer.py``, ``plane/worker.py``). Callbacks run on the completing thread,
 which is the I/O thread, so they must be short and must not wait. A leaf: it knows no node.
 """
 

@@ -1,22 +1,30 @@
-"""Where a node's buffers come from. Any thread may ask; nothing here waits.
+"""A node's buffers: pooled, and shared with the peers on the same machine where that works.
+
+A buffer comes from a *segment*, a stretch of memory that another process of the same machine
+can map (``segment.py``). A frame that lies in one travels to such a peer as a descriptor (which
+segment, where, how long), and the peer reads the sender's memory itself (``sharing.py``). To
+everybody else, and to layers above, it is a frame like any other.
+
+What that asks of a buffer's sender: not to change it until the *receiver is done with
+it*, not only until the message is accepted. For a push that is its answer; for an answer, its
+acceptance, since a worker copies values out before it accepts.
 
 A buffer is a flat array of bytes that is free again when nothing refers to it: no array, no
 view, no message under way. So buffers are never given back by hand, and none is reused
 too early. Memory once touched stays for the next buffer, since fresh memory costs page faults.
-Next: ``sharing.py``.
+Any thread may ask; nothing here waits.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from pslite.memory.freelist import FreeList
 from pslite.memory.segment import HEADER_BYTES, Segment, private_segment, shared_segment
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -26,6 +34,41 @@ _ALIGNMENT = 64
 _FIRST_BYTES = 1 << 20
 _LARGEST_BYTES = 256 << 20
 """Segments double up to this size; a larger buffer gets one of its own."""
+
+
+class FreeList:
+    """Hands out ranges of ``size`` bytes and takes them back, in any order."""
+
+    def __init__(self, size: int) -> None:
+        #: (start, size) of each free range, rising; none touches the next. Every change is one
+        #: operation on the list, so a Ctrl-C in between can lose a range, but not give it twice.
+        self._ranges = [(0, size)] if size else []
+        self.free_bytes = size
+
+    def take(self, size: int) -> int | None:
+        """The start of a free range of ``size`` bytes (at least 1), the lowest; None: no room."""
+        if size > self.free_bytes:
+            return None
+        for index, (start, room) in enumerate(self._ranges):
+            if room >= size:
+                rest = [(start + size, room - size)] if room > size else []
+                self._ranges[index : index + 1] = rest
+                self.free_bytes -= size
+                return start
+        return None
+
+    def give_back(self, start: int, size: int) -> None:
+        """This range, which ``take`` gave, is free again."""
+        self.free_bytes += size
+        ranges, stop = self._ranges, start + size
+        first = last = bisect_left(ranges, (start, 0))
+        if first and sum(ranges[first - 1]) == start:
+            first -= 1
+            start = ranges[first][0]
+        if last < len(ranges) and ranges[last][0] == stop:
+            stop += ranges[last][1]
+            last += 1
+        ranges[first:last] = [(start, stop - start)]
 
 
 class _Block:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pslite.errors import ConfigError, ProtocolError, UsageError
-from pslite.memory import Sharing
+from pslite.memory.sharing import Sharing
 from pslite.protocol.channel import Channel, Outgoing
 from pslite.van.base import Received, Van, size_of
 from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from pslite.config import Config
 from pslite.future import Future
 from pslite.ids import NodeInfo, Role
-from pslite.memory import Sharing
+from pslite.memory.sharing import Sharing
 from pslite.node.customer import Customers
 from pslite.node.io_queue import Errands
 from pslite.node.links import Delivery, Links

@@ -22,7 +22,8 @@ from pslite.config import Config
 from pslite.errors import ClosedError, DeadlockError, PSError, UsageError, as_failure
 from pslite.future import Future
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_title
-from pslite.memory import Bytes, Heap, Sharing
+from pslite.memory.heap import Bytes, Heap
+from pslite.memory.sharing import Sharing
 from pslite.node.admission import FROM_MEMBERS, Admission
 from pslite.node.customer import Customers, Handler, Reply
 from pslite.node.data import Traffic

@@ -1,7 +1,7 @@
 """Nodes on this machine: their memory is read where it lies, and small messages go by pipes.
 
-What is offered and what is taken; ``memory/`` has the memory itself, ``van/pipes.py`` the pipes. On
-the I/O thread.
+What is offered and what is taken. ``memory/`` has the memory itself, ``van/zmq/pipes.py`` the
+pipes. On the I/O thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pslite.ids import NodeInfo, Role
 from pslite.node.office import Office
-from pslite.van.pipes import PipeTicket
+from pslite.van.base import PipeTicket
 from pslite.wire.messages import Message, PipeOffer, SegmentOffer, SegmentTaken
 
 #: What nodes of one machine say to each other about it.

@@ -1,6 +1,6 @@
 """A server's half of the data plane. Pure; runs on the node's I/O thread.
 
-What arrives is looked at here, and goes to the units that its parts belong to (``groups.py``). The
+What arrives is looked at here, and goes to the units that its parts belong to (``unit.py``). The
 rules stand in the package's docstring; ``worker.py`` is the other half, and ``protocol/rounds.py``
 decides which contributions belong together. Read next: ``unit.py`` and ``replies.py``.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pslite.errors import ProtocolError, UsageError
-from pslite.plane.groups import Parts
 from pslite.plane.interface import (
     Buffer,
     Effect,
@@ -25,7 +24,7 @@ from pslite.plane.interface import (
     piece_of,
 )
 from pslite.plane.replies import Replies
-from pslite.plane.unit import NO_SIZE, OpenRound, Unit
+from pslite.plane.unit import NO_SIZE, OpenRound, Parts, Unit
 from pslite.protocol.rounds import AsyncRounds, Rounds, SyncRounds
 from pslite.wire.messages import Exchange, Ints, StaleEpoch
 

@@ -1,7 +1,7 @@
 """A worker's half of the data plane. Pure; runs on the node's I/O thread.
 
 The rules stand in the package's docstring; ``server.py`` is the other half. Read next:
-``transfer.py`` and ``requested.py``.
+``transfer.py``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from pslite.errors import ProtocolError, PSError, rebuild
 from pslite.plane.interface import Buffer, Piece, Send, cut
-from pslite.plane.requested import Request, Requested, joined
-from pslite.plane.transfer import Transfer
+from pslite.plane.transfer import Request, Requested, Transfer, joined
 from pslite.wire.messages import Answer, Exchange, Ints, PartsFailed, StaleEpoch
 
 #: So often a list of parts has to be asked for before they are kept as one.

@@ -44,10 +44,9 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pslite.errors import UsageError
-from pslite.van.pipes import PipeTicket
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """One frame to send: C-contiguous memory. NumPy arrays are passed as ``array.data``."""
@@ -111,6 +110,14 @@ class TurnedAway:
 
 
 VanEvent: TypeAlias = Received | Connected | Disconnected | Denied | TurnedAway
+
+
+class PipeTicket(NamedTuple):
+    """What a peer needs to open a pipe; the process id is the roster's."""
+
+    fd: int
+    inode: int
+    """The kernel's number of the pipe: no two are alike while both exist."""
 
 
 class Van(abc.ABC):

@@ -292,7 +292,7 @@ class SegmentTaken(Message):
 
 @dataclass(frozen=True, slots=True)
 class PipeOffer(Message):
-    """A pipe by which the receiver, on the same machine, may send (``pslite/van/pipes.py``)."""
+    """A pipe by which the receiver, on the same machine, may send (``pslite/van/zmq/pipes.py``)."""
 
     NUMBER: ClassVar[int] = 21
     NATURAL: ClassVar[tuple[str, ...]] = ("fd", "inode")

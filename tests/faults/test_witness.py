@@ -19,7 +19,7 @@ from kvstore import optimizer
 from kvstore.server import install
 from kvstore.stores.dist.store import create_dist
 from pslite import Postoffice
-from pslite.memory import Sharing
+from pslite.memory.sharing import Sharing
 from pslite.testing.simulator import Simulation
 from tests.faults import witness
 

@@ -22,8 +22,8 @@ import kvstore
 from kvstore.mxnet import nd
 from kvstore.stores.base import KVStore
 from pslite import Postoffice
-from pslite.memory import Sharing
 from pslite.memory.segment import HEADER_BYTES
+from pslite.memory.sharing import Sharing
 from pslite.wire.messages import Ints
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd here")

@@ -44,7 +44,7 @@ BUGS = [
     ),
     Bug(
         "a free range is joined to the wrong neighbour",
-        "pslite/memory/freelist.py",
+        "pslite/memory/heap.py",
         "            start = ranges[first][0]\n",
         "            start = ranges[first][0] - 0 * size\n            stop += size\n",
         "tests/unit/pslite/memory/test_memory_freelist.py",
@@ -91,7 +91,7 @@ BUGS = [
     ),
     Bug(
         "a request does not wait for the result before it",
-        "pslite/plane/requested.py",
+        "pslite/plane/transfer.py",
         "        if self.pulling is not None:\n            return False",
         "        if False:\n            return False",
         SEEDS,
@@ -105,11 +105,11 @@ BUGS = [
     ),
     Bug(
         "a second answer of one node stands in for another's",
-        "pslite/protocol/pending.py",
+        "pslite/node/customer.py",
         "        if entry is None or node not in entry.waiting:\n            return\n"
         "        entry.waiting.discard(node)",
         "        if entry is None:\n            return\n        entry.waiting.pop()",
-        "tests/unit/pslite/protocol/test_pending.py",
+        "tests/unit/pslite/node/test_pending.py",
     ),
     Bug(
         "ranks follow the host names",
@@ -238,7 +238,7 @@ BUGS = [
     ),
     Bug(
         "a worker sends one push more than the window allows",
-        "pslite/plane/requested.py",
+        "pslite/plane/transfer.py",
         "len(self.inflight) <= window",
         "len(self.inflight) <= window + 1",
         "tests/unit/pslite/plane/test_plane_worker.py",

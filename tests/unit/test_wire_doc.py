@@ -24,8 +24,7 @@ from pslite.protocol.surveys import ANSWER_S, FRESH_S, MAX_ASKERS
 from pslite.van import base as van
 from pslite.van.base import TOTAL_PER_FRAME
 from pslite.van.cutting import MARK, PIECE_BYTES
-from pslite.van.pipes import MAX_MESSAGE_BYTES, MAX_MESSAGE_FRAMES
-from pslite.van.zmq.pipes import MAX_PIPES
+from pslite.van.zmq.pipes import MAX_MESSAGE_BYTES, MAX_MESSAGE_FRAMES, MAX_PIPES
 from pslite.wire.codec import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,

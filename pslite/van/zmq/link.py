@@ -5,7 +5,7 @@ key is another one, or uses another mechanism. Under CURVE another key shows onl
 end closing each connection in the middle of the handshake, so that counts as a "no" as well
 when it has gone on for a while.
 
-Where a link has further connections (``further.py``), they end with the first one, and it ends
+Where a link has further connections (``dealer.py``), they end with the first one, and it ends
 with each of them. Runs on the owner's thread. Read next: ``van.py``.
 """
 
@@ -20,8 +20,7 @@ from pslite.errors import ConfigError
 from pslite.security import WHAT_TO_COMPARE, Proofs
 from pslite.van.base import Connected, Denied, Disconnected, VanEvent, size_of
 from pslite.van.zmq.addresses import Endpoint, Whereabouts, connect_problem, without_key
-from pslite.van.zmq.dealer import Dealer, LinkNeeds
-from pslite.van.zmq.further import Further
+from pslite.van.zmq.dealer import Dealer, Further, LinkNeeds
 from pslite.van.zmq.listener import OVERDUE_S, SETTLE_S
 from pslite.van.zmq.sockets import ANOTHER_MECHANISM, REFUSED_KEY, WRONG_PROTOCOL
 

@@ -1,7 +1,7 @@
 """The accepting end of the van over TCP: a ROUTER, who is connected to it, who was turned away.
 
 The messages of a connection come out under the uid of the van that opened it
-(``accepted.py``). Where the job has a key, libzmq asks ``zap.py`` before it lets anybody
+(``accepted.py``). Where the job has a key, libzmq asks ``ZapDoor`` before it lets anybody
 in, so nothing that is read here comes from a stranger then. Runs on the owner's thread. Read
 next: ``van.py``, which polls it.
 """

@@ -1,4 +1,11 @@
-"""Open and close the pipes of one van, and remember whose they are.
+"""Pipes between processes of one machine: a shortcut for small messages beside a connection.
+
+libzmq hands each message from thread to thread twice at either end, which takes longer than the
+message itself where both ends are on one machine. A process that listens makes a pipe for each
+such peer and tells it the descriptor; the peer opens it through ``/proc/<pid>/fd/<fd>``, as it
+maps memory (``memory/segment.py``), which the kernel allows to processes of the same user that
+see the same process ids. A message is written whole or not at all, never waited for: what finds
+no room goes the other way.
 
 A pipe begins after its connection and ends with it. A failure of a pipe ends the pipe and never the
 connection, which can carry everything. Runs on the owner's thread. Read next: ``van.py``.
@@ -6,20 +13,182 @@ connection, which can carry everything. Runs on the owner's thread. Read next: `
 
 from __future__ import annotations
 
+import fcntl
+import os
+import select
+import stat
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import zmq
 
 from pslite.errors import ProtocolError
-from pslite.van.base import Disconnected, Received, VanEvent
-from pslite.van.pipes import PipeIn, PipeOut, PipeTicket
+from pslite.van.base import Disconnected, PipeTicket, Received, VanEvent
 
 MAX_PIPES = 64
 """A van makes and uses at most this many pipes: each takes an open file or two."""
+MAX_MESSAGE_BYTES = 32_768
+"""Half of what Linux lets wait in a pipe; larger messages gain nothing by this way."""
+MAX_MESSAGE_FRAMES = 256
+PIPE_BYTES = 65_536
+"""What a pipe holds at most: all of it can be read at once."""
+_COUNT = struct.Struct("=I")
 
 Reader = Callable[["list[VanEvent]", int], object]
+
+
+class PipeIn:
+    """The end that is read. Messages of one peer come out in the order of sending.
+
+    Raises:
+        OSError: the system has no pipe to give.
+    """
+
+    def __init__(self) -> None:
+        if not hasattr(os, "pipe2"):
+            raise OSError("this system has no pipe2")
+        # The writing end stays open: it is what the peer opens, and a pipe without a writer
+        # to would look like one that has ended. Who is gone is the connection's business.
+        self._reading, self._writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        fcntl.fcntl(self._writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # more where pages are large
+        self.ticket = PipeTicket(self._writing, os.fstat(self._writing).st_ino)
+        self._rest = b""
+
+    def fileno(self) -> int:
+        """The descriptor that becomes readable."""
+        return self._reading
+
+    def read(self) -> list[list[memoryview | bytes]]:
+        """The messages that are there: the frames of each.
+
+        Raises:
+            ProtocolError: what was written is not a message.
+        """
+        try:
+            data = os.read(self._reading, PIPE_BYTES)
+        except BlockingIOError:
+            return []
+        return list(self._messages(self._rest + data))
+
+    def _messages(self, data: bytes) -> Iterator[list[memoryview | bytes]]:
+        self._rest = b""
+        view, start = memoryview(data), 0
+        while start < len(data):
+            frames = _frames_at(view, start)
+            if frames is None:
+                self._rest = data[start:]
+                return
+            start += _head_bytes(len(frames)) + sum(map(len, frames))
+            yield frames
+
+    def close(self) -> None:
+        """Nothing is read any more; writers are told."""
+        os.close(self._reading)
+        os.close(self._writing)
+
+
+def _head_bytes(count: int) -> int:
+    return _COUNT.size * (1 + count)
+
+
+def _frames_at(view: memoryview, start: int) -> list[memoryview | bytes] | None:
+    """The frames of the message that begins there; None while a part of it is missing."""
+    left = len(view) - start
+    if left < _COUNT.size:
+        return None
+    (count,) = _COUNT.unpack_from(view, start)
+    if count > MAX_MESSAGE_FRAMES:
+        raise ProtocolError(
+            f"a pipe takes messages of up to {MAX_MESSAGE_FRAMES} frames, got {count}"
+        )
+    at = start + _head_bytes(count)
+    if at > len(view):
+        return None
+    lengths = struct.unpack_from(f"={count}I", view, start + _COUNT.size)
+    if at - start + sum(lengths) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(
+            f"a pipe takes messages of up to {MAX_MESSAGE_BYTES} bytes, got "
+            f"{at - start + sum(lengths)}"
+        )
+    if at + sum(lengths) > len(view):
+        return None
+    frames: list[memoryview | bytes] = []
+    for length in lengths:
+        frames.append(view[at : at + length])
+        at += length
+    return frames
+
+
+class PipeOut:
+    """The end that is written, of a pipe that process ``pid`` has offered.
+
+    Raises:
+        OSError: it cannot be opened, or is not the one that was offered.
+    """
+
+    def __init__(self, pid: int, ticket: PipeTicket) -> None:
+        path = f"/proc/{pid}/fd/{ticket.fd}"
+        if not _is(os.stat(path), ticket):  # before it is opened: opening may have effects
+            raise OSError(f"{path} is not the pipe that was offered")
+        self._fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not _is(os.fstat(self._fd), ticket):
+            os.close(self._fd)
+            raise OSError(f"{path} is not the pipe that was offered")
+        self._rest = b""
+
+    def fileno(self) -> int:
+        """The descriptor that becomes writable."""
+        return self._fd
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the end of a message still waits for room; until then no other is taken."""
+        return bool(self._rest)
+
+    def send(self, buffers: Sequence[bytes | memoryview]) -> bool:
+        """Return whether the pipe has taken the message; else nothing has happened.
+
+        The buffers are the caller's again. Raises ``BrokenPipeError`` when the reader is gone.
+        """
+        if self._rest or len(buffers) > MAX_MESSAGE_FRAMES:
+            return False
+        lengths = [len(each) if type(each) is bytes else each.nbytes for each in buffers]  # type: ignore[union-attr]
+        if _head_bytes(len(lengths)) + sum(lengths) > MAX_MESSAGE_BYTES:
+            return False
+        head = struct.pack(f"={1 + len(lengths)}I", len(lengths), *lengths)
+        message = b"".join([head, *buffers])
+        try:
+            written = os.write(self._fd, message)
+        except BlockingIOError:
+            return False
+        self._rest = message[written:]
+        return True
+
+    def flush(self) -> None:
+        """Write what waits, as far as there is room. Raises as ``send`` does."""
+        try:
+            self._rest = self._rest[os.write(self._fd, self._rest) :]
+        except BlockingIOError:
+            pass
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """The end. What waits for room gets so much time; what is in the pipe can still be read."""
+        end_at = time.monotonic() + linger_s
+        try:
+            while self._rest and (left_s := end_at - time.monotonic()) > 0:
+                poll = select.poll()
+                poll.register(self._fd, select.POLLOUT)
+                poll.poll(1000 * left_s)
+                self.flush()
+        except BrokenPipeError:
+            pass
+        os.close(self._fd)
+
+
+def _is(found: os.stat_result, ticket: PipeTicket) -> bool:
+    return stat.S_ISFIFO(found.st_mode) and found.st_ino == ticket.inode
 
 
 class Pipes:

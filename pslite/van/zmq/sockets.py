@@ -1,8 +1,12 @@
 """What both ends of the van over TCP do with ZeroMQ sockets: options, monitors, frames.
 
-Of the van's files, those whose names begin with ``zmq`` are the only ones that import ``zmq``.
 The behaviour of options is that of the manual page ``zmq_setsockopt`` (libzmq 4.3.5). Runs on
 the owner's thread. Read next: ``listener.py``.
+
+libzmq asks (ZAP, RFC 27) before a connection that claims to know the job's key carries its first
+message. The van's own poll loop reads the questions (``ZapDoor``), on the owner's thread; a node
+too busy to answer lets its visitors wait, and they try again. Nothing that a question holds is
+trusted: whatever is not exactly as it must be is refused, and nothing raises.
 
 pyzmq's thread that frees what is sent without a copy (``zmq.utils.garbage``) ends in an exit
 handler, and exit handlers run in the reverse order of their registration. pyzmq registers it when
@@ -13,9 +17,10 @@ that are closed by handlers of later registration still send without a copy.
 from __future__ import annotations
 
 import errno
+import hmac
 import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 import zmq.utils.garbage
@@ -25,7 +30,6 @@ from pslite.errors import ConfigError
 from pslite.scarcity import cannot_open
 from pslite.security import Mechanism, Proofs
 from pslite.van.base import MAX_FRAMES
-from pslite.van.zmq.zap import DOMAIN, Credentials
 
 Socket = zmq.Socket[bytes]
 
@@ -43,8 +47,93 @@ BROKEN_OFF = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 ANOTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 ANOTHER_CURVE_KEY = int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
 
+ENDPOINT = "inproc://zeromq.zap.01"
+"""Where libzmq asks who may connect (ZAP, RFC 27)."""
+DOMAIN = b"pslite"
+VERSION = b"1.0"
+ACCEPT = (b"200", b"OK")
+DENY = (b"400", b"the key differs")
+CANNOT = (b"500", b"this is not a request of RFC 27")
+_HEAD_FRAMES = 6  # version, request id, domain, address, identity, mechanism; then credentials
+_MAX_ID_BYTES = 255
+
 _EVENT = struct.Struct("=HI")
 _Options = Sequence[tuple[int, int | bytes]]
+
+
+class Credentials:
+    """What a connection of one mechanism must present, to the last bit."""
+
+    __slots__ = ("_expected", "_mechanism")
+
+    def __init__(self, mechanism: bytes, expected: Sequence[bytes]) -> None:
+        self._mechanism = mechanism
+        self._expected = tuple(expected)
+
+    def match(self, mechanism: bytes, presented: Sequence[bytes]) -> bool:
+        """Return whether these are they; takes as long for a near miss as for a wild guess."""
+        if mechanism != self._mechanism or len(presented) != len(self._expected):
+            return False
+        matches = [
+            hmac.compare_digest(given, wanted)
+            for given, wanted in zip(presented, self._expected, strict=True)
+        ]
+        return all(matches)
+
+
+def answer(
+    question: Sequence[bytes], credentials: Credentials
+) -> tuple[list[bytes] | None, str | None]:
+    """The reply to the frames of a question, and the address of who was turned away, if so.
+
+    Frames as RFC 27 numbers them, without the routing frames of ROUTER. There is no reply to a
+    question without a request id: there is no telling what it belongs to.
+    """
+    if len(question) < 2 or not 0 < len(question[1]) <= _MAX_ID_BYTES:
+        return None, None
+    denied: str | None = None
+    if len(question) < _HEAD_FRAMES or question[0] != VERSION or question[2] != DOMAIN:
+        code, text = CANNOT
+    elif credentials.match(question[5], question[6:]):
+        code, text = ACCEPT
+    else:
+        code, text = DENY
+        denied = question[3].decode("ascii", "replace")[:64]
+    user_id, metadata = (b"node", b"") if code == ACCEPT[0] else (b"", b"")
+    return [VERSION, question[1], code, text, user_id, metadata], denied
+
+
+class ZapDoor:
+    """The socket that answers. ``denied`` is called with the address of each that was refused."""
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], credentials: Credentials, denied: Callable[[str], None]
+    ) -> None:
+        """``socket`` is a ROUTER without limits; this object binds and owns it."""
+        self.socket = socket
+        self._credentials = credentials
+        self._denied = denied
+        socket.bind(ENDPOINT)
+
+    def read(self, _events: object, limit: int) -> None:
+        """Answer up to ``limit`` questions."""
+        for _ in range(limit):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            # Before the question: who asks (a frame of ROUTER), and an empty delimiter.
+            if len(frames) < 2 or frames[1]:
+                continue
+            reply, refused = answer(frames[2:], self._credentials)
+            if reply is not None:
+                # Dropped by ROUTER where the asking connection is over.
+                self.socket.send_multipart([frames[0], b"", *reply], zmq.NOBLOCK)
+            if refused is not None:
+                self._denied(refused)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
 
 
 class Doors:

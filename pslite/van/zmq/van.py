@@ -3,7 +3,7 @@
 It keeps the contract of ``base.py`` and may not know what the frames mean. Everything runs
 on the owner's thread but ``wake``; libzmq adds one I/O thread a van, which also answers
 heartbeats, so a node with a busy interpreter is not taken for lost.
-Read ``base.py``, ``accepted.py`` and the other ``zmq_*.py`` first; nothing comes after this file.
+Read ``base.py``, ``accepted.py`` and the files beside it first; nothing comes after this file.
 
 What differs from everyday ZeroMQ, and why (options are those of the manual page
 ``zmq_setsockopt``; the behaviour was read in the source of libzmq 4.3.5 and is tested)
@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -38,6 +40,7 @@ from pslite.van.base import (
     MAX_FRAMES,
     TOTAL_PER_FRAME,
     Buffer,
+    PipeTicket,
     Van,
     VanEvent,
     as_buffers,
@@ -45,7 +48,6 @@ from pslite.van.base import (
     size_of,
 )
 from pslite.van.cutting import PIECE_BYTES
-from pslite.van.pipes import PipeTicket
 from pslite.van.zmq.accepted import make_routing_id
 from pslite.van.zmq.addresses import HostAddresses, check_bind_address, parse_address
 from pslite.van.zmq.dealer import LinkNeeds, Reader
@@ -53,12 +55,55 @@ from pslite.van.zmq.flows import counts_bytes
 from pslite.van.zmq.link import MESSAGES_PER_POLL, Link
 from pslite.van.zmq.listener import OTHER_KEY, ROUTER_EVENTS, Listener, listen
 from pslite.van.zmq.pipes import Pipes
-from pslite.van.zmq.sockets import Doors, Socket, SocketMaker, close_watched
-from pslite.van.zmq.wakeup import Wakeup
-from pslite.van.zmq.zap import ZapDoor
+from pslite.van.zmq.sockets import Doors, Socket, SocketMaker, ZapDoor, close_watched
 
 SPREAD_BYTES = 64 << 10
 """Messages of this many bytes take turns where a peer has several connections."""
+
+
+class Wakeup:
+    """Lets any thread end the owner's wait. Many calls before a poll cost one byte."""
+
+    def __init__(self) -> None:
+        self._reading, self._writing = socket.socketpair()
+        self._reading.setblocking(False)
+        self._writing.setblocking(False)
+        self._lock = threading.Lock()  # wake() and close() must not meet at the descriptor
+        self._pending = False
+        self._taken = False
+
+    def fileno(self) -> int:
+        """The descriptor that becomes readable."""
+        return self._reading.fileno()
+
+    def wake(self) -> None:
+        """Make :meth:`fileno` readable. From any thread, also after :meth:`close`."""
+        # Read without the lock on purpose: while it is set, a poll is bound to return, and the
+        # owner looks at its queues after that.
+        if self._pending:
+            return
+        with self._lock:
+            if not self._pending:
+                self._pending = True
+                self._writing.send(b"\0")
+
+    def read(self) -> None:
+        """Empty the channel; called when :meth:`fileno` is readable."""
+        self._reading.recv(16)
+        self._pending = False
+        self._taken = True
+
+    def take(self) -> bool:
+        """Return whether something was read since this was last asked."""
+        taken, self._taken = self._taken, False
+        return taken
+
+    def close(self) -> None:
+        """Free both ends; later calls of :meth:`wake` do nothing."""
+        with self._lock:
+            self._pending = True
+            self._reading.close()
+            self._writing.close()
 
 
 class ZmqVan(Van):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pslite.memory import freelist
-from pslite.memory.freelist import FreeList
+from pslite.memory import heap as module
+from pslite.memory.heap import FreeList
 
 SIZE = 200
 
@@ -81,7 +81,7 @@ def stops_at(line: int) -> Any:
     left = [line]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != freelist.__file__:
+        if frame.f_code.co_filename != module.__file__:
             return None
         if event == "line":
             left[0] -= 1

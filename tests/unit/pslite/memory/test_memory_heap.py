@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pslite.memory import Heap
 from pslite.memory.heap import _LARGEST_BYTES as LARGEST_BYTES
+from pslite.memory.heap import Heap
 from pslite.memory.segment import HEADER_BYTES, PAGE_BYTES
 
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd here")

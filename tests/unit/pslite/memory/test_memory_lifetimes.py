@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pslite.errors import NodeLostError
-from pslite.memory import Heap
+from pslite.memory.heap import Heap
 from pslite.plane import Send, Transfer, WorkerPlane
 from pslite.wire.messages import Answer, PartsFailed, StaleEpoch
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pslite.errors import ProtocolError
-from pslite.memory import Heap, Sharing
 from pslite.memory import sharing as module
+from pslite.memory.heap import Heap
 from pslite.memory.segment import HEADER_BYTES
-from pslite.memory.sharing import MIN_SHARED_BYTES, PATIENCE_S
+from pslite.memory.sharing import MIN_SHARED_BYTES, PATIENCE_S, Sharing
 from pslite.wire.messages import SegmentOffer, SegmentTaken
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd here")

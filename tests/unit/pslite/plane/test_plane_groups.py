@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pslite.plane import NO_SIZE
-from pslite.plane.groups import Parts
-from pslite.plane.unit import Unit
+from pslite.plane.unit import Parts, Unit
 from pslite.protocol.rounds import SyncRounds
 
 

@@ -16,7 +16,7 @@ from pslite.config import MAX_CONNECTIONS
 from pslite.security import derive
 from pslite.testing.inproc import InprocNetwork, InprocVan
 from pslite.van.base import Connected, Disconnected, Received, Van
-from pslite.van.zmq.further import MAX_SHORT
+from pslite.van.zmq.dealer import MAX_SHORT
 from pslite.van.zmq.van import SPREAD_BYTES, ZmqVan
 
 HOST = "127.0.0.1"

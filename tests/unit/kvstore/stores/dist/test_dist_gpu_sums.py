@@ -10,7 +10,7 @@ import pytest
 from kvstore.stores.arguments import spec_of
 from kvstore.stores.dist.gpu_sums import PinnedMemory, split, sums_of
 from pslite import Postoffice
-from pslite.memory import Heap
+from pslite.memory.heap import Heap
 
 
 def no_buffer(nbytes: int) -> Any:

@@ -15,7 +15,7 @@ from kvstore.protocol.requests import KeyEntry
 from kvstore.stores.arguments import KeyList
 from kvstore.stores.dist.transfer import DenseExchange
 from pslite import Config
-from pslite.memory import Heap
+from pslite.memory.heap import Heap
 from pslite.plane import Piece, Transfer
 
 CHUNK_BYTES = 4096

@@ -23,8 +23,7 @@ from pslite.security import derive
 from pslite.van.base import Connected, Disconnected, Received, TurnedAway, Van, VanEvent
 from pslite.van.zmq.accepted import make_routing_id
 from pslite.van.zmq.sockets import LOOPBACK_BUFFER_BYTES
-from pslite.van.zmq.van import ZmqVan
-from pslite.van.zmq.wakeup import Wakeup
+from pslite.van.zmq.van import Wakeup, ZmqVan
 
 HOST = "127.0.0.1"
 PLAIN = derive(b"the key of this job", "plain")

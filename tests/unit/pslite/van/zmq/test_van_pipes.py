@@ -18,8 +18,14 @@ from van_helpers import join, payloads, poll_until, receive, wait_for
 
 from pslite.errors import ProtocolError
 from pslite.van.base import Connected, Disconnected, Received, VanEvent
-from pslite.van.pipes import MAX_MESSAGE_BYTES, MAX_MESSAGE_FRAMES, PipeIn, PipeOut, PipeTicket
-from pslite.van.zmq.pipes import Pipes
+from pslite.van.zmq.pipes import (
+    MAX_MESSAGE_BYTES,
+    MAX_MESSAGE_FRAMES,
+    PipeIn,
+    PipeOut,
+    Pipes,
+    PipeTicket,
+)
 from pslite.van.zmq.van import ZmqVan
 
 HOST = "127.0.0.1"
@@ -317,7 +323,7 @@ import os, signal, sys
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 import pslite
 from cluster import InprocCluster
-from pslite.van.pipes import PipeIn, PipeOut
+from pslite.van.zmq.pipes import PipeIn, PipeOut
 with InprocCluster(1, 1) as cluster:
     reading = PipeIn()
     writing = PipeOut(os.getpid(), reading.ticket)
@@ -334,7 +340,7 @@ with InprocCluster(1, 1) as cluster:
 
 
 def test_a_script_that_wants_to_end_by_sigpipe_does_not_end_when_a_peer_has() -> None:
-    inproc = Path(__file__).resolve().parents[3] / "inproc"
+    inproc = Path(__file__).resolve().parents[4] / "inproc"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(inproc), *sys.path])}
     found = subprocess.run(
         [sys.executable, "-c", ENDED_BY_SIGPIPE],

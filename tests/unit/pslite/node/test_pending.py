@@ -6,7 +6,7 @@ from typing import Any
 
 from pslite.errors import ClosedError, NodeLostError, UsageError
 from pslite.future import Future
-from pslite.protocol.pending import Pending
+from pslite.node.customer import Pending
 
 LOST = NodeLostError("server 1 is lost", role="server", rank=1)
 CLOSED = ClosedError("the node was closed")
