@@ -20,10 +20,9 @@ from kvstore.protocol.requests import StoreCall, pack, unpack
 from kvstore.server.dense import DenseStores
 from kvstore.server.lanes import LaneNumbers, Lanes
 from kvstore.server.memory import Part, StoreState
-from kvstore.server.sparse import RowStores, answer_cut, bytes_of, taken
+from kvstore.server.sparse import RowStores, answer_cut, taken
 from kvstore.server.tables import TableStores
 from kvstore.sparse.payload import ROWS_FORM
-from kvstore.tables.payload import TABLE_FORM
 from pslite import Incoming, Postoffice
 from pslite.errors import ProtocolError, UsageError
 from pslite.ids import Role, rank_of
@@ -173,11 +172,7 @@ class ServerStores:
 
     def take(self, part: int, form: int, piece: Piece, *, is_push: bool) -> Formed:
         """Rows, which are pushed or wanted; see ``sparse.py`` and ``tables.py``."""
-        table = self._tables.get(part)
-        if table is not None and form == TABLE_FORM:
-            ids: Formed = table.take(bytes_of(piece), is_push=is_push)
-            return ids
-        found = self._rows.get(part) or self._parts.get(part)
+        found = self._tables.get(part) or self._rows.get(part) or self._parts.get(part)
         if form != ROWS_FORM or found is None:
             raise UsageError(f"part {part} is not known to this server, or not in form {form}")
         if is_push and isinstance(found, Part) and found.codecs.push is not None:

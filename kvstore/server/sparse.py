@@ -24,6 +24,7 @@ from kvstore.optimizer.states import has_master, state_dtypes
 from kvstore.protocol.requests import RowPartEntry, StoreCall, pack, unpack, unpack_row_part
 from kvstore.server.lanes import Lanes
 from kvstore.server.memory import Part, StoreState
+from kvstore.server.tables import TablePart
 from kvstore.sparse.ids import Ids, is_increasing
 from kvstore.sparse.partition import Cut, PartRows, read_part, update_part
 from kvstore.sparse.payload import (
@@ -139,7 +140,7 @@ class RowPart:
             if count != entry.num_rows:
                 raise ProtocolError(f"all rows of a part are {entry.num_rows}, not {count}")
         elif payload.kind is RowPayloadKind.ROWS:
-            self._check_range(ids)
+            _check_ids(ids, entry.num_rows)
         else:
             raise ProtocolError("a contribution of rows has no values")
         if payload.width != entry.width or payload.offset:
@@ -156,7 +157,7 @@ class RowPart:
         if len(payload.values):
             raise ProtocolError("a pull of rows has values")
         if payload.kind is RowPayloadKind.WANTED:
-            self._check_range(payload.ids)
+            _check_ids(payload.ids, self.entry.num_rows)
             return WantedRows(payload.ids, payload.num_rows * self.entry.row_bytes)
         if payload.kind is RowPayloadKind.HELD:
             stop = payload.offset + payload.num_rows
@@ -164,10 +165,6 @@ class RowPart:
                 raise ProtocolError(f"a part with {self.entry.num_rows} rows has no row {stop - 1}")
             return WantedHeld(payload.offset, stop)
         raise ProtocolError("a pull of rows names no rows")
-
-    def _check_range(self, ids: Ids) -> None:
-        if len(ids) and int(ids[-1]) >= self.entry.num_rows:
-            raise ProtocolError(f"a part with {self.entry.num_rows} rows has no row {ids[-1]}")
 
     def answer(self, wanted: Any, allocate: Allocate, most_bytes: int) -> Any:
         """A frame with the values that are wanted.
@@ -242,8 +239,7 @@ def _cut_of(part: Part, payload: RowPayload) -> Cut:
     if not (0 <= payload.offset < payload.width) or not part.entry.num_elements:
         raise ProtocolError("a row of a dense key has one number at least, and begins in its part")
     cut = Cut(part.entry.num_elements, payload.width, payload.offset)
-    if len(payload.ids) and int(payload.ids[-1]) >= cut.num_rows:
-        raise ProtocolError(f"a part with {cut.num_rows} rows has no row {payload.ids[-1]}")
+    _check_ids(payload.ids, cut.num_rows)
     return cut
 
 
@@ -291,12 +287,12 @@ def answer_cut(part: Part, wanted: WantedRows, allocate: Allocate, most_bytes: i
     return memory.data
 
 
-def taken(found: RowPart | Part, piece: Piece, *, is_push: bool) -> Any:
+def taken(found: RowPart | TablePart | Part, piece: Piece, *, is_push: bool) -> Any:
     """A payload of rows for a part, checked and ready for its round or its answer."""
     payload = read_payload(bytes_of(piece))
-    if isinstance(found, RowPart):
-        return found.take(payload) if is_push else found.take_pull(payload)
-    return take_cut(found, payload) if is_push else take_cut_pull(found, payload)
+    if isinstance(found, Part):
+        return take_cut(found, payload) if is_push else take_cut_pull(found, payload)
+    return found.take(payload) if is_push else found.take_pull(payload)
 
 
 def bytes_of(piece: Piece) -> Bytes:
@@ -454,9 +450,14 @@ def _ids_of(part: RowPart, frames: Sequence[Any]) -> Ids:
     if len(frames) != 1 or memoryview(frames[0]).nbytes % 8:
         raise ProtocolError("the ids of rows are malformed")
     ids: Ids = np.frombuffer(frames[0], "<i8").astype(np.int64, copy=False)
-    if len(ids) and not (ids[0] >= 0 and ids[-1] < part.entry.num_rows and is_increasing(ids)):
-        raise ProtocolError(f"the ids are not sorted ids below {part.entry.num_rows}")
+    _check_ids(ids, part.entry.num_rows)
     return ids
+
+
+def _check_ids(ids: Ids, num_rows: int) -> None:
+    """Raise ``ProtocolError`` unless ids are rising and below ``num_rows``."""
+    if len(ids) and not (ids[0] >= 0 and ids[-1] < num_rows and is_increasing(ids)):
+        raise ProtocolError(f"expected rising ids of a part with {num_rows} rows, got {ids}")
 
 
 def _arrays(

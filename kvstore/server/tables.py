@@ -22,10 +22,9 @@ from kvstore.protocol.requests import StoreCall, pack, unpack
 from kvstore.server.lanes import Lanes
 from kvstore.server.memory import StoreState
 from kvstore.sparse.ids import Ids, is_increasing
-from kvstore.sparse.payload import Bytes
+from kvstore.sparse.payload import Bytes, RowPayload, RowPayloadKind
 from kvstore.sparse.sums import Contribution, RowValues
 from kvstore.tables.eviction import MOST_TIME, stamp_at
-from kvstore.tables.payload import TablePayloadKind, read_payload
 from kvstore.tables.settings import (
     checked_lines,
     checked_table_optimizer,
@@ -80,22 +79,30 @@ class TablePart:
         with self.lock:
             self.share.push(contributions)
 
-    def take(self, memory: Bytes, *, is_push: bool) -> TakenPush | WantedIds:
-        """A payload, checked and ready for its round or its answer."""
-        settings = self.share.settings
-        payload = read_payload(memory)
-        if payload.width != settings.dim:
-            raise ProtocolError(f"rows of {payload.width} numbers for a {self.title}")
-        if (payload.kind is TablePayloadKind.PUSH) != is_push:
+    def take(self, payload: RowPayload) -> TakenPush:
+        """A contribution, checked."""
+        settings, count = self.share.settings, payload.num_rows
+        if payload.kind is not RowPayloadKind.ROWS:
             raise ProtocolError("a push to a table has gradients, and a pull has none")
-        count = len(payload.ids)
-        nbytes = count * settings.dim * settings.dtype.itemsize
-        if len(payload.values) != (nbytes if is_push else 0):
+        nbytes = self._checked_bytes(payload)
+        if len(payload.values) != nbytes:
             raise ProtocolError(f"{len(payload.values)} bytes are not the values of {count} rows")
-        if not is_push:
-            return WantedIds(payload.ids.copy(), payload.kind is TablePayloadKind.PULL, nbytes)
         values = payload.values.view(settings.dtype).reshape(count, settings.dim)
         return TakenPush(Contribution(payload.ids, values), nbytes)
+
+    def take_pull(self, payload: RowPayload) -> WantedIds:
+        """What a pull wants, checked."""
+        touches = payload.kind is RowPayloadKind.WANTED
+        if not (touches or payload.kind is RowPayloadKind.LOOK) or len(payload.values):
+            raise ProtocolError("a push to a table has gradients, and a pull has none")
+        return WantedIds(payload.ids.copy(), touches, self._checked_bytes(payload))
+
+    def _checked_bytes(self, payload: RowPayload) -> int:
+        """The size of the rows that a payload is about."""
+        settings = self.share.settings
+        if payload.width != settings.dim or payload.offset:
+            raise ProtocolError(f"rows of {payload.width} numbers for a {self.title}")
+        return payload.num_rows * settings.dim * settings.dtype.itemsize
 
     def answer(self, wanted: WantedIds, allocate: Allocate) -> Any:
         """A frame with the rows that are wanted; those that are not there may be made."""

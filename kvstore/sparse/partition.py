@@ -33,6 +33,8 @@ class Share(NamedTuple):
     """An index of their places among the ids: a slice, or an array."""
     ids: Ids
     """They themselves, as the part numbers its rows; sorted if the ids are."""
+    is_all: bool = False
+    """Whether these are all rows that the part can have."""
 
 
 class Stripes(NamedTuple):
@@ -49,14 +51,14 @@ class Stripes(NamedTuple):
         """The share of each part of sorted ids."""
         n = self.num_parts
         if n == 1:
-            return [Share(slice(None), ids)]
+            return [Share(slice(None), ids, len(ids) == self.num_rows)]
         if len(ids) == self.num_rows:  # all, since they are different
-            return [Share(slice(p, None, n), np.arange(self.rows_of(p))) for p in range(n)]
+            return [Share(slice(p, None, n), np.arange(self.rows_of(p)), True) for p in range(n)]
         rows, parts = np.divmod(ids, n)
         shares = []
         for part in range(n):
             at = np.flatnonzero(parts == part)
-            shares.append(Share(at, rows[at]))
+            shares.append(Share(at, rows[at], len(at) == self.rows_of(part)))
         return shares
 
     def ids_of(self, part: int, rows: Ids) -> Ids:

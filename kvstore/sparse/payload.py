@@ -1,10 +1,10 @@
 """Encode rows of a part for messages between workers and servers.
 
-A payload is a header of 32 bytes, ids, and values (``docs/wire.md``, section 18). Ids are those
-within the part, sorted, each once, in 4 bytes where the part has no more rows, else in 8. The
-reader of a payload checks everything: a contradiction is a ``ProtocolError``. Pure; nothing is
-copied that need not be. Read next: ``partition.py``: what the rows of a part
-are.
+A payload is a header of 32 bytes, ids, and values (``docs/wire.md``, section 18). Ids travel in 4
+bytes where the part has no larger ones, else in 8. Parts of keys number their rows from 0; a part
+of a table takes any 64-bit ids. ``read_payload`` checks all that the bytes alone can tell: a
+contradiction is a ``ProtocolError``. Pure; nothing is copied that need not be. Read next:
+``partition.py``: what the rows of a part are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.sparse.ids import Ids, is_increasing
+from kvstore.sparse.ids import Ids
 from pslite.errors import ProtocolError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -39,9 +39,14 @@ class RowPayloadKind(enum.IntEnum):
     ALL = 2
     """All rows, without their ids, have these values."""
     WANTED = 3
-    """The values of these rows are wanted, without their ids."""
+    """The values of these rows are wanted, without their ids; a table makes missing rows."""
     HELD = 4
     """Of the ``num_rows`` rows from ``offset`` on, those that are there are wanted, with ids."""
+    LOOK = 5
+    """As ``WANTED``, of a table that is not to change."""
+
+
+_WITH_IDS = frozenset({RowPayloadKind.ROWS, RowPayloadKind.WANTED, RowPayloadKind.LOOK})
 
 
 class RowPayload(NamedTuple):
@@ -54,7 +59,7 @@ class RowPayload(NamedTuple):
     offset: int
     """How many numbers of the first row lie before the part; with ``HELD`` a row."""
     ids: Ids
-    """Empty for kinds without."""
+    """Empty for kinds without; in any order."""
     values: Bytes
     """The memory of the payload itself."""
 
@@ -103,7 +108,7 @@ def read_payload(memory: Bytes) -> RowPayload:
         kind = RowPayloadKind(number)
     except ValueError:
         raise ProtocolError(f"unknown kind of row payload: {number}") from None
-    has_ids = kind in (RowPayloadKind.ROWS, RowPayloadKind.WANTED) and count > 0
+    has_ids = kind in _WITH_IDS and count > 0
     if any(unused) or (has_ids and size not in _ID_TYPES) or (size and not has_ids):
         raise ProtocolError("the header of a payload of rows is malformed")
     start = HEADER_BYTES + _padded(count * size)
@@ -113,8 +118,6 @@ def read_payload(memory: Bytes) -> RowPayload:
     if has_ids:
         stop = HEADER_BYTES + count * size
         ids = memory[HEADER_BYTES:stop].view(_ID_TYPES[size]).astype(np.int64, copy=False)
-        if int(ids[0]) < 0 or not is_increasing(ids):
-            raise ProtocolError("the ids of a payload of rows are not sorted, or repeated")
     return RowPayload(kind, count, width, offset, ids, memory[start:])
 
 

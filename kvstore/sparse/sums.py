@@ -25,6 +25,8 @@ from kvstore.sparse.ids import Ids, is_increasing, sorted_with_places, starts_of
 RowValues = np.ndarray[Any, Any]
 """Rows as a 2-D array (number of rows, numbers in a row), in any layout."""
 
+_NO_IDS: Ids = np.empty(0, np.int64)
+
 _FEW = 32
 """Up to this many rows of one id are added step by step, each step for all ids; more, id by id."""
 
@@ -40,23 +42,23 @@ class Picked(NamedTuple):
     """A contribution whose rows still stand where its caller has them."""
 
     ids: Ids
-    """Sorted, each there once."""
+    """Each there once; sorted for row-sparse keys."""
     values: RowValues
-    at: Ids | None
+    at: Ids | None = None
     """The row of ``values`` for each id; None where they stand in this order."""
-    repeated: Ids
+    repeated: Ids = _NO_IDS
     """The places of ids that came several times, sorted: their rows are ``sums``."""
-    sums: RowValues
+    sums: RowValues = np.empty((0, 0))
 
     def take(self, share: Any, out: RowValues) -> None:
         """Set ``out``, contiguous, to the rows at some places: a slice, or a sorted array."""
-        if self.at is None or self.values.dtype != out.dtype:
+        rows = share if self.at is None else self.at[share]
+        if isinstance(rows, slice) or self.values.dtype != out.dtype:
             with np.errstate(all="ignore"):
-                rows = self.values[share if self.at is None else self.at[share]]
-                np.copyto(out, rows, casting="unsafe")
+                np.copyto(out, self.values[rows], casting="unsafe")
         elif len(out):
             # With "raise", NumPy would take the rows into a buffer of its own first.
-            np.take(self.values, self.at[share], axis=0, out=out, mode="clip")
+            np.take(self.values, rows, axis=0, out=out, mode="clip")
         if not len(self.repeated):
             return
         places = np.arange(len(self.ids))[share] if isinstance(share, slice) else share
@@ -69,7 +71,8 @@ class Picked(NamedTuple):
         if self.at is None:
             return Contribution(self.ids, self.values)
         rows = self.values[self.at]
-        rows[self.repeated] = self.sums
+        if len(self.repeated):
+            rows[self.repeated] = self.sums
         return Contribution(self.ids, rows)
 
 
@@ -78,14 +81,13 @@ def pick(ids: Ids, values: RowValues) -> Picked:
 
     In the accumulation dtype, rounded once to the dtype of ``values``. Copies no others.
     """
-    nothing: Ids = np.empty(0, np.int64)
     if is_increasing(ids):
-        return Picked(ids, values, None, nothing, values[:0])
+        return Picked(ids, values)
     ordered, order = sorted_with_places(ids)
     starts = starts_of(ordered)
     unique = ordered[starts]
     if len(unique) == len(ids):
-        return Picked(unique, values, order, nothing, values[:0])
+        return Picked(unique, values, order)
     lengths = np.diff(starts, append=len(ids))
     repeated = np.flatnonzero(lengths > 1)
     with np.errstate(all="ignore"):

@@ -17,6 +17,7 @@ import numpy as np
 from kvstore.arrays import adapter_for
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.sparse.ids import Ids
+from kvstore.sparse.partition import Share
 
 _INTEGERS = (int, np.integer)
 _LISTS = (list, tuple, range)
@@ -117,6 +118,13 @@ def shares_of(ids: Ids, num_shares: int) -> Ids:
     words = mix(ids.view(np.uint64).copy())
     words &= _LOW
     return _scaled(words, num_shares)
+
+
+def split(ids: Ids, num_shares: int) -> list[Share]:
+    """The ids of each share of a table."""
+    shares = shares_of(ids, num_shares)
+    places = [np.flatnonzero(shares == share) for share in range(num_shares)]
+    return [Share(at, ids[at]) for at in places]
 
 
 def _scaled(halves: Words, number: int) -> Ids:

@@ -13,9 +13,9 @@ from kvstore import optimizer
 from kvstore.optimizer.serialize import to_plain
 from kvstore.protocol.requests import StoreCall, pack, unpack
 from kvstore.server import install
+from kvstore.sparse.payload import RowPayloadKind
 from kvstore.stores.dist.store import create_dist
 from kvstore.stores.dist.tables import DistTable
-from kvstore.tables.payload import TablePayloadKind
 from kvstore.tables.settings import checked_settings, settings_to_plain
 from pslite import Postoffice
 from pslite.testing.simulator import Faults, Simulation
@@ -64,10 +64,10 @@ def script_of(seed: int, kind: str) -> Any:
             yield chance.random() * 0.2
             push = table.begin_push(*pushed(seed, node.rank, round_))
             if kind == "dist_sync":
-                yield from look(table, total(seed, round_ + 1), TablePayloadKind.PULL)
+                yield from look(table, total(seed, round_ + 1), RowPayloadKind.WANTED)
             yield push.future
         yield node.barrier(4)
-        yield from look(table, total(seed, NUM_ROUNDS), TablePayloadKind.LOOK)
+        yield from look(table, total(seed, NUM_ROUNDS), RowPayloadKind.LOOK)
         replies = yield owner.servers.ask_each(StoreCall.TABLE_STATS, [pack(n) for n in parts])
         num_pushes = NUM_ROUNDS if kind == "dist_sync" else NUM_ROUNDS * NUM_WORKERS
         assert [unpack(reply.body, list)[0][10] for reply in replies] == [num_pushes] * NUM_SERVERS
@@ -75,7 +75,7 @@ def script_of(seed: int, kind: str) -> Any:
     return script
 
 
-def look(table: DistTable, expected: Any, kind: TablePayloadKind) -> Generator[Any, Any, None]:
+def look(table: DistTable, expected: Any, kind: RowPayloadKind) -> Generator[Any, Any, None]:
     rows = np.full((len(IDS), DIM), -1.0)
     yield table.begin_pull(IDS, rows, kind).future
     np.testing.assert_array_equal(rows, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,6 @@ from kvstore.protocol.requests import StoreCall, pack
 from kvstore.server.tables import TablePart
 from kvstore.stores.dist.sparse_transfer import Item
 from kvstore.stores.dist.tables import DistTable, _statistics_in
-from kvstore.tables.payload import TABLE_FORM
 from kvstore.tables.settings import settings_to_plain
 from pslite.errors import ClosedError, ProtocolError, RemoteError
 from pslite.ids import Role, node_id
@@ -567,16 +567,23 @@ def test_a_push_or_a_row_that_no_message_holds_is_refused_whole() -> None:
         workers.run(script)
 
 
+def header(
+    num_rows: int = 0, id_bytes: int = 0, *, kind: int = 1, width: int = 2, offset: int = 0
+) -> bytes:
+    return struct.pack("<BBHIQQQ", kind, id_bytes, 0, 0, num_rows, width, offset)
+
+
 @pytest.mark.parametrize(
     ("payload", "text"),
     [
         (b"short", "too few for its header"),
-        (bytes([9]) + bytes(15), "unknown kind"),
-        (bytes([1, 1]) + bytes(14), "malformed"),
-        (bytes([1, 0, 0, 0, 3, 0, 0, 0]) + bytes(8), "rows of 3 numbers"),
-        (bytes([1, 0, 0, 0, 2, 0, 0, 0, 9]) + bytes(7), "too short for 9 ids"),
-        (bytes([1, 0, 0, 0, 2, 0, 0, 0, 1]) + bytes(23), "0 bytes are not the values"),
-        (bytes([2, 0, 0, 0, 2, 0, 0, 0]) + bytes(8), "a pull has none"),
+        (header(kind=9), "unknown kind"),
+        (header(1), "malformed"),
+        (header(width=3), "rows of 3 numbers"),
+        (header(offset=1), "rows of 2 numbers"),
+        (header(9, 8), "too short for 9 ids"),
+        (header(1, 8) + bytes(16), "0 bytes are not the values"),
+        (header(kind=3), "a pull has none"),
     ],
 )
 def test_servers_refuse_payloads_that_make_no_sense(
@@ -588,7 +595,7 @@ def test_servers_refuse_payloads_that_make_no_sense(
         memory[:] = np.frombuffer(payload, np.uint8)
 
     item = Item(node_id(Role.SERVER, 0), table.parts[0], len(payload), write)
-    sent = table._owner.rows.begin(table._keys, [item], 0, None, TABLE_FORM)
+    sent = table._owner.rows.begin(table._keys, [item], 0, None)
     with pytest.raises(ProtocolError, match=text):
         sent.future.result(20)
     assert (tables[1].pull(IDS) == 0.5).all()

@@ -38,7 +38,7 @@ from kvstore.sparse.ids import Ids
 from kvstore.sparse.payload import RowPayloadKind, id_bytes_for, payload_bytes, write_payload
 from kvstore.sparse.sums import Contribution, RowValues
 from kvstore.stores.arguments_sparse import contribution_of
-from kvstore.tables.ids import shares_of
+from kvstore.tables.ids import split
 from kvstore.tables.lineage import Lineage, agreed, lines_to_plain
 from kvstore.tables.settings import TableSettings, lineage_from_plain, lineage_to_plain
 from pslite import Future
@@ -337,7 +337,7 @@ class TableFiles:
 
         ``dtypes`` are those of the arrays; more than one for states, too. Other rows are not set.
         """
-        places = split(ids, len(self._parts))
+        places = [share.at for share in split(ids, len(self._parts))]
         bodies = [pack(part, len(dtypes) > 1) for part in self._parts]
         frames = [[ids[mine].astype("<i8").data] for mine in places]
         arrays: list[RowValues] = [np.empty((len(ids), width), dtype) for dtype in dtypes]
@@ -428,8 +428,8 @@ class TableFiles:
             rows = [file.rows(array, start, stop) for array in arrays]
             columns = [file.ids[start:stop], file.stamps[start:stop], *rows]
             frames = [
-                [_memory_of_rows(column[mine]) for column in columns]
-                for mine in split(columns[0], len(self._parts))
+                [_memory_of_rows(column[share.at]) for column in columns]
+                for share in split(columns[0], len(self._parts))
             ]
             bodies = [pack(part) for part in self._parts]
             self._wait(self._ask_each(StoreCall.LOAD_ROWS, bodies, frames))
@@ -444,8 +444,8 @@ class TableFiles:
         changed, kept = (split(ids, len(self._parts)) for ids in (rows.ids, rows.kept))
         frames = [
             [
-                *(_memory_of_rows(array[mine]) for array in (rows.ids, rows.stamps)),
-                *(_memory_of_rows(array[others]) for array in (rows.kept, rows.kept_stamps)),
+                *(_memory_of_rows(array[mine.at]) for array in (rows.ids, rows.stamps)),
+                *(_memory_of_rows(array[others.at]) for array in (rows.kept, rows.kept_stamps)),
             ]
             for mine, others in zip(changed, kept, strict=True)
         ]
@@ -468,9 +468,3 @@ class TableFiles:
 
 def _memory_of_rows(rows: np.ndarray[Any, Any]) -> Any:
     return np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
-
-
-def split(ids: Ids, num_shares: int) -> list[Ids]:
-    """Where the ids of each share stand."""
-    shares = shares_of(ids, num_shares)
-    return [np.flatnonzero(shares == share) for share in range(num_shares)]

@@ -1,11 +1,12 @@
 """Move rows between workers and servers, as ``transfer.py`` moves whole values.
 
-Rows are dealt out to the parts of a key (``sparse/partition.py``; of a dense key, cut as its parts
-are: ``sparse/partition.py``), written once into memory that is sent, and land where the caller
-wants them. Every push goes to all parts of a key, also where none of its rows are, since a round is
-complete when every worker has contributed; a pull goes to the parts that have rows of it. Rounds,
-order and delivery are the data plane's business. Calls may come from any thread; values are copied
-out by the node's I/O thread. Nothing here waits. Read next: ``sparse.py``, which uses it.
+Rows of a key or of a growing table are dealt out to parts (``RowPlacement``; of a dense key they
+are cut as its parts are, ``sparse/partition.py``), written once into memory that is sent, and land
+where the caller wants them. Every push goes to all parts, also where none of its rows are, since a
+round is complete when every worker has contributed; a pull goes to the parts that have rows of it.
+Rounds, order and delivery are the data plane's business. Calls may come from any thread; values are
+copied out by the node's I/O thread. Nothing here waits. Read next: ``sparse.py`` and ``tables.py``,
+which use it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore.arrays.cpu.sums import Flat
 from kvstore.arrays.keys import Key, width_of
 from kvstore.errors import ValueMismatchError
 from kvstore.protocol.requests import KeyEntry
 from kvstore.sparse.ids import Ids
-from kvstore.sparse.partition import Cut
+from kvstore.sparse.partition import Cut, Share
 from kvstore.sparse.payload import (
     HEADER_BYTES,
     ROWS_FORM,
@@ -69,6 +71,41 @@ class Item(NamedTuple):
     """The size of the answer, as far as it is known."""
     receive: Callable[[Bytes], None] | None = None
     """Takes the answer of a pull."""
+
+
+class RowPlacement(NamedTuple):
+    """Where the rows of a row-sparse key or of a table are, and what its parts call them."""
+
+    title: str
+    """What it is, for errors."""
+    parts: range
+    servers: Sequence[int]
+    """The node of each part."""
+    width: int
+    """Numbers in a row."""
+    dtype: np.dtype[Any]
+    id_bytes: int
+    """In how many bytes an id travels."""
+    split: Callable[[Ids], list[Share]]
+    """What each part gets of different ids; those of a key are sorted."""
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row."""
+        return self.width * self.dtype.itemsize
+
+
+def placement_of(entry: KeyEntry) -> RowPlacement:
+    """Where the rows of a row-sparse key are."""
+    return RowPlacement(
+        f"key {entry.key!r}",
+        entry.parts,
+        [node_id(Role.SERVER, rank) for rank in entry.servers],
+        width_of(entry.spec.shape),
+        entry.spec.dtype,
+        id_bytes_for(entry.stripes.rows_of(0)),
+        entry.stripes.split,
+    )
 
 
 class RowDestination(NamedTuple):
@@ -128,8 +165,8 @@ class RowExchange:
         for key, value in zip(keys.keys, values, strict=True):
             entry = self._exchange.entries[key]
             is_cut = not entry.is_row_sparse
-            found = _cut(entry, value.whole()) if is_cut else _pushed_rows(entry, value)
-            items += self._fitting(key, found)
+            found = _cut(entry, value.whole()) if is_cut else pushed(placement_of(entry), value)
+            items += self.fitting(f"key {key!r}", found)
         return self._prepare(keys, items, priority, None)
 
     def pull(self, keys: KeyList, landings: Sequence[RowDestination], priority: int) -> Operation:
@@ -140,12 +177,11 @@ class RowExchange:
         items: list[Item] = []
         for landing in landings:
             entry = self._exchange.entries[landing.key]
-            found = (
-                _wanted(entry, landing, self._most_bytes)
-                if entry.is_row_sparse
-                else _wanted_cut(entry, landing)
-            )
-            items += self._fitting(landing.key, found)
+            if entry.is_row_sparse:
+                home = placement_of(entry)
+                items += wanted(home, landing.ids, landing.rows, self._most_bytes)
+            else:
+                items += self.fitting(f"key {landing.key!r}", _wanted_cut(entry, landing))
         return self.begin(keys, items, priority, {})
 
     def pull_held(
@@ -162,14 +198,12 @@ class RowExchange:
         operation.future.on_done(count)
         return operation, held
 
-    # -- inside ------------------------------------------------------------------------
-
-    def _fitting(self, key: Key, items: Iterable[Item]) -> Iterator[Item]:
-        """Items of which a message can hold each."""
+    def fitting(self, title: str, items: Iterable[Item]) -> Iterator[Item]:
+        """The items; raises ``ValueMismatchError`` for one that no message can hold."""
         for item in items:
             if item.nbytes > self._most_bytes:
                 raise ValueMismatchError(
-                    f"key {key!r}: the rows for one server are {item.nbytes} bytes in a message, "
+                    f"{title}: the rows for one server are {item.nbytes} bytes in a message, "
                     f"of which PS_MAX_MESSAGE_BYTES allows {self._most_bytes}: use fewer rows at "
                     "once, or more servers, or raise that on all nodes"
                 )
@@ -181,10 +215,9 @@ class RowExchange:
         items: Sequence[Item],
         priority: int,
         versions: dict[int, int] | None,
-        form: int = ROWS_FORM,
     ) -> Operation:
-        """Send what these items say, in this form; pulls note the versions of their parts."""
-        return self._prepare(keys, items, priority, versions, form)()
+        """Send what these items say; pulls note the versions of their parts."""
+        return self._prepare(keys, items, priority, versions)()
 
     def _prepare(
         self,
@@ -192,7 +225,6 @@ class RowExchange:
         items: Sequence[Item],
         priority: int,
         versions: dict[int, int] | None,
-        form: int = ROWS_FORM,
     ) -> Send:
         """``begin``, of which the last step is left."""
         groups = list(_grouped(items, self._exchange.message_bytes))
@@ -215,7 +247,7 @@ class RowExchange:
                     sink,
                     operation.part_done,
                     priority,
-                    form,
+                    ROWS_FORM,
                 )
             )
         coding = self._exchange.coding
@@ -260,99 +292,105 @@ def _sink(group: Sequence[Item], versions: dict[int, int]) -> Sink:
     return sink
 
 
-def _pushed_rows(entry: KeyEntry, value: Picked) -> Iterator[Item]:
-    """Pushes rows to the parts of a row-sparse key."""
-    spec, stripes = entry.spec, entry.stripes
-    width = width_of(spec.shape)
-    for index, share in enumerate(stripes.split(value.ids)):
-        num_rows, count = stripes.rows_of(index), len(share.ids)
-        is_all = count == num_rows and count > 0
-        ids = share.ids[:0] if is_all else share.ids
-        id_bytes = id_bytes_for(num_rows)
-        nbytes = payload_bytes(len(ids), id_bytes, count * width * spec.dtype.itemsize)
-
-        def write(
-            memory: Bytes,
-            kind: RowPayloadKind = RowPayloadKind.ALL if is_all else RowPayloadKind.ROWS,
-            count: int = count,
-            ids: Ids = ids,
-            id_bytes: int = id_bytes,
-            at: Any = share.at,
-        ) -> None:
-            place = write_payload(memory, kind, count, width, 0, ids, id_bytes)
-            value.take(at, place.view(spec.dtype).reshape(count, width))
-
-        server = node_id(Role.SERVER, entry.servers[index])
-        yield Item(server, entry.parts[index], nbytes, write)
-
-
-def _wanted(entry: KeyEntry, landing: RowDestination, most_bytes: int) -> Iterator[Item]:
-    """Asks the parts of a row-sparse key for rows; no frame has more than ``most_bytes``."""
-    stripes = entry.stripes
-    row_bytes = landing.rows.shape[1] * landing.rows.itemsize
-    most_rows = min(ANSWER_BYTES, most_bytes) // max(row_bytes, 1)
-    most_rows = max(min(most_rows, (most_bytes - _ROOM_BYTES) // _ID_BYTES), 1)
-    for index, share in enumerate(stripes.split(landing.ids)):
-        at = share.at
-        if isinstance(at, slice) and (len(share.ids) > most_rows):
-            at = np.arange(len(landing.ids))[at]
-        for start in range(0, len(share.ids), most_rows):
-            ids = share.ids[start : start + most_rows]
-            rows = at if isinstance(at, slice) else at[start : start + most_rows]
-            yield _ask_for_rows(entry, index, ids, landing.rows, rows)
-
-
-def _ask_for_rows(entry: KeyEntry, index: int, ids: Ids, into: RowValues, at: Any) -> Item:
-    id_bytes = id_bytes_for(entry.stripes.rows_of(index))
-    width = into.shape[1]
-    answer_bytes = len(ids) * width * into.itemsize
+def _item(
+    server: int,
+    part: int,
+    header: tuple[RowPayloadKind, int, int, int],
+    ids: Ids,
+    id_bytes: int,
+    *,
+    fill: Callable[[Bytes], None] | None = None,
+    value_bytes: int = 0,
+    answer_bytes: int = 0,
+    receive: Callable[[Bytes], None] | None = None,
+) -> Item:
+    """A payload with this kind, number of rows, width and offset; ``fill`` writes its values."""
 
     def write(memory: Bytes) -> None:
-        write_payload(memory, RowPayloadKind.WANTED, len(ids), width, 0, ids, id_bytes)
+        values = write_payload(memory, *header, ids, id_bytes)
+        if fill is not None:
+            fill(values)
 
-    def receive(memory: Bytes) -> None:
-        _check_answer(entry, len(memory), answer_bytes)
-        into[at] = memory.view(into.dtype).reshape(len(ids), width)
+    nbytes = payload_bytes(len(ids), id_bytes, value_bytes)
+    return Item(server, part, nbytes, write, answer_bytes, receive)
 
-    server = node_id(Role.SERVER, entry.servers[index])
-    nbytes = payload_bytes(len(ids), id_bytes, 0)
-    return Item(server, entry.parts[index], nbytes, write, answer_bytes, receive)
+
+def pushed(home: RowPlacement, value: Picked) -> Iterator[Item]:
+    """Push rows, to all parts."""
+    for share, part, server in zip(home.split(value.ids), home.parts, home.servers, strict=True):
+        count = len(share.ids)
+        is_all = share.is_all and count > 0
+
+        def fill(memory: Bytes, share: Share = share, count: int = count) -> None:
+            value.take(share.at, memory.view(home.dtype).reshape(count, home.width))
+
+        kind = RowPayloadKind.ALL if is_all else RowPayloadKind.ROWS
+        yield _item(
+            server,
+            part,
+            (kind, count, home.width, 0),
+            share.ids[:0] if is_all else share.ids,
+            home.id_bytes,
+            fill=fill,
+            value_bytes=count * home.row_bytes,
+        )
+
+
+def wanted(
+    home: RowPlacement,
+    ids: Ids,
+    into: RowValues,
+    most_bytes: int,
+    kind: RowPayloadKind = RowPayloadKind.WANTED,
+) -> Iterator[Item]:
+    """Ask for rows, which land in ``into``; no frame has more than ``most_bytes``."""
+    most_rows = min(ANSWER_BYTES, most_bytes) // max(home.row_bytes, 1)
+    most_rows = max(min(most_rows, (most_bytes - _ROOM_BYTES) // _ID_BYTES), 1)
+    for share, part, server in zip(home.split(ids), home.parts, home.servers, strict=True):
+        at = share.at
+        if isinstance(at, slice) and len(share.ids) > most_rows:
+            at = np.arange(len(ids))[at]
+        for start in range(0, len(share.ids), most_rows):
+            some = share.ids[start : start + most_rows]
+            rows = at if isinstance(at, slice) else at[start : start + most_rows]
+
+            def receive(memory: Bytes, rows: Any = rows, count: int = len(some)) -> None:
+                _check_answer(home.title, len(memory), count * home.row_bytes)
+                into[rows] = memory.view(into.dtype).reshape(count, home.width)
+
+            yield _item(
+                server,
+                part,
+                (kind, len(some), home.width, 0),
+                some,
+                home.id_bytes,
+                answer_bytes=len(some) * home.row_bytes,
+                receive=receive,
+            )
 
 
 def _wanted_held(held: ReceivedRows, most_bytes: int) -> Iterator[Item]:
-    """Asks the parts of a row-sparse key for all rows that are there.
+    """Ask the parts of a row-sparse key for all rows that are there.
 
     In answers of ``most_bytes`` at most, unless that were too many.
     """
-    entry = held.entry
-    width = width_of(entry.spec.shape)
-    row_bytes = width * entry.spec.dtype.itemsize
+    stripes, home = held.entry.stripes, placement_of(held.entry)
     room = min(ANSWER_BYTES, most_bytes) - _ROOM_BYTES
-    for index in range(len(entry.servers)):
-        num_rows = entry.stripes.rows_of(index)
-        step = max(room // (row_bytes + _ID_BYTES), -(-num_rows // _MOST_RANGES), 1)
+    for index, (part, server) in enumerate(zip(home.parts, home.servers, strict=True)):
+        num_rows = stripes.rows_of(index)
+        step = max(room // (home.row_bytes + _ID_BYTES), -(-num_rows // _MOST_RANGES), 1)
+
+        def receive(memory: Bytes, index: int = index) -> None:
+            payload = read_payload(memory)
+            ids = np.arange(payload.num_rows) if payload.kind is RowPayloadKind.ALL else payload.ids
+            _check_answer(home.title, len(payload.values), len(ids) * home.row_bytes)
+            rows = payload.values.view(home.dtype).reshape(len(ids), home.width).copy()
+            held.add(stripes.ids_of(index, ids), rows)
+
         for start in range(0, max(num_rows, 1), step):
-            count = min(step, num_rows - start)
-            yield _ask_for_held(held, index, start, count)
-
-
-def _ask_for_held(held: ReceivedRows, index: int, start: int, count: int) -> Item:
-    entry = held.entry
-    width, dtype = width_of(entry.spec.shape), entry.spec.dtype
-
-    def write(memory: Bytes) -> None:
-        write_payload(memory, RowPayloadKind.HELD, count, width, start, _NO_IDS, 0)
-
-    def receive(memory: Bytes) -> None:
-        payload = read_payload(memory)
-        ids = np.arange(payload.num_rows) if payload.kind is RowPayloadKind.ALL else payload.ids
-        _check_answer(entry, len(payload.values), len(ids) * width * dtype.itemsize)
-        rows = payload.values.view(dtype).reshape(len(ids), width).copy()
-        held.add(entry.stripes.ids_of(index, ids), rows)
-
-    server = node_id(Role.SERVER, entry.servers[index])
-    # The answer may be as large as that; what it is shows when it is there.
-    return Item(server, entry.parts[index], payload_bytes(0, 0, 0), write, 0, receive)
+            # The answer may be as large as that; what it is shows when it is there.
+            header = RowPayloadKind.HELD, min(step, num_rows - start), home.width, start
+            yield _item(server, part, header, _NO_IDS, 0, receive=receive)
 
 
 # -- rows of dense keys -------------------------------------------------------------------
@@ -385,52 +423,46 @@ def _cuts(entry: KeyEntry, ids: Ids) -> Iterator[_Cuts]:
 
 
 def _cut(entry: KeyEntry, value: Contribution) -> Iterator[Item]:
-    """Pushes rows to the parts of a dense key."""
+    """Push rows to the parts of a dense key."""
     dtype = entry.spec.dtype
     flat = np.ascontiguousarray(value.values, dtype).reshape(-1)
-    for index, cut, ids, start, stop in _cuts(entry, value.ids):
-        id_bytes = id_bytes_for(cut.num_rows)
+    for place, cut, ids, start, stop in _cuts(entry, value.ids):
 
-        def write(
-            memory: Bytes,
-            cut: Cut = cut,
-            ids: Ids = ids,
-            some: slice = slice(start, stop),
-            id_bytes: int = id_bytes,
-        ) -> None:
-            place = write_payload(
-                memory, RowPayloadKind.ROWS, len(ids), cut.width, cut.skip, ids, id_bytes
-            )
-            place.view(dtype)[:] = flat[some]
+        def fill(memory: Bytes, some: Flat = flat[start:stop]) -> None:
+            memory.view(dtype)[:] = some
 
-        nbytes = payload_bytes(len(ids), id_bytes, (stop - start) * dtype.itemsize)
-        server = node_id(Role.SERVER, entry.servers[index])
-        yield Item(server, entry.parts[index], nbytes, write)
+        yield _item(
+            node_id(Role.SERVER, entry.servers[place]),
+            entry.parts[place],
+            (RowPayloadKind.ROWS, len(ids), cut.width, cut.skip),
+            ids,
+            id_bytes_for(cut.num_rows),
+            fill=fill,
+            value_bytes=(stop - start) * dtype.itemsize,
+        )
 
 
 def _wanted_cut(entry: KeyEntry, landing: RowDestination) -> Iterator[Item]:
-    """Asks the parts of a dense key for rows."""
+    """Ask the parts of a dense key for rows."""
     flat = landing.rows.reshape(-1)
-    for index, cut, ids, start, stop in _cuts(entry, landing.ids):
-        if not len(ids):
-            continue
-        id_bytes = id_bytes_for(cut.num_rows)
-        answer_bytes = (stop - start) * flat.itemsize
+    for place, cut, ids, start, stop in _cuts(entry, landing.ids):
 
-        def write(memory: Bytes, cut: Cut = cut, ids: Ids = ids, id_bytes: int = id_bytes) -> None:
-            write_payload(
-                memory, RowPayloadKind.WANTED, len(ids), cut.width, cut.skip, ids, id_bytes
+        def receive(memory: Bytes, some: Flat = flat[start:stop]) -> None:
+            _check_answer(f"key {entry.key!r}", len(memory), some.nbytes)
+            some[:] = memory.view(some.dtype)
+
+        if len(ids):
+            yield _item(
+                node_id(Role.SERVER, entry.servers[place]),
+                entry.parts[place],
+                (RowPayloadKind.WANTED, len(ids), cut.width, cut.skip),
+                ids,
+                id_bytes_for(cut.num_rows),
+                answer_bytes=(stop - start) * flat.itemsize,
+                receive=receive,
             )
 
-        def receive(memory: Bytes, place: RowValues = flat[start:stop]) -> None:
-            _check_answer(entry, len(memory), place.nbytes)
-            place[:] = memory.view(place.dtype)
 
-        server = node_id(Role.SERVER, entry.servers[index])
-        nbytes = payload_bytes(len(ids), id_bytes, 0)
-        yield Item(server, entry.parts[index], nbytes, write, answer_bytes, receive)
-
-
-def _check_answer(entry: KeyEntry, found: int, wanted: int) -> None:
-    if found != wanted:
-        raise ProtocolError(f"key {entry.key!r}: expected {wanted} bytes of rows, got {found}")
+def _check_answer(title: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise ProtocolError(f"{title}: expected {expected} bytes of rows, got {found}")

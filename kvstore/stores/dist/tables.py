@@ -1,8 +1,8 @@
 """Growing tables of distributed stores: ``create_table`` of dist_sync, dist_async.
 
 Each server has one share, a part of its own on the data plane, with the ids that ``shares_of``
-sends it. Rows travel by ``sparse_transfer.py`` in a form of their own (``tables/payload.py``), so
-that rounds, order and delivery are those of all keys. What changes a table as a whole (making,
+sends it. Rows travel by ``sparse_transfer.py``, as those of row-sparse keys, so that rounds, order
+and delivery are those of all keys. What changes a table as a whole (making,
 closing, its optimizer) all workers call together, in the same order and with the same arguments;
 the lowest rank tells the servers. Of paths the names of the files are compared: the lowest rank's
 path is the one that counts, and other hosts may have its directory elsewhere. Public calls may come
@@ -20,13 +20,13 @@ import numpy as np
 from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.keys import Key
 from kvstore.checkpoint.atomic import checked_path
-from kvstore.errors import ArgumentTypeError, ArgumentValueError, ValueMismatchError
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.serialize import to_plain
 from kvstore.protocol.requests import StoreCall, pack, unpack
 from kvstore.sparse.ids import Ids
-from kvstore.sparse.payload import Bytes
-from kvstore.sparse.sums import RowValues, sum_repeated
+from kvstore.sparse.payload import RowPayloadKind, payload_bytes
+from kvstore.sparse.sums import Picked, RowValues, sum_repeated
 from kvstore.stores.arguments import KeyList
 from kvstore.stores.arguments_sparse import (
     check_name,
@@ -36,12 +36,11 @@ from kvstore.stores.arguments_sparse import (
 )
 from kvstore.stores.dist.control_client import Servers
 from kvstore.stores.dist.in_flight import Operation
-from kvstore.stores.dist.sparse_checkpoint import TableFiles, split
-from kvstore.stores.dist.sparse_transfer import ANSWER_BYTES, Item, RowExchange
+from kvstore.stores.dist.sparse_checkpoint import TableFiles
+from kvstore.stores.dist.sparse_transfer import RowExchange, RowPlacement, pushed, wanted
 from kvstore.stores.dist.transfer import DenseExchange
 from kvstore.tables.base import Path, Table, TableStatistics
-from kvstore.tables.ids import checked_table_ids, first_appearances
-from kvstore.tables.payload import TABLE_FORM, TablePayloadKind, payload_bytes, write_payload
+from kvstore.tables.ids import checked_table_ids, first_appearances, split
 from kvstore.tables.settings import (
     TableSettings,
     checked_settings,
@@ -111,7 +110,7 @@ class DistTables:
 
     def _check_row_fits(self, settings: TableSettings) -> None:
         most_bytes = self.node.config.max_message_bytes
-        if payload_bytes(1, settings.dim * settings.dtype.itemsize) > most_bytes:
+        if payload_bytes(1, 8, settings.dim * settings.dtype.itemsize) > most_bytes:
             raise ArgumentValueError(
                 f"a row of {settings.dim} {settings.dtype} does not fit a message, of which "
                 f"PS_MAX_MESSAGE_BYTES allows {most_bytes} bytes: choose a smaller dim, or raise "
@@ -159,6 +158,11 @@ class DistTable(Table):
         """The part of each server's share."""
         self.title = f"table {settings.name!r}"
         self._keys = KeyList((self.title,), ())
+        num_shares = len(parts)
+        servers = [node_id(Role.SERVER, rank) for rank in range(num_shares)]
+        self._home = RowPlacement(
+            self.title, parts, servers, self.dim, self.dtype, 8, lambda ids: split(ids, num_shares)
+        )
         most_bytes = owner.node.config.max_message_bytes
         self._files = TableFiles(
             owner.servers.ask_each, owner.store.wait, parts, most_bytes, self.title
@@ -198,7 +202,7 @@ class DistTable(Table):
         lands = is_plain and inverse is None
         landing: Any = out if lands else np.empty((len(unique), self.dim), self.dtype)
         if len(unique):
-            kind = TablePayloadKind.PULL if touch else TablePayloadKind.LOOK
+            kind = RowPayloadKind.WANTED if touch else RowPayloadKind.LOOK
             operation = self.begin_pull(unique, landing.reshape(-1, self.dim), kind)
             self._owner.store.wait_for_values(operation)
             self._owner.store.check()  # an own push that came to nothing is not in the rows
@@ -210,37 +214,11 @@ class DistTable(Table):
         adapter_for(out).assign(rows.reshape(wanted), out)
         return None
 
-    def begin_pull(self, ids: Ids, into: RowValues, kind: TablePayloadKind) -> Operation:
+    def begin_pull(self, ids: Ids, into: RowValues, kind: RowPayloadKind) -> Operation:
         """Fetch the rows of different ids into an array; may be called on any thread."""
-        items = list(self._asked(ids, into, kind))
-        return self._owner.rows.begin(self._keys, items, 0, {}, TABLE_FORM)
-
-    def _asked(self, ids: Ids, into: RowValues, kind: TablePayloadKind) -> Iterator[Item]:
-        """Asks the servers that have these different ids."""
-        most_bytes = min(ANSWER_BYTES, self._owner.node.config.max_message_bytes // 2)
-        row_bytes = self.dim * self.dtype.itemsize
-        most_rows = max(most_bytes // max(row_bytes, 8), 1)
-        for share, places in enumerate(split(ids, len(self.parts))):
-            for start in range(0, len(places), most_rows):
-                yield self._ask(share, ids, into, places[start : start + most_rows], kind)
-
-    def _ask(
-        self, share: int, ids: Ids, into: RowValues, places: Ids, kind: TablePayloadKind
-    ) -> Item:
-        answer_bytes = len(places) * self.dim * self.dtype.itemsize
-
-        def write(memory: Bytes) -> None:
-            write_payload(memory, kind, self.dim, ids[places])
-
-        def receive(memory: Bytes) -> None:
-            if len(memory) != answer_bytes:
-                raise ProtocolError(
-                    f"{self.title}: expected {answer_bytes} bytes of rows, got {len(memory)}"
-                )
-            into[places] = memory.view(self.dtype).reshape(len(places), self.dim)
-
-        nbytes = payload_bytes(len(places), 0)
-        return Item(_server(share), self.parts[share], nbytes, write, answer_bytes, receive)
+        most_bytes = self._owner.node.config.max_message_bytes
+        items = list(wanted(self._home, ids, into, most_bytes, kind))
+        return self._owner.rows.begin(self._keys, items, 0, {})
 
     def push(self, ids: Any, gradients: Array) -> None:
         self._check()
@@ -249,40 +227,18 @@ class DistTable(Table):
         unique, inverse = _different(flat)
         if inverse is not None:
             rows = sum_repeated(inverse, rows).values
-        items = self._pushed_rows(unique, rows)
+        send = self._prepare_push(unique, rows)
         self._owner.store.keep_to_window(self._keys)
-        self._begin_push(items).future.on_error(self._owner.store.note_error)
+        send().future.on_error(self._owner.store.note_error)
 
     def begin_push(self, ids: Ids, rows: RowValues) -> Operation:
         """Push gradients of different ids, which are copied; may be called on any thread."""
-        return self._begin_push(self._pushed_rows(ids, rows))
+        return self._prepare_push(ids, rows)()
 
-    def _begin_push(self, items: Sequence[Item]) -> Operation:
-        return self._owner.rows.begin(self._keys, items, 0, None, TABLE_FORM)
-
-    def _pushed_rows(self, ids: Ids, rows: RowValues) -> list[Item]:
-        """What all servers are told: a round needs a message of every worker to each of them."""
-        return [
-            self._pushed(share, ids[places], rows, places)
-            for share, places in enumerate(split(ids, len(self.parts)))
-        ]
-
-    def _pushed(self, share: int, ids: Ids, rows: RowValues, places: Ids) -> Item:
-        nbytes = payload_bytes(len(ids), len(ids) * self.dim * self.dtype.itemsize)
-        most_bytes = self._owner.node.config.max_message_bytes
-        if nbytes > most_bytes:
-            raise ValueMismatchError(
-                f"{self.title}: {len(ids)} rows for one server are {nbytes} bytes in a message, of "
-                f"which PS_MAX_MESSAGE_BYTES allows {most_bytes}: push fewer rows at once, use "
-                "more servers, or raise that on all nodes"
-            )
-
-        def write(memory: Bytes) -> None:
-            place = write_payload(memory, TablePayloadKind.PUSH, self.dim, ids)
-            out = place.view(self.dtype).reshape(len(ids), self.dim)
-            np.take(rows, places, axis=0, out=out, mode="clip")
-
-        return Item(_server(share), self.parts[share], nbytes, write)
+    def _prepare_push(self, ids: Ids, rows: RowValues) -> Callable[[], Operation]:
+        found = pushed(self._home, Picked(ids, rows))
+        items = list(self._owner.rows.fitting(self.title, found))
+        return lambda: self._owner.rows.begin(self._keys, items, 0, None)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -391,10 +347,6 @@ def _different(ids: Ids) -> tuple[Ids, Ids | None]:
         return ids, None
     unique, inverse = first_appearances(ids)
     return (ids, None) if len(unique) == len(ids) else (unique, inverse)
-
-
-def _server(share: int) -> int:
-    return node_id(Role.SERVER, share)
 
 
 def _named(settings: Sequence[Any], optimizer: Sequence[Any]) -> str:

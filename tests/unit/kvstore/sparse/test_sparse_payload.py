@@ -22,7 +22,7 @@ from kvstore.sparse.payload import (
 )
 from pslite.errors import ProtocolError
 
-IDS = st.lists(st.integers(0, 2**63 - 1), max_size=9, unique=True).map(sorted)
+IDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9)
 
 
 def written(
@@ -41,7 +41,7 @@ def header(
     return struct.pack("<BBHIQQQ", kind, id_bytes, 0, 0, num_rows, width, offset)
 
 
-@given(st.sampled_from([RowPayloadKind.ROWS, RowPayloadKind.WANTED]), IDS, st.binary(max_size=40))
+@given(st.sampled_from([RowPayloadKind.ROWS, RowPayloadKind.LOOK]), IDS, st.binary(max_size=40))
 def test_rows_survive_the_journey(kind: RowPayloadKind, ids: list[int], values: bytes) -> None:
     found = read_payload(written(kind, ids, values))
     assert (found.kind, found.num_rows, found.width, found.offset) == (kind, len(ids), 3, 0)
@@ -70,13 +70,10 @@ MALFORMED: dict[str, bytes] = {
     "no ids": header(num_rows=1),
     "more ids than bytes": header(num_rows=2**60) + bytes(16),
     "kind 0": header(kind=0) + bytes(16),
-    "kind 5": header(kind=5) + bytes(16),
+    "kind 6": header(kind=6) + bytes(16),
     "ids of two bytes": header(id_bytes=2) + bytes(16),
     "ids without bytes": header(id_bytes=0) + bytes(16),
     "ids of all rows": header(kind=2) + bytes(16),
-    "negative ids": header() + struct.pack("<qq", -1, 0),
-    "repeated ids": header(num_rows=2) + struct.pack("<qq", 4, 4),
-    "falling ids": header(num_rows=2) + struct.pack("<qq", 4, 3),
     "unused bytes": header()[:2] + b"\1" + header()[3:] + bytes(16),
 }
 
@@ -99,5 +96,4 @@ def test_any_bytes_are_a_payload_or_a_protocol_error() -> None:
             found = read_payload(np.frombuffer(data, np.uint8))
         except ProtocolError:
             continue
-        assert (np.diff(found.ids) > 0).all()
         assert len(found.ids) in (0, found.num_rows)
