@@ -51,7 +51,8 @@ def main() -> int:
     cost_ms = 0.0
     for modules in (
         ["kvstore"],
-        ["kvstore", "kvstore.stores.dist.store", "kvstore.stores.dist.node", "pslite.van.zmq.van"],
+        ["kvstore.stores.local.store"],
+        ["kvstore.stores.dist.store", "kvstore.stores.dist.node", "pslite.van.zmq.van"],
     ):
         libraries, package = measure(modules, options.runs)
         print(

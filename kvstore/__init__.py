@@ -9,8 +9,8 @@
     kv.push("w", [g_device0, g_device1])    # a list is one value for each device
     kv.pull("w", out=[w_device0, w_device1])
 
-Importing starts nothing and is cheap: distributed stores, training tools and array libraries
-are imported when they are first used. Read next: ``kvstore/stores/base.py``.
+Importing starts nothing and is cheap: each name, and with it NumPy, is imported when it is first
+used. Read next: ``kvstore/stores/base.py``.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from kvstore import errors, kvstore, optimizer
-from kvstore.arrays import context
-from kvstore.arrays.context import Context, cpu, current_context, gpu, num_gpus
-from kvstore.kvstore import create
-from kvstore.protocol.commands import register_command
-from kvstore.stores.base import KVStore, KVStoreBase
 from pslite.version import __version__
 
 if TYPE_CHECKING:  # what is imported on first use, for type checkers and editors
+    from kvstore import errors as errors
+    from kvstore import kvstore as kvstore
+    from kvstore import optimizer as optimizer
+    from kvstore.arrays import context as context
     from kvstore.arrays import initializer as initializer
+    from kvstore.arrays.context import Context as Context
+    from kvstore.arrays.context import cpu as cpu
+    from kvstore.arrays.context import current_context as current_context
+    from kvstore.arrays.context import gpu as gpu
+    from kvstore.arrays.context import num_gpus as num_gpus
+    from kvstore.kvstore import create as create
     from kvstore.launch.run import run as run
     from kvstore.launch.run.cluster import LocalCluster as LocalCluster
     from kvstore.mxnet import callback as callback
@@ -45,17 +49,22 @@ if TYPE_CHECKING:  # what is imported on first use, for type checkers and editor
     from kvstore.mxnet import nd as nd
     from kvstore.mxnet import random as random
     from kvstore.mxnet.nd import ndarray as ndarray
+    from kvstore.protocol.commands import register_command as register_command
     from kvstore.sparse import RowSparseArray as RowSparseArray
+    from kvstore.stores.base import KVStore as KVStore
+    from kvstore.stores.base import KVStoreBase as KVStoreBase
     from kvstore.stores.base import MXNetError as MXNetError
     from kvstore.tables import Table as Table
 
     init = initializer
+    kv = kvstore
+    opt = optimizer
     rnd = random
 
-kv = kvstore
-opt = optimizer
+#: Modules that are where their names say.
+_OWN = ("errors", "kvstore", "optimizer")
 
-#: Public modules, by their names for users, with the place where the code is.
+#: Other public modules, by their names for users, with the place where the code is.
 _PUBLIC = {
     "base": "kvstore.stores.base",
     "callback": "kvstore.mxnet.callback",
@@ -64,44 +73,41 @@ _PUBLIC = {
     "init": "kvstore.arrays.initializer",
     "initializer": "kvstore.arrays.initializer",
     "io": "kvstore.mxnet.io",
+    "kv": "kvstore.kvstore",
     "lr_scheduler": "kvstore.mxnet.lr_scheduler",
     "metric": "kvstore.mxnet.metric",
     "model": "kvstore.mxnet.model",
     "nd": "kvstore.mxnet.nd",
     "ndarray": "kvstore.mxnet.nd.ndarray",
+    "opt": "kvstore.optimizer",
     "random": "kvstore.mxnet.random",
     "rnd": "kvstore.mxnet.random",
     "training": "kvstore.mxnet.fit.network",
 }
 
 #: The same for single functions and classes, by their module.
-_LAZY_MEMBERS = {
+_MEMBERS = {
+    "Context": "kvstore.arrays.context",
+    "KVStore": "kvstore.stores.base",
+    "KVStoreBase": "kvstore.stores.base",
     "LocalCluster": "kvstore.launch.run.cluster",
     "MXNetError": "kvstore.stores.base",
     "RowSparseArray": "kvstore.sparse",
     "Table": "kvstore.tables",
+    "cpu": "kvstore.arrays.context",
+    "create": "kvstore.kvstore",
+    "current_context": "kvstore.arrays.context",
+    "gpu": "kvstore.arrays.context",
+    "num_gpus": "kvstore.arrays.context",
+    "register_command": "kvstore.protocol.commands",
     "run": "kvstore.launch.run",
 }
 
 __all__ = [
-    "Context",
-    "KVStore",
-    "KVStoreBase",
     "__version__",
-    "context",
-    "cpu",
-    "create",
-    "current_context",
-    "errors",
-    "gpu",
-    "kv",
-    "kvstore",
-    "num_gpus",
-    "opt",
-    "optimizer",
-    "register_command",
-    *(name for name in _PUBLIC if name not in ("base", "context", "training")),
-    *_LAZY_MEMBERS,
+    *_OWN,
+    *(name for name in _PUBLIC if name not in ("base", "training")),
+    *_MEMBERS,
 ]
 
 
@@ -112,11 +118,13 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # a checker that saw this would take every name, misspelt ones too
 
     def __getattr__(name):
-        if name in _PUBLIC:
-            found = globals()[name] = importlib.import_module(_PUBLIC[name])
+        if name in _OWN or name in _PUBLIC:
+            place = _PUBLIC.get(name, f"kvstore.{name}")
+            found = globals()[name] = importlib.import_module(place)
             return found
-        if name in _LAZY_MEMBERS:
-            return getattr(importlib.import_module(_LAZY_MEMBERS[name]), name)
+        if name in _MEMBERS:
+            found = globals()[name] = getattr(importlib.import_module(_MEMBERS[name]), name)
+            return found
         from kvstore.errors.hints import missing
 
         raise missing("kvstore", name, __all__)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.arrays.cpu import kernels
 from kvstore.launch.job.child import die_with_launcher
 from kvstore.launch.job.report import describe_status
 from kvstore.launch.options import RESERVED_NAMES, LaunchError
@@ -67,6 +66,8 @@ def local_rows(
 
     The scheduler's address and the servers' modules are tried before, and are errors there.
     """
+    from kvstore.arrays.cpu import kernels  # imports NumPy, which launching does not need
+
     environments = by_role(specs, base_environment(environ))
     worker = next(spec for spec in specs if spec.role == "worker")
     path = worker.environment.get("PATH", environ.get("PATH", os.defpath))

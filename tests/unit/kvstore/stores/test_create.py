@@ -151,10 +151,16 @@ def test_the_names_that_type_checkers_see_are_those_that_are_imported_on_first_u
         for node in block.body
         if isinstance(node, ast.Assign)
     }
-    members = {name: f"{module}.{name}" for name, module in mx._LAZY_MEMBERS.items()}
+    members = {name: f"{module}.{name}" for name, module in mx._MEMBERS.items()}
     public = {name: mx._PUBLIC[name] for name in mx._PUBLIC if name in mx.__all__}
-    public.pop("context")  # which is imported at once
-    assert imported | assigned == public | members
+    own = {name: f"kvstore.{name}" for name in mx._OWN}
+    assert imported | assigned == own | public | members
+
+
+@pytest.mark.parametrize("module", ["kvstore", "kvstore.launch.cli", "kvstore.status"])
+def test_what_starts_jobs_and_looks_at_them_does_not_import_numpy(module: str) -> None:
+    code = f"import {module}, sys; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", sorted(mx._PUBLIC))
