@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstore.launch.job.checks import check_forwarded
-from kvstore.launch.job.conclusion import say
 from kvstore.launch.job.lifecycle import Timing
+from kvstore.launch.job.report import say
 from kvstore.launch.job.tie import Tie, parse
 from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
 from kvstore.launch.requirements import missing_packages

@@ -281,7 +281,7 @@ BUGS = [
     Bug(
         "an agent is let in without the key",
         "kvstore/launch/agents/gate.py",
-        "if not is_same(self._said[NONCE_BYTES:], handshake.agent_proof()):",
+        "if not hmac.compare_digest(self._said[NONCE_BYTES:], handshake.agent_proof()):",
         "if not self._said[NONCE_BYTES:]:",
         "tests/unit/kvstore/launch/agents/test_launch_gate.py",
     ),
@@ -322,16 +322,16 @@ BUGS = [
     ),
     Bug(
         "a job that was interrupted ends with the code of a failure",
-        "kvstore/launch/job/conclusion.py",
-        "return 128 + outcome.interrupted_by",
-        "return 1",
+        "kvstore/launch/job/report.py",
+        "return 0 if job.interrupted_by is None else 128 + job.interrupted_by",
+        "return 0 if job.interrupted_by is None else 1",
         "tests/process/test_launch_local.py::test_workers_that_ignore_ctrl_c_are_killed_in_the_end",
     ),
     Bug(
         "a command that is not found has the code of one that cannot be run",
-        "kvstore/launch/job/conclusion.py",
-        "return EXIT_NOT_FOUND if missing else EXIT_CANNOT_EXECUTE",
-        "return EXIT_CANNOT_EXECUTE",
+        "kvstore/launch/job/report.py",
+        "exit_code=EXIT_NOT_FOUND if missing else EXIT_CANNOT_EXECUTE",
+        "exit_code=EXIT_CANNOT_EXECUTE",
         "tests/process/test_launch_local.py::"
         "test_a_missing_program_gives_127_and_one_that_cannot_be_executed_126",
     ),

@@ -81,7 +81,7 @@ class Run:
         while not happened() and time.monotonic() < until_s:
             self.carrier.adjust(self.selector, paused=False)
             for key, _ in self.selector.select(0.02):
-                events += key.data.handle(0.0)
+                events += key.data(0.0)
             events += self.carrier.sweep()
         assert happened()
         return events
@@ -232,7 +232,7 @@ def test_after_the_start_its_lines_and_its_end_are_notes(start: Start) -> None:
         events += run.until(lambda: True)
         run.carrier.adjust(run.selector, paused=False)
         for key, _ in run.selector.select(0.02):
-            events += key.data.handle(0.0)
+            events += key.data(0.0)
         events += run.carrier.sweep()
     assert sorted(texts(events)) == ["sh ended with exit code 4", "sh: fatal now"]
     assert run.carrier.failure is None

@@ -81,7 +81,7 @@ def ready(place: AgentPlace) -> list[Event]:
         place.adjust(selector, paused=False)
         found: list[Event] = []
         for key, _ in selector.select(5.0):
-            found += key.data.handle(time.monotonic())
+            found += key.data(time.monotonic())
         assert not selector.get_map() or place.is_connected
         return found
 

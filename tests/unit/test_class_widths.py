@@ -26,11 +26,10 @@ WIDE = {
     ),
     "TableShare": (17, "one array for each thing that is known of a row"),
     "Carrier": (20, "the command of the launcher and all its agents in one loop"),
-    "AgentPlace": (15, "the processes of one host, its link and its greeting"),
     "Follower": (16, "one command on a job, with its settings, signals and logs"),
     "PodLog": (16, "one log: its process, its file and what has been shown"),
     "JobWatch": (21, "what is known of a job in Kubernetes, from one look to the next"),
-    "Supervisor": (22, "the processes of one job, their files, signals and records"),
+    "Supervisor": (18, "the processes of one job, their places, signals and records"),
 }
 
 

@@ -26,25 +26,18 @@ from typing import Any
 from kvstore.launch.agents.wire import (
     CREDIT,
     CREDIT_BYTES,
-    EXITS,
     FINISH,
-    FINISHED,
-    LINES,
-    NOTE,
-    PID,
-    REFUSED,
+    GREETING,
     SIGNAL,
     START,
     AgentLink,
     LinkLost,
     Message,
-    fields,
 )
 from kvstore.launch.environment import available_cores, checkout_root, network_id, visible_gpus
-from kvstore.launch.job import places
 from kvstore.launch.job.checks import gpu_count
 from kvstore.launch.job.guardian import AGENT_ID_NAME
-from kvstore.launch.job.places import LocalPlace
+from kvstore.launch.job.places import CannotStart, Event, Finished, LocalPlace, Note, Output, watch
 from kvstore.launch.job.registry import new_key_file
 from kvstore.launch.job.signals import ENDING, SignalPipe
 from kvstore.launch.job.tie import GuardianProcess
@@ -52,7 +45,6 @@ from kvstore.launch.plan import ProcessSpec, base_environment
 from pslite.node.address import machine_id
 from pslite.version import __version__
 
-GREETING = b"KVSTORE-AGENT "
 _LAST_WORDS_S = 5.0
 _GOODBYE_S = 5.0
 
@@ -252,10 +244,10 @@ class Agent:
 
     def serve(self) -> bool:
         """Until the launcher says that all is over, or is gone; whether it was lost."""
-        self._selector.register(self._link.read_fd, selectors.EVENT_READ)
+        self._selector.register(self._link.read_fd, selectors.EVENT_READ, self._read)
         self._selector.register(self._signals.fd, selectors.EVENT_READ)
         try:
-            while not self._is_finished:
+            while not (self._is_finished or self._is_told):
                 self._turn()
             self._say_last_words()
             self._link.say_goodbye(_GOODBYE_S)
@@ -267,57 +259,52 @@ class Agent:
 
     def _turn(self) -> None:
         patience_s = self._link.tick(time.monotonic())
-        self._adjust()
+        watch(
+            self._selector,
+            self._link.write_fd,
+            self._write,
+            wanted=self._link.waiting,
+            events=selectors.EVENT_WRITE,
+        )
+        if self._place is not None:
+            self._place.adjust(self._selector, paused=self._credit <= 0)
         ready = self._selector.select(patience_s)
         arrived = self._signals.arrived()
         for number in set(arrived) & set(ENDING):
-            self._link.send(NOTE, f"the agent got {number.name}: it ends what runs there")
-            self._say_last_words()
-            self._link.say_goodbye(_GOODBYE_S)
+            self._link.tell(Note(f"the agent got {number.name}: it ends what runs there"))
             self._is_told = True
-            raise LinkLost("told to end")
+            return
         if signal.SIGCHLD in arrived and self._place is not None:
             self._tell(self._place.sweep())
         for key, _ in ready:
-            if key.fd == self._link.read_fd:
-                for message in self._link.receive(time.monotonic()):
-                    self._obey(message)
-                if self._is_finished:
-                    return  # what else was ready is closed
-            elif key.fd == self._link.write_fd:
-                self._link.write_pending()
-            elif key.data is not None:
-                self._tell(key.data.handle(time.monotonic()))
+            if key.data is not None and not self._is_finished:  # what else was ready is closed
+                self._tell(key.data(time.monotonic()))
 
-    def _adjust(self) -> None:
-        fd = self._link.write_fd
-        is_watched = fd in self._selector.get_map()
-        if self._link.waiting and not is_watched:
-            self._selector.register(fd, selectors.EVENT_WRITE)
-        elif not self._link.waiting and is_watched:
-            self._selector.unregister(fd)
-        if self._place is not None:
-            self._place.adjust(self._selector, paused=self._credit <= 0)
+    def _read(self, now_s: float) -> list[Event]:
+        for message in self._link.receive(now_s):
+            self._obey(message)
+        return []
+
+    def _write(self, now_s: float) -> list[Event]:
+        self._link.write_pending()
+        return []
 
     def _obey(self, message: Message) -> None:
-        if message[0] == START:
-            start = Start.unpacked(*fields(message, dict))
+        kind, content = message
+        if kind == START:
+            start = Start.unpacked(content)
             try:
                 self._start(start)
             except OSError as error:  # no room for the key, no process for the guardian
+                text = f"{error.strerror} ({error.filename})"
                 for index, _ in start.processes[:1]:
-                    text = f"{error.strerror} ({error.filename})"
-                    self._link.send(REFUSED, index, error.errno or 0, text)
-        elif message[0] == CREDIT:
-            self._credit += fields(message, int)[0]
-        elif self._place is None:
-            if message[0] == FINISH:
-                self._link.send(FINISHED, 0)
-                self._is_finished = True
-        elif message[0] == SIGNAL:
-            self._place.send_signal(fields(message, int)[0])
-        elif message[0] == FINISH:
-            self._tell(self._place.finish(float(fields(message, float)[0])))
+                    self._link.tell(CannotStart(index, error.errno or 0, text))
+        elif kind == CREDIT:
+            self._credit += content
+        elif kind == SIGNAL and self._place is not None:
+            self._place.send_signal(content)
+        elif kind == FINISH:
+            self._tell([Finished(0)] if self._place is None else self._place.finish(content))
             self._is_finished = True
 
     def _start(self, start: Start) -> None:
@@ -327,38 +314,24 @@ class Agent:
         here = with_environment_of_python(base_environment(os.environ))
         variables = {**here, **start.variables, AGENT_ID_NAME: agent_id}
         if key := start.key or self._key:
-            variables["PS_JOB_KEY_FILE"] = str(self._write_key(key))
+            variables["PS_JOB_KEY_FILE"] = str(self._write_key(self._guardian, key))
         mine = [(index, _as_here(spec, variables)) for index, spec in start.processes]
         self._tell(self._place.start(mine, variables))
 
-    def _write_key(self, key: str) -> Path:
-        assert self._guardian is not None
+    def _write_key(self, guardian: GuardianProcess, key: str) -> Path:
         path = new_key_file()
-        self._guardian.remove_at_the_end(path.parent)
+        guardian.remove_at_the_end(path.parent)
         self._key_directory = path.parent
         path.parent.mkdir(mode=0o700)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(key)
         return path
 
-    def _tell(self, events: Sequence[places.Event]) -> None:
+    def _tell(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, places.Output):
-                self._credit -= sum(map(len, event.lines)) + len(event.lines)
-                self._link.send(LINES, event.index, event.is_error, list(event.lines))
-            elif isinstance(event, places.Started):
-                self._link.send(PID, event.index, event.pid)
-            elif isinstance(event, places.Ended):
-                self._link.send(EXITS, dict(event.statuses))
-            elif isinstance(event, places.CannotStart):
-                error = event.error
-                self._link.send(
-                    REFUSED, event.index, error.errno or 0, error.strerror or str(error)
-                )
-            elif isinstance(event, places.Finished):
-                self._link.send(FINISHED, event.left_over)
-            else:
-                self._link.send(NOTE, event.text)
+            if isinstance(event, Output):
+                self._credit -= cost(event)
+            self._link.tell(event)
 
     def _say_last_words(self) -> None:
         until_s = time.monotonic() + _LAST_WORDS_S
@@ -377,3 +350,8 @@ class Agent:
             self._guardian.dismiss()
         self._selector.close()
         self._link.close()
+
+
+def cost(output: Output) -> int:
+    """What ``output`` takes of the credit for output that is under way."""
+    return sum(map(len, output.lines)) + len(output.lines)

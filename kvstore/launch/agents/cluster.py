@@ -1,33 +1,29 @@
-"""How a cluster starts agents: what the launchers say that have another program do it.
+"""How a cluster starts agents, and what launchers with other machines have in common.
 
-Data and functions, no more: ``launch/backends/mpi.py``, ``launch/backends/slurm.py`` and others
-make a :class:`Cluster`, and ``command.py`` and ``cluster_job.py`` do what it says.
-
-What launchers whose processes run on other machines have in common.
-
-Which of this machine's variables those processes get, what a process's plan looks like there, and
-the address that the scheduler serves on. Used by ``launch/backends/ssh.py`` and ``cluster_job.py``.
+``launch/backends/mpi.py``, ``launch/backends/slurm.py`` and others make a :class:`Cluster`, which
+is data; ``command.py`` and ``cluster_job.py`` do what it says. The functions, which
+``launch/backends/ssh.py`` uses too, say which of this machine's variables processes elsewhere get,
+at which address the scheduler serves, and what agents have told of their machines.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvstore.launch.agents.ticket import AgentTicket
-from kvstore.launch.environment import checkout_root, network_id
+from kvstore.launch.environment import network_id
 from kvstore.launch.job.checks import CheckResult
-from kvstore.launch.job.conclusion import say
+from kvstore.launch.job.report import say
 from kvstore.launch.job.run import scheduler_address
 from kvstore.launch.options import OF_ONE_MACHINE, LaunchError, LaunchOptions
-from kvstore.launch.plan import THREAD_COUNT_NAMES, ProcessSpec
+from kvstore.launch.plan import THREAD_COUNT_NAMES
 from pslite.errors import ConfigError
 from pslite.node.address import interface_address
 
@@ -153,21 +149,6 @@ def without(sentence: str, options: LaunchOptions, *, exit_code: int = 1) -> Non
     if options.check or not options.dry_run:
         raise LaunchError(sentence, exit_code=exit_code)
     say(f"{sentence} (what follows is only shown)")
-
-
-def for_elsewhere(spec: ProcessSpec) -> ProcessSpec:
-    """Without what names a file of this machine; the agent adds its own."""
-    environment = dict(spec.environment)
-    environment.pop("PS_JOB_KEY_FILE", None)
-    path = environment.pop("PYTHONPATH", "").split(os.pathsep)
-    if given := os.pathsep.join(one for one in path if one and one != checkout_root()):
-        environment["PYTHONPATH"] = given
-    return replace(spec, environment=environment)
-
-
-def with_variables(spec: ProcessSpec, more: Mapping[str, str]) -> ProcessSpec:
-    """``more`` does not replace what the user has set."""
-    return replace(spec, environment={**more, **spec.environment})
 
 
 def wished_address(environ: Mapping[str, str]) -> tuple[str | None, int]:

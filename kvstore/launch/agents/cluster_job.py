@@ -9,11 +9,9 @@ then the job as everywhere, with the scheduler on this machine. Read ``launch/jo
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,26 +22,23 @@ from kvstore.launch.agents.cluster import (
     agent_row,
     common_address,
     core_count,
-    for_elsewhere,
     forwarded_variables,
     is_loopback,
     seen_from_away,
     wished_address,
-    with_variables,
 )
 from kvstore.launch.agents.command import Carrier
 from kvstore.launch.agents.gate import AgentListener
 from kvstore.launch.agents.remote import AgentPlace
 from kvstore.launch.agents.ticket import PROGRAM_NAME, AgentTicket, job_directory, write_ticket
 from kvstore.launch.environment import allow_files, listen, share_gpus
-from kvstore.launch.job.checks import table
+from kvstore.launch.job.checks import conclude_check
 from kvstore.launch.job.lifecycle import Timing
-from kvstore.launch.job.places import Place
 from kvstore.launch.job.registry import new_key
-from kvstore.launch.job.run import Arrangement, check_plan, run_job
+from kvstore.launch.job.run import Arrangement, check_plan, checking, run_job
 from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.options import LaunchError, LaunchOptions
-from kvstore.launch.plan import ProcessSpec, brings_a_key, script_of
+from kvstore.launch.plan import script_of
 from pslite.node.address import local_addresses
 
 _CHECK_S = 60.0
@@ -78,36 +73,21 @@ def run_carried(
     if options.check:
         return _check(options, environ, timing, cluster)
 
-    def arrange(supervisor: Supervisor) -> Arrangement:
-        key = _job_key(options, environ)
+    def arrange(supervisor: Supervisor, key: str) -> Arrangement:
         crew = _places(cluster)
         directory = _start_agents(supervisor, environ, cluster, crew, key)
         greetings = [place.greeting or {} for place in crew]
         wished, port = wished_address(environ)
         host = wished or common_address(seen_from_away(greetings))
+        variables = forwarded_variables(options, environ)
         gpus: Mapping[Member, Mapping[str, str]] = {}
         if cluster.worker_gpus:
             gpus = share_gpus(cluster.members, greetings, cluster.worker_gpus)
-
-        def assign(
-            job_id: str, _: str, specs: Sequence[ProcessSpec]
-        ) -> list[tuple[ProcessSpec, Place]]:
-            variables = forwarded_variables(options, environ)
-            where = dict(zip(cluster.members, crew, strict=True))
-            for place in crew:
-                place.prepare(job_id, "", variables)
-            return [
-                (spec, supervisor.local)
-                if spec.role == "scheduler"
-                else (
-                    with_variables(for_elsewhere(spec), gpus.get((spec.role, spec.rank), {})),
-                    where[spec.role, spec.rank],
-                )
-                for spec in specs
-            ]
-
+        places = dict(zip(cluster.members, crew, strict=True))
+        for member, place in places.items():
+            place.prepare(supervisor.job_id, "", variables, gpus.get(member, {}))
         cores = (cluster.worker_cores or options.places.worker_cores or 0) * options.num_workers
-        return Arrangement(host, port, cores or core_count(greetings), assign, key, directory)
+        return Arrangement(host, port, cores or core_count(greetings), places, directory)
 
     return run_job(options, environ, service_command, timing, arrange)
 
@@ -145,7 +125,7 @@ def _start_agents(
     write_ticket(directory, ticket, os.getcwd(), files)
     argv = cluster.command(directory)
     try:
-        carrier = Carrier(cluster, argv, crew, supervisor.guardian())
+        carrier = Carrier(cluster, argv, crew, supervisor.guardian)
     except OSError as error:
         listener.close()
         raise LaunchError(f"cannot start '{argv[0]}': {error.strerror}", exit_code=1) from error
@@ -176,17 +156,6 @@ def _listen_everywhere() -> socket.socket:
         raise LaunchError(f"cannot listen for agents: {error.strerror}", exit_code=1) from error
 
 
-def _job_key(options: LaunchOptions, environ: Mapping[str, str]) -> str:
-    """The user's key, or a new one. Raises :class:`LaunchError`."""
-    if not brings_a_key(options, environ):
-        return new_key()
-    path = dict(options.environment).get("PS_JOB_KEY_FILE") or environ["PS_JOB_KEY_FILE"]
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"the job key {path} cannot be read: {error}", exit_code=1) from error
-
-
 def _print_plan(options: LaunchOptions, cluster: Cluster) -> int:
     print(shlex.join(cluster.command(_DIRECTORY_SHOWN)))
     shown = AgentTicket(["LAUNCHER"], 0, "KEY", cluster.rank_names, cluster.first_rank)
@@ -204,21 +173,17 @@ def _check(
     options: LaunchOptions, environ: Mapping[str, str], timing: Timing, cluster: Cluster
 ) -> int:
     """Have the agents started, and print what each says of its machine; 0, or 1 and why."""
-    nobody = secrets.token_hex(8)  # the id of a job that has no processes
     crew = _places(cluster)
     names = [str(place.label) for place in crew]
-    with (
-        tempfile.TemporaryDirectory() as logs,
-        Supervisor(nobody, environ, Path(logs), timing) as one,
-    ):
+    with checking(environ, timing) as supervisor:
         # Who checks wants to know soon, also where a job may wait.
         limited = replace(cluster, connect_s=min(cluster.connect_s or _CHECK_S, _CHECK_S))
-        _start_agents(one, environ, limited, crew, new_key(), script_of(options.command))
+        script = script_of(options.command)
+        _start_agents(supervisor, environ, limited, crew, new_key(), script)
         for place in crew:
             place.finish(0.0)  # else they would take their launcher for lost
         rows = [
             agent_row(f"{name}@{place.label}", place.greeting or {})
             for name, place in zip(names, crew, strict=True)
         ]
-    print(table(rows), end="")
-    return 0 if all(row.is_good for row in rows) else 1
+    return conclude_check(rows)

@@ -8,7 +8,6 @@ itself. Runs on the main thread. Read ``remote.py`` and ``gate.py`` first, ``clu
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -18,20 +17,19 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from functools import partial
+from typing import Any
 
-from kvstore.launch.agents.agent import GREETING
 from kvstore.launch.agents.cluster import Cluster, quoted
 from kvstore.launch.agents.gate import AgentListener
 from kvstore.launch.agents.remote import AgentPlace
 from kvstore.launch.agents.ticket import DIRECTORY_NAME, PROGRAM_NAME
-from kvstore.launch.agents.wire import AgentLink
-from kvstore.launch.job.child import LineSplitter, die_with_launcher
-from kvstore.launch.job.places import Event, Finished, Note
+from kvstore.launch.agents.wire import GREETING, AgentLink
+from kvstore.launch.job.child import LineStream, die_with_launcher
+from kvstore.launch.job.places import Event, Finished, Note, watch
 from kvstore.launch.job.tie import GuardianProcess
 from kvstore.launch.plan import ProcessSpec
 
-_READ_BYTES = 64 * 1024
 _KEPT_LINES = 200  # the last of them
 _ENDING_S = 5.0  # for the command to end by itself once no agent is left, and after SIGTERM
 _SHOWN_NAMES = 8
@@ -63,7 +61,7 @@ class Carrier:
         self._gate: AgentListener | None = None
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)  # before all agents had come
         self._unshown: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._has_ended = False
+        self._selector: selectors.BaseSelector | None = None
         self._has_begun = False
         self._is_over = False
         self._hung_up_s = time.monotonic()
@@ -72,9 +70,10 @@ class Carrier:
         self._trouble_s = self._hung_up_s + _TROUBLE_S
         self._last_came_s = self._hung_up_s
         self._learn_to_cancel("")
-        self._process, pipes = _started(argv, cluster.environment, cluster.habits.has_terminal)
+        self._process, self._streams = _started(
+            argv, cluster.environment, cluster.habits.has_terminal
+        )
         guardian.watch(self._process.pid)
-        self._streams = [_Stream(self, pipe) for pipe in pipes]
 
     @property
     def failure(self) -> str | None:
@@ -136,13 +135,21 @@ class Carrier:
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
         if self._gate is not None and not self._has_begun:
             self._gate.adjust(selector)
-        watched = selector.get_map()
+        self._selector = selector
         for stream in self._streams:
-            stream.selector = selector
-            if paused and stream.fd in watched:
-                selector.unregister(stream.fd)
-            elif not paused and stream.fd not in watched:
-                selector.register(stream.fd, selectors.EVENT_READ, stream)
+            read = partial(self._read, stream, selector)
+            watch(selector, stream.fd, read, wanted=not paused)
+
+    def _read(
+        self, stream: LineStream, selector: selectors.BaseSelector, now_s: float
+    ) -> list[Event]:
+        if stream not in self._streams:
+            return []  # the command has ended, and all was read
+        lines, is_open = stream.read(now_s)
+        if not is_open:
+            selector.unregister(stream.fd)
+            self._streams.remove(stream)
+        return self.heard(lines)
 
     def heard(self, lines: Sequence[bytes]) -> list[Event]:
         """The command has printed something, or one of its agents before it could serve."""
@@ -168,15 +175,17 @@ class Carrier:
         return notes
 
     def sweep(self) -> list[Event]:
-        if self._has_ended or (code := self._process.poll()) is None:
+        if self._process.returncode is not None or (code := self._process.poll()) is None:
             return []
-        self._has_ended = True
         self._end_group()
         if not self.awaited():
             is_news = code != 0 and not self._is_over
             return [Note(f"{self._name} ended with exit code {code}")] if is_news else []
-        for stream in list(self._streams):
-            stream.read_rest()
+        if self._selector is not None:
+            self.adjust(self._selector, paused=True)
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            self.heard(stream.read_rest())
         if self._failure is None:
             self._failure = self._cluster.explain(list(self._said), code)
         return []
@@ -230,12 +239,8 @@ class Carrier:
             self._take_out()  # it could not
         self._signal(signal.SIGKILL)
         self._process.wait()
-        for stream in list(self._streams):
+        for stream in self._streams:
             stream.close()
-
-    def drop(self, stream: _Stream) -> None:
-        """It has ended."""
-        self._streams.remove(stream)
 
     def _refuse(self, line: bytes) -> None:
         """One that would have become an agent says why it cannot; the first reason counts."""
@@ -270,15 +275,13 @@ class Carrier:
         """For the command's end, reading what it prints, so that it can."""
         with selectors.PollSelector() as selector:
             for stream in self._streams:
-                selector.register(stream.fd, selectors.EVENT_READ, stream)
+                read = partial(self._read, stream, selector)
+                selector.register(stream.fd, selectors.EVENT_READ, read)
             while is_to_go_on() and self._process.poll() is None:
                 if (left_s := until_s - time.monotonic()) <= 0:
                     return
                 for key, _ in selector.select(min(left_s, 0.05)):
-                    lines, is_open = key.data.read()
-                    self.heard(lines)
-                    if not is_open:
-                        selector.unregister(key.fd)
+                    key.data(0.0)
 
     def _learn_to_cancel(self, line: str) -> None:
         if self._cancellation is None and (command := self._cluster.cancel(line)):
@@ -343,8 +346,8 @@ def refusal(line: bytes) -> str:
 
 def _started(
     argv: Sequence[str], environment: Mapping[str, str], has_terminal: bool
-) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
-    """The command, and the reading ends of its output and its errors. Raises OSError."""
+) -> tuple[subprocess.Popen[bytes], list[LineStream]]:
+    """The command, and what it prints and complains of. Raises OSError."""
     ours, theirs = os.openpty() if has_terminal else (-1, subprocess.PIPE)
     try:
         process = subprocess.Popen(
@@ -366,45 +369,4 @@ def _started(
             os.close(theirs)
     output = os.fdopen(ours, "rb", 0) if has_terminal else process.stdout
     assert output is not None and process.stderr is not None
-    return process, [output, process.stderr]
-
-
-class _Stream:
-    """The command's standard output or error, as a source."""
-
-    def __init__(self, carrier: Carrier, pipe: IO[bytes]) -> None:
-        self.fd = pipe.fileno()
-        self.selector: selectors.BaseSelector | None = None
-        self._carrier = carrier
-        self._pipe = pipe
-        self._splitter = LineSplitter()
-        os.set_blocking(self.fd, False)
-
-    def handle(self, now_s: float) -> list[Event]:
-        lines, is_open = self.read()
-        if not is_open:
-            self.close()
-        return self._carrier.heard(lines)
-
-    def read(self) -> tuple[list[bytes], bool]:
-        """The lines that one read has completed, and whether there may be more."""
-        try:
-            data = os.read(self.fd, _READ_BYTES)
-        except BlockingIOError:
-            return [], True
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            data = b""  # how the end of a terminal reads
-        return (self._splitter.feed(data, 0.0), True) if data else (self._splitter.finish(), False)
-
-    def read_rest(self) -> None:
-        """What the command has left when it ended; others may hold the pipe open."""
-        lines, _ = self.read()
-        self._carrier.heard([*lines, *self._splitter.finish()])
-
-    def close(self) -> None:
-        if self.selector is not None and self.fd in self.selector.get_map():
-            self.selector.unregister(self.fd)
-        self._pipe.close()
-        self._carrier.drop(self)
+    return process, [LineStream(output), LineStream(process.stderr)]

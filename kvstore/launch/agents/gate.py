@@ -1,6 +1,6 @@
 """Where a launcher lets its agents in: a socket that listens until all are there.
 
-A visitor has a few seconds to prove that it knows the job's key (``wire.py``) and to greet;
+A visitor has a few seconds to prove that it knows the job's key (``join_answer.py``) and to greet;
 only then is it given to the caller that waits for agents. Strangers are closed without a word.
 Never blocks; runs on the launcher's main thread. Read ``command.py`` next.
 """
@@ -8,26 +8,25 @@ Never blocks; runs on the launcher's main thread. Read ``command.py`` next.
 from __future__ import annotations
 
 import errno
+import hmac
 import os
 import secrets
 import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from kvstore.launch.agents.wire import (
-    GREET,
+from kvstore.launch.agents.join_answer import (
     HELLO,
     NONCE_BYTES,
     PROOF_BYTES,
-    AgentLink,
+    TO_LAUNCHER,
     Handshake,
-    LinkLost,
-    fields,
-    is_same,
 )
-from kvstore.launch.job.places import Event, Note
+from kvstore.launch.agents.wire import GREET, TO_AGENT, AgentLink, LinkLost, Seal
+from kvstore.launch.job.places import Event, Note, watch
 
 VISIT_S = 10.0  # from the connection to the greeting
 MOST_VISITORS = 512  # that have not greeted yet
@@ -53,18 +52,12 @@ class AgentListener:
     def adjust(self, selector: selectors.BaseSelector) -> None:
         """Register what is to be listened to."""
         self._selector = selector
-        watched = selector.get_map()
-        is_paused = self._paused_until_s is not None
-        fd = self._listener.fileno()
-        if fd >= 0 and not is_paused and fd not in watched:
-            selector.register(fd, selectors.EVENT_READ, self)
-        elif fd >= 0 and is_paused and fd in watched:
-            selector.unregister(fd)
+        if (fd := self._listener.fileno()) >= 0:
+            watch(selector, fd, self.let_in, wanted=self._paused_until_s is None)
         for visitor in self._visitors:
-            if visitor.fd not in watched:
-                selector.register(visitor.fd, selectors.EVENT_READ, _Hearing(self, visitor))
+            watch(selector, visitor.fd, partial(self._hear, visitor))
 
-    def handle(self, now_s: float) -> list[Event]:
+    def let_in(self, now_s: float) -> list[Event]:
         """Some want to come in."""
         for _ in range(_AT_ONCE):
             try:
@@ -80,7 +73,7 @@ class AgentListener:
             self._visitors.append(_Visitor(connected, self._key, now_s))
         return []
 
-    def hear(self, visitor: _Visitor, now_s: float) -> list[Event]:
+    def _hear(self, visitor: _Visitor, now_s: float) -> list[Event]:
         """A visitor has said something."""
         if visitor not in self._visitors:
             return []  # it was sent away meanwhile
@@ -171,7 +164,7 @@ class _Visitor:
             return None
         if messages[0][0] != GREET or len(messages) > 1:  # it is not its turn to say more
             raise LinkLost("it does not greet")
-        return self._link, fields(messages[0], dict)[0]
+        return self._link, messages[0][1]
 
     def close(self) -> None:
         if self._link is None:
@@ -188,20 +181,9 @@ class _Visitor:
         if len(self._said) < wanted:
             return
         handshake = Handshake(self._key, self._nonce, self._said[:NONCE_BYTES])
-        if not is_same(self._said[NONCE_BYTES:], handshake.agent_proof()):
+        if not hmac.compare_digest(self._said[NONCE_BYTES:], handshake.agent_proof()):
             raise LinkLost("it does not know the job's key")
         self._socket.send(handshake.launcher_proof())
-        seals = (handshake.seal_to_launcher(), handshake.seal_to_agent())
+        seals = Seal(handshake.derived(TO_LAUNCHER)), Seal(handshake.derived(TO_AGENT))
         write_fd = os.dup(self._socket.fileno())  # may fail, and then all is as it was
         self._link = AgentLink(self._socket.detach(), write_fd, time.monotonic(), seals=seals)
-
-
-class _Hearing:
-    """A visitor, as a source."""
-
-    def __init__(self, gate: AgentListener, visitor: _Visitor) -> None:
-        self._gate = gate
-        self._visitor = visitor
-
-    def handle(self, now_s: float) -> list[Event]:
-        return self._gate.hear(self._visitor, now_s)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import secrets
 import socket
 import subprocess
 import sys
@@ -19,17 +18,10 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kvstore.launch.agents.agent import GREETING, Agent, machine
+from kvstore.launch.agents.agent import Agent, machine
+from kvstore.launch.agents.join_answer import TO_LAUNCHER, Handshake, WrongLauncher, shake_hands
 from kvstore.launch.agents.ticket import TICKET_NAME, AgentTicket
-from kvstore.launch.agents.wire import (
-    GREET,
-    HELLO,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    AgentLink,
-    Handshake,
-    is_same,
-)
+from kvstore.launch.agents.wire import GREET, GREETING, TO_AGENT, AgentLink, Seal
 from kvstore.launch.job.signals import SignalPipe
 from kvstore.launch.options import OF_ONE_MACHINE
 
@@ -44,10 +36,6 @@ _LAST_TURN_S = 10.0
 
 class NotEnlisted(Exception):
     """This agent cannot serve; the text says why."""
-
-
-class _Unanswered(NotEnlisted):
-    """Nor is it clear that it never can: the launcher may be busy, or stopped."""
 
 
 def main() -> None:
@@ -88,14 +76,12 @@ def enlist(ticket: AgentTicket, rank: int) -> None:
     """
     forget_outside(os.environ)
     connected, handshake, address = _reached(ticket)
-    connected.settimeout(None)
-    read_fd, write_fd = connected.detach(), -1
-    write_fd = os.dup(read_fd)
+    read_fd = connected.detach()
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
-    seals = (handshake.seal_to_agent(), handshake.seal_to_launcher())
-    link = AgentLink(read_fd, write_fd, time.monotonic(), seals=seals)
+    seals = Seal(handshake.derived(TO_AGENT)), Seal(handshake.derived(TO_LAUNCHER))
+    link = AgentLink(read_fd, os.dup(read_fd), time.monotonic(), seals=seals)
     link.send(GREET, {**machine(ticket.script), "rank": rank, "reached_from": address})
     with SignalPipe() as signals:
         is_lost = Agent(link, signals, ticket.key).serve()
@@ -132,55 +118,28 @@ def _run_if_lost(command: Sequence[str], rank: int) -> None:
 
 
 def _reached(ticket: AgentTicket) -> tuple[socket.socket, Handshake, str]:
-    """A connection to the launcher, and the address by which it was reached."""
+    """A connection to the launcher, and the address by which it was reached.
+
+    Tries again while it is not clear that this never can be: the launcher may be busy, or stopped.
+    """
     until_s = time.monotonic() + _PATIENCE_S
     while True:
-        try:
-            return _reached_now(ticket)
-        except _Unanswered:
-            if time.monotonic() >= until_s:
-                raise
+        failures = []
+        may_be_busy = False
+        for address in ticket.addresses:
+            try:
+                connected = socket.create_connection((address, ticket.port), _CONNECT_S)
+            except OSError as error:
+                failures.append(f"{address}: {error.strerror or error}")
+                may_be_busy = may_be_busy or isinstance(error, TimeoutError)
+                continue
+            try:
+                return connected, shake_hands(connected, ticket.key), address
+            except (OSError, WrongLauncher) as error:
+                connected.close()
+                failures.append(f"{address}: {error}")
+                may_be_busy = may_be_busy or isinstance(error, OSError)
+        if not may_be_busy or time.monotonic() >= until_s:
+            reasons = "; ".join(failures)
+            raise NotEnlisted(f"cannot reach the launcher on port {ticket.port} ({reasons})")
         time.sleep(random.uniform(0.5, 1.5) * _PAUSE_S)
-
-
-def _reached_now(ticket: AgentTicket) -> tuple[socket.socket, Handshake, str]:
-    failures = []
-    kind: type[NotEnlisted] = NotEnlisted
-    for address in ticket.addresses:
-        try:
-            connected = socket.create_connection((address, ticket.port), _CONNECT_S)
-        except OSError as error:
-            failures.append(f"{address}: {error.strerror or error}")
-            if isinstance(error, TimeoutError):
-                kind = _Unanswered
-            continue
-        try:
-            return connected, _agreed(connected, ticket.key), address
-        except (OSError, NotEnlisted) as error:
-            connected.close()
-            failures.append(f"{address}: {error}")
-            if isinstance(error, OSError | _Unanswered):
-                kind = _Unanswered
-    raise kind(f"cannot reach the launcher on port {ticket.port} ({'; '.join(failures)})")
-
-
-def _agreed(connected: socket.socket, key: str) -> Handshake:
-    """Both sides have proved that they know ``key``."""
-    head = _received(connected, len(HELLO) + NONCE_BYTES)
-    if not head.startswith(HELLO):
-        raise NotEnlisted("the program that answers is not a launcher")
-    handshake = Handshake(key, head[len(HELLO) :], secrets.token_bytes(NONCE_BYTES))
-    connected.sendall(handshake.agent_nonce + handshake.agent_proof())
-    if not is_same(_received(connected, PROOF_BYTES), handshake.launcher_proof()):
-        raise NotEnlisted("the launcher of another job answers")
-    return handshake
-
-
-def _received(connected: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connected.recv(size - len(data))
-        if not part:
-            raise _Unanswered("the connection was closed")
-        data += part
-    return data

@@ -1,9 +1,19 @@
-"""Tells the launcher why there is no agent where this package, or a Python for it, is missing.
+"""The agents' side of the handshake, and how to say that there is no agent.
 
-``python join_answer.py REASON``, with a ticket beside it. Standard library only, for any Python
-from 3.6 on, and no import of this project: its text goes to hosts that share no directory with the
-launcher, where what an agent prints is not read. So it knows by itself the handshake
-(``wire.py``) and the one frame that it sends (``wire.py``): a greeting with an error.
+``python join_answer.py REASON``, with a ticket beside it, tells the launcher why there is no agent
+where this package, or a Python for it, is missing. Standard library only, for any Python from 3.6
+on, and no import of this project: its text goes to hosts that share no directory with the
+launcher, where what an agent prints is not read. So it knows by itself the one frame that it
+sends (``wire.py``): a greeting with an error.
+
+Both ends of a new connection first prove that they know the job's key, which never goes over it:
+
+1. the launcher sends :data:`HELLO` and 32 random bytes;
+2. the agent sends 32 random bytes and its proof, an HMAC-SHA256 (RFC 2104) over both;
+3. the launcher sends its own proof.
+
+A proof is good for one connection and one side, so a recorded one is useless. After this every
+frame is sealed (``wire.py``) by a key that is derived in the same way.
 """
 
 import hashlib
@@ -15,9 +25,47 @@ import struct
 import sys
 from typing import Any
 
-_HELLO = b"KVSTORE-GATE-1\n"
+HELLO = b"KVSTORE-GATE-1\n"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+TO_LAUNCHER = b"seal to the launcher"
 _CONNECT_S = 5.0
 _ANSWER_S = 10.0
+
+
+class WrongLauncher(Exception):
+    """The launcher that answers is not the one of this job; the text says what answers."""
+
+
+class Handshake:
+    """One connection: ``key`` is the text of the job's key, the nonces are each side's bytes."""
+
+    def __init__(self, key: str, launcher_nonce: bytes, agent_nonce: bytes) -> None:
+        self._key = key.strip().encode()
+        self._nonces = launcher_nonce + agent_nonce
+
+    def agent_proof(self) -> bytes:
+        return self.derived(b"agent's proof")
+
+    def launcher_proof(self) -> bytes:
+        return self.derived(b"launcher's proof")
+
+    def derived(self, purpose: bytes) -> bytes:
+        content = HELLO + purpose + b"\0" + self._nonces
+        return hmac.new(self._key, content, hashlib.sha256).digest()
+
+
+def shake_hands(connected: socket.socket, key: str) -> Handshake:
+    """Have both sides prove that they know ``key``. Raises OSError or :class:`WrongLauncher`."""
+    head = _received(connected, len(HELLO) + NONCE_BYTES)
+    if not head.startswith(HELLO):
+        raise WrongLauncher("the program that answers is not a launcher")
+    nonce = os.urandom(NONCE_BYTES)
+    handshake = Handshake(key, head[len(HELLO) :], nonce)
+    connected.sendall(nonce + handshake.agent_proof())
+    if not hmac.compare_digest(_received(connected, PROOF_BYTES), handshake.launcher_proof()):
+        raise WrongLauncher("the launcher of another job answers")
+    return handshake
 
 
 def main() -> None:
@@ -34,29 +82,16 @@ def join_answer(ticket: Any, reason: str) -> bool:
         try:
             with socket.create_connection((address, ticket["port"]), _CONNECT_S) as connected:
                 connected.settimeout(_ANSWER_S)
-                _tell(connected, ticket["key"].strip().encode(), reason)
+                handshake = shake_hands(connected, ticket["key"])
+                content = greeting(socket.gethostname(), reason)
+                seal_key = handshake.derived(TO_LAUNCHER)
+                seal = hmac.new(seal_key, bytes(8) + content, hashlib.sha256).digest()[:16]
+                connected.sendall(struct.pack(">I", 16 + len(content)) + seal + content)
+                connected.recv(1)  # the launcher closes when it has read it
                 return True
-        except OSError:
+        except (OSError, WrongLauncher):
             continue
     return False
-
-
-def _tell(connected: socket.socket, key: bytes, reason: str) -> None:
-    """Raises OSError when it is not a launcher, or not ours."""
-    head = _received(connected, len(_HELLO) + 32)
-    ours = os.urandom(32)
-
-    def derived(purpose: bytes) -> bytes:
-        content = _HELLO + purpose + b"\0" + head[len(_HELLO) :] + ours
-        return hmac.new(key, content, hashlib.sha256).digest()
-
-    connected.sendall(ours + derived(b"agent's proof"))
-    if not hmac.compare_digest(_received(connected, 32), derived(b"launcher's proof")):
-        raise OSError("another job's launcher")
-    content = greeting(socket.gethostname(), reason)
-    seal = hmac.new(derived(b"seal to the launcher"), bytes(8) + content, hashlib.sha256)
-    connected.sendall(struct.pack(">I", 16 + len(content)) + seal.digest()[:16] + content)
-    connected.recv(1)  # the launcher closes when it has read it
 
 
 def greeting(host: str, reason: str) -> bytes:

@@ -7,29 +7,34 @@ end is ``agent.py``.
 
 from __future__ import annotations
 
-import errno
+import os
 import selectors
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from kvstore.launch.agents.agent import Start
+from kvstore.launch.agents.agent import Start, cost
 from kvstore.launch.agents.wire import (
     CREDIT,
-    EXITS,
     FINISH,
-    FINISHED,
-    LINES,
-    NOTE,
-    PID,
-    REFUSED,
     SIGNAL,
     START,
     AgentLink,
     LinkLost,
     Message,
-    fields,
+    event_of,
 )
-from kvstore.launch.job.places import CannotStart, Ended, Event, Finished, Note, Output, Started
+from kvstore.launch.environment import checkout_root
+from kvstore.launch.job.places import (
+    CannotStart,
+    Ended,
+    Event,
+    Finished,
+    Note,
+    Output,
+    Started,
+    watch,
+)
 from kvstore.launch.plan import ProcessSpec
 
 _LOST_STATUS = 255
@@ -51,9 +56,8 @@ class AgentPlace:
         self.failure: str | None = None
         self._link: AgentLink | None = None
         self._selector: selectors.BaseSelector | None = None
-        self._variables: Mapping[str, str] = {}
-        self._job_id = ""
-        self._key = ""
+        self._prepared = Start("", (), {}, "")
+        self._more: Mapping[str, str] = {}
         self._running: set[int] = set()
         self._started: set[int] = set()
         self._has_begun = False
@@ -73,12 +77,16 @@ class AgentPlace:
         self._link = link
         self.greeting = greeting
 
-    def prepare(self, job_id: str, key: str, variables: Mapping[str, str]) -> None:
+    def prepare(
+        self, job_id: str, key: str, variables: Mapping[str, str], more: Mapping[str, str]
+    ) -> None:
         """What :meth:`start` hands over: the job, the text of its key, all processes' variables.
 
-        ``key`` is "" where the agent has it already.
+        ``key`` is "" where the agent has it already. ``more`` is added to the variables of each
+        process that the user has not set.
         """
-        self._job_id, self._key, self._variables = job_id, key, variables
+        self._prepared = Start(job_id, (), variables, key)
+        self._more = more
 
     def start(
         self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
@@ -89,8 +97,8 @@ class AgentPlace:
             return [Ended(lost, f"{self.label} was lost before it began")] if lost else []
         self._running = {index for index, _ in specs}
         self._has_begun = True
-        start = Start(self._job_id, specs, self._variables, self._key)
-        self._link.send(START, start.packed())
+        processes = [(index, _for_elsewhere(spec, self._more)) for index, spec in specs]
+        self._link.send(START, replace(self._prepared, processes=processes).packed())
         return []
 
     def send_signal(self, number: int) -> None:
@@ -100,32 +108,16 @@ class AgentPlace:
         if not paused and self._owed:
             self._send(CREDIT, self._owed)
             self._owed = 0
-        if self._link is None:
-            return
         self._selector = selector
-        watched = selector.get_map()
-        read_fd, write_fd = self._link.read_fd, self._link.write_fd
-        for fd, kind, is_wanted in (
-            (read_fd, selectors.EVENT_READ, True),
-            (write_fd, selectors.EVENT_WRITE, self._link.waiting),
-        ):
-            is_wanted = is_wanted and not self._is_over
-            if is_wanted and fd not in watched:
-                selector.register(fd, kind, Ready(self, fd, selector))
-            elif not is_wanted and fd in watched:
-                selector.unregister(fd)
-
-    def handle(self, fd: int, now_s: float, selector: selectors.BaseSelector) -> list[Event]:
-        """A descriptor of this place is ready."""
-        if self._is_over or self._link is None:
-            return []
-        if fd == self._link.write_fd:
-            self._link.write_pending()
-            return []
-        try:
-            return self._receive(self._link, now_s)
-        except LinkLost as error:
-            return self._lose(str(error), selector)
+        if self._link is not None and not self._is_over:
+            watch(selector, self._link.read_fd, self._read)
+            watch(
+                selector,
+                self._link.write_fd,
+                self._write,
+                wanted=self._link.waiting,
+                events=selectors.EVENT_WRITE,
+            )
 
     def sweep(self) -> list[Event]:
         return []
@@ -136,12 +128,12 @@ class AgentPlace:
         try:
             return [], self._link.tick(now_s)
         except LinkLost as error:
-            return self._lose(str(error), None), None
+            return self._lose(str(error)), None
 
     def finish(self, leftover_s: float) -> list[Event]:
         if self._is_over or self._link is None:
             return [Finished(0)]
-        self._send(FINISH, float(leftover_s))
+        self._send(FINISH, leftover_s)
         return []
 
     def hang_up(self) -> None:
@@ -155,65 +147,59 @@ class AgentPlace:
 
     def leave(self, how: str) -> list[Event]:
         """Its agent is gone, in the way of ``how``, before the job has begun: await another."""
+        self._unregister()
         if self._link is not None:
-            self._unregister(self._selector, self._link)
             self._link.close()
         gone, self.label = self.label, self._name
         self._link = self.greeting = None
         return [Note(f"{gone}: the agent of {self._name} {how}")]
 
-    def _unregister(self, selector: selectors.BaseSelector | None, link: AgentLink) -> None:
-        for fd in (link.read_fd, link.write_fd):
-            if selector is not None and fd in selector.get_map():
-                selector.unregister(fd)
+    def _unregister(self) -> None:
+        if self._link is not None and self._selector is not None:
+            watch(self._selector, self._link.read_fd, self._read, wanted=False)
+            watch(self._selector, self._link.write_fd, self._write, wanted=False)
 
     def _send(self, *message: Any) -> None:
         if not self._is_over and self._link is not None:
             self._link.send(*message)
 
-    def _receive(self, link: AgentLink, now_s: float) -> list[Event]:
-        """``link`` is readable. Raises LinkLost."""
-        return [event for message in link.receive(now_s) for event in self._heard(message)]
+    def _write(self, now_s: float) -> list[Event]:
+        if self._link is not None and not self._is_over:
+            self._link.write_pending()
+        return []
+
+    def _read(self, now_s: float) -> list[Event]:
+        if self._link is None or self._is_over:
+            return []
+        try:
+            return [one for message in self._link.receive(now_s) for one in self._heard(message)]
+        except LinkLost as error:
+            return self._lose(str(error))
 
     def _heard(self, message: Message) -> list[Event]:
-        kind = message[0]
-        if kind == LINES:
-            index, is_error, lines = fields(message, int, bool, list)
-            self._owed += sum(map(len, lines)) + len(lines)
-            return [Output(self._known(index), is_error, lines)]
-        if kind == PID:
-            index, pid = fields(message, int, int)
-            self._started.add(index)
-            return [Started(self._known(index), pid)]
-        if kind == EXITS:
-            (statuses,) = fields(message, dict)
-            ended = {self._known(index): int(status) for index, status in statuses.items()}
-            self._running -= set(ended)
-            return [Ended(ended)]
-        if kind == REFUSED:
-            index, number, text = fields(message, int, int, str)
+        """Raises LinkLost."""
+        event = event_of(message)
+        if isinstance(event, Output):
+            self._owed += cost(event)
+        elif isinstance(event, Started):
+            self._started.add(event.index)
+        elif isinstance(event, Ended):
+            self._running -= set(event.statuses)
+        elif isinstance(event, CannotStart):
             self._running &= self._started
-            return [CannotStart(self._known(index), OSError(number or errno.EIO, text))]
-        if kind == FINISHED:
-            (count,) = fields(message, int)
+        elif isinstance(event, Note):
+            return [Note(f"{self.label}: {event.text}")]
+        else:
             self._is_over = True
-            return [Finished(count)]
-        if kind == NOTE:
-            return [Note(f"{self.label}: {fields(message, str)[0]}")]
-        raise LinkLost(f"cannot understand a message '{kind}'")
+            self._unregister()
+        return [event]
 
-    def _known(self, index: Any) -> int:
-        if not isinstance(index, int) or index < 0:
-            raise LinkLost("a message names an unknown process")
-        return index
-
-    def _lose(self, how: str, selector: selectors.BaseSelector | None) -> list[Event]:
+    def _lose(self, how: str) -> list[Event]:
         """The link is gone, and with it all that ran there."""
         if self.is_replaceable and not self._has_begun:
             return self.leave(f"was lost before the job began ({how}): waiting for another")
         self._is_over = True
-        if self._link is not None:
-            self._unregister(selector, self._link)
+        self._unregister()
         why = f"{self.label} was lost: {how}{self._last_words()}"
         if not self._has_begun:
             self.failure = why
@@ -229,13 +215,11 @@ class AgentPlace:
         return ""
 
 
-class Ready:
-    """A descriptor of a place, as a source."""
-
-    def __init__(self, place: AgentPlace, fd: int, selector: selectors.BaseSelector) -> None:
-        self._place = place
-        self._fd = fd
-        self._selector = selector
-
-    def handle(self, now_s: float) -> list[Event]:
-        return self._place.handle(self._fd, now_s, self._selector)
+def _for_elsewhere(spec: ProcessSpec, more: Mapping[str, str]) -> ProcessSpec:
+    """Without what names a file of this machine; the agent adds its own."""
+    environment = {**more, **spec.environment}
+    environment.pop("PS_JOB_KEY_FILE", None)
+    path = environment.pop("PYTHONPATH", "").split(os.pathsep)
+    if given := os.pathsep.join(one for one in path if one and one != checkout_root()):
+        environment["PYTHONPATH"] = given
+    return replace(spec, environment=environment)

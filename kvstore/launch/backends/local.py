@@ -6,15 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 
 from kvstore.launch.environment import available_cpu_count, checkout_root, listen
-from kvstore.launch.job.checks import local_rows, rehearsal, table
+from kvstore.launch.job.checks import conclude_check, local_rows, rehearsal
 from kvstore.launch.job.lifecycle import Timing
-from kvstore.launch.job.run import (
-    Arrangement,
-    check_imports,
-    check_plan,
-    run_job,
-    scheduler_address,
-)
+from kvstore.launch.job.run import Arrangement, check_plan, run_job, scheduler_address
 from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.options import LaunchOptions
 from kvstore.launch.plan import JobFacts, brings_a_key, plan_job
@@ -31,13 +25,8 @@ def run(
         return rehearse(options, environ, service_command)
     host, port = scheduler_address(environ)
 
-    def arrange(supervisor: Supervisor) -> Arrangement:
-        return Arrangement(
-            host,
-            port,
-            available_cpu_count(),
-            lambda job_id, key, specs: [(spec, supervisor.local) for spec in specs],
-        )
+    def arrange(supervisor: Supervisor, key: str) -> Arrangement:
+        return Arrangement(host, port, available_cpu_count())
 
     return run_job(options, environ, service_command, timing, arrange)
 
@@ -50,7 +39,7 @@ def rehearse(
     Prints to standard output. Returns 0, or with ``--check`` 1 when something is missing.
     Raises :class:`LaunchError` as :func:`run` would, but for what the table of ``--check`` says.
     """
-    (check_imports if options.check else check_plan)(options, environ, service_command)
+    check_plan(options, environ, service_command, only_imports=options.check)
     host, port = scheduler_address(environ)
     with listen(host, port) as listener:
         facts = JobFacts(
@@ -67,6 +56,4 @@ def rehearse(
         print(rehearsal(specs, os.getcwd()), end="")
     if not options.check:
         return 0
-    rows = local_rows(specs, environ, has_key=brings_a_key(options, environ))
-    print(table(rows), end="")
-    return 0 if all(row.is_good for row in rows) else 1
+    return conclude_check(local_rows(specs, environ, has_key=brings_a_key(options, environ)))

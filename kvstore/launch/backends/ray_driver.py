@@ -22,8 +22,9 @@ if __name__ == "__main__" and sys.path[0] == os.path.dirname(os.path.abspath(__f
     # By its path this file's directory comes first, whose modules have names of no concern to Ray.
     sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from kvstore.launch.agents.agent import GREETING, LOADER, agent_program
+from kvstore.launch.agents.agent import LOADER, agent_program
 from kvstore.launch.agents.ticket import TICKET_NAME
+from kvstore.launch.agents.wire import GREETING
 from kvstore.launch.backends.ray_demand import (
     FATAL,
     LOG_NAME,

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.launch.agents.agent import GREETING
 from kvstore.launch.agents.cluster import Cluster, Habits, find_program, quoted
 from kvstore.launch.agents.cluster_job import agent_command, run_carried, servers_then_workers
 from kvstore.launch.agents.command import refusal
+from kvstore.launch.agents.wire import GREETING
 from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
 

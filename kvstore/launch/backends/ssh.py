@@ -1,61 +1,51 @@
-"""A place on another machine that a command of its own reaches: an agent behind ``ssh``.
-
-The command is a child of the launcher; its standard input and output are the agent's link, its
-standard error says why it could not reach the machine. Runs on the main thread. Read
-``launch/agents/remote.py`` first.
-
-The launcher ``ssh``: the scheduler here, servers and workers on the hosts of a file.
+"""The launcher ``ssh``: the scheduler here, servers and workers on the hosts of a file.
 
 One ``ssh`` for each host starts an agent there (``launch/agents/agent.py``), which starts that
-host's processes; the job's key and the variables go through its standard input. Flags and places as
-in dmlc-core's ``tracker/dmlc_tracker/ssh.py``. Read ``launch/job/run.py`` and
-``launch/agents/remote.py`` next.
+host's processes; the job's key and the variables go through its standard input. The command is a
+child of the launcher: its standard input and output are the agent's link, its standard error says
+why it could not reach the machine. Flags and places as in dmlc-core's
+``tracker/dmlc_tracker/ssh.py``. Runs on the main thread. Read ``launch/job/run.py`` and
+``launch/agents/remote.py`` first.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import selectors
 import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-from kvstore.launch.agents.agent import GREETING, LOADER, bootstrap
+from kvstore.launch.agents.agent import LOADER, bootstrap
 from kvstore.launch.agents.cluster import (
     agent_row,
     common_address,
     core_count,
-    for_elsewhere,
     forwarded_variables,
     wished_address,
 )
-from kvstore.launch.agents.remote import AgentPlace, Ready
-from kvstore.launch.agents.wire import AgentLink, LinkLost
+from kvstore.launch.agents.remote import AgentPlace
+from kvstore.launch.agents.wire import GREET, AgentLink, LinkLost, Message
 from kvstore.launch.backends.hosts import Host, Placement, read_hosts, spread
 from kvstore.launch.backends.rsync import copy_to_hosts, rsync_argv
 from kvstore.launch.backends.ssh_login import check_launcher_args, no_program, refusal, ssh_argv
 from kvstore.launch.environment import checkout_root, listen
-from kvstore.launch.job.checks import CheckResult, script_row, table
-from kvstore.launch.job.child import LineSplitter
-from kvstore.launch.job.conclusion import say
+from kvstore.launch.job.checks import CheckResult, conclude_check, script_row
+from kvstore.launch.job.child import LineStream
 from kvstore.launch.job.lifecycle import Timing
-from kvstore.launch.job.places import Event, Note, Place
-from kvstore.launch.job.run import Arrangement, check_plan, run_job
+from kvstore.launch.job.places import Event, Note, watch
+from kvstore.launch.job.report import say
+from kvstore.launch.job.run import Arrangement, check_plan, checking, run_job
 from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.job.tie import GuardianProcess
 from kvstore.launch.options import LaunchError, LaunchOptions
-from kvstore.launch.plan import ProcessSpec, script_of
+from kvstore.launch.plan import script_of
 
-_READ_BYTES = 64 * 1024
-_LONGEST_GREETING = 1 << 20  # with all that a login shell may print before
+_CONNECT_S = 14.0
 _KEPT_LINES = 20
 _REAP_S = 2.0
 
@@ -85,28 +75,22 @@ class SshPlace(AgentPlace):
         )
         guardian.watch(self._process.pid)
         assert self._process.stdin and self._process.stdout and self._process.stderr
-        os.set_blocking(self._process.stderr.fileno(), False)
+        self._errors = LineStream(self._process.stderr)
         self._link = AgentLink(
-            os.dup(self._process.stdout.fileno()), os.dup(self._process.stdin.fileno()), now_s
+            os.dup(self._process.stdout.fileno()),
+            os.dup(self._process.stdin.fileno()),
+            now_s,
+            finds_greeting=True,
         )
         self._process.stdin.close()
         self._process.stdout.close()
         self._link.send_raw(bootstrap)
-        self._head = b""
         self._complaints: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._splitter = LineSplitter()
         self._hung_up_s = 0.0
 
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
         super().adjust(selector, paused=paused)
-        fd = self._error_fd()
-        if fd >= 0 and fd not in selector.get_map():
-            selector.register(fd, selectors.EVENT_READ, Ready(self, fd, selector))
-
-    def handle(self, fd: int, now_s: float, selector: selectors.BaseSelector) -> list[Event]:
-        if fd == self._error_fd():
-            return self._read_errors(now_s, selector)
-        return super().handle(fd, now_s, selector)
+        watch(selector, self._errors.fd, self._read_errors, wanted=not self._errors.is_closed)
 
     def hang_up(self) -> None:
         """Closing the link makes the agent kill what it has; its command is given a moment."""
@@ -120,16 +104,21 @@ class SshPlace(AgentPlace):
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
+        self._errors.close()
 
-    def _receive(self, link: AgentLink, now_s: float) -> list[Event]:
-        if self.greeting is None and not self._read_greeting(link):
-            return []
-        return super()._receive(link, now_s)
+    def _heard(self, message: Message) -> list[Event]:
+        if message[0] != GREET:
+            return super()._heard(message)
+        assert self._link is not None
+        found = message[1]
+        if "error" in found:
+            self._refused = f"{self.label}: {found['error']}"
+            raise LinkLost(self._refused)
+        self.greet(self._link, found)
+        return []
 
-    def _lose(self, how: str, selector: selectors.BaseSelector | None) -> list[Event]:
-        events = super()._lose(how, selector)
+    def _lose(self, how: str) -> list[Event]:
+        events = super()._lose(how)
         if self.greeting is not None:
             return events
         code = self._exit_code()  # and reads the last complaints
@@ -139,49 +128,21 @@ class SshPlace(AgentPlace):
     def _last_words(self) -> str:
         return f" ({self._complaints[-1]})" if self._complaints else ""
 
-    def _error_fd(self) -> int:
-        stream = self._process.stderr
-        return -1 if stream is None or stream.closed else stream.fileno()
-
-    def _read_errors(self, now_s: float, selector: selectors.BaseSelector) -> list[Event]:
-        fd = self._error_fd()
-        try:
-            data = os.read(fd, _READ_BYTES)
-        except BlockingIOError:
-            return []
-        lines = self._splitter.feed(data, now_s) if data else self._splitter.finish()
-        texts = [line.decode(errors="replace") for line in lines]
-        self._complaints.extend(texts)
-        if not data:
-            selector.unregister(fd)
-            assert self._process.stderr is not None
-            self._process.stderr.close()
+    def _read_errors(self, now_s: float) -> list[Event]:
+        if self._errors.is_closed:
+            return []  # the command has ended, and all was read
+        lines, is_open = self._errors.read(now_s)
+        texts = self._complain(lines)
+        if not is_open and self._selector is not None:
+            watch(self._selector, self._errors.fd, self._read_errors, wanted=False)
         if self.greeting is None:
             return []  # the reason why there is no agent; ``failure`` will say it
         return [Note(f"{self.label}: {text}") for text in texts if text]
 
-    def _read_greeting(self, link: AgentLink) -> bool:
-        """Skip what a login shell prints; whether the agent has more to say. Raises LinkLost."""
-        self._head += link.receive_raw()
-        start = self._head.find(GREETING)
-        end = self._head.find(b"\n", start) if start >= 0 else -1
-        if end < 0:
-            if len(self._head) > _LONGEST_GREETING:
-                raise LinkLost("the login shell prints without end")
-            return False
-        try:
-            found = json.loads(self._head[start + len(GREETING) : end])
-        except ValueError:
-            raise LinkLost("the agent's greeting cannot be read") from None
-        if not isinstance(found, dict):
-            raise LinkLost("the agent's greeting cannot be read")
-        if "error" in found:
-            self._refused = f"{self.label}: {found['error']}"
-            raise LinkLost(self._refused)
-        self.greet(link, found)
-        link.put_back(self._head[end + 1 :])
-        self._head = b""
-        return link.has_received
+    def _complain(self, lines: Sequence[bytes]) -> list[str]:
+        texts = [line.decode(errors="replace") for line in lines]
+        self._complaints.extend(texts)
+        return texts
 
     def _exit_code(self) -> int | None:
         """Of the command, which has closed its output; it may need a moment."""
@@ -189,19 +150,11 @@ class SshPlace(AgentPlace):
             code = self._process.wait(_REAP_S)
         except subprocess.TimeoutExpired:
             return None
-        stream = self._process.stderr
-        if stream is not None and not stream.closed:
-            rest = b""
-            try:
-                rest = os.read(stream.fileno(), _READ_BYTES)
-            except BlockingIOError:
-                pass
-            lines = [*self._splitter.feed(rest, 0.0), *self._splitter.finish()]
-            self._complaints.extend(line.decode(errors="replace") for line in lines)
+        if not self._errors.is_closed:
+            if self._selector is not None:
+                watch(self._selector, self._errors.fd, self._read_errors, wanted=False)
+            self._complain(self._errors.read_rest())
         return code
-
-
-_CONNECT_S = 14.0
 
 
 def run(
@@ -234,28 +187,20 @@ def run(
             [hosts[index] for index in used], os.getcwd(), options.sync_dst_dir, arguments, say
         )
 
-    def arrange(supervisor: Supervisor) -> Arrangement:
+    def arrange(supervisor: Supervisor, key: str) -> Arrangement:
         remote = {index: _reach(supervisor, options, hosts[index]) for index in used}
         supervisor.connect(list(remote.values()), _CONNECT_S)
         greetings = [place.greeting or {} for place in remote.values()]
         wished, port = wished_address(environ)
         seen = [str(one.get("reached_from") or "127.0.0.1") for one in greetings]
         host = wished or common_address(seen)
-
-        def assign(
-            job_id: str, key: str, specs: Sequence[ProcessSpec]
-        ) -> list[tuple[ProcessSpec, Place]]:
-            where = {(role, rank): index for role, rank, index in places}
-            for index, place in remote.items():
-                place.prepare(job_id, key, _variables(options, environ, hosts[index]))
-            return [
-                (spec, supervisor.local)
-                if spec.role == "scheduler"
-                else (for_elsewhere(spec), remote[where[spec.role, spec.rank]])
-                for spec in specs
-            ]
-
-        return Arrangement(host, port, core_count(greetings), assign)
+        for index, place in remote.items():
+            address = hosts[index].address
+            node_host = {} if address is None else {"DMLC_NODE_HOST": address}
+            variables = {**forwarded_variables(options, environ), **node_host}
+            place.prepare(supervisor.job_id, key, variables, {})
+        where = {(role, rank): remote[index] for role, rank, index in places}
+        return Arrangement(host, port, core_count(greetings), where)
 
     return run_job(options, environ, service_command, timing, arrange)
 
@@ -271,7 +216,7 @@ def _reach(
             host.label,
             command,
             bootstrap(directory, checkout_root(), script),
-            supervisor.guardian(),
+            supervisor.guardian,
             lambda lines, code: refusal(host, lines, code, python, options.places.launcher_args),
             time.monotonic(),
         )
@@ -279,13 +224,6 @@ def _reach(
         raise LaunchError(no_program("ssh", error), exit_code=1) from error
     supervisor.add_place(place)
     return place
-
-
-def _variables(options: LaunchOptions, environ: Mapping[str, str], host: Host) -> dict[str, str]:
-    found = forwarded_variables(options, environ)
-    if host.address is not None:
-        found["DMLC_NODE_HOST"] = host.address
-    return found
 
 
 def _print_plan(options: LaunchOptions, hosts: Sequence[Host], places: Sequence[Placement]) -> int:
@@ -317,20 +255,15 @@ def _check(
     if options.sync_dst_dir is not None:  # the hosts get what is here
         rows.append(script_row(script))
         script = ""
-    nobody = secrets.token_hex(8)  # the id of a job that has no processes
-    with (
-        tempfile.TemporaryDirectory() as logs,
-        Supervisor(nobody, environ, Path(logs), timing) as one,
-    ):
+    with checking(environ, timing) as supervisor:
         for host in hosts:
-            place = _reach(one, options, host, script)
+            place = _reach(supervisor, options, host, script)
             try:
-                one.connect([place], _CONNECT_S)
+                supervisor.connect([place], _CONNECT_S)
             except LaunchError as error:
                 if error.exit_code > 128:  # Ctrl-C
                     raise
                 rows.append(CheckResult(host.label, str(error), False))
                 continue
             rows.append(agent_row(host.label, place.greeting or {}))
-    print(table(rows), end="")
-    return 0 if all(row.is_good for row in rows) else 1
+    return conclude_check(rows)

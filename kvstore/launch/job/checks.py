@@ -59,6 +59,12 @@ def table(rows: Sequence[CheckResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def conclude_check(rows: Sequence[CheckResult]) -> int:
+    """Print the table to standard output; return the exit code of ``--check``, 0 or 1."""
+    print(table(rows), end="")
+    return 0 if all(row.is_good for row in rows) else 1
+
+
 def local_rows(
     specs: Sequence[ProcessSpec], environ: Mapping[str, str], *, has_key: bool
 ) -> list[CheckResult]:
@@ -204,27 +210,25 @@ def check_interface(environment: Mapping[str, str]) -> str:
 
 
 def check_server_imports(
-    specs: Sequence[ProcessSpec],
-    base_environment: Mapping[str, str],
+    server_argv: Sequence[str],
+    environment: Mapping[str, str],
     given: Sequence[str],
     *,
     are_here: bool,
 ) -> None:
-    """Import what the first server of ``specs`` will: with its program, variables, directory.
+    """Import what a server with ``environment`` will: by its program, in this directory.
 
     ``given`` is what ``--server-import`` names, which every machine must have. Where the server's
     variable says something else, that counts, and is tried if servers run on this machine
     (``are_here``). Raises :class:`LaunchError` (exit code 2) with the last line of what went wrong.
     """
-    server = next(spec for spec in specs if spec.role == "server")
-    environment = {**base_environment, **server.environment}
     names = environment.get(SERVER_IMPORT_NAME, "")
     is_given = names == ",".join(given)
     if not names or not (is_given or are_here):
         return
     source = "--server-import" if is_given else SERVER_IMPORT_NAME
     done = subprocess.run(
-        [*server.argv, CHECK_IMPORTS, names, source],
+        [*server_argv, CHECK_IMPORTS, names, source],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

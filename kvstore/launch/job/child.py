@@ -1,19 +1,11 @@
-"""Cuts what a process writes into lines.
+"""One process of a job: its start, its output in whole lines, its end; and where lines go.
 
-Pure: bytes and the time in, whole lines out. Output of several processes shares one terminal,
-so only whole lines may be printed. Progress bars rewrite one line with carriage returns for
-hours; their latest state is shown as a line of its own now and then. Used by
-``supervisor.py``.
-
-Writes whole lines to one output without ever being stuck in it.
-
-A pipe into a pager, or a terminal that was paused with Ctrl-S, takes no more output for
-minutes; the launcher must notice deaths and signals all the same. So what cannot be written
-now is kept, and past a bound the supervisor stops reading from the processes: they wait, as
-they would if they wrote to that pager themselves. Runs on the main thread; used by
-``supervisor.py``.
-
-One process of a job: its start, its output, its end.
+Output of several processes shares one terminal, so only whole lines may be printed. Progress bars
+rewrite one line with carriage returns for hours; their latest state is shown as a line of its own
+now and then (:class:`LineSplitter`, which is pure). A pipe into a pager, or a terminal that was
+paused with Ctrl-S, takes no more output for minutes; the launcher must notice deaths and signals
+all the same. So :class:`Console` keeps what cannot be written now, and past a bound the supervisor
+stops reading from the processes: they wait, as they would if they wrote to that pager themselves.
 
 Linux delivers SIGKILL to every child when the launcher dies (PR_SET_PDEATHSIG); this reaches
 direct children only, and not programs with set-user-id or file capabilities. What a child starts
@@ -25,6 +17,7 @@ made a process group of its own. Runs on the main thread; used by ``supervisor.p
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -136,30 +129,52 @@ class Console:
 
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 64 * 1024
+_LAST_READS = 64  # a pipe holds 64 KiB, and so does a read; with room for larger pipes
 _REAP_S = 1.0
 
 
-class Stream:
-    """The launcher's end of a child's standard output or error."""
+class LineStream:
+    """The reading end of what a process writes; owns ``pipe``."""
 
-    def __init__(self, child: Child, pipe: IO[bytes], *, is_error: bool) -> None:
-        self.child = child
-        self.is_error = is_error
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self.fd = pipe.fileno()
         self._pipe = pipe
         self._splitter = LineSplitter()
+        os.set_blocking(self.fd, False)
 
-    def fileno(self) -> int:
-        return self._pipe.fileno()
+    @property
+    def is_closed(self) -> bool:
+        return self._pipe.closed
 
     def read(self, now_s: float) -> tuple[list[bytes], bool]:
-        """Read once, which must not block; return the lines and whether the stream is open."""
-        data = os.read(self._pipe.fileno(), _READ_BYTES)
+        """Read once; return the lines that this completes and whether there may be more."""
+        try:
+            data = os.read(self.fd, _READ_BYTES)
+        except BlockingIOError:
+            return [], True
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            data = b""  # how the end of a terminal reads
         if data:
             return self._splitter.feed(data, now_s), True
         return self.close(), False
 
+    def read_rest(self) -> list[bytes]:
+        """Read what is there, as the writer has ended, and close; also the unfinished line.
+
+        Others may hold the pipe open and write on: not for ever.
+        """
+        lines = []
+        for _ in range(_LAST_READS):
+            found, is_open = self.read(float("inf"))
+            lines += found
+            if not is_open:
+                return lines
+        return [*lines, *self.close()]
+
     def close(self) -> list[bytes]:
-        """Close the launcher's end; return the unfinished line, if any."""
+        """Close the pipe; return the unfinished line, if any. May be called again."""
         self._pipe.close()
         return self._splitter.finish()
 
@@ -176,12 +191,9 @@ class Child:
         self.index = index
         self.group = process.pid
         self.status: int | None = None
-        # Standard output first: of a line there and one on standard error that are both ready,
-        # it was usually written first.
-        self.open_streams = [
-            Stream(self, process.stdout, is_error=False),
-            Stream(self, process.stderr, is_error=True),
-        ]
+        # With whether it is standard error. Standard output first: of a line there and one on
+        # standard error that are both ready, it was usually written first.
+        self.open_streams = {LineStream(process.stdout): False, LineStream(process.stderr): True}
         self._process = process
         self._tie_fd = tie_fd
 
@@ -247,25 +259,24 @@ def start_child(
 
 def die_with_launcher() -> Callable[[], None] | None:
     """Return what a child runs between fork and exec; None where the system cannot do it."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    launcher = os.getpid()
-
-    def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != launcher:  # it died before the line above
-            os._exit(1)
-
-    return prepare
+    return _dying_with(os.getpid()) if sys.platform == "linux" else None
 
 
 def die_with_parent(parent: int) -> None:
     """Have this process killed when ``parent`` is gone, whose child it was to be; on Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:
+        _dying_with(parent)()
+
+
+def _dying_with(parent: int) -> Callable[[], None]:
+    prctl = ctypes.CDLL(None).prctl  # loaded before a fork
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it died before the line above
             os._exit(1)
+
+    return prepare
 
 
 def _exit_status(process: subprocess.Popen[bytes]) -> int | None:

@@ -126,6 +126,8 @@ class Lifecycle:
 
     def exited(self, statuses: Mapping[int, int], now_s: float) -> list[Effect]:
         """All processes that one sweep found ended, by index, with their status."""
+        if self.phase is Phase.ENDED:
+            return []  # not even SIGKILL had ended them, which has been said
         self._sweep += 1
         stopped = self.phase is Phase.STOPPING
         for index, status in statuses.items():

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import selectors
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvstore.launch.environment import allow_files
-from kvstore.launch.job.child import Child, Stream, die_with_launcher, start_child
+from kvstore.launch.job.child import Child, LineStream, die_with_launcher, start_child
 from kvstore.launch.job.guardian import end_job
 from kvstore.launch.job.tie import GuardianProcess
 from kvstore.launch.plan import ProcessSpec
@@ -45,10 +46,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class CannotStart:
-    """The system's refusal to execute a process's program; the rest was not tried."""
+    """The system refuses to execute a process's program, with this errno; the rest was not tried.
+
+    ``text`` is its own words.
+    """
 
     index: int
-    error: OSError
+    number: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,24 @@ class Finished:
 Event = Started | Output | Ended | CannotStart | Note | Finished
 
 
-class Source(Protocol):
-    """What a place registers in the supervisor's selector, as the key's data."""
+Handler = Callable[[float], "list[Event]"]
+"""What stands behind a descriptor in a selector: is called with the time when that is ready."""
 
-    def handle(self, now_s: float) -> list[Event]:
-        """Its descriptor is ready."""
+
+def watch(
+    selector: selectors.BaseSelector,
+    fd: int,
+    handler: Handler,
+    *,
+    wanted: bool = True,
+    events: int = selectors.EVENT_READ,
+) -> None:
+    """Register ``fd``, or unregister it where it is not ``wanted``; neither twice."""
+    is_watched = fd in selector.get_map()
+    if wanted and not is_watched:
+        selector.register(fd, events, handler)
+    elif is_watched and not wanted:
+        selector.unregister(fd)
 
 
 class Place(Protocol):
@@ -140,7 +158,8 @@ class LocalPlace:
             try:
                 child = start_child(index, spec, variables, prepare)
             except OSError as error:
-                events.append(CannotStart(index, error))
+                text = error.strerror or str(error)
+                events.append(CannotStart(index, error.errno or 0, text))
                 break
             self._guardian.watch(child.group)
             self._children.append(child)
@@ -153,13 +172,10 @@ class LocalPlace:
 
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
         self._selector = selector
-        watched = selector.get_map()
-        for stream in self._open_streams():
-            is_watched = stream.fileno() in watched
-            if paused and is_watched:
-                selector.unregister(stream)
-            elif not paused and not is_watched:
-                selector.register(stream, selectors.EVENT_READ, _Reading(stream, selector))
+        for child in self._children:
+            for stream in child.open_streams:
+                read = partial(self._read, child, stream, selector)
+                watch(selector, stream.fd, read, wanted=not paused)
 
     def sweep(self) -> list[Event]:
         statuses = {
@@ -187,47 +203,26 @@ class LocalPlace:
         self._children = []
 
     def _last_output(self) -> list[Event]:
-        """All writers have ended, and what they wrote is in the pipes.
-
-        A process that escaped may hold a pipe open and write on: not for ever.
-        """
-        events: list[Event] = []
+        """All writers have ended, and what they wrote is in the pipes."""
         if self._selector is not None:
             self.adjust(self._selector, paused=True)
-        with selectors.PollSelector() as selector:
-            self.adjust(selector, paused=False)
-            for _ in range(_LAST_READS):
-                ready = selector.select(0.0) if selector.get_map() else []
-                for key, _ in ready:
-                    events += key.data.handle(float("inf"))
-                if not ready:
-                    break
+        events: list[Event] = []
+        for child in self._children:
+            for stream, is_error in child.open_streams.items():
+                if lines := stream.read_rest():
+                    events.append(Output(child.index, is_error, lines))
+            child.open_streams.clear()
         return events
 
-    def _open_streams(self) -> list[Stream]:
-        return [stream for child in self._children for stream in child.open_streams]
+    def _read(
+        self, child: Child, stream: LineStream, selector: selectors.BaseSelector, now_s: float
+    ) -> list[Event]:
+        lines, is_open = stream.read(now_s)
+        is_error = child.open_streams[stream]
+        if not is_open:
+            selector.unregister(stream.fd)
+            del child.open_streams[stream]
+        return [Output(child.index, is_error, lines)] if lines else []
 
     def _groups(self) -> set[int]:
         return {child.group for child in self._children}
-
-
-# A pipe holds 64 KiB, and so does a read; with room for larger pipes.
-_LAST_READS = 64
-
-
-class _Reading:
-    """A stream of a child, as a source: reads it, and drops it at its end."""
-
-    def __init__(self, stream: Stream, selector: selectors.BaseSelector) -> None:
-        self._stream = stream
-        self._selector = selector
-
-    def handle(self, now_s: float) -> list[Event]:
-        stream = self._stream
-        fd = stream.fileno()
-        lines, is_open = stream.read(now_s)
-        if not is_open:
-            stream.child.open_streams.remove(stream)
-            if fd in self._selector.get_map():
-                self._selector.unregister(fd)
-        return [Output(stream.child.index, stream.is_error, lines)] if lines else []

@@ -1,37 +1,68 @@
-"""Find the process that made a job fail, and say so in words.
+"""How a job ends for its user: what ended and why, the logs, the last words and the exit code.
 
 One death in a distributed job brings others: peers notice it and raise. The launcher therefore
 waits a little after the first failure (``lifecycle.py``) and then asks here for the cause, which is
 printed last on the screen, where users look first. A job that succeeds gets its first line here
-too. Pure, but for the record of a process, which ``supervisor.py`` keeps on the main thread.
+too. Runs on the main thread; used by ``supervisor.py``, ``run.py`` and
+``launch/backends/kubernetes/run.py``.
 """
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import re
 import shlex
+import shutil
 import signal
+import sys
+import tempfile
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from kvstore.launch.job.lifecycle import Exit
+from kvstore.launch.job.lifecycle import Exit, Lifecycle
 from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec
+
+FAILURE_HEADING = "======== the job failed; this was the first failure ========"
+GOES_ON = "push and pull go on"
+SHOWN_LINES = 20
+LONGEST_COMMAND = 2000
+EXIT_CANNOT_EXECUTE = 126
+EXIT_NOT_FOUND = 127
+_UNJOINED = (
+    "the workers ended without joining the job: does the script create a dist_... store? "
+    "(each of them ran by itself)"
+)
 
 # The last line of a traceback in which a process names another one as the cause of its end.
 _NAMES_ANOTHER = re.compile(r"(?:\w+\.)*NodeLostError\b")
 
 
-def failures_first_cause_first(
-    exits: Sequence[Exit],
-    specs: Sequence[ProcessSpec],
-    last_lines: Mapping[int, Sequence[str]],
-) -> list[Exit]:
-    """Sort out the failures among ``exits`` and put the most likely cause at the front.
+@dataclass(frozen=True)
+class EndedProcess:
+    """One ended process with all that a report says about it. ``at_s`` counts from the start.
+
+    ``place`` says where it ran, where that is more than a process id of this machine; ``reason``
+    what the cluster says about its end.
+    """
+
+    spec: ProcessSpec
+    pid: int
+    exit: Exit
+    last_lines: Sequence[str]
+    place: str = ""
+    reason: str = ""
+
+
+def failures_of(
+    ended: Sequence[EndedProcess], specs: Sequence[ProcessSpec]
+) -> tuple[list[EndedProcess], list[EndedProcess]]:
+    """Return those that failed, the cause first, and those that the launcher ended because of it.
 
     The rules, in this order: a process that ended with an error of its own comes before a service
     process that ended with 0 too early, and that before one whose log says NodeLostError
@@ -39,19 +70,18 @@ def failures_first_cause_first(
     to notice); then the one that was noticed first; of several noticed in one sweep, one killed by
     a signal first, since an error may be the answer to a signal death, never the reverse.
     """
-    early = _ended_too_early(exits, specs)
+    early = _ended_too_early(ended, specs)
 
     def is_failure(found: Exit) -> bool:
         return not found.stopped and (found.status != 0 or found.index in early)
 
-    def weight(found: Exit) -> tuple[int, int, bool, int]:
-        if found.status == 0:
-            kind = 1
-        else:
-            kind = 2 if _blames_another(last_lines.get(found.index, ())) else 0
-        return (kind, found.sweep, found.status > 0, found.index)
+    def weight(one: EndedProcess) -> tuple[int, int, bool, int]:
+        names_another = any(map(_NAMES_ANOTHER.match, one.last_lines))
+        kind = 1 if one.exit.status == 0 else 2 * names_another
+        return (kind, one.exit.sweep, one.exit.status > 0, one.exit.index)
 
-    return sorted(filter(is_failure, exits), key=weight)
+    failures = sorted((one for one in ended if is_failure(one.exit)), key=weight)
+    return failures, [one for one in ended if one.exit.stopped]
 
 
 def exit_code(found: Exit) -> int:
@@ -71,61 +101,35 @@ def describe_status(status: int) -> str:
         return f"signal {-status}"
 
 
-def _ended_too_early(exits: Sequence[Exit], specs: Sequence[ProcessSpec]) -> set[int]:
+def _ended_too_early(ended: Sequence[EndedProcess], specs: Sequence[ProcessSpec]) -> set[int]:
     """Service processes that ended with 0 while workers ran and others of the service stayed.
 
     When all of the service ended with 0 first, the workers had said goodbye: nothing is wrong.
     Nor is it when the workers succeeded, who would have missed them. A scheduler that failed
     before any server ended is not counted: the servers are the service then.
     """
-    by_index = {found.index: found for found in exits}
 
-    def end_of(is_worker: bool) -> float:
+    def of(*roles: str) -> list[Exit]:
+        return [one.exit for one in ended if one.spec.role in roles]
+
+    def end_of(*roles: str) -> float:
         """The sweep that saw the last of them end; infinite if one never did."""
-        group = [index for index, spec in enumerate(specs) if (spec.role == "worker") == is_worker]
-        if any(index not in by_index for index in group):
-            return math.inf
-        return max(by_index[index].sweep for index in group)
+        sweeps = [found.sweep for found in of(*roles)]
+        is_whole = len(sweeps) == len([spec for spec in specs if spec.role in roles])
+        return max(sweeps) if is_whole else math.inf
 
     def is_good(group: Sequence[Exit]) -> bool:
         return all(found.status == 0 and not found.stopped for found in group)
 
-    workers = [found for found in exits if specs[found.index].role == "worker"]
-    servers = [found for found in exits if specs[found.index].role == "server"]
-    service = [found for found in exits if specs[found.index].role != "worker"]
-    last_worker, last_service = end_of(True), end_of(False)
-    first_server = min((found.sweep for found in servers), default=0)
+    service = of("scheduler", "server")
+    first_server = min((found.sweep for found in of("server")), default=0)
     is_lost = any(not is_good([found]) and found.sweep < first_server for found in service)
-    whole = is_good(servers if is_lost else service)
-    if whole and (last_service <= last_worker or is_good(workers)):
+    last_worker = end_of("worker")
+    if is_good(of("server") if is_lost else service) and (
+        end_of("scheduler", "server") <= last_worker or is_good(of("worker"))
+    ):
         return set()
     return {found.index for found in service if found.status == 0 and found.sweep < last_worker}
-
-
-def _blames_another(lines: Sequence[str]) -> bool:
-    return any(_NAMES_ANOTHER.match(line) for line in lines)
-
-
-FAILURE_HEADING = "======== the job failed; this was the first failure ========"
-GOES_ON = "push and pull go on"
-SHOWN_LINES = 20
-LONGEST_COMMAND = 2000
-
-
-@dataclass(frozen=True)
-class EndedProcess:
-    """One ended process with all that a report says about it. ``at_s`` counts from the start.
-
-    ``place`` says where it ran, where that is more than a process id of this machine; ``reason``
-    what the cluster says about its end.
-    """
-
-    spec: ProcessSpec
-    pid: int
-    exit: Exit
-    last_lines: Sequence[str]
-    place: str = ""
-    reason: str = ""
 
 
 def failure_block(
@@ -137,8 +141,7 @@ def failure_block(
 ) -> str:
     """The final block: the first failure in full, the others in one line, the logs' place.
 
-    ``failures`` is in the order of ``failure.failures_first_cause_first``, not empty;
-    ``stopped`` were ended by the launcher.
+    ``failures`` and ``stopped`` are those of :func:`failures_of`; there is a failure.
     """
     first = failures[0]
     age_s = first.exit.at_s - start_s
@@ -206,12 +209,8 @@ def _command(argv: Sequence[str]) -> str:
 def _log_lines(shown: Sequence[str]) -> list[str]:
     if not shown:
         return ["its log is empty"]
-    heading = (
-        "the last line of its log:"
-        if len(shown) == 1
-        else (f"the last {len(shown)} lines of its log:")
-    )
-    return [heading, *(f"    {line}" for line in shown)]
+    lines = "line" if len(shown) == 1 else f"{len(shown)} lines"
+    return [f"the last {lines} of its log:", *(f"    {line}" for line in shown)]
 
 
 def complete_line(
@@ -267,3 +266,105 @@ class ProcessRecord:
         lines = [line.decode(errors="replace") for line in self.last_lines]
         place = "" if self._label is None else f"pid {self.pid} on {self._label}"
         return EndedProcess(self.spec, self.pid, found, lines, place=place, reason=self.why or "")
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """All there is to know of a job when nothing of it runs any more."""
+
+    lifecycle: Lifecycle
+    specs: Sequence[ProcessSpec]
+    ended: Sequence[EndedProcess]
+    start_s: float
+
+
+def make_log_dir(wanted: str | None) -> tuple[Path, bool]:
+    """The directory and whether it goes away after a success."""
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix="kvstore-launch-")), True
+    path = Path(wanted)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot make the log directory {wanted}: {error.strerror}", exit_code=1
+        ) from error
+    return path.resolve(), False
+
+
+def remove_logs(log_dir: Path, is_temporary: bool) -> None:
+    """Unless they are the user's, or are to be kept."""
+    if is_temporary:
+        shutil.rmtree(log_dir, ignore_errors=True)
+
+
+def conclude(report: JobReport, log_dir: Path, is_temporary: bool) -> int:
+    """Say how the job ended, keep or remove its logs, and return the exit code."""
+    job = report.lifecycle
+    if job.unjoined:
+        remove_logs(log_dir, is_temporary)  # nothing but what has been on the terminal
+        say(_UNJOINED)
+        return 1
+    if job.failed:
+        failures, stopped = failures_of(report.ended, report.specs)
+        write_error(failure_block(failures, stopped, str(log_dir), start_s=report.start_s))
+        if job.interrupted_by is None:
+            return exit_code(failures[0].exit)
+    elif job.interrupted_by is not None:
+        # Who pressed Ctrl-C has seen the output; a batch system or a closed terminal has not.
+        is_over = is_temporary and job.interrupted_by is signal.SIGINT
+        remove_logs(log_dir, is_over)
+        where = "" if is_over else f"; logs of all processes: {log_dir}"
+        say(f"ended by {job.interrupted_by.name}{where}")
+    elif job.drain_expired:
+        say(f"the workers succeeded; logs of all processes: {log_dir}")
+    else:
+        remove_logs(log_dir, is_temporary)
+    return 0 if job.interrupted_by is None else 128 + job.interrupted_by
+
+
+def cannot_start(spec: ProcessSpec, place: str | None, number: int, text: str) -> LaunchError:
+    """Return the error for a program that the system refuses to execute with errno ``number``.
+
+    ``place`` is the host, None for this machine; ``text`` the system's own words.
+    """
+    argv, program = spec.argv, spec.argv[0]
+    is_there = place is None and os.path.exists(program)
+    missing = number in (errno.ENOENT, errno.ENOTDIR)
+    if missing and len(program.split()) > 1 and not is_there:
+        reason = "there is no program of this name; write the command without the quotes around "
+        reason += f"it: {shlex.join([*program.split(), *argv[1:]])}"
+    elif missing and program.endswith(".py"):
+        reason = "this is a script and not a program; give it to its interpreter, as in: "
+        reason += shlex.join(["python", *argv])
+    elif missing and "/" not in program:
+        reason = "there is no such program on the PATH"
+    elif missing and is_there:
+        reason = "the interpreter that its first line names does not exist"
+    elif missing:
+        reason = "there is no such program"
+    elif number in (errno.EACCES, errno.ENOEXEC):
+        reason = f"{text}; a script must be executable and begin with '#!', or be given "
+        example = ("python", *argv) if program.endswith(".py") else ("python", "train.py")
+        reason += f"to its interpreter, as in: {shlex.join(example)}"
+    else:
+        reason = text
+    name = spec.name if place is None else f"{spec.name} on {place}"
+    return LaunchError(
+        f"cannot start {name}: '{program}': {reason}",
+        exit_code=EXIT_NOT_FOUND if missing else EXIT_CANNOT_EXECUTE,
+    )
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own, when no supervisor is there to write it."""
+    write_error(f"[launcher] {text}\n")
+
+
+def write_error(text: str) -> None:
+    """To standard error, whether or not somebody reads it: the exit code says it as well."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        pass

@@ -9,24 +9,29 @@ exit code. Where servers and workers run is the launchers' matter (``launch/back
 from __future__ import annotations
 
 import secrets
-import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.launch.environment import checkout_root, listen
 from kvstore.launch.job.checks import by_role, check_key, check_server_imports, check_settings
-from kvstore.launch.job.conclusion import conclude, make_log_dir
 from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.job.places import Place
-from kvstore.launch.job.registry import new_key_file, note_job, write_key
-from kvstore.launch.job.report import complete_line
-from kvstore.launch.job.supervisor import JobOutcome, Supervisor
+from kvstore.launch.job.registry import new_key, new_key_file, note_job, write_key
+from kvstore.launch.job.report import (
+    JobReport,
+    complete_line,
+    conclude,
+    make_log_dir,
+    remove_logs,
+)
+from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.options import LaunchError, LaunchOptions
 from kvstore.launch.plan import (
     JobFacts,
-    ProcessSpec,
     base_environment,
     brings_a_key,
     plan_job,
@@ -38,17 +43,15 @@ from kvstore.launch.plan import (
 class Arrangement:
     """Where a job will run: the scheduler's address on this machine and the others' places.
 
-    ``cpu_count`` is of all places together. ``assign`` takes the job's id, the text of its key
-    and the plan, and returns each process with its place. ``key`` is what the job's key shall
-    be, where somebody has been given it already. In ``directory``, which other machines of the
+    ``cpu_count`` is of all places together. ``places`` are those of servers and workers, by role
+    and rank; who has none runs on this machine. In ``directory``, which other machines of the
     cluster share and only this user can enter, they find the job's scheduler and key.
     """
 
     host: str
     port: int
     cpu_count: int
-    assign: Callable[[str, str, Sequence[ProcessSpec]], list[tuple[ProcessSpec, Place]]]
-    key: str | None = None
+    places: Mapping[tuple[str, int], Place] = field(default_factory=dict)
     directory: Path | None = None
 
 
@@ -57,65 +60,37 @@ def run_job(
     environ: Mapping[str, str],
     service_command: Sequence[str],
     timing: Timing,
-    arrange: Callable[[Supervisor], Arrangement],
+    arrange: Callable[[Supervisor, str], Arrangement],
 ) -> int:
     """Run the job to its end and return the exit code. Must be called on the main thread.
 
-    Standard output and error of all processes are passed on; the report of a failure is the
-    last thing on standard error. Raises :class:`LaunchError` when nothing could be started.
+    ``arrange`` gets the text of the job's key too. Standard output and error of all processes are
+    passed on; the report of a failure is the last thing on standard error. Raises
+    :class:`LaunchError` when nothing could be started.
     """
     check_plan(options, environ, service_command)
     log_dir, is_temporary = make_log_dir(options.log_dir)
     try:
         shown_logs = f"{log_dir}, kept if the job fails" if is_temporary else str(log_dir)
-        outcome = _supervise(
-            options, environ, service_command, timing, arrange, log_dir, shown_logs
-        )
+        report = _supervise(options, environ, service_command, timing, arrange, log_dir, shown_logs)
     except BaseException:
-        if is_temporary:
-            shutil.rmtree(log_dir, ignore_errors=True)
+        remove_logs(log_dir, is_temporary)
         raise
-    return conclude(outcome, log_dir, is_temporary)
+    return conclude(report, log_dir, is_temporary)
 
 
 def check_plan(
-    options: LaunchOptions, environ: Mapping[str, str], service_command: Sequence[str]
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    service_command: Sequence[str],
+    *,
+    only_imports: bool = False,
 ) -> None:
     """What can be known of a job before it runs: its settings, its key, what servers import.
 
     Raises :class:`LaunchError`.
     """
-    specs = _rough_plan(options, environ, service_command)
-    environments = by_role(specs, base_environment(environ))
-    check_settings(environments.values())
-    if brings_a_key(options, environ):
-        check_key(environments["scheduler"])
-    _check_imports(options, environ, specs)
-
-
-def check_imports(
-    options: LaunchOptions, environ: Mapping[str, str], service_command: Sequence[str]
-) -> None:
-    """Import what servers will import when they start. Raises :class:`LaunchError`."""
-    _check_imports(options, environ, _rough_plan(options, environ, service_command))
-
-
-def _check_imports(
-    options: LaunchOptions, environ: Mapping[str, str], specs: Sequence[ProcessSpec]
-) -> None:
-    check_server_imports(
-        specs,
-        base_environment(environ),
-        options.server_imports,
-        are_here=options.launcher == "local",
-    )
-
-
-def _rough_plan(
-    options: LaunchOptions, environ: Mapping[str, str], service_command: Sequence[str]
-) -> list[ProcessSpec]:
-    """Return who will run, with what does not depend on addresses."""
-    facts = JobFacts(
+    facts = JobFacts(  # what depends on addresses is not looked at
         job_id="none",
         host="127.0.0.1",
         port=0,
@@ -123,7 +98,28 @@ def _rough_plan(
         cpu_count=1,
         checkout_root=checkout_root(),
     )
-    return plan_job(options, facts, environ, service_command)
+    specs = plan_job(options, facts, environ, service_command)
+    environments = by_role(specs, base_environment(environ))
+    if not only_imports:
+        check_settings(environments.values())
+        if brings_a_key(options, environ):
+            check_key(environments["scheduler"])
+    check_server_imports(
+        specs[1].argv,
+        environments["server"],
+        options.server_imports,
+        are_here=options.launcher == "local",
+    )
+
+
+@contextmanager
+def checking(environ: Mapping[str, str], timing: Timing) -> Iterator[Supervisor]:
+    """Yield a supervisor that serves places and has no processes, as for ``--check``."""
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        Supervisor(secrets.token_hex(8), environ, Path(logs), timing) as supervisor,
+    ):
+        yield supervisor
 
 
 def scheduler_address(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -142,19 +138,20 @@ def _supervise(
     environ: Mapping[str, str],
     service_command: Sequence[str],
     timing: Timing,
-    arrange: Callable[[Supervisor], Arrangement],
+    arrange: Callable[[Supervisor, str], Arrangement],
     log_dir: Path,
     shown_logs: str,
-) -> JobOutcome:
+) -> JobReport:
     job_id = secrets.token_hex(8)
+    key_file = None if brings_a_key(options, environ) else new_key_file()
+    key = new_key() if key_file else _given_key(options, environ)
     # One end goes to the scheduler, which says on it that all have joined.
     heard, joined = socket.socketpair()
     with heard, joined, Supervisor(job_id, environ, log_dir, timing) as supervisor:
         for note in options.notes:
-            supervisor.say(note)
-        arranged = arrange(supervisor)
+            supervisor.terminal.say(note)
+        arranged = arrange(supervisor, key)
         with listen(arranged.host, arranged.port) as listener:
-            key_file = None if brings_a_key(options, environ) else new_key_file()
             facts = JobFacts(
                 job_id=job_id,
                 host=arranged.host,
@@ -168,22 +165,24 @@ def _supervise(
             )
             specs = plan_job(options, facts, environ, service_command)
             variables = base_environment(environ)
-            if key_file is not None:
-                supervisor.remove_at_the_end(key_file.parent)
-                write_key(key_file, arranged.key)
             scheduler = {**variables, **specs[0].environment}
             shown_host = f"[{facts.host}]" if ":" in facts.host else facts.host
             address = f"{shown_host}:{facts.port}"
             security = scheduler.get("PS_SECURITY", "")
             if key_file is not None:
+                supervisor.remove_at_the_end(key_file.parent)
+                write_key(key_file, key)
                 note_job(key_file.parent, address, security)
             if arranged.directory is not None:
-                note_job(arranged.directory, address, security, arranged.key or "")
-            assigned = arranged.assign(job_id, _key_text(scheduler), specs)
+                note_job(arranged.directory, address, security, key)
+            assigned = [
+                (spec, arranged.places.get((spec.role, spec.rank), supervisor.local))
+                for spec in specs
+            ]
             if options.show_status:
                 hosts = dict.fromkeys(place.label or "this machine" for _, place in assigned[1:])
                 line = complete_line(specs, hosts, address, shown_logs)
-                supervisor.show_status(scheduler, line)
+                supervisor.terminal.show_status(scheduler, line)
             supervisor.start(assigned, variables)
             joined.close()  # only the scheduler holds it now, and its death is heard
             supervisor.listen_for_joined(heard)
@@ -192,9 +191,10 @@ def _supervise(
             return supervisor.wait()
 
 
-def _key_text(environment: Mapping[str, str]) -> str:
-    path = environment["PS_JOB_KEY_FILE"]
+def _given_key(options: LaunchOptions, environ: Mapping[str, str]) -> str:
+    """The text of the user's key. Raises :class:`LaunchError`."""
+    path = {**environ, **dict(options.environment)}["PS_JOB_KEY_FILE"]
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"the job key {path} cannot be read: {error}", exit_code=1) from error

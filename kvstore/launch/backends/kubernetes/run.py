@@ -31,9 +31,16 @@ from kvstore.launch.backends.kubernetes.manifest import (
     to_yaml,
 )
 from kvstore.launch.backends.kubernetes.watch import Patience
-from kvstore.launch.job.conclusion import failures_of, make_log_dir, remove_logs, say, write_error
 from kvstore.launch.job.lifecycle import Timing
-from kvstore.launch.job.report import exit_code, failure_block
+from kvstore.launch.job.report import (
+    exit_code,
+    failure_block,
+    failures_of,
+    make_log_dir,
+    remove_logs,
+    say,
+    write_error,
+)
 from kvstore.launch.job.signals import ENDING, SignalPipe
 from kvstore.launch.options import LaunchError, LaunchOptions
 

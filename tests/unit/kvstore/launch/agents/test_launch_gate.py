@@ -8,7 +8,6 @@ import selectors
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,13 @@ import pytest
 
 from kvstore.launch.agents import gate, join
 from kvstore.launch.agents.gate import AgentListener
-from kvstore.launch.agents.join_answer import join_answer
+from kvstore.launch.agents.join_answer import (
+    HELLO,
+    NONCE_BYTES,
+    TO_LAUNCHER,
+    Handshake,
+    join_answer,
+)
 from kvstore.launch.agents.ticket import (
     PROGRAM_NAME,
     TICKET_NAME,
@@ -24,11 +29,11 @@ from kvstore.launch.agents.ticket import (
     job_directory,
     write_ticket,
 )
-from kvstore.launch.agents.wire import GREET, HELLO, NONCE_BYTES, AgentLink, FrameWriter, Handshake
+from kvstore.launch.agents.wire import GREET, TO_AGENT, AgentLink, Seal, frame
 from kvstore.launch.options import LaunchError
 
 KEY = "a-key-of-one-job"
-HANDSHAKE = Handshake(KEY, b"l" * NONCE_BYTES, b"a" * NONCE_BYTES)
+OTHER = b"x" * NONCE_BYTES
 
 
 class Door:
@@ -49,7 +54,7 @@ class Door:
         """Until something has happened, and it has been served."""
         self.gate.adjust(self.selector)
         for key, _ in self.selector.select(timeout_s):
-            key.data.handle(0.0)
+            key.data(0.0)
 
     def visit(self) -> socket.socket:
         visitor = socket.create_connection(self.address, 5.0)
@@ -88,29 +93,36 @@ def is_closed(visitor: socket.socket) -> bool:
     return True
 
 
+NONCE = b"n" * NONCE_BYTES
+
+
 def agreed(door: Door, visitor: socket.socket, key: str = KEY) -> Handshake:
     """Prove to the gate that ``key`` is known."""
     head = received(visitor, len(HELLO) + NONCE_BYTES)
     assert head.startswith(HELLO)
-    handshake = Handshake(key, head[len(HELLO) :], b"n" * NONCE_BYTES)
-    visitor.sendall(handshake.agent_nonce + handshake.agent_proof())
+    handshake = Handshake(key, head[len(HELLO) :], NONCE)
+    visitor.sendall(NONCE + handshake.agent_proof())
     door.turn()
     return handshake
+
+
+def agents_link(handshake: Handshake, visitor: socket.socket) -> AgentLink:
+    fd = visitor.detach()
+    seals = Seal(handshake.derived(TO_AGENT)), Seal(handshake.derived(TO_LAUNCHER))
+    return AgentLink(fd, fd, 0.0, seals=seals)
 
 
 def test_who_knows_the_key_and_greets_is_let_in(door: Door) -> None:
     with door.visit() as visitor:
         handshake = agreed(door, visitor)
         assert received(visitor, 32) == handshake.launcher_proof()
-        seals = (handshake.seal_to_agent(), handshake.seal_to_launcher())
-        fd = visitor.detach()
-        link = AgentLink(fd, fd, 0.0, seals=seals)
+        link = agents_link(handshake, visitor)
         link.send(GREET, {"rank": 3})
         door.turn()
         [(other, greeting)] = door.admitted
         assert greeting == {"rank": 3}
         other.send("start", 1)
-        selectors_wait(fd)
+        selectors_wait(link.read_fd)
         assert link.receive(0.0) == [["start", 1]]
         link.close()
 
@@ -124,8 +136,8 @@ def selectors_wait(fd: int) -> None:
 def test_a_proof_may_come_in_pieces(door: Door) -> None:
     with door.visit() as visitor:
         head = received(visitor, len(HELLO) + NONCE_BYTES)
-        handshake = Handshake(KEY, head[len(HELLO) :], b"n" * NONCE_BYTES)
-        words = handshake.agent_nonce + handshake.agent_proof()
+        handshake = Handshake(KEY, head[len(HELLO) :], NONCE)
+        words = NONCE + handshake.agent_proof()
         for part in (words[:1], words[1:40], words[40:]):
             visitor.sendall(part)
             door.turn()
@@ -152,8 +164,8 @@ def test_the_gates_own_proof_lets_nobody_in(door: Door) -> None:
     """Sent back, as by somebody who has two connections and knows no key."""
     with door.visit() as visitor:
         head = received(visitor, len(HELLO) + NONCE_BYTES)
-        handshake = Handshake(KEY, head[len(HELLO) :], b"n" * NONCE_BYTES)
-        visitor.sendall(handshake.agent_nonce + handshake.launcher_proof())
+        handshake = Handshake(KEY, head[len(HELLO) :], NONCE)
+        visitor.sendall(NONCE + handshake.launcher_proof())
         door.turn()
         assert is_closed(visitor)
 
@@ -162,13 +174,10 @@ def test_who_greets_with_something_else_is_closed(door: Door) -> None:
     with door.visit() as visitor:
         handshake = agreed(door, visitor)
         received(visitor, 32)
-        fd = visitor.detach()
-        link = AgentLink(
-            fd, fd, 0.0, seals=(handshake.seal_to_agent(), handshake.seal_to_launcher())
-        )
-        link.send("pid", 1, 2)
+        link = agents_link(handshake, visitor)
+        link.send("Started", 1, 2)
         door.turn()
-        with socket.socket(fileno=fd) as again:
+        with socket.socket(fileno=link.read_fd) as again:
             again.settimeout(5.0)
             assert is_closed(again)
     assert door.admitted == []
@@ -191,9 +200,7 @@ def test_strangers_keep_nobody_out(door: Door, monkeypatch: pytest.MonkeyPatch) 
         with door.visit() as stranger, door.visit() as another:
             assert received(another, len(HELLO)) == HELLO
             assert is_closed(stranger)
-        seals = (handshake.seal_to_agent(), handshake.seal_to_launcher())
-        fd = agent.detach()
-        link = AgentLink(fd, fd, 0.0, seals=seals)
+        link = agents_link(handshake, agent)
         link.send(GREET, {"rank": 0})
         while not door.admitted:
             door.turn()
@@ -211,8 +218,8 @@ def test_who_was_sent_away_in_the_same_turn_is_not_heard(
             until = [key for key, _ in door.selector.select(5.0)]
             while len(until) < 2:
                 until = [key for key, _ in door.selector.select(5.0)]
-            for key in sorted(until, key=lambda key: key.data is not door.gate):
-                assert key.data.handle(0.0) == []
+            for key in sorted(until, key=lambda key: key.data != door.gate.let_in):
+                assert key.data(0.0) == []
             assert received(second, len(HELLO)) == HELLO
 
 
@@ -231,7 +238,7 @@ def test_without_files_it_pauses_and_says_so_once(
 
     door.gate.adjust(door.selector)
     monkeypatch.setattr(door.gate, "_listener", Full())
-    [note] = door.gate.handle(10.0)
+    [note] = door.gate.let_in(10.0)
     assert "raise 'ulimit -n'" in str(note)
     door.gate.adjust(door.selector)
     assert door.listener.fileno() not in door.selector.get_map()
@@ -239,15 +246,15 @@ def test_without_files_it_pauses_and_says_so_once(
     door.gate.tick(11.0)
     door.gate.adjust(door.selector)
     assert door.listener.fileno() in door.selector.get_map()
-    assert door.gate.handle(12.0) == []
+    assert door.gate.let_in(12.0) == []
 
 
 def test_who_says_more_than_a_greeting_is_closed(door: Door) -> None:
     with door.visit() as visitor:
         handshake = agreed(door, visitor)
         received(visitor, 32)
-        writer = FrameWriter(handshake.seal_to_launcher())
-        visitor.sendall(writer.frame([GREET, {"rank": 0}]) + writer.frame(["note", "hello"]))
+        seal = Seal(handshake.derived(TO_LAUNCHER))
+        visitor.sendall(frame([GREET, {"rank": 0}], seal) + frame(["Note", "hello"], seal))
         door.turn()
         assert is_closed(visitor)
     assert door.admitted == []
@@ -265,14 +272,16 @@ def test_a_closed_gate_lets_nobody_in(door: Door) -> None:
 
 
 def test_proofs_and_seals_are_of_one_connection_and_one_side() -> None:
-    others = [
-        replace(HANDSHAKE, key="another"),
-        replace(HANDSHAKE, launcher_nonce=b"x" * NONCE_BYTES),
-        replace(HANDSHAKE, agent_nonce=b"x" * NONCE_BYTES),
+    connections = [
+        Handshake(KEY, NONCE, NONCE),
+        Handshake("another", NONCE, NONCE),
+        Handshake(KEY, OTHER, NONCE),
+        Handshake(KEY, NONCE, OTHER),
     ]
-    found = [one.agent_proof() for one in (HANDSHAKE, *others)]
-    found += [one.launcher_proof() for one in (HANDSHAKE, *others)]
-    found += [HANDSHAKE.seal_to_agent().next(b""), HANDSHAKE.seal_to_launcher().next(b"")]
+    found = [one.agent_proof() for one in connections]
+    found += [one.launcher_proof() for one in connections]
+    found += [one.derived(TO_AGENT) for one in connections]
+    found += [one.derived(TO_LAUNCHER) for one in connections]
     assert len(set(found)) == len(found)
 
 

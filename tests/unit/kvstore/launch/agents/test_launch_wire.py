@@ -10,15 +10,17 @@ import pytest
 
 from kvstore.launch.agents.wire import (
     ALIVE_S,
+    GREET,
+    GREETING,
     SILENT_S,
     AgentLink,
-    BrokenLink,
     FrameReader,
-    FrameWriter,
     LinkLost,
     Seal,
-    fields,
+    event_of,
+    frame,
 )
+from kvstore.launch.job.places import CannotStart, Ended, Event, Finished, Note, Output, Started
 
 MESSAGES = [["signal", 15], ["lines", 3, True, [b"a", b"\xff\n"]], ["exits", {1: -9}], ["alive"]]
 KEY = b"k" * 32
@@ -27,17 +29,17 @@ KEY = b"k" * 32
 @pytest.mark.parametrize("is_sealed", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_messages_come_back_whatever_the_pieces(is_sealed: bool, size: int) -> None:
-    writer = FrameWriter(Seal(KEY) if is_sealed else None)
+    seal = Seal(KEY) if is_sealed else None
     reader = FrameReader(Seal(KEY) if is_sealed else None)
-    data = b"".join(map(writer.frame, MESSAGES))
+    data = b"".join(frame(message, seal) for message in MESSAGES)
     pieces = [data[start : start + size] for start in range(0, len(data), size)]
     assert [message for piece in pieces for message in reader.feed(piece)] == MESSAGES
 
 
 @pytest.mark.parametrize("change", ["flip", "repeat", "leave out", "other key"])
 def test_a_sealed_frame_that_was_tampered_with_breaks_the_link(change: str) -> None:
-    writer = FrameWriter(Seal(KEY if change != "other key" else b"x" * 32))
-    first, second = (writer.frame(message) for message in MESSAGES[:2])
+    seal = Seal(KEY if change != "other key" else b"x" * 32)
+    first, second = (frame(message, seal) for message in MESSAGES[:2])
     reader = FrameReader(Seal(KEY))
     data = {
         "flip": first[:-1] + bytes([first[-1] ^ 1]),
@@ -45,7 +47,7 @@ def test_a_sealed_frame_that_was_tampered_with_breaks_the_link(change: str) -> N
         "leave out": second,
         "other key": first,
     }[change]
-    with pytest.raises(BrokenLink, match="wrong seal"):
+    with pytest.raises(LinkLost, match="wrong seal"):
         reader.feed(data)
 
 
@@ -59,7 +61,7 @@ def test_a_sealed_frame_that_was_tampered_with_breaks_the_link(change: str) -> N
     ],
 )
 def test_what_is_no_frame_breaks_the_link(data: bytes, complaint: str) -> None:
-    with pytest.raises(BrokenLink, match=complaint):
+    with pytest.raises(LinkLost, match=complaint):
         FrameReader().feed(data)
 
 
@@ -107,19 +109,46 @@ def test_an_end_that_closes_is_lost(ends: tuple[AgentLink, AgentLink]) -> None:
         here.receive(1.0)
 
 
-def test_a_greeting_is_read_before_the_frames(ends: tuple[AgentLink, AgentLink]) -> None:
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_greeting_is_found_in_what_a_login_shell_prints(size: int) -> None:
+    data = b"Welcome\n0: " + GREETING + b'{"host": "node1"}\n' + frame(["signal", 15])
+    reader = FrameReader(finds_greeting=True)
+    pieces = [data[start : start + size] for start in range(0, len(data), size)]
+    found = [message for piece in pieces for message in reader.feed(piece)]
+    assert found == [[GREET, {"host": "node1"}], ["signal", 15]]
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (GREETING + b"{]\n", "the agent's greeting cannot be read"),
+        (GREETING + b"3\n", "the agent's greeting cannot be read"),
+        (b"x" * (1 << 20) + b"x", "the login shell prints without end"),
+    ],
+)
+def test_what_does_not_greet_is_no_agent(data: bytes, complaint: str) -> None:
+    with pytest.raises(LinkLost, match=complaint):
+        FrameReader(finds_greeting=True).feed(data)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Started(1, 4711),
+        Output(1, True, [b"a", b"\xff"]),
+        Ended({1: -9, 2: 0}),
+        CannotStart(1, 2, "No such file or directory"),
+        Note("hello"),
+        Finished(3),
+    ],
+)
+def test_events_come_back_as_they_were(ends: tuple[AgentLink, AgentLink], event: Event) -> None:
     here, there = ends
-    there.send_raw(b"hello\n")
-    there.send("pid", 1, 2)
-    data = here.receive_raw()
-    assert data.startswith(b"hello\n")
-    here.put_back(data[6:])
-    assert here.has_received
-    assert here.receive(1.0) == [["pid", 1, 2]]
+    here.tell(event)
+    assert [event_of(message) for message in there.receive(1.0)] == [event]
 
 
-@pytest.mark.parametrize("message", [["pid", 1], ["pid", 1, "2"], ["pid"], ["pid", 1, 2, 3]])
-def test_a_message_with_other_items_is_refused(message: list[object]) -> None:
-    with pytest.raises(LinkLost, match="cannot understand a message 'pid'"):
-        fields(message, int, int)
-    assert fields(["pid", 1, 2], int, int) == (1, 2)
+@pytest.mark.parametrize("message", [["Started", 1], ["Started", 1, 2, 3], ["started", 1, 2]])
+def test_a_message_that_is_no_event_is_refused(message: list[object]) -> None:
+    with pytest.raises(LinkLost, match=f"cannot understand a message '{message[0]}'"):
+        event_of(message)

@@ -12,7 +12,7 @@ from kvstore.launch.job.report import (
     describe_status,
     exit_code,
     failure_block,
-    failures_first_cause_first,
+    failures_of,
     without_scheduler,
 )
 from kvstore.launch.plan import ProcessSpec
@@ -30,7 +30,9 @@ def ended(index: int, status: int, sweep: int, *, stopped: bool = False) -> Exit
 
 
 def order(exits: list[Exit], last_lines: dict[int, list[str]] | None = None) -> list[int]:
-    return [one.index for one in failures_first_cause_first(exits, SPECS, last_lines or {})]
+    logs = last_lines or {}
+    ended = [EndedProcess(SPECS[one.index], 1, one, logs.get(one.index, ())) for one in exits]
+    return [one.exit.index for one in failures_of(ended, SPECS)[0]]
 
 
 def test_whoever_was_noticed_first_is_the_cause() -> None:
@@ -181,4 +183,5 @@ def test_one_of_several_servers_may_end_just_before_a_last_worker_that_succeeds(
     roles = [("scheduler", 0), ("server", 0), ("server", 1), ("worker", 0)]
     specs = [ProcessSpec(*role, ("x",), {}) for role in roles]
     exits = [ended(0, -9, 1), ended(1, 0, 2), ended(3, 0, 3), ended(2, 0, 4)]
-    assert [one.index for one in failures_first_cause_first(exits, specs, {})] == [0]
+    failures, _ = failures_of([EndedProcess(specs[one.index], 1, one, ()) for one in exits], specs)
+    assert [one.exit.index for one in failures] == [0]
