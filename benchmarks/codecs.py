@@ -50,31 +50,31 @@ class Work:
         self.spans = [slice(i, min(i + part, len(values))) for i in range(0, len(values), part)]
         self.residual = np.zeros_like(values) if chain.has_feedback else None
         self.outs = [
-            np.empty(chain.payload_bytes(len(values[span]), values.dtype), np.uint8)
+            np.empty(chain.encoded_bytes(len(values[span]), values.dtype), np.uint8)
             for span in self.spans
         ]
-        self.headers: list[bytes] = []
         self.total = np.zeros_like(values)
 
     def encode(self) -> None:
-        self.headers = []
         for number, (span, out) in enumerate(zip(self.spans, self.outs, strict=True)):
             residual = None if self.residual is None else self.residual[span]
-            encoded = self.chain.encode(
+            self.chain.check(self.values[span], self.cores)
+            self.chain.encode(
                 self.values[span], out, residual=residual, draw=Draw(number), cores=self.cores
             )
-            self.headers.append(encoded.header)
 
     def decode(self) -> None:
-        for header, out, span in zip(self.headers, self.outs, self.spans, strict=True):
-            self.chain.decode(header, out, self.total[span], cores=self.cores)
+        self._decode(add=False)
 
     def decode_add(self) -> None:
-        for header, out, span in zip(self.headers, self.outs, self.spans, strict=True):
-            self.chain.decode_add(header, out, self.total[span], cores=self.cores)
+        self._decode(add=True)
+
+    def _decode(self, *, add: bool) -> None:
+        for out, span in zip(self.outs, self.spans, strict=True):
+            self.chain.decode(out, self.total[span], add=add, cores=self.cores)
 
     def bits(self) -> list[bytes]:
-        return [*self.headers, *(out.tobytes() for out in self.outs), self.total.tobytes()]
+        return [*(out.tobytes() for out in self.outs), self.total.tobytes()]
 
 
 def rate(work: Callable[[], None], nbytes: int, repeats: int) -> float:
@@ -124,8 +124,8 @@ def sums_lost(parameters: dict[str, Any], options: argparse.Namespace) -> list[f
     for count in range(options.pushes):
         noise = rng.standard_normal(options.elements, np.float32)
         gradient = direction + np.float32(0.3) * noise
-        header, payload = chain.encode(gradient, residual=residual, draw=Draw(0, count))
-        chain.decode_add(header, payload, arrived)
+        encoded = chain.encode(gradient, residual=residual, draw=Draw(0, count))
+        chain.decode(encoded, arrived, add=True)
         pushed += gradient
         if count in (0, options.pushes - 1):
             found.append(float(np.linalg.norm(arrived - pushed) / np.linalg.norm(pushed)))

@@ -1,13 +1,12 @@
 """Gradient compression: codecs, error feedback, and rules by key.
 
 The pure core, on arrays of the host: no sockets, no stores. ``config.py`` checks what a user asks
-for, with ``config.py`` and ``codec.py``; ``chain.py`` encodes and decodes one part;
-``codec.py``, ``bits.py``, ``casts.py``, ``int8.py`` and ``sparsify.py`` are the codecs;
-``header.py`` is the header of an encoded part; ``residuals.py`` keeps what was lost;
-``residuals.py`` counts. Read next: ``config.py``.
+for; ``chain.py`` encodes and decodes one part, with the header of ``header.py``; ``codec.py``,
+``bits.py`` and ``sparsify.py`` are the codecs; ``residuals.py`` keeps what was lost, and counts.
+Read next: ``config.py``.
 """
 
-from kvstore.compression.chain import Chain, Encoded
+from kvstore.compression.chain import Chain
 from kvstore.compression.config import Compression, Rule, make_chain
 from kvstore.compression.residuals import Residual, Residuals, Statistics
 from kvstore.compression.sparsify import Draw
@@ -16,7 +15,6 @@ __all__ = [
     "Chain",
     "Compression",
     "Draw",
-    "Encoded",
     "Residual",
     "Residuals",
     "Rule",

@@ -26,7 +26,6 @@ arrays. Read next: ``bits.py``, the shortest real codec; then ``chain.py``, whic
 
 from __future__ import annotations
 
-import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,8 +139,6 @@ def _number(name: str, value: Any) -> float:
         raise ArgumentTypeError(
             f"the compression parameter {name!r} is a number, got {value!r}"
         ) from None
-    if math.isnan(number):
-        raise ArgumentValueError(f"the compression parameter {name!r} is a number, got nan")
     return number
 
 
@@ -167,19 +164,34 @@ class Span(NamedTuple):
     dtype: np.dtype[Any]
 
 
-class ValueCodec(ABC):
-    """Turns an array of floats into bytes and back. Immutable; any thread may use it."""
+class Coder(ABC):
+    """What codecs of numbers have in common with those that pick some of them (``Pick``)."""
 
     name: ClassVar[str]
     """In parameters and statistics."""
     code: ClassVar[int]
     """In headers (``header.py``); never used for another codec again."""
-    format: ClassVar[str] = ""
-    """Of its ``numbers`` in a header, as in the module ``struct``."""
     parameters: ClassVar[Mapping[str, CodecParameter]] = {}
     """Its parameters and their defaults."""
+    in_header: ClassVar[tuple[str, ...]] = ()
+    """The parameters on which decoding depends."""
+    format: ClassVar[str] = ""
+    """Of these in a header, as in the module ``struct``."""
     has_feedback: ClassVar[bool]
     """Whether a residual is kept unless the parameters say otherwise."""
+
+    def numbers(self) -> tuple[float, ...]:
+        """The values of ``in_header``."""
+        return tuple(getattr(self, name) for name in self.in_header)
+
+    def plain(self) -> dict[str, Any]:
+        """Its parameters with their values, as plain data."""
+        return {name: getattr(self, name) for name in self.parameters}
+
+
+class ValueCodec(Coder):
+    """Turns an array of floats into bytes and back. Immutable; any thread may use it."""
+
     carries_all: ClassVar[bool]
     """Whether NaN and infinity survive. Else arrays that hold them are refused."""
 
@@ -194,10 +206,6 @@ class ValueCodec(ABC):
     @abstractmethod
     def payload_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
         """How many bytes it makes of this many elements of a key of this dtype."""
-
-    @abstractmethod
-    def numbers(self) -> tuple[float, ...]:
-        """The parameters that decoding depends on, in a fixed order; for the header."""
 
     @abstractmethod
     def pack(
@@ -217,7 +225,7 @@ class ValueCodec(ABC):
         ``wide`` is float32 or float64, aligned and contiguous. Nothing is checked.
         """
 
-    def check_payload(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> None:  # noqa: B027
+    def check_payload(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> None:
         """Raise ``ProtocolError`` if a payload of the right length cannot be what we wrote."""
 
     def is_of_non_finite(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> bool:
@@ -300,25 +308,17 @@ class ValueCodec(ABC):
             self.code, self.numbers()[0], payload, out, start, stop, add=add
         ):
             return
-        if is_wide and not add and is_plain(target):
-            workspace = self._workspaces.take()
-            self.unpack(payload, span, target, workspace)
-            self._workspaces.give(workspace)
-            return
         workspace = self._workspaces.take()
-        wide = workspace.block(0, working, len(target))
-        self.unpack(payload, span, wide, workspace)
-        if add:
-            np.add(target, wide, out=target, dtype=working, casting="unsafe")
+        if is_wide and not add and target.flags.aligned:
+            self.unpack(payload, span, target, workspace)
         else:
-            np.copyto(target, wide, casting="unsafe")
+            wide = workspace.block(0, working, len(target))
+            self.unpack(payload, span, wide, workspace)
+            if add:
+                np.add(target, wide, out=target, dtype=working, casting="unsafe")
+            else:
+                np.copyto(target, wide, casting="unsafe")
         self._workspaces.give(workspace)
-
-    # -- what stands in parameters and texts -------------------------------------------
-
-    def plain(self) -> dict[str, Any]:
-        """Its parameters with their values, as plain data."""
-        return {name: getattr(self, name) for name in self.parameters}
 
 
 def spans(num_elements: int, unit: int, dtype: np.dtype[Any]) -> Iterator[Span]:
@@ -362,11 +362,6 @@ def drop_non_finite(rest: Flat, workspace: Workspace) -> None:
     fine = np.isfinite(rest, out=workspace.block(9, np.dtype(bool), len(rest)))
     if not fine.all():
         rest[~fine] = 0
-
-
-def is_plain(array: Flat) -> bool:
-    """Whether NumPy's quickest loops take it: aligned, and without gaps."""
-    return bool(array.flags.aligned and array.flags.c_contiguous)
 
 
 #: The bits of the exponent, all set in NaN and infinity alone.

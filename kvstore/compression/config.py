@@ -27,61 +27,64 @@ from typing import Any
 import numpy as np
 
 from kvstore.arrays.keys import Key
+from kvstore.compression.bits import Bf16, Fp16, Int8, OneBit, TwoBit
 from kvstore.compression.chain import Chain
 from kvstore.compression.codec import CodecParameter, ValueCodec, flag, size
-from kvstore.compression.header import PICKS, VALUE_CODECS, can_encode
+from kvstore.compression.header import can_encode
 from kvstore.compression.residuals import Statistics
-from kvstore.compression.sparsify import Pick
+from kvstore.compression.sparsify import Pick, RandomK, TopK
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.errors.hints import did_you_mean
 from pslite.errors import ProtocolError, UsageError, check_unicode
 
 FEEDBACK = "feedback"
 
-
-def known_parameters(name: object) -> Mapping[str, CodecParameter]:
-    """The parameters of a chain of this name, checked to be one. Raises as ``make_chain``."""
-    pick, codec = _classes(name)
-    found = {FEEDBACK: CodecParameter(flag, None)}
-    for each in (pick, codec):
-        if each is not None:
-            found.update(each.parameters)
-    return found
+VALUE_CODECS: Mapping[str, type[ValueCodec]] = {
+    codec.name: codec for codec in (TwoBit, OneBit, Fp16, Bf16, Int8)
+}
+PICKS: Mapping[str, type[Pick]] = {pick.name: pick for pick in (TopK, RandomK)}
 
 
-def make_chain(parameters: Mapping[str, Any], statistics: Statistics | None = None) -> Chain:
+def make_chain(
+    parameters: Mapping[str, Any],
+    statistics: Statistics | None = None,
+    others: Sequence[str] = (),
+) -> Chain:
     """The chain that ``{"type": "topk+fp16", "ratio": 0.01}`` means.
 
-    ``type`` has the names of codecs, joined by ``+``; the rest are their parameters.
+    ``type`` has the names of codecs, joined by ``+``; the rest are their parameters. ``others`` are
+    named in errors as parameters that may be given, too.
 
     Raises ``ArgumentValueError`` for codecs, parameters and values that there are not, with those
     that there are, and ``ArgumentTypeError`` for values of a wrong kind.
     """
     name = parameters.get("type")
-    known = known_parameters(name)
+    classes = _classes(name)
+    known = {FEEDBACK: CodecParameter(flag, None)}
+    for each in classes:
+        if each is not None:
+            known.update(each.parameters)
     given: dict[str, Any] = {}
-    for each, value in parameters.items():
-        if each == "type":
-            continue
-        if each not in known:
+    for parameter, value in parameters.items():
+        if parameter in known:
+            given[parameter] = known[parameter].check(parameter, value)
+        elif parameter != "type":
+            names = [*known, *others]
             raise ArgumentValueError(
-                f"the compression {name!r} has no parameter {each!r}; it has "
-                f"{', '.join(map(repr, sorted(known)))}{did_you_mean(each, known)}"
+                f"the compression {name!r} has no parameter {parameter!r}; it has "
+                f"{', '.join(map(repr, names))}{did_you_mean(parameter, names)}"
             )
-        given[each] = known[each].check(each, value)
     # A ratio of 1, which says nothing, is the plain form with a count.
     if given.get("k") is not None and given.setdefault("ratio", 1.0) != 1.0:
         raise ArgumentValueError(
             "the compression parameters 'ratio' and 'k' are two ways to say the same; give one"
         )
-    pick, codec = _classes(name)
     made: list[Any] = [
-        None if each is None else each(**{
-            parameter: given.get(parameter, each.parameters[parameter].default)
-            for parameter in each.parameters
-        })
-        for each in (pick, codec)
-    ]  # fmt: skip
+        None
+        if each is None
+        else each(**{own: given.get(own, each.parameters[own].default) for own in each.parameters})
+        for each in classes
+    ]
     return Chain(*made, has_feedback=given.get(FEEDBACK), statistics=statistics)
 
 
@@ -222,8 +225,7 @@ def _rule(parameters: object, statistics: Statistics) -> Rule:
     rest = {name: value for name, value in parameters.items() if name not in _OWN}
     chain = None
     if rest["type"] != _NONE:
-        _check_names(rest)
-        chain = make_chain(rest, statistics)
+        chain = make_chain(rest, statistics, _OWN)
     elif len(rest) > 1:
         raise ArgumentValueError(f"the compression 'none' has no parameter {list(rest)[1]!r}")
     only = own.get("only")
@@ -234,17 +236,6 @@ def _rule(parameters: object, statistics: Statistics) -> Rule:
         _keys("exclude", own.get("exclude", ())),
         size("min_bytes", own.get("min_bytes", 0)),
     )
-
-
-def _check_names(parameters: Mapping[str, Any]) -> None:
-    """Raise an error that names all that a rule can have, not only what its codecs can."""
-    known = [*known_parameters(parameters["type"]), *_OWN]
-    for name in parameters:
-        if name != "type" and name not in known:
-            raise ArgumentValueError(
-                f"the compression {parameters['type']!r} has no parameter {name!r}; it has "
-                f"{', '.join(map(repr, known))}{did_you_mean(name, known)}"
-            )
 
 
 def _pull(parameters: object, statistics: Statistics) -> Chain | None:

@@ -21,14 +21,13 @@ Pure; any thread may call. Read next: ``chain.py``.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from kvstore.arrays.cpu.sums import Flat
-from kvstore.compression.codec import CodecParameter, Payload, count, ratio, size
+from kvstore.compression.codec import CodecParameter, Coder, Payload, count, ratio, size
 from pslite.errors import ProtocolError
 
 Ids = np.ndarray[Any, Any]
@@ -49,16 +48,12 @@ class Draw(NamedTuple):
     round: int = 0
 
 
-class Pick(ABC):
+class Pick(Coder):
     """Chooses which numbers are sent. Immutable; any thread may use it."""
 
-    name: ClassVar[str]
-    code: ClassVar[int]
-    format: ClassVar[str]
-    parameters: ClassVar[Mapping[str, CodecParameter]]
     draws: ClassVar[bool] = False
     """Whether it depends on the seed, the stream and the round."""
-    has_feedback: ClassVar[bool] = True
+    has_feedback = True
 
     def __init__(self, ratio: float, k: int | None) -> None:
         self.ratio = ratio
@@ -68,10 +63,6 @@ class Pick(ABC):
         """How many of this many numbers are sent."""
         wanted = max(int(self.ratio * num_elements), 1) if self.k is None else self.k
         return min(wanted, num_elements)
-
-    @abstractmethod
-    def numbers(self) -> tuple[float, ...]:
-        """As of a ``ValueCodec``."""
 
     @abstractmethod
     def ids_bytes(self, num_elements: int) -> int:
@@ -88,16 +79,12 @@ class Pick(ABC):
         Raises ``ProtocolError`` if they cannot be what we wrote.
         """
 
-    def check_ids(self, payload: Payload, num_elements: int) -> None:  # noqa: B027
+    def check_ids(self, payload: Payload, num_elements: int) -> None:
         """Raise what ``read_ids`` raises."""
 
     def weights(self, ids: Ids, num_elements: int) -> Flat | None:
         """What to multiply the numbers by where there is no error feedback; None: nothing."""
         return None
-
-    def plain(self) -> dict[str, Any]:
-        """As of a ``ValueCodec``."""
-        return {name: getattr(self, name) for name in self.parameters}
 
 
 class TopK(Pick):
@@ -105,11 +92,7 @@ class TopK(Pick):
 
     name = "topk"
     code = 16
-    format = ""
     parameters = {"ratio": CodecParameter(ratio, 0.01), "k": CodecParameter(count, None)}
-
-    def numbers(self) -> tuple[float, ...]:
-        return ()
 
     def ids_bytes(self, num_elements: int) -> int:
         return self.count(num_elements) * _ids_dtype(num_elements).itemsize
@@ -143,16 +126,14 @@ class RandomK(Pick):
 
     name = "randomk"
     code = 17
+    parameters = {**TopK.parameters, "seed": CodecParameter(size, 0)}
+    in_header = ("seed",)
     format = "Q"
     draws = True
-    parameters = {**TopK.parameters, "seed": CodecParameter(size, 0)}
 
     def __init__(self, ratio: float, k: int | None, seed: int) -> None:
         super().__init__(ratio, k)
         self.seed = seed
-
-    def numbers(self) -> tuple[float, ...]:
-        return (self.seed,)
 
     def ids_bytes(self, num_elements: int) -> int:
         return 0

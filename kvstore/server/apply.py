@@ -160,7 +160,7 @@ class PartRun:
         length = self.stop - self.start
         total = self.arena.workspace.block(_SUM_SLOT, accumulation_dtype(dtype), length)
         for index, piece in enumerate(self.pieces):
-            chain.decode_from(_flat(piece), total, add=index > 0, cores=_ALONE)
+            chain.decode(_flat(piece), total, dtype=dtype, add=index > 0, cores=_ALONE)
         return total
 
 

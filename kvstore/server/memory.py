@@ -197,7 +197,7 @@ class Part:
         assert chain is not None
         if self._encoded is None or self._encoded[0] != self.arena.changes:
             memory = buffer(self.pull_bytes)
-            chain.encode_into(self.weight, memory, cores=_ALONE)
+            chain.encode(self.weight, memory, cores=_ALONE)
             self._encoded = self.arena.changes, memory
         return self._encoded[1]
 

@@ -72,7 +72,8 @@ def arrived(sent: Array, codec: str, kind: str) -> Array:
     found = np.zeros(sent.size, working)
     for start, stop in chunks:
         residual = np.zeros(stop - start, working) if chain.has_feedback else None
-        chain.decode(*chain.encode(flat[start:stop], residual=residual), found[start:stop])
+        data = chain.encode(flat[start:stop], residual=residual)
+        chain.decode(data, found[start:stop], dtype=sent.dtype)
     return found.reshape(sent.shape)
 
 

@@ -159,7 +159,7 @@ class Coding:
         draw = Draw(round=self._rounds[layout.first_part])
         for index, (start, stop) in enumerate(layout.chunks):
             place = slice(*layout.place(layout.first_part + index))
-            chain.encode_into(
+            chain.encode(
                 values[start:stop],
                 memory[place],
                 residual=None if residual is None else residual[start:stop],
@@ -208,7 +208,7 @@ def _decode(
 ) -> None:
     into = values.view(dtype)
     try:
-        chain.decode_from(came, into)
+        chain.decode(came, into)
     except ProtocolError as error:
         if chain.is_of_non_finite(came, len(into), dtype):
             raise ArgumentValueError(value_refused(key, chain)) from None

@@ -122,8 +122,6 @@ def _through(
     chain: Chain, host: np.ndarray[Any, Any], residual: Flat | None, draw: Draw
 ) -> np.ndarray[Any, Any]:
     """What arrives of an array: a new one."""
-    data = np.empty(chain.encoded_bytes(host.size, host.dtype), np.uint8)
-    chain.encode_into(host, data, residual=residual, draw=draw)
     out = np.empty(host.shape, host.dtype)
-    chain.decode_from(data, out)
+    chain.decode(chain.encode(host, residual=residual, draw=draw), out)
     return out

@@ -63,3 +63,14 @@ def residual_of(chain: Chain, array: Array) -> Array | None:
     if not chain.has_feedback:
         return None
     return np.zeros(array.size, accumulation_dtype(array.dtype))
+
+
+def encoded(chain: Chain, array: Array, **more: Any) -> tuple[bytes, Array]:
+    """The header and the payload of an encoded part."""
+    data = chain.encode(array, **more)
+    return data[: chain.header_bytes].tobytes(), data[chain.header_bytes :]
+
+
+def decode(chain: Chain, header: bytes, payload: Any, out: Array, **more: Any) -> None:
+    """Decode what ``encoded`` gave."""
+    chain.decode(np.frombuffer(header + bytes(payload), np.uint8), out, **more)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compression_cases import DTYPES, gradient, kind
+from compression_cases import DTYPES, decode, encoded, gradient, kind
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_sets import SETS, computing_with
@@ -18,14 +18,14 @@ Array = np.ndarray[Any, Any]
 
 
 def pushed(chain: Chain, values: list[float], residual: Array) -> str:
-    encoded = chain.encode(np.array(values, np.float32), residual=residual)
-    return encoded.payload.tobytes().hex(" ")
+    _, payload = encoded(chain, np.array(values, np.float32), residual=residual)
+    return payload.tobytes().hex(" ")
 
 
 def decoded(chain: Chain, payload: str, size: int) -> list[float]:
-    header = chain.encode(np.zeros(size, np.float32), residual=np.zeros(size, np.float32)).header
-    out = np.full(size, 9, np.float32)
-    chain.decode(header, bytes.fromhex(payload), out)
+    zeros, out = np.zeros(size, np.float32), np.full(size, 9, np.float32)
+    header, _ = encoded(chain, zeros, residual=zeros.copy())
+    decode(chain, header, bytes.fromhex(payload), out)
     return list(out)
 
 
@@ -119,10 +119,10 @@ def test_bytes_and_residuals_are_those_of_the_rule_for_each_element(
     residual, expected = np.zeros(size, working), np.zeros(size, working)
     for round_number in range(3):
         values = gradient(seed + round_number, size, key_dtype)
-        header, payload = chain.encode(values, residual=residual)
+        data = chain.encode(values, residual=residual)
         wanted, sent, expected = one_by_one(name, working.type(threshold), values, expected)
-        assert payload.tobytes() == wanted
+        assert data[chain.header_bytes :].tobytes() == wanted
         assert residual.tobytes() == expected.tobytes()
         out = np.full(size, 9, working)
-        chain.decode(header, payload, out)
+        chain.decode(data, out, dtype=key_dtype)
         assert out.tobytes() == sent.tobytes()

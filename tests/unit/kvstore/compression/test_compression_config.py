@@ -81,7 +81,7 @@ def test_no_compression_is_for_no_key(given: Any) -> None:
         ({"type": "2bit", "threshold": -1.0}, ArgumentValueError, "greater than 0, got -1.0"),
         ({"type": "2bit", "threshold": 1e-60}, ArgumentValueError, "greater than 0, got 1e-60"),
         ({"type": "2bit", "threshold": 1e39}, ArgumentValueError, "finite number, got 1e[+]39"),
-        ({"type": "2bit", "threshold": "nan"}, ArgumentValueError, "is a number, got nan"),
+        ({"type": "2bit", "threshold": "nan"}, ArgumentValueError, "finite number, got 'nan'"),
         ({"type": "2bit", "threshold": float("inf")}, ArgumentValueError, "finite number, got inf"),
         ({"type": "2bit", "threshold": "half"}, ArgumentTypeError, "is a number, got 'half'"),
         ({"type": "2bit", "threshold": True}, ArgumentTypeError, "is a number, got True"),

@@ -57,12 +57,12 @@ def outcome(chain: Chain, values: list[Array], offset: int) -> list[bytes]:
     narrow = np.full(size, 0.25, values[0].dtype)
     found = []
     for each in values:
-        memory = np.full(offset + chain.payload_bytes(size, each.dtype), 7, np.uint8)
-        header, payload = chain.encode(each, memory[offset:], residual=residual)
-        chain.decode(header, payload, out)
-        chain.decode_add(header, payload, total)
-        chain.decode_add(header, payload, narrow)
-        found += [header, payload.tobytes(), out.tobytes(), total.tobytes(), narrow.tobytes()]
+        memory = np.full(offset + chain.encoded_bytes(size, each.dtype), 7, np.uint8)
+        data = chain.encode(each, memory[offset:], residual=residual)
+        chain.decode(data, out, dtype=each.dtype)
+        chain.decode(data, total, dtype=each.dtype, add=True)
+        chain.decode(data, narrow, add=True)
+        found += [data.tobytes(), out.tobytes(), total.tobytes(), narrow.tobytes()]
         found.append(b"" if residual is None else residual.tobytes())
     return found
 

@@ -86,7 +86,7 @@ def test_with_error_feedback_the_mean_of_what_arrives_becomes_right(name: str) -
     for number in range(rounds):
         out = np.empty(64, np.float32)
         draw = Draw(0, number)
-        chain.decode(*chain.encode(gradient, residual=residual, draw=draw), out)
+        chain.decode(chain.encode(gradient, residual=residual, draw=draw), out)
         total += out
     np.testing.assert_allclose(total / rounds, gradient, atol=0.05)
 
@@ -103,7 +103,7 @@ def test_training_with_two_workers_reaches_the_minimum_by_compressed_gradients()
             total = np.zeros(8)
             for own, residual in zip(features, residuals, strict=True):
                 gradient = own.T @ (own @ (weight - wanted)) / 50
-                chain.decode_add(*chain.encode(gradient, residual=residual), total)
+                chain.decode(chain.encode(gradient, residual=residual), total, add=True)
             weight -= 0.01 * total
         return float(np.abs(weight - wanted).max())
 
