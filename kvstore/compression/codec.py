@@ -8,7 +8,7 @@ What a codec of values is, and how it goes through an array: in spans that stay 
 
 A codec turns numbers into fewer bytes and back. What it makes of n numbers is always equally
 long (``payload_bytes``), so that messages can be planned before there is anything to send. A
-subclass says how one span is packed and unpacked (``bits.py``, ``casts.py``, ``int8.py``); this
+subclass says how one span is packed and unpacked (``bits.py``); this
 file does what they have in common: adding the residual, error feedback, threads, dtypes.
 
 **Error feedback.** With a residual e, what is packed is p = g + e, and e becomes p - decoded(p):

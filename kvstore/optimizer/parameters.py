@@ -71,7 +71,7 @@ def _ranged(default: float, text: str, holds: Callable[[float], bool]) -> Any:
 def parameter_names(cls: type) -> list[str]:
     """The parameters of an optimizer or schedule: its own first, then those of its bases."""
     bases = enumerate(cls.__mro__)
-    depth = {name: index for index, base in bases for name in vars(base).get("__annotations__", ())}
+    depth = {name: index for index, base in bases for name in inspect.get_annotations(base)}
     fields = [field for field in dataclasses.fields(cls) if field.init]
     fields.sort(key=lambda field: depth[field.name] if field.kw_only else 0)
     return [field.name for field in fields]
