@@ -43,7 +43,6 @@ if TYPE_CHECKING:  # what is imported on first use, for type checkers and editor
     from kvstore.mxnet import callback as callback
     from kvstore.mxnet import gluon as gluon
     from kvstore.mxnet import io as io
-    from kvstore.mxnet import lr_scheduler as lr_scheduler
     from kvstore.mxnet import metric as metric
     from kvstore.mxnet import model as model
     from kvstore.mxnet import nd as nd
@@ -58,6 +57,7 @@ if TYPE_CHECKING:  # what is imported on first use, for type checkers and editor
 
     init = initializer
     kv = kvstore
+    lr_scheduler = optimizer.schedule
     opt = optimizer
     rnd = random
 
@@ -74,7 +74,7 @@ _PUBLIC = {
     "initializer": "kvstore.arrays.initializer",
     "io": "kvstore.mxnet.io",
     "kv": "kvstore.kvstore",
-    "lr_scheduler": "kvstore.mxnet.lr_scheduler",
+    "lr_scheduler": "kvstore.optimizer.schedule",
     "metric": "kvstore.mxnet.metric",
     "model": "kvstore.mxnet.model",
     "nd": "kvstore.mxnet.nd",

@@ -92,6 +92,9 @@ class Schedule:
             raise OptimizerParameterError(f"{type(self).__name__}: {text}")
 
 
+LRScheduler = Schedule
+"""MXNet's name of the base class."""
+
 _Class = TypeVar("_Class", bound=type[Schedule])
 
 _registry: dict[str, type[Schedule]] = {}

@@ -11,8 +11,8 @@ import pytest
 from kvstore import create, gpu, optimizer
 from kvstore.arrays.gpu import sums as cuda
 from kvstore.arrays.gpu.pipeline import BufferPool
-from kvstore.mxnet.lr_scheduler import FactorScheduler
 from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.schedule import FactorScheduler
 from kvstore.stores.arguments import spec_of
 from kvstore.stores.dist.gpu_sums import sums_of
 from kvstore.stores.local.device import DeviceKVStore, kernel_for

@@ -8,7 +8,7 @@ any device and belong to any library that the stores take; formulas see NumPy ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy
@@ -220,19 +220,15 @@ def host_pairs(labels: Arrays, preds: Arrays) -> list[tuple[HostArray, HostArray
     """Pairs of NumPy arrays of the same length."""
     several, answers = on_host(labels), on_host(preds)
     check_label_shapes(several, answers)
-    for label, pred in zip(several, answers, strict=True):
-        check_label_shapes(as_rows(label), as_rows(pred))
-    return list(zip(several, answers, strict=True))
+    pairs = list(zip(several, answers, strict=True))
+    for label, pred in pairs:
+        check_label_shapes(numpy.atleast_1d(label), numpy.atleast_1d(pred))
+    return pairs
 
 
 def on_host(arrays: Arrays) -> list[HostArray]:
     """Each array as NumPy's."""
     return [_to_host(each) for each in listed(arrays)]
-
-
-def as_rows(array: HostArray) -> Sized:
-    """The array itself; a single number as one row."""
-    return array if array.ndim else array.reshape(1)
 
 
 def listed(arrays: Arrays) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -189,18 +190,20 @@ class CompositeEvalMetric(EvalMetric):
             metric.reset_local()
 
     def get(self) -> tuple[Any, Any]:
-        pairs = [pair for metric in self.metrics for pair in metric.get_name_value()]
-        return [name for name, _ in pairs], [value for _, value in pairs]
+        return _apart(metric.get_name_value() for metric in self.metrics)
 
     def get_global(self) -> tuple[Any, Any]:
-        pairs = [pair for metric in self.metrics for pair in metric.get_global_name_value()]
-        return [name for name, _ in pairs], [value for _, value in pairs]
+        return _apart(metric.get_global_name_value() for metric in self.metrics)
 
     def get_config(self) -> dict[str, Any]:
-        return {
-            **super().get_config(),
-            "metrics": [metric.get_config() for metric in self.metrics],
-        }
+        metrics = [metric.get_config() for metric in self.metrics]
+        return {**super().get_config(), "metrics": metrics}
+
+
+def _apart(pairs: Iterable[list[tuple[str, float]]]) -> tuple[list[str], list[float]]:
+    """Names and values."""
+    together = list(itertools.chain.from_iterable(pairs))
+    return [name for name, _ in together], [value for _, value in together]
 
 
 def create(metric: MetricLike, *args: Any, **kwargs: Any) -> EvalMetric:
@@ -259,9 +262,9 @@ def _from_json(text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Eval
         found = json.loads(text)
     except ValueError as error:
         raise ArgumentValueError(f"the metric {text!r:.80} is not JSON: {error}") from None
-    if isinstance(found, dict) and "metric" in found:
-        return _from_config(found, kwargs)
     match found:
+        case {"metric": _}:
+            return _from_config(found, kwargs)
         case [str(name), dict(numbers)]:
             return create(name, *args, **{**numbers, **kwargs})
     raise ArgumentValueError(

@@ -23,10 +23,27 @@ from kvstore.mxnet.metric.base import (
 
 
 class Counted(EvalMetric):
-    """A metric of this package: it keeps the sums of ``get_global`` itself."""
+    """A metric of this package: it keeps the sums of ``get_global`` itself.
 
-    def __init__(self, name: str, output_names: Names, label_names: Names, **config: Any) -> None:
+    It is named ``usual_name`` where the caller gives no name.
+    """
+
+    usual_name = ""
+
+    def __init__(
+        self, name: str | None, output_names: Names, label_names: Names, **config: Any
+    ) -> None:
+        name = self.usual_name if name is None else name
         super().__init__(name, output_names, label_names, has_global_stats=True, **config)
+
+
+class Plain(Counted):
+    """A metric without numbers of its own."""
+
+    def __init__(
+        self, name: str | None = None, output_names: Names = None, label_names: Names = None
+    ) -> None:
+        super().__init__(name, output_names, label_names)
 
 
 @register
@@ -61,15 +78,11 @@ class Accuracy(Counted):
 
 
 @register
-class Loss(Counted):
+class Loss(Plain):
     """The mean of the network's own loss, in a fit; elsewhere the mean of all predictions."""
 
+    usual_name = "loss"
     needs_predictions = False
-
-    def __init__(
-        self, name: str = "loss", output_names: Names = None, label_names: Names = None
-    ) -> None:
-        super().__init__(name, output_names, label_names)
 
     def update(self, labels: Arrays, preds: Arrays) -> None:
         for pred in on_host(preds):
@@ -83,20 +96,14 @@ class Loss(Counted):
 class Torch(Loss):
     """``Loss`` by another name."""
 
-    def __init__(
-        self, name: str = "torch", output_names: Names = None, label_names: Names = None
-    ) -> None:
-        super().__init__(name, output_names, label_names)
+    usual_name = "torch"
 
 
 @register
 class Caffe(Loss):
     """``Loss`` by another name."""
 
-    def __init__(
-        self, name: str = "caffe", output_names: Names = None, label_names: Names = None
-    ) -> None:
-        super().__init__(name, output_names, label_names)
+    usual_name = "caffe"
 
 
 @register
@@ -138,10 +145,20 @@ class TopKAccuracy(Counted):
         return {**super().get_config(), "name": self._plain_name}
 
 
-class _LogLikelihood(Counted):
+@register
+@alias("ce", "cross-entropy")
+class CrossEntropy(Counted):
     """The mean of -log(probability of the label + ``eps``)."""
 
-    def __init__(self, eps: float, name: str, output_names: Names, label_names: Names) -> None:
+    usual_name = "cross-entropy"
+
+    def __init__(
+        self,
+        eps: float = 1e-12,
+        name: str | None = None,
+        output_names: Names = None,
+        label_names: Names = None,
+    ) -> None:
         super().__init__(name, output_names, label_names, eps=eps)
         self.eps = eps
 
@@ -152,33 +169,11 @@ class _LogLikelihood(Counted):
 
 
 @register
-@alias("ce", "cross-entropy")
-class CrossEntropy(_LogLikelihood):
-    """The mean of -log(probability of the label + ``eps``)."""
-
-    def __init__(
-        self,
-        eps: float = 1e-12,
-        name: str = "cross-entropy",
-        output_names: Names = None,
-        label_names: Names = None,
-    ) -> None:
-        super().__init__(eps, name, output_names, label_names)
-
-
-@register
 @alias("nll_loss")
-class NegativeLogLikelihood(_LogLikelihood):
+class NegativeLogLikelihood(CrossEntropy):
     """The same numbers as ``CrossEntropy``, by its own name."""
 
-    def __init__(
-        self,
-        eps: float = 1e-12,
-        name: str = "nll-loss",
-        output_names: Names = None,
-        label_names: Names = None,
-    ) -> None:
-        super().__init__(eps, name, output_names, label_names)
+    usual_name = "nll-loss"
 
 
 @register
@@ -221,7 +216,7 @@ class Perplexity(Counted):
         return name, math.exp(value)
 
 
-class _OverBatches(Counted):
+class _OverBatches(Plain):
     """A mean over arrays of what ``_value`` says of the differences of each, (n, ...)."""
 
     def update(self, labels: Arrays, preds: Arrays) -> None:
@@ -240,10 +235,7 @@ class _OverBatches(Counted):
 class MAE(_OverBatches):
     """The mean over batches of the mean absolute difference of labels and predictions."""
 
-    def __init__(
-        self, name: str = "mae", output_names: Names = None, label_names: Names = None
-    ) -> None:
-        super().__init__(name, output_names, label_names)
+    usual_name = "mae"
 
     def _value(self, differences: HostArray) -> float:
         return float(numpy.abs(differences).mean())
@@ -253,10 +245,7 @@ class MAE(_OverBatches):
 class MSE(_OverBatches):
     """The mean over batches of the mean squared difference of labels and predictions."""
 
-    def __init__(
-        self, name: str = "mse", output_names: Names = None, label_names: Names = None
-    ) -> None:
-        super().__init__(name, output_names, label_names)
+    usual_name = "mse"
 
     def _value(self, differences: HostArray) -> float:
         return float((differences**2).mean())
@@ -266,10 +255,7 @@ class MSE(_OverBatches):
 class RMSE(_OverBatches):
     """The mean over batches of the root of the mean squared difference."""
 
-    def __init__(
-        self, name: str = "rmse", output_names: Names = None, label_names: Names = None
-    ) -> None:
-        super().__init__(name, output_names, label_names)
+    usual_name = "rmse"
 
     def _value(self, differences: HostArray) -> float:
         return math.sqrt(float((differences**2).mean()))

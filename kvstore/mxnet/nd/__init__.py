@@ -25,12 +25,11 @@ Python's or NumPy's, never changes the dtype of a float array. Nothing is saved 
 
 from __future__ import annotations
 
-import builtins
 import functools
 import importlib
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -315,65 +314,48 @@ def broadcast_to(data: NDArray, shape: Sequence[int]) -> NDArray:
 # -- NumPy's ufuncs under MXNet's names ------------------------------------------------------
 
 
-def abs(data: NDArray) -> NDArray:
-    """Magnitudes."""
-    return _of_one(np.absolute, data)
+class _OfOne(Protocol):
+    def __call__(self, data: NDArray) -> NDArray: ...
 
 
-def exp(data: NDArray) -> NDArray:
-    """Powers of e."""
-    return _of_one(np.exp, data)
+class _OfTwo(Protocol):
+    def __call__(self, lhs: Any, rhs: Any) -> NDArray: ...
 
 
-def log(data: NDArray) -> NDArray:
-    """Natural logarithms; -inf for 0, NaN for negative elements."""
-    return _of_one(np.log, data)
+def _of_one(name: str, ufunc: np.ufunc, doc: str) -> _OfOne:
+    """The ufunc as a function; its result is row-sparse where the ufunc keeps ``data`` so."""
+
+    def function(data: Any) -> NDArray:
+        made: NDArray = ufunc(data if isinstance(data, RowSparseArray) else checked_array(data))
+        return made
+
+    function.__name__, function.__doc__ = name, doc
+    return function
 
 
-def sqrt(data: NDArray) -> NDArray:
-    """Square roots; NaN for negative elements."""
-    return _of_one(np.sqrt, data)
+def _of_two(name: str, ufunc: np.ufunc, doc: str) -> _OfTwo:
+    def function(lhs: Any, rhs: Any) -> NDArray:
+        if not isinstance(lhs, RowSparseArray) and not isinstance(rhs, NDArray | RowSparseArray):
+            checked_array(lhs)
+        made: NDArray = ufunc(lhs, rhs)
+        return made
+
+    function.__name__, function.__doc__ = name, f"{doc}; one side may be a number."
+    return function
 
 
-def square(data: NDArray) -> NDArray:
-    """Squares."""
-    return _of_one(np.square, data)
-
-
-def sign(data: NDArray) -> NDArray:
-    """-1, 0 or 1."""
-    return _of_one(np.sign, data)
-
-
-def maximum(lhs: Any, rhs: Any) -> NDArray:
-    """The greater of each two elements; one side may be a number. NaN wins."""
-    return _of_two(np.maximum, lhs, rhs)
-
-
-def minimum(lhs: Any, rhs: Any) -> NDArray:
-    """The smaller of each two elements; one side may be a number. NaN wins."""
-    return _of_two(np.minimum, lhs, rhs)
-
-
-def add(lhs: Any, rhs: Any) -> NDArray:
-    """``lhs + rhs``; one side may be a number."""
-    return _of_two(np.add, lhs, rhs)
-
-
-def subtract(lhs: Any, rhs: Any) -> NDArray:
-    """``lhs - rhs``; one side may be a number."""
-    return _of_two(np.subtract, lhs, rhs)
-
-
-def multiply(lhs: Any, rhs: Any) -> NDArray:
-    """``lhs * rhs``; one side may be a number."""
-    return _of_two(np.multiply, lhs, rhs)
-
-
-def divide(lhs: Any, rhs: Any) -> NDArray:
-    """``lhs / rhs``; one side may be a number."""
-    return _of_two(np.true_divide, lhs, rhs)
-
+abs = _of_one("abs", np.absolute, "Magnitudes.")
+exp = _of_one("exp", np.exp, "Powers of e.")
+log = _of_one("log", np.log, "Natural logarithms; -inf for 0, NaN for negative elements.")
+sqrt = _of_one("sqrt", np.sqrt, "Square roots; NaN for negative elements.")
+square = _of_one("square", np.square, "Squares.")
+sign = _of_one("sign", np.sign, "-1, 0 or 1.")
+maximum = _of_two("maximum", np.maximum, "The greater of each two elements, or NaN")
+minimum = _of_two("minimum", np.minimum, "The smaller of each two elements, or NaN")
+add = _of_two("add", np.add, "``lhs + rhs``")
+subtract = _of_two("subtract", np.subtract, "``lhs - rhs``")
+multiply = _of_two("multiply", np.multiply, "``lhs * rhs``")
+divide = _of_two("divide", np.true_divide, "``lhs / rhs``")
 
 #: MXNet's further names of these; all of them broadcast axes of length 1.
 broadcast_add, broadcast_sub, broadcast_mul, broadcast_div = add, subtract, multiply, divide
@@ -403,19 +385,6 @@ def _joined(name: str, arrays: Sequence[NDArray], axis: int) -> NDArray:
 def _dense(data: Any) -> NDArray:
     """An NDArray; of a row-sparse array the dense form. Raises ``ArgumentTypeError``."""
     return NDArray(data.to_dense()) if isinstance(data, RowSparseArray) else checked_array(data)
-
-
-def _of_one(ufunc: np.ufunc, data: Any) -> NDArray:
-    """``ufunc``'s result; row-sparse where NumPy's ufuncs keep ``data`` so."""
-    made: NDArray = ufunc(data if isinstance(data, RowSparseArray) else checked_array(data))
-    return made
-
-
-def _of_two(ufunc: np.ufunc, lhs: Any, rhs: Any) -> NDArray:
-    if not builtins.any(isinstance(side, NDArray | RowSparseArray) for side in (lhs, rhs)):
-        checked_array(lhs)
-    made: NDArray = ufunc(lhs, rhs)
-    return made
 
 
 def _sparse() -> Any:

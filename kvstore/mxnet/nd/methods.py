@@ -82,10 +82,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         """The device on which it lives."""
         return self._context
 
-    @property
-    def ctx(self) -> Context:
-        """The same as ``context``."""
-        return self._context
+    ctx = context
 
     @property
     def stype(self) -> str:

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.arrays import Array, adapter_for, adapter_on, check_dtype, register
+from kvstore.arrays import Array, NativeArray, adapter_for, adapter_on, check_dtype, register
+from kvstore.arrays.buffer import ViewAdapter
 from kvstore.arrays.context import Context
 from kvstore.arrays.pending import Uses, Wait
 from kvstore.arrays.pending import begin as begin_in_memory
 from kvstore.errors import ArgumentTypeError, ValueMismatchError
-from kvstore.mxnet.nd.adapter import NDArrayAdapter
 from kvstore.mxnet.nd.methods import ArrayMethods, DType, checked_context, native_dtype, working_on
 from kvstore.sparse.array import RowSparseArray
 from pslite.future import Future
@@ -399,6 +399,44 @@ def _described(value: object) -> str:
 
 def _restored(host: np.ndarray[Any, Any], context: Context) -> NDArray:
     return NDArray._of(adapter_on(context).to_context(host, context), context)
+
+
+class NDArrayAdapter(ViewAdapter):
+    """An NDArray as the stores see it: the array that it wraps, once that may be accessed.
+
+    What reads values waits for the calls that still write them, what writes waits for all; shape,
+    dtype and device are known without. A store that lets values arrive later takes the wrapped
+    array first and works on that alone: asked from a callback of the I/O thread, this adapter
+    would wait for the very thread that it runs on. Any thread else may call.
+    """
+
+    def view(self, array: NDArray) -> NativeArray:
+        return array._memory()
+
+    def shape(self, array: NDArray) -> tuple[int, ...]:
+        return array.shape
+
+    def dtype(self, array: NDArray) -> np.dtype[Any]:
+        return array.dtype
+
+    def context(self, array: NDArray) -> Context:
+        # Of the memory: CPUs of all numbers share one.
+        return adapter_on(array.context).context(array._array)
+
+    def why_read_only(self, array: NDArray) -> str | None:
+        return adapter_on(array.context).why_read_only(array._array)
+
+    def memory(self, array: NDArray) -> np.ndarray[Any, Any] | None:
+        return adapter_on(array.context).memory(array._memory_to_write())
+
+    def device_memory(self, array: NDArray) -> NativeArray | None:
+        return adapter_on(array.context).device_memory(array._memory_to_write())
+
+    def from_host(self, host: np.ndarray[Any, Any], out: NDArray) -> None:
+        adapter_on(out.context).from_host(host, out._memory_to_write())
+
+    def assign(self, value: Any, out: NDArray) -> None:
+        adapter_on(out.context).assign(value, out._memory_to_write())
 
 
 register(NDArray, NDArrayAdapter())

@@ -16,8 +16,8 @@ from kvstore.checkpoint.safetensors import TensorSpec, TensorWriter
 from kvstore.errors import ArgumentTypeError, CheckpointError
 from kvstore.kvstore import create
 from kvstore.mxnet.callback import do_checkpoint
-from kvstore.mxnet.lr_scheduler import FactorScheduler
 from kvstore.mxnet.model import FeedForward, load_checkpoint, save_checkpoint
+from kvstore.optimizer.schedule import FactorScheduler
 from kvstore.stores.base import KVStore
 from pslite.errors import UsageError
 

@@ -18,10 +18,10 @@ import pytest
 from kvstore import optimizer as opt
 from kvstore.arrays.cpu.sums import Workspace, apply_round
 from kvstore.errors import OptimizerParameterError
-from kvstore.mxnet.lr_scheduler import FactorScheduler
 from kvstore.optimizer import Optimizer, arithmetic
 from kvstore.optimizer.arithmetic import NORM_ELEMENTS, norm
 from kvstore.optimizer.base import _registry
+from kvstore.optimizer.schedule import FactorScheduler
 from kvstore.optimizer.states import create_state
 
 Array = Any

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvstore import optimizer as opt
 from kvstore.errors import OptimizerParameterError, UnknownOptimizerError
-from kvstore.mxnet import lr_scheduler as schedules
 from kvstore.optimizer import Optimizer
+from kvstore.optimizer import schedule as schedules
 from kvstore.optimizer.base import _registry
 from kvstore.optimizer.schedule import ScaledScheduler
 from kvstore.optimizer.serialize import MAX_DEPTH, from_plain, to_plain

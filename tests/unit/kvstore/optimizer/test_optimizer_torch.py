@@ -9,8 +9,8 @@ import pytest
 
 from kvstore import optimizer as opt
 from kvstore.arrays.cpu.sums import Workspace, apply_round
-from kvstore.mxnet import lr_scheduler as schedules
 from kvstore.optimizer import Optimizer
+from kvstore.optimizer import schedule as schedules
 
 torch = pytest.importorskip("torch")
 

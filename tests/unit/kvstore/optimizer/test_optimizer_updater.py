@@ -11,7 +11,7 @@ import kvstore as mx
 from kvstore import optimizer as opt
 from kvstore.arrays.cpu.sums import BLOCK_ELEMENTS
 from kvstore.errors import ArgumentTypeError, NotSupportedError, ValueMismatchError
-from kvstore.mxnet.lr_scheduler import FactorScheduler
+from kvstore.optimizer.schedule import FactorScheduler
 
 Array = Any
 

@@ -147,7 +147,9 @@ def test_the_names_that_type_checkers_see_are_those_that_are_imported_on_first_u
         for name in node.names
     }
     assigned = {
-        ast.unparse(node.targets[0]): imported[ast.unparse(node.value)]
+        ast.unparse(node.targets[0]): imported.get(
+            ast.unparse(node.value), f"kvstore.{ast.unparse(node.value)}"
+        )
         for node in block.body
         if isinstance(node, ast.Assign)
     }

@@ -11,8 +11,8 @@ import pytest
 from kvstore import optimizer
 from kvstore.arrays.gpu.kernels import MOST_COPIES, Kernel, KernelParameters
 from kvstore.arrays.keys import KeySpec
-from kvstore.mxnet.lr_scheduler import FactorScheduler
 from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.schedule import FactorScheduler
 from kvstore.optimizer.sgd import SGD
 from kvstore.stores.local.device import are_apart, jobs_of, kernel_for, numbers_of
 from kvstore.stores.local.memory import StoredKey
