@@ -36,7 +36,7 @@ class World:
 
     def _make(self, uid: str) -> Van:
         if self.kind == "zmq":
-            return ZmqVan(uid)
+            return ZmqVan(uid, linger_s=10.0)  # what leaves on a busy machine may take a while
         inner = InprocVan(self._network, uid)
         if self.kind == "inproc":
             return inner

@@ -345,6 +345,17 @@ def test_nested_claims_allocate_no_more_than_a_few_times_the_message(elements: i
     assert peak_bytes(data) < 100 * len(data)
 
 
+@pytest.mark.parametrize("kind", [b"\xdc\x00", b"\xdd\x00\x00\x00", b"\xde\x00"])
+def test_a_claim_of_more_elements_than_there_are_bytes_is_refused_where_it_stands(
+    kind: bytes,
+) -> None:
+    # Nine marks of large containers, so that the data is walked over: these are the text's letters.
+    text = pack_value("\u071c" * 9)
+    count = 1 + len(text) // (2 if kind[:1] == b"\xde" else 1)
+    with pytest.raises(ProtocolError, match="announces more elements than it has bytes"):
+        unpack_value(kind + bytes([count]) + text)
+
+
 # -- what a sender must not do ------------------------------------------------------------
 
 
