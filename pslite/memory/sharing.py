@@ -8,6 +8,7 @@ not answer soon. Who maps a segment keeps it as long as the peer is there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -59,12 +60,12 @@ class Sharing:
         awaited = self._awaited.get(peer)
         return awaited is not None and max(awaited.values()) > now
 
-    def next_due(self, now: float) -> float | None:
+    def next_due(self, now: float) -> float:
         """Return when ``awaits`` changes by itself."""
         if not self._awaited:
-            return None
+            return math.inf
         times = [until for each in self._awaited.values() for until in each.values() if until > now]
-        return min(times, default=None)
+        return min(times, default=math.inf)
 
     def map(self, peer: str, pid: int, offer: SegmentOffer) -> SegmentTaken:
         """Map what ``peer``, whose process id the roster has, offers; the answer to it."""

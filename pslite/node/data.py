@@ -65,7 +65,8 @@ class Traffic:
     def __init__(self, office: Office) -> None:
         self._office = office
         window = office.config.round_window
-        self._worker = WorkerPlane(window) if office.role is Role.WORKER else None
+        #: On a server and the scheduler, which push and pull nothing, it stays empty.
+        self._worker = WorkerPlane(window)
         self._server: ServerPlane | None = None
         self._tick_at = 0.0
         self._tick_interval_s = min(_TICK_INTERVAL_S, office.config.report_after_s / 2)
@@ -98,7 +99,7 @@ class Traffic:
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         """Start pushes, pulls or both."""
-        if self._worker is None:
+        if self._office.role is not Role.WORKER:
             raise UsageError("only workers push and pull")
         for transfer in transfers:
             self._worker.submit(transfer)
@@ -120,8 +121,6 @@ class Traffic:
                 self.carry_out(self._server.refuse(rank, message, error))
                 raise
             self.carry_out(effects)
-        elif self._worker is None:
-            raise UsageError("only workers get answers")
         elif isinstance(message, Answer):
             self._worker.answered(message, delivery.frames)
         elif isinstance(message, PartsFailed):
@@ -139,13 +138,11 @@ class Traffic:
         text = f"{error}; {self._name_of(message.parts[0])} is no longer read or written"
         return NodeLostError(text, role=error.role, rank=error.rank)
 
-    def send_mail(self, now: float) -> None:
+    def send_queued(self, now: float) -> None:
         """Hand the worker's messages to the van, as far as credits go."""
         plane, office = self._worker, self._office
-        if plane is None:
-            return
         credit_bytes = office.config.credit_bytes
-        for server in plane.servers_with_mail():
+        for server in plane.queued_servers():
             peer = office.membership.uids.get(server)
             if peer is not None and office.sharing.awaits(peer, now):
                 continue
@@ -158,18 +155,17 @@ class Traffic:
 
     def forget(self, parts: Iterable[int]) -> None:
         """A worker will never ask for these parts again."""
-        if self._worker is not None:
-            self._worker.forget(parts)
+        self._worker.forget(parts)
 
     @property
     def everything_sent(self) -> bool:
         """Whether nothing is held back any more."""
-        return self._worker is None or self._worker.everything_sent
+        return self._worker.everything_sent
 
     @property
     def everything_answered(self) -> bool:
         """Whether a worker waits for nothing that it has pushed or pulled."""
-        return self._worker is None or self._worker.idle
+        return self._worker.idle
 
     @property
     def is_applying(self) -> bool:
@@ -179,11 +175,11 @@ class Traffic:
     @property
     def num_unsent(self) -> int:
         """A worker's messages that wait until peers have accepted others."""
-        return 0 if self._worker is None else self._worker.num_unsent
+        return self._worker.num_unsent
 
     def waiting_for(self) -> list[int]:
         """The servers that owe a worker an answer."""
-        return [] if self._worker is None else self._worker.waiting_for()
+        return self._worker.waiting_for()
 
     def awaits(self, peer: str) -> bool:
         """Return whether a worker waits for an answer of this peer."""
@@ -196,8 +192,7 @@ class Traffic:
 
     def tell_failures(self, tell: Callable[[BaseException], None]) -> None:
         """From now on, tell of each push that fails. On the I/O thread."""
-        if self._worker is not None:
-            self._worker.tell_failures(tell)
+        self._worker.tell_failures(tell)
 
     def run(self, now: float) -> None:
         """Do what time asks for."""
@@ -207,8 +202,7 @@ class Traffic:
 
     def departed(self, node: int, error: BaseException, *, left: bool) -> None:
         """A node is gone; with ``left`` it has said goodbye, and may be there for answers still."""
-        if self._worker is not None:
-            self._worker.depart(node, error)
+        self._worker.depart(node, error)
         if self._server is not None and role_of(node) is Role.WORKER:
             depart = self._server.leave if left else self._server.depart
             self.carry_out(depart(rank_of(node), error))
@@ -218,21 +212,18 @@ class Traffic:
     def begin_epoch(self, epoch: int) -> None:
         """There is a later epoch, as the scheduler has announced."""
         self._office.membership.epoch = epoch
-        if self._worker is not None:
-            self._worker.begin_epoch(epoch)
+        self._worker.begin_epoch(epoch)
         if self._server is not None:
             self.carry_out(self._server.begin_epoch(epoch))
 
     def fail(self, error: BaseException) -> None:
         """Nothing can be done any more."""
-        if self._worker is not None:
-            self._worker.fail(error)
+        self._worker.fail(error)
 
     def close(self) -> None:
         """Release the app, and the memory that it and others hold: the node has ended."""
         self._server = None
-        if self._worker is not None:
-            self._worker.close()
+        self._worker.close()
 
     # -- inside ------------------------------------------------------------------------
 
@@ -294,14 +285,14 @@ class Traffic:
         """Return whether to do it here and now."""
         if self._slow_jobs[run.lane] >= _SLOW_IN_A_ROW:
             return False
-        nbytes = _payload_bytes(run.jobs)
+        nbytes = sum(sum(job.sizes) * len(job.batch.payloads) for job in run.jobs)
         is_lone = nbytes <= _LONE_BYTES and self._office.clock() - self._worked_at > _PAUSE_S
         return nbytes <= _QUICK_BYTES or is_lone
 
     def _adopt_epoch(self) -> None:
         """Where no scheduler announces epochs, the servers' word counts."""
         office = self._office
-        epoch = 0 if self._worker is None else self._worker.awaited_epoch
+        epoch = self._worker.awaited_epoch
         is_alone = SCHEDULER_ID in office.membership.gone or office.membership.has_said_goodbye
         if is_alone and epoch > office.membership.epoch:
             self.begin_epoch(epoch)
@@ -324,9 +315,8 @@ class Traffic:
     @property
     def num_requests(self) -> int:
         """A worker's pushes and pulls, or a server's parts, that are not answered yet."""
-        if self._worker is not None:
-            return self._worker.num_active
-        return 0 if self._server is None else self._server.num_waiting + self._server.num_pulls
+        of_server = 0 if self._server is None else self._server.num_waiting + self._server.num_pulls
+        return self._worker.num_active + of_server
 
     def open_rounds(self, now: float) -> tuple[int, list[Wait]]:
         """Return how many parts of a server wait for workers, and what has waited for a while."""
@@ -350,10 +340,6 @@ class Traffic:
             since = min(each.opened_at for each in alike if each.opened_at is not None)
             waits.append(Wait(what, round_, names, now - since))
         return waits
-
-
-def _payload_bytes(jobs: Sequence[Job]) -> int:
-    return sum(sum(job.sizes) * len(job.batch.payloads) for job in jobs)
 
 
 def _outcomes(plane: ServerPlane, jobs: Sequence[Job]) -> Sequence[Outcome]:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 
 from pslite.config import Config
-from pslite.errors import ConfigError, NodeLostError
+from pslite.errors import ConfigError
 from pslite.ids import NodeInfo
 from pslite.node.address import machine_id, process_alive
 from pslite.node.data import Traffic
@@ -64,7 +64,7 @@ class FailureDetector:
         self._beat_at = 0.0
         self._judge_at = 0.0
         self._process_at = 0.0
-        self._suspect_at: float | None = None
+        self._suspect_at = math.inf
         #: How many strangers the van has turned away, as far as it told.
         self.turned_away = 0
         #: Called after a node is gone.
@@ -82,8 +82,8 @@ class FailureDetector:
             self._nodes[peer] = node
         connected = peer in self._connected
         self._liveness.watch(peer, now, connected=connected)
-        if not connected and self._suspect_at is None:
-            self._suspect_at = now + _SUSPECT_INTERVAL_S
+        if not connected:
+            self._suspect_at = min(self._suspect_at, now + _SUSPECT_INTERVAL_S)
 
     def forget(self, peer: str) -> None:
         """Its loss does not matter any more."""
@@ -123,7 +123,7 @@ class FailureDetector:
     def departed(self, gone: Gone) -> None:
         """A node is gone (``membership`` knows); called by ``control``."""
         office = self._office
-        error, node = _loss(gone), gone.node.node_id
+        error, node = gone.error, gone.node.node_id
         office.customers.pending.depart(node, error)
         self._traffic.departed(node, error, left=gone.left)
         if not gone.left:
@@ -140,7 +140,7 @@ class FailureDetector:
         office = self._office
         node = office.membership.node_ids[peer]
         office.membership.ended.add(node)
-        self._traffic.departed(node, _loss(office.membership.gone[node]), left=False)
+        self._traffic.departed(node, office.membership.gone[node].error, left=False)
         self.forget(peer)
         office.links.release(peer)
         office.van.disconnect(peer)  # its address may be somebody else's by now
@@ -185,7 +185,7 @@ class FailureDetector:
 
     def run(self, now: float) -> None:
         """Do what time asks for."""
-        if self._suspect_at is not None and now >= self._suspect_at:
+        if now >= self._suspect_at:
             self._look_at_suspects(now)
         if now >= self._process_at:
             self._process_at = now + _PROCESS_INTERVAL_S
@@ -196,14 +196,13 @@ class FailureDetector:
         if now >= self._judge_at:
             if now - self._judge_at > _LATE_S:
                 # This node itself was held up: what its peers sent meanwhile is still to be read.
-                self._liveness.excuse(now)
+                self._liveness.forgive(now)
             self._judge_at = now + _JUDGE_INTERVAL_S
             self._judge(now)
 
     def next_due(self) -> float:
         """Return when ``run`` has something to do."""
-        due = min(self._beat_at, self._judge_at, self._process_at)
-        return due if self._suspect_at is None else min(due, self._suspect_at)
+        return min(self._beat_at, self._judge_at, self._process_at, self._suspect_at)
 
     def _beat(self, now: float) -> None:
         office = self._office
@@ -213,7 +212,7 @@ class FailureDetector:
     def _look_at_suspects(self, now: float) -> None:
         """A peer of this machine whose process is gone need not be waited for."""
         suspects = self._liveness.suspects()
-        self._suspect_at = now + _SUSPECT_INTERVAL_S if suspects else None
+        self._suspect_at = now + _SUSPECT_INTERVAL_S if suspects else math.inf
         for peer in suspects:
             if self._has_ended(peer):
                 for lost in self._liveness.died(peer, PROCESS_GONE):
@@ -257,7 +256,3 @@ class FailureDetector:
             trouble = office.van.trouble(lost.peer)
             reason = f"{lost.reason}: {trouble}" if trouble else lost.reason
             office.control.lost(lost.peer, reason, now)
-
-
-def _loss(gone: Gone) -> NodeLostError:
-    return NodeLostError(gone.error_text, role=gone.node.role, rank=gone.node.rank)

@@ -33,9 +33,9 @@ class Timers:
         """Have ``run`` call ``command`` from ``due`` on; those of the same time in this order."""
         heapq.heappush(self._waiting, (due, next(self._numbers), command))
 
-    def next_due(self) -> float | None:
+    def next_due(self) -> float:
         """Return when ``run`` has something to do."""
-        return self._waiting[0][0] if self._waiting else None
+        return self._waiting[0][0] if self._waiting else math.inf
 
     def run(self, now: float) -> None:
         """Call what is due."""
@@ -159,7 +159,7 @@ class Errands:
     @property
     def has_work(self) -> bool:
         """Whether something is to be done now or later."""
-        return bool(self.commands or self.looks) or self.timers.next_due() is not None
+        return bool(self.commands or self.looks) or self.timers.next_due() < math.inf
 
     def end(self) -> None:
         """After the last step: run all that is left, the timers too, and keep nothing."""

@@ -9,6 +9,7 @@ counter, never an exception, and no memory that grows. Who may say what is decid
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -334,8 +335,7 @@ class Links:
     def resend(self, now: float) -> None:
         """Send again what should have been accepted by now."""
         for peer, entry in self._peers.items():
-            due = entry.channel.next_due
-            if due is not None and now >= due:
+            if now >= entry.channel.next_due:
                 self._repeat(peer, entry, now, at_once=False)
 
     def reconnected(self, peer: str, now: float) -> None:
@@ -349,13 +349,12 @@ class Links:
         for outgoing in entry.channel.repeats(now, at_once=at_once, passed=passed):
             self._transmit(peer, entry, outgoing)
 
-    def next_due(self) -> float | None:
+    def next_due(self) -> float:
         """Return when ``resend`` or ``flush`` has something to look at."""
-        soonest = min(self._owing.values()) if self._owing else None
+        soonest = min(self._owing.values(), default=math.inf)
         for entry in self._peers.values():
-            due = entry.channel.next_due
-            if due is not None and (soonest is None or due < soonest):
-                soonest = due
+            if entry.channel.next_due < soonest:
+                soonest = entry.channel.next_due
         return soonest
 
     def release(self, peer: str) -> None:

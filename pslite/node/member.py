@@ -6,22 +6,28 @@ goodbyes, and what follows when another node is gone. ``scheduler.py`` is the ot
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections.abc import Iterable
 
 from pslite.errors import ConfigError, DeadlineError, NodeLostError, UsageError, rebuild
 from pslite.future import Future
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_title
 from pslite.node.address import tcp_address
-from pslite.node.control import SCHEDULER, VERDICT_S, ControlOffice, ends_itself, loss_in
-from pslite.node.failure_detector import beat_at
+from pslite.node.control import (
+    SCHEDULER,
+    VERDICT_S,
+    ControlOffice,
+    NodeControl,
+    ends_itself,
+    loss_in,
+)
 from pslite.node.links import Delivery
 from pslite.node.log import label
-from pslite.protocol.membership import Gone, Hearsay
+from pslite.protocol.membership import Gone
 from pslite.wire.messages import (
     BarrierEnter,
     BarrierLeave,
     BarrierWaits,
-    Beat,
     Deadlock,
     Leave,
     Members,
@@ -40,35 +46,28 @@ _GRACE_S = 1.0
 _WARN_AFTER_S = 3.5
 
 
-class MemberControl:
+class MemberControl(NodeControl):
     """The control of a worker or a server."""
 
     def __init__(self, office: ControlOffice, node: NodeInfo, package: str) -> None:
-        self._office = office
+        super().__init__(office)
         config = office.config
         self._register = Register((node,), config.num_workers, config.num_servers, package)
         self._began_at = 0.0
-        self._deadline: float | None = None
-        self._roster_at: float | None = None
-        self._beat_at: float | None = None
         self._waiting: Waiting | None = None
         self._barriers: dict[tuple[int, int], Future[None]] = {}
-        self._barrier_rounds: Counter[int] = Counter()
         self._scheduler_error: NodeLostError | None = None
-        self._warn_at: float | None = None
+        self._warn_at = math.inf
         self._leaving = False
-        self._hearsay = Hearsay()
         #: Workers that have left, as the scheduler says, and whose own goodbye is on its way.
         self._goodbyes: set[str] = set()
 
     # -- joining -----------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
+        super().begin(now)
         config = self._office.config
         self._began_at = now
-        self._deadline = now + config.rendezvous_timeout_s
-        self._roster_at = now + config.roster_interval_s
-        self._beat_at = beat_at(config, now)
         self._office.van.connect(SCHEDULER, tcp_address(config.root_uri, config.root_port))
         self._office.links.send(SCHEDULER, self._register, (), 0, now)
 
@@ -120,8 +119,11 @@ class MemberControl:
         office.log.info(1, f"{office.log.name} is connected to others")
         office.join(mine[0], message.members, now)
 
-    def _stop_waiting(self) -> None:
-        self._deadline = self._roster_at = self._beat_at = None
+    def _who_waits(self) -> Iterable[str]:
+        return (SCHEDULER,)
+
+    def _give_up(self, error: Exception, now: float) -> None:
+        self._office.fail(error)
 
     def _still_waiting(self, message: Waiting, now: float) -> None:
         is_answer = self._waiting is None
@@ -227,12 +229,7 @@ class MemberControl:
         # Who has failed already knows the cause, and must not wait for the acceptance of the dead.
         looks_for_cause = office.error is None and self._scheduler_error is None
         if not (looks_for_cause and self._hearsay.puts_off(node, reason, now)):
-            self._is_lost(node, reason)
-
-    def _is_lost(self, node: int, reason: str) -> None:
-        gone = self._office.membership.depart(node, left=False, reason=reason)
-        if gone is not None:
-            self._gone(gone)
+            self._depart(node, left=False, reason=reason)
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:
         """A member has lost another, and so will end. Whether that is lost, the scheduler says."""
@@ -252,7 +249,7 @@ class MemberControl:
         office = self._office
         for speaker, about, reason in self._hearsay.words():
             if speaker in office.membership.ending and office.membership.node(about) != office.info:
-                self._is_lost(about, reason)
+                self._depart(about, left=False, reason=reason)
 
     def _members_changed(self, peer: str, message: Members, now: float) -> None:
         """News of who is gone. They count if they are the scheduler's, who looks for itself."""
@@ -265,13 +262,11 @@ class MemberControl:
             return
         if 0 in message.left:
             office.membership.ending.add(speaker)  # the scheduler has failed over this loss
-        entries = zip(message.gone, message.left, message.reasons, strict=True)
-        for node, left, reason in entries:
-            gone = office.membership.depart(node, left=bool(left), reason=reason)
-            if gone is not None:
-                if gone.left and office.watch.is_connected(gone.node.uid):
-                    self._goodbyes.add(gone.node.uid)
-                self._gone(gone)
+        for node, left, reason in zip(message.gone, message.left, message.reasons, strict=True):
+            uid = office.membership.uids.get(node, "")
+            if left and node not in office.membership.gone and office.watch.is_connected(uid):
+                self._goodbyes.add(uid)
+            self._depart(node, left=bool(left), reason=reason)
         if office.error is None and message.epoch > office.membership.epoch:
             office.traffic.begin_epoch(message.epoch)
 
@@ -279,24 +274,17 @@ class MemberControl:
         self._expect_no_goodbye(peer)
         node = self._office.membership.node_ids.get(peer)
         if node is not None:
-            self._office.membership.told.add(node)
-            gone = self._office.membership.depart(node, left=True, reason="")
-            if gone is not None:
-                self._gone(gone)
+            self._said_goodbye(node)
 
-    def _gone(self, gone: Gone) -> None:
-        """Policy ``fail``: a lost worker or server ends the job on every survivor."""
+    def _gone(self, gone: Gone, *, is_news: bool) -> None:
+        """End this node with a lost worker or server: a loss ends the job on every survivor."""
         office = self._office
-        # After this node's own end, those of others are consequences.
-        is_news = not gone.left and office.error is None
-        office.log.info(0 if is_news else 1, gone.sentence)
-        error = NodeLostError(gone.sentence, role=gone.node.role, rank=gone.node.rank)
         if gone.node.role == Role.SCHEDULER.value:
-            self._scheduler_gone(error, is_news=is_news)
+            self._scheduler_gone(gone.error, is_news=is_news)
         elif not gone.left:
             if is_news:
                 self._pass_on(gone)
-            office.fail(error)
+            office.fail(gone.error)
             # What is under way to it will never be accepted: nothing to wait for at the end.
             office.links.shut(gone.node.uid)
             office.van.disconnect(gone.node.uid)
@@ -345,15 +333,13 @@ class MemberControl:
     # -- the end -----------------------------------------------------------------------
 
     def say_goodbye(self, now: float) -> None:
-        office = self._office
         self._leaving = True
-        self._warn_at = None
-        for node in office.membership.neighbours():
-            office.send(node.node_id, Leave())
+        self._warn_at = math.inf
+        super().say_goodbye(now)
 
     def fail(self, error: BaseException) -> None:
         self._stop_waiting()
-        self._warn_at = None
+        self._warn_at = math.inf
         self._end_barriers(error)
 
     def _end_barriers(self, error: BaseException) -> None:
@@ -362,23 +348,12 @@ class MemberControl:
             future.set_error(error)
 
     def tick(self, now: float) -> None:
-        if self._deadline is not None and now >= self._deadline:
-            self._office.fail(self._too_late())
-        elif self._roster_at is not None and now >= self._roster_at:
-            self._say_who_is_missing(now)
-        if self._beat_at is not None and now >= self._beat_at:
-            # The roster, by which nodes know whom to send signs of life, is not there yet.
-            self._beat_at = beat_at(self._office.config, now)
-            self._office.links.send(SCHEDULER, Beat(), (), 0, now)
-        for node, reason in self._hearsay.ended(now):
-            self._is_lost(node, reason)
-        if self._warn_at is not None and now >= self._warn_at:
-            self._warn_at = None
+        super().tick(now)
+        if now >= self._warn_at:
+            self._warn_at = math.inf
             self._office.log.warn(
                 "push and pull go on; barriers, init and joins no longer work without the scheduler"
             )
 
-    def next_due(self) -> float | None:
-        times = [self._deadline, self._roster_at, self._beat_at, self._warn_at]
-        times.append(self._hearsay.next_due())
-        return min((time for time in times if time is not None), default=None)
+    def next_due(self) -> float:
+        return min(super().next_due(), self._warn_at)

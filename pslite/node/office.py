@@ -46,7 +46,7 @@ class Control(Protocol):
     def tick(self, now: float) -> None:
         """Time has passed."""
 
-    def next_due(self) -> float | None:
+    def next_due(self) -> float:
         """Return when ``tick`` has something to do."""
 
 

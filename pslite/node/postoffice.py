@@ -36,7 +36,7 @@ from pslite.node.pool import InlinePool, Pool
 from pslite.node.report import Reporter
 from pslite.node.shared_memory import MESSAGES as NEARBY
 from pslite.node.shared_memory import Nearby
-from pslite.node.shutdown import Farewell, Unheard, wait_until
+from pslite.node.shutdown import Shutdown, Unheard, wait_until
 from pslite.plane import Transfer
 from pslite.protocol.membership import Membership
 from pslite.van.base import Received, Van
@@ -102,7 +102,7 @@ class Postoffice:
         self.error: BaseException | None = None
         #: Failures of calls that had returned; ``close`` raises the first one.
         self.unheard = Unheard()
-        self.farewell: Farewell | None = None
+        self.shutdown: Shutdown | None = None
         self.info: NodeInfo | None = None
         self._closing = False
 
@@ -313,7 +313,7 @@ class Postoffice:
         if now >= due:  # what became due meanwhile has its turn in the next step
             self._run_timers(now)
             self.errands.run()
-        self.traffic.send_mail(now)
+        self.traffic.send_queued(now)
         self.links.flush(self.membership.epoch, now)
         if self.errands.looks:
             self.errands.look()
@@ -321,17 +321,15 @@ class Postoffice:
 
     def next_due(self) -> float:
         """Return when ``step`` has something to do though nothing arrives."""
-        soonest = min(self.customers.look_at, self.watch.next_due())
-        for due in (
+        return min(
+            self.customers.look_at,
+            self.watch.next_due(),
             self.links.next_due(),
             self.errands.timers.next_due(),
             self.van.next_due(),
             self.sharing.next_due(self.clock()),
-            self.control.next_due() if self.control is not None else None,
-        ):
-            if due is not None and due < soonest:
-                soonest = due
-        return soonest
+            self.control.next_due() if self.control is not None else math.inf,
+        )
 
     def _run_timers(self, now: float) -> None:
         self.links.resend(now)
@@ -411,10 +409,10 @@ class Postoffice:
 
         Completes when the node may stop; then ``unheard`` has what failed.
         """
-        if self.farewell is None:
-            farewell = self.farewell = Farewell(self, self.traffic, self.unheard)
-            self.errands.call(farewell.begin)
-        return self.farewell.done
+        if self.shutdown is None:
+            self.shutdown = Shutdown(self, self.traffic, self.unheard)
+            self.errands.call(self.shutdown.begin)
+        return self.shutdown.done
 
     def close(self, *, goodbye: bool = True) -> None:
         """Leave the cluster and stop. Idempotent; from any thread but the I/O thread.
@@ -459,8 +457,8 @@ class Postoffice:
             counts = ", ".join(f"{count} {why}" for why, count in dropped.items())
             self.log.info(1, f"dropped {sum(dropped.values())} messages: {counts}")
         self.fail(ClosedError("the node was closed"))
-        if self.farewell is not None:
-            self.farewell.done.set_result(None)
+        if self.shutdown is not None:
+            self.shutdown.done.set_result(None)
         self.errands.end()
         self.customers.close()
         self.traffic.close()

@@ -7,8 +7,7 @@ pure (``protocol/membership.py``, ``protocol/barrier.py``); this file carries th
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from pslite.errors import (
     ConfigError,
@@ -21,18 +20,16 @@ from pslite.errors import (
 )
 from pslite.future import Future
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_members, node_id
-from pslite.node.control import VERDICT_S, ControlOffice, ends_itself, loss_in
-from pslite.node.failure_detector import beat_at
+from pslite.node.control import VERDICT_S, ControlOffice, NodeControl, ends_itself, loss_in
 from pslite.node.links import Delivery
 from pslite.node.surveyor import Surveyor
 from pslite.protocol.barrier import Barriers, Release
-from pslite.protocol.membership import Gone, Hearsay, Rendezvous
+from pslite.protocol.membership import Gone, Rendezvous
 from pslite.security import WHAT_TO_COMPARE
 from pslite.wire.messages import (
     BarrierEnter,
     BarrierLeave,
     BarrierWaits,
-    Beat,
     Deadlock,
     Leave,
     LongWait,
@@ -46,7 +43,7 @@ from pslite.wire.messages import (
 )
 
 
-class SchedulerControl:
+class SchedulerControl(NodeControl):
     """The control of the scheduler."""
 
     def __init__(
@@ -56,19 +53,14 @@ class SchedulerControl:
         package: str,
         on_deadlock: list[Callable[[DeadlockError], None]],
     ) -> None:
-        self._office = office
+        super().__init__(office)
         self._node = node
         self._on_deadlock = on_deadlock
         config = office.config
         self._rendezvous = Rendezvous(config.num_workers, config.num_servers, package)
         self._titles: dict[int, str] = {}
         self._barriers = Barriers(self._titles)
-        self._barrier_rounds: Counter[int] = Counter()
         self._own_barriers: dict[tuple[int, int], Future[None]] = {}
-        self._deadline: float | None = None
-        self._roster_at: float | None = None
-        self._beat_at: float | None = None
-        self._hearsay = Hearsay()
         self._surveyor = Surveyor(
             office, node, package, self._rendezvous, self._barriers, self._deadlocked
         )
@@ -78,11 +70,8 @@ class SchedulerControl:
     # -- gathering ---------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
-        config = self._office.config
+        super().begin(now)
         self._rendezvous.begin(now)
-        self._deadline = now + config.rendezvous_timeout_s
-        self._roster_at = now + config.roster_interval_s
-        self._beat_at = beat_at(config, now)
 
     def handle(self, delivery: Delivery, now: float) -> None:
         message = delivery.message
@@ -104,10 +93,7 @@ class SchedulerControl:
         elif isinstance(message, BarrierEnter):
             self._enter(node, message.group, message.round, message.timeout_s, now)
         elif isinstance(message, Leave):
-            self._office.membership.told.add(node)
-            gone = self._office.membership.depart(node, left=True, reason="")
-            if gone is not None:
-                self._gone(gone)
+            self._said_goodbye(node)
 
     def _register(self, delivery: Delivery, message: Register, now: float) -> None:
         office = self._office
@@ -132,10 +118,7 @@ class SchedulerControl:
         if self._rendezvous.roster:
             self._complete(now)
         else:
-            office.links.send(delivery.peer, self._who_is_missing(now), (), 0, now)
-
-    def _stop_waiting(self) -> None:
-        self._deadline = self._roster_at = self._beat_at = None
+            office.links.send(delivery.peer, self._waiting_message(now), (), 0, now)
 
     def _complete(self, now: float) -> None:
         office = self._office
@@ -156,24 +139,21 @@ class SchedulerControl:
         )
         office.join(self._node, roster, now)
 
-    def _who_is_missing(self, now: float) -> Waiting:
+    def _who_waits(self) -> Iterable[str]:
+        return self._waiting
+
+    def _waiting_message(self, now: float) -> Waiting:
         rendezvous = self._rendezvous
         return Waiting(rendezvous.present(), rendezvous.missing(), rendezvous.waited_s(now))
 
-    def _tell_who_is_missing(self, now: float) -> None:
+    def _say_who_is_missing(self, now: float) -> None:
         office = self._office
         self._roster_at = now + office.config.roster_interval_s
-        waiting = self._who_is_missing(now)
+        waiting = self._waiting_message(now)
         for peer in self._waiting:
             office.links.send(peer, waiting, (), 0, now)
         there, missing = ", ".join(waiting.present) or "none", ", ".join(waiting.missing)
         office.log.info(0, f"waiting for {missing} since {waiting.waited_s:.0f} s; there: {there}")
-
-    def _beat(self, now: float) -> None:
-        """The roster, by which nodes know whom to send signs of life, is not there yet."""
-        self._beat_at = beat_at(self._office.config, now)
-        for peer in self._waiting:
-            self._office.links.send(peer, Beat(), (), 0, now)
 
     def _give_up(self, error: Exception, now: float) -> None:
         """The cluster cannot come about: everybody who came is told why."""
@@ -234,12 +214,7 @@ class SchedulerControl:
             return
         # Who has failed already knows the cause, and must not wait for the acceptance of the dead.
         if office.error is not None or not self._hearsay.puts_off(node, reason, now):
-            self._is_lost(node, reason)
-
-    def _is_lost(self, node: int, reason: str) -> None:
-        gone = self._office.membership.depart(node, left=False, reason=reason)
-        if gone is not None:
-            self._gone(gone)
+            self._depart(node, left=False, reason=reason)
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:
         """Note that a member has lost others, and may end. Its word ends only itself."""
@@ -254,7 +229,7 @@ class SchedulerControl:
             return
         membership.ending.add(speaker)
         if not self._hearsay.puts_off(speaker, "", now):
-            self._is_lost(speaker, "it has ended")
+            self._depart(speaker, left=False, reason="it has ended")
 
     def _lost_while_gathering(self, peer: str, reason: str, now: float) -> None:
         node = self._waiting.pop(peer, None)
@@ -262,11 +237,8 @@ class SchedulerControl:
             sentence = f"a {node.role} on {node.host} (pid {node.pid}) is lost: {reason}"
             self._give_up(NodeLostError(sentence, role=node.role, rank=node.rank), now)
 
-    def _gone(self, gone: Gone) -> None:
+    def _gone(self, gone: Gone, *, is_news: bool) -> None:
         office = self._office
-        # After the end of the job, those of its nodes are consequences.
-        is_news = not gone.left and office.error is None
-        office.log.info(0 if is_news else 1, gone.sentence)
         office.watch.departed(gone)
         office.traffic.begin_epoch(office.membership.epoch + 1)
         news = Members(
@@ -279,17 +251,12 @@ class SchedulerControl:
         self._release(self._barriers.depart(gone.node.node_id, gone.sentence))
         self._surveyor.departed(gone.node.node_id, office.clock())
         if not gone.left:
-            error = NodeLostError(gone.sentence, role=gone.node.role, rank=gone.node.rank)
-            office.fail(error)
+            office.fail(gone.error)
         live = office.membership.live
         if not live(Role.WORKER) and not live(Role.SERVER):
             office.finished.set_result(None)
 
     # -- the end -----------------------------------------------------------------------
-
-    def say_goodbye(self, now: float) -> None:
-        for node in self._office.membership.neighbours():
-            self._office.send(node.node_id, Leave())
 
     def fail(self, error: BaseException) -> None:
         self._stop_waiting()
@@ -298,14 +265,7 @@ class SchedulerControl:
             future.set_error(error)
 
     def tick(self, now: float) -> None:
-        if self._deadline is not None and now >= self._deadline:
-            self._give_up(self._too_late(), now)
-        elif self._roster_at is not None and now >= self._roster_at:
-            self._tell_who_is_missing(now)
-        if self._beat_at is not None and now >= self._beat_at:
-            self._beat(now)
-        for node, reason in self._hearsay.ended(now):
-            self._is_lost(node, reason)
+        super().tick(now)
         self._surveyor.tick(now)
         self._release(self._barriers.tick(now))
         for overdue in self._barriers.overdue(now, self._office.config.report_after_s):
@@ -322,11 +282,8 @@ class SchedulerControl:
             text += f"; {office.watch.turned_away} connections were refused: {WHAT_TO_COMPARE}"
         return DeadlineError(text)
 
-    def next_due(self) -> float | None:
-        times = [self._deadline, self._roster_at, self._beat_at]
-        times += [self._barriers.next_due(), self._surveyor.next_due()]
-        times.append(self._hearsay.next_due())
-        return min((time for time in times if time is not None and time < math.inf), default=None)
+    def next_due(self) -> float:
+        return min(super().next_due(), self._barriers.next_due(), self._surveyor.next_due())
 
 
 def _refusal(error: BaseException) -> Refused:

@@ -132,7 +132,7 @@ class CloseTimer:
         return now - self._began_at
 
 
-class Farewell:
+class Shutdown:
     """The end of one node; ``look`` is called after each step until it returns True."""
 
     def __init__(self, node: Office, traffic: Traffic, unheard: Unheard) -> None:

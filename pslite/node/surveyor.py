@@ -7,6 +7,7 @@ is what is sent, and how a ``Survey`` is put together. Used by ``scheduler.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from pslite.errors import ConfigError, ProtocolError
@@ -109,10 +110,10 @@ class Surveyor:
             for peer, question in served.items():
                 self._office.links.send_unnumbered(peer, StatusSurvey(question, body))
 
-    def next_due(self) -> float | None:
+    def next_due(self) -> float:
         """Return when ``tick`` has something to do."""
         times = (self._surveys.next_due(), self._looks.due_at)
-        return min((time for time in times if time is not None), default=None)
+        return min((time for time in times if time is not None), default=math.inf)
 
     # -- whether the workers wait for each other ---------------------------------------
 

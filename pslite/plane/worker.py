@@ -260,17 +260,17 @@ class WorkerPlane:
 
     # -- what may be sent --------------------------------------------------------------
 
-    def servers_with_mail(self) -> list[int]:
+    def queued_servers(self) -> list[int]:
         """The servers for which something waits to be sent."""
         return list(self._outbox)
 
     def take(self, server: int) -> Send | None:
         """The next message for a server, highest priority first; its frames are made now."""
-        mail = self._outbox.get(server)
-        if not mail:
+        queue = self._outbox.get(server)
+        if not queue:
             return None
-        transfer, message, indices, frames = heapq.heappop(mail)[2]
-        if not mail:
+        transfer, message, indices, frames = heapq.heappop(queue)[2]
+        if not queue:
             del self._outbox[server]
         if frames is None:
             transfer.make_frames()
@@ -401,10 +401,10 @@ class WorkerPlane:
             form,
         )
         self._sequence += 1
-        mail = self._outbox.setdefault(transfer.server, [])
         frames = transfer.frames_of(indices) if transfer.has_frames else None
-        letter = _QueuedMessage(transfer, message, indices, frames)
-        heapq.heappush(mail, (-transfer.priority, self._sequence, letter))
+        queued = _QueuedMessage(transfer, message, indices, frames)
+        queue = self._outbox.setdefault(transfer.server, [])
+        heapq.heappush(queue, (-transfer.priority, self._sequence, queued))
 
     def _drop(self, transfer: Transfer, error: BaseException) -> None:
         self._active.pop(transfer, None)

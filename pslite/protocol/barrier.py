@@ -8,6 +8,7 @@ gone, or the time that a waiter was willing to give is over. Both name who is mi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -161,10 +162,10 @@ class Barriers:
             if wait.opened_at is not None
         ]
 
-    def next_due(self) -> float | None:
+    def next_due(self) -> float:
         """Return when the first wait's time is over."""
         times = [until for wait in self._open.values() for until in wait.arrived.values()]
-        return min(times, default=None)
+        return min(times, default=math.inf)
 
     def missing(self, group: int, round_: int) -> list[int]:
         """The members that have not reached this barrier."""

@@ -52,11 +52,10 @@ class Channel:
         self._timeout_s = resend_timeout_s
         self._next_sequence = 1
         self._unaccepted: dict[int, Outgoing] = {}
-        self._check_at: float | None = None
+        #: When ``repeats`` has to be asked again.
+        self.next_due = math.inf
         self._low = 0
         self._above: set[int] = set()
-        #: Something arrived that the peer does not know we have.
-        self.owes_acceptance = False
         self.unaccepted_bytes = 0
 
     # -- the sending side --------------------------------------------------------------
@@ -70,8 +69,8 @@ class Channel:
         self._unaccepted[outgoing.sequence] = outgoing
         self.unaccepted_bytes += nbytes
         due_at = outgoing.due_at(self._timeout_s)
-        if self._check_at is None or due_at < self._check_at:
-            self._check_at = due_at
+        if due_at < self.next_due:
+            self.next_due = due_at
         return outgoing
 
     def accepted(self, low: int, also: Iterable[int]) -> bool:
@@ -84,7 +83,7 @@ class Channel:
         for sequence in also:
             self._forget(sequence)
         if not self._unaccepted:
-            self._check_at = None
+            self.next_due = math.inf
         return len(self._unaccepted) != before
 
     def withdraw(self, outgoing: Outgoing) -> None:
@@ -96,7 +95,7 @@ class Channel:
         """Forget what was sent: the peer will not accept it any more."""
         self._unaccepted.clear()
         self.unaccepted_bytes = 0
-        self._check_at = None
+        self.next_due = math.inf
 
     def _forget(self, sequence: int) -> None:
         outgoing = self._unaccepted.pop(sequence, None)
@@ -112,11 +111,6 @@ class Channel:
         """Messages that the peer has not accepted."""
         return len(self._unaccepted)
 
-    @property
-    def next_due(self) -> float | None:
-        """When ``repeats`` has to be asked again."""
-        return self._check_at
-
     def repeats(
         self, now: float, *, at_once: bool = False, passed: float = math.inf
     ) -> list[Outgoing]:
@@ -125,7 +119,7 @@ class Channel:
         Not those behind the position ``passed``: they are on their way through a slow link still,
         which a repetition would only make slower. Their time begins when they are through.
         """
-        if not at_once and (self._check_at is None or now < self._check_at):
+        if not at_once and now < self.next_due:
             return []
         due = []
         for outgoing in self._unaccepted.values():
@@ -135,9 +129,9 @@ class Channel:
                     continue
                 outgoing.repeats += 1
                 due.append(outgoing)
-        self._check_at = min(
+        self.next_due = min(
             (outgoing.due_at(self._timeout_s) for outgoing in self._unaccepted.values()),
-            default=None,
+            default=math.inf,
         )
         return due
 
@@ -147,7 +141,6 @@ class Channel:
         """Return whether a message that arrived is new. Seen ones are acknowledged again."""
         if sequence > self._low + RECEIVE_WINDOW:
             return False
-        self.owes_acceptance = True
         if sequence <= self._low or sequence in self._above:
             return False
         if sequence == self._low + 1:
@@ -160,8 +153,7 @@ class Channel:
         return True
 
     def acceptance(self) -> tuple[int, Ints]:
-        """Return what to tell the peer; from here on it counts as told."""
-        self.owes_acceptance = False
+        """Return what to tell the peer: the low-water mark, and numbers above it."""
         if not self._above:
             return self._low, ()
         return self._low, tuple(sorted(self._above)[:MAX_ALSO])

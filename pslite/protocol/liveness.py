@@ -147,7 +147,7 @@ class Liveness:
         entry = self._peers.get(peer)
         return 0.0 if entry is None else max(0.0, now - entry.heard_at)
 
-    def excuse(self, now: float) -> None:
+    def forgive(self, now: float) -> None:
         """Forgive all silence so far: this node was not listening."""
         for entry in self._peers.values():
             entry.heard_at = entry.reported_at = now

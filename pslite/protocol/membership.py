@@ -152,19 +152,16 @@ class Gone:
 
     @property
     def sentence(self) -> str:
-        how = "has left the job" if self.left else "is lost"
-        return (
-            f"{self.node.title} {how}: {self.reason}"
-            if self.reason
-            else (f"{self.node.title} {how}")
-        )
+        """``worker 1 (pid 4711 on host) is lost: its process is gone``."""
+        text = f"{self.node.title} {'has left the job' if self.left else 'is lost'}"
+        return f"{text}: {self.reason}" if self.reason else text
 
     @property
-    def error_text(self) -> str:
-        """The sentence for those who still wait for the node, with what to do about it."""
-        if self.left and self.node.role == Role.WORKER.value:
-            return f"{self.sentence}; {_SAME_ROUNDS}"
-        return self.sentence
+    def error(self) -> NodeLostError:
+        """The error for those who still wait for the node; says what to do about it."""
+        is_early = self.left and self.node.role == Role.WORKER.value
+        text = f"{self.sentence}; {_SAME_ROUNDS}" if is_early else self.sentence
+        return NodeLostError(text, role=self.node.role, rank=self.node.rank)
 
 
 @dataclass(slots=True)

@@ -42,6 +42,7 @@ What every van promises
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -170,12 +171,12 @@ class Van(abc.ABC):
         number of messages when many are there.
         """
 
-    def next_due(self) -> float | None:
-        """Clock time at which ``poll`` has something to do though nothing arrives, or ``None``.
+    def next_due(self) -> float:
+        """Return when, by the caller's clock, ``poll`` has something to do though nothing arrives.
 
         Only vans that hold messages back under a clock of their caller have such a time.
         """
-        return None
+        return math.inf
 
     def trouble(self, peer: str) -> str:
         """What of this machine keeps it from connecting to ``peer``; empty where nothing does."""

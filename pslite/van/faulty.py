@@ -143,27 +143,22 @@ class FaultyVan(Van):
     def poll(self, timeout_s: float | None) -> list[VanEvent]:
         if timeout_s == 0:
             return self._turn(0)
-        end = None if timeout_s is None else self._clock() + timeout_s
+        end = math.inf if timeout_s is None else self._clock() + timeout_s
         while True:
             due = self.next_due()
-            stop = due if end is None else end if due is None else min(due, end)
-            events = self._turn(None if stop is None else max(0.0, stop - self._clock()))
+            stop = min(due, end)
+            events = self._turn(None if stop == math.inf else max(0.0, stop - self._clock()))
             now = self._clock()
-            if events or (end is not None and now >= end):
-                return events
-            if due is None or now < due:  # neither time: the inner van was woken
+            if events or now >= end or now < due:  # before both: the inner van was woken
                 return events
 
-    def next_due(self) -> float | None:
-        dues = [self._inner.next_due()]
+    def next_due(self) -> float:
+        dues = [self._inner.next_due(), *self._cuts.values()]
         if self._news:
             dues.append(self._clock())
         if self._held:
             dues.append(self._held[0][0])
-        if self._cuts:
-            dues.append(min(self._cuts.values()))
-        due = min((due for due in dues if due is not None), default=math.inf)
-        return None if due == math.inf else due
+        return min(dues)
 
     def bind(self, host: str, port: int, *, listen_fd: int | None = None) -> int:
         return self._inner.bind(host, port, listen_fd=listen_fd)

@@ -77,9 +77,8 @@ BUGS = [
     Bug(
         "what was not accepted is never sent again",
         "pslite/protocol/channel.py",
-        "        if not at_once and (self._check_at is None or now < self._check_at):\n"
-        "            return []\n",
-        "        self._check_at = None\n        return []\n",
+        "        if not at_once and now < self.next_due:\n            return []\n",
+        "        self.next_due = math.inf\n        return []\n",
         SEEDS,
     ),
     Bug(
@@ -246,8 +245,8 @@ BUGS = [
     Bug(
         "requests of low priority go first",
         "pslite/plane/worker.py",
-        "heapq.heappush(mail, (-transfer.priority, self._sequence, letter))",
-        "heapq.heappush(mail, (transfer.priority, self._sequence, letter))",
+        "heapq.heappush(queue, (-transfer.priority, self._sequence, queued))",
+        "heapq.heappush(queue, (transfer.priority, self._sequence, queued))",
         "tests/unit/pslite/plane/test_plane_worker.py",
     ),
     Bug(

@@ -49,7 +49,7 @@ class Run:
         cancel: Sequence[str] = (),
         connect_s: float | None = None,
     ) -> None:
-        self.crew = [AgentPlace(f"worker {rank}") for rank in range(members)]
+        self.places = [AgentPlace(f"worker {rank}") for rank in range(members)]
         self.guardian = Watched()
         self.asked: list[str] = []
         self.began_s = time.monotonic()
@@ -66,7 +66,7 @@ class Run:
             connect_s=connect_s,
         )
         guardian = cast(GuardianProcess, self.guardian)
-        self.carrier = Carrier(cluster, ["sh", "-c", script], self.crew, guardian)
+        self.carrier = Carrier(cluster, ["sh", "-c", script], self.places, guardian)
         self.selector = selectors.PollSelector()
         self.links: list[AgentLink] = []
 
@@ -219,7 +219,7 @@ def test_a_second_agent_of_a_rank_is_sent_away(start: Start) -> None:
     assert run.admit({"rank": 0, "host": "node1"}) == []
     [note] = texts(run.admit({"rank": 0, "host": "node2"}))
     assert note == "node2: a second agent with the rank 0 came and was sent away"
-    assert run.crew[0].label == "node1"
+    assert run.places[0].label == "node1"
 
 
 def test_after_the_start_its_lines_and_its_end_are_notes(start: Start) -> None:
@@ -255,7 +255,7 @@ def test_where_ranks_are_wishes_an_agent_gets_a_free_one(start: Start) -> None:
     assert run.admit({"rank": 1, "host": "node1"}) == []
     assert run.admit({"rank": 1, "host": "node2"}) == []
     assert run.admit({"rank": 7, "host": "node3"}) == []
-    assert [place.label for place in run.crew] == ["node2", "node1", "node3"]
+    assert [place.label for place in run.places] == ["node2", "node1", "node3"]
     [note] = texts(run.admit({"rank": 2, "host": "node4"}))
     assert note == "node4: a second agent with the rank 2 came and was sent away"
 

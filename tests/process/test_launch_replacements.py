@@ -42,33 +42,33 @@ def agents() -> Iterator[Agents]:
         yield Agents(stack)
 
 
-def carrier_of(crew: list[AgentPlace]) -> Iterator[Carrier]:
+def carrier_of(places: list[AgentPlace]) -> Iterator[Carrier]:
     guardian = GuardianProcess("0123456789abcdef", os.environ)
     cluster = Cluster(
-        members=[("worker", rank) for rank in range(len(crew))],
+        members=[("worker", rank) for rank in range(len(places))],
         command=lambda directory: [],
         environment=os.environ,
         rank_names=[],
         explain=lambda lines, code: "it ended",
     )
-    carrier = Carrier(cluster, ["sleep", "60"], crew, guardian)
+    carrier = Carrier(cluster, ["sleep", "60"], places, guardian)
     try:
         yield carrier
     finally:
-        for place in crew:
+        for place in places:
             place.hang_up()
         carrier.close()
         guardian.dismiss()
 
 
 @pytest.fixture
-def crew(request: pytest.FixtureRequest) -> list[AgentPlace]:
+def places(request: pytest.FixtureRequest) -> list[AgentPlace]:
     return [AgentPlace("worker 0", is_replaceable=request.param)]
 
 
 @pytest.fixture
-def carrier(crew: list[AgentPlace]) -> Iterator[Carrier]:
-    yield from carrier_of(crew)
+def carrier(places: list[AgentPlace]) -> Iterator[Carrier]:
+    yield from carrier_of(places)
 
 
 def texts(events: list[Event]) -> list[str]:
@@ -86,14 +86,14 @@ def ready(place: AgentPlace) -> list[Event]:
         return found
 
 
-@pytest.mark.parametrize("crew", [True], indirect=True)
+@pytest.mark.parametrize("places", [True], indirect=True)
 def test_an_agent_that_is_lost_is_awaited_again(
-    carrier: Carrier, crew: list[AgentPlace], agents: Agents
+    carrier: Carrier, places: list[AgentPlace], agents: Agents
 ) -> None:
     carrier.admit(agents.link(), {"rank": 0, "host": "node1"})
     assert carrier.awaited() == []
     agents.there[0].close()
-    assert texts(ready(crew[0])) == [
+    assert texts(ready(places[0])) == [
         "node1: the agent of worker 0 was lost before the job began (the connection was closed): "
         "waiting for another"
     ]
@@ -101,28 +101,28 @@ def test_an_agent_that_is_lost_is_awaited_again(
     assert carrier.awaited() == ["worker 0"]
     carrier.admit(agents.link(), {"rank": 0, "host": "node2"})
     assert carrier.awaited() == []
-    assert crew[0].label == "node2"
+    assert places[0].label == "node2"
 
 
-@pytest.mark.parametrize("crew", [True], indirect=True)
+@pytest.mark.parametrize("places", [True], indirect=True)
 def test_the_agent_that_comes_last_is_the_one_that_serves(
-    carrier: Carrier, crew: list[AgentPlace], agents: Agents
+    carrier: Carrier, places: list[AgentPlace], agents: Agents
 ) -> None:
     carrier.admit(agents.link(), {"rank": 0, "host": "node1"})
     notes = carrier.admit(agents.link(), {"rank": 0, "host": "node2"})
     assert texts(notes) == ["node1: the agent of worker 0 is replaced by another"]
     assert agents.there[0].recv(1) == b"", "the first one is let go, and ends"
-    assert crew[0].label == "node2"
+    assert places[0].label == "node2"
 
 
-@pytest.mark.parametrize("crew", [False], indirect=True)
+@pytest.mark.parametrize("places", [False], indirect=True)
 def test_where_nothing_starts_another_a_loss_ends_the_wait(
-    carrier: Carrier, crew: list[AgentPlace], agents: Agents
+    carrier: Carrier, places: list[AgentPlace], agents: Agents
 ) -> None:
     carrier.admit(agents.link(), {"rank": 0, "host": "node1"})
     notes = carrier.admit(agents.link(), {"rank": 0, "host": "node2"})
     assert texts(notes) == ["node2: a second agent with the rank 0 came and was sent away"]
     assert agents.there[1].recv(1) == b""
     agents.there[0].close()
-    ready(crew[0])
+    ready(places[0])
     assert carrier.failure == "node1 was lost: the connection was closed"

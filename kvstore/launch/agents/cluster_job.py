@@ -74,16 +74,16 @@ def run_carried(
         return _check(options, environ, timing, cluster)
 
     def arrange(supervisor: Supervisor, key: str) -> Arrangement:
-        crew = _places(cluster)
-        directory = _start_agents(supervisor, environ, cluster, crew, key)
-        greetings = [place.greeting or {} for place in crew]
+        agents = _places(cluster)
+        directory = _start_agents(supervisor, environ, cluster, agents, key)
+        greetings = [place.greeting or {} for place in agents]
         wished, port = wished_address(environ)
         host = wished or common_address(seen_from_away(greetings))
         variables = forwarded_variables(options, environ)
         gpus: Mapping[Member, Mapping[str, str]] = {}
         if cluster.worker_gpus:
             gpus = share_gpus(cluster.members, greetings, cluster.worker_gpus)
-        places = dict(zip(cluster.members, crew, strict=True))
+        places = dict(zip(cluster.members, agents, strict=True))
         for member, place in places.items():
             place.prepare(supervisor.job_id, "", variables, gpus.get(member, {}))
         cores = (cluster.worker_cores or options.places.worker_cores or 0) * options.num_workers
@@ -103,7 +103,7 @@ def _start_agents(
     supervisor: Supervisor,
     environ: Mapping[str, str],
     cluster: Cluster,
-    crew: Sequence[AgentPlace],
+    agents: Sequence[AgentPlace],
     key: str,
     script: str = "",
 ) -> Path:
@@ -125,13 +125,13 @@ def _start_agents(
     write_ticket(directory, ticket, os.getcwd(), files)
     argv = cluster.command(directory)
     try:
-        carrier = Carrier(cluster, argv, crew, supervisor.guardian)
+        carrier = Carrier(cluster, argv, agents, supervisor.guardian)
     except OSError as error:
         listener.close()
         raise LaunchError(f"cannot start '{argv[0]}': {error.strerror}", exit_code=1) from error
     carrier.serve(AgentListener(listener, key, carrier.admit))
     supervisor.add_place(carrier)
-    for place in crew:
+    for place in agents:
         supervisor.add_place(place)
     supervisor.connect([carrier], None)
     return directory
@@ -173,17 +173,17 @@ def _check(
     options: LaunchOptions, environ: Mapping[str, str], timing: Timing, cluster: Cluster
 ) -> int:
     """Have the agents started, and print what each says of its machine; 0, or 1 and why."""
-    crew = _places(cluster)
-    names = [str(place.label) for place in crew]
+    agents = _places(cluster)
+    names = [str(place.label) for place in agents]
     with checking(environ, timing) as supervisor:
         # Who checks wants to know soon, also where a job may wait.
         limited = replace(cluster, connect_s=min(cluster.connect_s or _CHECK_S, _CHECK_S))
         script = script_of(options.command)
-        _start_agents(supervisor, environ, limited, crew, new_key(), script)
-        for place in crew:
+        _start_agents(supervisor, environ, limited, agents, new_key(), script)
+        for place in agents:
             place.finish(0.0)  # else they would take their launcher for lost
         rows = [
             agent_row(f"{name}@{place.label}", place.greeting or {})
-            for name, place in zip(names, crew, strict=True)
+            for name, place in zip(names, agents, strict=True)
         ]
     return conclude_check(rows)

@@ -23,6 +23,7 @@ owner's thread. Read next: ``listener.py``, which feeds it.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import deque
 from collections.abc import Mapping
@@ -239,12 +240,10 @@ class AcceptedConnections:
         """Those of the open connections that have said nothing yet."""
         return self._open - self._claimants.keys()
 
-    def next_due(self) -> float | None:
+    def next_due(self) -> float:
         """Return when :meth:`doubtful` and :meth:`report_ended` should be called next."""
-        dues = list(self._doubts.values())
-        if self._ending:
-            dues.append(self._ending[0][0])
-        return min(dues, default=None)
+        ending_at = self._ending[0][0] if self._ending else math.inf
+        return min([ending_at, *self._doubts.values()])
 
     def doubtful(self, now: float) -> list[bytes]:
         """Routing ids of which all but one of a descriptor are dead. All messages must have

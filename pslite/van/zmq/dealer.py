@@ -12,6 +12,7 @@ whole link, so a link ends with each of them; one that keeps ending is given up.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -233,7 +234,7 @@ class Further:
         self, needs: LinkNeeds, peer: str, read: DealerReader, lost: Callable[[], None]
     ) -> None:
         #: When :meth:`open_next` is to be called.
-        self.due_at: float | None = None
+        self.due_at = math.inf
         self.dealers: list[Dealer] = []
         self._needs = needs
         self._peer = peer
@@ -256,7 +257,7 @@ class Further:
 
     def open_next(self) -> None:
         """Open one more, if there should be one and the others are connected."""
-        self.due_at = None
+        self.due_at = math.inf
         if self._first is None or len(self.dealers) >= self._wanted:
             return
         if not all(dealer.connected for dealer in self.dealers):
@@ -297,7 +298,7 @@ class Further:
         for dealer in self.dealers:
             dealer.close(linger_ms)
         self.dealers.clear()
-        self.due_at = self._first = None
+        self.due_at, self._first = math.inf, None
 
     def _read_monitor(self, dealer: Dealer, _events: list[VanEvent], _limit: int) -> None:
         news = [event for event, _ in dealer.news()]

@@ -12,6 +12,7 @@ with each of them. Runs on the owner's thread. Read next: ``van.py``.
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 import zmq
@@ -78,7 +79,7 @@ class Link:
         self._place = Whereabouts(address[0], needs.wake, needs.hosts.get(address[0]))
         #: Whether the next attempt begins when the name has been looked up.
         self._awaits_name = False
-        self._due_at: float | None = None
+        self._due_at = math.inf
         self._dealer: Dealer | None = None
         self._further = Further(needs, peer, self._read, self._lost)
         self._endpoint: Endpoint | None = None
@@ -97,12 +98,11 @@ class Link:
         self._broken_off: tuple[float, float] | None = None
 
     @property
-    def due_at(self) -> float | None:
+    def due_at(self) -> float:
         """When :meth:`run` is to be called."""
         if self._awaits_name and not self._place.is_looking:
             return 0.0
-        dues = [due for due in (self._due_at, self._further.due_at) if due is not None]
-        return min(dues, default=None)
+        return min(self._due_at, self._further.due_at)
 
     @property
     def _where(self) -> str:
@@ -142,7 +142,7 @@ class Link:
 
     def close(self, linger_ms: int) -> None:
         """End the present attempt or connection."""
-        self._due_at, self._awaits_name = None, False
+        self._due_at, self._awaits_name = math.inf, False
         self._further.close(linger_ms)
         if self._dealer is not None:
             self._dealer.close(linger_ms)
@@ -162,13 +162,12 @@ class Link:
     def run(self, events: list[VanEvent]) -> None:
         """It is :attr:`due_at`: make the next attempt, or see the end of the connection."""
         now = time.monotonic()
-        if self._further.due_at is not None and self._further.due_at <= now:
+        if self._further.due_at <= now:
             self._further.open_next()
         has_news = self._awaits_name and not self._place.is_looking
-        if not has_news and (self._due_at is None or self._due_at > now):
+        if not has_news and self._due_at > now:
             return
-        self._awaits_name = False
-        self._due_at = None
+        self._due_at, self._awaits_name = math.inf, False
         if self._dealer is None:
             self._open_again()
         elif self._has_last_words(now):
@@ -279,8 +278,7 @@ class Link:
         self._end_soon()
 
     def _end_soon(self) -> None:
-        soon = time.monotonic() + SETTLE_S
-        self._due_at = soon if self._due_at is None else min(self._due_at, soon)
+        self._due_at = min(self._due_at, time.monotonic() + SETTLE_S)
 
     def _prove(self, dealer: Dealer, proofs: Proofs, events: list[VanEvent]) -> bool:
         """Return whether the other end proves that it is the peer, before it is told anything."""
@@ -298,7 +296,7 @@ class Link:
     def _begin(self, dealer: Dealer, events: list[VanEvent]) -> None:
         self.connected = self._was_connected = True
         if self._ended_at is None:
-            self._due_at = None
+            self._due_at = math.inf
         dealer.begin()
         self._attempts.succeeded()
         self.trouble = ""

@@ -8,6 +8,7 @@ next: ``van.py``, which polls it.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -286,12 +287,10 @@ class Listener:
         """Bytes that its connections have still to bring there."""
         return sum(in_transit(*each) for each in self.connections.sent_by(uid))
 
-    def next_due(self) -> float | None:
+    def next_due(self) -> float:
         """Return when :meth:`run` is to be called."""
-        ended = self.connections.next_due()
-        if self.connections.num_unheard <= self._crowd:
-            return ended
-        return self._look_at if ended is None else min(ended, self._look_at)
+        look_at = self._look_at if self.connections.num_unheard > self._crowd else math.inf
+        return min(self.connections.next_due(), look_at)
 
     def run(self, events: list[VanEvent]) -> None:
         """Do what time asks for."""
@@ -301,8 +300,7 @@ class Listener:
                 self._end_greedy_strangers(now)
             else:
                 self._look_at = now + LOOK_S
-        due = self.connections.next_due()
-        if due is not None and due <= now:
+        if self.connections.next_due() <= now:
             self._report_ended(now, events)
 
     def _report_ended(self, now: float, events: list[VanEvent]) -> None:

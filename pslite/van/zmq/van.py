@@ -326,7 +326,7 @@ class ZmqVan(Van):
 
     def poll(self, timeout_s: float | None) -> list[VanEvent]:
         events: list[VanEvent] = []
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed:
             ready = self._poller.poll(self._wait_ms(deadline))
             limit = max(16, MESSAGES_PER_POLL // (len(ready) or 1))
@@ -340,7 +340,7 @@ class ZmqVan(Van):
                 self._news.clear()
             self._pipes.end(events)
             woken = self._wakeup.take()
-            if events or woken or (deadline is not None and time.monotonic() >= deadline):
+            if events or woken or time.monotonic() >= deadline:
                 break
         return events
 
@@ -362,15 +362,12 @@ class ZmqVan(Van):
         self._wakeup.close()
         self._sockets.close()
 
-    def _wait_ms(self, deadline: float | None) -> int | None:
+    def _wait_ms(self, deadline: float) -> int | None:
         if self._news:
             return 0
-        dues = [self._look_at] if deadline is None else [self._look_at, deadline]
-        dues.extend(link.due_at for link in self._links.values() if link.due_at is not None)
-        ended = None if self._listener is None else self._listener.next_due()
-        if ended is not None:
-            dues.append(ended)
-        soonest = min(dues)
+        soonest = min([self._look_at, deadline, *(link.due_at for link in self._links.values())])
+        if self._listener is not None:
+            soonest = min(soonest, self._listener.next_due())
         if soonest == math.inf:
             return None
         return max(0, math.ceil((soonest - time.monotonic()) * 1000))
@@ -378,7 +375,7 @@ class ZmqVan(Van):
     def _run_timers(self, events: list[VanEvent]) -> None:
         now = time.monotonic()
         for link in self._links.values():
-            if link.due_at is not None and link.due_at <= now:
+            if link.due_at <= now:
                 link.run(events)
         if self._listener is not None:
             self._listener.run(events)

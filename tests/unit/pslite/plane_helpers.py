@@ -8,6 +8,7 @@ be lost (and sent again by its ``Channel``) or come twice.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -274,6 +275,7 @@ class Cluster:
         }
         self._channels: dict[tuple[int, int], Channel] = defaultdict(lambda: Channel(1.0))
         self._in_flight: list[_Packet] = []
+        self._owing: dict[tuple[int, int], None] = {}
         self._work: dict[tuple[int, int], deque[Run]] = defaultdict(deque)
         self._announcements: list[Callable[[], None]] = []
         self.delivered: list[str] = []
@@ -311,7 +313,7 @@ class Cluster:
     def _choices(self) -> list[Callable[[], None]]:
         choices: list[Callable[[], None]] = []
         for node, worker in self.workers.items():
-            for server in worker.servers_with_mail():
+            for server in worker.queued_servers():
                 choices.append(partial(self._post, node, server))
         choices += [partial(self._do_work, lane) for lane, queue in self._work.items() if queue]
         choices += [self._arrive] * min(len(self._in_flight), 3)
@@ -351,6 +353,7 @@ class Cluster:
     def _transmit(self, sender: int, receiver: int, outgoing: Outgoing | None) -> None:
         if self.random.random() < self.loss:
             return
+        self._owing.pop((sender, receiver), None)
         low, also = self._channels[sender, receiver].acceptance()
         packet = _Packet(sender, receiver, 0, low, also, 0, None, ())
         if outgoing is not None:
@@ -365,7 +368,10 @@ class Cluster:
         packet = self._in_flight.pop(self.random.randrange(len(self._in_flight)))
         channel = self._channels[packet.receiver, packet.sender]
         channel.accepted(packet.low, packet.also)
-        if packet.message is None or not channel.admit(packet.sequence):
+        if packet.message is None:
+            return
+        self._owing[packet.receiver, packet.sender] = None
+        if not channel.admit(packet.sequence):
             return
         self.delivered.append(f"{packet.sender}->{packet.receiver} {packet.message}")
         if packet.receiver in self.servers:
@@ -380,13 +386,14 @@ class Cluster:
 
     def _repeat(self) -> bool:
         """Let time pass until something is sent again; False when nothing is under way."""
-        owing = [pair for pair, channel in self._channels.items() if channel.owes_acceptance]
+        owing = list(self._owing)
         for sender, receiver in owing:
             self._transmit(sender, receiver, None)
-        due = [c.next_due for c in self._channels.values() if c.next_due is not None]
-        if not owing and not due:
+        due = min((channel.next_due for channel in self._channels.values()), default=math.inf)
+        if due < math.inf:
+            self.now = max(self.now, due)
+        elif not owing:
             return False
-        self.now = max(self.now, min(due, default=self.now))
         for (sender, receiver), channel in list(self._channels.items()):
             for outgoing in channel.repeats(self.now):
                 self._transmit(sender, receiver, outgoing)

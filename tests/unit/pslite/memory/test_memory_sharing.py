@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -321,6 +322,6 @@ def test_values_wait_for_a_peer_that_is_asked_to_map_memory_but_not_for_long() -
     assert not sender.sharing.awaits("another", 10.0)
     assert sender.sharing.next_due(10.0) == 10.0 + PATIENCE_S
     assert not sender.sharing.awaits("peer", 10.0 + PATIENCE_S)
-    assert sender.sharing.next_due(10.0 + PATIENCE_S) is None
+    assert sender.sharing.next_due(10.0 + PATIENCE_S) == math.inf
     sender.sharing.taken("peer", SegmentTaken(offer.segment, False, "no"))
     assert not sender.sharing.awaits("peer", 10.0)

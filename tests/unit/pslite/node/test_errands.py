@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -47,7 +48,7 @@ def test_the_io_thread_need_not_be_woken() -> None:
 def test_what_is_for_later_waits_for_its_time() -> None:
     node = Node()
     node.errands.call_later(2.0, lambda: node.note("later"))
-    assert node.errands.timers.next_due() is None
+    assert node.errands.timers.next_due() == math.inf
     node.errands.run()
     assert node.errands.timers.next_due() == 12.0
     node.errands.timers.run(12.0)

@@ -9,7 +9,7 @@ from pslite.node.io_queue import Timers
 
 def test_what_is_due_runs_once_in_the_order_of_time_and_of_asking() -> None:
     timers, ran = Timers(), list[str]()
-    assert timers.next_due() is None
+    assert timers.next_due() == math.inf
     for due, name in [(2.0, "late"), (1.0, "first"), (1.0, "second")]:
         timers.add(due, lambda name=name: ran.append(name))  # type: ignore[misc]
     assert timers.next_due() == 1.0
@@ -19,7 +19,7 @@ def test_what_is_due_runs_once_in_the_order_of_time_and_of_asking() -> None:
     assert ran == ["first", "second"]
     timers.run(math.inf)
     assert ran == ["first", "second", "late"]
-    assert timers.next_due() is None
+    assert timers.next_due() == math.inf
 
 
 def test_a_command_may_ask_for_another_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_an_acceptance_frees_what_was_kept(pair: tuple[Node, Node]) -> None:
     pass_on(bob, alice)
     assert under_way == (10_000, {"bob": (1, 10_000)})
     assert (alice.links.unaccepted_bytes("bob"), alice.links.owed_by()) == (0, {})
-    assert (alice.links.everything_accepted(), alice.links.next_due()) == (True, None)
+    assert (alice.links.everything_accepted(), alice.links.next_due()) == (True, math.inf)
 
 
 def test_an_answer_carries_the_acceptance_so_none_is_sent_beside_it(
@@ -161,7 +162,7 @@ def test_an_acceptance_waits_a_moment_for_a_message_that_carries_it(
     bob.links.flush(1, 10.0 + TELL_AFTER_S)
     pass_on(bob, alice)
     assert alice.links.everything_accepted()
-    assert bob.links.next_due() is None
+    assert bob.links.next_due() == math.inf
 
 
 def test_an_acceptance_of_much_is_told_at_once(pair: tuple[Node, Node]) -> None:
@@ -183,7 +184,7 @@ def test_signs_of_life_are_not_numbered_and_not_accepted(pair: tuple[Node, Node]
     alice.say(bob, Beat())
     delivered = pass_on(alice, bob)
     bob.links.flush(1, 0.0, at_once=True)
-    assert (delivered, bob.transmissions(), alice.links.next_due()) == ([Beat()], [], None)
+    assert (delivered, bob.transmissions(), alice.links.next_due()) == ([Beat()], [], math.inf)
 
 
 def test_a_reconnection_sends_everything_under_way_at_once(pair: tuple[Node, Node]) -> None:
@@ -468,7 +469,7 @@ def test_an_observers_question_is_delivered_and_begins_no_conversation(
         "O1", 99, 0, question, ()
     )
     assert node.links.byte_counts() == {}
-    assert node.links.next_due() is None
+    assert node.links.next_due() == math.inf
     assert node.wire.sent == []
 
 

@@ -111,10 +111,10 @@ def test_mail_is_kept_by_server() -> None:
     plane = WorkerPlane(window=2)
     plane.submit(ask(1, push=[ONE], server=8).transfer)
     plane.submit(ask(2, push=[ONE], server=10).transfer)
-    assert plane.servers_with_mail() == [8, 10]
+    assert plane.queued_servers() == [8, 10]
     assert plane.take(12) is None
     assert [send.message for send in mail(plane, 10)] == [pushed(2, 1)]
-    assert plane.servers_with_mail() == [8]
+    assert plane.queued_servers() == [8]
 
 
 def test_a_transfer_of_no_parts_is_done_at_once() -> None:

@@ -158,7 +158,7 @@ def test_what_strangers_do_changes_nothing() -> None:
 def test_a_node_that_did_not_listen_holds_nobodys_silence_against_them() -> None:
     liveness = Liveness(lost_after_s=5.0, stall_report_s=60.0, fatal_after_s=2.0)
     liveness.watch("S1", 0.0)
-    liveness.excuse(4.0)
+    liveness.forgive(4.0)
     assert (liveness.tick(4.0), liveness.tick(5.9)) == ([], [])
     assert [verdict.peer for verdict in liveness.tick(6.0)] == ["S1"]
 

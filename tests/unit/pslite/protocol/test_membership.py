@@ -209,13 +209,13 @@ def test_a_departure_reads_as_a_sentence(left: bool, reason: str, sentence: str)
 
 def test_an_error_about_a_worker_that_has_left_says_what_all_workers_must_do() -> None:
     left, lost = Gone(ROSTER[1], True, ""), Gone(ROSTER[1], False, "killed")
-    assert left.error_text == (
+    assert str(left.error) == (
         "worker 0 (pid 4001 on alpha) has left the job; all workers of a synchronous store must "
         "push the same number of rounds (kv.shard, FeedForward.fit see to it)"
     )
-    assert lost.error_text == lost.sentence
+    assert str(lost.error) == lost.sentence
     server = Gone(ROSTER[3], True, "")
-    assert server.error_text == server.sentence
+    assert str(server.error) == server.sentence
 
 
 @pytest.mark.parametrize("change", [{"uid": "other"}, {"incarnation": 1}])

@@ -6,6 +6,8 @@ a number; the settling time is 1.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pslite.van.base import Connected, Disconnected, VanEvent
@@ -101,7 +103,7 @@ def test_a_connection_begins_with_its_first_message_and_ends_with_its_descriptor
     assert story.record.next_due() == 2
     assert story.told(2) == [(DOWN, "a")]
     assert story.record.routing_id_of("a") is None
-    assert story.record.next_due() is None
+    assert story.record.next_due() == math.inf
 
 
 def test_messages_read_while_the_end_settles_are_still_heard_and_later_ones_never(
@@ -196,7 +198,7 @@ def test_late_words_of_the_dead_do_not_end_the_living_heir(story: Story) -> None
     story.record.found_dead(A1, 1.0)
     assert story.told(2.0) == [(UP, "b"), (UP, "a"), (DOWN, "a")]
     assert story.record.doubtful(3.0) == []
-    assert story.record.next_due() is None
+    assert story.record.next_due() == math.inf
     story.closed(7, now=4)
     assert story.told(5) == [(DOWN, "b")]
 
@@ -224,7 +226,7 @@ def test_an_end_of_a_doubtful_descriptor_is_the_end_of_all_who_claim_it(story: S
     story.heard(A1, 7)
     story.closed(7, now=5)
     assert story.told(6) == [(UP, "b"), (UP, "a"), (DOWN, "b"), (DOWN, "a")]
-    assert story.record.next_due() is None
+    assert story.record.next_due() == math.inf
 
 
 def test_a_forgotten_connection_is_not_heard_but_the_next_one_is(story: Story) -> None:
@@ -396,7 +398,7 @@ def test_a_newer_connection_does_not_wait_for_the_last_words_of_the_old_one() ->
         story.heard(routing_id, descriptor)
     story.closed(7, now=1)
     assert story.told(2) == [(UP, "a"), (DOWN, "a"), (UP, "a")]
-    assert story.record.next_due() is None
+    assert story.record.next_due() == math.inf
 
 
 # -- strangers ----------------------------------------------------------------------------
