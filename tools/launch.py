@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def main() -> int:
     """Run one job and return the launcher's exit code."""
     # By its path: importing anything of the package needs NumPy.
-    requirements = runpy.run_path(str(ROOT / "kvstore" / "launch" / "requirements.py"))
-    sentence = requirements["missing_packages"]()
+    service = runpy.run_path(str(ROOT / "kvstore" / "launch" / "service.py"))
+    sentence = service["missing_packages"]()
     if sentence is not None:
         print(f"[launcher] {sentence}", file=sys.stderr)
         return 2

@@ -1,7 +1,8 @@
 """The launcher's entry point: ``kvstore-launch`` and ``tools/launch.py`` call :func:`main`.
 
-The only place of the launcher that reads the process's arguments and environment. Read
-``options.py`` and ``launch/backends/local.py`` next.
+The only place of the launcher that reads the process's arguments and environment. The launcher
+``local``, whose whole job runs on this machine, is here as well. Read ``options.py`` and
+``launch/job/run.py`` next.
 """
 
 from __future__ import annotations
@@ -9,20 +10,23 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from kvstore.launch.job.checks import check_forwarded
+from kvstore.launch.environment import available_cpu_count, checkout_root, listen
+from kvstore.launch.job.checks import check_forwarded, conclude_check, local_rows, rehearsal
 from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.job.report import say
+from kvstore.launch.job.run import Arrangement, check_plan, run_job, scheduler_address
+from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.job.tie import Tie, parse
 from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
-from kvstore.launch.requirements import missing_packages
+from kvstore.launch.plan import JobFacts, brings_a_key, plan_job
+from kvstore.launch.service import missing_packages
 
-# Each launcher is a module of its own with a function run(options, environ, service_command,
-# timing) -> exit code, and is imported when it is asked for.
+# Each further launcher is a module of its own with a function run(options, environ,
+# service_command, timing) -> exit code, and is imported when it is asked for.
 _MODULES = {
-    "local": "kvstore.launch.backends.local",
     "ssh": "kvstore.launch.backends.ssh",
     "mpi": "kvstore.launch.backends.mpi",
     "slurm": "kvstore.launch.backends.slurm",
@@ -70,15 +74,55 @@ def main(
 
 
 def _runner(options: LaunchOptions) -> Callable[..., int]:
-    module = _MODULES.get(options.launcher)
-    if module is None:
-        raise LaunchError(
-            f"launcher '{options.launcher}' is not available in this version; "
-            f"available: {', '.join(_MODULES)}",
-            exit_code=2,
-        )
-    run: Callable[..., int] = importlib.import_module(module).run
+    if options.launcher == "local":
+        return run_local
+    run: Callable[..., int] = importlib.import_module(_MODULES[options.launcher]).run
     return run
+
+
+def run_local(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    service_command: Sequence[str],
+    timing: Timing,
+) -> int:
+    """As :func:`kvstore.launch.job.run.run_job`."""
+    if options.check or options.dry_run:
+        return _rehearse(options, environ, service_command)
+    host, port = scheduler_address(environ)
+
+    def arrange(supervisor: Supervisor, key: str) -> Arrangement:
+        return Arrangement(host, port, available_cpu_count())
+
+    return run_job(options, environ, service_command, timing, arrange)
+
+
+def _rehearse(
+    options: LaunchOptions, environ: Mapping[str, str], service_command: Sequence[str]
+) -> int:
+    """``--check`` and ``--dry-run``: what would run, and whether it could; starts no job.
+
+    Prints to standard output. Returns 0, or with ``--check`` 1 when something is missing.
+    Raises :class:`LaunchError` as a job would, but for what the table of ``--check`` says.
+    """
+    check_plan(options, environ, service_command, only_imports=options.check)
+    host, port = scheduler_address(environ)
+    with listen(host, port) as listener:
+        facts = JobFacts(
+            job_id="JOB",
+            host=host,
+            port=listener.getsockname()[1] if port else 0,
+            listen_fd=-1,
+            cpu_count=available_cpu_count(),
+            checkout_root=checkout_root(),
+            key_file=None if brings_a_key(options, environ) else "KEYFILE",
+        )
+        specs = plan_job(options, facts, environ, service_command)
+    if options.dry_run:
+        print(rehearsal(specs, os.getcwd()), end="")
+    if not options.check:
+        return 0
+    return conclude_check(local_rows(specs, environ, has_key=brings_a_key(options, environ)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import chain
 from typing import NoReturn
 
 from kvstore.errors.hints import did_you_mean
@@ -39,6 +41,15 @@ _MEANT_FOR: dict[str, tuple[str, ...]] = {
     "--image": ("kubernetes",),
     "--namespace": ("kubernetes",),
     "--apply": ("kubernetes",),
+}
+
+# The least that each number may be.
+_LEAST = {
+    "--num-workers": 1,
+    "--num-servers": 1,
+    "--worker-cores": 1,
+    "--server-cores": 1,
+    "--worker-gpus": 0,
 }
 
 # The launcher decides these; a value given by hand would contradict the other processes.
@@ -145,6 +156,13 @@ class LaunchOptions:
     tied: str | None = None
 
 
+# Attributes of LaunchOptions that are what argparse has found.
+_AS_GIVEN = (
+    *("num_workers", "num_servers", "log_dir", "launcher", "hostfile", "sync_dst_dir"),
+    *("check", "dry_run", "show_status", "python", "tied"),
+)
+
+
 class _OptionParser(argparse.ArgumentParser):
     """Raises instead of exiting, so that one place decides about exit codes."""
 
@@ -161,9 +179,7 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
     for word in argv:
         check_word(word)
     parser = _build_parser()
-    with_value = _options_with_value(parser)
-    own_arguments, command = split_command(argv, with_value)
-    _check_spelling(own_arguments, parser, with_value)
+    own_arguments, command = _split_command(argv, parser)
     found = parser.parse_args(own_arguments)
     if not command:
         raise LaunchError(
@@ -171,38 +187,32 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
             "as in: -n 2 python train.py",
             exit_code=2,
         )
-    num_servers = found.num_workers if found.num_servers is None else found.num_servers
-    _check_count("--num-workers", found.num_workers)
-    _check_count("--num-servers", num_servers)
-    launcher = _launcher(found.launcher, found.hostfile)
-    _check_meaning(found, launcher)
+    if found.num_servers is None:
+        found.num_servers = found.num_workers
+    found.launcher = _launcher(found.launcher, found.hostfile)
+    _check_counts(found)
+    _check_meaning(found, parser)
     notes = []
-    if found.sync_dst_dir is not None and launcher != "ssh":
-        notes.append(f"--sync-dst-dir has no effect with --launcher {launcher}: nothing is copied")
+    if found.sync_dst_dir is not None and found.launcher != "ssh":
+        notes.append(
+            f"--sync-dst-dir has no effect with --launcher {found.launcher}: nothing is copied"
+        )
     if found.p3:
         notes.append(
             "--p3 changes nothing: messages are always sent in the order of their priority"
         )
+    given = vars(found)
+    places = {field.name: given[field.name] for field in fields(Places)}
     return LaunchOptions(
-        num_workers=found.num_workers,
-        num_servers=num_servers,
+        **{name: given[name] for name in _AS_GIVEN},
         command=tuple(command),
-        environment=(*_forwarded_assignments(found.env), *_timeout(found.timeout)),
-        forwarded_names=tuple(text for text in found.env if not _ASSIGNMENT.match(text)),
-        server_environment=_assignments("--env-server", found.env_server),
-        worker_environment=_assignments("--env-worker", found.env_worker),
-        server_imports=_modules(found.server_import),
-        log_dir=found.log_dir,
+        environment=tuple(one for one in (*found.env, found.timeout) if isinstance(one, tuple)),
+        forwarded_names=tuple(one for one in found.env if isinstance(one, str)),
+        server_environment=tuple(found.env_server),
+        worker_environment=tuple(found.env_worker),
+        server_imports=tuple(dict.fromkeys(found.server_import)),
         notes=tuple(notes),
-        launcher=launcher,
-        hostfile=found.hostfile,
-        sync_dst_dir=found.sync_dst_dir,
-        check=found.check,
-        dry_run=found.dry_run,
-        show_status=not found.no_status,
-        python=found.python,
-        places=_places(found),
-        tied=found.tied,
+        places=Places(**{**places, "launcher_args": tuple(chain(*found.launcher_args))}),
     )
 
 
@@ -219,30 +229,16 @@ def check_word(word: str) -> None:
         )
 
 
-def _places(found: argparse.Namespace) -> Places:
-    return Places(
-        jobname=found.jobname,
-        queue=found.queue,
-        worker_cores=_count("--worker-cores", found.worker_cores, least=1),
-        server_cores=_count("--server-cores", found.server_cores, least=1),
-        worker_memory_mb=_memory_mb("--worker-memory", found.worker_memory),
-        server_memory_mb=_memory_mb("--server-memory", found.server_memory),
-        worker_gpus=_count("--worker-gpus", found.worker_gpus, least=0),
-        launcher_args=_words("--launcher-args", found.launcher_args),
-        image=found.image,
-        namespace=found.namespace,
-        apply=bool(found.apply),
-    )
-
-
-def split_command(
-    argv: Sequence[str], options_with_value: frozenset[str]
+def _split_command(
+    argv: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[list[str], list[str]]:
     """Cut ``argv`` before the first argument that is neither an option nor an option's value.
 
     argparse.REMAINDER is not used: what it does with ``--`` differs between Python versions.
-    A leading ``--`` ends our options and is dropped; a later one belongs to the command.
+    A leading ``--`` ends our options and is dropped; a later one belongs to the command. An
+    option that does not exist is refused, with the one that was probably meant.
     """
+    known = parser._option_string_actions
     position = 0
     while position < len(argv):
         argument = argv[position]
@@ -250,18 +246,6 @@ def split_command(
             return list(argv[:position]), list(argv[position + 1 :])
         if not argument.startswith("-") or argument == "-":
             break
-        position += 2 if argument in options_with_value else 1
-    return list(argv[:position]), list(argv[position:])
-
-
-def _check_spelling(
-    arguments: Sequence[str], parser: argparse.ArgumentParser, with_value: frozenset[str]
-) -> None:
-    """Refuse an option that does not exist, and name the one that was probably meant."""
-    known = parser._option_string_actions
-    position = 0
-    while position < len(arguments):
-        argument = arguments[position]
         name = argument.partition("=")[0]
         if name not in known and not _WITH_ITS_VALUE.match(argument):
             raise LaunchError(
@@ -269,7 +253,8 @@ def _check_spelling(
                 "(--help lists the options)",
                 exit_code=2,
             )
-        position += 2 if argument in with_value else 1
+        position += 2 if argument in known and known[argument].nargs != 0 else 1
+    return list(argv[:position]), list(argv[position:])
 
 
 def _build_parser() -> _OptionParser:
@@ -298,12 +283,19 @@ def _build_parser() -> _OptionParser:
     add(
         "--timeout",
         metavar="SECONDS",
+        type=_timeout,
         help="end what waits longer than this for other processes (a round, an init, a barrier) "
         "with an error that names who is missing; sets PS_STALL_TIMEOUT (default: no limit)",
     )
-    add("--no-status", action="store_true", help="no line about the job's progress")
+    add(
+        "--no-status",
+        action="store_false",
+        dest="show_status",
+        help="no line about the job's progress",
+    )
     add(
         "--env",
+        type=_variable,
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
@@ -313,6 +305,7 @@ def _build_parser() -> _OptionParser:
     for role in "server", "worker":
         add(
             f"--env-{role}",
+            type=partial(_assignment, f"--env-{role}"),
             action="append",
             default=[],
             metavar="NAME=VALUE",
@@ -320,6 +313,7 @@ def _build_parser() -> _OptionParser:
         )
     add(
         "--server-import",
+        type=_module,
         action="append",
         default=[],
         metavar="MODULE",
@@ -344,6 +338,7 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     add("--python", metavar="PATH", help="Python on the hosts (default: this one's path)")
     add(
         "--launcher-args",
+        type=_words,
         action="append",
         default=[],
         metavar="WORDS",
@@ -354,56 +349,49 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     add("--queue", metavar="NAME", help="queue or partition")
     add("--worker-cores", type=int, metavar="N", help="processors of each worker")
     add("--server-cores", type=int, metavar="N", help="processors of each server")
-    add("--worker-memory", metavar="SIZE", help="memory of each worker, as in 4g or 512m")
-    add("--server-memory", metavar="SIZE", help="memory of each server")
+    add(
+        "--worker-memory",
+        type=partial(_memory_mb, "--worker-memory"),
+        dest="worker_memory_mb",
+        metavar="SIZE",
+        help="memory of each worker, as in 4g or 512m",
+    )
+    add(
+        "--server-memory",
+        type=partial(_memory_mb, "--server-memory"),
+        dest="server_memory_mb",
+        metavar="SIZE",
+        help="memory of each server",
+    )
     add("--worker-gpus", type=int, metavar="N", help="GPUs of each worker; servers get none")
     add("--image", metavar="IMAGE", help="container image (kubernetes)")
     add("--namespace", metavar="NAME", help="namespace (kubernetes)")
-    add("--apply", action="store_true", default=None, help="give the manifests to kubectl")
+    add("--apply", action="store_true", help="give the manifests to kubectl")
 
 
-def _options_with_value(parser: argparse.ArgumentParser) -> frozenset[str]:
-    names: set[str] = set()
-    for action in parser._actions:
-        if action.nargs != 0:
-            names.update(action.option_strings)
-    return frozenset(names)
+def _check_counts(found: argparse.Namespace) -> None:
+    for option, least in _LEAST.items():
+        count = getattr(found, option.removeprefix("--").replace("-", "_"))
+        if count is not None and count < least:
+            raise LaunchError(f"{option} must be at least {least}, not {count}", exit_code=2)
 
 
-def _check_count(option: str, count: int) -> None:
-    if count < 1:
-        raise LaunchError(f"{option} must be at least 1, not {count}", exit_code=2)
-
-
-def _count(option: str, count: int | None, *, least: int) -> int | None:
-    if count is not None and count < least:
-        raise LaunchError(f"{option} must be at least {least}, not {count}", exit_code=2)
-    return count
-
-
-def _memory_mb(option: str, text: str | None) -> int | None:
+def _memory_mb(option: str, text: str) -> int:
     """MiB of '4g', '512m' or '4096' (MiB, as in YARN)."""
-    if text is None:
-        return None
     found = _MEMORY.match(text)
     if found is None or int(found[1]) == 0:
         raise LaunchError(f"{option} needs a size such as 4g or 512m, not '{text}'", exit_code=2)
     return int(found[1]) * (1024 if found[2].lower() == "g" else 1)
 
 
-def _words(option: str, texts: Sequence[str]) -> tuple[str, ...]:
-    words: list[str] = []
-    for text in texts:
-        try:
-            words.extend(shlex.split(text))
-        except ValueError as error:
-            raise LaunchError(f"{option} '{text}': {error}", exit_code=2) from error
-    return tuple(words)
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"--launcher-args '{text}': {error}", exit_code=2) from error
 
 
-def _timeout(text: str | None) -> tuple[Assignment, ...]:
-    if text is None:
-        return ()
+def _timeout(text: str) -> Assignment:
     try:
         seconds = float(text)
     except ValueError:
@@ -412,7 +400,7 @@ def _timeout(text: str | None) -> tuple[Assignment, ...]:
         raise LaunchError(
             f"--timeout needs a number of seconds greater than 0, not '{text}'", exit_code=2
         )
-    return (("PS_STALL_TIMEOUT", f"{seconds:g}"),)
+    return "PS_STALL_TIMEOUT", f"{seconds:g}"
 
 
 def _launcher(launcher: str | None, hostfile: str | None) -> str:
@@ -434,45 +422,42 @@ def _launcher(launcher: str | None, hostfile: str | None) -> str:
     return launcher
 
 
-def _check_meaning(found: argparse.Namespace, launcher: str) -> None:
+def _check_meaning(found: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     for option, launchers in _MEANT_FOR.items():
-        given = getattr(found, option.removeprefix("--").replace("-", "_"))
-        if given not in (None, []) and launcher not in launchers:
+        action = parser._option_string_actions[option]
+        if getattr(found, action.dest) != action.default and found.launcher not in launchers:
             raise LaunchError(
-                f"{option} is for --launcher {', '.join(launchers)}; {launcher} does not use it",
+                f"{option} is for --launcher {', '.join(launchers)}; {found.launcher} does not "
+                "use it",
                 exit_code=2,
             )
 
 
-def _forwarded_assignments(texts: Sequence[str]) -> tuple[Assignment, ...]:
-    """Those of ``--env`` with a value; the others have only their names checked."""
-    for text in texts:
-        if _ASSIGNMENT.match(text) is None:
-            _check_name("--env", text, text)
-    return _assignments("--env", [text for text in texts if _ASSIGNMENT.match(text)])
+def _variable(text: str) -> Assignment | str:
+    """Of ``--env``: a name is that of a variable with the value that it has here."""
+    if _ASSIGNMENT.match(text):
+        return _assignment("--env", text)
+    _check_name("--env", text, text)
+    return text
 
 
-def _assignments(option: str, texts: Sequence[str]) -> tuple[Assignment, ...]:
+def _assignment(option: str, text: str) -> Assignment:
     """NAME=VALUE, or NAME:VALUE as MXNet's launcher wants it; the first of both signs counts."""
-    found = []
-    for text in texts:
-        parts = _ASSIGNMENT.match(text)
-        if parts is None:
-            raise LaunchError(f"{option} needs NAME=VALUE, not '{text}'", exit_code=2)
-        _check_name(option, parts[1], text)
-        found.append((parts[1], parts[3]))
-    return tuple(found)
+    parts = _ASSIGNMENT.match(text)
+    if parts is None:
+        raise LaunchError(f"{option} needs NAME=VALUE, not '{text}'", exit_code=2)
+    _check_name(option, parts[1], text)
+    return parts[1], parts[3]
 
 
-def _modules(names: Sequence[str]) -> tuple[str, ...]:
-    for name in names:
-        is_file = name.endswith(".py") and "," not in name
-        if not (is_file or _MODULE_NAME.match(name)):
-            raise LaunchError(
-                f"--server-import needs a module's name or .py file, without commas; not '{name}'",
-                exit_code=2,
-            )
-    return tuple(dict.fromkeys(names))
+def _module(name: str) -> str:
+    is_file = name.endswith(".py") and "," not in name
+    if not (is_file or _MODULE_NAME.match(name)):
+        raise LaunchError(
+            f"--server-import needs a module's name or .py file, without commas; not '{name}'",
+            exit_code=2,
+        )
+    return name
 
 
 def _check_name(option: str, name: str, text: str) -> None:

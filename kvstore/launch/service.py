@@ -4,7 +4,10 @@ Run by its path, because ``-m kvstore.server`` imports the package and NumPy bef
 ours runs, and an interrupt in that fifth of a second would end in a traceback. The launcher
 passes interrupts on to all processes, so users would see many. With ``--check-imports`` it only
 imports what servers shall (``launch/job/checks.py``); ``--joined-fd 1`` has a scheduler write a
-line on its standard output once all have joined. Nothing imports this file.
+line on its standard output once all have joined.
+
+Standard library only, and no import of this project before it serves: ``tools/launch.py`` runs this
+file as well, to ask :func:`missing_packages` before anything is imported that needs them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,25 @@ import os
 import signal
 import sys
 from types import FrameType
+
+# What is imported, and the package that it comes from.
+_PACKAGES = {"numpy": "numpy", "zmq": "pyzmq", "msgpack": "msgpack"}
+
+
+def missing_packages() -> str | None:
+    """A sentence about what is not installed here and what to do, or None if nothing is."""
+    import importlib.util
+
+    missing = [
+        package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None
+    ]
+    if not missing:
+        return None
+    verb = "is" if len(missing) == 1 else "are"
+    return (
+        f"{', '.join(missing)} {verb} not installed in {sys.executable}: pip install . in the "
+        "checkout, or use .venv/bin/python, which make creates"
+    )
 
 
 def _end_quietly(number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,9 @@
 """The launcher ``ray``: tasks of a Ray cluster start the servers and the workers.
 
 The program that speaks with Ray is a child of the launcher (``ray_driver.py``), because Ray has
-threads and the launcher has none; this file never imports it. All that a job needs is asked for
-at once, so that an autoscaler sees it and no half of a job holds what the other half waits for.
-Read ``launch/agents/cluster_job.py`` and ``ray_demand.py`` next.
+threads and the launcher has none; this file never imports it. What the launcher hands to that
+program is a :class:`RayPlan`. All that a job needs is asked for at once, so that an autoscaler sees
+it and no half of a job holds what the other half waits for. Read ``batch.py`` first.
 """
 
 from __future__ import annotations
@@ -14,57 +14,130 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvstore.launch.agents.cluster import Cluster, Habits, without
-from kvstore.launch.agents.cluster_job import run_carried, servers_then_workers
-from kvstore.launch.backends.ray_demand import (
-    FATAL,
-    LOG_NAME,
-    PLAN_NAME,
-    STATE_NAME,
-    RayPlan,
-    resources_of,
-)
+from kvstore.launch.agents.cluster import without
+from kvstore.launch.agents.cluster_job import servers_then_workers
+from kvstore.launch.agents.ticket import AgentTicket
+from kvstore.launch.backends.batch import BatchQueue, ended, launcher
 from kvstore.launch.environment import checkout_root
-from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions
 
 _DRIVER = Path(__file__).with_name("ray_driver.py")
 _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 _SHOWN_LINES = 20
 
+Resources = Mapping[str, float]
+"""By Ray's names: "CPU", "GPU", "memory" (bytes)."""
 
-def run(
-    options: LaunchOptions,
-    environ: Mapping[str, str],
-    service_command: Sequence[str],
-    timing: Timing,
-) -> int:
-    """As :func:`kvstore.launch.job.run.run_job`."""
-    if importlib.util.find_spec("ray") is None:
-        sentence = f"Ray is not installed in {sys.executable}: pip install 'ray>=2.9'"
-        without(sentence, options, exit_code=2)
-    plan = make_plan(options, os.getcwd(), checkout_root())
-    # Threads for the processors that Ray gives a worker, and not for all of its node.
-    cores = int(plan.resources["worker"]["CPU"])
-    options = replace(options, places=replace(options.places, worker_cores=cores))
-    directory = _JobDirectory()
-    cluster = Cluster(
-        members=plan.members,
-        command=directory.command,
-        environment={"RAY_USAGE_STATS_ENABLED": "0", **environ},
-        rank_names=(),
-        explain=directory.explain,
-        fatal=why_no_job,
-        files={PLAN_NAME: plan.to_text()},
-        state=directory.state,
-        habits=Habits(name="ray"),
-        replaces=True,
-    )
-    return run_carried(options, environ, service_command, timing, cluster)
+# Files in the job's directory: from the launcher; of the driver, for people; Ray's own words.
+PLAN_NAME = "plan.json"
+STATE_NAME = "state"
+LOG_NAME = "ray.log"
+
+FATAL = "ray: "
+"""How the driver's last line begins, which says why it gives up."""
+
+_SHOWN = {"CPU": "CPUs", "GPU": "GPUs"}
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class RayPlan:
+    """What is to be started. ``members`` are roles with their ranks, in the order of the agents.
+
+    ``resources`` are those of one process of each role; ``directory`` is where the launcher runs,
+    ``root`` its checkout of this package ("" where it is installed); ``python`` and ``address``
+    are "", and ``max_retries`` None, where Ray shall decide.
+    """
+
+    members: Sequence[tuple[str, int]]
+    resources: Mapping[str, Resources]
+    name: str
+    directory: str
+    root: str
+    strategy: str = "SPREAD"
+    python: str = ""
+    address: str = ""
+    max_retries: int | None = None
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_text(cls, text: str) -> RayPlan:
+        return cls(**json.loads(text))
+
+    def bundles(self) -> list[dict[str, float]]:
+        """The resources of each member, in their order."""
+        return [dict(self.resources[role]) for role, _ in self.members]
+
+
+def resources_of(cores: int, gpus: int, memory_mb: int | None) -> dict[str, float]:
+    found: dict[str, float] = {"CPU": cores}
+    if gpus:
+        found["GPU"] = gpus
+    if memory_mb:
+        found["memory"] = memory_mb << 20
+    return found
+
+
+def shortage(plan: RayPlan, nodes: Sequence[Resources]) -> str | None:
+    """A sentence if the ``nodes`` could not take all processes even if nothing ran on them."""
+    for role in dict.fromkeys(role for role, _ in plan.members):
+        wanted = plan.resources[role]
+        if any(_fits(wanted, node) for node in nodes):
+            continue
+        for name, count in wanted.items():
+            most = max((node.get(name, 0.0) for node in nodes), default=0.0)
+            if most < count:
+                return (
+                    f"no node of the Ray cluster has {_amount(name, count)}, which a {role} needs "
+                    f"(the most on one: {_amount(name, most)})"
+                )
+        needs = " and ".join(_amount(name, count) for name, count in wanted.items())
+        return f"no node of the Ray cluster has {needs} together, which a {role} needs"
+    for name, count in _total(plan.bundles()).items():
+        total = _total(nodes).get(name, 0.0)
+        if total < count:
+            return (
+                f"the job needs {_amount(name, count)}, and the Ray cluster has "
+                f"{_amount(name, total)} (on {len(nodes)} node{'s' if len(nodes) > 1 else ''})"
+            )
+    return None
+
+
+def why_waiting(plan: RayPlan, nodes: Sequence[Resources], free: Resources) -> str:
+    """Why Ray has no room for all processes; ``free`` are the free resources of all ``nodes``."""
+    if (reason := shortage(plan, nodes)) is not None:
+        return reason
+    for name, count in _total(plan.bundles()).items():
+        left = free.get(name, 0.0)
+        if left < count:
+            return (
+                f"the job needs {_amount(name, count)}, and free are {_amount(name, left)} of the "
+                f"Ray cluster's {_amount(name, _total(nodes)[name])}"
+            )
+    return "Ray is placing the processes"
+
+
+def _total(bundles: Sequence[Resources]) -> dict[str, float]:
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
+
+
+def _fits(wanted: Resources, node: Resources) -> bool:
+    return all(node.get(name, 0.0) >= count for name, count in wanted.items())
+
+
+def _amount(name: str, count: float) -> str:
+    if name == "memory":
+        return f"{count / _GIB:.1f} GiB of memory"
+    shown = _SHOWN.get(name, name)
+    return f"{count:g} {shown.removesuffix('s') if count == 1 else shown}"
 
 
 def make_plan(options: LaunchOptions, directory: str, root: str | None) -> RayPlan:
@@ -121,38 +194,56 @@ def _runtime_env(given: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def why_no_job(line: str) -> str | None:
-    """Return what a line of the driver says, if that is why there will be no agents."""
-    return line.removeprefix(FATAL) if line.startswith(FATAL) else None
+class RayJob(BatchQueue):
+    """What the driver is asked for, and what it leaves in the job's directory."""
 
+    program = "ray"
+    replaces = True
 
-class _JobDirectory:
-    """What the driver leaves in the job's directory, once that has been made."""
+    def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
+        self.plan = make_plan(options, os.getcwd(), checkout_root())
+        super().__init__(options, {"RAY_USAGE_STATS_ENABLED": "0", **environ})
+        # Threads for the processors that Ray gives a worker, and not for all of its node.
+        self.worker_cores = int(self.plan.resources["worker"]["CPU"])
+        self._directory: Path | None = None
 
-    def __init__(self) -> None:
-        self._path: Path | None = None
-
-    def command(self, directory: Path) -> list[str]:
-        self._path = directory
+    def submit(self, directory: Path) -> list[str]:
+        self._directory = directory
         return [sys.executable, str(_DRIVER), str(directory)]
 
-    def state(self) -> str:
-        """Return what the driver waits for."""
+    def texts(self, ticket: AgentTicket) -> dict[str, str]:
+        return {PLAN_NAME: self.plan.to_text()}
+
+    def poll(self) -> str:
         return self._read(STATE_NAME).strip()
+
+    def fatal(self, line: str) -> str | None:
+        return line.removeprefix(FATAL) if line.startswith(FATAL) else None
 
     def explain(self, lines: Sequence[str], code: int) -> str:
         """The driver has ended before all agents had come, and has not said why."""
         if code > 0 and lines:  # Python could not even run it
             return lines[-1]
-        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         said = [line for line in self._read(LOG_NAME).splitlines() if line.strip()]
-        shown = "".join(f"\n  {line.rstrip()}" for line in said[-_SHOWN_LINES:])
-        return f"the program that speaks with Ray ended ({how}) before all processes had " + (
-            f"started; it said:{shown}" if shown else "started"
-        )
+        return ended("the program that speaks with Ray", said[-_SHOWN_LINES:], code)
 
     def _read(self, name: str) -> str:
         try:
-            return "" if self._path is None else (self._path / name).read_text(errors="replace")
+            return (
+                ""
+                if self._directory is None
+                else (self._directory / name).read_text(errors="replace")
+            )
         except OSError:
             return ""
+
+
+def queue_of(options: LaunchOptions, environ: Mapping[str, str]) -> RayJob:
+    """A job for the Ray that is installed. Raises :class:`LaunchError`."""
+    if importlib.util.find_spec("ray") is None:
+        sentence = f"Ray is not installed in {sys.executable}: pip install 'ray>=2.9'"
+        without(sentence, options, exit_code=2)
+    return RayJob(options, environ)
+
+
+run = launcher(queue_of)

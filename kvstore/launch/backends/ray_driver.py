@@ -1,15 +1,16 @@
-"""The program that speaks with Ray for the launcher: ``python ray_driver.py DIRECTORY``.
+"""The programs on Ray's side: the driver, and the agent that each of its tasks starts.
 
-It asks Ray for the room of all servers and workers together (a placement group) and starts one
-task in each bundle. A task does little: it starts an agent, which goes to the
-launcher's gate, and waits for its end; Ray starts it again as its policy says. ``DIRECTORY`` has
-the plan (``ray_demand.py``) and the ticket; :data:`STATE_NAME` in it says what is being waited
-for. Ends with the agents, or with a sentence on standard output. A child of the launcher, and the
-only place where Ray is imported. Read ``ray_agent.py`` next.
+``python ray_driver.py DIRECTORY`` asks Ray for the room of all servers and workers together (a
+placement group) and starts one task in each bundle. A task does little: it starts an agent, which
+goes to the launcher's gate (:func:`main`), and waits for its end; Ray starts it again as its policy
+says. ``DIRECTORY`` has the plan (``ray.py``) and the ticket; :data:`STATE_NAME` in it says what is
+being waited for. Ends with the agents, or with a sentence on standard output. A child of the
+launcher, and the only place where Ray is imported.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -23,9 +24,10 @@ if __name__ == "__main__" and sys.path[0] == os.path.dirname(os.path.abspath(__f
     sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 from kvstore.launch.agents.agent import LOADER, agent_program
-from kvstore.launch.agents.ticket import TICKET_NAME
+from kvstore.launch.agents.join import NotEnlisted, enlist, fail
+from kvstore.launch.agents.ticket import TICKET_NAME, AgentTicket
 from kvstore.launch.agents.wire import GREETING
-from kvstore.launch.backends.ray_demand import (
+from kvstore.launch.backends.ray import (
     FATAL,
     LOG_NAME,
     PLAN_NAME,
@@ -34,6 +36,7 @@ from kvstore.launch.backends.ray_demand import (
     shortage,
     why_waiting,
 )
+from kvstore.launch.job.child import die_with_parent
 
 AGENT_WORD = "kvstore-agent"
 _ANSWER_S = 5.0
@@ -49,7 +52,8 @@ class CannotRun(Exception):
     """There will be no agents; the text says why, for the user."""
 
 
-def main(directory: Path) -> int:
+def drive(directory: Path) -> int:
+    """Place and start the agents of a job's ``directory``; return when they have ended."""
     plan = RayPlan.from_text((directory / PLAN_NAME).read_text(encoding="utf-8"))
     # Ray is talkative on both; the launcher reads it when this program ends without a sentence.
     own_fd = os.dup(1)
@@ -145,7 +149,7 @@ class Driver:
         plan = self._plan
         ticket = (self._directory / TICKET_NAME).read_text(encoding="utf-8")
         there, shipped = (
-            agent_program(where, plan.root or None, "backends.ray_agent", remedy=_REMEDY)
+            agent_program(where, plan.root or None, "backends.ray_driver", remedy=_REMEDY)
             for where in (plan.directory, ".")
         )
         programs = (shipped if "working_dir" in plan.runtime_env else there, shipped)
@@ -244,6 +248,27 @@ def nurse(
     return host, agent.returncode, said[-4000:].decode(errors="replace")
 
 
+def main() -> None:
+    """Be an agent: read a line of JSON with the parent's process id, the rank and the ticket.
+
+    Nodes that an autoscaler adds share no directory with the launcher, so that the ticket travels
+    as an argument of the task. The agent lives no longer than the Ray worker that started it.
+    """
+    try:
+        parent, rank, text = json.loads(sys.stdin.buffer.readline())
+        ticket = AgentTicket.from_text(text)
+    except ValueError as error:
+        fail(f"the ticket cannot be read: {error}")
+    die_with_parent(parent)
+    try:
+        enlist(ticket, rank)
+    except NotEnlisted as error:
+        fail(
+            f"{error}; launch the job on a machine that the nodes can reach, such as the head "
+            "node: ray job submit -- kvstore-launch --launcher ray ..."
+        )
+
+
 def _started_here() -> str | None:
     """The address of the cluster that ``ray start`` has left word of on this machine.
 
@@ -280,4 +305,4 @@ def _look_for(address: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(drive(Path(sys.argv[1])))

@@ -4,7 +4,7 @@
 output goes into the job's directory, where the launcher finds it. An array has one request for all
 its tasks, so the servers get what the workers ask for. Flags as in dmlc-core's
 ``tracker/dmlc_tracker/sge.py``; facts from qsub(1), qstat(1), sge_types(5) and parallel_env in
-sge_pe(5) of gridengine 8.1. Read first: ``launch/agents/cluster_job.py``.
+sge_pe(5) of gridengine 8.1. Read ``batch.py`` first.
 """
 
 from __future__ import annotations
@@ -14,90 +14,245 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.launch.agents.cluster import Cluster, Habits, find_program, quoted
-from kvstore.launch.agents.cluster_job import agent_command, run_carried, servers_then_workers
-from kvstore.launch.agents.command import refusal
+from kvstore.launch.agents.command import refusal as refusal_of_agent
+from kvstore.launch.agents.ticket import AgentTicket
 from kvstore.launch.agents.wire import GREETING
-from kvstore.launch.job.lifecycle import Timing
+from kvstore.launch.backends.batch import BatchQueue, are_here, ask, launcher
 from kvstore.launch.options import LaunchError, LaunchOptions
 
 _NUMBER = re.compile(r"Your job(?:-array)? (\d+)|(\d+)\.\d+-\d+:\d+\Z")  # the latter: -terse
-_TASK_OVER = re.compile(r"Job (\d+)\.(\d+) (exited .*?)\.?\Z")
+_TASK_OVER = re.compile(r"Job \d+\.(\d+) (exited .*?)\.?\Z")
 _DELETED = re.compile(r"Unable to run job (\d+)\.\d+")
-_REFUSED = ("Unable to run job: ", "Unable to initialize environment because of error: ")
-_ERROR_REASON = re.compile(r"^error reason[^:]*:\s*(?:\S+ \S+ \[[^\]]*\]: )?(.*)$", re.MULTILINE)
+_REFUSED = re.compile(r"Unable to (?:run job|initialize environment because of error): (.*)")
+_ERROR_REASON = re.compile(
+    r"^error reason[^:]*:\s*(?:\S+ \S+ \[[^\]]*\]: )?(?:error: )?(.*)$", re.MULTILINE
+)
 _OBSTACLE = re.compile(r"^(?:Job \d+ (?:\(.*?\) )?)?(cannot run .*)$", re.MULTILINE)
+_SLOTS_OF_ONE_HOST = re.compile(r"^allocation_rule\s+\$pe_slots\s*$", re.MULTILINE)
 _JOB_NAME = re.compile(r"(?![0-9.#])[^\s\x00-\x20\x7f-\U0010ffff/:@\\*?'\"\[\]{}|(),%]+\Z")
 _SHOWN = 2  # obstacles; there may be one for each host
+_ASKING_S = 5.0  # for all that is asked of the cluster at one time
+_LAST_WORDS_S = 2.0  # for a shared file system to show what a task has said
+_SHOWN_LINES = 20
+_SCRIPT_NAME = "task.sh"
+_ENDED = "ended."
+_NO_DIRECTORY = 66
+
+# Called with the agent's command. What it says is not the task's output (qsub -o), because Grid
+# Engine holds a job for ever, in an error state, when that file cannot be made.
+_SCRIPT = f"""\
+#!/bin/sh
+directory=${{2%/*}}
+[ -d "$directory" ] || exit {_NO_DIRECTORY}
+said=$directory/said.$SGE_TASK_ID
+"$@" >"$said" 2>&1
+code=$?
+[ -d "$directory" ] || exit $code
+[ $code -eq 0 ] || echo "(exit code $code on $(uname -n))" >>"$said"
+mv "$said" "$directory/{_ENDED}$SGE_TASK_ID"
+exit $code
+"""
 
 
-@dataclass(frozen=True)
-class TaskOver:
-    """Task ``task`` of the job, from 1, has ended; ``how`` in Grid Engine's words."""
+class ArrayJob(BatchQueue):
+    """An array job, of which qsub says the number; ``can_ask`` is whether qconf is here.
 
-    job: str
-    task: int
-    how: str
+    Raises :class:`LaunchError` for a name that cannot be, and for cores that no cell can give.
+    """
 
+    program = "qsub"
+    rank_names = ("SGE_TASK_ID",)
+    first_rank = 1
+    has_terminal = True
 
-def job_number(line: str) -> str | None:
-    """The job's number, of the line by which qsub says that it has it."""
-    found = _NUMBER.match(line.strip())
-    return None if found is None else found[1] or found[2]
+    def __init__(
+        self, options: LaunchOptions, environ: Mapping[str, str], *, can_ask: bool = True
+    ) -> None:
+        super().__init__(options, environ)
+        name = self.places.jobname
+        if name is not None and not _JOB_NAME.match(name):
+            raise LaunchError(
+                f"--jobname '{name}' is not a name for Grid Engine: it may not begin with a "
+                "digit, '.' or '#', and may not hold spaces or any of "
+                "/ : @ \\ * ? ' \" [ ] { } | ( ) , %",
+                exit_code=2,
+            )
+        self.worker_cores = slots_of_a_task(options)
+        self._slots = self._wanted_slots(can_ask)
+        self._directory = Path()
+        self._number: str | None = None
+        self._error: str | None = None
 
+    def submit(self, directory: Path) -> list[str]:
+        self._directory = directory
+        places = self.places
+        return [
+            *("qsub", "-sync", "y", "-t", f"1-{len(self.members)}", "-w", "w", "-r", "n"),
+            *("-N", places.jobname or "kvstore", "-S", "/bin/sh", "-wd", "/"),
+            *("-j", "y", "-o", "/dev/null"),
+            *(() if places.queue is None else ("-q", places.queue)),
+            *self._slots,
+            *(("-l", f"gpu={places.worker_gpus}") if places.worker_gpus else ()),
+            *places.launcher_args,
+            str(directory / _SCRIPT_NAME),
+            *self.agent(directory),
+        ]
 
-def task_over(line: str) -> TaskOver | None:
-    found = _TASK_OVER.match(line.strip())
-    return None if found is None else TaskOver(found[1], int(found[2]), found[3])
+    def texts(self, ticket: AgentTicket) -> dict[str, str]:
+        return {_SCRIPT_NAME: _SCRIPT}
 
+    def cancel(self, line: str) -> list[str] | None:
+        found = _NUMBER.match(line.strip())
+        if found is None:
+            return None
+        self._number = found[1] or found[2]
+        return ["qdel", self._number]
 
-def deletion(line: str) -> str | None:
-    """A sentence of the line by which qsub says that a task will never run."""
-    found = _DELETED.match(line.strip())
-    if found is None:
-        return None
-    return f"job {found[1]} was deleted (qdel) before all its tasks had started"
+    def is_submitting(self) -> bool:
+        return self._number is None
 
+    def fatal(self, line: str) -> str | None:
+        if deleted := _DELETED.match(line.strip()):
+            return f"job {deleted[1]} was deleted (qdel) before all its tasks had started"
+        over = _TASK_OVER.match(line.strip())
+        if over is None or not 1 <= int(over[1]) <= len(self.members):
+            return None
+        task, how = int(over[1]), over[2]
+        until_s = time.monotonic() + _LAST_WORDS_S
+        while (why := self._last_words(task)) is None and time.monotonic() < until_s:
+            time.sleep(0.1)
+        if why is not None:
+            return why
+        if how.endswith(f"code {_NO_DIRECTORY}"):
+            return (
+                f"the host of task {task} does not see {self._directory}: set "
+                "KVSTORE_JOB_DIR to a directory that all hosts of the job share"
+            )
+        return f"{self._name(task)} {how} before it had reached the launcher"
 
-def refusal_of_job(lines: Sequence[str]) -> str | None:
-    """Return why the job was not taken, of what qsub said."""
-    for index, line in enumerate(lines):
-        for start in _REFUSED:
-            if line.startswith(start):
+    def trouble(self) -> str | None:
+        """Return why a task has ended that would have become an agent, or the job's error."""
+        try:
+            names = [path.name for path in self._directory.iterdir()]
+        except OSError:  # a file system that is away for the moment
+            return self._error
+        ended = sorted(name.removeprefix(_ENDED) for name in names if name.startswith(_ENDED))
+        found = (self._last_words(int(task)) for task in ended if task.isdigit())
+        return next((why for why in found if why is not None), self._error)
+
+    def poll(self) -> str:
+        number = self._number
+        if number is None:
+            return "qsub has not said yet which number the job has"
+        until_s = time.monotonic() + _ASKING_S
+        found = states(self._ask(until_s, "qstat", "-g", "d"), number)
+        if any("E" in state for state in found):
+            reason = _ERROR_REASON.search(self._ask(until_s, "qstat", "-j", number))
+            why = reason[1].strip() if reason else f"qstat -j {number} did not say why"
+            self._error = (
+                f"Grid Engine cannot run job {number}, which is in an error state (E): {why}"
+            )
+        shown = ", ".join(f"{count} {state}" for state, count in sorted(found.items()))
+        parts = [f"tasks of job {number} by state: {shown}" if shown else f"job {number}"]
+        if any("qw" in state for state in found):
+            parts.append(obstacles(self._ask(until_s, "qalter", "-w", "p", number)))
+            parts.append(self._shortage(until_s))
+        return "; ".join(part for part in parts if part)
+
+    def refusal(self, lines: Sequence[str]) -> str | None:
+        for index, line in enumerate(lines):
+            if found := _REFUSED.match(line):
                 rest = [text.strip() for text in lines[index + 1 :] if text.strip() != "Exiting."]
-                return " ".join([line.removeprefix(start).strip(), *rest])
-    return None
+                why = " ".join([found[1].strip(), *rest])
+                hint = ""
+                if self.places.worker_gpus and '"gpu"' in why:
+                    hint = (
+                        ": --worker-gpus asks for it; use --launcher-args='-l NAME=COUNT' instead"
+                    )
+                return f"Grid Engine does not take the job: {why}{hint}"
+        return None
+
+    def _last_words(self, task: int) -> str | None:
+        """A sentence of what task ``task`` has left behind, None as long as there is nothing."""
+        try:
+            said = (self._directory / f"{_ENDED}{task}").read_bytes()
+        except OSError:
+            return None
+        lines = said.splitlines()
+        for line in lines:
+            if GREETING in line:
+                return refusal_of_agent(line)
+        texts = [line.decode(errors="replace").strip() for line in lines[-_SHOWN_LINES:]]
+        shown = "".join(f"\n  {text}" for text in texts)
+        if texts and texts[-1].startswith(("(exit code 126 ", "(exit code 127 ")):
+            python = self.agent(self._directory)[0]
+            host = texts[-1].rpartition(" on ")[2].rstrip(")")
+            why = texts[0].rpartition(": ")[2]  # of the shell's words
+            return f"{host}: '{python}' cannot be run there ({why}); --python names another"
+        return f"{self._name(task)} ended before it had reached the launcher; it said:{shown}"
+
+    def _name(self, task: int) -> str:
+        role, rank = self.members[task - 1]
+        return f"{role} {rank} (task {task} of job {self._number})"
+
+    def _shortage(self, until_s: float) -> str:
+        """Whether the tasks can never be there all at the same time, as the cluster is now."""
+        queue = self.places.queue
+        chosen = () if queue is None else ("-q", queue)
+        total = slot_total(self._ask(until_s, "qstat", "-g", "c", *chosen))
+        needed = (int(self._slots[-1]) if self._slots else 1) * len(self.members)
+        if total is None or needed <= total:
+            return ""
+        where = "the cluster" if queue is None else f"queue {queue}"
+        return f"{where} has {total} slots in all, and {needed} are needed at the same time"
+
+    def _wanted_slots(self, can_ask: bool) -> list[str]:
+        """The words that give each task its processors. Raises :class:`LaunchError`."""
+        cores = self.places.worker_cores
+        if cores is None or cores == 1 or "-pe" in self.places.launcher_args:
+            return []
+        if not can_ask:
+            return ["-pe", "NAME", str(cores)]
+        until_s = time.monotonic() + _ASKING_S
+        found = [
+            name
+            for name in self._ask(until_s, "qconf", "-spl").split()
+            if _SLOTS_OF_ONE_HOST.search(self._ask(until_s, "qconf", "-sp", name))
+        ]
+        if not found:
+            raise LaunchError(
+                f"--worker-cores {cores} needs a parallel environment that gives a task slots of "
+                "one host (allocation_rule $pe_slots), and this cluster has none: ask who runs it "
+                "for one, or leave --worker-cores out",
+                exit_code=1,
+            )
+        return ["-pe", "smp" if "smp" in found else found[0], str(cores)]
+
+    def _ask(self, until_s: float, *words: str) -> str:
+        """Return what a command prints; "" when it does not do well until then."""
+        try:
+            done = ask(words, self.environ, max(0.0, until_s - time.monotonic()))
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return done.stdout + done.stderr
 
 
-def task_count(text: str) -> int:
-    """Return how many there are in ``3``, ``1,2`` or ``33-40:1``."""
-    count = 0
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
-        if found is not None:
-            first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
-            count += len(range(first, last + 1, max(1, step)))
-    return count
+def slots_of_a_task(options: LaunchOptions) -> int:
+    """As --worker-cores or ``-pe NAME N`` ask for; one without."""
+    words = options.places.launcher_args
+    for index, word in enumerate(words[:-2]):
+        if word == "-pe" and words[index + 2].isdecimal():
+            return int(words[index + 2])
+    return options.places.worker_cores or 1
 
 
 def states(listed: str, number: str) -> Counter[str]:
-    """Return how many tasks of the job are in each state (``qw``, ``r``), of what qstat prints."""
-    found: Counter[str] = Counter()
-    for line in listed.splitlines():
-        words = line.split()
-        # job-ID prior name user state date time [queue] slots ja-task-ID
-        if len(words) >= 9 and words[0] == number:
-            found[words[4]] += task_count(words[-1])
-    return found
-
-
-def error_reason(described: str) -> str | None:
-    """Return why tasks are in the state E, of what ``qstat -j`` prints."""
-    found = _ERROR_REASON.search(described)
-    return None if found is None else found[1].removeprefix("error: ").strip()
+    """Return how many tasks of the job are in each state (``qw``, ``r``), of ``qstat -g d``."""
+    # job-ID prior name user state date time [queue] slots ja-task-ID
+    rows = (line.split() for line in listed.splitlines())
+    return Counter(words[4] for words in rows if len(words) >= 9 and words[0] == number)
 
 
 def obstacles(verified: str) -> str:
@@ -124,266 +279,14 @@ def slot_total(queues: str) -> int | None:
     return sum(int(words[at]) for words in rows)
 
 
-def gives_slots_of_one_host(environment: str) -> bool:
-    """Of a parallel environment, as ``qconf -sp`` prints it."""
-    return re.search(r"^allocation_rule\s+\$pe_slots\s*$", environment, re.MULTILINE) is not None
-
-
-def is_job_name(name: str) -> bool:
-    return _JOB_NAME.match(name) is not None
-
-
-_ASKING_S = 5.0  # for all that is asked of the cluster at one time
-_LAST_WORDS_S = 2.0  # for a shared file system to show what a task has said
-_SHOWN_LINES = 20
-_SCRIPT_NAME = "task.sh"
-_ENDED = "ended."
-_NO_DIRECTORY = 66
-
-# Called with the agent's command. What it says is not the task's output (qsub -o), because Grid
-# Engine holds a job for ever, in an error state, when that file cannot be made.
-_SCRIPT = f"""\
-#!/bin/sh
-directory=${{2%/*}}
-[ -d "$directory" ] || exit {_NO_DIRECTORY}
-said=$directory/said.$SGE_TASK_ID
-"$@" >"$said" 2>&1
-code=$?
-[ -d "$directory" ] || exit $code
-[ $code -eq 0 ] || echo "(exit code $code on $(uname -n))" >>"$said"
-mv "$said" "$directory/{_ENDED}$SGE_TASK_ID"
-exit $code
-"""
-
-
-def slots_of_a_task(options: LaunchOptions) -> int:
-    """As --worker-cores or ``-pe NAME N`` ask for; one without."""
-    words = options.places.launcher_args
-    for index, word in enumerate(words[:-2]):
-        if word == "-pe" and words[index + 2].isdecimal():
-            return int(words[index + 2])
-    return options.places.worker_cores or 1
-
-
-def run(
-    options: LaunchOptions,
-    environ: Mapping[str, str],
-    service_command: Sequence[str],
-    timing: Timing,
-) -> int:
-    """As :func:`kvstore.launch.job.run.run_job`."""
+def queue_of(options: LaunchOptions, environ: Mapping[str, str]) -> ArrayJob:
+    """An array job. Raises :class:`LaunchError`."""
     remedy = (
         "start the job on a submit host of Grid Engine, after its settings.sh, or use "
         "--launcher ssh"
     )
-    is_here = find_program("qsub", options, environ, remedy) is not None
-    name = options.places.jobname
-    if name is not None and not is_job_name(name):
-        raise LaunchError(
-            f"--jobname '{name}' is not a name for Grid Engine: it may not begin with a "
-            "digit, '.' or "
-            "'#', and may not hold spaces or any of / : @ \\ * ? ' \" [ ] { } | ( ) , %",
-            exit_code=2,
-        )
-    job = ArrayJob(options, environ, can_ask=is_here)
-    cluster = Cluster(
-        members=job.members,
-        command=job.command,
-        environment=environ,
-        rank_names=("SGE_TASK_ID",),
-        first_rank=1,
-        worker_cores=slots_of_a_task(options),
-        files={_SCRIPT_NAME: _SCRIPT},
-        explain=job.explain,
-        fatal=job.fatal,
-        state=job.state,
-        trouble=job.trouble,
-        cancel=job.cancel,
-        habits=Habits(is_submitting=job.is_submitting, has_terminal=True),
-    )
-    return run_carried(options, environ, service_command, timing, cluster)
+    is_here = are_here(["qsub"], options, environ, remedy)
+    return ArrayJob(options, environ, can_ask=is_here)
 
 
-class ArrayJob:
-    """What the launcher knows of the job until all its tasks are there."""
-
-    def __init__(
-        self, options: LaunchOptions, environ: Mapping[str, str], *, can_ask: bool = True
-    ) -> None:
-        self.members = servers_then_workers(options)
-        self._options = options
-        self._environ = dict(environ)
-        self._slots = _slots(options, self._environ, can_ask=can_ask)
-        self._directory: Path | None = None
-        self._number: str | None = None
-        self._error: str | None = None
-
-    def command(self, directory: Path) -> list[str]:
-        self._directory = directory
-        places = self._options.places
-        return [
-            *("qsub", "-sync", "y", "-t", f"1-{len(self.members)}", "-w", "w", "-r", "n"),
-            *("-N", places.jobname or "kvstore", "-S", "/bin/sh", "-wd", "/"),
-            *("-j", "y", "-o", "/dev/null"),
-            *(() if places.queue is None else ("-q", places.queue)),
-            *self._slots,
-            *(("-l", f"gpu={places.worker_gpus}") if places.worker_gpus else ()),
-            *places.launcher_args,
-            str(directory / _SCRIPT_NAME),
-            *agent_command(self._options, directory),
-        ]
-
-    def cancel(self, line: str) -> list[str] | None:
-        """The command that deletes the job, once ``line`` of qsub's names it."""
-        self._number = job_number(line)
-        return None if self._number is None else ["qdel", self._number]
-
-    def is_submitting(self) -> bool:
-        """Return whether there may be a job of which no number is known yet."""
-        return self._number is None
-
-    def fatal(self, line: str) -> str | None:
-        over = task_over(line)
-        if over is None or not 1 <= over.task <= len(self.members):
-            return deletion(line)
-        until_s = time.monotonic() + _LAST_WORDS_S
-        while (why := self._last_words(over.task)) is None and time.monotonic() < until_s:
-            time.sleep(0.1)
-        if why is not None:
-            return why
-        if over.how.endswith(f"code {_NO_DIRECTORY}"):
-            return (
-                f"the host of task {over.task} does not see {self._directory}: set "
-                "KVSTORE_JOB_DIR to a directory that all hosts of the job share"
-            )
-        return f"{self._name(over.task)} {over.how} before it had reached the launcher"
-
-    def trouble(self) -> str | None:
-        """Whether a task has ended that would have become an agent, or the job is in error."""
-        assert self._directory is not None
-        try:
-            names = [path.name for path in self._directory.iterdir()]
-        except OSError:  # a file system that is away for the moment
-            return self._error
-        ended = sorted(name.removeprefix(_ENDED) for name in names if name.startswith(_ENDED))
-        found = (self._last_words(int(task)) for task in ended if task.isdigit())
-        return next((why for why in found if why is not None), self._error)
-
-    def state(self) -> str:
-        """Return what Grid Engine has to say of tasks that are not there."""
-        number = self._number
-        if number is None:
-            return "qsub has not said yet which number the job has"
-        until_s = time.monotonic() + _ASKING_S
-        found = states(self._ask(until_s, "qstat"), number)
-        if any("E" in state for state in found):
-            self._error = self._error_state(until_s)
-        shown = ", ".join(f"{count} {state}" for state, count in sorted(found.items()))
-        parts = [f"tasks of job {number} by state: {shown}" if shown else f"job {number}"]
-        if any("qw" in state for state in found):
-            parts.append(obstacles(self._ask(until_s, "qalter", "-w", "p", number)))
-            parts.append(self._shortage(until_s))
-        return "; ".join(part for part in parts if part)
-
-    def explain(self, lines: Sequence[str], code: int) -> str:
-        """``qsub`` has ended before all agents had come."""
-        why = refusal_of_job(lines)
-        if why is not None:
-            hint = ""
-            if self._options.places.worker_gpus and '"gpu"' in why:
-                hint = ": --worker-gpus asks for it; use --launcher-args='-l NAME=COUNT' instead"
-            return f"Grid Engine does not take the job: {why}{hint}"
-        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        said = quoted(lines)
-        return f"qsub ended ({how}) before all processes had started" + (
-            f"; it said:{said}" if said else ""
-        )
-
-    def _last_words(self, task: int) -> str | None:
-        """A sentence of what task ``task`` has left behind, None as long as there is nothing."""
-        assert self._directory is not None
-        try:
-            said = (self._directory / f"{_ENDED}{task}").read_bytes()
-        except OSError:
-            return None
-        lines = said.splitlines()
-        for line in lines:
-            if GREETING in line:
-                return refusal(line)
-        texts = [line.decode(errors="replace").strip() for line in lines[-_SHOWN_LINES:]]
-        shown = "".join(f"\n  {text}" for text in texts)
-        if texts and texts[-1].startswith(("(exit code 126 ", "(exit code 127 ")):
-            python = agent_command(self._options, self._directory)[0]
-            host = texts[-1].rpartition(" on ")[2].rstrip(")")
-            why = texts[0].rpartition(": ")[2]  # of the shell's words
-            return f"{host}: '{python}' cannot be run there ({why}); --python names another"
-        return f"{self._name(task)} ended before it had reached the launcher; it said:{shown}"
-
-    def _name(self, task: int) -> str:
-        role, rank = self.members[task - 1]
-        return f"{role} {rank} (task {task} of job {self._number})"
-
-    def _error_state(self, until_s: float) -> str:
-        number = str(self._number)
-        reason = error_reason(self._ask(until_s, "qstat", "-j", number))
-        return f"Grid Engine cannot run job {number}, which is in an error state (E): " + (
-            reason or f"qstat -j {number} did not say why"
-        )
-
-    def _shortage(self, until_s: float) -> str:
-        """Whether the tasks can never be there all at the same time, as the cluster is now."""
-        queue = self._options.places.queue
-        chosen = () if queue is None else ("-q", queue)
-        total = slot_total(self._ask(until_s, "qstat", "-g", "c", *chosen))
-        each = int(self._slots[-1]) if self._slots else 1
-        needed = each * len(self.members)
-        if total is None or needed <= total:
-            return ""
-        where = "the cluster" if queue is None else f"queue {queue}"
-        return f"{where} has {total} slots in all, and {needed} are needed at the same time"
-
-    def _ask(self, until_s: float, *words: str) -> str:
-        return _answer(words, self._environ, until_s)
-
-
-def _slots(options: LaunchOptions, environ: Mapping[str, str], *, can_ask: bool) -> list[str]:
-    """The words that give each task its processors. Raises :class:`LaunchError`."""
-    cores, given = options.places.worker_cores, options.places.launcher_args
-    if cores is None or cores == 1 or "-pe" in given:
-        return []
-    if not can_ask:
-        return ["-pe", "NAME", str(cores)]
-    until_s = time.monotonic() + _ASKING_S
-    found = [
-        name
-        for name in _answer(["qconf", "-spl"], environ, until_s).split()
-        if gives_slots_of_one_host(_answer(["qconf", "-sp", name], environ, until_s))
-    ]
-    if not found:
-        raise LaunchError(
-            f"--worker-cores {cores} needs a parallel environment that gives a task slots of one "
-            "host (allocation_rule $pe_slots), and this cluster has none: ask who runs it for "
-            "one, or leave --worker-cores out",
-            exit_code=1,
-        )
-    return ["-pe", "smp" if "smp" in found else found[0], str(cores)]
-
-
-def _answer(words: Sequence[str], environ: Mapping[str, str], until_s: float) -> str:
-    """Return what a command of Grid Engine's prints; "" when it does not do well until then."""
-    left_s = until_s - time.monotonic()
-    if left_s <= 0:
-        return ""
-    try:
-        done = subprocess.run(
-            list(words),
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=left_s,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout + done.stderr
+run = launcher(queue_of)

@@ -8,7 +8,7 @@ container's own directory, which only its user can read and which YARN removes w
 The client's log is read line by line: a time, a level, a class and a message of one or more lines.
 It gives the application's id once it is submitted, and a report each second. Options and words are
 those of Hadoop's ``Client.java`` (hadoop-yarn-applications-distributedshell) and
-``YarnClientImpl.java``, 2.7 to 3.3. Read next: ``launch/agents/cluster_job.py``.
+``YarnClientImpl.java``, 2.7 to 3.3. Read ``batch.py`` first.
 """
 
 from __future__ import annotations
@@ -26,15 +26,12 @@ from pathlib import Path
 
 from kvstore.launch.agents import join_answer
 from kvstore.launch.agents.agent import agent_program
-from kvstore.launch.agents.cluster import Cluster, Habits, find_program, quoted
-from kvstore.launch.agents.cluster_job import run_carried, servers_then_workers
 from kvstore.launch.agents.ticket import PROGRAM_NAME, TICKET_NAME, AgentTicket
+from kvstore.launch.backends.batch import BatchQueue, are_here, ask, launcher
 from kvstore.launch.environment import checkout_root
-from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.options import LaunchError, LaunchOptions, Places
 
-RANK_NAME = "YARN_SHELL_ID"  # counted from 1; Hadoop 2.7 does not set it
-FIRST_RANK = 1
+_RANK_NAME = "YARN_SHELL_ID"  # counted from 1; Hadoop 2.7 does not set it
 _JOIN_ANSWER_NAME = "join_answer.py"
 _END = "KVSTORE-END"
 
@@ -58,32 +55,6 @@ echo "there is no Python at $python, nor any other" >&2
 exit 127
 """
 
-
-def container_script(ticket: AgentTicket, python: str, directory: str, root: str | None) -> str:
-    """Return what makes a container an agent with ``python``.
-
-    Processes will run in ``directory`` where the container's host has it, else in the container's
-    own. ``root`` is as for :func:`agent_program`.
-    """
-    programs = {
-        TICKET_NAME: ticket.to_text(),
-        PROGRAM_NAME: agent_program(".", root, "agents.join", _JOIN_ANSWER_NAME),
-        _JOIN_ANSWER_NAME: Path(join_answer.__file__).read_text(encoding="utf-8"),
-    }
-    return _SCRIPT.format(
-        files="".join(_here_document(name, text) for name, text in programs.items()),
-        rank=RANK_NAME,
-        python=shlex.quote(python),
-        directory=shlex.quote(directory),
-        program=PROGRAM_NAME,
-        join_answer=_JOIN_ANSWER_NAME,
-    )
-
-
-def _here_document(name: str, text: str) -> str:
-    return f"cat >\"$files/{name}\" <<'{_END}'\n{text.rstrip()}\n{_END}\n"
-
-
 _LOGGED = re.compile(
     r"\d{2,4}[-/]\d\d[-/]\d\d \d\d:\d\d:\d\d(?:[,.]\d+)? (?:\[[^\]]*\] )?([A-Z]+) +\S+: (.*)"
 )
@@ -99,11 +70,56 @@ _DATE = re.compile(r"\A\[[^\]]*\d{4}\]\s*")
 _DETAILS = re.compile(r"\s*Details :.*", re.S)
 _LONGEST = 400
 
+_OWN_OPTIONS = ("appname", "num_containers", "shell_script", "shell_command")
+_CLIENT = "org.apache.hadoop.yarn.applications.distributedshell.Client"
+_JAR = "hadoop-yarn-applications-distributedshell"
+_CLASSPATH_S = 20.0
+_SUBMIT_NAME = "submit.sh"
+_SCRIPT_NAME = "container.sh"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
-class ClientWords:
-    """``application`` is its id, "" until it is known; ``app_state`` as YARN calls it."""
+# The client kills what has run for longer, and takes no larger number (24 days).
+_LONGEST_MS = 2**31 - 1
+# As dmlc-core's; Hadoop's default of 10 MB is as much as the cluster's least, which may be less
+# than a Python needs.
+_MEMORY_MB = 1024
+_CORES = 1
 
-    def __init__(self) -> None:
+# What it prints must be all of this, also where somebody wants less.
+_LOGGERS = {"HADOOP_ROOT_LOGGER": "INFO,console", "YARN_ROOT_LOGGER": "INFO,console"}
+
+# Submits the script that is its argument, waits for the end, and leaves nothing in HDFS. Hadoop
+# lets everybody read what the client uploads, so it is put into a directory of its own.
+_SUBMIT = """\
+trap : TERM
+hadoop fs -D fs.permissions.umask-mode=077 -mkdir -p {name} &&
+{command} -shell_script "$1"
+code=$?
+hadoop fs -rm -r -f -skipTrash {name} >/dev/null 2>&1
+exit $code
+"""
+_CANCEL = 'yarn application -kill "$1"; c=$?; hadoop fs -rm -r -f -skipTrash "$2"; exit $c'
+
+
+class YarnApplication(BatchQueue):
+    """One application, of which the client's log tells the id, the state and the diagnostics.
+
+    Its name is also that of the directory in HDFS that no other user can read. Raises
+    :class:`LaunchError` for a name and options that cannot be.
+    """
+
+    program = "yarn"
+    rank_names = (_RANK_NAME,)
+    first_rank = 1
+    only_wishes = True
+    ending_s = 15.0  # the application master, YARN and the client look at each other every second
+
+    def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
+        super().__init__(options, {**environ, **_LOGGERS})
+        _refuse_own_options(self.places.launcher_args)
+        self.worker_cores = container_size(self.places)[1]
+        self.name = application_name(self.places.jobname)
+        self.jar = ""
         self.application = ""
         self.app_state = ""
         self.diagnostics = ""
@@ -111,8 +127,19 @@ class ClientWords:
         self._is_submitting = False
         self._open: list[str] | None = None  # a diagnosis of several lines
 
+    def submit(self, directory: Path) -> list[str]:
+        return ["sh", str(directory / _SUBMIT_NAME), str(directory / _SCRIPT_NAME)]
+
+    def texts(self, ticket: AgentTicket) -> dict[str, str]:
+        python = self.options.python or sys.executable
+        client = client_argv(self.places, self.jar, self.name, len(self.members))
+        return {
+            _SUBMIT_NAME: submit_script(client, self.name),
+            _SCRIPT_NAME: container_script(ticket, python, os.getcwd(), checkout_root()),
+        }
+
     def is_news(self, line: str) -> bool:
-        """Take in what the client has said, and whether people should see it."""
+        """Take in what the client has said, and return whether people should see it."""
         logged = _LOGGED.match(line)
         if self._open is not None and logged is None:
             self._go_on(line)
@@ -125,33 +152,30 @@ class ClientWords:
         return level not in _QUIET
 
     def is_submitting(self) -> bool:
-        """The application may be there, and its id has not been said."""
         return self._is_submitting and not self.application
 
-    def state(self) -> str:
-        """Return what the job waits for, in YARN's own words."""
+    def cancel(self, line: str) -> list[str] | None:
+        found = _SUBMITTED.search(line)
+        return None if found is None else ["sh", "-c", _CANCEL, "cancel", found[1], self.name]
+
+    def poll(self) -> str:
         if self._unreachable:
             return f"yarn cannot connect to {self._unreachable}"
         if not self.app_state:
             return ""
         found = f"{self.application} is {self.app_state}"
         if self.app_state == "RUNNING":
-            return f"{found}; {self.logs()} shows what its containers say"
+            return f"{found}; {self._logs()} shows what its containers say"
         return f"{found}: {self.diagnostics}" if self.diagnostics else found
 
-    def explain(self, lines: Sequence[str], code: int) -> str:
-        """The client has ended before all agents had come; ``lines`` are its news."""
-        if self.app_state in ("FINISHED", "FAILED", "KILLED"):
-            why = f": {self.diagnostics}" if self.diagnostics else ""
-            found = f"{self.application} is {self.app_state} before all processes had started{why}"
-            return f"{found} ({self.logs()} may say more)"
-        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        said = quoted(lines)
-        return f"yarn ended ({how}) before all processes had started" + (
-            f"; it said:{said}" if said else ""
-        )
+    def refusal(self, lines: Sequence[str]) -> str | None:
+        if self.app_state not in ("FINISHED", "FAILED", "KILLED"):
+            return None
+        why = f": {self.diagnostics}" if self.diagnostics else ""
+        found = f"{self.application} is {self.app_state} before all processes had started{why}"
+        return f"{found} ({self._logs()} may say more)"
 
-    def logs(self) -> str:
+    def _logs(self) -> str:
         return f"'yarn logs -applicationId {self.application}'"
 
     def _take_in(self, text: str) -> None:
@@ -159,8 +183,8 @@ class ClientWords:
         self._unreachable = "" if retrying is None else retrying[1]
         if text.startswith("Submitting application to ASM"):
             self._is_submitting = True
-        if submitted := submitted_application(text):
-            self.application = submitted
+        if submitted := _SUBMITTED.search(text):
+            self.application = submitted[1]
         self._take_state(text)
         if diagnosed := _DIAGNOSTICS.search(text):
             self._open = []
@@ -180,12 +204,6 @@ class ClientWords:
             self._take_state(rest)
 
 
-def submitted_application(line: str) -> str | None:
-    """The application's id if this line tells it."""
-    found = _SUBMITTED.search(line)
-    return None if found is None else found[1]
-
-
 def short(diagnostics: str) -> str:
     """Without the date in front, stacks and details, on one line; "" for none."""
     lines = [line for line in _DATE.sub("", diagnostics).splitlines() if not _FRAME.match(line)]
@@ -195,96 +213,35 @@ def short(diagnostics: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
-_OWN_OPTIONS = ("appname", "num_containers", "shell_script", "shell_command")
-_CLIENT = "org.apache.hadoop.yarn.applications.distributedshell.Client"
-_JAR = "hadoop-yarn-applications-distributedshell"
-_CLASSPATH_S = 20.0
-_ENDING_S = 15.0  # the application master, YARN and the client look at each other every second
-_SUBMIT_NAME = "submit.sh"
-_SCRIPT_NAME = "container.sh"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+def container_script(ticket: AgentTicket, python: str, directory: str, root: str | None) -> str:
+    """Return what makes a container an agent with ``python``.
 
-# The client kills what has run for longer, and takes no larger number (24 days).
-_LONGEST_MS = 2**31 - 1
-# As dmlc-core's; Hadoop's default of 10 MB is as much as the cluster's least, which may be less
-# than a Python needs.
-_MEMORY_MB = 1024
-_CORES = 1
-
-# What it prints must be all of this, also where somebody wants less.
-_LOGGERS = {"HADOOP_ROOT_LOGGER": "INFO,console", "YARN_ROOT_LOGGER": "INFO,console"}
-
-# Hadoop lets everybody read what the client uploads, so it is put into a directory of its own.
-_SUBMIT = """\
-trap : TERM
-hadoop fs -D fs.permissions.umask-mode=077 -mkdir -p {name} &&
-{command} -shell_script "$1"
-code=$?
-hadoop fs -rm -r -f -skipTrash {name} >/dev/null 2>&1
-exit $code
-"""
-_CANCEL = 'yarn application -kill "$1"; c=$?; hadoop fs -rm -r -f -skipTrash "$2"; exit $c'
-
-
-def run(
-    options: LaunchOptions,
-    environ: Mapping[str, str],
-    service_command: Sequence[str],
-    timing: Timing,
-) -> int:
-    """As :func:`kvstore.launch.job.run.run_job`."""
-    refuse_own_options(options.places.launcher_args)
-    name = application_name(options.places.jobname)
-    for program in ("yarn", "hadoop"):
-        remedy = "start this on a machine with Hadoop's client, with its bin directory on the PATH"
-        found = find_program(program, options, environ, remedy)
-        if found is None:
-            break
-    jar = own_jar(options.places.launcher_args) or (find_jar(environ) if found else f"{_JAR}.jar")
-    words = ClientWords()
-
-    def cancel(line: str) -> list[str] | None:
-        found = submitted_application(line)
-        return None if found is None else ["sh", "-c", _CANCEL, "cancel", found, name]
-
-    def bundle(ticket: AgentTicket) -> dict[str, str]:
-        python = options.python or sys.executable
-        return {_SCRIPT_NAME: container_script(ticket, python, os.getcwd(), checkout_root())}
-
-    def command(directory: Path) -> list[str]:
-        return ["sh", str(directory / _SUBMIT_NAME), str(directory / _SCRIPT_NAME)]
-
-    members = servers_then_workers(options)
-    cluster = Cluster(
-        members=members,
-        command=command,
-        environment={**environ, **_LOGGERS},
-        rank_names=[RANK_NAME],
-        worker_cores=container_size(options.places)[1],
-        first_rank=FIRST_RANK,
-        explain=words.explain,
-        state=words.state,
-        cancel=cancel,
-        bundle=bundle,
-        habits=Habits(
-            name="yarn",
-            is_news=words.is_news,
-            is_submitting=words.is_submitting,
-            ending_s=_ENDING_S,
-            only_wishes=True,
-        ),
-        files={
-            _SUBMIT_NAME: submit_script(client_argv(options.places, jar, name, len(members)), name)
-        },
-    )
-    return run_carried(options, environ, service_command, timing, cluster)
-
-
-def refuse_own_options(launcher_args: Sequence[str]) -> None:
-    """Raise :class:`LaunchError` for what the launcher has to say itself.
-
-    The name is also that of the directory in HDFS that no other user can read.
+    Processes will run in ``directory`` where the container's host has it, else in the container's
+    own. ``root`` is as for :func:`agent_program`.
     """
+    programs = {
+        TICKET_NAME: ticket.to_text(),
+        PROGRAM_NAME: agent_program(".", root, "agents.join", _JOIN_ANSWER_NAME),
+        _JOIN_ANSWER_NAME: Path(join_answer.__file__).read_text(encoding="utf-8"),
+    }
+    return _SCRIPT.format(
+        files="".join(
+            f"cat >\"$files/{name}\" <<'{_END}'\n{text.rstrip()}\n{_END}\n"
+            for name, text in programs.items()
+        ),
+        rank=_RANK_NAME,
+        python=shlex.quote(python),
+        directory=shlex.quote(directory),
+        program=PROGRAM_NAME,
+        join_answer=_JOIN_ANSWER_NAME,
+    )
+
+
+def submit_script(argv: Sequence[str], name: str) -> str:
+    return _SUBMIT.format(name=shlex.quote(name), command=shlex.join(argv))
+
+
+def _refuse_own_options(launcher_args: Sequence[str]) -> None:
     for word in launcher_args:
         if word.startswith("-") and word.lstrip("-").split("=")[0] in _OWN_OPTIONS:
             raise LaunchError(
@@ -331,10 +288,9 @@ def client_argv(places: Places, jar: str, name: str, count: int) -> list[str]:
 
 def own_jar(launcher_args: Sequence[str]) -> str | None:
     """The jar that the user names by ``-jar``."""
-    for option, value in pairwise(launcher_args):
-        if option.lstrip("-") == "jar" and option.startswith("-"):
-            return value
-    return None
+    return next(
+        (jar for option, jar in pairwise(launcher_args) if option in ("-jar", "--jar")), None
+    )
 
 
 def find_jar(environ: Mapping[str, str]) -> str:
@@ -343,13 +299,14 @@ def find_jar(environ: Mapping[str, str]) -> str:
     program = shutil.which("yarn", path=environ.get("PATH"))
     assert program is not None
     homes.append(str(Path(program).resolve().parents[1]))
-    for home in homes:
-        for below in ("share/hadoop/yarn", ".", "lib/hadoop-yarn"):
-            if found := _jar_in(Path(home) / below):
-                return found
-    for directory in _class_path(program, environ):
-        if found := _jar_in(directory):
-            return found
+    for directory in _directories_of_jars(homes, program, environ):
+        found = [
+            str(path)
+            for path in sorted(directory.glob(f"{_JAR}*.jar"))
+            if not path.stem.endswith(("-sources", "-tests", "-javadoc"))
+        ]
+        if found:
+            return found[-1]
     raise LaunchError(
         f"there is no {_JAR}-*.jar in {', '.join(homes)}, nor on the path of 'yarn classpath': "
         "set HADOOP_HOME, or name it with --launcher-args='-jar FILE'",
@@ -357,34 +314,30 @@ def find_jar(environ: Mapping[str, str]) -> str:
     )
 
 
-def _jar_in(directory: Path) -> str | None:
-    found = [
-        str(path)
-        for path in sorted(directory.glob(f"{_JAR}*.jar"))
-        if not path.stem.endswith(("-sources", "-tests", "-javadoc"))
-    ]
-    return found[-1] if found else None
-
-
-def _class_path(program: str, environ: Mapping[str, str]) -> Iterator[Path]:
-    """The directories with jars that ``yarn classpath`` names; none if it does not say."""
+def _directories_of_jars(
+    homes: Sequence[str], program: str, environ: Mapping[str, str]
+) -> Iterator[Path]:
+    """Below ``homes``, and then what ``yarn classpath`` names; nothing if it does not say."""
+    for home in homes:
+        for below in ("share/hadoop/yarn", ".", "lib/hadoop-yarn"):
+            yield Path(home) / below
     try:
-        found = subprocess.run(
-            [program, "classpath"],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_CLASSPATH_S,
-        )
+        listed = ask([program, "classpath"], environ, _CLASSPATH_S).stdout
     except (OSError, subprocess.TimeoutExpired):
         return
-    for entry in found.stdout.strip().split(os.pathsep):
+    for entry in listed.strip().split(os.pathsep):
         if entry.endswith("*"):
             yield Path(entry).parent
 
 
-def submit_script(argv: Sequence[str], name: str) -> str:
-    """Submits the script that is its argument, waits for the end, and leaves nothing in HDFS."""
-    return _SUBMIT.format(name=shlex.quote(name), command=shlex.join(argv))
+def queue_of(options: LaunchOptions, environ: Mapping[str, str]) -> YarnApplication:
+    """An application. Raises :class:`LaunchError`."""
+    application = YarnApplication(options, environ)
+    remedy = "start this on a machine with Hadoop's client, with its bin directory on the PATH"
+    is_here = are_here(["yarn", "hadoop"], options, environ, remedy)
+    jar = own_jar(options.places.launcher_args)
+    application.jar = jar or (find_jar(environ) if is_here else f"{_JAR}.jar")
+    return application
+
+
+run = launcher(queue_of)

@@ -2,7 +2,7 @@
 
 Brings the parts together, on the main thread: an address that the scheduler will serve on, on
 this machine; a place for the logs; the plan; the supervisor; and at the end the words and the
-exit code. Where servers and workers run is the launchers' matter (``launch/backends/local.py``,
+exit code. Where servers and workers run is the launchers' matter (``launch/cli.py``,
 ``launch/backends/ssh.py``). Read ``plan.py`` and ``supervisor.py`` next.
 """
 

@@ -1,4 +1,4 @@
-"""The distributed shell's command line, what its client says, and what a container runs."""
+"""What the script that submits does, and the one that a container runs."""
 
 from __future__ import annotations
 
@@ -9,107 +9,34 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from stand_ins import program
 
 from kvstore.launch.agents.ticket import AgentTicket
 from kvstore.launch.backends.yarn import (
-    ClientWords,
+    YarnApplication,
     application_name,
-    client_argv,
     container_script,
-    container_size,
-    own_jar,
-    refuse_own_options,
-    short,
     submit_script,
 )
-from kvstore.launch.options import LaunchError, Places, parse_arguments
+from kvstore.launch.options import parse_arguments
 
 TICKET = AgentTicket(["10.0.0.7"], 4711, "the-key", ["YARN_SHELL_ID"], 1, [])
-INFO = "2026-11-22 08:00:00,123 INFO distributedshell.Client: "
-
-
-def report(state: str, diagnostics: str) -> str:
-    return (
-        f"{INFO}Got application report from ASM for, appId=1, clientToAMToken=null, "
-        f"appDiagnostics={diagnostics}, appMasterHost=N/A, appQueue=default, appMasterRpcPort=-1, "
-        f"appStartTime=1, yarnAppState={state}, distributedFinalState=UNDEFINED, "
-        "appTrackingUrl=http://rm:8088/, appUser=ann"
-    )
-
-
-def heard(*lines: str) -> tuple[ClientWords, list[str]]:
-    """What is known after these lines, and which of them people see."""
-    words = ClientWords()
-    submitted = "26/11/22 08:00:00 INFO impl.YarnClientImpl: Submitted application application_17_1"
-    news = [
-        line for text in (submitted, *lines) for line in text.splitlines() if words.is_news(line)
-    ]
-    return words, news
 
 
 # -- the command ------------------------------------------------------------------------------
 
 
-def test_the_larger_size_is_that_of_all_containers() -> None:
-    assert container_size(Places()) == (1024, 1)
-    assert container_size(Places(worker_memory_mb=512, worker_cores=4)) == (512, 4)
-    both = Places(worker_memory_mb=512, server_memory_mb=2048, worker_cores=2, server_cores=1)
-    assert container_size(both) == (2048, 2)
-
-
-def test_the_users_own_options_come_first() -> None:
-    places = parse_arguments(
-        ["-n", "1", "--launcher", "yarn", "--queue", "q", "--launcher-args=-timeout 5", "true"]
-    ).places
-    argv = client_argv(places, "/ds.jar", "kvstore-1", 2)
-    client = "org.apache.hadoop.yarn.applications.distributedshell.Client"
-    assert argv == [
-        *("yarn", "jar", "/ds.jar", client, "-timeout", "5", "-jar", "/ds.jar"),
-        *("-appname", "kvstore-1", "-queue", "q", "-num_containers", "2"),
-        *("-container_memory", "1024", "-container_vcores", "1", "-timeout", "2147483647"),
-    ]
-
-
-def test_a_name_is_the_jobs_own_and_fit_for_a_directory() -> None:
+def test_a_name_is_the_jobs_own() -> None:
     assert re.fullmatch(r"kvstore-[0-9a-f]{8}", application_name(None))
     assert re.fullmatch(r"my\.job-[0-9a-f]{8}", application_name("my.job"))
     assert application_name(None) != application_name(None)
-    for wrong in ("a/b", "a b", "-a", "", "a;b", "..", ".a"):
-        with pytest.raises(LaunchError, match="directory in HDFS"):
-            application_name(wrong)
-
-
-@pytest.mark.parametrize(
-    ("words", "jar"),
-    [
-        (["-jar", "/a.jar"], "/a.jar"),
-        (["-priority", "1", "--jar", "/b.jar"], "/b.jar"),
-        (["-jar"], None),
-        (["jar", "/c.jar"], None),
-        ([], None),
-    ],
-)
-def test_the_users_own_jar(words: list[str], jar: str | None) -> None:
-    assert own_jar(words) == jar
-
-
-@pytest.mark.parametrize("word", ["-appname", "--num_containers", "-shell_script=x"])
-def test_what_the_launcher_says_itself_is_refused(word: str) -> None:
-    with pytest.raises(
-        LaunchError, match=f"{word} in --launcher-args is for the launcher"
-    ) as caught:
-        refuse_own_options(["-priority", "1", word, "x"])
-    assert caught.value.exit_code == 2
-    refuse_own_options(["-priority", "1", "-shell_env", "shell_script=1", "appname"])
 
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_the_submission_makes_a_private_directory_and_removes_it(tmp_path: Path, code: int) -> None:
     calls = tmp_path / "calls"
     for name, status in (("hadoop", 0), ("yarn", code)):
-        path = tmp_path / name
-        path.write_text(f'#!/bin/sh\necho {name} "$@" >>{calls}\nexit {status}\n')
-        path.chmod(0o755)
+        program(tmp_path, name, f'echo {name} "$@" >>{calls}; exit {status}')
     script = tmp_path / "submit.sh"
     script.write_text(submit_script(["yarn", "jar", "a b"], "job-1"))
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -125,87 +52,17 @@ def test_the_submission_makes_a_private_directory_and_removes_it(tmp_path: Path,
 # -- what the client says ---------------------------------------------------------------------
 
 
-def test_reports_are_no_news_but_tell_the_state() -> None:
-    words, news = heard(
-        report(
-            "ACCEPTED",
-            "[Sun Nov 22 08:00:00 +0000 2026] Application is added to the scheduler and is not yet "
-            "activated. Queue's AM resource limit exceeded.  Details : AM Partition = <D>; ",
-        )
-    )
-    assert news == []
-    assert words.application == "application_17_1"
-    assert words.state() == (
-        "application_17_1 is ACCEPTED: Application is added to the scheduler and is not yet "
-        "activated. Queue's AM resource limit exceeded."
-    )
-
-
-def test_a_report_of_several_lines_ends_where_the_next_field_begins() -> None:
-    words, news = heard(
-        report("FAILED", "AM exited with 1\nStack trace:\n\tat org.A.b(C.java:1)\nFailing.")
-    )
-    assert news == []
-    assert words.explain([], 2) == (
-        "application_17_1 is FAILED before all processes had started: AM exited with 1 Stack "
-        "trace: Failing. ('yarn logs -applicationId application_17_1' may say more)"
-    )
-
-
-def test_a_report_that_is_cut_off_does_not_swallow_what_follows() -> None:
-    _, news = heard(
-        f"{INFO}Got application report from ASM for, appDiagnostics=one",
-        "2026-11-22 08:00:01,000 ERROR distributedshell.Client: Error running Client",
-        "java.io.IOException: no",
-    )
-    assert [line.rpartition(" ")[2] for line in news] == ["Client", "no"]
-
-
-def test_errors_and_what_is_no_log_are_news_without_the_stack() -> None:
-    lines = [
-        "2026-11-22 08:00:00,123 [main] WARN util.NativeCodeLoader: Unable to load",
-        "26/11/22 08:00:00 ERROR distributedshell.Client: Error running Client",
-        "org.apache.commons.cli.UnrecognizedOptionException: Unrecognized option: -x",
-        "\tat org.apache.commons.cli.Parser.processOption(Parser.java:363)",
-        "\t... 3 more",
-        "SLF4J: Class path contains multiple SLF4J bindings.",
-    ]
-    assert heard(*lines)[1] == [lines[1], lines[2]]
-
-
-def test_a_client_that_ends_without_an_application_is_explained_by_what_it_said() -> None:
-    assert ClientWords().explain(["mkdir: Permission denied"], 1) == (
-        "yarn ended (exit code 1) before all processes had started; it said:"
-        "\n  mkdir: Permission denied"
-    )
-
-
 def test_the_id_is_awaited_from_the_submission_on() -> None:
-    words = ClientWords()
-    assert not words.is_submitting()
-    words.is_news(f"{INFO}Submitting application to ASM")
-    assert words.is_submitting()
-    words.is_news(f"{INFO}Submitted application application_17_1")
-    assert not words.is_submitting()
-
-
-def test_a_server_that_does_not_answer_is_named_until_it_does() -> None:
-    words, _ = heard(
-        "26/11/22 08:00:00 INFO ipc.Client: Retrying connect to server: rm/10.0.0.1:8032. Already "
-        "tried 3 time(s); retry policy is RetryUpToMaximumCountWithFixedSleep(maxRetries=10)"
-    )
-    assert words.state() == "yarn cannot connect to rm/10.0.0.1:8032"
-    words.is_news(report("RUNNING", ""))
-    assert words.state().startswith("application_17_1 is RUNNING; 'yarn logs -applicationId")
-
-
-@pytest.mark.parametrize("nothing", ["null", "N/A", "", "\n"])
-def test_no_diagnosis_is_none(nothing: str) -> None:
-    assert short(nothing) == ""
-
-
-def test_a_long_diagnosis_is_cut() -> None:
-    assert short("x" * 1000) == "x" * 400 + " ..."
+    log = "2026-11-22 08:00:00,123 INFO distributedshell.Client: "
+    job = YarnApplication(parse_arguments(["-n", "1", "true"]), {})
+    assert not job.is_submitting()
+    job.is_news(f"{log}Submitting application to ASM")
+    assert job.is_submitting()
+    submitted = f"{log}Submitted application application_17_1"
+    job.is_news(submitted)
+    assert not job.is_submitting()
+    command = job.cancel(submitted)
+    assert command is not None and command[-2:] == ["application_17_1", job.name]
 
 
 # -- what a container runs --------------------------------------------------------------------
@@ -230,10 +87,7 @@ def run_container(
 @pytest.fixture
 def python_there(tmp_path: Path) -> str:
     """Shows what it is started with."""
-    path = tmp_path / "my python"
-    path.write_text('#!/bin/sh\necho "$YARN_SHELL_ID" "$PWD" "$@"\n')
-    path.chmod(0o755)
-    return str(path)
+    return str(program(tmp_path, "my python", 'echo "$YARN_SHELL_ID" "$PWD" "$@"'))
 
 
 def test_a_container_makes_its_agent_in_its_own_directory(

@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from kvstore.launch.cli import main
-from kvstore.launch.requirements import missing_packages
+from kvstore.launch.service import missing_packages
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
