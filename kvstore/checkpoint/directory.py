@@ -38,7 +38,6 @@ from kvstore.checkpoint.atomic import (
     write_json,
 )
 from kvstore.checkpoint.safetensors import TensorReader, TensorWriter
-from kvstore.checkpoint.sparse import stored_spec
 from kvstore.checkpoint.values import (
     Content,
     FilePath,
@@ -46,6 +45,7 @@ from kvstore.checkpoint.values import (
     SavedStates,
     StatesWriter,
     key_type_of,
+    stored_spec,
 )
 from kvstore.errors import CheckpointError
 from kvstore.optimizer.base import Optimizer

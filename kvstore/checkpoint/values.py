@@ -3,10 +3,11 @@
 A store passes through here in pieces (a key, or a part of one), so it can be larger than the
 memory. A states file is a file of named arrays (``safetensors.py``): ``STATE/KEY`` for each state
 of each key, and ``count/KEY`` with a row (first element, updates) for each piece. Of a row-sparse
-key it has the rows that exist. A line of its metadata holds the dtypes of the keys, because the
-arrays do not tell a float16 key from a bfloat16 one; older files lack the line, and there only what
-the arrays tell is checked. Everything read is checked, and nothing is pickled. File I/O blocks the
-caller's thread. Read next: ``directory.py``, which adds the values.
+key it has the rows that exist, sorted by id, with their ids (``row-ids/KEY``, which no state can be
+called), and in a line of its metadata the key's shape. Another line holds the dtypes of the keys,
+because the arrays do not tell a float16 key from a bfloat16 one; older files lack the line, and
+there only what the arrays tell is checked. Everything read is checked, and nothing is pickled. File
+I/O blocks the caller's thread. Read next: ``directory.py``, which adds the values.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 import bisect
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,17 +28,26 @@ from kvstore.arrays.cpu.sums import Flat
 from kvstore.arrays.keys import Key, KeySpec
 from kvstore.checkpoint.atomic import checked_path
 from kvstore.checkpoint.safetensors import TensorReader, TensorWriter
-from kvstore.checkpoint.sparse import ids_name, read_ids, read_shapes, shapes_text, stored_spec
 from kvstore.errors import CheckpointError, OptimizerNotSet
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.serialize import from_plain, to_plain
 from kvstore.optimizer.states import MASTER, has_master, state_dtypes, state_names
-from kvstore.sparse.ids import Ids
+from kvstore.sparse.ids import Ids, check_num_rows, is_increasing
 from pslite.errors import PSError
 
 FilePath: TypeAlias = str | os.PathLike[str]
 
 _INT64 = np.dtype(np.int64)
+_IDS = "row-ids/{}"
+_DTYPES = "dtypes"
+"""The name in the metadata: JSON, the name of each key's dtype."""
+_SHAPES = "row_sparse"
+"""The name in the metadata: JSON, the shape of each row-sparse key."""
+
+
+def stored_spec(spec: KeySpec, num_rows: int) -> KeySpec:
+    """Shape and dtype of the rows of a key."""
+    return KeySpec((num_rows, *spec.shape[1:]), spec.dtype)
 
 
 class Content(NamedTuple):
@@ -86,24 +98,26 @@ class StatesWriter:
         self._names = _names_of(contents, optimizer)
         self._num_written = dict.fromkeys(contents, 0)
         metadata = {"key_type": key_type_of(contents)}
-        metadata |= dtypes_text({key: each.spec.dtype for key, each in contents.items()})
+        dtypes = {str(key): _name(each.spec.dtype) for key, each in contents.items()}
+        metadata[_DTYPES] = json.dumps(dtypes)
         if optimizer is not None:
             metadata["optimizer_name"] = optimizer.name
             if dump:
                 metadata["optimizer"] = json.dumps(to_plain(optimizer))
         rows = {key: each.rows for key, each in contents.items() if each.rows is not None}
         self._rows = rows
-        metadata |= shapes_text({key: contents[key].spec.shape for key in rows})
+        if rows:
+            metadata[_SHAPES] = json.dumps({str(key): contents[key].spec.shape for key in rows})
         arrays: dict[str, KeySpec] = {}
         dtypes_of = _state_dtypes_of(contents, optimizer)
         # In the order in which they are written, as far as it is known.
         for key, content in contents.items():
-            dtypes = dtypes_of[content.spec.dtype]
-            for name, dtype in zip(self._names[key], dtypes, strict=True):
+            of_states = dtypes_of[content.spec.dtype]
+            for name, dtype in zip(self._names[key], of_states, strict=True):
                 arrays[f"{name}/{key}"] = KeySpec(content.stored.shape, dtype)
             arrays[f"count/{key}"] = KeySpec((content.num_pieces, 2), _INT64)
         for key, ids in rows.items():
-            arrays[ids_name(key)] = KeySpec(ids.shape, _INT64)
+            arrays[_IDS.format(key)] = KeySpec(ids.shape, _INT64)
         self.file = TensorWriter(path, arrays, metadata)
 
     def add(self, piece: SavedPiece) -> None:
@@ -111,7 +125,7 @@ class StatesWriter:
             self.file.write(f"{name}/{piece.key}", piece.start, state)
         row = self._num_written[piece.key]
         if row == 0 and piece.key in self._rows:
-            self.file.write(ids_name(piece.key), 0, self._rows[piece.key])
+            self.file.write(_IDS.format(piece.key), 0, self._rows[piece.key])
         self._num_written[piece.key] = row + 1
         counted = np.array([piece.start, piece.num_updates], _INT64)
         self.file.write(f"count/{piece.key}", 2 * row, counted)
@@ -160,7 +174,7 @@ def key_type_of(keys: Iterable[Key]) -> str:
 # -- reading ------------------------------------------------------------------------------
 
 
-class SavedStates:
+class SavedStates(AbstractContextManager["SavedStates"]):
     """A states file that is open for reading. Raises ``CheckpointError``.
 
     Without ``takes_rows``, also for a file with states of row-sparse keys.
@@ -170,9 +184,12 @@ class SavedStates:
         self.path = checked_path(path)
         self._file = TensorReader(path)
         try:
-            self.optimizer = self._read_optimizer()
-            self._dtypes = read_dtypes(self._file, path)
-            self.row_shapes = read_shapes(self._file, path)
+            self.optimizer: Optimizer | None = self._read("optimizer", "optimizer", _optimizer_of)
+            """The optimizer itself, where the file holds it."""
+            self._dtypes: dict[str, str] = self._read(_DTYPES, "dtypes of keys", _dtypes_of)
+            self.row_shapes: dict[str, tuple[int, ...]] = self._read(
+                _SHAPES, "shapes of row-sparse keys", _shapes_of
+            )
             if self.row_shapes and not takes_rows:
                 raise CheckpointError(
                     f"{path} has row-sparse keys ({', '.join(self.row_shapes)}), which only "
@@ -185,17 +202,12 @@ class SavedStates:
         """The registered name of the optimizer whose states these are; "" for none."""
         self._counts: tuple[Key, list[list[int]]] | None = None
 
-    def _read_optimizer(self) -> Optimizer | None:
-        """The optimizer itself, where the file holds it."""
-        text = self._file.metadata.get("optimizer")
-        if text is None:
-            return None
+    def _read(self, name: str, what: str, made_of: Callable[[Any], Any]) -> Any:
+        """What ``made_of`` makes of the JSON in the line ``name`` of the metadata, or of None."""
         try:
-            return from_plain(json.loads(text))
-        except (PSError, ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"cannot restore the optimizer from {self.path}: {error}"
-            ) from error
+            return made_of(json.loads(self._file.metadata.get(name, "null")))
+        except (PSError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise CheckpointError(f"cannot restore the {what} from {self.path}: {error}") from error
 
     def check(self, contents: Mapping[Key, Content], optimizer: Optimizer | None) -> None:
         """Whether these are the states that ``optimizer`` keeps for all of these keys, undamaged.
@@ -221,13 +233,7 @@ class SavedStates:
         for key, content in contents.items():
             names = self._names_of(key, optimizer)
             has_saved_master = len(names) > len(optimizer.state_names())
-            check_dtype(
-                self.path,
-                key,
-                content.spec.dtype,
-                self._dtypes,
-                has_saved_master=has_saved_master,
-            )
+            self._check_dtype(key, content.spec.dtype, has_saved_master=has_saved_master)
             spec = self._stored_spec(key, content)
             # The last dtype may be that of a master which the file lacks.
             dtypes = dtypes_of[content.spec.dtype]
@@ -242,8 +248,14 @@ class SavedStates:
         return self._file.digest
 
     def rows_of(self, key: Key) -> Ids:
-        """The rows of a row-sparse key, sorted. Raises ``CheckpointError``."""
-        return read_ids(self._file, self.path, str(key), self.row_shapes[str(key)])
+        """The rows of a row-sparse key, sorted and in range. Raises ``CheckpointError``."""
+        name, num_rows = _IDS.format(key), self.row_shapes[str(key)][0]
+        spec = self._file.spec(name)
+        if len(spec.shape) == 1 and spec.dtype == np.int64:
+            ids: Ids = self._file.read(name)
+            if not len(ids) or (ids[0] >= 0 and int(ids[-1]) < num_rows and is_increasing(ids)):
+                return ids
+        raise CheckpointError(f"{name} in {self.path} are not sorted ids below {num_rows}")
 
     def check_kind(self, key: Key, content: Content) -> None:
         """Whether a key is row-sparse here and there, or dense."""
@@ -251,6 +263,17 @@ class SavedStates:
         if (content.rows is None) != (shape is None):
             kinds = ("dense", "row-sparse") if shape is None else ("row-sparse", "dense")
             raise CheckpointError(f"key {key!r} is {kinds[0]} in {self.path}, {kinds[1]} here")
+
+    def _check_dtype(self, key: Key, dtype: np.dtype[Any], *, has_saved_master: bool) -> None:
+        """Raise ``CheckpointError`` unless the states of a key are those of a key of ``dtype``."""
+        found = self._dtypes.get(str(key), _name(dtype))
+        if str(key) not in self._dtypes and has_saved_master and not has_master(dtype):
+            found = "float16 or bfloat16"
+        if found != _name(dtype):
+            raise CheckpointError(
+                f"key {key!r} was {found} when {self.path} was written and is {dtype.name} here: "
+                "make it with that dtype before its states are loaded"
+            )
 
     def _stored_spec(self, key: Key, content: Content) -> KeySpec:
         self.check_kind(key, content)
@@ -283,7 +306,7 @@ class SavedStates:
         states = [self._file.read(f"{name}/{key}", start, stop) for name in names]
         counts = self._counts_of(key)
         # Pieces cut as they were have their own count; else that of the first element.
-        reached = bisect.bisect_right(counts, start, key=_first_element)
+        reached = bisect.bisect_right(counts, start, key=itemgetter(0))
         return states, counts[reached - 1][1] if reached else 0
 
     def _names_of(self, key: Key, optimizer: Optimizer | None) -> tuple[str, ...]:
@@ -296,61 +319,40 @@ class SavedStates:
         """A key's rows (first element, updates), sorted; kept for its next piece."""
         if self._counts is None or self._counts[0] != key:
             rows: list[list[int]] = self._file.read(f"count/{key}").reshape(-1, 2).tolist()
-            self._counts = key, rows if len(rows) == 1 else sorted(rows, key=_first_element)
+            self._counts = key, rows if len(rows) == 1 else sorted(rows)
         return self._counts[1]
 
     def close(self) -> None:
         """Close the file; idempotent."""
         self._file.close()
 
-    def __enter__(self) -> SavedStates:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _first_element(row: list[int]) -> int:
-    return row[0]
+def _optimizer_of(data: Any) -> Optimizer | None:
+    return None if data is None else from_plain(data)
 
 
-_DTYPES = "dtypes"
-"""The name in the metadata: JSON, the name of each key's dtype."""
+def _dtypes_of(data: Any) -> dict[str, str]:
+    if data is None:
+        return {}
+    if type(data) is not dict or any(type(name) is not str for name in data.values()):
+        raise ValueError(f"expected dtype names by key, got {data!r}")
+    return data
 
 
-def dtypes_text(dtypes: Mapping[Key, np.dtype[Any]]) -> dict[str, str]:
-    """The line for the metadata."""
-    return {_DTYPES: json.dumps({str(key): _name(dtype) for key, dtype in dtypes.items()})}
-
-
-def read_dtypes(file: TensorReader, path: object) -> dict[str, str]:
-    """The names of the dtypes, by the names of keys. Raises ``CheckpointError``."""
-    try:
-        found: Any = json.loads(file.metadata.get(_DTYPES, "{}"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} has malformed dtypes of keys: {error}") from error
-    if type(found) is not dict or any(type(name) is not str for name in found.values()):
-        raise CheckpointError(f"{path} has malformed dtypes of keys: expected dtype names by key")
-    return found
-
-
-def check_dtype(
-    path: object,
-    key: Key,
-    dtype: np.dtype[Any],
-    saved: Mapping[str, str],
-    *,
-    has_saved_master: bool,
-) -> None:
-    """Raise ``CheckpointError`` unless the states of a key are those of a key of ``dtype``."""
-    found = saved.get(str(key), _name(dtype))
-    if str(key) not in saved and has_saved_master and not has_master(dtype):
-        found = "float16 or bfloat16"
-    if found != _name(dtype):
-        raise CheckpointError(
-            f"key {key!r} was {found} when {path} was written and is {dtype.name} here: make it "
-            "with that dtype before its states are loaded"
-        )
+def _shapes_of(data: Any) -> dict[str, tuple[int, ...]]:
+    if data is None:
+        return {}
+    if type(data) is not dict:
+        raise ValueError(f"expected shapes by key, got {data!r}")
+    shapes = {name: tuple(shape) for name, shape in data.items()}
+    for shape in shapes.values():
+        if any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError(f"expected a shape, got {shape!r}")
+        check_num_rows(shape[0])
+    return shapes
 
 
 @cache
