@@ -22,11 +22,11 @@ import re
 import secrets
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.arrays.keys import Key, KeySpec
 from kvstore.checkpoint.atomic import (
@@ -215,7 +215,7 @@ def _named_by_manifest(directory: Path) -> list[str] | None:
     if not (directory / MANIFEST).exists():
         return []
     try:
-        return [*_names_in(directory, _read_manifest(directory)).values()]
+        return [*_read_manifest(directory).files.values()]
     except CheckpointError:
         return None
 
@@ -223,7 +223,7 @@ def _named_by_manifest(directory: Path) -> list[str] | None:
 # -- reading ------------------------------------------------------------------------------
 
 
-class CheckpointReader:
+class CheckpointReader(AbstractContextManager["CheckpointReader"]):
     """A checkpoint that is open for reading. Raises ``CheckpointError``.
 
     ``specs`` are shape and dtype of each key, ``states`` the states file.
@@ -234,7 +234,7 @@ class CheckpointReader:
         manifest = _read_manifest(directory)
         for _ in range(_MOST_RETRIES):
             try:
-                self._open(_files_of(directory, manifest), _digests_in(manifest))
+                self._open(_files_of(directory, manifest), manifest.digests)
             except CheckpointError:
                 # Another save may have put its files in the place of these.
                 last, manifest = manifest, _read_manifest(directory)
@@ -308,57 +308,52 @@ class CheckpointReader:
         states, count = self.states.read(key, start, stop, optimizer)
         return SavedPiece(key, start, self._values.read(str(key), start, stop), states, count)
 
-    def __enter__(self) -> CheckpointReader:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
 
-def _read_manifest(directory: Path) -> Any:
-    if directory.is_dir() and not (directory / MANIFEST).exists():
+class _Manifest(NamedTuple):
+    """What the manifest of a checkpoint says of its two files, by their kinds."""
+
+    files: dict[str, str]
+    """Their names; they lie beside it."""
+    sizes: dict[str, Any]
+    digests: dict[str, Any] | None
+    """None for a version without any."""
+
+
+def _read_manifest(directory: Path) -> _Manifest:
+    path = directory / MANIFEST
+    if directory.is_dir() and not path.exists():
         raise CheckpointError(
             f"{directory} is not a checkpoint: it has no {MANIFEST}, which a save writes last; "
             "name the directory that was given to save_checkpoint"
         )
-    return read_json(directory / MANIFEST, _MAX_MANIFEST_BYTES)
-
-
-def _names_in(directory: Path, manifest: Any) -> dict[str, str]:
-    """The names of the two files that the manifest has, which lie beside it."""
-    wrong = CheckpointError(f"{directory / MANIFEST} is not the manifest of a checkpoint")
-    if type(manifest) is not dict or manifest.get("format") != _FORMAT:
+    found = read_json(path, _MAX_MANIFEST_BYTES)
+    wrong = CheckpointError(f"{path} is not the manifest of a checkpoint")
+    if type(found) is not dict or found.get("format") != _FORMAT:
         raise wrong
-    version = manifest.get("version")
+    version = found.get("version")
     if type(version) is not int or version not in (_WITHOUT_DIGESTS, _VERSION):
         raise CheckpointError(
-            f"{directory / MANIFEST} has version {version!r}; this program reads versions "
-            f"{_WITHOUT_DIGESTS} and {_VERSION}"
+            f"{path} has version {version!r}; this program reads versions {_WITHOUT_DIGESTS} and "
+            f"{_VERSION}"
         )
-    files, sizes, digests = (manifest.get(name) for name in ("files", "sizes", "digests"))
-    if type(files) is not dict or type(sizes) is not dict:
+    members = ("files", "sizes", "digests") if version == _VERSION else ("files", "sizes")
+    if any(type(found.get(name)) is not dict for name in members):
         raise wrong
-    if version == _VERSION and type(digests) is not dict:
-        raise wrong
-    names = {}
-    for kind in _KINDS:
-        name = files.get(kind)
+    files = {kind: found["files"].get(kind) for kind in _KINDS}
+    for kind, name in files.items():
         if type(name) is not str or Path(name).name != name or not name.startswith(kind):
             raise wrong
-        names[kind] = name
-    return names
+    return _Manifest(files, found["sizes"], found["digests"] if version == _VERSION else None)
 
 
-def _digests_in(manifest: Any) -> dict[str, Any] | None:
-    """Those of a manifest whose names were found; None for a version without any."""
-    return manifest["digests"] if manifest["version"] == _VERSION else None
-
-
-def _files_of(directory: Path, manifest: Any) -> dict[str, Path]:
+def _files_of(directory: Path, manifest: _Manifest) -> dict[str, Path]:
     """The two files that the manifest names, if they are there with the sizes that it has."""
     paths = {}
-    for kind, name in _names_in(directory, manifest).items():
-        path, expected = directory / name, manifest["sizes"].get(kind)
+    for kind, name in manifest.files.items():
+        path, expected = directory / name, manifest.sizes.get(kind)
         try:
             size = path.stat().st_size
         except OSError as error:

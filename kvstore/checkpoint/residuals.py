@@ -140,7 +140,10 @@ def read_residuals(path: Path, compression: Compression, num_workers: int) -> li
 
 def fitting(saved: Iterable[Residual], specs: Mapping[Key, KeySpec]) -> list[Residual]:
     """Those of these keys, in their sizes and dtypes."""
-    return [each for each in saved if _fits(each, specs)]
+    wanted = {
+        key: (spec.num_elements, accumulation_dtype(spec.dtype)) for key, spec in specs.items()
+    }
+    return [each for each in saved if wanted.get(each.key) == (len(each.values), each.values.dtype)]
 
 
 def _metadata(compression: Compression, num_workers: int, key_type: str) -> dict[str, str]:
@@ -149,15 +152,6 @@ def _metadata(compression: Compression, num_workers: int, key_type: str) -> dict
         "compression": json.dumps(compression.plain()),
         "num_workers": str(num_workers),
     }
-
-
-def _fits(residual: Residual, specs: Mapping[Key, KeySpec]) -> bool:
-    spec = specs.get(residual.key)
-    return (
-        spec is not None
-        and len(residual.values) == spec.num_elements
-        and residual.values.dtype == accumulation_dtype(spec.dtype)
-    )
 
 
 def _name(residual: Residual) -> str:

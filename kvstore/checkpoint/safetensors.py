@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-import types
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.checkpoint.atomic import Replacement, checked_path, open_regular, read_json, write_json
+from kvstore.checkpoint.atomic import Replacement, checked_path, open_regular
 from kvstore.checkpoint.checksums import KnownSums
 from kvstore.checkpoint.header import (
     LENGTH_BYTES,
@@ -34,7 +34,7 @@ from kvstore.checkpoint.header import (
 )
 from kvstore.errors import CheckpointError
 
-__all__ = ["TensorReader", "TensorSpec", "TensorWriter", "read_json", "write_json"]
+__all__ = ["TensorReader", "TensorSpec", "TensorWriter"]
 
 _STEP_BYTES = 1 << 19
 """So much is written and then summed while it is in the processor's cache."""
@@ -43,7 +43,7 @@ _MOST_RECENT = 8
 """As many arrays as may be read in turn, piece by piece: states and values of a key."""
 
 
-class TensorWriter:
+class TensorWriter(AbstractContextManager["TensorWriter"]):
     """Writes the arrays of ``specs`` to ``path``, in pieces of any size and in any order.
 
     ::
@@ -99,17 +99,9 @@ class TensorWriter:
         if array.size:
             self._written[name] = _merged(self._written[name], start_element, stop)
 
-    def __enter__(self) -> TensorWriter:
-        return self
-
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
-            if exception is None:
+            if kind is None:
                 self._check_complete()
                 header = self._layout.header(self._read_back)
                 self._file.write(0, header)
@@ -131,7 +123,7 @@ class TensorWriter:
                 )
 
 
-class TensorReader:
+class TensorReader(AbstractContextManager["TensorReader"]):
     """Reads a file of named arrays; its header is checked when the object is made.
 
     ``names`` are in the file's order, ``metadata`` is a dictionary of texts; ``digest`` differs
@@ -198,9 +190,6 @@ class TensorReader:
     def close(self) -> None:
         """Close the file; idempotent."""
         self._file.close()
-
-    def __enter__(self) -> TensorReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -14,8 +14,8 @@ Read next: ``safetensors.py``.
 from __future__ import annotations
 
 import json
-import types
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,7 +141,7 @@ def _layout(
     return specs, metadata
 
 
-class TableFile:
+class TableFile(AbstractContextManager["TableFile"]):
     """Reads an export; its header, ids and stamps are checked when the object is made.
 
     Raises ``CheckpointError``.
@@ -200,15 +200,7 @@ class TableFile:
     def refused(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._path} does not fit the table: {what}")
 
-    def __enter__(self) -> TableFile:
-        return self
-
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def _read_header(self) -> None:
