@@ -12,7 +12,7 @@ for jobs on other machines, which ``launch/agents/agent.py`` and
 
 ``launch/run/background.py``, ``launch/run/parcels.py``, ``launch/run/parcels.py`` and
 ``launch/run/worker.py`` are not part of it: they are how ``kvstore.run`` uses the launcher, and
-``launch/job/tie.py`` is what it knows of that.
+``launch/job/signals.py`` is what it knows of that.
 """
 
 from __future__ import annotations

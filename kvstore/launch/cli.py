@@ -18,8 +18,8 @@ from kvstore.launch.job.checks import check_forwarded, conclude_check, local_row
 from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.job.report import say
 from kvstore.launch.job.run import Arrangement, check_plan, run_job, scheduler_address
+from kvstore.launch.job.signals import Tie, parse
 from kvstore.launch.job.supervisor import Supervisor
-from kvstore.launch.job.tie import Tie, parse
 from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
 from kvstore.launch.plan import JobFacts, brings_a_key, plan_job
 from kvstore.launch.service import missing_packages

@@ -327,7 +327,7 @@ def _build_parser() -> _OptionParser:
         help="keep one log file per process here (default: a temporary directory, "
         "which is kept only when the job fails)",
     )
-    add("--tied", metavar="FD:DIRECTORY", help=argparse.SUPPRESS)  # see tie.py
+    add("--tied", metavar="FD:DIRECTORY", help=argparse.SUPPRESS)  # see signals.py
     _add_places(parser)
     return parser
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GUARDED = """
 import os, sys
 from pathlib import Path
-from kvstore.launch.job.tie import GuardianProcess
+from kvstore.launch.job.guardian import GuardianProcess
 directory = Path(sys.argv[1])
 guardian = GuardianProcess("a-job", os.environ)
 guardian.remove_at_the_end(directory / "secret")

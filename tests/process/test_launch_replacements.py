@@ -15,8 +15,8 @@ from kvstore.launch.agents.cluster import Cluster
 from kvstore.launch.agents.command import Carrier
 from kvstore.launch.agents.remote import AgentPlace
 from kvstore.launch.agents.wire import AgentLink
+from kvstore.launch.job.guardian import GuardianProcess
 from kvstore.launch.job.places import Event, Note
-from kvstore.launch.job.tie import GuardianProcess
 
 pytestmark = pytest.mark.process
 

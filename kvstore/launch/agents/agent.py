@@ -36,16 +36,14 @@ from kvstore.launch.agents.wire import (
 )
 from kvstore.launch.environment import available_cores, checkout_root, network_id, visible_gpus
 from kvstore.launch.job.checks import gpu_count
-from kvstore.launch.job.guardian import AGENT_ID_NAME
+from kvstore.launch.job.guardian import AGENT_ID_NAME, GuardianProcess
 from kvstore.launch.job.places import CannotStart, Event, Finished, LocalPlace, Note, Output, watch
 from kvstore.launch.job.registry import new_key_file
 from kvstore.launch.job.signals import ENDING, SignalPipe
-from kvstore.launch.job.tie import GuardianProcess
 from kvstore.launch.plan import ProcessSpec, base_environment
 from pslite.node.address import machine_id
 from pslite.version import __version__
 
-_LAST_WORDS_S = 5.0
 _GOODBYE_S = 5.0
 
 # What another machine's Python is given to run: it reads the rest of the program, one line of
@@ -249,7 +247,6 @@ class Agent:
         try:
             while not (self._is_finished or self._is_told):
                 self._turn()
-            self._say_last_words()
             self._link.say_goodbye(_GOODBYE_S)
         except LinkLost:
             pass
@@ -332,14 +329,6 @@ class Agent:
             if isinstance(event, Output):
                 self._credit -= cost(event)
             self._link.tell(event)
-
-    def _say_last_words(self) -> None:
-        until_s = time.monotonic() + _LAST_WORDS_S
-        with selectors.PollSelector() as selector:
-            selector.register(self._link.write_fd, selectors.EVENT_WRITE)
-            while self._link.waiting and time.monotonic() < until_s:
-                selector.select(until_s - time.monotonic())
-                self._link.write_pending()
 
     def _close(self) -> None:
         if self._key_directory is not None:  # first: a cluster may kill all here any moment

@@ -129,9 +129,7 @@ def _start_agents(
     except OSError as error:
         listener.close()
         raise LaunchError(f"cannot start '{argv[0]}': {error.strerror}", exit_code=1) from error
-    carrier.serve(AgentListener(listener, key, carrier.admit))
-    supervisor.add_place(carrier)
-    for place in agents:
+    for place in (carrier, AgentListener(listener, key, carrier.admit), *agents):
         supervisor.add_place(place)
     supervisor.connect([carrier], None)
     return directory

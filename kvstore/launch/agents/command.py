@@ -21,13 +21,12 @@ from functools import partial
 from typing import Any
 
 from kvstore.launch.agents.cluster import Cluster, quoted
-from kvstore.launch.agents.gate import AgentListener
 from kvstore.launch.agents.remote import AgentPlace
 from kvstore.launch.agents.ticket import DIRECTORY_NAME, PROGRAM_NAME
 from kvstore.launch.agents.wire import GREETING, AgentLink
 from kvstore.launch.job.child import LineStream, die_with_launcher
-from kvstore.launch.job.places import Event, Finished, Note, watch
-from kvstore.launch.job.tie import GuardianProcess
+from kvstore.launch.job.guardian import GuardianProcess
+from kvstore.launch.job.places import Event, Finished, Note, Place, watch
 from kvstore.launch.plan import ProcessSpec
 
 _KEPT_LINES = 200  # the last of them
@@ -39,10 +38,8 @@ _TROUBLE_S = 1.0  # between one look for it and the next
 _ROSTER_S = (5.0, 10.0, 20.0, 40.0, 60.0)  # between one roster and the next
 
 
-class Carrier:
+class Carrier(Place):
     """Runs ``argv``, a command of ``cluster``; ``workers`` are its agents' places by their rank."""
-
-    label: str | None = None
 
     def __init__(
         self,
@@ -58,7 +55,6 @@ class Carrier:
         self._guardian = guardian
         self._failure: str | None = None
         self._cancellation: Sequence[str] | None = None
-        self._gate: AgentListener | None = None
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)  # before all agents had come
         self._unshown: deque[str] = deque(maxlen=_KEPT_LINES)
         self._selector: selectors.BaseSelector | None = None
@@ -80,10 +76,6 @@ class Carrier:
         """Why there will not be a job: of the command's own, or of an agent."""
         found = [self._failure, *(place.failure for place in self._workers)]
         return next((text for text in found if text is not None), None)
-
-    def serve(self, gate: AgentListener) -> None:
-        """Let the agents in at ``gate``, which this place owns from now on."""
-        self._gate = gate
 
     def awaited(self) -> list[str]:
         return [name for place in self._workers for name in place.awaited()]
@@ -123,18 +115,10 @@ class Carrier:
     def start(
         self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
     ) -> list[Event]:
-        """Let no further agent in: all have come."""
         self._has_begun = True
-        if self._gate is not None:
-            self._gate.close()
         return []
 
-    def send_signal(self, number: int) -> None:
-        """The agents get it over their links."""
-
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
-        if self._gate is not None and not self._has_begun:
-            self._gate.adjust(selector)
         self._selector = selector
         for stream in self._streams:
             read = partial(self._read, stream, selector)
@@ -191,9 +175,8 @@ class Carrier:
         return []
 
     def tick(self, now_s: float) -> tuple[list[Event], float | None]:
-        patience_s = None if self._gate is None or self._has_begun else self._gate.tick(now_s)
         if self._has_begun or not self.awaited():
-            return [], patience_s
+            return [], None
         if now_s >= self._trouble_s and self._failure is None:
             self._failure = self._cluster.trouble()
             self._trouble_s = now_s + _TROUBLE_S
@@ -209,8 +192,7 @@ class Carrier:
             self._unshown.clear()
             self._rosters += 1
             self._roster_s = now_s + _ROSTER_S[min(self._rosters, len(_ROSTER_S) - 1)]
-        left_s = max(0.0, min(self._roster_s, *due_s) - now_s)
-        return events, left_s if patience_s is None else min(left_s, patience_s)
+        return events, max(0.0, min(self._roster_s, *due_s) - now_s)
 
     def finish(self, leftover_s: float) -> list[Event]:
         self._is_over = True
@@ -225,8 +207,6 @@ class Carrier:
         If it has not ended well by then, or the job has not begun, that is taken out of the
         cluster.
         """
-        if self._gate is not None:
-            self._gate.close()
         if self._has_begun:
             self._wait(self._hung_up_s + self._habits.ending_s)
         self._wait(time.monotonic() + _ENDING_S, self._habits.is_submitting)

@@ -14,7 +14,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,8 @@ from kvstore.launch.agents.join_answer import (
     Handshake,
 )
 from kvstore.launch.agents.wire import GREET, TO_AGENT, AgentLink, LinkLost, Seal
-from kvstore.launch.job.places import Event, Note, watch
+from kvstore.launch.job.places import Event, Note, Place, watch
+from kvstore.launch.plan import ProcessSpec
 
 VISIT_S = 10.0  # from the connection to the greeting
 MOST_VISITORS = 512  # that have not greeted yet
@@ -36,8 +37,11 @@ _AT_ONCE = 64  # connections that one turn takes
 Admit = Callable[[AgentLink, Mapping[str, Any]], list[Event]]
 
 
-class AgentListener:
-    """Owns ``listener``. ``admit`` takes the link, with its ownership, and the greeting."""
+class AgentListener(Place):
+    """Owns ``listener``. ``admit`` takes the link, with its ownership, and the greeting.
+
+    No process of the job runs at this place.
+    """
 
     def __init__(self, listener: socket.socket, key: str, admit: Admit) -> None:
         listener.setblocking(False)
@@ -49,8 +53,14 @@ class AgentListener:
         self._has_complained = False
         self._selector: selectors.BaseSelector | None = None
 
-    def adjust(self, selector: selectors.BaseSelector) -> None:
-        """Register what is to be listened to."""
+    def start(
+        self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
+    ) -> list[Event]:
+        """All have come."""
+        self.close()
+        return []
+
+    def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
         self._selector = selector
         if (fd := self._listener.fileno()) >= 0:
             watch(selector, fd, self.let_in, wanted=self._paused_until_s is None)
@@ -87,15 +97,15 @@ class AgentListener:
         self._forget(visitor)
         return self._admit(*found)
 
-    def tick(self, now_s: float) -> float | None:
-        """Send away who takes too long; the seconds until this wants to be called again."""
+    def tick(self, now_s: float) -> tuple[list[Event], float | None]:
+        """Send away who takes too long."""
         for visitor in [one for one in self._visitors if one.until_s <= now_s]:
             self._send_away(visitor)
         if self._paused_until_s is not None and self._paused_until_s <= now_s:
             self._paused_until_s = None
         due_s = [one.until_s for one in self._visitors]
         due_s += [] if self._paused_until_s is None else [self._paused_until_s]
-        return min(due_s) - now_s if due_s else None
+        return [], min(due_s) - now_s if due_s else None
 
     def close(self) -> None:
         """Let no more agents in. May be called again."""

@@ -32,6 +32,7 @@ from kvstore.launch.job.places import (
     Finished,
     Note,
     Output,
+    Place,
     Started,
     watch,
 )
@@ -40,7 +41,7 @@ from kvstore.launch.plan import ProcessSpec
 _LOST_STATUS = 255
 
 
-class AgentPlace:
+class AgentPlace(Place):
     """What one agent serves. ``label`` is the host's name in prefixes.
 
     ``greeting`` is what the agent has told of its machine, None before :meth:`greet`;
@@ -49,7 +50,7 @@ class AgentPlace:
     """
 
     def __init__(self, label: str, *, is_replaceable: bool = False) -> None:
-        self.label: str | None = label
+        self.label = label
         self.is_replaceable = is_replaceable
         self._name = label
         self.greeting: Mapping[str, Any] | None = None
@@ -119,9 +120,6 @@ class AgentPlace:
                 events=selectors.EVENT_WRITE,
             )
 
-    def sweep(self) -> list[Event]:
-        return []
-
     def tick(self, now_s: float) -> tuple[list[Event], float | None]:
         if self._is_over or self._link is None or self.greeting is None:
             return [], None
@@ -141,9 +139,6 @@ class AgentPlace:
         self._is_over = True
         if self._link is not None:
             self._link.close()
-
-    def close(self) -> None:
-        """Nothing is left to release once the link is closed."""
 
     def leave(self, how: str) -> list[Event]:
         """Its agent is gone, in the way of ``how``, before the job has begun: await another."""

@@ -21,6 +21,7 @@ import hashlib
 import hmac
 import json
 import os
+import selectors
 import socket
 import stat
 import struct
@@ -229,11 +230,17 @@ class AgentLink:
         return self._said_s + ALIVE_S - now_s
 
     def say_goodbye(self, patience_s: float) -> None:
-        """Wait until the other end has closed, which has read everything then.
+        """Write the rest, then wait until the other end has closed, which has read everything then.
 
-        A socket that is closed while something comes in drops what it has not sent yet (RFC 1122,
-        4.2.2.13); a pipe does not, and is not waited for.
+        Either for ``patience_s`` at most. A socket that is closed while something comes in drops
+        what it has not sent yet (RFC 1122, 4.2.2.13); a pipe does not, and is not waited for.
         """
+        until_s = time.monotonic() + patience_s
+        with selectors.PollSelector() as selector:
+            selector.register(self.write_fd, selectors.EVENT_WRITE)
+            while self._pending and (left_s := until_s - time.monotonic()) > 0:
+                selector.select(left_s)
+                self.write_pending()
         if not stat.S_ISSOCK(os.fstat(self.write_fd).st_mode):
             return
         until_s = time.monotonic() + patience_s

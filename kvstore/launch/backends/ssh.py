@@ -36,12 +36,12 @@ from kvstore.launch.backends.ssh_login import check_launcher_args, no_program, r
 from kvstore.launch.environment import checkout_root, listen
 from kvstore.launch.job.checks import CheckResult, conclude_check, script_row
 from kvstore.launch.job.child import LineStream
+from kvstore.launch.job.guardian import GuardianProcess
 from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.job.places import Event, Note, watch
 from kvstore.launch.job.report import say
 from kvstore.launch.job.run import Arrangement, check_plan, checking, run_job
 from kvstore.launch.job.supervisor import Supervisor
-from kvstore.launch.job.tie import GuardianProcess
 from kvstore.launch.options import LaunchError, LaunchOptions
 from kvstore.launch.plan import script_of
 

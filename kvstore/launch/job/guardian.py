@@ -1,13 +1,13 @@
 """Ends what a job has left behind; also a script that does so when the launcher is killed.
 
 Standard library only, and no import of this project: it runs as ``python -I -S guardian.py``
-beside the launcher, in a session of its own, and reads a pipe whose other end only the
-launcher holds. The launcher writes the process groups that it starts, one number a line; the
-directory of the job's key, as ``remove`` and its name in hexadecimal digits; a command that takes
-the job out of a cluster, as ``cancel`` and its words in such digits; and ``done`` when it has ended
-and removed everything itself. A pipe that ends without ``done`` means that the launcher was killed
-(``kill -9``, out of memory); then everything that belongs to the job is killed at once, the
-commands are run, and the key is removed; commands that have failed are then run again, a few times.
+beside the launcher and reads a pipe whose other end only the launcher holds, in a
+:class:`GuardianProcess`. The launcher writes a line of JSON for each process group that it starts,
+for the directory of the job's key, for a command that takes the job out of a cluster, and when it
+has ended and removed everything itself. A pipe that ends without the last means that the launcher
+was killed (``kill -9``, out of memory); then everything that belongs to the job is killed at once,
+the commands are run, and the key is removed; commands that have failed are then run again, a few
+times.
 
 A process belongs to the job when it is in one of those groups (sessions), or when the
 environment that it was started with holds the job's id; so a grandchild that made its own
@@ -17,13 +17,14 @@ environment, escapes; and without ``/proc`` (macOS) only the groups are known.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 AGENT_ID_NAME = "KVSTORE_AGENT_ID"
 _AGENT = AGENT_ID_NAME.encode() + b"="
@@ -32,6 +33,62 @@ ROUND_S = 0.05
 REMOVE_ROUNDS = 20
 _CANCEL_S = 30.0
 _CANCEL_PAUSES_S = (2.0, 10.0, 30.0)  # the cluster may be busy, or the network down
+_DONE_WAIT_S = 5.0
+_DONE = "done"
+
+
+class GuardianProcess:
+    """A running guardian of the job ``job_id``, or of what an agent of it starts.
+
+    It must outlive the launcher and must not belong to the job, so it gets a session of its own,
+    none of the user's output, and an environment without the id of any job (otherwise the guardian
+    of an enclosing job would kill it before it has done its work). Close it with :meth:`dismiss`.
+    """
+
+    def __init__(
+        self, job_id: str, environ: Mapping[str, str], agent_id: str | None = None
+    ) -> None:
+        script = os.path.realpath(__file__)
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", script, job_id, *([agent_id] if agent_id else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={name: value for name, value in environ.items() if name != "PS_JOB_ID"},
+            cwd="/",
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    def watch(self, group: int) -> None:
+        """Tell it of a process group that was just started."""
+        self._tell("watch", group)
+
+    def remove_at_the_end(self, directory: str | os.PathLike[str]) -> None:
+        """Have ``directory``, which may not be there yet, removed should the launcher be killed."""
+        self._tell("remove", os.fspath(directory))
+
+    def cancel_at_the_end(self, argv: Sequence[str]) -> None:
+        """Have ``argv`` run should the launcher be killed."""
+        self._tell("cancel", *argv)
+
+    def dismiss(self) -> None:
+        """Everything has ended: nothing is left for it to do."""
+        self._tell(_DONE)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_DONE_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _tell(self, *words: str | int) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(words).encode() + b"\n")
+        except OSError:  # somebody killed it; the death signal of the children remains
+            pass
 
 
 def end_job(
@@ -149,14 +206,15 @@ def main(job_id: str, agent_id: str | None = None) -> None:
     directories: list[str] = []
     commands: list[list[str]] = []
     for line in sys.stdin:
-        if line == "done\n":
+        kind, *words = json.loads(line)
+        if kind == _DONE:
             return
-        if line.startswith("remove "):
-            directories.append(_text(line.split()[1]))
-        elif line.startswith("cancel "):
-            commands.append([_text(word) for word in line.split()[1:]])
+        if kind == "watch":
+            groups.update(words)
+        elif kind == "remove":
+            directories += words
         else:
-            groups.add(int(line))
+            commands.append(words)
     if agent_id is not None:  # a cluster may kill all here any moment, this process too
         for directory in directories:
             shutil.rmtree(directory, ignore_errors=True)
@@ -169,10 +227,6 @@ def main(job_id: str, agent_id: str | None = None) -> None:
             return
         time.sleep(pause_s)
         failing = _failing(failing)
-
-
-def _text(digits: str) -> str:
-    return os.fsdecode(bytes.fromhex(digits))
 
 
 if __name__ == "__main__":

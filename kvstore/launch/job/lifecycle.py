@@ -116,13 +116,9 @@ class Lifecycle:
         self._specs = specs
         self._timing = timing
         self._sweep = 0
-        self._deadline_s: float | None = None
-        self._ladder: list[signal.Signals] = []
-
-    @property
-    def deadline_s(self) -> float | None:
+        self.deadline_s: float | None = None
         """When :meth:`tick` wants to be called at the latest; None while nothing is awaited."""
-        return self._deadline_s
+        self._ladder: list[signal.Signals] = []
 
     def exited(self, statuses: Mapping[int, int], now_s: float) -> list[Effect]:
         """All processes that one sweep found ended, by index, with their status."""
@@ -173,7 +169,7 @@ class Lifecycle:
 
     def tick(self, now_s: float) -> list[Effect]:
         """Time has passed: act on a deadline that is over."""
-        if self._deadline_s is None or now_s < self._deadline_s:
+        if self.deadline_s is None or now_s < self.deadline_s:
             return []
         if self.phase is Phase.STOPPING:
             return self._next_step(now_s)
@@ -200,9 +196,9 @@ class Lifecycle:
             self.failed = True
             self._enter(Phase.FAILING, now_s + self._timing.failure_s)
         if self.phase is Phase.FAILING:
-            if self._all_ended(worker=True) and self._deadline_s is not None:
+            if self._all_ended(worker=True) and self.deadline_s is not None:
                 # A moment all the same: one of the service may be about to say the cause.
-                self._deadline_s = min(self._deadline_s, now_s + self._timing.alone_s)
+                self.deadline_s = min(self.deadline_s, now_s + self._timing.alone_s)
         elif self._all_ended(worker=True):
             if self.phase is Phase.RUNNING:
                 # What the scheduler says may be under way; so may its end, which says as much.
@@ -212,9 +208,9 @@ class Lifecycle:
             elif not self._joined and self._has_ended_with_0("scheduler"):
                 self.joined(now_s)
         elif self._all_ended(worker=False):
-            self._deadline_s = None
-        elif self._deadline_s is None and self._any_service_ended():
-            self._deadline_s = now_s + self._timing.service_s
+            self.deadline_s = None
+        elif self.deadline_s is None and self._any_service_ended():
+            self.deadline_s = now_s + self._timing.service_s
 
     def _is_only_the_scheduler(self, statuses: Mapping[int, int], *, killed: bool) -> bool:
         """Return whether no other of these failed, and there are joined workers that may go on."""
@@ -239,18 +235,18 @@ class Lifecycle:
 
     def _next_step(self, now_s: float) -> list[Effect]:
         if not self._ladder:
-            if self._deadline_s is not None and now_s < self._deadline_s:
+            if self.deadline_s is not None and now_s < self.deadline_s:
                 return []
             self._enter(Phase.ENDED, None)
             return [Say(f"warning: {self._running_names()} did not end even after SIGKILL")]
         step = self._ladder.pop(0)
         patience_s = self._timing.step_s if self._ladder else self._timing.killed_s
-        self._deadline_s = now_s + patience_s
+        self.deadline_s = now_s + patience_s
         return [SendSignal(step)]
 
     def _enter(self, phase: Phase, deadline_s: float | None) -> None:
         self.phase = phase
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
 
     def _all_ended(self, *, worker: bool) -> bool:
         return all(

@@ -18,8 +18,7 @@ from typing import Protocol
 
 from kvstore.launch.environment import allow_files
 from kvstore.launch.job.child import Child, LineStream, die_with_launcher, start_child
-from kvstore.launch.job.guardian import end_job
-from kvstore.launch.job.tie import GuardianProcess
+from kvstore.launch.job.guardian import GuardianProcess, end_job
 from kvstore.launch.plan import ProcessSpec
 
 
@@ -91,15 +90,19 @@ def watch(
         selector.unregister(fd)
 
 
-class Place(Protocol):
-    """One place. ``label`` stands behind the names of its processes (``worker 1@label``)."""
+class Place:
+    """One place. ``label`` stands behind the names of its processes (``worker 1@label``).
 
-    label: str | None
+    A kind of place says what it does differently: nothing, for each of these.
+    """
+
+    label: str | None = None
 
     def start(
         self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
     ) -> list[Event]:
         """Start processes with ``variables`` and their own; stop at the first that cannot be."""
+        return []
 
     def send_signal(self, number: int) -> None:
         """To the process groups of all that run here."""
@@ -109,12 +112,15 @@ class Place(Protocol):
 
     def sweep(self) -> list[Event]:
         """SIGCHLD has come."""
+        return []
 
     def tick(self, now_s: float) -> tuple[list[Event], float | None]:
         """Time has passed; also the seconds until this wants to be called again."""
+        return [], None
 
     def finish(self, leftover_s: float) -> list[Event]:
         """All have ended: end what they have left running; :class:`Finished` says it is done."""
+        return [Finished(0)]
 
     def hang_up(self) -> None:
         """Begin to close, without waiting for anything."""
@@ -134,14 +140,13 @@ class Connecting(Protocol):
         """Return who has not come yet, for people; empty once all are there."""
 
 
-class LocalPlace:
+class LocalPlace(Place):
     """Processes of this machine, each in a process group of its own.
 
     ``agent_id`` is "" for the launcher's own; what it ends is what bears the same.
     """
 
     def __init__(self, job_id: str, guardian: GuardianProcess, agent_id: str = "") -> None:
-        self.label: str | None = None
         self._job_id = job_id
         self._agent_id = agent_id
         self._guardian = guardian
@@ -185,16 +190,10 @@ class LocalPlace:
         }
         return [Ended(statuses)] if statuses else []
 
-    def tick(self, now_s: float) -> tuple[list[Event], float | None]:
-        return [], None
-
     def finish(self, leftover_s: float) -> list[Event]:
         """Ends the rest at once, which takes ``leftover_s`` at most and a moment."""
         found = end_job(self._job_id, self._groups(), leftover_s, self._agent_id)
         return [*self._last_output(), Finished(found)]
-
-    def hang_up(self) -> None:
-        """Nothing to begin with: :meth:`close` kills at once."""
 
     def close(self) -> None:
         end_job(self._job_id, self._groups(), 0, self._agent_id)

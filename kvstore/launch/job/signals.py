@@ -1,18 +1,28 @@
 """Signals as bytes in a pipe, for a loop that waits for other things; a pipe's end as a signal.
 
 While a :class:`SignalPipe` is open, SIGINT, SIGTERM, SIGHUP and SIGCHLD interrupt nothing: each
-leaves a byte (``signal.set_wakeup_fd``). Main thread only. Used by ``supervisor.py``
-and ``launch/backends/kubernetes/follow.py``; :func:`signal_when_closed` by ``tie.py`` and
-``child.py``.
+leaves a byte (``signal.set_wakeup_fd``). Main thread only.
+
+``kvstore.run`` starts the launcher with ``--tied FD:DIRECTORY`` (:class:`Tie`): ``FD`` is the
+reading end of a pipe whose other end only the caller holds, so the kernel closes it with the
+caller's life. Linux then sends SIGTERM to the launcher, which ends the job as for any SIGTERM; no
+loop has to watch the pipe, so it holds for every launcher and from the first moment. Elsewhere
+than on Linux nothing is tied. The other side is ``launch/run/background.py``.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import select
+import shutil
 import signal
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
+
+from kvstore.launch.options import LaunchError
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What tells a launcher to end its job."""
@@ -72,3 +82,47 @@ def signal_when_closed(fd: int, number: signal.Signals, to: int) -> None:
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     """A handler must exist for the byte to be written; the loop does the rest."""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """The pipe to the caller, and the directory in which both hand each other things.
+
+    The directory goes when the caller has gone.
+    """
+
+    fd: int
+    directory: Path
+
+    def hold(self) -> None:
+        """From here on the caller's death is a SIGTERM; before the job starts, an interrupt."""
+        os.set_inheritable(self.fd, False)
+        signal.signal(signal.SIGTERM, _interrupt)
+        signal_when_closed(self.fd, signal.SIGTERM, os.getpid())
+        if self.is_cut():  # it died before the lines above
+            raise KeyboardInterrupt
+
+    def is_cut(self) -> bool:
+        """Return whether the caller is dead; nothing is ever written to the pipe."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def clean_up(self) -> None:
+        """Call last: all processes of the job have ended."""
+        if self.is_cut():
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def parse(text: str) -> Tie:
+    """``FD:DIRECTORY``, or :class:`LaunchError`."""
+    number, _, directory = text.partition(":")
+    if not number.isdecimal() or not directory.startswith("/"):
+        raise LaunchError(
+            f"--tied needs FD:DIRECTORY, not '{text}'; it is for kvstore.run only", exit_code=2
+        )
+    return Tie(int(number), Path(directory))

@@ -20,13 +20,12 @@ from types import TracebackType
 
 from kvstore.launch.job import places
 from kvstore.launch.job.child import Console, die_with_launcher
-from kvstore.launch.job.guardian import remove_tree
+from kvstore.launch.job.guardian import GuardianProcess, remove_tree
 from kvstore.launch.job.lifecycle import Effect, Lifecycle, Phase, SchedulerLost, SendSignal, Timing
 from kvstore.launch.job.places import Connecting, LocalPlace, Place, watch
 from kvstore.launch.job.report import JobReport, ProcessRecord, cannot_start, without_scheduler
 from kvstore.launch.job.signals import ENDING, SignalPipe
 from kvstore.launch.job.status_line import JobStatus
-from kvstore.launch.job.tie import GuardianProcess
 from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec
 

@@ -2,7 +2,7 @@
 
 A notebook, a test or a thread cannot be the launcher, which wants the main thread and the signals
 of a process. So it gets one, in a session of its own (a Ctrl-C in the terminal reaches the caller
-only), tied to the caller by a pipe (``launch/job/tie.py``). One thread reads what it writes and
+only), tied to the caller by a pipe (``launch/job/signals.py``). One thread reads what it writes and
 hears the bell of the parcels; a caller that waits takes the lines and shows them on the thread that
 called, where notebooks and tests expect output. Any thread may call. Used by
 ``kvstore/launch/run/job.py``.

@@ -52,7 +52,7 @@ class Door:
 
     def turn(self, timeout_s: float = 5.0) -> None:
         """Until something has happened, and it has been served."""
-        self.gate.adjust(self.selector)
+        self.gate.adjust(self.selector, paused=False)
         for key, _ in self.selector.select(timeout_s):
             key.data(0.0)
 
@@ -186,8 +186,8 @@ def test_who_greets_with_something_else_is_closed(door: Door) -> None:
 def test_who_says_nothing_is_closed_after_a_while(door: Door) -> None:
     with door.visit() as visitor:
         received(visitor, len(HELLO) + NONCE_BYTES)
-        assert door.gate.tick(1.0) == gate.VISIT_S - 1.0
-        assert door.gate.tick(gate.VISIT_S) is None
+        assert door.gate.tick(1.0) == ([], gate.VISIT_S - 1.0)
+        assert door.gate.tick(gate.VISIT_S) == ([], None)
         assert is_closed(visitor)
 
 
@@ -214,7 +214,7 @@ def test_who_was_sent_away_in_the_same_turn_is_not_heard(
     with door.visit() as first:
         first.sendall(b"x")
         with socket.create_connection(door.address, 5.0) as second:
-            door.gate.adjust(door.selector)
+            door.gate.adjust(door.selector, paused=False)
             until = [key for key, _ in door.selector.select(5.0)]
             while len(until) < 2:
                 until = [key for key, _ in door.selector.select(5.0)]
@@ -236,15 +236,15 @@ def test_without_files_it_pauses_and_says_so_once(
         )  # fmt: skip
         accept = staticmethod(refused)
 
-    door.gate.adjust(door.selector)
+    door.gate.adjust(door.selector, paused=False)
     monkeypatch.setattr(door.gate, "_listener", Full())
     [note] = door.gate.let_in(10.0)
     assert "raise 'ulimit -n'" in str(note)
-    door.gate.adjust(door.selector)
+    door.gate.adjust(door.selector, paused=False)
     assert door.listener.fileno() not in door.selector.get_map()
-    assert door.gate.tick(10.5) == 0.5
+    assert door.gate.tick(10.5) == ([], 0.5)
     door.gate.tick(11.0)
-    door.gate.adjust(door.selector)
+    door.gate.adjust(door.selector, paused=False)
     assert door.listener.fileno() in door.selector.get_map()
     assert door.gate.let_in(12.0) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 import subprocess
 import sys
@@ -39,13 +40,13 @@ def test_a_directory_that_was_there_is_not_used() -> None:
     assert list(path.parent.iterdir()) == []
 
 
-@pytest.mark.parametrize(("last", "remains"), [(b"done\n", True), (b"", False)])
+@pytest.mark.parametrize(("last", "remains"), [(b'["done"]\n', True), (b"", False)])
 def test_the_guardian_removes_the_key_when_the_launcher_was_killed(
     tmp_path: Path, last: bytes, remains: bool
 ) -> None:
     path = tmp_path / "a name with spaces, \u00e4 and\nlines" / "job.key"
     write_key(path)
-    told = b"remove " + str(path.parent).encode().hex().encode() + b"\n" + last
+    told = json.dumps(["remove", str(path.parent)]).encode() + b"\n" + last
     script = str(Path(guardian.__file__))
     subprocess.run(
         [sys.executable, "-I", "-S", script, "no-such-job"], input=told, check=True, timeout=20

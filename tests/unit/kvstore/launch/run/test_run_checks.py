@@ -18,7 +18,7 @@ from kvstore.errors import (
     MissingDependencyError,
     WorkerFailed,
 )
-from kvstore.launch.job.tie import parse
+from kvstore.launch.job.signals import parse
 from kvstore.launch.options import LaunchError
 from kvstore.launch.run.background import own_environment
 from kvstore.launch.run.checks import LauncherExit, WorkerAnswer, first_cause, value_of
