@@ -41,7 +41,6 @@ from kvstore.mxnet.fit.loop import (
     Replica,
     Samples,
     Training,
-    Validation,
     as_list,
     checked_eval_data,
     checked_pair,
@@ -239,11 +238,8 @@ class FeedForward:
         metric = create_metric(eval_metric)
         # Another object: the training metric is still to be read when this one is reset.
         own_metric = create_metric(copy.deepcopy(eval_metric))
-        validation = Validation(
-            None if eval_data is None else self._samples(*checked_eval_data(eval_data)),
-            Evaluation(own_metric, eval_batch_end_callback),
-            eval_end_callback,
-        )
+        evaluation = Evaluation(own_metric, eval_batch_end_callback)
+        held_out = None if eval_data is None else self._samples(*checked_eval_data(eval_data))
         params, aux = self._first_values(data[0].shape[1:])
         with opened(kvstore) as store, ThreadPoolExecutor(len(slices)) as pool:
             updates = self._updates(store)
@@ -254,12 +250,17 @@ class FeedForward:
             ]
             training = Training(updates, replicas, pool)
             training.start(params)
-            self._load_states(updates)
+            if self._load_states_from is not None:
+                updates.states.load_optimizer_states(self._load_states_from)
+                self._load_states_from = None
             for epoch in range(self.begin_epoch, self.num_epoch):
                 order = self._order(plan, len(data[1]), epoch, shuffle)
                 progress = training.run_epoch(epoch, order, data, metric, batch_end_callback)
                 self.arg_params, self.aux_params = training.gather()
-                progress = validation.end_epoch(replicas[0], progress)
+                if held_out is not None:
+                    progress = evaluation.end_epoch(
+                        replicas[0], held_out, progress, eval_end_callback
+                    )
                 if logger is not None:
                     logger.info("%s", progress)
                 self._end_epoch(updates, progress, epoch_end_callback)
@@ -445,12 +446,6 @@ class FeedForward:
             epoch=epoch,
             shuffle=shuffle,
         )
-
-    def _load_states(self, updates: Updates) -> None:
-        """Those of the checkpoint that this model was loaded from, once."""
-        if self._load_states_from is not None:
-            updates.states.load_optimizer_states(self._load_states_from)
-            self._load_states_from = None
 
     def _save_states(self, prefix: Prefix, epoch: int) -> bool:
         """Whether there was a store to save the optimizer's states from."""

@@ -1,7 +1,7 @@
 """The training loop of ``FeedForward``: devices, epochs, batches, evaluation.
 
 ``Replica`` is one device with its own copy of the parameters, ``Training`` runs epochs over
-several of them, ``Evaluation`` fills metrics, ``Validation`` does so after each epoch. Devices
+several of them, ``Evaluation`` fills metrics. Devices
 compute on the pool that they are given; stores and callbacks are only called from the caller's
 thread. Nothing here knows of files. Read next: ``store.py`` for what a store does in it,
 ``mxnet/model.py``, which puts all together.
@@ -66,7 +66,6 @@ class Replica:
         self._network = network
         self._part = part
         self._adapter = adapter_on(context)
-        self._has_aux = has_aux(network)
         self.params = self._to_device(params)
         self.set_aux(aux)
 
@@ -81,9 +80,8 @@ class Replica:
             predictions = None
             if wants_predictions:
                 predictions = self._adapter.to_host(self._predict(x))
-            more = (self._aux,) if self._has_aux else ()
             loss_sum, correct_count, gradients = self._network.loss_and_gradients(
-                self.params, x, y, *more
+                self.params, x, y, *self._last_argument()
             )
             return DeviceResult(float(loss_sum), int(correct_count), dict(gradients), predictions)
 
@@ -102,8 +100,11 @@ class Replica:
         return self._copies(self._aux)
 
     def _predict(self, x: Array) -> Array:
-        more = (self._aux,) if self._has_aux else ()
-        return self._network.predict(self.params, x, *more)
+        return self._network.predict(self.params, x, *self._last_argument())
+
+    def _last_argument(self) -> tuple[dict[str, Array], ...]:
+        """What a ``StatefulNetwork`` takes more than a ``Network``."""
+        return (self._aux,) if has_aux(self._network) else ()
 
     def _to_device(self, values: dict[str, HostArray]) -> dict[str, Array]:
         with self._adapter.on(self._context):
@@ -286,27 +287,13 @@ class Evaluation:
             call(self._callbacks, progress)
         return progress, accuracy.get()[1]
 
-
-class Validation:
-    """What a fit evaluates at the end of each epoch: nothing without ``samples``."""
-
-    def __init__(
-        self,
-        samples: Samples | None,
-        evaluation: Evaluation,
-        callbacks: Callbacks = None,
-    ) -> None:
-        self._samples = samples
-        self._evaluation = evaluation
-        self._callbacks = callbacks
-
-    def end_epoch(self, replica: Replica, progress: Progress) -> Progress:
+    def end_epoch(
+        self, replica: Replica, samples: Samples, progress: Progress, callbacks: Callbacks
+    ) -> Progress:
         """The progress of an epoch's end, with what was found."""
-        if self._samples is None:
-            return progress
-        last, accuracy = self._evaluation.run(replica, self._samples, progress)
-        call(self._callbacks, last)
-        values = tuple(self._evaluation.metric.get_global_name_value())
+        last, accuracy = self.run(replica, samples, progress)
+        call(callbacks, last)
+        values = tuple(self.metric.get_global_name_value())
         return replace(progress, eval_accuracy=accuracy, validation=values)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,71 +39,61 @@ LARGE_ELEMENTS = 16 * 1024 * 1024
 """With an array of more elements, a ``local`` store only adds (``create_kvstore``)."""
 
 
-class Updates(Protocol):
-    """Where gradients of all devices and workers become new weights."""
-
-    states: KVStore
-    """The store that has the optimizer's states."""
-    store: KVStoreBase
-    """The store that the gradients go to."""
-
-    def start(self, names: list[str], values: list[HostArray], weights: Weights) -> None:
-        """First values: those of rank 0 reach every device."""
-
-    def step(self, names: list[str], gradients: Weights, weights: Weights) -> None:
-        """Add the gradients up, update once, and put the new values into ``weights``."""
-
-    def finish(self, names: list[str], weights: Weights) -> None:
-        """Wait for every worker's last update and take the final weights."""
-
-
 class OnStore:
-    """A store of this package updates: one round trip moves the whole model."""
+    """A store of this package updates: one round trip moves the whole model.
+
+    ``store`` is where gradients go, ``states`` the store that has the optimizer's states.
+    """
 
     def __init__(self, store: KVStore, optimizer: Optimizer) -> None:
-        self.states: KVStore = store
-        self._store = store
-        self.store: KVStoreBase = store
+        self.states = self.store = store
         self._optimizer = optimizer
 
     def start(self, names: list[str], values: list[HostArray], weights: Weights) -> None:
-        self._store.set_optimizer(self._optimizer)
+        """First values: those of rank 0 reach every device."""
+        self.store.set_optimizer(self._optimizer)
         with new_keys():
-            self._store.init(names, values)
-        self._store.pull(names, out=weights)
+            self.store.init(names, values)
+        self.store.pull(names, out=weights)
 
     def step(self, names: list[str], gradients: Weights, weights: Weights) -> None:
-        self._store.pushpull(names, gradients, out=weights)
+        """Add the gradients up, update once, and put the new values into ``weights``."""
+        self.store.pushpull(names, gradients, out=weights)
 
     def finish(self, names: list[str], weights: Weights) -> None:
-        self._store.barrier()
-        self._store.pull(names, out=weights)
+        """Wait for every worker's last update and take the final weights."""
+        self.store.barrier()
+        self.store.pull(names, out=weights)
 
 
 class Here:
     """The store only adds, as plug-ins do: each worker updates its own, equal copy of the weights.
 
-    All calls to the store name one key, which is all that a plug-in must know.
+    All calls to the store name one key, which is all that a plug-in must know. Otherwise as
+    ``OnStore``.
     """
 
     def __init__(self, store: KVStoreBase, optimizer: Optimizer) -> None:
-        self._store = self.store = store
-        self._updater = LocalKVStore()
-        self._updater.set_optimizer(optimizer)
-        self.states: KVStore = self._updater
+        self.store = store
+        self.states = LocalKVStore()
+        self.states.set_optimizer(optimizer)
 
     def start(self, names: list[str], values: list[HostArray], weights: Weights) -> None:
         for index, (name, value) in enumerate(zip(names, values, strict=True)):
-            self._store.broadcast(name, value, out=weights[index], priority=-index)
-        self._updater.init(names, [copies[0] for copies in weights])
+            self.store.broadcast(name, value, out=weights[index], priority=-index)
+        self.states.init(names, [copies[0] for copies in weights])
 
     def step(self, names: list[str], gradients: Weights, weights: Weights) -> None:
         for index, name in enumerate(names):
-            self._store.pushpull(name, gradients[index], out=gradients[index], priority=-index)
-        self._updater.pushpull(names, [copies[0] for copies in gradients], out=weights)
+            self.store.pushpull(name, gradients[index], out=gradients[index], priority=-index)
+        self.states.pushpull(names, [copies[0] for copies in gradients], out=weights)
 
     def finish(self, names: list[str], weights: Weights) -> None:
-        self._updater.pull(names, out=weights)
+        self.states.pull(names, out=weights)
+
+
+Updates = OnStore | Here
+"""Where gradients of all devices and workers become new weights."""
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -36,8 +35,15 @@ def split_data(
     ``even_split`` is set, when there are fewer samples than slices, and for an axis that the
     array does not have; ``ArgumentTypeError`` for what is not an array.
     """
-    size = _batch_size(data, batch_axis)
-    _check_number("num_slice", num_slice)
+    shape = adapter_for(data).shape(data)
+    for name, number in (("batch_axis", batch_axis), ("num_slice", num_slice)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise ArgumentTypeError(f"{name} must be an int, got {number!r}")
+    if not 0 <= batch_axis < len(shape):
+        raise ArgumentValueError(f"an array of shape {shape} has no axis {batch_axis}")
+    if num_slice < 1:
+        raise ArgumentValueError(f"num_slice must be at least 1, got {num_slice}")
+    size = shape[batch_axis]
     length, longer = divmod(size, num_slice)
     if even_split and longer:
         raise ArgumentValueError(
@@ -131,22 +137,6 @@ def _sum_of_squares(array: Array) -> float:
     with adapter.on(adapter.context(array)):
         flat = adapter.view(array).reshape(-1).astype(np.float64)
         return float(flat @ flat)
-
-
-def _batch_size(data: Array, batch_axis: int) -> int:
-    shape = adapter_for(data).shape(data)
-    if isinstance(batch_axis, bool) or not isinstance(batch_axis, int):
-        raise ArgumentTypeError(f"batch_axis must be an int, got {batch_axis!r}")
-    if not 0 <= batch_axis < len(shape):
-        raise ArgumentValueError(f"an array of shape {shape} has no axis {batch_axis}")
-    return shape[batch_axis]
-
-
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise ArgumentValueError(f"{name} must be at least 1, got {value}")
 
 
 def _loaded(part: Array, context: Context) -> Array:
