@@ -162,7 +162,9 @@ class NDArrayIter:
 
     def reset(self) -> None:
         """Begin the next pass."""
-        self.idx = self._rng.permutation(self.num_data) if self.shuffle else self._in_order()
+        self.idx = np.arange(self.num_data)
+        if self.shuffle:
+            self.idx = self._rng.permutation(self.num_data)
         self._batches = self._pass()
 
     def hard_reset(self) -> None:
@@ -193,9 +195,6 @@ class NDArrayIter:
             yield DataBatch(data, [each.values[chosen] for each in self._label.values()], pad)
 
     # -- inside ----------------------------------------------------------------------------
-
-    def _in_order(self) -> NDArray[np.int64]:
-        return np.arange(self.num_data)
 
     def _pass(self) -> Iterator[tuple[NDArray[np.int64], int]]:
         """Which samples each batch has, and how many of them are there to fill it only."""

@@ -84,7 +84,7 @@ class Agreement:
         params: Mapping[Key, Parameter],
         optimizer: Optimizer,
         updates: bool,
-        averages: bool = False,
+        averages: bool,
     ) -> None:
         """Raise, on all workers, unless they train the same parameters by the same optimizer."""
         specs = [(key, *parameter.spec) for key, parameter in params.items()]
@@ -224,9 +224,6 @@ def _by_rank(column: np.ndarray[Any, Any]) -> str:
     return ", ".join(f"worker {rank} {number:.10g}" for rank, number in enumerate(column))
 
 
-REDUCTIONS = ("sum", "mean")
-
-
 class Factors:
     """``lr_mult`` and ``wd_mult`` of the parameters, in the place of the optimizer's own."""
 
@@ -305,11 +302,3 @@ def check_batch_size(batch_size: object) -> None:
         raise ArgumentTypeError(f"batch_size must be a number, got {batch_size!r}")
     if not 0 < batch_size < math.inf:
         raise ArgumentValueError(f"batch_size must be positive and finite, got {batch_size}")
-
-
-def check_reduction(reduction: object) -> None:
-    """Raise ``ArgumentValueError`` unless it is one of ``REDUCTIONS``, or None."""
-    if reduction is not None and reduction not in REDUCTIONS:
-        raise ArgumentValueError(
-            f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}"
-        )

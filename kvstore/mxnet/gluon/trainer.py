@@ -18,12 +18,11 @@ import numpy as np
 from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.keys import Key
 from kvstore.checkpoint.values import Content, FilePath, SavedPiece, SavedStates, write_states
-from kvstore.errors import ArgumentTypeError
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.mxnet.gluon.consistency import (
     Factors,
     Plan,
     check_batch_size,
-    check_reduction,
     fingerprint,
     optimizer_for,
 )
@@ -37,6 +36,8 @@ from kvstore.stores.dist.progress import note_step
 from pslite.errors import UsageError
 
 _logger = logging.getLogger(__name__)
+
+REDUCTIONS = ("sum", "mean")
 
 UNSAID = (
     "step(%g) divides the gradients by %g, which is right for losses that are sums over samples. "
@@ -87,7 +88,10 @@ class Trainer:
     ) -> None:
         self._params = collect(params)
         check_arguments(kvstore, self._params, update_on_kvstore, compression_params)
-        check_reduction(reduction)
+        if reduction not in (None, *REDUCTIONS):
+            raise ArgumentValueError(
+                f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}"
+            )
         self._reduction = reduction
         self._optimizer = optimizer_for(optimizer, optimizer_params)
         self._factors = Factors(self._params, self._optimizer)
@@ -278,13 +282,9 @@ class Trainer:
         """The store with all keys in it."""
         link = self._open()
         if not self._is_started and link is not None:
-            link.start(self._params, self._optimizer, self._averages)
+            link.start(self._params, self._optimizer, self._reduction == "mean")
         self._is_started = True
         return link
-
-    @property
-    def _averages(self) -> bool:
-        return self._reduction == "mean"
 
     def _note_step(self, link: StoreLink, batch_size: float) -> None:
         """For the status of a job: the samples of this worker in a step.
@@ -292,7 +292,8 @@ class Trainer:
         ``batch_size`` counts those of one mean, or of all who add together; 1 is what scripts
         give whose gradients are means already, and counts nothing.
         """
-        share = self._num_devices if self._averages else 1 / link.num_summed
+        averages = self._reduction == "mean"
+        share = self._num_devices if averages else 1 / link.num_summed
         note_step(link.store, batch_size * share if batch_size > 1 else 0)
 
     def _change(self, **numbers: Any) -> None:
@@ -304,7 +305,10 @@ class Trainer:
     def _renew(self, batch_size: float) -> None:
         """Follow what may have changed since the last step: batch size, factors of parameters."""
         check_batch_size(batch_size)
-        divisor = self._divisor(float(batch_size))
+        divisor = float(batch_size)
+        if self._reduction == "mean":
+            link = self._open()
+            divisor = float(self._num_devices * (1 if link is None else link.num_summed))
         wanted = self._scale / divisor
         if _rescale_of(self._optimizer) != wanted:
             self._change(rescale_grad=wanted)
@@ -312,12 +316,6 @@ class Trainer:
             self._change(**self._factors.changes(self._optimizer))
         if self._reduction is None:
             self._note_reduction(batch_size)
-
-    def _divisor(self, batch_size: float) -> float:
-        if not self._averages:
-            return batch_size
-        link = self._open()
-        return float(self._num_devices * (1 if link is None else link.num_summed))
 
     def _note_reduction(self, batch_size: float) -> None:
         """Once: what a batch size means for gradients of PyTorch, whose losses are means."""

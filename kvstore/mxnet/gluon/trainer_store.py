@@ -65,7 +65,7 @@ class StoreLink:
         """How many workers' gradients an update adds up."""
         return 1 if self.is_asynchronous else self.store.num_workers
 
-    def start(self, params: Params, optimizer: Optimizer, averages: bool = False) -> None:
+    def start(self, params: Params, optimizer: Optimizer, averages: bool) -> None:
         """Give the store the optimizer, and every worker's parameters rank 0's values.
 
         ``averages`` says that gradients are means, which all workers have to agree on.
@@ -273,12 +273,11 @@ def _is_needless(name: str, params: Params) -> bool:
 
     if STORE_TYPES.get(name.lower()) not in ("local", "device"):
         return False
-    copies = [parameter.list_data() for parameter in params.values()]
-    return all(len(each) == 1 and _is_on_host(each[0]) for each in copies)
-
-
-def _is_on_host(array: Array) -> bool:
-    return adapter_for(array).context(array).device_type == "cpu"
+    return all(
+        len(each.list_data()) == 1
+        and adapter_for(each.first).context(each.first).device_type == "cpu"
+        for each in params.values()
+    )
 
 
 def _resolve(store: KVStoreBase, update_on_kvstore: bool | None) -> bool:
@@ -340,11 +339,11 @@ class HeldWeights:
         )
         if is_same:
             return []
-        was_set = [one != other for one, other in zip(sets, self._num_sets, strict=True)]
+        places = zip(self._ranges.items(), sets, self._num_sets, strict=True)
         return [
             key
-            for key, is_set in zip(self._params, was_set, strict=True)
-            if is_set or self._differs(key, now)
+            for (key, (size, its)), present, before in places
+            if present != before or not np.array_equal(now[size][its], self._left[size][its])
         ]
 
     def value(self, key: Key) -> Array:
@@ -372,10 +371,6 @@ class HeldWeights:
 
     def _present(self) -> dict[str, Elements]:
         return {size: np.concatenate(views) for size, views in self._views.items()}
-
-    def _differs(self, key: Key, now: Mapping[str, Elements]) -> bool:
-        size, its = self._ranges[key]
-        return not np.array_equal(now[size][its], self._left[size][its])
 
 
 def _elements(array: Array) -> Elements:

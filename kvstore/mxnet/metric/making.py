@@ -227,7 +227,8 @@ def create(metric: MetricLike, *args: Any, **kwargs: Any) -> EvalMetric:
         return _from_config(metric, kwargs)
     if isinstance(metric, type) and issubclass(metric, EvalMetric):
         return _made(metric, args, kwargs)
-    if not isinstance(metric, type) and _computes(metric):
+    calls = (getattr(metric, call, None) for call in ("update", "compute", "reset"))
+    if not isinstance(metric, type) and all(map(callable, calls)):
         return ObjectMetric(metric, *args, **kwargs)
     if callable(metric):
         return CustomMetric(metric, *args, **kwargs)
@@ -278,10 +279,6 @@ def _from_config(config: Mapping[str, Any], kwargs: dict[str, Any]) -> EvalMetri
             f'a metric\'s configuration has its name, {{"metric": "acc", ...}}, got {config!r:.80}'
         )
     return create(**{**config, **kwargs})
-
-
-def _computes(metric: object) -> bool:
-    return all(callable(getattr(metric, call, None)) for call in ("update", "compute", "reset"))
 
 
 def _name_of(feval: Any) -> str:

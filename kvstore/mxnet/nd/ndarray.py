@@ -15,7 +15,7 @@ no scalar makes a float32 array a float64 one; errors of arithmetic are raised a
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,12 +23,10 @@ import numpy as np
 from kvstore.arrays import Array, NativeArray, adapter_for, adapter_on, check_dtype, register
 from kvstore.arrays.buffer import ViewAdapter
 from kvstore.arrays.context import Context
-from kvstore.arrays.pending import Uses, Wait
-from kvstore.arrays.pending import begin as begin_in_memory
+from kvstore.arrays.pending import Uses
 from kvstore.errors import ArgumentTypeError, ValueMismatchError
 from kvstore.mxnet.nd.methods import ArrayMethods, DType, checked_context, native_dtype, working_on
 from kvstore.sparse.array import RowSparseArray
-from pslite.future import Future
 
 _NUMBERS = (int, float, complex, np.generic)
 _LISTS = (list, tuple, range)
@@ -97,14 +95,6 @@ class NDArray(ArrayMethods):
     def _other(self, other: object) -> Array:
         """The memory of a second array of an operation, to be read; on this array's device."""
         return operand(checked_array(other), self._context)
-
-    def _begin_write(self, future: Future[Any], wait: Wait = Future.result) -> None:
-        """The values arrive until ``future`` is done; see ``lazy.begin``."""
-        begin_in_memory(future, (self._uses,), (), wait)
-
-    def _begin_read(self, future: Future[Any], wait: Wait = Future.result) -> None:
-        """The values are needed until ``future`` is done; see ``lazy.begin``."""
-        begin_in_memory(future, (), (self._uses,), wait)
 
     # As in MXNet, arrays can be keys of dicts: by identity, though == compares elements.
     __hash__ = object.__hash__
@@ -214,9 +204,10 @@ class NDArray(ArrayMethods):
         Raises ``ValueMismatchError`` for another shape.
         """
         if isinstance(other, Context):
-            if is_same_device(other, self._context):
-                return self._of(adapter_on(other).copy(self._memory()), other)
-            return self._of(adapter_on(other).to_context(self._memory(), other), other)
+            adapter, memory = adapter_on(other), self._memory()
+            is_there = is_same_device(other, self._context)
+            moved = adapter.copy(memory) if is_there else adapter.to_context(memory, other)
+            return self._of(moved, other)
         if isinstance(other, RowSparseArray):
             return self.tostype(other.stype).copyto(other)
         if checked_array(other).shape != self.shape:
@@ -264,18 +255,6 @@ class NDArray(ArrayMethods):
 
 
 _OPERANDS = (NDArray, np.ndarray, *_LISTS, *_NUMBERS)
-
-
-def begin(
-    future: Future[Any],
-    writes: Iterable[NDArray] = (),
-    reads: Iterable[NDArray] = (),
-    wait: Wait = Future.result,
-) -> None:
-    """``lazy.begin`` for many arrays and one future, at the cost of little more than one."""
-    begin_in_memory(
-        future, [array._uses for array in writes], [array._uses for array in reads], wait
-    )
 
 
 def new_array(source: Any, context: Context | None, dtype: DType) -> NDArray:

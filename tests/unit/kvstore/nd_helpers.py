@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
+from kvstore.arrays import pending
 from kvstore.mxnet import nd
 from kvstore.mxnet.nd import NDArray
-from kvstore.mxnet.nd.ndarray import begin
 from pslite.future import Future
 
 
@@ -25,6 +25,16 @@ def check(array: object, values: Any, dtype: str = "float32") -> None:
 def counted(*shape: int) -> NDArray:
     """0, 1, 2, ... in this shape."""
     return nd.arange(int(np.prod(shape))).reshape(shape)
+
+
+def begin(
+    future: Future[Any],
+    writes: Iterable[NDArray] = (),
+    reads: Iterable[NDArray] = (),
+    wait: Callable[[Any], Any] = Future.result,
+) -> None:
+    """A call of a store has begun to write to, or to read from, these arrays."""
+    pending.begin(future, [array._uses for array in writes], [array._uses for array in reads], wait)
 
 
 class Call:

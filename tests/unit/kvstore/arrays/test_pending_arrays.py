@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from nd_helpers import Call
+from nd_helpers import Call, begin
 
 from kvstore.arrays import pending
 from kvstore.mxnet import nd
-from kvstore.mxnet.nd.ndarray import begin
 from pslite.errors import RemoteError
 from pslite.future import Future, failed
 
@@ -33,7 +32,7 @@ def test_waitall_waits_for_reads_and_writes_also_of_freed_arrays() -> None:
     a, b = nd.zeros(1), nd.zeros(1)
     calls = [Call(a), Call(nd.zeros(2))]
     reading: Future[None] = Future()
-    b._begin_read(reading, wait=lambda future: future.set_result(None))
+    begin(reading, reads=[b], wait=lambda future: future.set_result(None))
     nd.waitall()
     assert [call.waits for call in calls] == [1, 1]
     assert reading.done()
@@ -58,8 +57,8 @@ def test_waitall_waits_for_all_before_it_raises_and_counts_the_errors() -> None:
 
 def test_waitall_keeps_quiet_about_what_an_array_told_and_about_what_is_gone() -> None:
     a = nd.zeros(1)
-    a._begin_write(failed(RemoteError("boom")))
-    nd.zeros(1)._begin_write(failed(RemoteError("unread")))
+    begin(failed(RemoteError("boom")), writes=[a])
+    begin(failed(RemoteError("unread")), writes=[nd.zeros(1)])
     with pytest.raises(RemoteError, match="boom"):
         a.asnumpy()
     gc.collect()
@@ -100,7 +99,7 @@ def test_a_late_answer_for_a_freed_array_finds_its_memory() -> None:
 def test_a_call_that_has_ended_is_kept_by_nobody() -> None:
     a = nd.zeros(1)
     for _ in range(100):
-        a._begin_read(Future())
+        begin(Future(), reads=[a])
         future = next(iter(pending._unfinished))._work[0]  # type: ignore[index]
         future.set_result(None)
     assert len(a._uses.reads) == 1

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nd_helpers import Call
+from nd_helpers import Call, begin
 
 from kvstore import cpu
 from kvstore.arrays import adapter_for, pending
 from kvstore.mxnet import nd
 from kvstore.mxnet.nd import NDArray
-from kvstore.mxnet.nd.ndarray import begin
 from pslite.errors import DeadlineError, NodeLostError, PSError, RemoteError
 from pslite.future import Future, completed, failed
 
@@ -141,7 +140,7 @@ def test_a_write_waits_for_a_call_that_still_sends_from_the_array(name: str) -> 
         seen.append(a._array.tolist())
         waited.set_result(None)
 
-    a._begin_read(future, wait)
+    begin(future, reads=[a], wait=wait)
     assert a.asnumpy().tolist() == [0, 0, 0]
     assert seen == []
     WRITES[name](a)
@@ -153,7 +152,7 @@ def test_what_has_ended_is_not_waited_for() -> None:
     call = Call(a)
     call.arrive()
     assert a.asnumpy().tolist() == [5, 5]
-    a._begin_write(completed(None))
+    begin(completed(None), writes=[a])
     a += 1
     assert call.waits == 0
 
@@ -161,7 +160,7 @@ def test_what_has_ended_is_not_waited_for() -> None:
 def test_without_a_wait_of_the_store_the_futures_own_is_used() -> None:
     a = nd.zeros(2)
     future: Future[None] = Future()
-    a._begin_write(future)
+    begin(future, writes=[a])
 
     def arrive() -> None:
         a._array[:] = 3
@@ -184,7 +183,7 @@ def test_an_interrupted_wait_leaves_the_call_under_way() -> None:
         a._array[:] = 4
         waited.set_result(None)
 
-    a._begin_write(future, wait)
+    begin(future, writes=[a], wait=wait)
     with pytest.raises(KeyboardInterrupt):
         a.asnumpy()
     with pytest.raises(DeadlineError, match=r"^not yet$"):
@@ -200,7 +199,7 @@ def test_an_interrupt_that_comes_with_the_answer_is_not_lost() -> None:
         waited.set_result(None)
         raise KeyboardInterrupt
 
-    a._begin_write(future, wait)
+    begin(future, writes=[a], wait=wait)
     with pytest.raises(KeyboardInterrupt):
         a.asnumpy()
     assert a.asscalar() == 0
@@ -250,7 +249,7 @@ def test_an_error_keeps_its_class_and_what_it_carries(
     error: PSError, members: dict[str, Any]
 ) -> None:
     a = nd.zeros(1)
-    a._begin_write(failed(error))
+    begin(failed(error), writes=[a])
     with pytest.raises(type(error), match=r"an array did not get the new values.*: boom") as raised:
         a.wait_to_read()
     assert {name: getattr(raised.value, name) for name in members} == members
@@ -268,7 +267,7 @@ class RolledBack(PSError):
 @pytest.mark.parametrize("error", [ZeroDivisionError("ours"), RolledBack(3, why="a crash")])
 def test_a_bug_and_what_cannot_be_copied_come_out_as_they_are(error: Exception) -> None:
     a = nd.zeros(1)
-    a._begin_write(failed(error))
+    begin(failed(error), writes=[a])
     with pytest.raises(type(error)) as raised:
         a.asnumpy()
     assert raised.value is error
@@ -283,7 +282,7 @@ def test_an_error_that_comes_during_the_wait_is_raised_once() -> None:
         waited.set_error(RemoteError("boom"))
         waited.result()
 
-    a._begin_write(future, wait)
+    begin(future, writes=[a], wait=wait)
     with pytest.raises(RemoteError, match="an array did not get"):
         a.asnumpy()
     assert a.asscalar() == 0
@@ -312,8 +311,8 @@ def test_the_error_of_a_call_that_only_reads_is_not_the_arrays() -> None:
 
 def test_a_new_call_does_not_hide_the_error_of_the_last_one() -> None:
     a = nd.zeros(1)
-    a._begin_write(failed(RemoteError("boom")))
-    a._begin_write(Future(), wait=lambda future: future.set_result(None))
+    begin(failed(RemoteError("boom")), writes=[a])
+    begin(Future(), writes=[a], wait=lambda future: future.set_result(None))
     with pytest.raises(RemoteError, match="boom"):
         a.asnumpy()
     a.asnumpy()
