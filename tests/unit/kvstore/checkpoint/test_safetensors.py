@@ -17,13 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from kvstore.checkpoint.safetensors import (
-    TensorReader,
-    TensorSpec,
-    TensorWriter,
-    read_json,
-    write_json,
-)
+from kvstore.checkpoint.atomic import read_json, write_json
+from kvstore.checkpoint.safetensors import TensorReader, TensorSpec, TensorWriter
 from kvstore.errors import CheckpointError
 from kvstore.stores.base import KeySpec
 
