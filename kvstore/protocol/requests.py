@@ -62,17 +62,14 @@ class StoreCall(enum.IntEnum):
     INIT_ROWS = 10
     HELD_ROWS = 11
     READ_ROWS = 12
-    WRITE_ROWS = 13
-    SET_COMPRESSION = 14
-    CREATE_TABLE = 15
-    TABLE_OPTIMIZER = 16
-    TABLE_STATS = 17
-    HELD_OF_TABLE = 18
-    READ_TABLE = 19
+    BEGIN_ROWS = 13
+    WRITE_ROWS = 14
+    END_ROWS = 15
+    SET_COMPRESSION = 16
+    CREATE_TABLE = 17
+    TABLE_OPTIMIZER = 18
+    TABLE_STATS = 19
     MARK_TABLE = 20
-    BEGIN_LOADING = 21
-    LOAD_ROWS = 22
-    END_LOADING = 23
 
 
 class Declared(NamedTuple):

@@ -1,9 +1,8 @@
 """The stores of a server: the data plane's app, and the answers to ``StoreCall``.
 
 The plane (``pslite/plane``) says which contributions make a round. Which parts there are, and what
-is asked about them, stands in ``dense.py``, ``sparse.py`` and ``tables.py``; here
-is what concerns stores as a whole, and who of these three has a part. Requests arrive on the I/O
-thread. Read next: ``dense.py``.
+is asked about them, stands in ``dense.py`` and ``rows.py``; here is what concerns stores as a
+whole, and which of the two has a part. Requests arrive on the I/O thread. Read next: ``dense.py``.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from kvstore.protocol.requests import StoreCall, pack, unpack
 from kvstore.server.dense import DenseStores
 from kvstore.server.lanes import LaneNumbers, Lanes
 from kvstore.server.memory import Part, StoreState
-from kvstore.server.sparse import RowStores, answer_cut, taken
-from kvstore.server.tables import TableStores
+from kvstore.server.rows import RowStores, taken
+from kvstore.server.sparse import KeyPart, answer_cut
 from kvstore.sparse.payload import ROWS_FORM
 from pslite import Incoming, Postoffice
 from pslite.errors import ProtocolError, UsageError
@@ -37,13 +36,12 @@ ONCE_FOR_ALL = frozenset(
         StoreCall.WRITE,
         StoreCall.CLOSE,
         StoreCall.INIT_ROWS,
+        StoreCall.BEGIN_ROWS,
         StoreCall.WRITE_ROWS,
+        StoreCall.END_ROWS,
         StoreCall.SET_COMPRESSION,
         StoreCall.CREATE_TABLE,
         StoreCall.TABLE_OPTIMIZER,
-        StoreCall.BEGIN_LOADING,
-        StoreCall.LOAD_ROWS,
-        StoreCall.END_LOADING,
     }
 )
 #: So long the goodbye of a lower rank, which the scheduler knows, may be on its way to a server.
@@ -119,8 +117,7 @@ class ServerStores:
         numbers = LaneNumbers(most_group_bytes(config))
         self._dense = DenseStores(node, self._plane, self._store, numbers, lanes)
         self._parts = self._dense.parts
-        self._rows = RowStores(self._plane, self._store, numbers.own, lanes)
-        self._tables = TableStores(self._plane, self._store, self._optimizer_of, numbers.own, lanes)
+        self._rows = RowStores(self._plane, self._store, self._optimizer_of, numbers.own, lanes)
         # What is asked often, and of dense parts only, goes straight there.
         self.check = self._dense.check
         self.read = self._dense.read
@@ -135,16 +132,12 @@ class ServerStores:
             StoreCall.CLOSE: self._close,
             **self._dense.calls,
             **self._rows.calls,
-            **self._tables.calls,
         }
 
     def name_of(self, part: int) -> str | None:
         """The key or table that a part belongs to, for reports (``pslite/node/data.py``)."""
-        table = self._tables.get(part)
-        if table is not None:
-            return table.title
         found = self._parts.get(part) or self._rows.get(part)
-        return None if found is None else f"key {found.entry.key!r}"
+        return None if found is None else found.title
 
     def send_joined(self) -> None:
         """A server holds nothing back."""
@@ -166,13 +159,11 @@ class ServerStores:
         if not job.is_formed:
             return self.apply([job])[0]
         self._num_rounds += 1
-        if self._tables.get(job.parts[0]) is not None:
-            return self._tables.apply(job)
         return self._rows.apply(job, self._parts.get(job.parts[0]))
 
     def take(self, part: int, form: int, piece: Piece, *, is_push: bool) -> Formed:
-        """Rows, which are pushed or wanted; see ``sparse.py`` and ``tables.py``."""
-        found = self._tables.get(part) or self._rows.get(part) or self._parts.get(part)
+        """Rows, which are pushed or wanted; see ``row_part.py``."""
+        found = self._rows.get(part) or self._parts.get(part)
         if form != ROWS_FORM or found is None:
             raise UsageError(f"part {part} is not known to this server, or not in form {form}")
         if is_push and isinstance(found, Part) and found.codecs.push is not None:
@@ -182,9 +173,6 @@ class ServerStores:
 
     def answer(self, part: int, wanted: Any) -> Any:
         """Rows that are wanted, copied: others may change them as soon as this returns."""
-        table = self._tables.get(part)
-        if table is not None:
-            return table.answer(wanted, self._node.buffer)
         most_bytes = self._node.config.max_message_bytes
         rows = self._rows.get(part)
         if rows is not None:
@@ -220,21 +208,17 @@ class ServerStores:
         """Forget a store and its parts: all workers have closed it."""
         number, parts = unpack(incoming.body, int, list)
         store = self._stores.pop(number, None)
-        self._forget([*parts, *(part.number for part in self._tables if part.store is store)])
+        self._forget([*parts, *(part.number for part in self._rows if part.store is store)])
         incoming.respond()
 
     def _forget(self, parts: Sequence[Any]) -> None:
         for number_of_part in parts:
-            table = self._tables.remove(number_of_part)
-            if table is not None:
-                closed = UsageError(f"the {table.title} was closed")
-                self._node.traffic.carry_out(self._plane.close_part(number_of_part, closed))
-                continue
             part = self._dense.remove(number_of_part) or self._rows.remove(number_of_part)
             if part is None:
                 continue
-            part.store.lost_part(part.entry)
-            gone = UsageError(f"the key {part.entry.key!r} was deleted")
+            if isinstance(part, (Part, KeyPart)):
+                part.store.lost_part(part.entry)
+            gone = UsageError(f"the {part.title} was {part.ending}")
             self._node.traffic.carry_out(self._plane.close_part(number_of_part, gone))
 
     def _set_optimizer(self, incoming: Incoming) -> None:
@@ -273,16 +257,15 @@ class ServerStores:
 
     def _stats(self, incoming: Incoming) -> None:
         arenas = {part.arena for part in self._parts}
+        row_sizes = [part.nbytes() for part in self._rows]
         incoming.respond(
             pack(
                 {
-                    "parts": len(self._parts) + len(self._rows) + len(self._tables),
+                    "parts": len(self._parts) + len(self._rows),
                     "value_bytes": sum(arena.weight.nbytes for arena in arenas)
-                    + sum(part.table.nbytes for part in self._rows)
-                    + sum(part.share.slots.values.nbytes for part in self._tables),
+                    + sum(values for values, _ in row_sizes),
                     "state_bytes": sum(arena.state_bytes for arena in arenas)
-                    + sum(part.table.state_bytes for part in self._rows)
-                    + sum(each.nbytes for part in self._tables for each in part.share.slots.states),
+                    + sum(states for _, states in row_sizes),
                     "rounds": self._num_rounds,
                     **self._compression_stats(),
                     "waiting_contributions": self._plane.num_waiting,

@@ -1,9 +1,9 @@
 """The dense parts of a server, and the requests about them.
 
-What ``sparse.py`` is for row-sparse keys. Requests arrive on the I/O thread, rounds on the pool
-thread of their lane; what touches an arena's memory is handed to that thread, so that no value is
-read or written while it is updated. Read next: ``part_table.py`` for the rounds, ``memory.py`` for
-the memory.
+What ``rows.py`` is for keys and tables with rows. Requests arrive on the I/O thread, rounds on the
+pool thread of their lane; what touches an arena's memory is handed to that thread, so that no value
+is read or written while it is updated. Read next: ``part_table.py`` for the rounds, ``memory.py``
+for the memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvstore.server.lanes import LaneNumbers, Lanes
 from kvstore.server.malloc import LateReturn
 from kvstore.server.memory import Arena, Part, StoreState, codecs_of
 from kvstore.server.part_table import PartTable
-from kvstore.server.sparse import bytes_of
+from kvstore.server.row_part import bytes_of
 from pslite import Incoming, Postoffice
 from pslite.errors import ProtocolError, UsageError
 from pslite.plane import Ints, Job, Outcome, Piece, ServerPlane, cut

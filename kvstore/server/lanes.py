@@ -1,7 +1,7 @@
 """Run the work on a server's parts, each part on one pool thread.
 
 Parts of one lane are worked on one after the other, so that no thread reads a value that is being
-updated. Requests arrive on the I/O thread. Read next: ``dense.py`` and ``sparse.py``.
+updated. Requests arrive on the I/O thread. Read next: ``dense.py`` and ``rows.py``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -146,6 +146,8 @@ class Arena:
 class Part:
     """Where one part lies: elements [start, stop) of its arena."""
 
+    ending: ClassVar[str] = "deleted"
+    """What happens to a key that is forgotten."""
     arena: Arena
     entry: PartEntry
     start: int
@@ -200,6 +202,11 @@ class Part:
             chain.encode(self.weight, memory, cores=_ALONE)
             self._encoded = self.arena.changes, memory
         return self._encoded[1]
+
+    @property
+    def title(self) -> str:
+        """The key, for people."""
+        return f"key {self.entry.key!r}"
 
     @property
     def store(self) -> StoreState:

@@ -60,7 +60,7 @@ def line_of(lines: Lines, mark: int) -> str | None:
 def agreed(shares: Sequence[Lineage]) -> Lineage:
     """That of a table by those of its shares, which draw ids of their own.
 
-    Once one has been given to all of them (``stores/dist/sparse_checkpoint.py``) it is that. Shares
+    Once one has been given to all of them (``stores/dist/table_files.py``) it is that. Shares
     that have not loaded the same have loaded nothing together.
     """
     first = shares[0]

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import optimizer
 from kvstore.optimizer.serialize import to_plain
-from kvstore.protocol.requests import StoreCall, pack, unpack
+from kvstore.protocol.requests import StoreCall, unpack
 from kvstore.server import install
 from kvstore.sparse.payload import RowPayloadKind
 from kvstore.stores.dist.store import create_dist
@@ -68,7 +68,7 @@ def script_of(seed: int, kind: str) -> Any:
             yield push.future
         yield node.barrier(4)
         yield from look(table, total(seed, NUM_ROUNDS), RowPayloadKind.LOOK)
-        replies = yield owner.servers.ask_each(StoreCall.TABLE_STATS, [pack(n) for n in parts])
+        replies = yield table._pages.ask_each(StoreCall.TABLE_STATS)
         num_pushes = NUM_ROUNDS if kind == "dist_sync" else NUM_ROUNDS * NUM_WORKERS
         assert [unpack(reply.body, list)[0][10] for reply in replies] == [num_pushes] * NUM_SERVERS
 

@@ -7,6 +7,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,11 @@ from kvstore.errors import (
     UsageError,
     ValueMismatchError,
 )
-from kvstore.protocol.requests import StoreCall, pack
+from kvstore.protocol.requests import StoreCall
 from kvstore.server.tables import TablePart
-from kvstore.stores.dist.sparse_transfer import Item
 from kvstore.stores.dist.tables import DistTable, _statistics_in
 from kvstore.tables.settings import settings_to_plain
 from pslite.errors import ClosedError, ProtocolError, RemoteError
-from pslite.ids import Role, node_id
 from pslite.node.data import Traffic
 
 KINDS = ["dist_sync", "dist_device_sync", "dist_async"]
@@ -171,8 +170,7 @@ def test_a_capacity_is_split_evenly_and_kept() -> None:
         table = kv.create_table("t", 2, capacity=12)
         for start in range(0, 40, 4):
             table.pull(IDS[start : start + 4])
-        bodies = [pack(part) for part in table.parts]
-        replies = table._owner.servers.ask_each(StoreCall.TABLE_STATS, bodies).result(20)
+        replies = table._pages.ask_each(StoreCall.TABLE_STATS).result(20)
         return table.statistics(), [_statistics_in(reply.body).capacity for reply in replies]
 
     with Workers("dist_sync", 1, 5) as workers:
@@ -580,10 +578,10 @@ def header(
         (header(kind=9), "unknown kind"),
         (header(1), "malformed"),
         (header(width=3), "rows of 3 numbers"),
-        (header(offset=1), "rows of 2 numbers"),
+        (header(offset=1), "got an offset"),
         (header(9, 8), "too short for 9 ids"),
         (header(1, 8) + bytes(16), "0 bytes are not the values"),
-        (header(kind=3), "a pull has none"),
+        (header(kind=3), "got a pull"),
     ],
 )
 def test_servers_refuse_payloads_that_make_no_sense(
@@ -594,7 +592,10 @@ def test_servers_refuse_payloads_that_make_no_sense(
     def write(memory: Any) -> None:
         memory[:] = np.frombuffer(payload, np.uint8)
 
-    item = Item(node_id(Role.SERVER, 0), table.parts[0], len(payload), write)
+    target = table._home.targets[0]
+    item: Any = SimpleNamespace(
+        target=target, nbytes=len(payload), write=write, answer_bytes=0, receive=None
+    )
     sent = table._owner.rows.begin(table._keys, [item], 0, None)
     with pytest.raises(ProtocolError, match=text):
         sent.future.result(20)
@@ -606,23 +607,24 @@ def longs(*numbers: int) -> bytes:
 
 
 WRONG: dict[str, tuple[StoreCall, tuple[Any, ...], list[bytes]]] = {
-    "held after two": (StoreCall.HELD_OF_TABLE, ([1, 2], 5), []),
-    "held after text": (StoreCall.HELD_OF_TABLE, (["a"], 5), []),
-    "held after no id": (StoreCall.HELD_OF_TABLE, ([2**63], 5), []),
-    "read half an id": (StoreCall.READ_TABLE, (False,), [b"1234"]),
-    "read nothing": (StoreCall.READ_TABLE, (False,), []),
+    "held after two": (StoreCall.HELD_ROWS, ([1, 2], 5), []),
+    "held after text": (StoreCall.HELD_ROWS, (["a"], 5), []),
+    "held after no id": (StoreCall.HELD_ROWS, ([2**63], 5), []),
+    "read half an id": (StoreCall.READ_ROWS, (False,), [b"1234"]),
+    "read nothing": (StoreCall.READ_ROWS, (False,), []),
     "large mark": (StoreCall.MARK_TABLE, (2**40, []), []),
     "optimizer of a number": (StoreCall.TABLE_OPTIMIZER, (False, [1, {}]), []),
-    "load too few": (StoreCall.BEGIN_LOADING, (False, 1), [longs(1)]),
-    "load unsorted": (StoreCall.BEGIN_LOADING, (False, 1), [longs(2, 1), longs(0, 0), b"", b""]),
-    "load late": (StoreCall.BEGIN_LOADING, (False, 1), [longs(1), longs(2**62 + 2**30), b"", b""]),
-    "load negative": (StoreCall.BEGIN_LOADING, (True, -1), [b""] * 4),
+    "load too few": (StoreCall.BEGIN_ROWS, ([False, 1],), [longs(1)]),
+    "load unsorted": (StoreCall.BEGIN_ROWS, ([False, 1],), [longs(2, 1), longs(0, 0), b"", b""]),
+    "load late": (StoreCall.BEGIN_ROWS, ([False, 1],), [longs(1), longs(2**62 + 2**30), b"", b""]),
+    "load negative": (StoreCall.BEGIN_ROWS, ([True, -1],), [b""] * 4),
+    "load of a key": (StoreCall.BEGIN_ROWS, ([True],), []),
     "mark of no lineage": (StoreCall.MARK_TABLE, (1, ["id"]), []),
     "mark of no id": (StoreCall.MARK_TABLE, (1, ["", []]), []),
-    "end at no time": (StoreCall.END_LOADING, (-1, 0, []), []),
-    "end at no mark": (StoreCall.END_LOADING, (1, 0, [["id", -1]]), []),
-    "end at two": (StoreCall.END_LOADING, (1, 0, [["id", 2], ["other", 2]]), []),
-    "rows without": (StoreCall.LOAD_ROWS, (), [longs(1), longs(1)]),
+    "end at no time": (StoreCall.END_ROWS, (0, [-1, []]), []),
+    "end at no mark": (StoreCall.END_ROWS, (0, [1, [["id", -1]]]), []),
+    "end at two": (StoreCall.END_ROWS, (0, [1, [["id", 2], ["other", 2]]]), []),
+    "rows without": (StoreCall.WRITE_ROWS, (), [longs(1), longs(1)]),
 }
 
 
@@ -631,8 +633,7 @@ def test_servers_refuse_requests_that_make_no_sense(tables: Any, name: str) -> N
     table = tables[0]
     table.pull(IDS)
     call, fields, frames = WRONG[name]
-    bodies = [pack(part, *fields) for part in table.parts]
-    asked = table._owner.servers.ask_each(call, bodies, [frames] * len(table.parts))
+    asked = table._pages.ask_each(call, *fields, frames=[frames] * len(table.parts))
     with pytest.raises(ProtocolError):
         asked.result(20)
     assert table.size == len(IDS)
@@ -640,21 +641,20 @@ def test_servers_refuse_requests_that_make_no_sense(tables: Any, name: str) -> N
 
 def test_rows_that_are_loaded_have_to_fit(tables: Any) -> None:
     table = tables[0]
-    ask, parts = table._owner.servers.ask_each, table.parts
+    ask, number = table._pages.ask_each, len(table.parts)
 
     def load(*frames: bytes) -> None:
-        bodies = [pack(part) for part in parts]
-        ask(StoreCall.LOAD_ROWS, bodies, [frames] * len(parts)).result(20)
+        ask(StoreCall.WRITE_ROWS, frames=[frames] * number).result(20)
 
     with pytest.raises(UsageError, match="the table 't' is not being loaded"):
         load(longs(7), longs(0), bytes(8))
-    begin = [pack(part, False, 1) for part in parts]
-    ask(StoreCall.BEGIN_LOADING, begin, [[longs(7), longs(0), b"", b""]] * len(parts)).result(20)
+    begin = [[longs(7), longs(0), b"", b""]] * number
+    ask(StoreCall.BEGIN_ROWS, [False, 1], frames=begin).result(20)
     for wrong in ([bytes(7)], [bytes(16)], [bytes(8), bytes(8)]):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(ValueMismatchError, match="do not fit"):
             load(longs(7), longs(0), *wrong)
     load(longs(7), longs(0), np.float32([3, 4]).tobytes())
-    ask(StoreCall.END_LOADING, [pack(part, 5, -1, []) for part in parts]).result(20)
+    ask(StoreCall.END_ROWS, -1, [5, []]).result(20)
     assert table.pull([7], touch=False).tolist() == [[3, 4]]
 
 

@@ -1,7 +1,8 @@
 """Save and load the values and states of a distributed store.
 
 Values and optimizer states are the servers'. The worker that has the file asks for them, or hands
-them over, piece by piece; so no node holds more of a model than its share and some pieces.
+them over, piece by piece; so no node holds more of a model than its share and some pieces. Rows of
+row-sparse keys are sorted by id in files, whatever the number of servers.
 Residuals of compression are each worker's own. On the caller's thread, which waits. Read next:
 ``checkpoint/values.py`` for the files, ``control_client.py`` for what is asked.
 """
@@ -20,7 +21,9 @@ from kvstore.checkpoint.directory import CheckpointReader
 from kvstore.checkpoint.residuals import read_store_residuals, remove_beyond, save_store_residuals
 from kvstore.checkpoint.values import Content, SavedPiece, SavedStates
 from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.states import state_dtypes
 from kvstore.protocol.requests import KeyEntry
+from kvstore.sparse.ids import Ids
 from kvstore.stores.dist.control_client import Reader, Servers
 from kvstore.stores.dist.transfer import DenseExchange
 from pslite import Future
@@ -47,10 +50,32 @@ class DistFiles:
     def held(self, optimizer: Optimizer | None) -> tuple[dict[Key, Content], Iterator[SavedPiece]]:
         """What there is of each key, and all of it, read from the servers on the way."""
         dense, row_sparse = self._entries()
-        held = [self._servers.rows.held(entry, self._wait) for entry in row_sparse]
-        pieces = [self._servers.rows.read(each, optimizer, self._wait) for each in held]
-        contents = self.contents() | {each.entry.key: each.content for each in held}
-        return contents, itertools.chain(self._servers.read(dense, optimizer, self._wait), *pieces)
+        contents = self.contents()
+        pieces = [self._servers.read(dense, optimizer, self._wait)]
+        for entry in row_sparse:
+            most = max(self._servers.piece_bytes // 8, 1)
+            found = self._servers.pages(entry).held(most, self._wait)
+            ids_of = entry.stripes.ids_of
+            ids = [ids_of(index, part.columns[0]) for index, part in enumerate(found)]
+            ordered = np.sort(np.concatenate(ids), kind="stable")
+            num_pieces = max(-(-len(ordered) // self._servers.page_rows(entry)), 1)
+            contents[entry.key] = Content(entry.spec, num_pieces, ordered)
+            num_updates = max(part.num_updates for part in found)
+            pieces.append(self._read_rows(entry, ordered, num_updates, optimizer))
+        return contents, itertools.chain(*pieces)
+
+    def _read_rows(
+        self, entry: KeyEntry, all_ids: Ids, num_updates: int, optimizer: Optimizer | None
+    ) -> Iterator[SavedPiece]:
+        """Values and states of the rows of a row-sparse key, piece by piece."""
+        pages, step = self._servers.pages(entry), self._servers.page_rows(entry)
+        dtypes = [entry.spec.dtype, *state_dtypes(optimizer, entry.spec.dtype)]
+        for start in range(0, max(len(all_ids), 1), step):
+            ids = all_ids[start : start + step]
+            has_states = optimizer is not None
+            _, arrays = pages.read(ids, dtypes, self._wait, with_states=has_states)
+            values, *states = [array.reshape(-1) for array in arrays]
+            yield SavedPiece(entry.key, start * pages.home.width, values, states, num_updates)
 
     def take_checkpoint(self, saved: CheckpointReader, optimizer: Optimizer | None) -> None:
         """Have the servers take over what a checkpoint has of every key; it was checked."""
@@ -72,7 +97,23 @@ class DistFiles:
         dense, row_sparse = self._entries()
         self._servers.write(dense, optimizer, read, self._wait)
         for entry in row_sparse:
-            self._servers.rows.write(entry, states.rows_of(entry.key), read, self._wait)
+            self._write_rows(entry, states.rows_of(entry.key), read)
+
+    def _write_rows(self, entry: KeyEntry, ids: Ids, read: Reader) -> None:
+        """Set rows, sorted by id, to what ``read`` gives for their elements in the files."""
+        pages, step = self._servers.pages(entry), self._servers.page_rows(entry)
+        width = pages.home.width
+        num_updates = 0
+        for start in range(0, max(len(ids), 1), step):
+            some = ids[start : start + step]
+            piece = read(entry.key, start * width, (start + len(some)) * width)
+            flat = piece.states if piece.values is None else [piece.values, *piece.states]
+            arrays = [np.asarray(array).reshape(len(some), width) for array in flat]
+            num_updates = piece.num_updates
+            if not start:
+                self._wait(pages.begin(piece.values is not None))
+            self._wait(pages.write([some, *arrays]))
+        self._wait(pages.end(num_updates))
 
     def _entries(self) -> tuple[list[KeyEntry], list[KeyEntry]]:
         """The dense keys, and the row-sparse ones."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.arrays.keys import Key, KeySpec
+from kvstore.arrays.keys import Key, KeySpec, width_of
 from kvstore.checkpoint.values import SavedPiece
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.serialize import from_plain
@@ -37,7 +37,8 @@ from kvstore.protocol.requests import (
 from kvstore.sparse.array import RowSparseArray
 from kvstore.stores.dist.compression import Coding
 from kvstore.stores.dist.plan import Group, flat_bytes, group_bytes, part_entries, plan, views
-from kvstore.stores.dist.sparse_checkpoint import RowFiles
+from kvstore.stores.dist.row_pages import RowPages, create_rows
+from kvstore.stores.dist.sparse_transfer import RowPlacement, placement_of
 from pslite import Future, Postoffice, Role
 from pslite.errors import ProtocolError, describe
 from pslite.future import completed, settled
@@ -60,7 +61,8 @@ class Servers:
         self._number = number
         self._synchronous = synchronous
         self._servers = [node_id(Role.SERVER, rank) for rank in range(node.config.num_servers)]
-        self.rows = RowFiles(self._ask_server, message_bytes(node.config, by_tcp=False))
+        self.piece_bytes = message_bytes(node.config, by_tcp=False)
+        """The size of messages about rows."""
 
     @property
     def number(self) -> int:
@@ -135,7 +137,8 @@ class Servers:
             if entry.key in known:
                 continue
             if isinstance(value, RowSparseArray):
-                asked += self.rows.create(self._number, self._synchronous, entry, value)
+                begin, step = (self._number, self._synchronous), self.page_rows(entry)
+                asked += create_rows(self._ask_server, begin, entry, value, step)
             else:
                 dense.append(entry)
                 arrays.append(flat_bytes(value))
@@ -359,6 +362,21 @@ class Servers:
         asked = self._node.request([server], STORE_APP, call, body, {server: list(frames)})
         return asked.map(lambda replies: replies[server])
 
+    # -- rows --------------------------------------------------------------------------
+
+    def pages(self, entry: KeyEntry) -> RowPages:
+        """The rows of a row-sparse key on the servers."""
+        return RowPages(self._ask_server, placement_of(entry))
+
+    def pages_of_table(self, home: RowPlacement) -> RowPages:
+        """The rows of a growing table on the servers."""
+        return RowPages(self._ask_server, home)
+
+    def page_rows(self, entry: KeyEntry) -> int:
+        """How many rows of a row-sparse key travel in one message."""
+        row_bytes = width_of(entry.spec.shape) * max(entry.spec.dtype.itemsize, 4)
+        return max(self.piece_bytes // max(row_bytes, 8), 1)
+
     # -- growing tables ----------------------------------------------------------------
 
     def make_table(
@@ -374,24 +392,15 @@ class Servers:
             for share, part in enumerate(parts)
         ]
 
-        made = self.ask_each(StoreCall.CREATE_TABLE, bodies)
+        asked = zip(self._servers, bodies, strict=True)
+        made = gather_futures(
+            [self._ask_server(server, StoreCall.CREATE_TABLE, body, ()) for server, body in asked]
+        )
         return made.or_else(lambda _: settled([self.drop_table(parts)]))
 
     def drop_table(self, parts: Sequence[int]) -> Future[Any]:
         """Free the shares of a table."""
         return self._ask_all(StoreCall.DELETE, pack(self._number, list(parts)))
-
-    def ask_each(
-        self, call: StoreCall, bodies: Sequence[bytes], frames: Sequence[Sequence[Any]] = ()
-    ) -> Future[list[Reply]]:
-        """Ask every server something of its own; the replies in rank order."""
-        rows = frames or [()] * len(bodies)
-        return gather_futures(
-            [
-                self._ask_server(server, call, body, row)
-                for server, body, row in zip(self._servers, bodies, rows, strict=True)
-            ]
-        )
 
     # -- statistics and commands -------------------------------------------------------
 

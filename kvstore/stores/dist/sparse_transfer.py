@@ -58,19 +58,44 @@ Send = Callable[[], Operation]
 """Sends what was prepared, once."""
 
 
-class Item(NamedTuple):
-    """What one part is told."""
+class RowTarget(NamedTuple):
+    """A part with rows, on its server."""
 
     server: int
     """Node id."""
     part: int
-    nbytes: int
-    write: Callable[[Bytes], None]
-    """Fills its payload, of ``nbytes``."""
+    id_bytes: int
+    """In how many bytes an id travels."""
+
+
+class Item(NamedTuple):
+    """What one part is told: the fields of a payload, and what happens with values."""
+
+    target: RowTarget
+    kind: RowPayloadKind
+    num_rows: int
+    width: int
+    offset: int
+    ids: Ids
+    value_bytes: int = 0
+    fill: Callable[[Bytes], None] | None = None
+    """Writes the values of a push, of ``value_bytes``."""
     answer_bytes: int = 0
     """The size of the answer, as far as it is known."""
     receive: Callable[[Bytes], None] | None = None
     """Takes the answer of a pull."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the payload."""
+        return payload_bytes(len(self.ids), self.target.id_bytes, self.value_bytes)
+
+    def write(self, memory: Bytes) -> None:
+        """Write the payload."""
+        header = self.kind, self.num_rows, self.width, self.offset
+        values = write_payload(memory, *header, self.ids, self.target.id_bytes)
+        if self.fill is not None:
+            self.fill(values)
 
 
 class RowPlacement(NamedTuple):
@@ -78,14 +103,10 @@ class RowPlacement(NamedTuple):
 
     title: str
     """What it is, for errors."""
-    parts: range
-    servers: Sequence[int]
-    """The node of each part."""
+    targets: Sequence[RowTarget]
     width: int
     """Numbers in a row."""
     dtype: np.dtype[Any]
-    id_bytes: int
-    """In how many bytes an id travels."""
     split: Callable[[Ids], list[Share]]
     """What each part gets of different ids; those of a key are sorted."""
 
@@ -97,15 +118,11 @@ class RowPlacement(NamedTuple):
 
 def placement_of(entry: KeyEntry) -> RowPlacement:
     """Where the rows of a row-sparse key are."""
-    return RowPlacement(
-        f"key {entry.key!r}",
-        entry.parts,
-        [node_id(Role.SERVER, rank) for rank in entry.servers],
-        width_of(entry.spec.shape),
-        entry.spec.dtype,
-        id_bytes_for(entry.stripes.rows_of(0)),
-        entry.stripes.split,
-    )
+    id_bytes, spec = id_bytes_for(entry.stripes.rows_of(0)), entry.spec
+    servers = [node_id(Role.SERVER, rank) for rank in entry.servers]
+    targets = [RowTarget(*pair, id_bytes) for pair in zip(servers, entry.parts, strict=True)]
+    title = f"key {entry.key!r}"
+    return RowPlacement(title, targets, width_of(spec.shape), spec.dtype, entry.stripes.split)
 
 
 class RowDestination(NamedTuple):
@@ -210,21 +227,13 @@ class RowExchange:
             yield item
 
     def begin(
-        self,
-        keys: KeyList,
-        items: Sequence[Item],
-        priority: int,
-        versions: dict[int, int] | None,
+        self, keys: KeyList, items: Sequence[Item], priority: int, versions: dict[int, int] | None
     ) -> Operation:
         """Send what these items say; pulls note the versions of their parts."""
         return self._prepare(keys, items, priority, versions)()
 
     def _prepare(
-        self,
-        keys: KeyList,
-        items: Sequence[Item],
-        priority: int,
-        versions: dict[int, int] | None,
+        self, keys: KeyList, items: Sequence[Item], priority: int, versions: dict[int, int] | None
     ) -> Send:
         """``begin``, of which the last step is left."""
         groups = list(_grouped(items, self._exchange.message_bytes))
@@ -235,20 +244,12 @@ class RowExchange:
             for item in group:
                 item.write(staging[start : start + item.nbytes])
                 start += item.nbytes
-            parts = tuple(item.part for item in group)
+            parts = tuple(item.target.part for item in group)
             sizes = tuple(item.nbytes for item in group)
             sink = None if versions is None else _sink(group, versions)
+            to, frames, done = group[0].target.server, (staging.data,), operation.part_done
             operation.transfers.append(
-                Transfer(
-                    group[0].server,
-                    parts,
-                    sizes,
-                    (staging.data,),
-                    sink,
-                    operation.part_done,
-                    priority,
-                    ROWS_FORM,
-                )
+                Transfer(to, parts, sizes, frames, sink, done, priority, ROWS_FORM)
             )
         coding = self._exchange.coding
 
@@ -271,12 +272,12 @@ def _grouped(items: Sequence[Item], group_bytes: int) -> Iterator[list[Item]]:
     filling: dict[int, tuple[list[Item], int]] = {}
     for item in items:
         size = max(item.nbytes, item.answer_bytes)
-        group, nbytes = filling.get(item.server, ([], 0))
+        group, nbytes = filling.get(item.target.server, ([], 0))
         if group and (nbytes + size > group_bytes or len(group) >= MAX_PARTS):
             yield group
             group, nbytes = [], 0
         group.append(item)
-        filling[item.server] = (group, nbytes + size)
+        filling[item.target.server] = (group, nbytes + size)
     for group, _ in filling.values():
         yield group
 
@@ -287,53 +288,23 @@ def _sink(group: Sequence[Item], versions: dict[int, int]) -> Sink:
             item = group[index]
             if item.receive is not None:
                 item.receive(np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop])
-            versions[item.part] = version
+            versions[item.target.part] = version
 
     return sink
 
 
-def _item(
-    server: int,
-    part: int,
-    header: tuple[RowPayloadKind, int, int, int],
-    ids: Ids,
-    id_bytes: int,
-    *,
-    fill: Callable[[Bytes], None] | None = None,
-    value_bytes: int = 0,
-    answer_bytes: int = 0,
-    receive: Callable[[Bytes], None] | None = None,
-) -> Item:
-    """A payload with this kind, number of rows, width and offset; ``fill`` writes its values."""
-
-    def write(memory: Bytes) -> None:
-        values = write_payload(memory, *header, ids, id_bytes)
-        if fill is not None:
-            fill(values)
-
-    nbytes = payload_bytes(len(ids), id_bytes, value_bytes)
-    return Item(server, part, nbytes, write, answer_bytes, receive)
-
-
 def pushed(home: RowPlacement, value: Picked) -> Iterator[Item]:
     """Push rows, to all parts."""
-    for share, part, server in zip(home.split(value.ids), home.parts, home.servers, strict=True):
+    for share, target in zip(home.split(value.ids), home.targets, strict=True):
         count = len(share.ids)
-        is_all = share.is_all and count > 0
+        kind, ids = RowPayloadKind.ROWS, share.ids
+        if share.is_all and count:
+            kind, ids = RowPayloadKind.ALL, _NO_IDS
 
-        def fill(memory: Bytes, share: Share = share, count: int = count) -> None:
-            value.take(share.at, memory.view(home.dtype).reshape(count, home.width))
+        def fill(memory: Bytes, at: Any = share.at, count: int = count) -> None:
+            value.take(at, memory.view(home.dtype).reshape(count, home.width))
 
-        kind = RowPayloadKind.ALL if is_all else RowPayloadKind.ROWS
-        yield _item(
-            server,
-            part,
-            (kind, count, home.width, 0),
-            share.ids[:0] if is_all else share.ids,
-            home.id_bytes,
-            fill=fill,
-            value_bytes=count * home.row_bytes,
-        )
+        yield Item(target, kind, count, home.width, 0, ids, count * home.row_bytes, fill)
 
 
 def wanted(
@@ -346,7 +317,7 @@ def wanted(
     """Ask for rows, which land in ``into``; no frame has more than ``most_bytes``."""
     most_rows = min(ANSWER_BYTES, most_bytes) // max(home.row_bytes, 1)
     most_rows = max(min(most_rows, (most_bytes - _ROOM_BYTES) // _ID_BYTES), 1)
-    for share, part, server in zip(home.split(ids), home.parts, home.servers, strict=True):
+    for share, target in zip(home.split(ids), home.targets, strict=True):
         at = share.at
         if isinstance(at, slice) and len(share.ids) > most_rows:
             at = np.arange(len(ids))[at]
@@ -358,15 +329,8 @@ def wanted(
                 _check_answer(home.title, len(memory), count * home.row_bytes)
                 into[rows] = memory.view(into.dtype).reshape(count, home.width)
 
-            yield _item(
-                server,
-                part,
-                (kind, len(some), home.width, 0),
-                some,
-                home.id_bytes,
-                answer_bytes=len(some) * home.row_bytes,
-                receive=receive,
-            )
+            asked, nbytes = (kind, len(some), home.width, 0), len(some) * home.row_bytes
+            yield Item(target, *asked, some, answer_bytes=nbytes, receive=receive)
 
 
 def _wanted_held(held: ReceivedRows, most_bytes: int) -> Iterator[Item]:
@@ -376,7 +340,7 @@ def _wanted_held(held: ReceivedRows, most_bytes: int) -> Iterator[Item]:
     """
     stripes, home = held.entry.stripes, placement_of(held.entry)
     room = min(ANSWER_BYTES, most_bytes) - _ROOM_BYTES
-    for index, (part, server) in enumerate(zip(home.parts, home.servers, strict=True)):
+    for index, target in enumerate(home.targets):
         num_rows = stripes.rows_of(index)
         step = max(room // (home.row_bytes + _ID_BYTES), -(-num_rows // _MOST_RANGES), 1)
 
@@ -389,78 +353,64 @@ def _wanted_held(held: ReceivedRows, most_bytes: int) -> Iterator[Item]:
 
         for start in range(0, max(num_rows, 1), step):
             # The answer may be as large as that; what it is shows when it is there.
-            header = RowPayloadKind.HELD, min(step, num_rows - start), home.width, start
-            yield _item(server, part, header, _NO_IDS, 0, receive=receive)
+            asked = RowPayloadKind.HELD, min(step, num_rows - start), home.width, start
+            yield Item(target, *asked, _NO_IDS, receive=receive)
 
 
 # -- rows of dense keys -------------------------------------------------------------------
 
 
-class _Cuts(NamedTuple):
+class _CutRows(NamedTuple):
     """A part of a dense key, and the rows of a list of ids that lie in it."""
 
-    place: int
-    """Which of the key's parts it is."""
+    target: RowTarget
     cut: Cut
     ids: Ids
     """As the part numbers them."""
-    start: int
-    stop: int
+    span: slice
     """Where their numbers lie in the flat rows of the list."""
 
 
-def _cuts(entry: KeyEntry, ids: Ids) -> Iterator[_Cuts]:
+def _cuts(entry: KeyEntry, ids: Ids) -> Iterator[_CutRows]:
     width = width_of(entry.spec.shape)
     if not entry.spec.num_elements:
         return
-    for index, (start, stop) in enumerate(entry.chunks()):
+    for (start, stop), rank, part in zip(entry.chunks(), entry.servers, entry.parts, strict=True):
         first, skip = divmod(start, width)
         cut = Cut(stop - start, width, skip)
         low, high = map(int, np.searchsorted(ids, (first, first + cut.num_rows)))
         mine = ids[low:high] - first
         front, back = cut.trim(mine)
-        yield _Cuts(index, cut, mine, low * width + front, high * width - back)
+        target = RowTarget(node_id(Role.SERVER, rank), part, id_bytes_for(cut.num_rows))
+        yield _CutRows(target, cut, mine, slice(low * width + front, high * width - back))
 
 
 def _cut(entry: KeyEntry, value: Contribution) -> Iterator[Item]:
     """Push rows to the parts of a dense key."""
     dtype = entry.spec.dtype
     flat = np.ascontiguousarray(value.values, dtype).reshape(-1)
-    for place, cut, ids, start, stop in _cuts(entry, value.ids):
+    for target, cut, ids, span in _cuts(entry, value.ids):
 
-        def fill(memory: Bytes, some: Flat = flat[start:stop]) -> None:
+        def fill(memory: Bytes, some: Flat = flat[span]) -> None:
             memory.view(dtype)[:] = some
 
-        yield _item(
-            node_id(Role.SERVER, entry.servers[place]),
-            entry.parts[place],
-            (RowPayloadKind.ROWS, len(ids), cut.width, cut.skip),
-            ids,
-            id_bytes_for(cut.num_rows),
-            fill=fill,
-            value_bytes=(stop - start) * dtype.itemsize,
-        )
+        sizes = len(ids), cut.width, cut.skip
+        yield Item(target, RowPayloadKind.ROWS, *sizes, ids, flat[span].nbytes, fill)
 
 
 def _wanted_cut(entry: KeyEntry, landing: RowDestination) -> Iterator[Item]:
     """Ask the parts of a dense key for rows."""
     flat = landing.rows.reshape(-1)
-    for place, cut, ids, start, stop in _cuts(entry, landing.ids):
+    for target, cut, ids, span in _cuts(entry, landing.ids):
 
-        def receive(memory: Bytes, some: Flat = flat[start:stop]) -> None:
+        def receive(memory: Bytes, some: Flat = flat[span]) -> None:
             _check_answer(f"key {entry.key!r}", len(memory), some.nbytes)
             some[:] = memory.view(some.dtype)
 
         if len(ids):
-            yield _item(
-                node_id(Role.SERVER, entry.servers[place]),
-                entry.parts[place],
-                (RowPayloadKind.WANTED, len(ids), cut.width, cut.skip),
-                ids,
-                id_bytes_for(cut.num_rows),
-                answer_bytes=(stop - start) * flat.itemsize,
-                receive=receive,
-            )
+            asked = RowPayloadKind.WANTED, len(ids), cut.width, cut.skip
+            nbytes = flat[span].nbytes
+            yield Item(target, *asked, ids, answer_bytes=nbytes, receive=receive)
 
 
 def _check_answer(title: str, found: int, expected: int) -> None:

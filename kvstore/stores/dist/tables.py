@@ -6,8 +6,7 @@ and delivery are those of all keys. What changes a table as a whole (making,
 closing, its optimizer) all workers call together, in the same order and with the same arguments;
 the lowest rank tells the servers. Of paths the names of the files are compared: the lowest rank's
 path is the one that counts, and other hosts may have its directory elsewhere. Public calls may come
-from any thread but the node's I/O thread. Read next: ``server/tables.py`` and ``server/tables.py``,
-the servers' side.
+from any thread but the node's I/O thread. Read next: ``server/rows.py``, the servers' side.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvstore.checkpoint.atomic import checked_path
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.serialize import to_plain
-from kvstore.protocol.requests import StoreCall, pack, unpack
+from kvstore.protocol.requests import StoreCall, unpack
 from kvstore.sparse.ids import Ids
 from kvstore.sparse.payload import RowPayloadKind, payload_bytes
 from kvstore.sparse.sums import Picked, RowValues, sum_repeated
@@ -36,8 +35,8 @@ from kvstore.stores.arguments_sparse import (
 )
 from kvstore.stores.dist.control_client import Servers
 from kvstore.stores.dist.in_flight import Operation
-from kvstore.stores.dist.sparse_checkpoint import TableFiles
-from kvstore.stores.dist.sparse_transfer import RowExchange, RowPlacement, pushed, wanted
+from kvstore.stores.dist.sparse_transfer import RowExchange, RowPlacement, RowTarget, pushed, wanted
+from kvstore.stores.dist.table_files import TableFiles
 from kvstore.stores.dist.transfer import DenseExchange
 from kvstore.tables.base import Path, Table, TableStatistics
 from kvstore.tables.ids import checked_table_ids, first_appearances, split
@@ -158,15 +157,15 @@ class DistTable(Table):
         """The part of each server's share."""
         self.title = f"table {settings.name!r}"
         self._keys = KeyList((self.title,), ())
-        num_shares = len(parts)
-        servers = [node_id(Role.SERVER, rank) for rank in range(num_shares)]
+        targets = [
+            RowTarget(node_id(Role.SERVER, rank), part, 8) for rank, part in enumerate(parts)
+        ]
         self._home = RowPlacement(
-            self.title, parts, servers, self.dim, self.dtype, 8, lambda ids: split(ids, num_shares)
+            self.title, targets, self.dim, self.dtype, lambda ids: split(ids, len(parts))
         )
         most_bytes = owner.node.config.max_message_bytes
-        self._files = TableFiles(
-            owner.servers.ask_each, owner.store.wait, parts, most_bytes, self.title
-        )
+        self._pages = owner.servers.pages_of_table(self._home)
+        self._files = TableFiles(self._pages, owner.store.wait, most_bytes)
 
     # -- what it is ----------------------------------------------------------------------
 
@@ -176,10 +175,7 @@ class DistTable(Table):
 
     def statistics(self) -> TableStatistics:
         self._ready_to_ask()
-        bodies = [pack(part) for part in self.parts]
-        replies = self._owner.store.wait(
-            self._owner.servers.ask_each(StoreCall.TABLE_STATS, bodies)
-        )
+        replies = self._owner.store.wait(self._pages.ask_each(StoreCall.TABLE_STATS))
         return _summed([_statistics_in(reply.body) for reply in replies])
 
     def __repr__(self) -> str:
@@ -256,8 +252,8 @@ class DistTable(Table):
 
         def tell(_: int) -> None:
             for only_check in (True, False):
-                bodies = [pack(part, only_check, plain) for part in self.parts]
-                owner.store.wait(owner.servers.ask_each(StoreCall.TABLE_OPTIMIZER, bodies))
+                asked = self._pages.ask_each(StoreCall.TABLE_OPTIMIZER, only_check, plain)
+                owner.store.wait(asked)
 
         owner.together(f"set_optimizer of {self.title} ({plain})", tell)
         self._optimizer = chosen
@@ -277,7 +273,7 @@ class DistTable(Table):
         for start in range(0, len(ids), block_rows):
             self._ready_to_ask()
             block = ids[start : start + block_rows]
-            is_there, (rows,) = self._files.read(block, [self.dtype], self.dim)
+            is_there, (rows,) = self._files.read(block, [self.dtype])
             yield block[is_there], rows[is_there]
 
     def export(self, path: Path, *, states: bool = True) -> int:

@@ -101,7 +101,7 @@ class DenseExchange:
     def add(self, entries: Iterable[KeyEntry]) -> None:
         """These keys can be used from now on."""
         for entry in entries:
-            if not entry.is_row_sparse:  # those are the business of row_exchange.py
+            if not entry.is_row_sparse:  # those are the business of sparse_transfer.py
                 self._places[entry.key] = places_of(entry)
             self.entries[entry.key] = entry
 

@@ -77,8 +77,28 @@ class Server:
         self.ask(StoreCall.INIT, STORE, synchronous, pack_parts([dense]), [-1], frames=frames)
 
     def init(self, entry: RowPartEntry, ids: Sequence[int], *, synchronous: bool = True) -> Asked:
+        asked = self.create(entry, synchronous=synchronous)
+        if asked.error is None and unpack(asked.body, bool)[0]:
+            ones = np.ones((len(ids), WIDTH), entry.dtype).tobytes()
+            self.ask(StoreCall.WRITE_ROWS, entry.part, frames=[ids_frame(*ids), ones])
+            self.ask(StoreCall.END_ROWS, entry.part, -1, [])
+        return asked
+
+    def create(self, entry: RowPartEntry, *, synchronous: bool = True) -> Asked:
         body = STORE, synchronous, False, pack_row_part(entry)
-        return self.ask(StoreCall.INIT_ROWS, *body, frames=[rows(ids, 1.0)])
+        return self.ask(StoreCall.INIT_ROWS, *body)
+
+    def listed(self, *after: int, most: int = 9) -> tuple[int, list[int]]:
+        """The number of updates, and ids of the rows that are there."""
+        asked = self.ask(StoreCall.HELD_ROWS, ROWS, list(after), most)
+        (frame,) = asked.frames
+        return unpack(asked.body, int)[0], np.frombuffer(frame, "<i8").tolist()
+
+    def copies(self, *ids: int, part: int = ROWS) -> list[bytes]:
+        """Values and states of rows."""
+        flags, *copies = self.ask(StoreCall.READ_ROWS, part, True, frames=[ids_frame(*ids)]).frames
+        assert flags == b"\1" * len(ids)
+        return copies
 
     def ask(self, call: int, *fields: Any, frames: Sequence[Any] = ()) -> Asked:
         asked = Asked(0, call, pack(*fields), frames)
@@ -233,7 +253,7 @@ def test_an_update_that_raises_leaves_the_rows_and_the_count() -> None:
     (send, _) = server.push(1, 1, rows([1], 1.0))
     assert send.message.kind == NotSupportedError.__name__
     assert server.held() == {1: [1, 1], 4: [1, 1]}
-    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS, 0, 9).body, int, bool) == [0, False]
+    assert server.listed()[0] == 0
 
 
 def test_states_and_counts_are_taken_over_by_an_optimizer_of_the_same_class() -> None:
@@ -242,11 +262,11 @@ def test_states_and_counts_are_taken_over_by_an_optimizer_of_the_same_class() ->
         server.set_optimizer(optimizer.create("sgd", momentum=0.5, **numbers))
         for rank in range(2):
             server.push(rank, round_, rows([1], 1.0))
-    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS, 0, 9).body, int, bool) == [2, False]
+    assert server.listed()[0] == 2
     server.set_optimizer(optimizer.create("adam"))
     for rank in range(2):
         server.push(rank, 3, rows([1], 1.0))
-    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS, 0, 9).body, int, bool) == [1, False]
+    assert server.listed()[0] == 1
 
 
 VALUES = np.zeros(4, "f4").tobytes()
@@ -352,35 +372,44 @@ def test_a_part_that_is_there_stays_when_another_rank_creates_it_again() -> None
     assert server.held() == {1: [1, 1], 4: [1, 1]}
 
 
+def test_a_part_whose_worker_was_lost_half_way_gets_all_rows_of_the_next() -> None:
+    server = Server()
+    entry = server.entry._replace(part=11)
+    server.create(entry)
+    server.ask(StoreCall.WRITE_ROWS, 11, frames=[ids_frame(0), floats(9, 9)])
+    server.init(entry, [2, 3])
+    (ids,) = server.ask(StoreCall.HELD_ROWS, 11, [], 9).frames
+    assert ids == ids_frame(2, 3)
+
+
 def test_rows_are_read_with_states_and_written_again() -> None:
     server = Server()
     server.set_optimizer(optimizer.create("sgd", learning_rate=1.0, momentum=0.5))
     for rank in range(2):
         server.push(rank, 1, rows([1, 2], 1.0))
-    asked = server.ask(StoreCall.HELD_ROWS, ROWS, 0, 9)
-    assert unpack(asked.body, int, bool) == [1, False]
-    assert asked.frames == [ids_frame(1, 2, 4)]
-    values, momentum = server.ask(StoreCall.READ_ROWS, ROWS, frames=[ids_frame(1, 4)]).frames
-    assert (values, momentum) == (floats(-1, -1, 1, 1), floats(-2, -2, 0, 0))
+    assert server.listed() == (1, [1, 2, 4])
+    assert server.copies(1, 4) == [floats(-1, -1, 1, 1), floats(-2, -2, 0, 0)]
 
-    def write(*ids: int, begins: bool) -> Asked:
+    def write(*ids: int) -> Asked:
         frames = [ids_frame(*ids), floats(*[7] * 2 * len(ids)), floats(*[5] * 2 * len(ids))]
-        return server.ask(StoreCall.WRITE_ROWS, ROWS, begins, 4, True, frames=frames)
+        return server.ask(StoreCall.WRITE_ROWS, ROWS, frames=frames)
 
-    assert write(0, begins=True).error is None
-    assert write(3, begins=False).error is None
+    assert server.ask(StoreCall.BEGIN_ROWS, ROWS, [True]).error is None
+    assert write(0).error is None
+    assert write(3).error is None
+    assert server.ask(StoreCall.END_ROWS, ROWS, 4, []).error is None
     assert server.held() == {0: [7, 7], 3: [7, 7]}
-    frames = server.ask(StoreCall.READ_ROWS, ROWS, frames=[ids_frame(0, 3)]).frames
-    assert frames[1] == floats(5, 5, 5, 5)
-    assert unpack(server.ask(StoreCall.HELD_ROWS, ROWS, 0, 9).body, int, bool) == [4, False]
+    assert server.copies(0, 3)[1] == floats(5, 5, 5, 5)
+    assert server.listed()[0] == 4
+    server.ask(StoreCall.BEGIN_ROWS, ROWS, [False])
     only_states = [ids_frame(3), floats(1, 1)]
-    assert server.ask(StoreCall.WRITE_ROWS, ROWS, True, 6, False, frames=only_states).error is None
-    frames = server.ask(StoreCall.READ_ROWS, ROWS, frames=[ids_frame(0, 3)]).frames
-    assert frames == [floats(7, 7, 7, 7), floats(0, 0, 1, 1)]
+    assert server.ask(StoreCall.WRITE_ROWS, ROWS, frames=only_states).error is None
+    server.ask(StoreCall.END_ROWS, ROWS, 6, [])
+    assert server.copies(0, 3) == [floats(7, 7, 7, 7), floats(0, 0, 1, 1)]
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_further_rows_of_a_key_of_halves_get_masters_and_states_too(name: str) -> None:
+def test_rows_of_halves_that_come_without_masters_get_them(name: str) -> None:
     server = Server()
     half = server.entry._replace(part=11, key="half", num_rows=2**40, dtype=np.dtype("f2"))
     assert server.init(half, []).error is None
@@ -390,13 +419,14 @@ def test_further_rows_of_a_key_of_halves_get_masters_and_states_too(name: str) -
         return np.full(WIDTH * count, number, "f2").tobytes()
 
     num_states = {"sgd": 0, "adam": 2}[name]
-    first = [ids_frame(3), values(1, 1.5), *[floats(*[0.0] * WIDTH)] * num_states]
-    second = [ids_frame(5, 2**39), values(2, 2.5)]
-    for begins, frames in ((True, first), (False, second)):
-        asked = server.ask(StoreCall.WRITE_ROWS, 11, begins, 0, True, frames=frames)
+    server.ask(StoreCall.BEGIN_ROWS, 11, [True])
+    for ids, number in (((3,), 1.5), ((5, 2**39), 2.5)):
+        states = [floats(*[0.0] * WIDTH * len(ids))] * num_states
+        frames = [ids_frame(*ids), values(len(ids), number), *states]
+        asked = server.ask(StoreCall.WRITE_ROWS, 11, frames=frames)
         assert asked.error is None
-    ids = ids_frame(3, 5, 2**39)
-    found, *states, master = server.ask(StoreCall.READ_ROWS, 11, frames=[ids]).frames
+    assert server.ask(StoreCall.END_ROWS, 11, 0, []).error is None
+    found, *states, master = server.copies(3, 5, 2**39, part=11)
     assert found == values(1, 1.5) + values(2, 2.5)
     assert master == floats(1.5, 1.5, 2.5, 2.5, 2.5, 2.5)
     assert [np.frombuffer(state, "f4").tolist() for state in states] == [[0] * 6] * num_states
@@ -407,11 +437,8 @@ def test_the_rows_that_are_there_are_listed_some_at_a_time() -> None:
     server.set_optimizer(optimizer.create("test"))
     for rank in range(2):
         server.push(rank, 1, rows([0, 2], 1.0))
-    pages = [(0, [0, 1], True), (2, [2, 4], False), (3, [4], False), (5, [], False)]
-    for first, ids, are_more in pages:
-        asked = server.ask(StoreCall.HELD_ROWS, ROWS, first, 2)
-        assert unpack(asked.body, int, bool) == [1, are_more]
-        assert asked.frames == [ids_frame(*ids)]
+    for after, ids in (([], [0, 1]), ([1], [2, 4]), ([2], [4]), ([4], [])):
+        assert server.listed(*after, most=2) == (1, ids)
 
 
 def test_a_key_that_is_cut_and_an_optimizer_for_whole_keys_exclude_each_other() -> None:
@@ -437,33 +464,21 @@ def test_statistics_and_names_know_row_sparse_parts() -> None:
 
 
 WRONG: dict[str, tuple[int, tuple[Any, ...], list[bytes]]] = {
-    "no frame": (StoreCall.INIT_ROWS, (STORE, True, False, [30, "v", True, 6, 2, "<f4"]), []),
-    "a malformed frame": (
-        StoreCall.INIT_ROWS,
-        (STORE, True, False, [30, "v", True, 6, 2, "<f4"]),
-        [b"x"],
-    ),
-    "a malformed part": (StoreCall.INIT_ROWS, (STORE, True, False, [30]), [b""]),
-    "a part that is not there": (StoreCall.HELD_ROWS, (99, 0, 9), []),
-    "a dense part": (StoreCall.HELD_ROWS, (DENSE, 0, 9), []),
-    "a negative row": (StoreCall.HELD_ROWS, (ROWS, -1, 9), []),
-    "a list of no rows": (StoreCall.HELD_ROWS, (ROWS, 0, 0), []),
-    "ids out of range": (StoreCall.READ_ROWS, (ROWS,), [ids_frame(NUM_ROWS)]),
-    "negative ids": (StoreCall.READ_ROWS, (ROWS,), [ids_frame(-1)]),
-    "ids that fall": (StoreCall.READ_ROWS, (ROWS,), [ids_frame(2, 1)]),
-    "half an id": (StoreCall.READ_ROWS, (ROWS,), [b"1234"]),
-    "no ids": (StoreCall.READ_ROWS, (ROWS,), []),
-    "too few values": (StoreCall.WRITE_ROWS, (ROWS, True, 0, True), [ids_frame(1), floats(1)]),
-    "too many arrays": (
-        StoreCall.WRITE_ROWS,
-        (ROWS, True, 0, True),
-        [ids_frame(1), floats(1, 1), floats(1, 1)],
-    ),
-    "a negative count": (
-        StoreCall.WRITE_ROWS,
-        (ROWS, True, -1, True),
-        [ids_frame(1), floats(1, 1)],
-    ),
+    "a malformed part": (StoreCall.INIT_ROWS, (STORE, True, False, [30]), []),
+    "a part that is not there": (StoreCall.HELD_ROWS, (99, [], 9), []),
+    "a dense part": (StoreCall.HELD_ROWS, (DENSE, [], 9), []),
+    "a part of no table": (StoreCall.TABLE_STATS, (ROWS,), []),
+    "a list of no rows": (StoreCall.HELD_ROWS, (ROWS, [], 0), []),
+    "ids out of range": (StoreCall.READ_ROWS, (ROWS, True), [ids_frame(NUM_ROWS)]),
+    "negative ids": (StoreCall.READ_ROWS, (ROWS, True), [ids_frame(-1)]),
+    "ids that fall": (StoreCall.READ_ROWS, (ROWS, True), [ids_frame(2, 1)]),
+    "half an id": (StoreCall.READ_ROWS, (ROWS, True), [b"1234"]),
+    "no ids": (StoreCall.READ_ROWS, (ROWS, True), []),
+    "a beginning without a word": (StoreCall.BEGIN_ROWS, (ROWS, []), []),
+    "a beginning with rows": (StoreCall.BEGIN_ROWS, (ROWS, [True]), [ids_frame(1)]),
+    "rows that nobody announced": (StoreCall.WRITE_ROWS, (ROWS,), [ids_frame(1), floats(1, 1)]),
+    "an end that nobody announced": (StoreCall.END_ROWS, (ROWS, 1, []), []),
+    "a negative count": (StoreCall.END_ROWS, (ROWS, -2, []), []),
 }
 
 
@@ -474,3 +489,20 @@ def test_a_wrong_request_is_an_error_and_changes_nothing(case: str) -> None:
     asked = server.ask(call, *fields, frames=frames)
     assert isinstance(asked.error, (ProtocolError, UsageError, ValueMismatchError))
     assert server.held() == {1: [1, 1], 4: [1, 1]}
+
+
+WRONG_ROWS: dict[str, list[bytes]] = {
+    "no frames": [],
+    "too few values": [ids_frame(1), floats(1)],
+    "too many arrays": [ids_frame(1), floats(1, 1), floats(1, 1)],
+    "ids out of range": [ids_frame(NUM_ROWS), floats(1, 1)],
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ROWS)
+def test_wrong_rows_of_a_file_are_an_error(case: str) -> None:
+    server = Server()
+    server.ask(StoreCall.BEGIN_ROWS, ROWS, [True])
+    asked = server.ask(StoreCall.WRITE_ROWS, ROWS, frames=WRONG_ROWS[case])
+    assert isinstance(asked.error, (ProtocolError, ValueMismatchError))
+    assert server.listed() == (0, [])

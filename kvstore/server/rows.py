@@ -1,0 +1,246 @@
+"""``RowStores``: a server's parts with rows, and the requests about them.
+
+The parts are those of row-sparse keys (``sparse.py``) and of growing tables (``tables.py``). What
+``init`` or a file brings comes in three kinds of requests for both: BEGIN_ROWS (for ``init``
+INIT_ROWS), WRITE_ROWS as often as there are pages, END_ROWS. Requests arrive on the I/O thread and
+are carried out on the thread of the part's lane. Read next: ``row_part.py``;
+``stores/dist/row_pages.py`` for the worker that asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstore.optimizer.base import Optimizer
+from kvstore.protocol.requests import StoreCall, pack, unpack, unpack_row_part
+from kvstore.server.lanes import Lanes
+from kvstore.server.memory import Part, StoreState
+from kvstore.server.row_part import RowPart, bytes_of, longs
+from kvstore.server.sparse import KeyPart, apply_cuts, take_cut, take_cut_pull
+from kvstore.server.tables import TablePart
+from kvstore.sparse.payload import read_payload
+from kvstore.tables.settings import checked_table_optimizer, settings_from_plain
+from kvstore.tables.shard import TableShare
+from pslite import Incoming
+from pslite.errors import ProtocolError, UsageError
+from pslite.plane import NO_SIZE, Job, Outcome, Piece, ServerPlane
+
+P = TypeVar("P", bound=RowPart)
+Answered = tuple[bytes, list[bytes]] | None
+"""The body and the frames of an answer; None for an empty one."""
+
+
+def taken(found: RowPart | Part, piece: Piece, *, is_push: bool) -> Any:
+    """A payload of rows for a part, checked and ready for its round or its answer."""
+    payload = read_payload(bytes_of(piece))
+    if isinstance(found, Part):
+        return take_cut(found, payload) if is_push else take_cut_pull(found, payload)
+    return found.take(payload) if is_push else found.take_pull(payload)
+
+
+class RowStores:
+    """The parts with rows of one server."""
+
+    def __init__(
+        self,
+        plane: ServerPlane,
+        store_of: Callable[[int, bool], StoreState],
+        optimizer_of: Callable[[list[Any]], Optimizer],
+        next_lane: Callable[[], int],
+        lanes: Lanes,
+    ) -> None:
+        self._plane = plane
+        self._store_of = store_of
+        self._optimizer_of = optimizer_of
+        self._next_lane = next_lane
+        self._lanes = lanes
+        self._parts: dict[int, RowPart] = {}
+        self.calls: dict[int, Callable[[Incoming], None]] = {
+            StoreCall.INIT_ROWS: self._init,
+            StoreCall.HELD_ROWS: self._held,
+            StoreCall.READ_ROWS: self._read,
+            StoreCall.BEGIN_ROWS: self._begin,
+            StoreCall.WRITE_ROWS: self._write,
+            StoreCall.END_ROWS: self._end,
+            StoreCall.CREATE_TABLE: self._create_table,
+            StoreCall.TABLE_OPTIMIZER: self._set_optimizer,
+            StoreCall.TABLE_STATS: self._stats,
+            StoreCall.MARK_TABLE: self._mark,
+        }
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[RowPart]:
+        return iter(list(self._parts.values()))
+
+    def get(self, number: int) -> RowPart | None:
+        """A part, if it is there."""
+        return self._parts.get(number)
+
+    def remove(self, number: int) -> RowPart | None:
+        """Forget a part; returns it, if it was there."""
+        return self._parts.pop(number, None)
+
+    def _add(self, part: RowPart) -> None:
+        self._parts[part.number] = part
+        self._plane.open_part(part.number, NO_SIZE, part.store.ranks, part.lane)
+
+    def apply(self, job: Job, dense: Part | None) -> Outcome:
+        """A round with rows of one part, which is ``dense`` or here. On the lane's thread."""
+        part = self._parts.get(job.parts[0])
+        try:
+            if part is not None:
+                part.apply([payload.rows for payload in job.batch.payloads])
+            elif dense is not None:
+                apply_cuts(dense, job.batch.payloads)
+            else:  # its round was complete before
+                raise UsageError("the key was deleted, or the table closed")
+        except BaseException as error:  # an optimizer may call sys.exit
+            return [error]
+        return None
+
+    # -- rows of any kind --------------------------------------------------------------
+
+    def _init(self, incoming: Incoming) -> None:
+        """Create a part of a row-sparse key; the answer is whether it still needs its rows."""
+        number, synchronous, is_full, plain = unpack(incoming.body, int, bool, bool, list)
+        entry = unpack_row_part(plain)
+        store = self._store_of(number, synchronous)
+        store.check_cuts([entry])
+        # A rank that stands in for one that left half-way finds some parts there.
+        part = self._parts.get(entry.part)
+        if part is None:
+            part = KeyPart(store, self._next_lane(), entry, is_full=is_full)
+            self._add(part)
+            store.has_part(entry)
+        if not isinstance(part, KeyPart):
+            raise UsageError(f"part {entry.part} belongs to the {part.title}")
+        self._run(incoming, part, lambda part: (pack(part.needs_rows()), []))
+
+    def _held(self, incoming: Incoming) -> None:
+        """The number of updates, and columns about the first rows above an id, sorted by id."""
+        number, after, most = unpack(incoming.body, int, list, int)
+        if len(after) > 1 or any(type(id_) is not int for id_ in after) or most < 1:
+            raise ProtocolError("the place where a list of ids continues is malformed")
+        if after and not -(2**63) <= after[0] < 2**63:
+            raise ProtocolError("the place where a list of ids continues is not an id")
+
+        def look(part: RowPart) -> tuple[bytes, list[bytes]]:
+            num_updates, columns = part.held()
+            start = int(np.searchsorted(columns[0], after[0], "right")) if after else 0
+            some = slice(start, start + most)
+            frames = [column[some].astype("<i8").tobytes() for column in columns]
+            return pack(num_updates), frames
+
+        self._run(incoming, self._found(number), look)
+
+    def _read(self, incoming: Incoming) -> None:
+        """Which of some ids have rows (a byte for each), those rows, and with states theirs."""
+        number, with_states = unpack(incoming.body, int, bool)
+        (ids,) = _columns(incoming, 1)
+
+        def copy(part: RowPart) -> tuple[bytes, list[bytes]]:
+            return b"", [each.tobytes() for each in part.copies(ids, with_states=with_states)]
+
+        self._run(incoming, self._found(number), copy)
+
+    def _begin(self, incoming: Incoming) -> None:
+        number, fields = unpack(incoming.body, int, list)
+        columns = _columns(incoming, len(incoming.frames))
+        self._run(incoming, self._found(number), lambda part: part.begin(fields, columns))
+
+    def _write(self, incoming: Incoming) -> None:
+        (number,) = unpack(incoming.body, int)
+        frames = incoming.frames
+        if not frames:
+            raise ProtocolError("rows come with a frame of their ids")
+        self._run(incoming, self._found(number), lambda part: part.write(frames))
+
+    def _end(self, incoming: Incoming) -> None:
+        number, num_updates, fields = unpack(incoming.body, int, int, list)
+        if num_updates < -1:
+            raise ProtocolError(f"a number of updates is malformed: {num_updates}")
+        self._run(incoming, self._found(number), lambda part: part.end(num_updates, fields))
+
+    # -- tables ------------------------------------------------------------------------
+
+    def _create_table(self, incoming: Incoming) -> None:
+        number, synchronous, part, share, num_shares, plain, optimizer = unpack(
+            incoming.body, int, bool, int, int, int, list, list
+        )
+        if not 0 <= share < num_shares or part < 0:
+            raise ProtocolError("a share of a table is malformed")
+        settings = settings_from_plain(plain, num_shares)
+        chosen = self._checked_optimizer(optimizer, settings.dtype)
+        # A rank that stands in for one that left half-way finds some parts there; they stay.
+        if part not in self._parts:
+            store = self._store_of(number, synchronous)
+            made = TableShare(settings, chosen, share, num_shares)
+            self._add(TablePart(store, self._next_lane(), part, made))
+        incoming.respond()
+
+    def _checked_optimizer(self, plain: list[Any], dtype: np.dtype[Any]) -> Optimizer | None:
+        return checked_table_optimizer(self._optimizer_of(plain), dtype) if plain else None
+
+    def _set_optimizer(self, incoming: Incoming) -> None:
+        """All workers are here, and nothing is in flight."""
+        number, only_check, plain = unpack(incoming.body, int, bool, list)
+        table = self._table(number)
+        chosen = self._checked_optimizer(plain, table.dtype)
+
+        def use(table: TablePart) -> None:
+            if not only_check:
+                table.share.set_optimizer(chosen)
+
+        self._run(incoming, table, use)
+
+    def _stats(self, incoming: Incoming) -> None:
+        (number,) = unpack(incoming.body, int)
+
+        def look(table: TablePart) -> tuple[bytes, list[bytes]]:
+            return pack(list(table.share.statistics())), []
+
+        self._run(incoming, self._table(number), look)
+
+    def _mark(self, incoming: Incoming) -> None:
+        number, mark, lineage = unpack(incoming.body, int, int, list)
+
+        def look(table: TablePart) -> tuple[bytes, list[bytes]]:
+            return pack(*table.mark(mark, lineage)), []
+
+        self._run(incoming, self._table(number), look)
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _run(self, incoming: Incoming, part: P, work: Callable[[P], Answered]) -> None:
+        """Do ``work`` on the part's lane, which its lock guards; it returns the answer."""
+        answers: list[Answered] = []
+
+        def run(part: P) -> None:
+            with part.lock:
+                answers.append(work(part))
+
+        self._lanes.run(incoming, [part], run, lambda: incoming.respond(*answers[0] or ()))
+
+    def _found(self, number: int) -> RowPart:
+        part = self._parts.get(number)
+        if part is None:
+            raise UsageError(f"part {number} with rows is not known to this server")
+        return part
+
+    def _table(self, number: int) -> TablePart:
+        part = self._parts.get(number)
+        if not isinstance(part, TablePart):
+            raise UsageError(f"this server knows no table with the part {number}")
+        return part
+
+
+def _columns(incoming: Incoming, number: int) -> list[Any]:
+    """The frames of a request, as many as expected, as numbers of 8 bytes."""
+    if len(incoming.frames) != number:
+        raise ProtocolError(f"expected {number} frames of ids, got {len(incoming.frames)}")
+    return [longs(frame) for frame in incoming.frames]
