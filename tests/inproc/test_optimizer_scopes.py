@@ -15,9 +15,8 @@ from cluster import LIMIT_S
 from workers import Workers
 
 import kvstore
-from kvstore import KVStore, optimizer
+from kvstore import KVStore, lr_scheduler, optimizer
 from kvstore.errors import NotSupportedError, UsageError, ValueMismatchError
-from kvstore.mxnet import lr_scheduler
 from pslite.future import settled
 
 PARTS: dict[str, Any] = {"chunk_bytes": 256, "credit_bytes": 1024}
