@@ -34,7 +34,16 @@ print("sum", kv.pull("w")[0])
 )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        0,
+        *(
+            pytest.param(seed, marks=pytest.mark.slow(reason="one order runs always"))
+            for seed in (1, 2)
+        ),
+    ],
+)
 def test_the_order_in_which_processes_start_does_not_matter(make_job: MakeJob, seed: int) -> None:
     """All twelve orders of a scheduler, a server and two workers, four of them a time."""
     pauses = random.Random(seed)
@@ -61,7 +70,13 @@ def test_the_order_in_which_processes_start_does_not_matter(make_job: MakeJob, s
             assert worker.lines == [f"rank {rank}", "sum 11.0"]
 
 
-@pytest.mark.parametrize("last", ["scheduler", "server"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        "scheduler",
+        pytest.param("server", marks=pytest.mark.slow(reason="a late scheduler runs always")),
+    ],
+)
 def test_the_scheduler_or_the_servers_may_come_much_later_than_all_others(
     make_job: MakeJob, last: str
 ) -> None:

@@ -62,7 +62,10 @@ def ends_well(job: Job, launcher: Process) -> None:
     assert_no_traceback(launcher)
 
 
-@pytest.mark.parametrize("security", ["", "curve"])
+@pytest.mark.parametrize(
+    "security",
+    ["curve", pytest.param("", marks=pytest.mark.slow(reason="the other mechanism runs always"))],
+)
 def test_nobody_gets_into_a_job_without_its_key(make_job: MakeJob, security: str) -> None:
     job, launcher = launched(make_job, security=security)
     doors = tcp_doors(job.left())
@@ -140,7 +143,13 @@ def test_the_key_of_a_launched_job_is_seen_by_its_user_only_and_goes_with_it(
     assert not path.parent.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow(reason="the harder end runs always")),
+    ],
+)
 def test_the_key_is_gone_however_the_launcher_ends(
     make_job: MakeJob, number: signal.Signals
 ) -> None:
@@ -234,7 +243,13 @@ def own_address() -> str | None:
 
 
 @pytest.mark.skipif(own_address() is None, reason="this machine has loopback addresses only")
-@pytest.mark.parametrize("security", ["plain", "curve"])
+@pytest.mark.parametrize(
+    "security",
+    [
+        "plain",
+        pytest.param("curve", marks=pytest.mark.slow(reason="the other mechanism runs always")),
+    ],
+)
 def test_with_a_key_a_job_may_use_the_network(
     make_job: MakeJob, tmp_path: Path, security: str
 ) -> None:

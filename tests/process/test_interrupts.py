@@ -47,14 +47,16 @@ def test_ctrl_c_ends_a_launched_job_whatever_its_workers_wait_for(make_job: Make
             assert "Error" not in line, launcher.text
 
 
+slow = pytest.mark.slow(reason="one that waits in a pull runs always")
+
+
 @pytest.mark.parametrize(
     ("code", "other_code"),
     [
-        (WAIT_IN_PULL, WAIT_IN_BARRIER),
-        (WAIT_IN_BARRIER, WAIT_IN_PULL),
-        (COMPUTE, WAIT_IN_PULL),
+        pytest.param(WAIT_IN_PULL, WAIT_IN_BARRIER, id="pull"),
+        pytest.param(WAIT_IN_BARRIER, WAIT_IN_PULL, id="barrier", marks=slow),
+        pytest.param(COMPUTE, WAIT_IN_PULL, id="compute", marks=slow),
     ],
-    ids=["pull", "barrier", "compute"],
 )
 def test_ctrl_c_in_one_worker_ends_the_whole_job(
     make_job: MakeJob, code: str, other_code: str
@@ -89,7 +91,13 @@ def test_ctrl_c_in_a_server_is_a_loss_that_all_others_name(make_job: MakeJob) ->
         assert re.search(pattern, process.lines[-1]), process.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow(reason="an interrupt runs always")),
+    ],
+)
 def test_a_signal_to_every_process_ends_all_of_them_at_once(
     make_job: MakeJob, number: signal.Signals
 ) -> None:

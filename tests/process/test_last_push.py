@@ -13,7 +13,13 @@ from last_push import run
 pytestmark = [pytest.mark.process, needs_proc]
 
 
-@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dist_sync",
+        pytest.param("dist_async", marks=pytest.mark.slow(reason="dist_sync runs always")),
+    ],
+)
 def test_a_push_as_the_last_line_of_a_script_arrives_whole_over_tcp(
     tmp_path: Path, kind: str
 ) -> None:

@@ -57,7 +57,10 @@ def end(make_job: MakeJob, code: str, checks: str = "") -> tuple[list[int], str]
 PUSH = "worker.push([3, 2**63], vector(1, 2))\n"
 
 
-@pytest.mark.parametrize("closes", ["", "node.close()\n"])
+@pytest.mark.parametrize(
+    "closes",
+    ["", pytest.param("node.close()\n", marks=pytest.mark.slow(reason="without it runs always"))],
+)
 def test_a_push_as_the_last_line_of_a_script_is_applied(make_job: MakeJob, closes: str) -> None:
     looks = "assert worker.wait(worker.pull([3, 2**63])).tolist() == [1, 2]\n"
     codes, said = end(make_job, PUSH + closes, looks)

@@ -161,6 +161,7 @@ for call in lambda: kv.pull("w"), kv.barrier, lambda: kv.init("v", vector(0)):
     assert all(line.startswith("NodeLostError: worker 1 (pid ") for line in errors)
 
 
+@pytest.mark.slow(reason="a synchronous job runs always")
 def test_a_killed_worker_ends_an_asynchronous_job_as_well(make_job: MakeJob) -> None:
     busy = ASYNC + "while True:" + ROUND.replace("\n", " ")
     scheduler, (server,), (survivor, victim) = start(make_job(2, 1), busy, busy)
@@ -174,7 +175,14 @@ def test_a_killed_worker_ends_an_asynchronous_job_as_well(make_job: MakeJob) -> 
 # -- through the launcher -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", ["worker", "server", "scheduler"])
+@pytest.mark.parametrize(
+    "role",
+    [
+        "server",
+        pytest.param("worker", marks=pytest.mark.slow(reason="a killed server runs always")),
+        pytest.param("scheduler", marks=pytest.mark.slow(reason="a killed server runs always")),
+    ],
+)
 def test_the_launcher_passes_a_killed_process_on_as_137_and_names_it_last(
     make_job: MakeJob, role: str
 ) -> None:
@@ -241,6 +249,7 @@ print("done", value)
     assert_no_traceback(scheduler, *servers)
 
 
+@pytest.mark.slow(reason="the same under the launcher runs always")
 def test_an_exception_in_user_code_ends_the_others_with_an_error_that_names_the_worker(
     make_job: MakeJob,
 ) -> None:

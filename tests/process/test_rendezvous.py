@@ -167,6 +167,7 @@ def test_each_missing_variable_is_named_with_the_way_to_set_it(make_job: MakeJob
     assert_no_traceback(*schedulers)
 
 
+@pytest.mark.slow(reason="tests/unit/pslite/test_config.py has each setting")
 def test_malformed_settings_are_refused_by_name(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     wrong = {
@@ -297,6 +298,7 @@ def test_when_the_scheduler_is_killed_before_the_job_is_complete_those_that_wait
     assert_no_traceback(server)
 
 
+@pytest.mark.slow(reason="the simulator waits longer than that, too")
 def test_nodes_that_wait_longer_than_the_heartbeat_timeout_are_not_lost(make_job: MakeJob) -> None:
     beats = {"PS_HEARTBEAT_TIMEOUT": "3", "PS_HEARTBEAT_INTERVAL": "0.2"}
     job = make_job(2, 1, PS_ROSTER_INTERVAL=OFTEN, **beats)

@@ -88,7 +88,9 @@ def test_whoever_is_killed_while_saving_leaves_a_whole_file(make_job: MakeJob) -
     ("optimizer", "numbers"),
     [
         ("sgd", "momentum=0.9, lr_scheduler=mx.lr_scheduler.FactorScheduler(step=7, factor=0.8)"),
-        ("adam", "wd=0.001"),
+        pytest.param(
+            "adam", "wd=0.001", marks=pytest.mark.slow(reason="another optimizer runs always")
+        ),
     ],
 )
 def test_a_new_job_with_more_servers_goes_on_to_the_bits_of_the_one_that_never_stopped(

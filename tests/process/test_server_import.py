@@ -77,7 +77,13 @@ def with_source(job: Job, name: str, source: str = MODULE) -> Job:
     return job
 
 
-@pytest.mark.parametrize("named", ["halving_rule", "halving_rule.py"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        "halving_rule",
+        pytest.param("halving_rule.py", marks=pytest.mark.slow(reason="a module runs always")),
+    ],
+)
 def test_a_custom_optimizer_works_on_all_servers(make_job: MakeJob, named: str) -> None:
     job = with_source(make_job(2, 2, PS_CHUNK_BYTES="4096"), "halving_rule.py")
     launcher = job.launch(TRAIN.format(module="halving_rule"), "--server-import", named)

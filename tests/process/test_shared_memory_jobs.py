@@ -104,7 +104,13 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+ALWAYS = ("kill -9 of a worker", "kill -9 of the server")
+slow = pytest.mark.slow(reason="kill -9 of a worker and of the server run always")
+
+
+@pytest.mark.parametrize(
+    "end", [pytest.param(end, marks=[] if end in ALWAYS else [slow]) for end in ENDS]
+)
 def test_however_a_job_ends_nothing_of_its_memory_stays(make_job: MakeJob, end: str) -> None:
     named_before = named_segments()
     job = make_job(2, 1)
@@ -192,7 +198,13 @@ def bits(job: Job) -> list[str]:
     return [line for line in job.output().splitlines() if line.startswith("sha256")]
 
 
-@pytest.mark.parametrize(("shm", "threads"), [("1", "4"), ("0", "1")])
+@pytest.mark.parametrize(
+    ("shm", "threads"),
+    [
+        ("1", "4"),
+        pytest.param("0", "1", marks=pytest.mark.slow(reason="shared memory runs always")),
+    ],
+)
 def test_the_bits_are_the_same_with_and_without_it_and_on_any_number_of_threads(
     make_job: MakeJob, local_bits: str, shm: str, threads: str
 ) -> None:

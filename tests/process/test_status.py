@@ -333,7 +333,17 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
         assert "exit code 7" in shown.text
 
 
-@pytest.mark.parametrize("settings", [{}, {"PYTHONSAFEPATH": "1"}], ids=["", "safe path"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param(
+            {"PYTHONSAFEPATH": "1"},
+            id="safe path",
+            marks=pytest.mark.slow(reason="without a safe path it runs always"),
+        ),
+    ],
+)
 def test_the_line_vanishes_with_an_interrupt(make_job: MakeJob, settings: dict[str, str]) -> None:
     job = make_job(**settings)
     process = launched(job, STEPS.format(code=0))

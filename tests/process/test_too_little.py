@@ -23,8 +23,16 @@ UNREAD_PIPE = "reading, writing = os.pipe(); os.close(reading); os.dup2(writing,
 CLOSED = "os.close(2)\n"
 
 
+slow = pytest.mark.slow(reason="a full disk runs always")
+
+
 @pytest.mark.parametrize(
-    "spoil", [FULL_DISK, UNREAD_PIPE, CLOSED], ids=["full disk", "unread pipe", "closed"]
+    "spoil",
+    [
+        pytest.param(FULL_DISK, id="full disk"),
+        pytest.param(UNREAD_PIPE, id="unread pipe", marks=slow),
+        pytest.param(CLOSED, id="closed", marks=slow),
+    ],
 )
 def test_a_job_whose_lines_nobody_can_write_does_its_work(make_job: MakeJob, spoil: str) -> None:
     """Level 2 writes a line for each message; a name that nobody knows is a warning before."""

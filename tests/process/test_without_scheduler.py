@@ -73,7 +73,13 @@ def block_of(launcher: Process) -> list[str]:
     return launcher.text.partition("======== the job failed")[2].splitlines()
 
 
-@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dist_sync",
+        pytest.param("dist_async", marks=pytest.mark.slow(reason="dist_sync runs always")),
+    ],
+)
 def test_push_and_pull_go_on_barriers_fail_at_once_and_the_job_ends_as_failed(
     make_job: MakeJob, kind: str
 ) -> None:
@@ -122,7 +128,10 @@ def test_a_worker_in_a_barrier_raises_and_the_scheduler_is_named_as_the_cause(
     assert "worker 0 (exit code 1)" in others
 
 
-@pytest.mark.parametrize("role", ["worker", "server"])
+@pytest.mark.parametrize(
+    "role",
+    ["worker", pytest.param("server", marks=pytest.mark.slow(reason="a lost worker runs always"))],
+)
 def test_without_the_scheduler_a_lost_node_is_still_named_by_all_the_others(
     make_job: MakeJob, role: str
 ) -> None:

@@ -30,8 +30,9 @@ WHOLLY_RUN = [
 
 
 #: These start several jobs and take most of the time of all pages. README.md, the page of every
-#: public call, the one of every error and those that are quick run always.
+#: error and those that are quick run always.
 LONG_PAGES = {
+    "docs/api.md",
     "docs/faq.md",
     "docs/from-python.md",
     "docs/migration.md",
@@ -40,7 +41,7 @@ LONG_PAGES = {
     "docs/training.md",
     "docs/tutorial.md",
 }
-slow = pytest.mark.slow(reason="the page starts several jobs; what it calls, docs/api.md does too")
+slow = pytest.mark.slow(reason="the page starts several jobs; what it calls, the tests call, too")
 
 
 @pytest.mark.process
