@@ -31,10 +31,6 @@ _MAX_NAME = 512
 """Characters in a name that peers are told (``wire.md``, section 5)."""
 
 
-def _milliseconds(text: str) -> float:
-    return float(text) / 1000.0
-
-
 def _flag(text: str) -> bool:
     word = text.strip().lower()
     if word not in _YES + _NO:
@@ -42,184 +38,216 @@ def _flag(text: str) -> bool:
     return word in _YES
 
 
-def _setting(name: str, default: Any, parse: Callable[[str], Any], text: str) -> Any:
-    return field(default=default, metadata={"name": name, "parse": parse, "help": text})
+def _setting(
+    name: str,
+    default: Any,
+    text: str,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    parse: Callable[[str], Any] | None = None,
+) -> Any:
+    """Declare a field: its name in the environment, what it means, and its range.
+
+    Without ``parse``, a text is read as what the default is (``None``: as an integer).
+    """
+    if parse is None:
+        parse = _flag if isinstance(default, bool) else int if default is None else type(default)
+    limits = {"above": above, "least": least, "most": most}
+    return field(default=default, metadata={"name": name, "parse": parse, "help": text, **limits})
 
 
 @dataclass(frozen=True)
 class Config:
     """Settings of one node. Every field can be given as an argument of ``from_env``."""
 
-    role: str = _setting("DMLC_ROLE", "worker", str, "worker, server or scheduler")
-    num_workers: int = _setting("DMLC_NUM_WORKER", 0, int, "how many workers the job has")
-    num_servers: int = _setting("DMLC_NUM_SERVER", 0, int, "how many servers the job has")
-    root_uri: str = _setting("DMLC_PS_ROOT_URI", "", str, "host or address of the scheduler")
-    root_port: int = _setting("DMLC_PS_ROOT_PORT", 0, int, "port of the scheduler")
-    task_id: int | None = _setting(
-        "DMLC_TASK_ID", None, int, "wanted rank within the role; else order of registration"
+    role: str = _setting("DMLC_ROLE", "worker", "worker, server or scheduler")
+    num_workers: int = _setting(
+        "DMLC_NUM_WORKER", 0, "how many workers the job has", least=0, most=65_536
     )
-    node_host: str = _setting("DMLC_NODE_HOST", "", str, "host that this node binds and advertises")
+    num_servers: int = _setting(
+        "DMLC_NUM_SERVER", 0, "how many servers the job has", least=0, most=65_536
+    )
+    root_uri: str = _setting("DMLC_PS_ROOT_URI", "", "host or address of the scheduler")
+    root_port: int = _setting("DMLC_PS_ROOT_PORT", 0, "port of the scheduler", least=0, most=65_535)
+    task_id: int | None = _setting(
+        "DMLC_TASK_ID",
+        None,
+        "wanted rank within the role; else order of registration",
+        least=0,
+        most=65_535,
+    )
+    node_host: str = _setting("DMLC_NODE_HOST", "", "host that this node binds and advertises")
     interface: str = _setting(
         "DMLC_INTERFACE",
         "",
-        str,
         "interface name, address or network (192.168.20.0/24) to bind and advertise",
     )
     machine: str = _setting(
         "PS_MACHINE",
         "",
-        str,
         "name of the machine whose network connection this node uses, where that cannot be found "
         "out (containers of one host): nodes with equal names share one; losses are then noticed "
         "by connections only. By default the identity of the running kernel",
     )
-    port: int = _setting("PORT", 0, int, "port that this node binds; 0 takes a free one")
+    port: int = _setting(
+        "PORT", 0, "port that this node binds; 0 takes a free one", least=0, most=65_535
+    )
     bind_all: bool = _setting(
-        "DMLC_USE_KUBERNETES", False, _flag, "1: the scheduler binds every interface (0.0.0.0)"
+        "DMLC_USE_KUBERNETES", False, "1: the scheduler binds every interface (0.0.0.0)"
     )
     van_type: str = _setting(
-        "DMLC_PS_VAN_TYPE", "zmq", str, "zmq; p3 is accepted and the same (priorities always work)"
+        "DMLC_PS_VAN_TYPE", "zmq", "zmq; p3 is accepted and the same (priorities always work)"
     )
-    job_id: str = _setting("PS_JOB_ID", "", str, "job of this node; other jobs are refused")
+    job_id: str = _setting("PS_JOB_ID", "", "job of this node; other jobs are refused")
     listen_fd: int | None = _setting(
-        "PS_LISTEN_FD", None, int, "inherited listening socket that the scheduler adopts"
+        "PS_LISTEN_FD", None, "inherited listening socket that the scheduler adopts", most=2**31 - 1
     )
     job_key_file: str = _setting(
         "PS_JOB_KEY_FILE",
         "",
-        str,
         "file with the job's key, readable by its owner only; without one a node serves loopback "
         "addresses only (security.md)",
     )
     job_key_fd: int | None = _setting(
-        "PS_JOB_KEY_FD", None, int, "inherited descriptor to read the job's key from, to its end"
+        "PS_JOB_KEY_FD",
+        None,
+        "inherited descriptor to read the job's key from, to its end",
+        most=2**31 - 1,
     )
     security: str = _setting(
         "PS_SECURITY",
         "",
-        str,
         "what the key is used for: plain (authentication, for one host or a trusted network) or "
         "curve (and encryption); where there is a key, the default is curve",
     )
-    verbose: int = _setting("PS_VERBOSE", 0, int, "1 prints connections, 2 every message as well")
+    verbose: int = _setting("PS_VERBOSE", 0, "1 prints connections, 2 every message as well")
     heartbeat_interval_s: float = _setting(
         "PS_HEARTBEAT_INTERVAL",
         2.0,
-        float,
         "seconds between signs of life; 0: none, and stalls are not noticed",
+        least=0,
     )
     heartbeat_timeout_s: float = _setting(
         "PS_HEARTBEAT_TIMEOUT",
         0.0,
-        float,
         "seconds after which a stalled node counts as lost; 0: a stall is only reported",
+        least=0,
     )
     rendezvous_timeout_s: float = _setting(
-        "PS_RENDEZVOUS_TIMEOUT", 60.0, float, "seconds that nodes wait for each other at start"
+        "PS_RENDEZVOUS_TIMEOUT", 60.0, "seconds that nodes wait for each other at start", above=0
     )
     roster_interval_s: float = _setting(
-        "PS_ROSTER_INTERVAL", 5.0, float, "seconds between lines that say who is missing"
+        "PS_ROSTER_INTERVAL", 5.0, "seconds between lines that say who is missing", above=0
     )
     lost_after_s: float = _setting(
         "PS_LOST_AFTER",
         5.0,
-        float,
         "seconds without a connection after which a node is lost. A process that is stopped as a "
         "whole (Ctrl-Z, a debugger, a paused container) has none after about 5 s: what is set for "
         "all nodes here is how much longer it is waited for",
+        above=0,
     )
     stall_report_s: float = _setting(
         "PS_STALL_REPORT",
         10.0,
-        float,
         "seconds after which a wait is reported, and a node that is connected and silent because "
         "something holds its interpreter",
+        above=0,
     )
     stall_timeout_s: float = _setting(
         "PS_STALL_TIMEOUT",
         0.0,
-        float,
         "seconds after which a wait for other nodes ends with an error that says who is missing; "
         "0: it has no end of its own",
+        least=0,
     )
     close_timeout_s: float = _setting(
         "PS_CLOSE_TIMEOUT",
         60.0,
-        float,
         "seconds for which a node that ends waits for peers that accept nothing of what it has "
         "sent, before it gives that up with an error; time in which anything moves does not count. "
         "inf: no limit",
+        above=0,
     )
     resend_timeout_s: float = _setting(
         "PS_RESEND_TIMEOUT",
         2.0,
-        _milliseconds,
         "milliseconds after which what was not accepted is sent again (doubled each time)",
+        above=0,
+        parse=lambda text: float(text) / 1000.0,
     )
     drop_percent: float = _setting(
-        "PS_DROP_MSG", 0.0, float, "percent of received messages to drop, to test with"
+        "PS_DROP_MSG", 0.0, "percent of received messages to drop, to test with", least=0, most=100
     )
-    shm: bool = _setting(
-        "PS_SHM", True, _flag, "0: processes of one machine use TCP only, as others do"
-    )
+    shm: bool = _setting("PS_SHM", True, "0: processes of one machine use TCP only, as others do")
     shm_bytes: int = _setting(
         "PS_SHM_BYTES",
         0,
-        int,
         "bytes of memory that a node shares at most; what is beyond travels by TCP. 0: no limit",
+        least=0,
+        most=2**62,
     )
-    chunk_bytes: int = _setting("PS_CHUNK_BYTES", MIB, int, "largest part of a dense key, in bytes")
+    chunk_bytes: int = _setting(
+        "PS_CHUNK_BYTES", MIB, "largest part of a dense key, in bytes", most=2**40
+    )
     credit_bytes: int = _setting(
-        "PS_CREDIT_BYTES", 64 * MIB, int, "bytes per server that may be under way, not yet accepted"
+        "PS_CREDIT_BYTES",
+        64 * MIB,
+        "bytes per server that may be under way, not yet accepted",
+        most=2**62,
     )
     connections: int = _setting(
         "PS_CONNECTIONS",
         1,
-        int,
         "TCP connections between a worker and a server of another machine, 1 to 16: more than one "
         "where the network gives a single flow less than all (`python -m kvstore.bench` finds out)",
     )
     round_window: int = _setting(
-        "PS_ROUND_WINDOW", 2, int, "rounds that a worker may push ahead of the open one"
+        "PS_ROUND_WINDOW",
+        2,
+        "rounds that a worker may push ahead of the open one",
+        least=0,
+        most=1_000_000,
     )
     server_import: str = _setting(
         "KVSTORE_SERVER_IMPORT",
         "",
-        str,
         "modules (or .py files) that servers import at their start, separated by commas",
     )
     placement: str = _setting(
         "KVSTORE_PLACEMENT",
         "network",
-        str,
         "network: servers get shares that keep the busiest machine's network traffic least; equal: "
         "all servers get the same share (set it for the scheduler, which decides)",
     )
     pool_threads: int = _setting(
-        "PS_POOL_THREADS", 2, int, "threads that add and update on servers"
+        "PS_POOL_THREADS", 2, "threads that add and update on servers", above=0, most=1024
     )
     reduction_threads: int = _setting(
         "MXNET_KVSTORE_REDUCTION_NTHREADS",
         0,
-        int,
         "threads that add and update in `local` and `device` stores, the caller's among them; 0: "
         "as many as there are cores for this process, at most 8",
+        least=0,
+        most=1024,
     )
     native: bool = _setting(
         "KVSTORE_NATIVE",
         True,
-        _flag,
         "0: add and update with NumPy also where the compiled kernels are; the bits are the same",
     )
     max_message_bytes: int = _setting(
-        "PS_MAX_MESSAGE_BYTES", 256 * MIB, int, "largest message that a node receives"
+        "PS_MAX_MESSAGE_BYTES", 256 * MIB, "largest message that a node receives", most=2**40
     )
     stranger_bytes: int = _setting(
         "PS_STRANGER_BYTES",
         64 * MIB,
-        int,
         "bytes of memory that connections may fill together before they have shown that they know "
         "the job's key; those that send most are ended first",
+        above=0,
+        most=2**62,
     )
 
     @classmethod
@@ -244,7 +272,13 @@ class Config:
         values.update(arguments)
         config = cls(**values).checked()
         remarks = unknown_names(mapping)
-        return config, remarks + names_without_effect(mapping) if config.verbose else remarks
+        if config.verbose:
+            remarks += [
+                f"the setting {name} has no effect here: {reason}"
+                for name, reason in WITHOUT_EFFECT.items()
+                if mapping.get(name, "") != ""
+            ]
+        return config, remarks
 
     @classmethod
     def read(cls, name: str, mapping: Mapping[str, str] | None = None) -> Any:
@@ -256,18 +290,19 @@ class Config:
         (setting,) = (field for field in dataclasses.fields(cls) if field.name == name)
         text = mapping.get(setting.metadata["name"], "")
         value: Any = setting.default if text == "" else _parse(setting, text)
-        _check_range(name, value)
+        _check_range(setting, value)
         return value
 
     def __post_init__(self) -> None:
-        for name in _TIMES:
-            if getattr(self, name) > LONGEST_S:  # inf, too: clocks and locks cannot count so far
+        for name in _names():
+            if name.endswith("_s") and getattr(self, name) > LONGEST_S:
+                # inf, too: clocks and locks cannot count so far
                 object.__setattr__(self, name, LONGEST_S)
 
     def _check_ranges(self) -> None:
         """Raise ``ConfigError`` for numbers that no node could work with."""
-        for name in _names():
-            _check_range(name, getattr(self, name))
+        for setting in dataclasses.fields(self):
+            _check_range(setting, getattr(self, setting.name))
 
     def checked(self) -> Config:
         """This value, after the checks of its range and of what fields say together."""
@@ -326,77 +361,21 @@ class Config:
         return self
 
 
-_NOT_NEGATIVE = (
-    "num_workers",
-    "num_servers",
-    "root_port",
-    "port",
-    "task_id",
-    "round_window",
-    "shm_bytes",
-    "reduction_threads",
-    "stall_timeout_s",
-    "heartbeat_interval_s",
-    "heartbeat_timeout_s",
-    "drop_percent",
-)
-#: Field -> the largest number that it takes: what sockets, threads and the kernel can do.
-_MOST = {
-    "num_workers": 65_536,
-    "num_servers": 65_536,
-    "root_port": 65_535,
-    "port": 65_535,
-    "task_id": 65_535,
-    "listen_fd": 2**31 - 1,
-    "job_key_fd": 2**31 - 1,
-    "round_window": 1_000_000,
-    "pool_threads": 1024,
-    "reduction_threads": 1024,
-    "shm_bytes": 2**62,
-    "stranger_bytes": 2**62,
-    "chunk_bytes": 2**40,
-    "credit_bytes": 2**62,
-    "max_message_bytes": 2**40,
-    "drop_percent": 100,
-}
-#: Fields that count seconds; more than ``LONGEST_S`` is as much as that.
-_TIMES = (
-    "heartbeat_interval_s",
-    "heartbeat_timeout_s",
-    "rendezvous_timeout_s",
-    "roster_interval_s",
-    "lost_after_s",
-    "stall_report_s",
-    "stall_timeout_s",
-    "close_timeout_s",
-    "resend_timeout_s",
-)
-_POSITIVE = (
-    "rendezvous_timeout_s",
-    "roster_interval_s",
-    "lost_after_s",
-    "stall_report_s",
-    "close_timeout_s",
-    "resend_timeout_s",
-    "pool_threads",
-    "stranger_bytes",
-)
-
-
-def _check_range(name: str, value: Any) -> None:
-    """Raise ``ConfigError`` where the field ``name`` may not have this value."""
-    if value is None:
-        return
+def _check_range(setting: dataclasses.Field[Any], value: Any) -> None:
+    """Raise ``ConfigError`` where a field may not have this value."""
+    above, least, most = (setting.metadata[limit] for limit in ("above", "least", "most"))
     expected = ""
     # "not >" rather than "<=", so that NaN is refused as well.
-    if name in _POSITIVE and not value > 0:
-        expected = "greater than 0"
-    elif name in _NOT_NEGATIVE and not value >= 0:
-        expected = "0 or greater"
-    elif name in _MOST and not value <= _MOST[name]:
-        expected = f"at most {_MOST[name]}"
+    if value is None:
+        return
+    if above is not None and not value > above:
+        expected = f"greater than {above}"
+    elif least is not None and not value >= least:
+        expected = f"{least} or greater"
+    elif most is not None and not value <= most:
+        expected = f"at most {most}"
     if expected:
-        raise ConfigError(f"{_names()[name]} is {value}; it must be {expected}")
+        raise ConfigError(f"{setting.metadata['name']} is {value}; it must be {expected}")
 
 
 def _names() -> dict[str, str]:
@@ -435,15 +414,6 @@ WITHOUT_EFFECT = {
 ACCEPTED_NAMES = frozenset({"PS_RESEND", *WITHOUT_EFFECT})
 #: What the launcher alone reads, or sets for scripts.
 LAUNCHER_NAMES = frozenset({"DMLC_JOB_CLUSTER", "KVSTORE_JOB_DIR"})
-
-
-def names_without_effect(mapping: Mapping[str, str]) -> list[str]:
-    """One sentence for each name of the original in the environment that changes nothing."""
-    return [
-        f"the setting {name} has no effect here: {reason}"
-        for name, reason in WITHOUT_EFFECT.items()
-        if mapping.get(name, "") != ""
-    ]
 
 
 def unknown_names(mapping: Mapping[str, str]) -> list[str]:
