@@ -135,7 +135,7 @@ def _unpack_time(field: Any) -> float:
 
 
 def _natural(unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``unpack``, and then refuse negative numbers."""
+    """Have ``unpack`` refuse negative numbers, too."""
 
     def check(field: Any) -> Any:
         value = unpack(field)
@@ -162,9 +162,12 @@ def _is(kind: Any) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]:
 class _MessageLayout:
     """How one message type is packed; built once from its annotations."""
 
-    def __init__(self, kind: type[Message]) -> None:
+    def __init__(self, number: int, kind: type[Message]) -> None:
         hints = typing.get_type_hints(kind)
+        annotated = typing.get_type_hints(kind, include_extras=True)
         names = [field.name for field in dataclasses.fields(kind)]
+        naturals = {name for name in names if annotated[name] != hints[name]}
+        self.number = number
         self.kind = kind
         self.count = len(names)
         self._values = _getter(names)
@@ -174,7 +177,7 @@ class _MessageLayout:
             if (pack := _is(hints[name])[0]) is not None
         ]
         self._unpackers = [
-            _natural(unpack) if name in kind.NATURAL else unpack
+            _natural(unpack) if name in naturals else unpack
             for name in names
             for unpack in (_is(hints[name])[1],)
         ]
@@ -183,7 +186,7 @@ class _MessageLayout:
         self._bounded = [
             (index, name)
             for index, name in enumerate(names)
-            if hints[name] is float or (hints[name] is int and name in kind.NATURAL)
+            if hints[name] is float or (hints[name] is int and name in naturals)
         ]
         self._parallel = [names.index(name) for name in kind.PARALLEL]
 
@@ -217,17 +220,17 @@ def _getter(names: list[str]) -> Callable[[Message], list[Any]]:
     return lambda message: list(several(message))
 
 
-_BY_NUMBER = {kind.NUMBER: _MessageLayout(kind) for kind in ALL_MESSAGES}
+_BY_NUMBER = {number: _MessageLayout(number, kind) for number, kind in ALL_MESSAGES.items()}
 _BY_KIND = {layout.kind: layout for layout in _BY_NUMBER.values()}
 
 
 def encode(envelope: Envelope) -> bytes:
     """The header frame of an envelope."""
-    message = envelope.message
+    layout = _BY_KIND[type(envelope.message)]
     also = envelope.accepted_also
     header: list[Any] = [
         VERSION,
-        message.NUMBER,
+        layout.number,
         envelope.job,
         envelope.epoch,
         envelope.sender,
@@ -237,7 +240,7 @@ def encode(envelope: Envelope) -> bytes:
         _pack_ints(also) if also else b"",
         _pack_ints(envelope.shared) if envelope.shared else b"",
     ]
-    header.extend(_BY_KIND[type(message)].fields(message))
+    header.extend(layout.fields(envelope.message))
     packed: bytes = msgpack.packb(header)
     if len(packed) > MAX_HEADER_BYTES:
         raise UsageError(f"the header has {len(packed)} bytes; the limit is {MAX_HEADER_BYTES}")

@@ -12,33 +12,31 @@ hundreds of parts costs no per-element parsing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pslite.ids import NodeInfo
 
 Ints = tuple[int, ...]
+Natural = Annotated[int, "never negative"]
+Naturals = Annotated[Ints, "never negative"]
 Texts = tuple[str, ...]
 Nodes = tuple[NodeInfo, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base of all messages. ``NUMBER`` is the type's number on the wire."""
+    """Base of all messages."""
 
-    NUMBER: ClassVar[int] = 0
     #: Numbered, acknowledged and sent again until it is accepted.
     RELIABLE: ClassVar[bool] = True
     #: Fields that must have the same number of elements.
     PARALLEL: ClassVar[tuple[str, ...]] = ()
-    #: Fields whose numbers (or whose elements) are never negative.
-    NATURAL: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted(Message):
     """Carries nothing but the envelope's acknowledgements: "I have all these"."""
 
-    NUMBER: ClassVar[int] = 1
     RELIABLE: ClassVar[bool] = False
 
 
@@ -46,7 +44,6 @@ class Accepted(Message):
 class Beat(Message):
     """Sign of life of the sender's own code, every PS_HEARTBEAT_INTERVAL."""
 
-    NUMBER: ClassVar[int] = 2
     RELIABLE: ClassVar[bool] = False
 
 
@@ -57,12 +54,10 @@ class Beat(Message):
 class Register(Message):
     """A node asks the scheduler to take it in."""
 
-    NUMBER: ClassVar[int] = 3
-    NATURAL: ClassVar[tuple[str, ...]] = ("num_workers", "num_servers")
     node: Nodes
     """One entry. Its rank is the wanted one, or -1 for any."""
-    num_workers: int
-    num_servers: int
+    num_workers: Natural
+    num_servers: Natural
     package: str
     """Version of the software, which must be the same on all nodes."""
 
@@ -71,9 +66,7 @@ class Register(Message):
 class Roster(Message):
     """The scheduler's answer once everybody is there."""
 
-    NUMBER: ClassVar[int] = 4
-    NATURAL: ClassVar[tuple[str, ...]] = ("node_id",)
-    node_id: int
+    node_id: Natural
     """The receiver's own id."""
     members: Nodes
     """All nodes, the scheduler first."""
@@ -83,7 +76,6 @@ class Roster(Message):
 class Waiting(Message):
     """Who is there and who is missing, while nodes wait for the roster."""
 
-    NUMBER: ClassVar[int] = 5
     RELIABLE: ClassVar[bool] = False
     present: Texts
     missing: Texts
@@ -94,7 +86,6 @@ class Waiting(Message):
 class Refused(Message):
     """The receiver cannot take part; ``error`` is a sentence for its user."""
 
-    NUMBER: ClassVar[int] = 6
     kind: str
     """Name of the error: what the settings cause is a ``ConfigError``, and so on."""
     error: str
@@ -110,20 +101,16 @@ class Refused(Message):
 class Leave(Message):
     """Goodbye: the sender has got all it wants and will send nothing more."""
 
-    NUMBER: ClassVar[int] = 7
-
 
 @dataclass(frozen=True, slots=True)
 class Members(Message):
     """A new epoch: who is gone since the roster, and how."""
 
-    NUMBER: ClassVar[int] = 8
     PARALLEL: ClassVar[tuple[str, ...]] = ("gone", "left", "reasons")
-    NATURAL: ClassVar[tuple[str, ...]] = ("epoch", "gone", "left")
-    epoch: int
-    gone: Ints
+    epoch: Natural
+    gone: Naturals
     """Node ids."""
-    left: Ints
+    left: Naturals
     """1 where the node said goodbye, 0 where it was lost; parallel to ``gone``."""
     reasons: Texts
 
@@ -135,10 +122,8 @@ class Members(Message):
 class BarrierEnter(Message):
     """The sender has reached its ``round``-th barrier of ``group``."""
 
-    NUMBER: ClassVar[int] = 9
-    NATURAL: ClassVar[tuple[str, ...]] = ("group", "round")
-    group: int
-    round: int
+    group: Natural
+    round: Natural
     timeout_s: float
     """How long it is willing to wait; 0 means without end."""
 
@@ -147,10 +132,8 @@ class BarrierEnter(Message):
 class BarrierLeave(Message):
     """Everybody has reached it (``error`` empty), or it cannot be reached any more."""
 
-    NUMBER: ClassVar[int] = 10
-    NATURAL: ClassVar[tuple[str, ...]] = ("group", "round")
-    group: int
-    round: int
+    group: Natural
+    round: Natural
     kind: str
     error: str
 
@@ -159,12 +142,10 @@ class BarrierLeave(Message):
 class BarrierWaits(Message):
     """A barrier that the receiver has reached has been open for long: who has not come."""
 
-    NUMBER: ClassVar[int] = 18
     RELIABLE: ClassVar[bool] = False
-    NATURAL: ClassVar[tuple[str, ...]] = ("group", "round", "missing")
-    group: int
-    round: int
-    missing: Ints
+    group: Natural
+    round: Natural
+    missing: Naturals
     """Node ids."""
     waited_s: float
 
@@ -184,16 +165,14 @@ class Exchange(Message):
     bytes, and a pull has a payload, too, which says what is wanted of each part.
     """
 
-    NUMBER: ClassVar[int] = 11
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
-    NATURAL: ClassVar[tuple[str, ...]] = ("parts", "rounds", "sizes", "form")
     push: bool
     pull: bool
-    parts: Ints
-    rounds: Ints
-    sizes: Ints
+    parts: Naturals
+    rounds: Naturals
+    sizes: Naturals
     """Bytes of each part in the payload; empty without one."""
-    form: int = 0
+    form: Natural = 0
     """0: the payload is the parts' plain values."""
 
 
@@ -201,17 +180,15 @@ class Exchange(Message):
 class Answer(Message):
     """What became of an ``Exchange``: the parts' rounds are applied, here are the values."""
 
-    NUMBER: ClassVar[int] = 12
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds", "versions")
-    NATURAL: ClassVar[tuple[str, ...]] = ("parts", "rounds", "versions", "sizes")
     pushed: bool
     """Answers a push: ``rounds`` are the rounds applied."""
-    parts: Ints
-    rounds: Ints
+    parts: Naturals
+    rounds: Naturals
     """Round of the push (or ``after_round`` of the pull) that is answered."""
-    versions: Ints
+    versions: Naturals
     """How many updates each part has seen."""
-    sizes: Ints
+    sizes: Naturals
     """Bytes of each part in the payload; empty when no value was wanted."""
 
 
@@ -219,14 +196,12 @@ class Answer(Message):
 class PartsFailed(Message):
     """An ``Exchange`` (some parts of it) failed; ``error`` says why."""
 
-    NUMBER: ClassVar[int] = 13
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
-    NATURAL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
     pushed: bool
     consumed: bool
     """A push's round is over nevertheless (its update raised); else its number is free again."""
-    parts: Ints
-    rounds: Ints
+    parts: Naturals
+    rounds: Naturals
     kind: str
     error: str
     role: str
@@ -238,25 +213,21 @@ class PartsFailed(Message):
 class StaleEpoch(Message):
     """An ``Exchange`` came from an older epoch and was not looked at; send it anew."""
 
-    NUMBER: ClassVar[int] = 14
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
-    NATURAL: ClassVar[tuple[str, ...]] = ("epoch", "parts", "rounds")
-    epoch: int
+    epoch: Natural
     pushed: bool
-    parts: Ints
-    rounds: Ints
+    parts: Naturals
+    rounds: Naturals
 
 
 @dataclass(frozen=True, slots=True)
 class RoundWaits(Message):
     """A round has been open for long: these worker ranks have not contributed."""
 
-    NUMBER: ClassVar[int] = 15
     RELIABLE: ClassVar[bool] = False
-    NATURAL: ClassVar[tuple[str, ...]] = ("part", "round", "missing")
-    part: int
-    round: int
-    missing: Ints
+    part: Natural
+    round: Natural
+    missing: Naturals
     waited_s: float
 
 
@@ -267,13 +238,11 @@ class RoundWaits(Message):
 class SegmentOffer(Message):
     """Memory of the sender's process that the receiver may map (``pslite/memory``)."""
 
-    NUMBER: ClassVar[int] = 19
-    NATURAL: ClassVar[tuple[str, ...]] = ("segment", "fd", "nbytes")
-    segment: int
+    segment: Natural
     """The sender's number of it, from 1 on."""
-    fd: int
+    fd: Natural
     """The descriptor by which the sender's process holds it."""
-    nbytes: int
+    nbytes: Natural
     nonce: bytes
     """What its first bytes must be."""
 
@@ -282,9 +251,7 @@ class SegmentOffer(Message):
 class SegmentTaken(Message):
     """Whether the sender has mapped a segment: descriptors of it may be sent from now on."""
 
-    NUMBER: ClassVar[int] = 20
-    NATURAL: ClassVar[tuple[str, ...]] = ("segment",)
-    segment: int
+    segment: Natural
     taken: bool
     reason: str
     """Why not."""
@@ -294,11 +261,9 @@ class SegmentTaken(Message):
 class PipeOffer(Message):
     """A pipe by which the receiver, on the same machine, may send (``pslite/van/zmq/pipes.py``)."""
 
-    NUMBER: ClassVar[int] = 21
-    NATURAL: ClassVar[tuple[str, ...]] = ("fd", "inode")
-    fd: int
+    fd: Natural
     """The descriptor by which the sender's process holds its writing end."""
-    inode: int
+    inode: Natural
     """The kernel's number of the pipe."""
 
 
@@ -309,11 +274,9 @@ class PipeOffer(Message):
 class Request(Message):
     """A request to an app of the receiver, with any payload frames."""
 
-    NUMBER: ClassVar[int] = 16
-    NATURAL: ClassVar[tuple[str, ...]] = ("app", "customer", "request_id")
-    app: int
-    customer: int
-    request_id: int
+    app: Natural
+    customer: Natural
+    request_id: Natural
     head: int
     body: bytes
 
@@ -322,11 +285,9 @@ class Request(Message):
 class Response(Message):
     """The one answer to a ``Request``; ``kind`` is empty or names the exception."""
 
-    NUMBER: ClassVar[int] = 17
-    NATURAL: ClassVar[tuple[str, ...]] = ("app", "customer", "request_id")
-    app: int
-    customer: int
-    request_id: int
+    app: Natural
+    customer: Natural
+    request_id: Natural
     head: int
     kind: str
     error: str
@@ -343,10 +304,8 @@ class Response(Message):
 class StatusQuestion(Message):
     """How are you? From an observer to the scheduler, and from it to every node."""
 
-    NUMBER: ClassVar[int] = 22
     RELIABLE: ClassVar[bool] = False
-    NATURAL: ClassVar[tuple[str, ...]] = ("question",)
-    question: int
+    question: Natural
     """The sender's number of it, which the answer repeats."""
     package: str
     """Version of the sender's software."""
@@ -356,10 +315,8 @@ class StatusQuestion(Message):
 class StatusReport(Message):
     """A node's answer to the scheduler."""
 
-    NUMBER: ClassVar[int] = 23
     RELIABLE: ClassVar[bool] = False
-    NATURAL: ClassVar[tuple[str, ...]] = ("question",)
-    question: int
+    question: Natural
     body: bytes
     """A ``NodeReport`` (``pslite/wire/survey.py``)."""
 
@@ -368,10 +325,8 @@ class StatusReport(Message):
 class StatusSurvey(Message):
     """The scheduler's answer to an observer."""
 
-    NUMBER: ClassVar[int] = 24
     RELIABLE: ClassVar[bool] = False
-    NATURAL: ClassVar[tuple[str, ...]] = ("question",)
-    question: int
+    question: Natural
     body: bytes
     """A ``Survey`` (``pslite/wire/survey.py``)."""
 
@@ -383,7 +338,6 @@ class StatusSurvey(Message):
 class LongWait(Message):
     """A thread of this worker has waited for long; sent with each report of such a wait."""
 
-    NUMBER: ClassVar[int] = 25
     RELIABLE: ClassVar[bool] = False
 
 
@@ -391,36 +345,36 @@ class LongWait(Message):
 class Deadlock(Message):
     """All workers wait for each other: end the waits that have lasted long."""
 
-    NUMBER: ClassVar[int] = 26
     error: str
     """The text of their ``DeadlockError``."""
 
 
-ALL_MESSAGES: tuple[type[Message], ...] = (
-    Accepted,
-    Beat,
-    Register,
-    Roster,
-    Waiting,
-    Refused,
-    Leave,
-    Members,
-    BarrierEnter,
-    BarrierLeave,
-    Exchange,
-    Answer,
-    PartsFailed,
-    StaleEpoch,
-    RoundWaits,
-    Request,
-    Response,
-    BarrierWaits,
-    SegmentOffer,
-    SegmentTaken,
-    PipeOffer,
-    StatusQuestion,
-    StatusReport,
-    StatusSurvey,
-    LongWait,
-    Deadlock,
-)
+ALL_MESSAGES: dict[int, type[Message]] = {
+    1: Accepted,
+    2: Beat,
+    3: Register,
+    4: Roster,
+    5: Waiting,
+    6: Refused,
+    7: Leave,
+    8: Members,
+    9: BarrierEnter,
+    10: BarrierLeave,
+    11: Exchange,
+    12: Answer,
+    13: PartsFailed,
+    14: StaleEpoch,
+    15: RoundWaits,
+    16: Request,
+    17: Response,
+    18: BarrierWaits,
+    19: SegmentOffer,
+    20: SegmentTaken,
+    21: PipeOffer,
+    22: StatusQuestion,
+    23: StatusReport,
+    24: StatusSurvey,
+    25: LongWait,
+    26: Deadlock,
+}
+"""By their numbers on the wire."""

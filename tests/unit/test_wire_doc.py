@@ -83,7 +83,7 @@ def fields_of(kind: Any, names: typing.Iterable[str], first: int) -> list[list[s
 
 
 def messages() -> list[tuple[str, str]]:
-    return [(str(kind.NUMBER), kind.__name__) for kind in ALL_MESSAGES]
+    return [(str(number), kind.__name__) for number, kind in ALL_MESSAGES.items()]
 
 
 # -- messages -----------------------------------------------------------------------------
@@ -96,7 +96,8 @@ def test_every_message_has_a_section_and_no_other_has_one() -> None:
 def test_the_overview_lists_every_message_and_whether_it_is_numbered() -> None:
     table = [(row[0], row[1], row[3]) for row in rows(section("7 Messages"))]
     assert table == [
-        (str(kind.NUMBER), kind.__name__, "yes" if kind.RELIABLE else "no") for kind in ALL_MESSAGES
+        (str(number), kind.__name__, "yes" if kind.RELIABLE else "no")
+        for number, kind in ALL_MESSAGES.items()
     ]
 
 
@@ -104,21 +105,21 @@ def test_the_overview_says_which_roles_may_send_a_message() -> None:
     for _, name, ways, _ in rows(section("7 Messages")):
         # All that stands before an arrow: "server → worker, worker → server".
         senders = set(re.findall(r"\w+", ways.rpartition("→")[0])) - {"observer"}
-        (kind,) = [kind for kind in ALL_MESSAGES if kind.__name__ == name]
+        (kind,) = [kind for kind in ALL_MESSAGES.values() if kind.__name__ == name]
         assert SENDERS.get(kind, {"any"}) == senders, name
 
 
-@pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
-def test_the_fields_of_a_message_are_those_of_its_table(kind: type[Message]) -> None:
-    text = section(f"{kind.NUMBER} {kind.__name__}")
+@pytest.mark.parametrize(("number", "kind"), ALL_MESSAGES.items(), ids=str)
+def test_the_fields_of_a_message_are_those_of_its_table(number: int, kind: type[Message]) -> None:
+    text = section(f"{number} {kind.__name__}")
     names = [field.name for field in dataclasses.fields(kind)]
     assert [row[:3] for row in rows(text)] == fields_of(kind, names, ENVELOPE_FIELDS)
     assert ("No fields." in text) == (not names)
 
 
-@pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
-def test_lists_that_belong_together_are_named(kind: type[Message]) -> None:
-    found = re.findall(r"^Parallel: (.*)\.$", section(f"{kind.NUMBER} {kind.__name__}"), re.M)
+@pytest.mark.parametrize(("number", "kind"), ALL_MESSAGES.items(), ids=str)
+def test_lists_that_belong_together_are_named(number: int, kind: type[Message]) -> None:
+    found = re.findall(r"^Parallel: (.*)\.$", section(f"{number} {kind.__name__}"), re.M)
     named = [tuple(re.findall(r"`(\w+)`", line)) for line in found]
     assert named == ([kind.PARALLEL] if kind.PARALLEL else [])
 

@@ -70,7 +70,7 @@ def test_a_member_says_only_what_is_for_its_role() -> None:
     gate = Admission(takes_registrations=False)
     roles = {"H": "scheduler", "S1": "server", "W1": "worker"}
     gate.complete(roles)
-    for kind in ALL_MESSAGES:
+    for kind in ALL_MESSAGES.values():
         message = object.__new__(kind)
         for uid, role in roles.items():
             may = role in SENDERS.get(kind, roles.values())
