@@ -46,7 +46,7 @@ class ResidualHolder(Protocol):
         """Read the residuals of this file; nothing changes."""
 
     def restore_residuals(self, saved: Iterable[Residual]) -> None:
-        """Owe what fits the keys that there are now, and nothing else."""
+        """Take in those residuals that fit the present keys, and drop all others."""
 
 
 def save_store_residuals(coding: ResidualHolder | None, path: Path) -> None:
@@ -61,7 +61,7 @@ def save_store_residuals(coding: ResidualHolder | None, path: Path) -> None:
 
 
 def read_store_residuals(coding: ResidualHolder | None, path: Path) -> Callable[[], None]:
-    """Read and check the file; only a call of what is returned has the store owe what is in it.
+    """Read and check the file; only a call of what is returned has the store take it in.
 
     So that nothing has changed when the file is damaged. Raises ``CheckpointError``. Without
     compression the file is not read.

@@ -63,7 +63,7 @@ class Residuals:
         return found
 
     def forget(self, keys: Iterable[Key] | None = None) -> None:
-        """These keys (None: all) owe nothing any more."""
+        """Drop the residuals of these keys (None: of all)."""
         with self._lock:
             gone = None if keys is None else set(keys)
             self._arrays = {

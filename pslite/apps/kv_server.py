@@ -19,7 +19,7 @@ from pslite.apps.kv_lists import ReceivedLists
 from pslite.apps.kv_pairs import Empty, KVPairs, Lens, Values, as_lens, as_values, fault_in_values
 from pslite.apps.kv_wire import Missing, pack_answer, pack_missing, unpack_request
 from pslite.errors import ProtocolError, UsageError
-from pslite.future import Future
+from pslite.future import Future, completed
 from pslite.ids import Role
 from pslite.node.customer import Incoming
 from pslite.node.postoffice import Postoffice
@@ -114,31 +114,25 @@ class KVServer:
                 request.request_id,
                 self._empty,
             )
-            result = self._handle(meta, asked.pairs)
-            if isinstance(result, Future):
-                result.on_done(lambda done: self._respond_later(incoming, meta, asked.pairs, done))
-            else:
-                self._respond(incoming, meta, asked.pairs, result)
+            found = self._handle(meta, asked.pairs)
+            result = found if isinstance(found, Future) else completed(found)
+            result.on_done(lambda done: self._respond(incoming, meta, asked.pairs, done))
         except BaseException as error:  # SystemExit of a handle must not end the pool's thread
             incoming.fail(error)
 
-    def _respond_later(
+    def _respond(
         self, incoming: Incoming, meta: KVMeta, asked: KVPairs, done: Future[KVPairs | None]
     ) -> None:
         try:
-            self._respond(incoming, meta, asked, done.result(0))
+            result = done.result(0)
+            if not meta.pull:
+                incoming.respond()
+                return
+            body, frames = pack_answer(*self._checked_answer(asked, result))
+            check_sizes(self.node, body, frames, "pull fewer keys at a time")
+            incoming.respond(body, frames)
         except BaseException as error:
             incoming.fail(error)
-
-    def _respond(
-        self, incoming: Incoming, meta: KVMeta, asked: KVPairs, result: KVPairs | None
-    ) -> None:
-        if not meta.pull:
-            incoming.respond()
-            return
-        body, frames = pack_answer(*self._checked_answer(asked, result))
-        check_sizes(self.node, body, frames, "pull fewer keys at a time")
-        incoming.respond(body, frames)
 
     def _checked_answer(self, asked: KVPairs, result: Any) -> tuple[Values, Lens | None]:
         """The values and lens that the handle returned.
@@ -164,9 +158,10 @@ class KVServer:
 
 
 def _lasting(frames: Sequence[Any]) -> list[Any]:
-    """Frames that live as long as they are referred to: those in a peer's memory are copied."""
-    return [bytes(frame) if _is_borrowed(frame) else frame for frame in frames]
-
-
-def _is_borrowed(frame: Any) -> bool:
-    return isinstance(frame, memoryview) and isinstance(frame.obj, mmap.mmap)
+    """Copy the frames that lie in a peer's memory, so that all live while they are referred to."""
+    return [
+        bytes(frame)
+        if isinstance(frame, memoryview) and isinstance(frame.obj, mmap.mmap)
+        else frame
+        for frame in frames
+    ]

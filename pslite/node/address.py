@@ -113,11 +113,6 @@ def route_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def tcp_address(host: str, port: int) -> str:
-    """``tcp://host:port``, with brackets around IPv6 addresses."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
 @lru_cache(maxsize=1)
 def machine_id() -> str:
     """Names the running kernel: equal exactly for processes that share process ids.

@@ -178,17 +178,17 @@ class Traffic:
         return self._worker.num_unsent
 
     def waiting_for(self) -> list[int]:
-        """The servers that owe a worker an answer."""
+        """Return the servers that have still to answer a worker."""
         return self._worker.waiting_for()
 
     def awaits(self, peer: str) -> bool:
         """Return whether a worker waits for an answer of this peer."""
         return self._office.membership.node_ids.get(peer) in self.waiting_for()
 
-    def owes(self, node: int) -> bool:
-        """Return whether a server will have an answer for this worker."""
+    def has_waiting(self, node: int) -> bool:
+        """Return whether this worker waits for an answer of this server."""
         is_worker = role_of(node) is Role.WORKER
-        return self._server is not None and is_worker and self._server.owes(rank_of(node))
+        return self._server is not None and is_worker and self._server.has_waiting(rank_of(node))
 
     def tell_failures(self, tell: Callable[[BaseException], None]) -> None:
         """From now on, tell of each push that fails. On the I/O thread."""

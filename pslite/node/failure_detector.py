@@ -181,7 +181,7 @@ class FailureDetector:
         node = office.membership.node_ids.get(peer)
         if node not in office.membership.told or not office.membership.is_leaving(node):
             return False
-        return office.links.everything_accepted((peer,)) and not self._traffic.owes(node)
+        return office.links.everything_accepted((peer,)) and not self._traffic.has_waiting(node)
 
     def run(self, now: float) -> None:
         """Do what time asks for."""

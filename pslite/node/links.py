@@ -102,7 +102,7 @@ class Links:
         self._known: set[str] = set()
         #: Peer -> when it is to be told what has been accepted, 0.0 until that is known. In order
         #: of arrival; a set of names would be in an order of its own in every process.
-        self._owing: dict[str, float] = {}
+        self._tell_at: dict[str, float] = {}
         self._closed: set[str] = set()
         self._released: set[str] = set()
         #: What arrived and was dropped, by reason.
@@ -173,7 +173,7 @@ class Links:
         self._van.send(peer, transmission)
         entry.sent_bytes += sum(map(size_of, transmission))
         outgoing.position = entry.sent_bytes
-        if self._owing.pop(peer, None) is not None:
+        if self._tell_at.pop(peer, None) is not None:
             entry.untold_bytes = 0
         if self._trace is not None:
             self._trace("=>", peer, outgoing.message, outgoing.frames)
@@ -202,8 +202,8 @@ class Links:
         entries = self._peers.values() if peers is None else self._entries(peers)
         return all(entry.channel.everything_accepted for entry in entries)
 
-    def owed_by(self) -> dict[str, tuple[int, int]]:
-        """How many messages, and bytes of large ones, each peer has not accepted that owes any."""
+    def unaccepted(self) -> dict[str, tuple[int, int]]:
+        """Return how many messages, and bytes of large ones, each peer has still to accept."""
         return {
             peer: (entry.channel.num_unaccepted, entry.channel.unaccepted_bytes)
             for peer, entry in self._peers.items()
@@ -265,7 +265,7 @@ class Links:
         entry.progress += channel.accepted(envelope.accepted, envelope.accepted_also)
         if envelope.sequence:
             fresh = channel.admit(envelope.sequence)
-            self._owing.setdefault(event.peer, 0.0)
+            self._tell_at.setdefault(event.peer, 0.0)
             entry.untold_bytes += sum(map(size_of, frames))
             if not fresh:
                 self.repeated += 1
@@ -314,7 +314,7 @@ class Links:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
                 self._peers.pop(oldest, None)
-                self._owing.pop(oldest, None)
+                self._tell_at.pop(oldest, None)
             self._strangers[peer] = None
         return self._entry(peer)
 
@@ -326,11 +326,11 @@ class Links:
         An answer is often on its way, so it pays to wait a moment. Not for long, and not when
         much has come: the sender's credits depend on it.
         """
-        for peer, due_at in list(self._owing.items()):
+        for peer, due_at in list(self._tell_at.items()):
             if at_once or now >= due_at > 0.0 or self._peers[peer].untold_bytes >= self._tell_bytes:
                 self.send(peer, Accepted(), (), epoch, now)
             elif due_at == 0.0:
-                self._owing[peer] = now + TELL_AFTER_S
+                self._tell_at[peer] = now + TELL_AFTER_S
 
     def resend(self, now: float) -> None:
         """Send again what should have been accepted by now."""
@@ -351,7 +351,7 @@ class Links:
 
     def next_due(self) -> float:
         """Return when ``resend`` or ``flush`` has something to look at."""
-        soonest = min(self._owing.values(), default=math.inf)
+        soonest = min(self._tell_at.values(), default=math.inf)
         for entry in self._peers.values():
             if entry.channel.next_due < soonest:
                 soonest = entry.channel.next_due
@@ -369,7 +369,7 @@ class Links:
         self._closed.add(peer)
         self._peers.pop(peer, None)
         self._strangers.pop(peer, None)
-        self._owing.pop(peer, None)
+        self._tell_at.pop(peer, None)
         if self._sharing is not None:
             self._sharing.forget(peer)
 

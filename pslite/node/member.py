@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pslite.errors import ConfigError, DeadlineError, NodeLostError, UsageError, rebuild
 from pslite.future import Future
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_title
-from pslite.node.address import tcp_address
 from pslite.node.control import (
     SCHEDULER,
     VERDICT_S,
@@ -24,6 +23,7 @@ from pslite.node.control import (
 from pslite.node.links import Delivery
 from pslite.node.log import label
 from pslite.protocol.membership import Gone
+from pslite.van.zmq.addresses import format_address
 from pslite.wire.messages import (
     BarrierEnter,
     BarrierLeave,
@@ -68,7 +68,7 @@ class MemberControl(NodeControl):
         super().begin(now)
         config = self._office.config
         self._began_at = now
-        self._office.van.connect(SCHEDULER, tcp_address(config.root_uri, config.root_port))
+        self._office.van.connect(SCHEDULER, format_address(config.root_uri, config.root_port))
         self._office.links.send(SCHEDULER, self._register, (), 0, now)
 
     def handle(self, delivery: Delivery, now: float) -> None:

@@ -185,36 +185,36 @@ class Shutdown:
 
     def _wait(self) -> None:
         node, now = self._node, self._node.clock()
-        owed = node.links.owed_by()
-        left = owed, self._traffic.num_requests, len(self._unheard.pushes)
+        unaccepted = node.links.unaccepted()
+        left = unaccepted, self._traffic.num_requests, len(self._unheard.pushes)
         # The rounds of other workers may take as long as they like, unless a limit is set.
-        name = "PS_CLOSE_TIMEOUT" if owed else "PS_STALL_TIMEOUT"
+        name = "PS_CLOSE_TIMEOUT" if unaccepted else "PS_STALL_TIMEOUT"
         config = node.config
-        limit_s = config.close_timeout_s if owed else config.stall_timeout_s or math.inf
+        limit_s = config.close_timeout_s if unaccepted else config.stall_timeout_s or math.inf
         is_over = self._patience.is_over(left, now, limit_s)
         waited_s = self._patience.waited_s(now)
         if not is_over and waited_s is None:
             return
-        what = self._describe(owed)
+        what = self._describe(unaccepted)
         limit = f"{name}={limit_s:g}"
         if is_over:
-            fate = "it is lost" if owed else "it may never be applied"
+            fate = "it is lost" if unaccepted else "it may never be applied"
             text = f"closed, though {what}: nothing moved for so long ({limit} s); {fate}"
             self._unheard.note(DeadlineError(text))
             self.done.set_result(None)
-        elif owed:
+        elif unaccepted:
             hint = f"{limit} says for how many seconds nothing may move"
             node.log.warn(f"ending for {waited_s:.0f} s, because {what} ({hint})")
         else:
             node.log.warn(f"ending for {waited_s:.0f} s, because {what}")
 
-    def _describe(self, owed: dict[str, tuple[int, int]]) -> str:
+    def _describe(self, unaccepted: dict[str, tuple[int, int]]) -> str:
         """Return what is waited for, in words."""
         node = self._node
-        if owed:
+        if unaccepted:
             waits = [
                 f"{node.membership.peer_title(peer)} has not accepted {_amount(count, nbytes)}"
-                for peer, (count, nbytes) in owed.items()
+                for peer, (count, nbytes) in unaccepted.items()
             ]
             unsent = self._traffic.num_unsent
             waits += [f"{unsent} further messages wait for their turn"] if unsent else []
@@ -238,7 +238,7 @@ class Shutdown:
         node, now = self._node, self._node.clock()
         self._last_words_until = min(self._last_words_until, now + _LAST_WORDS_S)
         ending = {node.membership.uids[each] for each in node.membership.ending}
-        if not node.links.owed_by().keys() - ending or now >= self._last_words_until:
+        if not node.links.unaccepted().keys() - ending or now >= self._last_words_until:
             self.done.set_result(None)
 
 

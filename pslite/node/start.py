@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from pslite.config import Config
 from pslite.errors import ConfigError, DeadlineError, as_failure, describe
 from pslite.ids import NodeInfo, Role
-from pslite.node.address import advertised_host, machine_id, tcp_address
+from pslite.node.address import advertised_host, machine_id
 from pslite.node.control import SCHEDULER
 from pslite.node.log import Log, Write
 from pslite.node.member import MemberControl
@@ -37,7 +37,14 @@ from pslite.node.scheduler import SchedulerControl
 from pslite.scarcity import check_files, check_threads, scarcity_told
 from pslite.security import mechanism_of
 from pslite.van.base import Van
-from pslite.van.zmq.addresses import LOOK_AGAIN_S, HostAddresses, Whereabouts, resolve, without_key
+from pslite.van.zmq.addresses import (
+    LOOK_AGAIN_S,
+    HostAddresses,
+    Whereabouts,
+    format_address,
+    resolve,
+    without_key,
+)
 from pslite.version import __version__
 
 #: Of libzmq, and the I/O thread.
@@ -152,7 +159,7 @@ def make_node(
         port = _bind(config, role, van, host)
     log.info(1, f"Bind to role={role.value}, ip={host}, port={port}, is_recovery=0")
     rank = 0 if role is Role.SCHEDULER else -1 if config.task_id is None else config.task_id
-    address = tcp_address(host, port) if port else ""
+    address = format_address(host, port) if port else ""
     info = NodeInfo(
         role.value,
         rank,

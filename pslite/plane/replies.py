@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from typing import NamedTuple
 
-from pslite.errors import NodeLostError, describe
+from pslite.errors import describe, lost_node
 from pslite.plane.interface import Buffer, Formed, Send, ServerApp
 from pslite.wire.messages import Answer, Ints, PartsFailed
 
@@ -145,5 +145,4 @@ def _formed_answer(rank: int, entries: Sequence[Value], frames: list[Buffer]) ->
 def _failure(
     pushed: bool, consumed: bool, parts: Ints, rounds: Ints, error: BaseException
 ) -> PartsFailed:
-    role, rank = (error.role, error.rank) if isinstance(error, NodeLostError) else ("", -1)
-    return PartsFailed(pushed, consumed, parts, rounds, *describe(error), role, rank)
+    return PartsFailed(pushed, consumed, parts, rounds, *describe(error), *lost_node(error))

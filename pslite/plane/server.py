@@ -120,9 +120,9 @@ class ServerPlane:
         """Whether a round of any part is being applied, or will be."""
         return bool(self._leaving) or any(unit.rounds.running for unit in self._parts.distinct())
 
-    def owes(self, rank: int) -> bool:
+    def has_waiting(self, rank: int) -> bool:
         """Return whether a worker waits for the answer to a push or a pull."""
-        return any(unit.owes(rank) for unit in self._parts.distinct())
+        return any(unit.has_waiting(rank) for unit in self._parts.distinct())
 
     @property
     def num_pulls(self) -> int:

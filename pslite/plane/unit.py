@@ -197,7 +197,7 @@ class Unit:
                 replies.answer(rank, True, wanted, value)
         self._answer_pulls(replies)
 
-    def owes(self, rank: int) -> bool:
+    def has_waiting(self, rank: int) -> bool:
         """Return whether a worker waits for the answer to a push or a pull."""
         is_pulling = any(pull.rank == rank for pull in self.pulls)
         return is_pulling or any(other == rank for other, _ in self.rounds.waiting())

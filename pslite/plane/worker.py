@@ -295,7 +295,7 @@ class WorkerPlane:
         return sum(map(len, self._outbox.values()))
 
     def waiting_for(self) -> list[int]:
-        """The servers that still owe an answer."""
+        """Return the servers that have still to answer."""
         return sorted({transfer.server for transfer in self._active})
 
     # -- inside ------------------------------------------------------------------------

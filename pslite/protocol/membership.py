@@ -38,37 +38,29 @@ class Rendezvous:
         self._wanted = {Role.WORKER: num_workers, Role.SERVER: num_servers}
         self._package = package
         self._started_at = 0.0
-        self._nodes: list[NodeInfo] = []
-        self._roster: tuple[NodeInfo, ...] = ()
+        #: Who has come, in the order of coming.
+        self.registered: tuple[NodeInfo, ...] = ()
+        #: All nodes by role and rank (workers, then servers); empty until all are there.
+        self.roster: tuple[NodeInfo, ...] = ()
 
     def begin(self, now: float) -> None:
-        """Waiting starts now."""
+        """Start to count the time that nodes wait."""
         self._started_at = now
-
-    @property
-    def roster(self) -> tuple[NodeInfo, ...]:
-        """All nodes by role and rank (workers, then servers); empty until all are there."""
-        return self._roster
-
-    @property
-    def registered(self) -> tuple[NodeInfo, ...]:
-        """Who has come, in the order of coming."""
-        return tuple(self._nodes)
 
     def register(
         self, node: NodeInfo, num_workers: int, num_servers: int, package: str
     ) -> Refusal | None:
         """Take a registration. The same node again changes nothing."""
-        for known in self._nodes:
+        for known in self.registered:
             if known.incarnation == node.incarnation or known.uid == node.uid:
                 is_same = (known.incarnation, known.uid) == (node.incarnation, node.uid)
                 return None if is_same else Refusal("another node has this one's name")
         refusal = self._mismatch(node, num_workers, num_servers, package)
         if refusal is not None:
             return refusal
-        self._nodes.append(node)
-        if len(self._nodes) == sum(self._wanted.values()):
-            self._roster = self._ranked()
+        self.registered += (node,)
+        if len(self.registered) == sum(self._wanted.values()):
+            self.roster = self._ranked()
         return None
 
     def _mismatch(
@@ -93,7 +85,7 @@ class Rendezvous:
             )
         if role not in self._wanted:
             return Refusal("this job already has a scheduler")
-        same = [known for known in self._nodes if known.role == node.role]
+        same = [known for known in self.registered if known.role == node.role]
         if len(same) >= self._wanted[role]:
             return Refusal(
                 f"all {self._wanted[role]} {role.value}s of this job are there already; "
@@ -116,7 +108,7 @@ class Rendezvous:
     def _ranked(self) -> tuple[NodeInfo, ...]:
         roster: list[NodeInfo] = []
         for role in (Role.WORKER, Role.SERVER):
-            nodes = [node for node in self._nodes if node.role == role.value]
+            nodes = [node for node in self.registered if node.role == role.value]
             taken = {node.rank for node in nodes if node.rank >= 0}
             free = iter(rank for rank in range(len(nodes)) if rank not in taken)
             placed = [node if node.rank >= 0 else node._replace(rank=next(free)) for node in nodes]
@@ -127,7 +119,7 @@ class Rendezvous:
         """Return who has not come, for people: ``2 of 4 workers``."""
         lines = []
         for role, wanted in self._wanted.items():
-            there = sum(1 for node in self._nodes if node.role == role.value)
+            there = sum(1 for node in self.registered if node.role == role.value)
             if there < wanted:
                 plural = "" if wanted == 1 else "s"
                 lines.append(f"{wanted - there} of {wanted} {role.value}{plural}")
@@ -135,7 +127,7 @@ class Rendezvous:
 
     def present(self) -> tuple[str, ...]:
         """Return who has come, for people."""
-        return tuple(f"{node.role} on {node.host} (pid {node.pid})" for node in self._nodes)
+        return tuple(f"{node.role} on {node.host} (pid {node.pid})" for node in self.registered)
 
     def waited_s(self, now: float) -> float:
         return now - self._started_at

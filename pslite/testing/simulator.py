@@ -48,14 +48,10 @@ class HangError(PSError):
 
 
 @dataclass(frozen=True)
-class Faults:
+class Faults(FaultPlan):
     """What the network does to messages, and how often connections are cut."""
 
-    drop: float = 0.0
-    duplicate: float = 0.0
-    delay: float = 0.0
     delay_s: tuple[float, float] = (0.001, 0.5)
-    reorder: float = 0.0
     cuts: int = 0
     """How many times a connection is cut during the first ``cut_within_s``."""
     cut_within_s: float = 5.0
@@ -165,16 +161,8 @@ class Simulation:
         config = Config(**self._settings, role=role.value, task_id=rank)
         incarnation = self.random.getrandbits(62) | 1
         uid = node_uid(role, incarnation)
-        faults = self.faults
-        plan = FaultPlan(
-            drop=faults.drop,
-            duplicate=faults.duplicate,
-            delay=faults.delay,
-            delay_s=faults.delay_s,
-            reorder=faults.reorder,
-        )
         inner = _Van(self._network, uid, self._wake)
-        van = FaultyVan(inner, plan, self.random.getrandbits(32), self._clock)
+        van = FaultyVan(inner, self.faults, self.random.getrandbits(32), self._clock)
         log = Log(uid, config.verbose, self._write)
         node = make_node(
             config, van, incarnation=incarnation, log=log, pool=_Pool(self), clock=self._clock

@@ -198,14 +198,13 @@ class Van(abc.ABC):
         """
         return False
 
-    def spread(self, peer: str, connections: int) -> bool:
+    def spread(self, peer: str, connections: int) -> None:  # noqa: B027 - vans may ignore it
         """Spread large messages to and from ``peer`` over this many ``connections``.
 
         For networks that give one flow less than all. Never fewer than before, and fewer than
-        asked where they cannot be had. Such messages may overtake each other and others, and what
-        was sent by one flow may still arrive when another one is lost. Returns whether it can.
+        asked, or no further one, where they cannot be had. Such messages may overtake each other
+        and others, and what was sent by one flow may still arrive when another one is lost.
         """
-        return False
 
     def offer_pipe(self, peer: str) -> PipeTicket | None:
         """A pipe by which ``peer``, a process of this machine that is connected, may send.

@@ -17,9 +17,8 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from pslite.errors import UsageError
 from pslite.van.base import (
     Buffer,
     Connected,
@@ -53,14 +52,6 @@ class FaultPlan:
     reorder: float = 0.0
     reorder_s: tuple[float, float] = (0.0001, 0.001)
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, tuple):
-                _check_probability(field.name, value)
-            elif not 0 <= value[0] <= value[1]:
-                raise UsageError(f"{field.name} must be (shortest, longest), not {value}")
-
 
 COUNTED = ("sent", "dropped", "duplicated", "delayed", "reordered", "received", "drop_received")
 
@@ -84,7 +75,6 @@ class FaultyVan(Van):
         *,
         drop_received: float = 0.0,
     ) -> None:
-        _check_probability("drop_received", drop_received)
         self.uid = inner.uid
         self.counts = dict.fromkeys((*COUNTED, "cut", "discarded"), 0)
         self._inner = inner
@@ -167,8 +157,8 @@ class FaultyVan(Van):
         self._forget(peer)
         self._inner.connect(peer, address)
 
-    def spread(self, peer: str, connections: int) -> bool:
-        return self._inner.spread(peer, connections)
+    def spread(self, peer: str, connections: int) -> None:
+        self._inner.spread(peer, connections)
 
     def disconnect(self, peer: str) -> None:
         self._forget(peer)
@@ -260,8 +250,3 @@ class FaultyVan(Van):
             self.counts["discarded"] += len(self._held) - len(kept)
             self._held = kept
             heapq.heapify(kept)
-
-
-def _check_probability(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise UsageError(f"{name} must be a probability from 0 to 1, not {value}")

@@ -113,9 +113,9 @@ BUGS = [
     Bug(
         "ranks follow the host names",
         "pslite/protocol/membership.py",
-        "nodes = [node for node in self._nodes if node.role == role.value]\n            taken",
+        "nodes = [node for node in self.registered if node.role == role.value]\n            taken",
         "nodes = sorted(\n"
-        "                (node for node in self._nodes if node.role == role.value),\n"
+        "                (node for node in self.registered if node.role == role.value),\n"
         "                key=lambda node: node.host,\n"
         "            )\n            taken",
         "tests/unit/pslite/protocol/test_membership.py",

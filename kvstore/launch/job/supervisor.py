@@ -70,7 +70,7 @@ class Terminal:
         self._errors.write(self._status.display.after_output())
 
     def adjust(self) -> None:
-        """Listen to a slow terminal while it owes us room."""
+        """Watch a slow terminal until it has room for more."""
         for console in (self._output, self._errors):
             write = partial(self._write_pending, console)
             watch(

@@ -130,5 +130,5 @@ class DistFiles:
         save_store_residuals(self._exchange.coding, path_of(rank))
 
     def read_residuals(self, path: pathlib.Path) -> Callable[[], None]:
-        """Read this worker's file; a call of what is returned has it owe what is in it."""
+        """Read this worker's file; a call of what is returned takes in what it holds."""
         return read_store_residuals(self._exchange.coding, path)

@@ -91,7 +91,7 @@ class Coding:
                 raise NotSupportedError(rows_refused(key))
 
     def forget(self, entries: Sequence[KeyEntry]) -> None:
-        """These keys are gone, and owe nothing."""
+        """Drop the residuals of these keys, which are gone."""
         with self._lock:
             self.residuals.forget(entry.key for entry in entries)
             for entry in entries:
@@ -108,7 +108,7 @@ class Coding:
         return read_residuals(path, self.compression, self._num_workers)
 
     def restore_residuals(self, saved: Iterable[Residual]) -> None:
-        """Owe what fits the keys that there are now, and nothing else."""
+        """Take in those residuals that fit the present keys, and drop all others."""
         specs = {key: entry.spec for key, entry in self._entries.items()}
         with self._lock:
             self.residuals.restore(fitting(saved, specs))

@@ -106,13 +106,13 @@ class LocalCoding:
         return read_residuals(path, self.compression, 1)
 
     def restore_residuals(self, saved: Iterable[Residual]) -> None:
-        """Owe what fits the keys that there are now, and nothing else."""
+        """Take in those residuals that fit the present keys, and drop all others."""
         keys = self._table.keys()
         specs = dict(zip(keys, map(self._table.spec, keys), strict=True))
         self.residuals.restore(fitting(saved, specs))
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """These keys are gone, and owe nothing."""
+        """Drop the residuals of these keys, which are gone."""
         self.residuals.forget(keys)
         for key in keys:
             self._rounds.pop(key, None)

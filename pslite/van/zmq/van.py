@@ -274,11 +274,10 @@ class ZmqVan(Van):
             return link.is_answered
         return self._listener is not None and self._listener.is_answered(self._silence_s)
 
-    def spread(self, peer: str, connections: int) -> bool:
+    def spread(self, peer: str, connections: int) -> None:
         link = self._links.get(peer)
         if link is not None:
             link.spread(connections)
-        return link is not None
 
     def offer_pipe(self, peer: str) -> PipeTicket | None:
         return self._pipes.offer(peer)

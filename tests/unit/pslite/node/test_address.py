@@ -16,6 +16,7 @@ from pslite.config import Config
 from pslite.errors import ConfigError
 from pslite.node import address
 from pslite.node.address import process_alive
+from pslite.van.zmq.addresses import format_address
 
 HOST_HAS = {
     "lo": ["127.0.0.1", "::1"],
@@ -123,7 +124,7 @@ def test_a_scheduler_that_cannot_be_reached_is_an_error_that_names_it() -> None:
     ],
 )
 def test_an_ipv6_address_stands_in_brackets(host: str, endpoint: str) -> None:
-    assert address.tcp_address(host, 9000) == endpoint
+    assert format_address(host, 9000) == endpoint
 
 
 def test_processes_of_one_machine_agree_on_its_identity() -> None:

@@ -129,12 +129,12 @@ def test_what_is_not_accepted_in_time_is_sent_again(pair: tuple[Node, Node]) -> 
 def test_an_acceptance_frees_what_was_kept(pair: tuple[Node, Node]) -> None:
     alice, bob = pair
     alice.say(bob, REQUEST, LARGE)
-    under_way = (alice.links.unaccepted_bytes("bob"), alice.links.owed_by())
+    under_way = (alice.links.unaccepted_bytes("bob"), alice.links.unaccepted())
     pass_on(alice, bob)
     bob.links.flush(1, 0.0, at_once=True)
     pass_on(bob, alice)
     assert under_way == (10_000, {"bob": (1, 10_000)})
-    assert (alice.links.unaccepted_bytes("bob"), alice.links.owed_by()) == (0, {})
+    assert (alice.links.unaccepted_bytes("bob"), alice.links.unaccepted()) == (0, {})
     assert (alice.links.everything_accepted(), alice.links.next_due()) == (True, math.inf)
 
 

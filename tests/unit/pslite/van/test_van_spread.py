@@ -14,8 +14,7 @@ from van_helpers import join, payloads, poll_until, receive, silence
 
 from pslite.config import MAX_CONNECTIONS
 from pslite.security import derive
-from pslite.testing.inproc import InprocNetwork, InprocVan
-from pslite.van.base import Connected, Disconnected, Received, Van
+from pslite.van.base import Connected, Disconnected, Received
 from pslite.van.zmq.dealer import MAX_SHORT
 from pslite.van.zmq.van import SPREAD_BYTES, ZmqVan
 
@@ -93,7 +92,7 @@ class Pair:
 
     def join(self, connections: int) -> None:
         join(self.client, self.server, f"tcp://{HOST}:{self.relay.port}")
-        assert self.client.spread("server", connections)
+        self.client.spread("server", connections)
         self.greet(connections)
 
     def greet(self, connections: int) -> None:
@@ -210,9 +209,9 @@ def test_the_last_words_of_a_server_come_by_all_connections(pair: Pair, latest: 
 
 def test_connections_are_added_later_and_bounded(pair: Pair) -> None:
     pair.join(1)
-    assert pair.client.spread("server", 2)
+    pair.client.spread("server", 2)
     pair.greet(2)
-    assert pair.client.spread("server", 1)
+    pair.client.spread("server", 1)
     pair.client.spread("server", 10_000)
     pair.greet(MAX_CONNECTIONS)
     assert len(pair.relay.counts) == MAX_CONNECTIONS
@@ -220,14 +219,9 @@ def test_connections_are_added_later_and_bounded(pair: Pair) -> None:
 
 def test_who_was_accepted_cannot_be_spread_from_here(pair: Pair) -> None:
     pair.join(1)
-    assert not pair.server.spread("client", 4)
-    assert not pair.client.spread("nobody", 4)
-
-
-def test_a_van_without_flows_says_so() -> None:
-    van: Van = InprocVan(InprocNetwork(), "client")
-    assert not van.spread("server", 4)
-    van.close()
+    pair.server.spread("client", 4)
+    pair.client.spread("nobody", 4)
+    pair.greet(1)
 
 
 def test_disconnecting_ends_all_connections_and_what_was_sent_still_leaves(pair: Pair) -> None:
