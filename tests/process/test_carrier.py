@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.launch.agents.cluster import USUAL, Cluster, Habits
+from kvstore.launch.agents.cluster import Cluster
 from kvstore.launch.agents.command import Carrier
 from kvstore.launch.agents.remote import AgentPlace
 from kvstore.launch.agents.wire import AgentLink
 from kvstore.launch.job.guardian import GuardianProcess
 from kvstore.launch.job.places import Event, Note
+from kvstore.launch.options import parse_arguments
 
 LIMIT_S = 20.0
 
@@ -38,41 +39,38 @@ class Watched:
         self.commands.append(argv)
 
 
-class Run:
-    """A carrier whose command is a line of sh."""
+class OfShell(Cluster):
+    """Jobs that a line of sh starts."""
 
-    def __init__(
-        self,
-        script: str,
-        members: int = 2,
-        habits: Habits = USUAL,
-        cancel: Sequence[str] = (),
-        connect_s: float | None = None,
-    ) -> None:
-        self.places = [AgentPlace(f"worker {rank}") for rank in range(members)]
-        self.guardian = Watched()
+    program = "sh"
+
+    def __init__(self) -> None:
+        super().__init__(parse_arguments(["-n", "1", "true"]), os.environ)
         self.asked: list[str] = []
-        self.began_s = time.monotonic()
-        cluster = Cluster(
-            members=[("worker", rank) for rank in range(members)],
-            command=lambda directory: [],
-            environment=os.environ,
-            rank_names=[],
-            explain=lambda lines, code: f"ended with {code} after {list(lines)}",
-            fatal=self.fatal,
-            state=lambda: "in the queue",
-            cancel=lambda line: cancel,
-            habits=habits,
-            connect_s=connect_s,
-        )
-        guardian = cast(GuardianProcess, self.guardian)
-        self.carrier = Carrier(cluster, ["sh", "-c", script], self.places, guardian)
-        self.selector = selectors.PollSelector()
-        self.links: list[AgentLink] = []
 
     def fatal(self, line: str) -> str | None:
         self.asked.append(line)
         return "that is fatal" if "fatal" in line else None
+
+    def poll(self) -> str:
+        return "in the queue"
+
+    def explain(self, lines: Sequence[str], code: int) -> str:
+        return f"ended with {code} after {list(lines)}"
+
+
+class Run:
+    """A carrier whose command is a line of sh."""
+
+    def __init__(self, script: str, members: int = 2, cluster: OfShell | None = None) -> None:
+        self.places = [AgentPlace(f"worker {rank}") for rank in range(members)]
+        self.guardian = Watched()
+        self.began_s = time.monotonic()
+        self.cluster = cluster or OfShell()
+        guardian = cast(GuardianProcess, self.guardian)
+        self.carrier = Carrier(self.cluster, ["sh", "-c", script], self.places, guardian)
+        self.selector = selectors.PollSelector()
+        self.links: list[AgentLink] = []
 
     def until(self, happened: Callable[[], bool]) -> list[Event]:
         """Serve what the command says until then."""
@@ -103,13 +101,8 @@ class Run:
 def start() -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(
-        script: str,
-        members: int = 2,
-        habits: Habits = USUAL,
-        connect_s: float | None = None,
-    ) -> Run:
-        runs.append(Run(script, members, habits, connect_s=connect_s))
+    def start(script: str, members: int = 2, cluster: OfShell | None = None) -> Run:
+        runs.append(Run(script, members, cluster))
         return runs[-1]
 
     yield start
@@ -148,7 +141,7 @@ def test_what_is_fatal_is_not_asked_again(start: Start) -> None:
     run = start("exec sleep 60")
     run.carrier.heard([b"fatal 1", b"fatal 2"])
     assert run.carrier.failure == "that is fatal"
-    assert run.asked == ["fatal 1"]
+    assert run.cluster.asked == ["fatal 1"]
 
 
 def test_a_fatal_line_is_not_said_twice(start: Start) -> None:
@@ -186,7 +179,9 @@ def test_the_roster_tells_who_is_there_and_what_the_queue_says(start: Start) -> 
 
 
 def test_time_is_up_when_nobody_has_come_for_so_long(start: Start) -> None:
-    run = start("echo a hint; exec sleep 60", connect_s=20.0)
+    cluster = OfShell()
+    cluster.connect_s = 20.0
+    run = start("echo a hint; exec sleep 60", cluster=cluster)
     run.until(lambda: "a hint" in run.carrier._said)
     run.admit({"rank": 0, "host": "node1"})
     run.carrier.tick(time.monotonic() + 5.5)  # shows the hint
@@ -251,7 +246,9 @@ def test_closing_ends_a_command_that_does_not_want_to(
 
 
 def test_where_ranks_are_wishes_an_agent_gets_a_free_one(start: Start) -> None:
-    run = start("exec sleep 60", members=3, habits=Habits(only_wishes=True))
+    cluster = OfShell()
+    cluster.only_wishes = True
+    run = start("exec sleep 60", 3, cluster)
     assert run.admit({"rank": 1, "host": "node1"}) == []
     assert run.admit({"rank": 1, "host": "node2"}) == []
     assert run.admit({"rank": 7, "host": "node3"}) == []
@@ -267,8 +264,13 @@ def test_an_agent_that_comes_to_say_why_there_is_none_is_the_reason(start: Start
 
 
 def test_what_is_no_news_is_kept_from_people_under_another_name(start: Start) -> None:
-    habits = Habits(name="yarn", is_news=lambda line: line != "INFO")
-    run = start("echo INFO; echo ERROR; exec sleep 60", habits=habits)
+    class Yarn(OfShell):
+        program = "yarn"
+
+        def is_news(self, line: str) -> bool:
+            return line != "INFO"
+
+    run = start("echo INFO; echo ERROR; exec sleep 60", cluster=Yarn())
     run.until(lambda: "ERROR" in run.carrier._said)
     events, _ = run.carrier.tick(run.began_s + 5.5)
     assert texts(events)[0] == "yarn: ERROR"
@@ -277,12 +279,15 @@ def test_what_is_no_news_is_kept_from_people_under_another_name(start: Start) ->
 def test_closing_waits_until_it_is_known_how_to_cancel(start: Start) -> None:
     heard: list[str] = []
 
-    def is_news(line: str) -> bool:
-        heard.append(line)
-        return True
+    class Slow(OfShell):
+        def is_news(self, line: str) -> bool:
+            heard.append(line)
+            return True
 
-    habits = Habits(is_news=is_news, is_submitting=lambda: heard != ["asked", "submitted"])
-    run = start("echo asked; sleep 0.5; echo submitted; exec sleep 60", habits=habits)
+        def is_submitting(self) -> bool:
+            return heard != ["asked", "submitted"]
+
+    run = start("echo asked; sleep 0.5; echo submitted; exec sleep 60", cluster=Slow())
     run.until(lambda: heard == ["asked"])
     run.carrier.close()
     assert heard == ["asked", "submitted"]
@@ -294,8 +299,15 @@ def test_a_command_that_clears_up_is_asked_to_before_its_job_is_cancelled(
     monkeypatch.setattr("kvstore.launch.agents.command._ENDING_S", 0.5)
     mark = tmp_path / "cancelled"
     cancel = ["sh", "-c", f"echo >> {mark}"]
+
+    class Tidy(OfShell):
+        clears_up = True
+
+        def cancel(self, line: str) -> list[str]:
+            return cancel
+
     for script, is_cancelled in (("", False), ("trap '' TERM; ", True)):
-        run = Run(f"{script}echo there; exec sleep 60", 1, Habits(clears_up=True), cancel)
+        run = Run(f"{script}echo there; exec sleep 60", 1, Tidy())
         assert run.guardian.commands == [cancel], "before the command could be killed"
         run.until(lambda one=run: bool(one.carrier._said))
         run.close()

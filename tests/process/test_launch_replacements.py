@@ -17,6 +17,7 @@ from kvstore.launch.agents.remote import AgentPlace
 from kvstore.launch.agents.wire import AgentLink
 from kvstore.launch.job.guardian import GuardianProcess
 from kvstore.launch.job.places import Event, Note
+from kvstore.launch.options import parse_arguments
 
 pytestmark = pytest.mark.process
 
@@ -44,13 +45,7 @@ def agents() -> Iterator[Agents]:
 
 def carrier_of(places: list[AgentPlace]) -> Iterator[Carrier]:
     guardian = GuardianProcess("0123456789abcdef", os.environ)
-    cluster = Cluster(
-        members=[("worker", rank) for rank in range(len(places))],
-        command=lambda directory: [],
-        environment=os.environ,
-        rank_names=[],
-        explain=lambda lines, code: "it ended",
-    )
+    cluster = Cluster(parse_arguments(["-n", "1", "true"]), os.environ)
     carrier = Carrier(cluster, ["sleep", "60"], places, guardian)
     try:
         yield carrier

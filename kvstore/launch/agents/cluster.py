@@ -1,7 +1,9 @@
 """How a cluster starts agents, and what launchers with other machines have in common.
 
-``launch/backends/mpi.py``, ``launch/backends/slurm.py`` and others make a :class:`Cluster`, which
-is data; ``command.py`` and ``cluster_job.py`` do what it says. The functions, which
+Slurm, Grid Engine, YARN, Ray and mpirun start all agents of a job by one command. Each is a
+:class:`Cluster` in ``launch/backends``: it states its commands and reads what they print. All else
+is written once, in ``command.py`` and ``cluster_job.py``: the gate for the agents, the wait for
+them, and what takes the job out of the queue however the launcher ends. The functions, which
 ``launch/backends/ssh.py`` uses too, say which of this machine's variables processes elsewhere get,
 at which address the scheduler serves, and what agents have told of their machines.
 """
@@ -10,14 +12,15 @@ from __future__ import annotations
 
 import ipaddress
 import shutil
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.launch.agents.ticket import AgentTicket
+from kvstore.launch.agents.ticket import PROGRAM_NAME, AgentTicket
 from kvstore.launch.environment import network_id
 from kvstore.launch.job.checks import CheckResult
 from kvstore.launch.job.report import say
@@ -32,8 +35,123 @@ _FIRST_LINES, _LAST_LINES = 10, 10  # of what a command said, around which the r
 Member = tuple[str, int]
 """A role and the rank in it."""
 
-Explain = Callable[[Sequence[str], int], str]
-"""What a command said and its exit code (negative for a signal), as a sentence."""
+
+class Cluster:
+    """One job on one kind of cluster: the commands that it takes, and how to read what they print.
+
+    ``environ`` is what the commands get. A backend says the rest by its attributes and methods.
+    """
+
+    #: The program that submits, as people are told.
+    program = ""
+    #: An agent's rank is in the first of these variables that is set.
+    rank_names: Sequence[str] = ()
+    #: What the first rank is called.
+    first_rank = 0
+    #: Where ranks are only wishes, an agent whose rank is unknown, or taken, gets a free one.
+    only_wishes = False
+    #: The cluster starts another agent for one that is lost before the job has begun.
+    replaces = False
+    #: Seconds that the next agent may need to come; None where a job can wait in a queue.
+    connect_s: float | None = None
+    #: Seconds that the command may need to end once no agent is left.
+    ending_s = 5.0
+    #: The command takes the job out of the cluster by itself when it is ended.
+    clears_up = False
+    #: The command writes to a terminal: on a pipe many a program keeps its lines for long.
+    has_terminal = False
+    #: What agents run that have lost their launcher; variables in it are theirs.
+    if_lost: Sequence[str] = ()
+    #: The processors of each worker where no option names them but the cluster gives this many;
+    #: None: those that agents see.
+    worker_cores: int | None = None
+    #: Of the GPUs that its agent sees, each worker gets this many; 0 leaves that to the cluster.
+    worker_gpus = 0
+
+    def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
+        self.options = options
+        self.places = options.places
+        self.environ = dict(environ)
+        #: Who each agent will be, in the order of the agents' ranks.
+        self.members: Sequence[Member] = servers_then_workers(options)
+
+    def submit(self, directory: Path) -> list[str]:
+        """Return the command that submits the job of ``directory`` and stays until its end."""
+        raise NotImplementedError
+
+    def texts(self, ticket: AgentTicket) -> Mapping[str, str]:
+        """Further files of the job's directory, by name."""
+        return {}
+
+    def poll(self) -> str:
+        """Return what the job waits for, in the system's own words; "" for nothing to say."""
+        return ""
+
+    def trouble(self) -> str | None:
+        """Asked each second while agents are awaited: why one cannot come."""
+        return None
+
+    def fatal(self, line: str) -> str | None:
+        """Why an agent cannot come, if this ``line`` of the command's tells."""
+        return None
+
+    def is_news(self, line: str) -> bool:
+        """Return whether people shall see this ``line`` of the command's."""
+        return True
+
+    def is_submitting(self) -> bool:
+        """Return whether the job may be there and :meth:`cancel` does not know it yet."""
+        return False
+
+    def cancel(self, line: str) -> Sequence[str] | None:
+        """Return what takes the job out, once a ``line`` ("" at the start) tells which it is."""
+        return None
+
+    def refusal(self, lines: Sequence[str]) -> str | None:
+        """Why there is no job, if the command has ended and its ``lines`` tell."""
+        return None
+
+    def explain(self, lines: Sequence[str], code: int) -> str:
+        """Return why the command has ended before all agents had come."""
+        return self.refusal(lines) or ended(self.program, lines, code)
+
+    def agent(self, directory: Path) -> list[str]:
+        """Return what hosts have to run to become agents of the job in ``directory``."""
+        return [self.options.python or sys.executable, str(directory / PROGRAM_NAME)]
+
+
+def servers_then_workers(options: LaunchOptions) -> list[Member]:
+    return [
+        *(("server", rank) for rank in range(options.num_servers)),
+        *(("worker", rank) for rank in range(options.num_workers)),
+    ]
+
+
+def ended(what: str, lines: Sequence[str], code: int) -> str:
+    """A sentence of a command that has ended too early; a negative ``code`` is a signal."""
+    how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return f"{what} ended ({how}) before all processes had started{it_said(lines)}"
+
+
+def it_said(lines: Sequence[str]) -> str:
+    """The end of a sentence, with what a command said."""
+    said = quoted(lines)
+    return f"; it said:{said}" if said else ""
+
+
+def ask(
+    words: Sequence[str], environ: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that only looks. Raises OSError or subprocess.TimeoutExpired."""
+    return subprocess.run(
+        words,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+    )
 
 
 def quoted(lines: Sequence[str]) -> str:
@@ -41,75 +159,6 @@ def quoted(lines: Sequence[str]) -> str:
     said = [line.strip() for line in lines]
     shown = [*said[:_FIRST_LINES], *said[_FIRST_LINES:][-_LAST_LINES:]]
     return "".join(f"\n  {line}" for line in shown)
-
-
-@dataclass(frozen=True)
-class Habits:
-    """How a command differs from others.
-
-    ``name`` is what people are told it is, where its first word is not. ``is_news`` is given each
-    line that it prints and says whether people shall see it. ``is_submitting`` says whether the
-    job may be in the cluster without that it is known yet how to take it out. ``ending_s`` is how
-    long the command may need to end once no agent is left. Where ranks are ``only_wishes``, an
-    agent whose rank is unknown, or taken, gets a free one. A command that ``clears_up`` takes the
-    job out of the cluster by itself when it is ended. One that ``has_terminal`` writes to a
-    terminal: on a pipe many a program keeps its lines for long.
-    """
-
-    name: str | None = None
-    is_news: Callable[[str], bool] = lambda line: True
-    is_submitting: Callable[[], bool] = lambda: False
-    ending_s: float = 5.0
-    only_wishes: bool = False
-    clears_up: bool = False
-    has_terminal: bool = False
-
-
-USUAL = Habits()
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """How one kind of cluster starts agents."""
-
-    #: Who each agent will be, in the order of the agents' ranks.
-    members: Sequence[Member]
-    #: Makes the command out of the job's directory, in which all hosts find ``agent.py``.
-    command: Callable[[Path], Sequence[str]]
-    #: The command's variables.
-    environment: Mapping[str, str]
-    #: An agent's rank is in the first of these variables that is set.
-    rank_names: Sequence[str]
-    #: Asked when the command ends before all agents have come.
-    explain: Explain
-    #: What the first rank is called.
-    first_rank: int = 0
-    #: Further texts in the job's directory, by name.
-    files: Mapping[str, str] = field(default_factory=dict)
-    #: Makes such texts of the ticket, for hosts that share no directory.
-    bundle: Callable[[AgentTicket], Mapping[str, str]] = lambda ticket: {}
-    #: Seconds that the next agent may need to come; None where a job can wait in a queue.
-    connect_s: float | None = None
-    #: Given each line until all agents have come: a sentence if after it one cannot.
-    fatal: Callable[[str], str | None] = lambda line: None
-    #: What the job waits for, in a few words or none.
-    state: Callable[[], str] = lambda: ""
-    #: Asked each second until all agents have come: a sentence if one cannot.
-    trouble: Callable[[], str | None] = lambda: None
-    #: Given "" before the command starts, and then each line, until it makes of one, which tells
-    #: how the job is known to the cluster, the command that takes it out of there.
-    cancel: Callable[[str], Sequence[str] | None] = lambda line: None
-    #: What may be special about the command itself.
-    habits: Habits = USUAL
-    #: What agents run that have lost their launcher; variables in it are theirs.
-    if_lost: Sequence[str] = ()
-    #: The processors of each worker where no option names them but the cluster gives this many;
-    #: None: those that agents see.
-    worker_cores: int | None = None
-    #: Of the GPUs that its agent sees, each worker gets this many; 0 leaves that to the cluster.
-    worker_gpus: int = 0
-    #: The cluster starts another agent for one that is lost before the job has begun.
-    replaces: bool = False
 
 
 # What of the launcher's environment the hosts get, but for OF_ONE_MACHINE.
@@ -131,17 +180,18 @@ def forwarded_variables(options: LaunchOptions, environ: Mapping[str, str]) -> d
     return found
 
 
-def find_program(
-    name: str, options: LaunchOptions, environ: Mapping[str, str], remedy: str
-) -> str | None:
-    """Where the cluster's program ``name`` is; None where it is missing and nothing is started.
+def are_here(
+    programs: Sequence[str], options: LaunchOptions, environ: Mapping[str, str], remedy: str
+) -> bool:
+    """Return whether the cluster's ``programs`` are on the PATH; False where nothing is started.
 
-    ``--dry-run`` alone goes without it, and says so. Raises :class:`LaunchError` else.
+    ``--dry-run`` alone goes without them, and says so. Raises :class:`LaunchError` else.
     """
-    found = shutil.which(name, path=environ.get("PATH"))
-    if found is None:
-        without(f"there is no program '{name}' here: {remedy}", options)
-    return found
+    for name in programs:
+        if shutil.which(name, path=environ.get("PATH")) is None:
+            without(f"there is no program '{name}' here: {remedy}", options)
+            return False
+    return True
 
 
 def without(sentence: str, options: LaunchOptions, *, exit_code: int = 1) -> None:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import os
 import shlex
 import socket
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvstore.launch.agents.cluster import (
@@ -30,7 +28,7 @@ from kvstore.launch.agents.cluster import (
 from kvstore.launch.agents.command import Carrier
 from kvstore.launch.agents.gate import AgentListener
 from kvstore.launch.agents.remote import AgentPlace
-from kvstore.launch.agents.ticket import PROGRAM_NAME, AgentTicket, job_directory, write_ticket
+from kvstore.launch.agents.ticket import AgentTicket, job_directory, write_ticket
 from kvstore.launch.environment import allow_files, listen, share_gpus
 from kvstore.launch.job.checks import conclude_check
 from kvstore.launch.job.lifecycle import Timing
@@ -45,26 +43,15 @@ _CHECK_S = 60.0
 _DIRECTORY_SHOWN = Path("JOBDIR")
 
 
-def agent_command(options: LaunchOptions, directory: Path) -> list[str]:
-    """Return what hosts have to run to become agents of the job in ``directory``."""
-    return [options.python or sys.executable, str(directory / PROGRAM_NAME)]
-
-
-def servers_then_workers(options: LaunchOptions) -> list[Member]:
-    return [
-        *(("server", rank) for rank in range(options.num_servers)),
-        *(("worker", rank) for rank in range(options.num_workers)),
-    ]
-
-
-def run_carried(
+def run_on(
+    cluster_of: Callable[[LaunchOptions, Mapping[str, str]], Cluster],
     options: LaunchOptions,
     environ: Mapping[str, str],
     service_command: Sequence[str],
     timing: Timing,
-    cluster: Cluster,
 ) -> int:
-    """As :func:`kvstore.launch.job.run.run_job`, on ``cluster``."""
+    """As :func:`kvstore.launch.job.run.run_job`, on the cluster that ``cluster_of`` returns."""
+    cluster = cluster_of(options, environ)
     allow_files(3 * len(cluster.members))  # two for its agent, and a log
     if options.dry_run or options.check:
         check_plan(options, environ, service_command)
@@ -121,9 +108,8 @@ def _start_agents(
     port = int(listener.getsockname()[1])
     names, first_rank = cluster.rank_names, cluster.first_rank
     ticket = AgentTicket(addresses, port, key, names, first_rank, cluster.if_lost, script)
-    files = {**cluster.files, **cluster.bundle(ticket)}
-    write_ticket(directory, ticket, os.getcwd(), files)
-    argv = cluster.command(directory)
+    write_ticket(directory, ticket, os.getcwd(), cluster.texts(ticket))
+    argv = cluster.submit(directory)
     try:
         carrier = Carrier(cluster, argv, agents, supervisor.guardian)
     except OSError as error:
@@ -155,9 +141,9 @@ def _listen_everywhere() -> socket.socket:
 
 
 def _print_plan(options: LaunchOptions, cluster: Cluster) -> int:
-    print(shlex.join(cluster.command(_DIRECTORY_SHOWN)))
+    print(shlex.join(cluster.submit(_DIRECTORY_SHOWN)))
     shown = AgentTicket(["LAUNCHER"], 0, "KEY", cluster.rank_names, cluster.first_rank)
-    for name, text in {**cluster.files, **cluster.bundle(shown)}.items():
+    for name, text in cluster.texts(shown).items():
         print(f"# {_DIRECTORY_SHOWN / name}:")
         print("".join(f"#   {line}\n" for line in text.splitlines()), end="")
     print("# scheduler: this machine")
@@ -175,9 +161,9 @@ def _check(
     names = [str(place.label) for place in agents]
     with checking(environ, timing) as supervisor:
         # Who checks wants to know soon, also where a job may wait.
-        limited = replace(cluster, connect_s=min(cluster.connect_s or _CHECK_S, _CHECK_S))
+        cluster.connect_s = min(cluster.connect_s or _CHECK_S, _CHECK_S)
         script = script_of(options.command)
-        _start_agents(supervisor, environ, limited, agents, new_key(), script)
+        _start_agents(supervisor, environ, cluster, agents, new_key(), script)
         for place in agents:
             place.finish(0.0)  # else they would take their launcher for lost
         rows = [

@@ -49,8 +49,6 @@ class Carrier(Place):
         guardian: GuardianProcess,
     ) -> None:
         self._cluster = cluster
-        self._habits = cluster.habits
-        self._name = cluster.habits.name or os.path.basename(argv[0])
         self._workers = workers
         self._guardian = guardian
         self._failure: str | None = None
@@ -66,9 +64,7 @@ class Carrier(Place):
         self._trouble_s = self._hung_up_s + _TROUBLE_S
         self._last_came_s = self._hung_up_s
         self._learn_to_cancel("")
-        self._process, self._streams = _started(
-            argv, cluster.environment, cluster.habits.has_terminal
-        )
+        self._process, self._streams = _started(argv, cluster.environ, cluster.has_terminal)
         guardian.watch(self._process.pid)
 
     @property
@@ -91,7 +87,7 @@ class Carrier(Place):
             link.close()
             self._fail(f"{host}: {greeting['error']}")
             return []
-        if self._habits.only_wishes and not self._is_free(rank):
+        if self._cluster.only_wishes and not self._is_free(rank):
             rank = next((one for one in range(len(self._workers)) if self._is_free(one)), rank)
         if not isinstance(rank, int) or not 0 <= rank < len(self._workers):
             link.close()
@@ -146,7 +142,7 @@ class Carrier(Place):
             if not text.strip(" -="):
                 continue  # an ornament
             self._learn_to_cancel(text)
-            if not self._habits.is_news(text) or self._is_over:
+            if not self._cluster.is_news(text) or self._is_over:
                 continue  # the end of agents is not a failure
             if self._has_begun:
                 notes.append(self._note(text))
@@ -164,7 +160,7 @@ class Carrier(Place):
         self._end_group()
         if not self.awaited():
             is_news = code != 0 and not self._is_over
-            return [Note(f"{self._name} ended with exit code {code}")] if is_news else []
+            return [Note(f"{self._cluster.program} ended with exit code {code}")] if is_news else []
         if self._selector is not None:
             self.adjust(self._selector, paused=True)
         streams, self._streams = self._streams, []
@@ -208,14 +204,14 @@ class Carrier(Place):
         cluster.
         """
         if self._has_begun:
-            self._wait(self._hung_up_s + self._habits.ending_s)
-        self._wait(time.monotonic() + _ENDING_S, self._habits.is_submitting)
+            self._wait(self._hung_up_s + self._cluster.ending_s)
+        self._wait(time.monotonic() + _ENDING_S, self._cluster.is_submitting)
         was_killed = (self._process.poll() or 0) < 0
-        if not self._habits.clears_up:
+        if not self._cluster.clears_up:
             self._take_out()
         self._signal(signal.SIGTERM)
         self._wait(time.monotonic() + _ENDING_S)
-        if self._habits.clears_up and (was_killed or self._process.poll() is None):
+        if self._cluster.clears_up and (was_killed or self._process.poll() is None):
             self._take_out()  # it could not
         self._signal(signal.SIGKILL)
         self._process.wait()
@@ -232,23 +228,23 @@ class Carrier(Place):
 
     def _note(self, text: str) -> Note:
         """With the command's name in front, once."""
-        prefix = f"{self._name}: "
+        prefix = f"{self._cluster.program}: "
         return Note(text if text.startswith(prefix) else prefix + text)
 
     def _roster(self) -> str:
         here = [place for place in self._workers if place.is_connected]
         hosts = _some(sorted({str(place.label) for place in here}))
         there = f" ({len(here)} of {len(self._workers)} are there, on {hosts})" if here else ""
-        state = self._cluster.state()
+        state = self._cluster.poll()
         return f"waiting for {_some(self.awaited())}{there}" + (f": {state}" if state else "")
 
     def _give_up(self, after_s: float) -> None:
         said = quoted(self._said)
-        state = self._cluster.state()
+        state = self._cluster.poll()
         self._fail(
             f"no answer from {_some(self.awaited())} within {after_s:g} s"
             + (f": {state}" if state else "")
-            + (f"; {self._name} said:{said}" if said else "")
+            + (f"; {self._cluster.program} said:{said}" if said else "")
         )
 
     def _wait(self, until_s: float, is_to_go_on: Callable[[], bool] = lambda: True) -> None:
@@ -275,7 +271,7 @@ class Carrier(Place):
         try:
             subprocess.run(
                 list(self._cancellation),
-                env=dict(self._cluster.environment),
+                env=self._cluster.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

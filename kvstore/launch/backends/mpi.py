@@ -2,7 +2,7 @@
 
 Open MPI and MPICH (and what is built like it) are told apart by what ``mpirun --version`` says;
 they name the same things differently. Nothing here speaks MPI. Flags as in dmlc-core's
-``tracker/dmlc_tracker/mpi.py``, which starts two mpiruns. Read ``batch.py`` first.
+``tracker/dmlc_tracker/mpi.py``, which starts two mpiruns. Read ``launch/agents/cluster.py`` first.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+from kvstore.launch.agents.cluster import Cluster, are_here, ask
+from kvstore.launch.agents.cluster_job import run_on
 from kvstore.launch.agents.ticket import AgentTicket
-from kvstore.launch.backends.batch import BatchQueue, are_here, ask, launcher
 from kvstore.launch.backends.hosts import Host, bracketed, read_hosts, spread
 from kvstore.launch.backends.ssh_login import known_refusal
 from kvstore.launch.options import LaunchError, LaunchOptions
@@ -55,7 +57,7 @@ OPEN_MPI = MpiFamily(
 MPICH = MpiFamily("-f", ":", ("PMI_RANK",), (), {"I_MPI_PIN": "off"})
 
 
-class MpiJob(BatchQueue):
+class MpiJob(Cluster):
     """One mpirun of ``family``; without ``hosts`` it decides who runs where.
 
     mpirun fills the first host before the second; so the servers and the workers of the first
@@ -151,7 +153,7 @@ def family_of(version: str) -> MpiFamily:
     )
 
 
-def queue_of(options: LaunchOptions, environ: Mapping[str, str]) -> MpiJob:
+def cluster_of(options: LaunchOptions, environ: Mapping[str, str]) -> MpiJob:
     """The job for the mpirun that is here. Raises :class:`LaunchError`."""
     remedy = (
         "install Open MPI or MPICH, or load its module, or use --launcher ssh, which needs neither"
@@ -167,4 +169,4 @@ def queue_of(options: LaunchOptions, environ: Mapping[str, str]) -> MpiJob:
     return MpiJob(options, environ, family, as_mpirun_has_them(hosts))
 
 
-run = launcher(queue_of)
+run = partial(run_on, cluster_of)

@@ -3,7 +3,8 @@
 The program that speaks with Ray is a child of the launcher (``ray_driver.py``), because Ray has
 threads and the launcher has none; this file never imports it. What the launcher hands to that
 program is a :class:`RayPlan`. All that a job needs is asked for at once, so that an autoscaler sees
-it and no half of a job holds what the other half waits for. Read ``batch.py`` first.
+it and no half of a job holds what the other half waits for. Read ``launch/agents/cluster.py``
+first.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvstore.launch.agents.cluster import without
-from kvstore.launch.agents.cluster_job import servers_then_workers
+from kvstore.launch.agents.cluster import Cluster, ended, servers_then_workers, without
+from kvstore.launch.agents.cluster_job import run_on
 from kvstore.launch.agents.ticket import AgentTicket
-from kvstore.launch.backends.batch import BatchQueue, ended, launcher
 from kvstore.launch.environment import checkout_root
 from kvstore.launch.options import LaunchError, LaunchOptions
 
@@ -194,7 +195,7 @@ def _runtime_env(given: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-class RayJob(BatchQueue):
+class RayJob(Cluster):
     """What the driver is asked for, and what it leaves in the job's directory."""
 
     program = "ray"
@@ -238,7 +239,7 @@ class RayJob(BatchQueue):
             return ""
 
 
-def queue_of(options: LaunchOptions, environ: Mapping[str, str]) -> RayJob:
+def cluster_of(options: LaunchOptions, environ: Mapping[str, str]) -> RayJob:
     """A job for the Ray that is installed. Raises :class:`LaunchError`."""
     if importlib.util.find_spec("ray") is None:
         sentence = f"Ray is not installed in {sys.executable}: pip install 'ray>=2.9'"
@@ -246,4 +247,4 @@ def queue_of(options: LaunchOptions, environ: Mapping[str, str]) -> RayJob:
     return RayJob(options, environ)
 
 
-run = launcher(queue_of)
+run = partial(run_on, cluster_of)

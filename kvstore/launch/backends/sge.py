@@ -4,7 +4,7 @@
 output goes into the job's directory, where the launcher finds it. An array has one request for all
 its tasks, so the servers get what the workers ask for. Flags as in dmlc-core's
 ``tracker/dmlc_tracker/sge.py``; facts from qsub(1), qstat(1), sge_types(5) and parallel_env in
-sge_pe(5) of gridengine 8.1. Read ``batch.py`` first.
+sge_pe(5) of gridengine 8.1. Read ``launch/agents/cluster.py`` first.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from kvstore.launch.agents.cluster import Cluster, are_here, ask
+from kvstore.launch.agents.cluster_job import run_on
 from kvstore.launch.agents.command import refusal as refusal_of_agent
 from kvstore.launch.agents.ticket import AgentTicket
 from kvstore.launch.agents.wire import GREETING
-from kvstore.launch.backends.batch import BatchQueue, are_here, ask, launcher
 from kvstore.launch.options import LaunchError, LaunchOptions
 
 _NUMBER = re.compile(r"Your job(?:-array)? (\d+)|(\d+)\.\d+-\d+:\d+\Z")  # the latter: -terse
@@ -56,7 +58,7 @@ exit $code
 """
 
 
-class ArrayJob(BatchQueue):
+class ArrayJob(Cluster):
     """An array job, of which qsub says the number; ``can_ask`` is whether qconf is here.
 
     Raises :class:`LaunchError` for a name that cannot be, and for cores that no cell can give.
@@ -279,7 +281,7 @@ def slot_total(queues: str) -> int | None:
     return sum(int(words[at]) for words in rows)
 
 
-def queue_of(options: LaunchOptions, environ: Mapping[str, str]) -> ArrayJob:
+def cluster_of(options: LaunchOptions, environ: Mapping[str, str]) -> ArrayJob:
     """An array job. Raises :class:`LaunchError`."""
     remedy = (
         "start the job on a submit host of Grid Engine, after its settings.sh, or use "
@@ -289,4 +291,4 @@ def queue_of(options: LaunchOptions, environ: Mapping[str, str]) -> ArrayJob:
     return ArrayJob(options, environ, can_ask=is_here)
 
 
-run = launcher(queue_of)
+run = partial(run_on, cluster_of)

@@ -5,7 +5,7 @@ workers where they need different things. In a script of sbatch, or under salloc
 in that allocation, and the scheduler runs where the script does. The allocation is read from the
 variables of srun(1), "INPUT ENVIRONMENT VARIABLES", and sbatch(1), "OUTPUT ENVIRONMENT VARIABLES".
 Facts: srun(1), squeue(1) and scancel(1) of Slurm 22.05, and
-https://slurm.schedmd.com/heterogeneous_jobs.html. Read ``batch.py`` first.
+https://slurm.schedmd.com/heterogeneous_jobs.html. Read ``launch/agents/cluster.py`` first.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from kvstore.launch.backends.batch import BatchQueue, are_here, ask, it_said, launcher
+from kvstore.launch.agents.cluster import Cluster, are_here, ask, it_said
+from kvstore.launch.agents.cluster_job import run_on
 from kvstore.launch.options import LaunchError, LaunchOptions
 
 # Options of srun that sbatch hands on. They say how the script's tasks are laid out, and ours
@@ -127,7 +129,7 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
 
 
-class _Srun(BatchQueue):
+class _Srun(Cluster):
     """Tasks that one srun starts."""
 
     program = "srun"
@@ -303,7 +305,7 @@ class SlurmStep(_Srun):
         return self.srun(directory, parts)
 
 
-def queue_of(options: LaunchOptions, environ: Mapping[str, str]) -> BatchQueue:
+def cluster_of(options: LaunchOptions, environ: Mapping[str, str]) -> Cluster:
     """A step in the allocation around this process, else a job. Raises :class:`LaunchError`."""
     remedy = (
         "start the job where Slurm's commands are, mostly on a login node of the cluster, or load "
@@ -315,4 +317,4 @@ def queue_of(options: LaunchOptions, environ: Mapping[str, str]) -> BatchQueue:
     return SlurmJob(options, environ) if within is None else SlurmStep(options, environ, within)
 
 
-run = launcher(queue_of)
+run = partial(run_on, cluster_of)

@@ -8,7 +8,7 @@ container's own directory, which only its user can read and which YARN removes w
 The client's log is read line by line: a time, a level, a class and a message of one or more lines.
 It gives the application's id once it is submitted, and a report each second. Options and words are
 those of Hadoop's ``Client.java`` (hadoop-yarn-applications-distributedshell) and
-``YarnClientImpl.java``, 2.7 to 3.3. Read ``batch.py`` first.
+``YarnClientImpl.java``, 2.7 to 3.3. Read ``launch/agents/cluster.py`` first.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 from kvstore.launch.agents import join_answer
 from kvstore.launch.agents.agent import agent_program
+from kvstore.launch.agents.cluster import Cluster, are_here, ask
+from kvstore.launch.agents.cluster_job import run_on
 from kvstore.launch.agents.ticket import PROGRAM_NAME, TICKET_NAME, AgentTicket
-from kvstore.launch.backends.batch import BatchQueue, are_here, ask, launcher
 from kvstore.launch.environment import checkout_root
 from kvstore.launch.options import LaunchError, LaunchOptions, Places
 
@@ -101,7 +103,7 @@ exit $code
 _CANCEL = 'yarn application -kill "$1"; c=$?; hadoop fs -rm -r -f -skipTrash "$2"; exit $c'
 
 
-class YarnApplication(BatchQueue):
+class YarnApplication(Cluster):
     """One application, of which the client's log tells the id, the state and the diagnostics.
 
     Its name is also that of the directory in HDFS that no other user can read. Raises
@@ -330,7 +332,7 @@ def _directories_of_jars(
             yield Path(entry).parent
 
 
-def queue_of(options: LaunchOptions, environ: Mapping[str, str]) -> YarnApplication:
+def cluster_of(options: LaunchOptions, environ: Mapping[str, str]) -> YarnApplication:
     """An application. Raises :class:`LaunchError`."""
     application = YarnApplication(options, environ)
     remedy = "start this on a machine with Hadoop's client, with its bin directory on the PATH"
@@ -340,4 +342,4 @@ def queue_of(options: LaunchOptions, environ: Mapping[str, str]) -> YarnApplicat
     return application
 
 
-run = launcher(queue_of)
+run = partial(run_on, cluster_of)

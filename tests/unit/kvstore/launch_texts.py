@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvstore.launch.agents.cluster import Cluster
 from kvstore.launch.agents.ticket import AgentTicket
 from kvstore.launch.backends import mpi, ray, sge, slurm, yarn
-from kvstore.launch.backends.batch import BatchQueue
 from kvstore.launch.backends.hosts import Host, parse_hosts
 from kvstore.launch.backends.rsync import sync_refusal
 from kvstore.launch.backends.ssh_login import refusal, ssh_argv
@@ -174,7 +174,7 @@ def mpirun_said(text: str) -> object:
     return job.fatal(text) or _ended(job, text)
 
 
-def _submitted(job: BatchQueue) -> dict[str, Any]:
+def _submitted(job: Cluster) -> dict[str, Any]:
     return {
         "argv": shlex.join(job.submit(DIRECTORY)),
         "environment": job.environ,
@@ -183,7 +183,7 @@ def _submitted(job: BatchQueue) -> dict[str, Any]:
     }
 
 
-def _ended(job: BatchQueue, text: str) -> str:
+def _ended(job: Cluster, text: str) -> str:
     """``text`` is what the command said, and ``-9`` at its end that it was killed."""
     code = -9 if text.endswith("-9") else 1
     return job.explain(text.removesuffix("-9").splitlines(), code)

@@ -25,9 +25,8 @@ def test_nothing_of_the_job_stays_when_the_launcher_is_lost(tmp_path: Path) -> N
     assert subprocess.run(job.cancel(""), env=environ, timeout=20).returncode == 0
     assert (tmp_path / "over").read_text() == "--quiet 7\n"
     assert "SCANCEL_" not in (tmp_path / "environment").read_text()
-    cluster = job.cluster()
-    assert cluster.if_lost == ("scancel", "--quiet", "$SLURM_JOB_ID")
-    assert cluster.connect_s is None, "a job can wait for days"
+    assert job.if_lost == ("scancel", "--quiet", "$SLURM_JOB_ID")
+    assert job.connect_s is None, "a job can wait for days"
 
 
 def test_a_controller_that_does_not_answer_is_asked_again_later(tmp_path: Path) -> None:
@@ -41,9 +40,9 @@ def test_a_controller_that_does_not_answer_is_asked_again_later(tmp_path: Path) 
 
 
 def test_an_allocation_is_the_users_and_stays() -> None:
-    cluster = SlurmStep(OPTIONS, {}, Allocation("7", (1,))).cluster()
-    assert cluster.cancel("") is None and cluster.if_lost == ()
-    assert cluster.connect_s is not None
+    step = SlurmStep(OPTIONS, {}, Allocation("7", (1,)))
+    assert step.cancel("") is None and step.if_lost == ()
+    assert step.connect_s is not None
 
 
 def test_an_agent_that_cannot_start_is_told_with_what_was_said() -> None:
