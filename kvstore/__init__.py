@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # what is imported on first use, for type checkers and editor
     from kvstore.stores.base import KVStore as KVStore
     from kvstore.stores.base import KVStoreBase as KVStoreBase
     from kvstore.stores.base import MXNetError as MXNetError
-    from kvstore.tables import Table as Table
+    from kvstore.stores.tables import Table as Table
 
     init = initializer
     kv = kvstore
@@ -93,7 +93,7 @@ _MEMBERS = {
     "LocalCluster": "kvstore.launch.run.cluster",
     "MXNetError": "kvstore.stores.base",
     "RowSparseArray": "kvstore.sparse",
-    "Table": "kvstore.tables",
+    "Table": "kvstore.stores.tables",
     "cpu": "kvstore.arrays.context",
     "create": "kvstore.kvstore",
     "current_context": "kvstore.arrays.context",

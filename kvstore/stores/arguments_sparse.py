@@ -3,17 +3,12 @@
 ``row_sparse_pull`` of every store is checked here, and what a value of any kind contributes is
 worked out here. Nothing is sent, and no store is changed; arrays are the caller's. Read next:
 ``stores/local/sparse.py`` and ``stores/dist/sparse.py``, which use it.
-
-The arguments of calls about growing tables: checked, before anything is sent or changed.
-
-Used by the tables of all stores. Arrays are the caller's. Read next: ``stores/local/tables.py`` and
-``stores/dist/tables.py``.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +17,6 @@ from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.keys import Key, KeySpec, width_of
 from kvstore.errors import (
     ArgumentValueError,
-    DuplicateKeyError,
     NotSupportedError,
     ValueMismatchError,
 )
@@ -30,8 +24,7 @@ from kvstore.sparse.array import RowSparseArray
 from kvstore.sparse.convert import is_row_sparse
 from kvstore.sparse.ids import Ids, checked_ids, unique_ids
 from kvstore.sparse.sums import Contribution, RowValues
-from kvstore.stores.arguments import check_cast, check_outs, normalise_keys
-from kvstore.tables.settings import TableSettings
+from kvstore.stores.arguments import check_outs, normalise_keys
 
 _LISTS = (list, tuple)
 
@@ -190,51 +183,3 @@ def _is_of_ints(ids: object) -> bool:
 
 def _shape(ids: Any) -> tuple[int, ...]:
     return adapter_for(ids).shape(ids)
-
-
-def check_name(names: Collection[str], name: str) -> None:
-    """Raise ``DuplicateKeyError`` if a table has this name."""
-    if name in names:
-        raise DuplicateKeyError(
-            f"there is a table {name!r} already; close() it first, or choose another name"
-        )
-
-
-def check_out(settings: TableSettings, out: Array, wanted: tuple[int, ...]) -> None:
-    """Raise ``ValueMismatchError`` unless these rows can be written to the array: by
-    their shape and the rule of dtypes that pulls have."""
-    adapter = adapter_for(out)
-    shape = adapter.shape(out)
-    if shape != wanted:
-        raise ValueMismatchError(
-            f"table {settings.name!r}: the rows of these ids have shape {wanted}, the array to "
-            f"fill has {shape}"
-        )
-    check_cast(f"table {settings.name!r}", settings.dtype, adapter.dtype(out))
-    why = adapter.why_read_only(out)
-    if why is not None:
-        raise ValueMismatchError(f"table {settings.name!r}: the array to fill is read-only: {why}")
-
-
-def checked_gradients(
-    settings: TableSettings, shape: tuple[int, ...], gradients: Array
-) -> RowValues:
-    """Gradients for ids of this shape, as rows on the host. Raises ``ValueMismatchError``."""
-    adapter = adapter_for(gradients)
-    dtype = adapter.dtype(gradients)
-    wanted = (*shape, settings.dim)
-    if adapter.shape(gradients) != wanted or dtype != settings.dtype:
-        raise ValueMismatchError(
-            f"table {settings.name!r}: gradients for ids of shape {shape} have shape {wanted} "
-            f"and dtype {settings.dtype}, got {adapter.shape(gradients)} and {dtype}"
-        )
-    return adapter.to_host(gradients).reshape(-1, settings.dim)
-
-
-def warn_of_checkpoint(names: Collection[str], stacklevel: int) -> None:
-    """Warn that a checkpoint leaves these tables out, if there are any."""
-    if names:
-        warnings.warn(
-            f"a checkpoint has no growing tables ({', '.join(names)}): save them with table.export",
-            stacklevel=stacklevel,
-        )

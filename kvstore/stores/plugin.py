@@ -24,7 +24,7 @@ from kvstore.optimizer.base import Optimizer
 from kvstore.stores.arguments import ROWS_REFUSED, check_outs, group_values, spec_of
 
 if TYPE_CHECKING:
-    from kvstore.tables.base import Table
+    from kvstore.stores.tables import Table
 
 
 Path = str | PathLike[str]

@@ -18,6 +18,7 @@ value in pulls, and what is pushed for it is dropped and counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from kvstore.optimizer.base import Optimizer
 from kvstore.sparse.ids import Ids
 from kvstore.sparse.sums import Contribution, RowValues, Sum, sum_repeated
 from kvstore.tables.admission import FIRST_PLACES, Mask, WaitingIds, step_towards
-from kvstore.tables.base import TableStatistics
 from kvstore.tables.eviction import Ages, stamp_at
 from kvstore.tables.hash_index import MOST_PLACES, IdIndex, Places
 from kvstore.tables.ids import first_appearances
@@ -37,6 +37,40 @@ from kvstore.tables.settings import TableSettings
 
 FIRST_BYTES = 4 << 20
 """Less than ``FIRST_PLACES`` rows are there at first where these would be more than this."""
+
+
+class TableStatistics(NamedTuple):
+    """Numbers of a table since it was made."""
+
+    rows: int
+    capacity: int | None
+    """The most rows that it may have; None for any number."""
+    pulled: int
+    """Ids in pulls, repeated ones as often as they stand there (on ``dist`` stores once a call)."""
+    hits: int
+    """Those of them that had a row."""
+    made: int
+    """Rows that were made."""
+    evicted: int
+    """Rows that went since there was no more room."""
+    expired: int
+    """Rows that went since their time (``ttl``) was over."""
+    refused: int
+    """How often an id got no row: not admitted yet, or no room in a call with too many ids."""
+    dropped: int
+    """Pushed gradients of ids without a row."""
+    waiting: int
+    """Ids that are counted for admission now."""
+    pushes: int
+    nbytes: int
+    """The memory of rows, states, index and all else that the table keeps."""
+    limit_bytes: int | None
+    """What ``nbytes`` cannot exceed; None without a capacity."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Which part of the ids in pulls had a row; 0.0 before the first."""
+        return self.hits / self.pulled if self.pulled else 0.0
 
 
 class TableShare:

@@ -44,7 +44,7 @@ from kvstore.stores.dist.plan import Bytes
 from kvstore.stores.dist.sparse import RowCalls
 from kvstore.stores.dist.tables import DistTables, StoreCalls
 from kvstore.stores.lazy import begin_writing
-from kvstore.tables.base import Table
+from kvstore.stores.tables import Table
 from pslite import Config, Future, Postoffice
 from pslite.future import gather, settled
 

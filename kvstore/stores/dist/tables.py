@@ -11,15 +11,15 @@ from any thread but the node's I/O thread. Read next: ``server/rows.py``, the se
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.keys import Key
-from kvstore.checkpoint.atomic import checked_path
-from kvstore.errors import ArgumentTypeError, ArgumentValueError
+from kvstore.errors import ArgumentValueError
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.serialize import to_plain
 from kvstore.protocol.requests import StoreCall, unpack
@@ -27,25 +27,15 @@ from kvstore.sparse.ids import Ids
 from kvstore.sparse.payload import RowPayloadKind, payload_bytes
 from kvstore.sparse.sums import Picked, RowValues, sum_repeated
 from kvstore.stores.arguments import KeyList
-from kvstore.stores.arguments_sparse import (
-    check_name,
-    check_out,
-    checked_gradients,
-    warn_of_checkpoint,
-)
 from kvstore.stores.dist.control_client import Servers
 from kvstore.stores.dist.in_flight import Operation
 from kvstore.stores.dist.sparse_transfer import RowExchange, RowPlacement, RowTarget, pushed, wanted
 from kvstore.stores.dist.table_files import TableFiles
 from kvstore.stores.dist.transfer import DenseExchange
-from kvstore.tables.base import Path, Table, TableStatistics
-from kvstore.tables.ids import checked_table_ids, first_appearances, split
-from kvstore.tables.settings import (
-    TableSettings,
-    checked_settings,
-    checked_table_optimizer,
-    settings_to_plain,
-)
+from kvstore.stores.tables import StoreTables, Table
+from kvstore.tables.ids import first_appearances, split
+from kvstore.tables.settings import TableSettings, settings_to_plain
+from kvstore.tables.shard import TableStatistics
 from pslite import Future, Postoffice
 from pslite.errors import ClosedError, ProtocolError
 from pslite.future import settled
@@ -72,28 +62,26 @@ class StoreCalls(NamedTuple):
     is_closed: Callable[[], bool]
 
 
-class DistTables:
-    """The tables of a store on one worker, by name."""
+class DistTables(StoreTables["DistTable"]):
+    """The tables of a store on one worker."""
 
     def __init__(
         self, node: Postoffice, exchange: DenseExchange, servers: Servers, store: StoreCalls
     ) -> None:
+        super().__init__()
         self.node = node
         self.exchange = exchange
         self.servers = servers
         self.store = store
         self.rows = RowExchange(node, exchange)
         self.num_shares = node.config.num_servers
-        self._tables: dict[str, DistTable] = {}
 
     def create(self, name: object, dim: object, optimizer: object, **options: Any) -> DistTable:
-        """A new table, on all servers. Raises what ``checked_settings`` and
-        ``checked_table_optimizer`` do, and ``DuplicateKeyError`` if the name is taken."""
+        """A new table, on all servers. Raises what ``_checked`` does."""
         self.store.check_may_wait()
-        settings = checked_settings(name, dim, num_shares=self.num_shares, **options)
-        chosen = checked_table_optimizer(optimizer, settings.dtype)
+        options["num_shares"] = self.num_shares
+        settings, chosen = self._checked(name, dim, optimizer, **options)
         plain = [] if chosen is None else to_plain(chosen)
-        check_name(self._tables, settings.name)
         self._check_row_fits(settings)
         self.store.settle()
         shown = settings_to_plain(settings)
@@ -130,17 +118,13 @@ class DistTables:
 
         return self.store.meet(name, carry_out)[0]
 
-    def warn_of_checkpoint(self) -> None:
-        """Warn, from the caller of the store's method, if there are tables."""
-        warn_of_checkpoint(self._tables, 4)
-
     def forget(self, table: DistTable) -> None:
-        self._tables.pop(table.name, None)
+        super().forget(table)
         self.exchange.remove_table(table.title)
 
 
 class DistTable(Table):
-    """A table whose rows are on the servers. What each call promises is said in ``Table``."""
+    """A table whose rows are on the servers."""
 
     def __init__(
         self,
@@ -149,13 +133,12 @@ class DistTable(Table):
         optimizer: Optimizer | None,
         parts: range,
     ) -> None:
+        super().__init__(settings)
         self._owner = owner
-        self._settings = settings
         self._optimizer = optimizer
         self._is_closed = False
         self.parts = parts
         """The part of each server's share."""
-        self.title = f"table {settings.name!r}"
         self._keys = KeyList((self.title,), ())
         targets = [
             RowTarget(node_id(Role.SERVER, rank), part, 8) for rank, part in enumerate(parts)
@@ -187,28 +170,21 @@ class DistTable(Table):
 
     # -- rows ----------------------------------------------------------------------------
 
-    def pull(self, ids: Any, out: Array | None = None, *, touch: bool = True) -> Any:
+    @contextmanager
+    def _call(self) -> Iterator[None]:
         self._check()
-        flat, shape = checked_table_ids(ids)
-        wanted = (*shape, self.dim)
-        if out is not None:
-            check_out(self._settings, out, wanted)
-        unique, inverse = _different(flat)
-        is_plain = type(out) is np.ndarray and out.dtype == self.dtype and out.flags.carray
-        lands = is_plain and inverse is None
-        landing: Any = out if lands else np.empty((len(unique), self.dim), self.dtype)
-        if len(unique):
-            kind = RowPayloadKind.WANTED if touch else RowPayloadKind.LOOK
-            operation = self.begin_pull(unique, landing.reshape(-1, self.dim), kind)
-            self._owner.store.wait_for_values(operation)
-            self._owner.store.check()  # an own push that came to nothing is not in the rows
-        if lands:
-            return None
-        rows = landing if inverse is None else landing[inverse]
-        if out is None:
-            return rows.reshape(wanted)
-        adapter_for(out).assign(rows.reshape(wanted), out)
-        return None
+        yield
+
+    def _pull(self, ids: Ids, out: RowValues, *, touches: bool) -> None:
+        unique, inverse = _different(ids)
+        if not len(unique):
+            return
+        rows = out if inverse is None else np.empty((len(unique), self.dim), self.dtype)
+        kind = RowPayloadKind.WANTED if touches else RowPayloadKind.LOOK
+        self._owner.store.wait_for_values(self.begin_pull(unique, rows, kind))
+        self._owner.store.check()  # an own push that came to nothing is not in the rows
+        if inverse is not None:
+            np.take(rows, inverse, axis=0, out=out, mode="clip")
 
     def begin_pull(self, ids: Ids, into: RowValues, kind: RowPayloadKind) -> Operation:
         """Fetch the rows of different ids into an array; may be called on any thread."""
@@ -216,13 +192,9 @@ class DistTable(Table):
         items = list(wanted(self._home, ids, into, most_bytes, kind))
         return self._owner.rows.begin(self._keys, items, 0, {})
 
-    def push(self, ids: Any, gradients: Array) -> None:
-        self._check()
-        flat, shape = checked_table_ids(ids)
-        rows = checked_gradients(self._settings, shape, gradients)
-        unique, inverse = _different(flat)
-        if inverse is not None:
-            rows = sum_repeated(inverse, rows).values
+    def _push(self, ids: Ids, gradients: RowValues) -> None:
+        unique, inverse = _different(ids)
+        rows = gradients if inverse is None else sum_repeated(inverse, gradients).values
         send = self._prepare_push(unique, rows)
         self._owner.store.keep_to_window(self._keys)
         send().future.on_error(self._owner.store.note_error)
@@ -241,12 +213,8 @@ class DistTable(Table):
         self._check()
         return self._optimizer
 
-    def set_optimizer(self, optimizer: Optimizer | str) -> None:
-        chosen = checked_table_optimizer(optimizer, self.dtype)
-        if chosen is None:
-            raise ArgumentTypeError("set_optimizer of a table takes an optimizer or its name")
-        plain = to_plain(chosen)
-        self._check()
+    def _use(self, optimizer: Optimizer) -> None:
+        plain = to_plain(optimizer)
         owner = self._owner
         owner.store.settle()
 
@@ -256,7 +224,7 @@ class DistTable(Table):
                 owner.store.wait(asked)
 
         owner.together(f"set_optimizer of {self.title} ({plain})", tell)
-        self._optimizer = chosen
+        self._optimizer = optimizer
 
     # -- all of them ---------------------------------------------------------------------
 
@@ -264,37 +232,17 @@ class DistTable(Table):
         self._ready_to_ask()
         return self._files.held().ids
 
-    def rows(self, block_rows: int = 65536) -> Iterator[tuple[Ids, np.ndarray[Any, Any]]]:
-        if block_rows < 1:
-            raise ArgumentValueError(f"block_rows is 1 or more, got {block_rows}")
-        return self._blocks(self.ids(), block_rows)
+    def _rows_there(self, ids: Ids) -> tuple[Ids, RowValues]:
+        self._ready_to_ask()
+        is_there, (rows,) = self._files.read(ids, [self.dtype])
+        return ids[is_there], rows[is_there]
 
-    def _blocks(self, ids: Ids, block_rows: int) -> Iterator[tuple[Ids, np.ndarray[Any, Any]]]:
-        for start in range(0, len(ids), block_rows):
-            self._ready_to_ask()
-            block = ids[start : start + block_rows]
-            is_there, (rows,) = self._files.read(block, [self.dtype])
-            yield block[is_there], rows[is_there]
-
-    def export(self, path: Path, *, states: bool = True) -> int:
-        return self._export(path, None, states=states)
-
-    def export_delta(self, mark: int, path: Path, *, states: bool = True) -> int:
-        if type(mark) is not int or not 0 <= mark < self._next_mark():
-            raise ArgumentValueError(
-                f"{mark!r} is not a mark of table {self.name!r}: pass what export or export_delta "
-                "returned"
-            )
-        return self._export(path, mark, states=states)
-
-    def _export(self, path: Path, since: int | None, *, states: bool) -> int:
-        file = checked_path(path)
-        self._check()
+    def _export(self, path: pathlib.Path, since: int | None, *, states: bool) -> int:
         optimizer = self._optimizer if states else None
         self._owner.store.settle()
         self._owner.together(
-            f"export of {self.title} to {file.name!r} (since mark {since}, states={bool(states)})",
-            lambda _: self._files.write(file, self._settings, optimizer, since),
+            f"export of {self.title} to {path.name!r} (since mark {since}, states={bool(states)})",
+            lambda _: self._files.write(path, self._settings, optimizer, since),
         )
         return self._next_mark() - 1
 
@@ -302,13 +250,11 @@ class DistTable(Table):
         self._check()
         return self._files.numbers().next_mark
 
-    def load(self, path: Path) -> None:
-        file = checked_path(path)
-        self._check()
+    def _load(self, path: pathlib.Path) -> None:
         self._owner.store.settle()
         self._owner.together(
-            f"load of {self.title} from {file.name!r}",
-            lambda _: self._files.load(file, self._settings, self._optimizer),
+            f"load of {self.title} from {path.name!r}",
+            lambda _: self._files.load(path, self._settings, self._optimizer),
         )
 
     def close(self) -> None:

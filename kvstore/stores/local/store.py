@@ -41,7 +41,7 @@ from kvstore.stores.local.checkpoint import contents_of, pieces_of, take_checkpo
 from kvstore.stores.local.compression import LocalCoding
 from kvstore.stores.local.tables import LocalTables
 from kvstore.stores.local.values import LocalValues
-from kvstore.tables.base import Table
+from kvstore.stores.tables import Table
 from pslite.errors import ClosedError, PSError
 from pslite.future import Future, completed, failed
 

@@ -14,7 +14,7 @@ from table_model import DIM, OPTIMIZER, Model, settings_of
 from kvstore import create
 from kvstore.checkpoint.tables import load_table, write_table
 from kvstore.sparse.sums import Contribution
-from kvstore.tables import Table
+from kvstore.stores.tables import Table
 from kvstore.tables.ids import shares_of
 from kvstore.tables.shard import TableShare
 
