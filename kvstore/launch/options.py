@@ -15,7 +15,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import chain
 from typing import NoReturn
 
 from kvstore.errors.hints import did_you_mean
@@ -99,13 +98,15 @@ Assignment = tuple[str, str]
 
 
 class LaunchError(Exception):
-    """The launcher cannot do what was asked; the text says what to do, ``exit_code`` how it ends.
+    """The launcher cannot do what was asked; the text says what to do.
+
+    ``exit_code`` is how it ends: 2 where the words make no sense, wherever they are typed.
 
     Not a ``PSError``: importing that tree imports the whole runtime, and only
     :func:`kvstore.launch.cli.main` ever catches this.
     """
 
-    def __init__(self, message: str, *, exit_code: int) -> None:
+    def __init__(self, message: str, *, exit_code: int = 2) -> None:
         super().__init__(message)
         self.exit_code = exit_code
 
@@ -167,7 +168,7 @@ class _OptionParser(argparse.ArgumentParser):
     """Raises instead of exiting, so that one place decides about exit codes."""
 
     def error(self, message: str) -> NoReturn:
-        raise LaunchError(f"{message} (--help lists the options)", exit_code=2)
+        raise LaunchError(f"{message} (--help lists the options)")
 
 
 def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
@@ -184,8 +185,7 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
     if not command:
         raise LaunchError(
             "no command given: write the workers' command after the options, "
-            "as in: -n 2 python train.py",
-            exit_code=2,
+            "as in: -n 2 python train.py"
         )
     if found.num_servers is None:
         found.num_servers = found.num_workers
@@ -201,10 +201,9 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
         notes.append(
             "--p3 changes nothing: messages are always sent in the order of their priority"
         )
-    given = vars(found)
-    places = {field.name: given[field.name] for field in fields(Places)}
+    found.launcher_args = tuple(found.launcher_args)
     return LaunchOptions(
-        **{name: given[name] for name in _AS_GIVEN},
+        **{name: getattr(found, name) for name in _AS_GIVEN},
         command=tuple(command),
         environment=tuple(one for one in (*found.env, found.timeout) if isinstance(one, tuple)),
         forwarded_names=tuple(one for one in found.env if isinstance(one, str)),
@@ -212,7 +211,7 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
         worker_environment=tuple(found.env_worker),
         server_imports=tuple(dict.fromkeys(found.server_import)),
         notes=tuple(notes),
-        places=Places(**{**places, "launcher_args": tuple(chain(*found.launcher_args))}),
+        places=Places(**{field.name: getattr(found, field.name) for field in fields(Places)}),
     )
 
 
@@ -224,8 +223,7 @@ def check_word(word: str) -> None:
         encoded = b"\0"
     if b"\0" in encoded:
         raise LaunchError(
-            f"{word!r} cannot be given to a process: expected text without NUL and surrogates",
-            exit_code=2,
+            f"{word!r} cannot be given to a process: expected text without NUL and surrogates"
         )
 
 
@@ -249,9 +247,7 @@ def _split_command(
         name = argument.partition("=")[0]
         if name not in known and not _WITH_ITS_VALUE.match(argument):
             raise LaunchError(
-                f"there is no option '{name}'{did_you_mean(name, known)} "
-                "(--help lists the options)",
-                exit_code=2,
+                f"there is no option '{name}'{did_you_mean(name, known)} (--help lists the options)"
             )
         position += 2 if argument in known and known[argument].nargs != 0 else 1
     return list(argv[:position]), list(argv[position:])
@@ -339,7 +335,7 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     add(
         "--launcher-args",
         type=_words,
-        action="append",
+        action="extend",
         default=[],
         metavar="WORDS",
         help="further options of ssh, mpirun, srun, qsub, yarn or a Ray job, as in "
@@ -373,14 +369,14 @@ def _check_counts(found: argparse.Namespace) -> None:
     for option, least in _LEAST.items():
         count = getattr(found, option.removeprefix("--").replace("-", "_"))
         if count is not None and count < least:
-            raise LaunchError(f"{option} must be at least {least}, not {count}", exit_code=2)
+            raise LaunchError(f"{option} must be at least {least}, not {count}")
 
 
 def _memory_mb(option: str, text: str) -> int:
     """MiB of '4g', '512m' or '4096' (MiB, as in YARN)."""
     found = _MEMORY.match(text)
     if found is None or int(found[1]) == 0:
-        raise LaunchError(f"{option} needs a size such as 4g or 512m, not '{text}'", exit_code=2)
+        raise LaunchError(f"{option} needs a size such as 4g or 512m, not '{text}'")
     return int(found[1]) * (1024 if found[2].lower() == "g" else 1)
 
 
@@ -388,7 +384,7 @@ def _words(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise LaunchError(f"--launcher-args '{text}': {error}", exit_code=2) from error
+        raise LaunchError(f"--launcher-args '{text}': {error}") from error
 
 
 def _timeout(text: str) -> Assignment:
@@ -397,9 +393,7 @@ def _timeout(text: str) -> Assignment:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise LaunchError(
-            f"--timeout needs a number of seconds greater than 0, not '{text}'", exit_code=2
-        )
+        raise LaunchError(f"--timeout needs a number of seconds greater than 0, not '{text}'")
     return "PS_STALL_TIMEOUT", f"{seconds:g}"
 
 
@@ -410,14 +404,12 @@ def _launcher(launcher: str | None, hostfile: str | None) -> str:
     if launcher not in LAUNCHERS:
         raise LaunchError(
             f"--launcher is one of {', '.join(LAUNCHERS)}; got '{launcher}'"
-            f"{did_you_mean(launcher, LAUNCHERS)}",
-            exit_code=2,
+            f"{did_you_mean(launcher, LAUNCHERS)}"
         )
     if launcher == "local" and hostfile is not None:
         raise LaunchError(
             "--launcher local starts everything on this machine and takes no --hostfile; "
-            "leave one of the two out",
-            exit_code=2,
+            "leave one of the two out"
         )
     return launcher
 
@@ -428,8 +420,7 @@ def _check_meaning(found: argparse.Namespace, parser: argparse.ArgumentParser) -
         if getattr(found, action.dest) != action.default and found.launcher not in launchers:
             raise LaunchError(
                 f"{option} is for --launcher {', '.join(launchers)}; {found.launcher} does not "
-                "use it",
-                exit_code=2,
+                "use it"
             )
 
 
@@ -445,7 +436,7 @@ def _assignment(option: str, text: str) -> Assignment:
     """NAME=VALUE, or NAME:VALUE as MXNet's launcher wants it; the first of both signs counts."""
     parts = _ASSIGNMENT.match(text)
     if parts is None:
-        raise LaunchError(f"{option} needs NAME=VALUE, not '{text}'", exit_code=2)
+        raise LaunchError(f"{option} needs NAME=VALUE, not '{text}'")
     _check_name(option, parts[1], text)
     return parts[1], parts[3]
 
@@ -454,16 +445,13 @@ def _module(name: str) -> str:
     is_file = name.endswith(".py") and "," not in name
     if not (is_file or _MODULE_NAME.match(name)):
         raise LaunchError(
-            f"--server-import needs a module's name or .py file, without commas; not '{name}'",
-            exit_code=2,
+            f"--server-import needs a module's name or .py file, without commas; not '{name}'"
         )
     return name
 
 
 def _check_name(option: str, name: str, text: str) -> None:
     if not _VARIABLE_NAME.match(name):
-        raise LaunchError(
-            f"{option} '{text}': '{name}' is not the name of an environment variable", exit_code=2
-        )
+        raise LaunchError(f"{option} '{text}': '{name}' is not the name of an environment variable")
     if name in RESERVED_NAMES and name != text:
-        raise LaunchError(f"{option} cannot set {name}: the launcher sets it itself", exit_code=2)
+        raise LaunchError(f"{option} cannot set {name}: the launcher sets it itself")

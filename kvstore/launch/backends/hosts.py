@@ -60,20 +60,17 @@ def read_hosts(path: str) -> list[Host]:
     except FileNotFoundError as error:
         raise LaunchError(
             f"there is no hosts file '{path}': write one with a line for each host, "
-            f"{_LINE_FORM}, and name it behind -H",
-            exit_code=2,
+            f"{_LINE_FORM}, and name it behind -H"
         ) from error
     except OSError as error:
         raise LaunchError(
             f"cannot read the hosts file '{path}': {error.strerror}; name a file that you may "
-            "read behind -H",
-            exit_code=2,
+            "read behind -H"
         ) from error
     except UnicodeDecodeError as error:
         raise LaunchError(
             f"the hosts file '{path}' is not text: name one with a line for each host, "
-            f"{_LINE_FORM}, behind -H",
-            exit_code=2,
+            f"{_LINE_FORM}, behind -H"
         ) from error
     return parse_hosts(text, path)
 
@@ -94,11 +91,10 @@ def parse_hosts(text: str, file_name: str) -> list[Host]:
             login = (host.name, host.port, host.user)
             found[login] = host if login not in found else _together(found[login], host)
         except _Mistake as mistake:
-            raise LaunchError(f"{file_name}, line {number}: {mistake}", exit_code=2) from None
+            raise LaunchError(f"{file_name}, line {number}: {mistake}") from None
     if not found:
         raise LaunchError(
-            f"the hosts file '{file_name}' names no host: write a line for each, {_LINE_FORM}",
-            exit_code=2,
+            f"the hosts file '{file_name}' names no host: write a line for each, {_LINE_FORM}"
         )
     return list(found.values())
 
@@ -116,8 +112,7 @@ def spread(
     if slots < num_workers:
         raise LaunchError(
             f"{file_name} has {_count(slots, 'slot')} on {_count(len(hosts), 'host')}, and "
-            f"{num_workers} workers were asked for: add hosts, or slots=N behind a host",
-            exit_code=2,
+            f"{num_workers} workers were asked for: add hosts, or slots=N behind a host"
         )
     servers = [("server", rank, rank % len(hosts)) for rank in range(num_servers)]
     workers: list[Placement] = []

@@ -133,8 +133,7 @@ def as_mpirun_has_them(hosts: Sequence[Host]) -> list[Host]:
             if value is not None:
                 raise LaunchError(
                     f"{host.name}: {option} is for --launcher ssh; mpirun logs in by itself: write "
-                    "what it needs into ~/.ssh/config, and name the network by DMLC_INTERFACE",
-                    exit_code=2,
+                    "what it needs into ~/.ssh/config, and name the network by DMLC_INTERFACE"
                 )
     return [
         host if host.port is None else replace(host, slots=host.port, port=None) for host in hosts

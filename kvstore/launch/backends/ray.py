@@ -145,6 +145,7 @@ def make_plan(options: LaunchOptions, directory: str, root: str | None) -> RayPl
     """Return what Ray is asked for. Raises :class:`LaunchError` (exit code 2)."""
     places = options.places
     given = parse_launcher_args(places.launcher_args)
+    shipped = {} if given.working_dir is None else {"working_dir": given.working_dir}
     return RayPlan(
         members=servers_then_workers(options),
         resources={
@@ -160,13 +161,13 @@ def make_plan(options: LaunchOptions, directory: str, root: str | None) -> RayPl
         python=options.python or "",
         address=given.address,
         max_retries=given.max_retries,
-        runtime_env=_runtime_env(given),
+        runtime_env={**given.runtime_env_json, **shipped},
     )
 
 
 class _RayArgsParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise LaunchError(f"--launcher-args for ray: {message}", exit_code=2)
+        raise LaunchError(f"--launcher-args for ray: {message}")
 
 
 def parse_launcher_args(words: Sequence[str]) -> argparse.Namespace:
@@ -177,21 +178,19 @@ def parse_launcher_args(words: Sequence[str]) -> argparse.Namespace:
     parser = _RayArgsParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument("--address", default="")
     parser.add_argument("--working-dir")
-    parser.add_argument("--runtime-env-json", default="{}")
+    parser.add_argument("--runtime-env-json", type=_runtime_env, default={})
     parser.add_argument("--strategy", choices=_STRATEGIES, default=_STRATEGIES[0])
     parser.add_argument("--max-retries", type=int)
     return parser.parse_args(list(words))
 
 
-def _runtime_env(given: argparse.Namespace) -> dict[str, Any]:
+def _runtime_env(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(given.runtime_env_json)
+        found = json.loads(text)
     except ValueError as error:
-        raise LaunchError(f"--runtime-env-json is not JSON: {error}", exit_code=2) from error
+        raise LaunchError(f"--runtime-env-json is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise LaunchError("--runtime-env-json has to be an object: {...}", exit_code=2)
-    if given.working_dir is not None:
-        found["working_dir"] = given.working_dir
+        raise LaunchError("--runtime-env-json has to be an object: {...}")
     return found
 
 

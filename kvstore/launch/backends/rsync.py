@@ -204,8 +204,7 @@ def _directory(destination: str) -> str:
     """As rsync and mkdir take it: a leading ``~/`` is the home directory, where both begin."""
     if not destination or _CONTROL.search(destination):
         raise LaunchError(
-            f"--sync-dst-dir needs the name of a directory on the hosts, not {destination!a}",
-            exit_code=2,
+            f"--sync-dst-dir needs the name of a directory on the hosts, not {destination!a}"
         )
     if destination == "~":
         return "."

@@ -78,8 +78,7 @@ class ArrayJob(Cluster):
             raise LaunchError(
                 f"--jobname '{name}' is not a name for Grid Engine: it may not begin with a "
                 "digit, '.' or '#', and may not hold spaces or any of "
-                "/ : @ \\ * ? ' \" [ ] { } | ( ) , %",
-                exit_code=2,
+                "/ : @ \\ * ? ' \" [ ] { } | ( ) , %"
             )
         self.worker_cores = slots_of_a_task(options)
         self._slots = self._wanted_slots(can_ask)

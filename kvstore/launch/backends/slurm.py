@@ -102,8 +102,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     if parts > _PARTS:
         raise LaunchError(
             f"the allocation {job_id} has {parts} components: the launcher can use one, or two, "
-            "of which the first is for the servers and the second for the workers",
-            exit_code=2,
+            "of which the first is for the servers and the second for the workers"
         )
     ends = [""] if parts == 1 else [f"_HET_GROUP_{group}" for group in range(parts)]
     counts = [
@@ -120,8 +119,7 @@ def refuse_copies(environ: Mapping[str, str]) -> None:
     if "SLURM_STEP_ID" in environ and copies > 1 and "DMLC_ROLE" not in environ:
         raise LaunchError(
             f"this is one of {copies} launchers that srun has started: write the launcher's "
-            "command without srun in front, which it calls itself",
-            exit_code=2,
+            "command without srun in front, which it calls itself"
         )
 
 
@@ -199,8 +197,7 @@ class SlurmJob(_Srun):
         if any(word.split("=")[0] == "--jobid" for word in self.places.launcher_args):
             raise LaunchError(
                 "--jobid in --launcher-args names an allocation that is there already: start this "
-                "in it (SLURM_JOB_ID), by salloc or in a script of sbatch",
-                exit_code=2,
+                "in it (SLURM_JOB_ID), by salloc or in a script of sbatch"
             )
 
     def submit(self, directory: Path) -> list[str]:
@@ -289,8 +286,7 @@ class SlurmStep(_Srun):
                 name = option.removesuffix("_mb").replace("_", "-")
                 raise LaunchError(
                     f"--{name} has no meaning in the allocation {within.job_id}, which this runs "
-                    "in: ask sbatch or salloc for what the job needs",
-                    exit_code=2,
+                    "in: ask sbatch or salloc for what the job needs"
                 )
 
     def submit(self, directory: Path) -> list[str]:

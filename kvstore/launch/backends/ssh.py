@@ -165,9 +165,7 @@ def run(
 ) -> int:
     """As :func:`kvstore.launch.job.run.run_job`."""
     if options.hostfile is None:
-        raise LaunchError(
-            "--launcher ssh needs the hosts: -H FILE, with one host on each line", exit_code=2
-        )
+        raise LaunchError("--launcher ssh needs the hosts: -H FILE, with one host on each line")
     hosts = read_hosts(options.hostfile)
     check_launcher_args(options.places.launcher_args)
     places = spread(hosts, options.num_servers, options.num_workers, options.hostfile)

@@ -77,16 +77,14 @@ def check_launcher_args(words: Sequence[str]) -> None:
         if len(word) < 2 or not word.startswith("-") or word == "--":
             raise LaunchError(
                 f"--launcher-args takes only options of ssh, and '{word}' is not one: "
-                "ssh would take it for the host",
-                exit_code=2,
+                "ssh would take it for the host"
             )
         position += 1
         for index, letter in enumerate(word[1:], start=2):
             if letter in _NOT_FOR_JOBS:
                 raise LaunchError(
                     f"--launcher-args cannot hold ssh's -{letter}: the launcher needs the "
-                    "remote command's input and output; leave it out",
-                    exit_code=2,
+                    "remote command's input and output; leave it out"
                 )
             if letter in _WITH_VALUE:
                 if index == len(word):
@@ -110,7 +108,7 @@ def refusal(
     host: Host,
     stderr_lines: Sequence[str],
     exit_code: int | None,
-    python: str | None = None,
+    python: str,
     launcher_args: Sequence[str] = (),
 ) -> str:
     """Return why ssh, or the remote command, could not run: one sentence that says what to do.
@@ -164,8 +162,7 @@ def _check_value(option: str, rest: Sequence[str]) -> None:
     if not rest:
         raise LaunchError(
             f"--launcher-args ends with {option}, which needs a value: add it, as in "
-            "--launcher-args='-F my_config'",
-            exit_code=2,
+            "--launcher-args='-F my_config'"
         )
 
 
@@ -179,7 +176,7 @@ def _quoted(word: str) -> str:
 
 
 def _command_refusal(
-    host: Host, lines: Sequence[str], exit_code: int | None, python: str | None
+    host: Host, lines: Sequence[str], exit_code: int | None, python: str
 ) -> str | None:
     """ssh has reached the host: the remote command has ended with ``exit_code``."""
     for line in reversed(lines):
@@ -192,7 +189,7 @@ def _command_refusal(
     if exit_code in (126, 127) or missing:
         said = f" ({(missing or lines)[-1]})" if lines else ""
         return (
-            f"{host.label} has no {python or 'such Python'}, or you may not run it: name one that "
+            f"{host.label} has no {python}, or you may not run it: name one that "
             f"is on all hosts with --python{said}"
         )
     return None

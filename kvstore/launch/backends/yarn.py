@@ -248,8 +248,7 @@ def _refuse_own_options(launcher_args: Sequence[str]) -> None:
         if word.startswith("-") and word.lstrip("-").split("=")[0] in _OWN_OPTIONS:
             raise LaunchError(
                 f"{word} in --launcher-args is for the launcher to say: the name is --jobname, "
-                "and -n and -s are how many containers there are",
-                exit_code=2,
+                "and -n and -s are how many containers there are"
             )
 
 
@@ -258,8 +257,7 @@ def application_name(jobname: str | None) -> str:
     if jobname is not None and not _NAME.match(jobname):
         raise LaunchError(
             f"--jobname '{jobname}' is also the name of a directory in HDFS: use letters, digits, "
-            "'.', '_' and '-'",
-            exit_code=2,
+            "'.', '_' and '-'"
         )
     return f"{jobname or 'kvstore'}-{secrets.token_hex(4)}"
 

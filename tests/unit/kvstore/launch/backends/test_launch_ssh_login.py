@@ -103,8 +103,10 @@ def test_plain_words_stay_as_they_are() -> None:
 def test_the_command_to_try_has_the_users_options_of_ssh() -> None:
     host, words = Host("node1", port=2222), ["-F", "my config"]
     unknown = ["Host key verification failed."]
-    assert "run 'ssh -p 2222 -F 'my config' node1' once" in refusal(host, unknown, 255, None, words)
-    said = refusal(host, ["something new"], 255, None, words)
+    assert "run 'ssh -p 2222 -F 'my config' node1' once" in refusal(
+        host, unknown, 255, "/py", words
+    )
+    said = refusal(host, ["something new"], 255, "/py", words)
     assert said.endswith("try by hand: ssh -o BatchMode=yes -p 2222 -F 'my config' node1 true")
     assert "ssh -p 2222 -F 'my config' node1" in sync_refusal(host, "/x", unknown, 12, words)
 
@@ -128,5 +130,5 @@ def test_a_port_where_nobody_listens_is_told_as_that() -> None:
         host = Host("127.0.0.1", port=taken.getsockname()[1])
         argv = ssh_argv(host, ["-F", "none"], ["true"])
         ended = subprocess.run(argv, capture_output=True, timeout=20, stdin=subprocess.DEVNULL)
-    said = refusal(host, ended.stderr.decode().splitlines(), ended.returncode)
+    said = refusal(host, ended.stderr.decode().splitlines(), ended.returncode, "/py")
     assert said.startswith(f"{host.label} refuses the connection: start sshd there")
