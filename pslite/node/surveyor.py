@@ -167,10 +167,7 @@ class Surveyor:
                 NodeStatus(
                     own.role, 0, own.host, own.pid, "running", 0.0, "", reports[SCHEDULER_ID]
                 ),
-                *(
-                    self._member(node, None if gathers else reports.get(node.node_id), now)
-                    for node in members
-                ),
+                *(self._member(node, reports.get(node.node_id), now) for node in members),
             ),
         )
 

@@ -56,17 +56,6 @@ class Plan(NamedTuple):
     """How many weights the worker has set that the store would overwrite."""
 
 
-class Beginning(NamedTuple):
-    """What a worker begins with: as many numbers as a ``Plan``."""
-
-    specs: int
-    updates: bool
-    optimizer: int
-    averages: bool
-    """Whether its gradients are means."""
-    unused: int = 0
-
-
 class Agreement:
     """The comparison between the workers of ``store``; all of them make one at the same time."""
 
@@ -88,8 +77,7 @@ class Agreement:
     ) -> None:
         """Raise, on all workers, unless they train the same parameters by the same optimizer."""
         specs = [(key, *parameter.spec) for key, parameter in params.items()]
-        row = Beginning(fingerprint(specs), updates, fingerprint([optimizer]), averages)
-        table = self._exchange(row)
+        table = self._exchange([fingerprint(specs), updates, fingerprint([optimizer]), averages])
         if _differ(table[:, 0]):
             shown = {str(key): f"{shape} of {dtype}" for key, shape, dtype in specs}
             raise UsageError(
@@ -109,14 +97,14 @@ class Agreement:
 
     def from_first(self, number: float) -> float:
         """The number that worker 0 has given; the others' do not count."""
-        return float(self._exchange(Plan(number, 0, 0))[0, 0])
+        return float(self._exchange([number])[0, 0])
 
     def _exchange_texts(self, mine: Mapping[str, str]) -> list[dict[str, str]]:
         """What each worker says; all of them come here, since all have seen the same table."""
         text = json.dumps(mine).encode()
         if len(text) > MAX_TEXT_BYTES:
             text = json.dumps({"": f"{len(mine)} of them, too many to show"}).encode()
-        longest = int(self._exchange(Plan(len(text), 0, 0))[:, 0].max())
+        longest = int(self._exchange([len(text)])[:, 0].max())
         table = np.zeros((self._store.num_workers, longest), np.uint8)
         self._store.broadcast(_TEXTS, table, out=table)
         table[self._store.rank, : len(text)] = np.frombuffer(text, np.uint8)
@@ -124,9 +112,9 @@ class Agreement:
         self._store.delete(_TEXTS)
         return [json.loads(row.tobytes().rstrip(b"\0")) for row in table]
 
-    def _exchange(self, row: Iterable[float]) -> Table:
+    def _exchange(self, row: Sequence[float]) -> Table:
         table = self._table()
-        table[self._store.rank] = tuple(row)
+        table[self._store.rank, : len(row)] = row
         self._store.pushpull(_KEY, table, out=table)
         return table
 
@@ -180,7 +168,7 @@ SET_TOO_LATE = (
 
 
 def check_starts(table: Table) -> None:
-    """Raise unless all workers, a ``Beginning`` each, update and average in the same way."""
+    """Raise unless all workers update (column 1) and average (column 3) in the same way."""
     for what, column in (("update_on_kvstore", 1), ('reduction="mean"', 3)):
         if _differ(table[:, column]):
             raise UsageError(

@@ -19,12 +19,12 @@ from kvstore.mxnet.metric.base import (
     Arrays,
     HostArray,
     Names,
+    alias,
     check_label_shapes,
     host_pairs,
     ratio,
     register,
 )
-from kvstore.mxnet.metric.base import alias as also_named
 from kvstore.mxnet.metric.sums import Counted, Plain, as_classes, classes_of
 
 AVERAGES = ("macro", "micro")
@@ -199,7 +199,7 @@ class PCC(_Together, Plain):
 
 
 @register
-@also_named("pearsonr")
+@alias("pearsonr")
 class PearsonCorrelation(_Averaged):
     """Pearson's correlation of labels and predictions of the same shape; ``average`` as in ``F1``.
 

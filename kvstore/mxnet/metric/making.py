@@ -21,13 +21,13 @@ from kvstore.mxnet.metric.base import (
     EvalMetric,
     HostArray,
     Names,
+    alias,
     check_label_shapes,
     host_pairs,
     on_host,
     register,
     registered,
 )
-from kvstore.mxnet.metric.base import alias as also_named
 from kvstore.mxnet.metric.sums import Counted
 
 Function: TypeAlias = Callable[[HostArray, HostArray], Any]
@@ -134,7 +134,7 @@ class ObjectMetric(EvalMetric):
 
 
 @register
-@also_named("composite")
+@alias("composite")
 class CompositeEvalMetric(EvalMetric):
     """Several metrics that are filled together; names and values are lists."""
 

@@ -53,10 +53,9 @@ class StoreProgress:
         #: Replaced and never changed: another thread reads it.
         self._marks: tuple[_Mark, ...] = ()
         self._stepped_at = 0.0
-        #: Thread -> since when it waits, and for what.
-        self._waits: dict[int, tuple[float, Future[Any]]] = {}
-        #: Thread -> what ends its wait, once that has lasted long and where it has no limit.
-        self._ends: dict[int, Future[None]] = {}
+        #: Thread -> since when it waits, for what, and what ends the wait: None until it has
+        #: lasted long, and where it has a limit.
+        self._waits: dict[int, tuple[float, Future[Any], Future[None] | None]] = {}
         self._num_long_waits = 0
         #: Whether other threads than those with these numbers may go on.
         self.others_may_act: Callable[[Collection[int]], bool] = others_may_act
@@ -95,12 +94,10 @@ class StoreProgress:
 
     def begin_wait(self, future: Future[Any]) -> None:
         """The calling thread waits from now on."""
-        self._waits[threading.get_ident()] = self._clock(), future
+        self._waits[threading.get_ident()] = self._clock(), future, None
 
     def end_wait(self) -> None:
         """It does not any more. A handler of a signal may have waited within the wait."""
-        if self._ends:
-            self._ends.pop(threading.get_ident(), None)
         wait = self._waits.pop(threading.get_ident(), None)
         if wait is not None:
             self._waited_s += self._clock() - wait[0]
@@ -112,7 +109,9 @@ class StoreProgress:
         """
         ended: Future[None] = Future(future.describer())
         self._num_long_waits += 1
-        self._ends[threading.get_ident()] = ended
+        thread = threading.get_ident()
+        began = self._waits[thread][0] if thread in self._waits else self._clock()
+        self._waits[thread] = began, future, ended
         future.on_done(lambda _: ended.set_result(None))
         return ended
 
@@ -122,8 +121,7 @@ class StoreProgress:
         """The counters, and rates over the last marks."""
         now, marks = self._clock(), self._marks
         count, samples = self._steps or self._rounds, self._samples
-        open_ = [began for began, _ in list(self._waits.values())]
-        waited_s = self._waited_s + sum(now - began for began in open_)
+        waited_s = self._waited_s + sum(now - wait[0] for wait in list(self._waits.values()))
         first = marks[0] if marks else _Mark(self._began_at, 0, 0.0, 0.0)
         steps = count - first.steps if marks else 0
         per_s = 0.0
@@ -145,7 +143,7 @@ class StoreProgress:
         now = self._clock()
         return [
             Wait(_what(future), 0, (), now - began)
-            for began, future in list(self._waits.values())
+            for began, future, _ in list(self._waits.values())
             if now - began >= LEAST_WAIT_S
         ]
 
@@ -154,22 +152,23 @@ class StoreProgress:
 
         None where a thread may go on though no message arrives.
         """
-        waits, ends = self._waits.copy(), self._ends.copy()
-        if not waits or waits.keys() != ends.keys() or self.others_may_act(waits.keys()):
+        waits = self._waits.copy()
+        if not waits or any(end is None or end.done() for _, _, end in waits.values()):
             return None
-        if any(ended.done() for ended in ends.values()):
+        if self.others_may_act(waits.keys()):
             return None
         frames = sys._current_frames()
         calls = [
             f"{call_of(frames.get(thread))} for {_what(future)}"
-            for thread, (_, future) in sorted(waits.items())
+            for thread, (_, future, _) in waits.items()
         ]
         return self._num_long_waits, calls
 
     def deadlocked(self, text: str) -> None:
         """No message will come: end all long waits."""
-        for ended in list(self._ends.values()):
-            ended.set_error(DeadlockError(text))
+        for _, _, ended in list(self._waits.values()):
+            if ended is not None:
+                ended.set_error(DeadlockError(text))
 
 
 _BLOCKED = threading.Condition.wait.__code__
