@@ -310,21 +310,19 @@ class HeldWeights:
 
     def __init__(self, params: Mapping[Key, Parameter]) -> None:
         self._params = dict(params)
-        self._parameters = list(params.values())
-        self._tensors = [each.first for each in self._parameters if hasattr(each.first, "data_ptr")]
+        self._tensors = [each.first for each in params.values() if hasattr(each.first, "data_ptr")]
         self._places: list[int] = []
-        self._views: dict[str, list[Elements]] = {}
-        """Elements in the arrays' own memory, by their size."""
-        self._ranges: dict[Key, tuple[str, slice]] = {}
-        """Where those of a key are among those of their size."""
-        self._left: dict[str, Elements] = {}
+        self._views: list[Elements] = []
+        """Some elements of each weight, in the arrays' own memory."""
+        self._left: Elements = np.zeros(0, np.uint8)
+        """Their values as the store has left them, one after the other."""
         self._num_sets: list[int] = []
 
     def note(self) -> None:
         """What is there now is the store's."""
         if not self._num_sets:
             self._look()
-        self._left = self._present()
+        self._left = np.concatenate(self._views)
         self._num_sets = self._sets()
 
     def changed(self) -> list[Key]:
@@ -333,17 +331,17 @@ class HeldWeights:
             return []
         if self._places != self._present_places():
             self._look()  # tensor.data = x
-        now, sets = self._present(), self._sets()
-        is_same = sets == self._num_sets and all(
-            np.array_equal(each, self._left[size]) for size, each in now.items()
-        )
-        if is_same:
+        now, sets = np.concatenate(self._views), self._sets()
+        if sets == self._num_sets and np.array_equal(now, self._left):
             return []
-        places = zip(self._ranges.items(), sets, self._num_sets, strict=True)
+        ends = np.cumsum([len(view) for view in self._views])[:-1]
+        each = zip(np.split(now, ends), np.split(self._left, ends), strict=True)
         return [
             key
-            for (key, (size, its)), present, before in places
-            if present != before or not np.array_equal(now[size][its], self._left[size][its])
+            for key, (mine, its), count, before in zip(
+                self._params, each, sets, self._num_sets, strict=True
+            )
+            if count != before or not np.array_equal(mine, its)
         ]
 
     def value(self, key: Key) -> Array:
@@ -351,7 +349,7 @@ class HeldWeights:
         return self._params[key].first
 
     def _sets(self) -> list[int]:
-        return [parameter.num_sets for parameter in self._parameters]
+        return [parameter.num_sets for parameter in self._params.values()]
 
     def _present_places(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors]
@@ -359,18 +357,7 @@ class HeldWeights:
     def _look(self) -> None:
         """Find the elements to compare."""
         self._places = self._present_places()
-        self._views = {}
-        ends: dict[str, int] = {}
-        for key, parameter in self._params.items():
-            view = _elements(parameter.first)
-            size = view.dtype.str
-            self._views.setdefault(size, []).append(view)
-            start = ends.get(size, 0)
-            ends[size] = start + len(view)
-            self._ranges[key] = size, slice(start, ends[size])
-
-    def _present(self) -> dict[str, Elements]:
-        return {size: np.concatenate(views) for size, views in self._views.items()}
+        self._views = [_elements(parameter.first) for parameter in self._params.values()]
 
 
 def _elements(array: Array) -> Elements:
