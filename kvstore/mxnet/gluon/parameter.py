@@ -176,10 +176,20 @@ def collect(params: object) -> dict[Key, Parameter]:
         found.setdefault(id(parameter.list_data()[0]), row)
     if not found:
         raise ArgumentValueError("there are no parameters to train: the list is empty")
-    _check_any_trained([parameter for _, parameter in found.values()])
     names = [name for name, _ in found.values() if name is not None]
     parameters = [parameter for _, parameter in found.values()]
-    _check_devices(parameters)
+    if all(isinstance(each, TensorParameter) and not each.is_trained for each in parameters):
+        raise ArgumentValueError(
+            f"none of the {len(parameters)} tensors requires a gradient, so nothing would be "
+            "trained. state_dict() gives detached tensors: pass model.named_parameters()"
+        )
+    wanted = len(parameters[0].list_data())
+    for parameter in parameters:
+        if len(parameter.list_data()) != wanted:
+            raise ArgumentValueError(
+                f"all parameters must be on the same devices: {parameters[0]} is on {wanted}, "
+                f"{parameter} on {len(parameter.list_data())}"
+            )
     if len(names) < len(parameters):
         return dict(enumerate(parameters))
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -229,26 +239,6 @@ def _parameter(name: str | None, value: object) -> Parameter:
                 "own; pass the parameters themselves, or tensor.detach().requires_grad_()"
             )
     return TensorParameter(value, name=name)
-
-
-def _check_any_trained(parameters: Sequence[Parameter]) -> None:
-    """Raise for tensors none of which will ever have a gradient, as ``state_dict`` gives them."""
-    tensors = [each for each in parameters if isinstance(each, TensorParameter)]
-    if len(tensors) == len(parameters) and not any(each.is_trained for each in tensors):
-        raise ArgumentValueError(
-            f"none of the {len(tensors)} tensors requires a gradient, so nothing would be trained. "
-            "state_dict() gives detached tensors: pass model.named_parameters()"
-        )
-
-
-def _check_devices(parameters: Sequence[Parameter]) -> None:
-    wanted = len(parameters[0].list_data())
-    for parameter in parameters:
-        if len(parameter.list_data()) != wanted:
-            raise ArgumentValueError(
-                f"all parameters must be on the same devices: {parameters[0]} is on {wanted}, "
-                f"{parameter} on {len(parameter.list_data())}"
-            )
 
 
 def _listed(arrays: Any) -> Sequence[Array]:
