@@ -329,7 +329,8 @@ def _of_one(name: str, ufunc: np.ufunc, doc: str) -> _OfOne:
         made: NDArray = ufunc(data if isinstance(data, RowSparseArray) else checked_array(data))
         return made
 
-    function.__name__, function.__doc__ = name, doc
+    function.__name__ = function.__qualname__ = name  # pickled by it
+    function.__doc__ = doc
     return function
 
 
@@ -340,7 +341,8 @@ def _of_two(name: str, ufunc: np.ufunc, doc: str) -> _OfTwo:
         made: NDArray = ufunc(lhs, rhs)
         return made
 
-    function.__name__, function.__doc__ = name, f"{doc}; one side may be a number."
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"{doc}; one side may be a number."
     return function
 
 

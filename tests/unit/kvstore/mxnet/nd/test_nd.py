@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import subprocess
 import sys
 import types
@@ -128,6 +130,12 @@ def test_the_functions_of_the_module_do_what_the_methods_do() -> None:
     check(nd.log(nd.exp(nd.zeros(1))), [0])
     check(nd.maximum(a, 0), [[1, 0]])
     check(nd.minimum(0, a), [[0, -4]])
+
+
+def test_functions_travel_by_their_names() -> None:
+    for function in (nd.abs, nd.broadcast_add, nd.sum):
+        assert pickle.loads(pickle.dumps(function)) is function
+        assert inspect.getdoc(function)
 
 
 def test_arrays_are_added_and_joined() -> None:
