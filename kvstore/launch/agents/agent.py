@@ -37,7 +37,7 @@ from kvstore.launch.agents.wire import (
 from kvstore.launch.environment import available_cores, checkout_root, network_id, visible_gpus
 from kvstore.launch.job.checks import gpu_count
 from kvstore.launch.job.guardian import AGENT_ID_NAME, GuardianProcess
-from kvstore.launch.job.places import CannotStart, Event, Finished, LocalPlace, Note, Output, watch
+from kvstore.launch.job.places import CannotStart, Event, Finished, LocalPlace, Note, Output
 from kvstore.launch.job.registry import new_key_file
 from kvstore.launch.job.signals import ENDING, SignalPipe
 from kvstore.launch.plan import ProcessSpec, base_environment
@@ -242,7 +242,6 @@ class Agent:
 
     def serve(self) -> bool:
         """Until the launcher says that all is over, or is gone; whether it was lost."""
-        self._selector.register(self._link.read_fd, selectors.EVENT_READ, self._read)
         self._selector.register(self._signals.fd, selectors.EVENT_READ)
         try:
             while not (self._is_finished or self._is_told):
@@ -256,13 +255,7 @@ class Agent:
 
     def _turn(self) -> None:
         patience_s = self._link.tick(time.monotonic())
-        watch(
-            self._selector,
-            self._link.write_fd,
-            self._write,
-            wanted=self._link.waiting,
-            events=selectors.EVENT_WRITE,
-        )
+        self._link.adjust(self._selector, self._read)
         if self._place is not None:
             self._place.adjust(self._selector, paused=self._credit <= 0)
         ready = self._selector.select(patience_s)
@@ -280,10 +273,6 @@ class Agent:
     def _read(self, now_s: float) -> list[Event]:
         for message in self._link.receive(now_s):
             self._obey(message)
-        return []
-
-    def _write(self, now_s: float) -> list[Event]:
-        self._link.write_pending()
         return []
 
     def _obey(self, message: Message) -> None:

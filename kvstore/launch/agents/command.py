@@ -17,16 +17,15 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import IO, Any
 
 from kvstore.launch.agents.cluster import Cluster, quoted
 from kvstore.launch.agents.remote import AgentPlace
 from kvstore.launch.agents.ticket import DIRECTORY_NAME, PROGRAM_NAME
 from kvstore.launch.agents.wire import GREETING, AgentLink
-from kvstore.launch.job.child import LineStream, die_with_launcher
+from kvstore.launch.job.child import die_with_launcher
 from kvstore.launch.job.guardian import GuardianProcess
-from kvstore.launch.job.places import Event, Finished, Note, Place, watch
+from kvstore.launch.job.places import Event, Finished, LineStream, Note, Place
 from kvstore.launch.plan import ProcessSpec
 
 _KEPT_LINES = 200  # the last of them
@@ -55,7 +54,6 @@ class Carrier(Place):
         self._cancellation: Sequence[str] | None = None
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)  # before all agents had come
         self._unshown: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._selector: selectors.BaseSelector | None = None
         self._has_begun = False
         self._is_over = False
         self._hung_up_s = time.monotonic()
@@ -64,7 +62,8 @@ class Carrier(Place):
         self._trouble_s = self._hung_up_s + _TROUBLE_S
         self._last_came_s = self._hung_up_s
         self._learn_to_cancel("")
-        self._process, self._streams = _started(argv, cluster.environ, cluster.has_terminal)
+        self._process, pipes = _started(argv, cluster.environ, cluster.has_terminal)
+        self._streams = [LineStream(pipe, self.heard) for pipe in pipes]
         guardian.watch(self._process.pid)
 
     @property
@@ -115,21 +114,8 @@ class Carrier(Place):
         return []
 
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
-        self._selector = selector
         for stream in self._streams:
-            read = partial(self._read, stream, selector)
-            watch(selector, stream.fd, read, wanted=not paused)
-
-    def _read(
-        self, stream: LineStream, selector: selectors.BaseSelector, now_s: float
-    ) -> list[Event]:
-        if stream not in self._streams:
-            return []  # the command has ended, and all was read
-        lines, is_open = stream.read(now_s)
-        if not is_open:
-            selector.unregister(stream.fd)
-            self._streams.remove(stream)
-        return self.heard(lines)
+            stream.adjust(selector, paused=paused)
 
     def heard(self, lines: Sequence[bytes]) -> list[Event]:
         """The command has printed something, or one of its agents before it could serve."""
@@ -161,11 +147,8 @@ class Carrier(Place):
         if not self.awaited():
             is_news = code != 0 and not self._is_over
             return [Note(f"{self._cluster.program} ended with exit code {code}")] if is_news else []
-        if self._selector is not None:
-            self.adjust(self._selector, paused=True)
-        streams, self._streams = self._streams, []
-        for stream in streams:
-            self.heard(stream.read_rest())
+        for stream in self._streams:
+            stream.read_rest()
         if self._failure is None:
             self._failure = self._cluster.explain(list(self._said), code)
         return []
@@ -251,8 +234,7 @@ class Carrier(Place):
         """For the command's end, reading what it prints, so that it can."""
         with selectors.PollSelector() as selector:
             for stream in self._streams:
-                read = partial(self._read, stream, selector)
-                selector.register(stream.fd, selectors.EVENT_READ, read)
+                stream.adjust(selector, paused=False)
             while is_to_go_on() and self._process.poll() is None:
                 if (left_s := until_s - time.monotonic()) <= 0:
                     return
@@ -322,7 +304,7 @@ def refusal(line: bytes) -> str:
 
 def _started(
     argv: Sequence[str], environment: Mapping[str, str], has_terminal: bool
-) -> tuple[subprocess.Popen[bytes], list[LineStream]]:
+) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
     """The command, and what it prints and complains of. Raises OSError."""
     ours, theirs = os.openpty() if has_terminal else (-1, subprocess.PIPE)
     try:
@@ -345,4 +327,4 @@ def _started(
             os.close(theirs)
     output = os.fdopen(ours, "rb", 0) if has_terminal else process.stdout
     assert output is not None and process.stderr is not None
-    return process, [LineStream(output), LineStream(process.stderr)]
+    return process, [output, process.stderr]

@@ -26,7 +26,7 @@ from kvstore.launch.agents.join_answer import (
     Handshake,
 )
 from kvstore.launch.agents.wire import GREET, TO_AGENT, AgentLink, LinkLost, Seal
-from kvstore.launch.job.places import Event, Note, Place, watch
+from kvstore.launch.job.places import Event, Note, Place, unwatch, watch
 from kvstore.launch.plan import ProcessSpec
 
 VISIT_S = 10.0  # from the connection to the greeting
@@ -109,7 +109,7 @@ class AgentListener(Place):
 
     def close(self) -> None:
         """Let no more agents in. May be called again."""
-        self._unregister(self._listener.fileno())
+        unwatch(self._selector, self._listener.fileno())
         self._listener.close()
         for visitor in list(self._visitors):
             self._send_away(visitor)
@@ -133,11 +133,7 @@ class AgentListener(Place):
 
     def _forget(self, visitor: _Visitor) -> None:
         self._visitors.remove(visitor)
-        self._unregister(visitor.fd)
-
-    def _unregister(self, fd: int) -> None:
-        if self._selector is not None and fd >= 0 and fd in self._selector.get_map():
-            self._selector.unregister(fd)
+        unwatch(self._selector, visitor.fd)
 
 
 class _Visitor:

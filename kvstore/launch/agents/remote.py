@@ -34,7 +34,7 @@ from kvstore.launch.job.places import (
     Output,
     Place,
     Started,
-    watch,
+    unwatch,
 )
 from kvstore.launch.plan import ProcessSpec
 
@@ -111,14 +111,7 @@ class AgentPlace(Place):
             self._owed = 0
         self._selector = selector
         if self._link is not None and not self._is_over:
-            watch(selector, self._link.read_fd, self._read)
-            watch(
-                selector,
-                self._link.write_fd,
-                self._write,
-                wanted=self._link.waiting,
-                events=selectors.EVENT_WRITE,
-            )
+            self._link.adjust(selector, self._read)
 
     def tick(self, now_s: float) -> tuple[list[Event], float | None]:
         if self._is_over or self._link is None or self.greeting is None:
@@ -150,18 +143,12 @@ class AgentPlace(Place):
         return [Note(f"{gone}: the agent of {self._name} {how}")]
 
     def _unregister(self) -> None:
-        if self._link is not None and self._selector is not None:
-            watch(self._selector, self._link.read_fd, self._read, wanted=False)
-            watch(self._selector, self._link.write_fd, self._write, wanted=False)
+        if self._link is not None:
+            unwatch(self._selector, self._link.read_fd, self._link.write_fd)
 
     def _send(self, *message: Any) -> None:
         if not self._is_over and self._link is not None:
             self._link.send(*message)
-
-    def _write(self, now_s: float) -> list[Event]:
-        if self._link is not None and not self._is_over:
-            self._link.write_pending()
-        return []
 
     def _read(self, now_s: float) -> list[Event]:
         if self._link is None or self._is_over:

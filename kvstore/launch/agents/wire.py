@@ -31,7 +31,17 @@ from typing import Any
 
 import msgpack
 
-from kvstore.launch.job.places import CannotStart, Ended, Event, Finished, Note, Output, Started
+from kvstore.launch.job.places import (
+    CannotStart,
+    Ended,
+    Event,
+    Finished,
+    Handler,
+    Note,
+    Output,
+    Started,
+    watch,
+)
 
 # From the launcher.
 START = "start"  # [START, {...}]: what agent.Start says
@@ -203,6 +213,21 @@ class AgentLink:
                 return
             del self._pending[:written]
 
+    def adjust(self, selector: selectors.BaseSelector, read: Handler) -> None:
+        """Have ``read`` called when there is something to read, and write what is pending."""
+        watch(selector, self.read_fd, read)
+        watch(
+            selector,
+            self.write_fd,
+            self._write,
+            wanted=self.waiting,
+            events=selectors.EVENT_WRITE,
+        )
+
+    def _write(self, now_s: float) -> list[Event]:
+        self.write_pending()
+        return []
+
     def receive(self, now_s: float) -> list[Message]:
         """Read once; call it when ``read_fd`` is readable. Raises :class:`LinkLost`."""
         try:
@@ -255,6 +280,7 @@ class AgentLink:
                 return
 
     def close(self) -> None:
+        self._pending.clear()
         for fd in {self.read_fd, self.write_fd}:
             try:
                 os.close(fd)

@@ -35,10 +35,9 @@ from kvstore.launch.backends.rsync import copy_to_hosts, rsync_argv
 from kvstore.launch.backends.ssh_login import check_launcher_args, no_program, refusal, ssh_argv
 from kvstore.launch.environment import checkout_root, listen
 from kvstore.launch.job.checks import CheckResult, conclude_check, script_row
-from kvstore.launch.job.child import LineStream
 from kvstore.launch.job.guardian import GuardianProcess
 from kvstore.launch.job.lifecycle import Timing
-from kvstore.launch.job.places import Event, Note, watch
+from kvstore.launch.job.places import Event, LineStream, Note
 from kvstore.launch.job.report import say
 from kvstore.launch.job.run import Arrangement, check_plan, checking, run_job
 from kvstore.launch.job.supervisor import Supervisor
@@ -75,7 +74,7 @@ class SshPlace(AgentPlace):
         )
         guardian.watch(self._process.pid)
         assert self._process.stdin and self._process.stdout and self._process.stderr
-        self._errors = LineStream(self._process.stderr)
+        self._errors = LineStream(self._process.stderr, self._complain)
         self._link = AgentLink(
             os.dup(self._process.stdout.fileno()),
             os.dup(self._process.stdin.fileno()),
@@ -90,7 +89,7 @@ class SshPlace(AgentPlace):
 
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
         super().adjust(selector, paused=paused)
-        watch(selector, self._errors.fd, self._read_errors, wanted=not self._errors.is_closed)
+        self._errors.adjust(selector, paused=False)
 
     def hang_up(self) -> None:
         """Closing the link makes the agent kill what it has; its command is given a moment."""
@@ -128,21 +127,12 @@ class SshPlace(AgentPlace):
     def _last_words(self) -> str:
         return f" ({self._complaints[-1]})" if self._complaints else ""
 
-    def _read_errors(self, now_s: float) -> list[Event]:
-        if self._errors.is_closed:
-            return []  # the command has ended, and all was read
-        lines, is_open = self._errors.read(now_s)
-        texts = self._complain(lines)
-        if not is_open and self._selector is not None:
-            watch(self._selector, self._errors.fd, self._read_errors, wanted=False)
+    def _complain(self, lines: Sequence[bytes]) -> list[Event]:
+        texts = [line.decode(errors="replace") for line in lines]
+        self._complaints.extend(texts)
         if self.greeting is None:
             return []  # the reason why there is no agent; ``failure`` will say it
         return [Note(f"{self.label}: {text}") for text in texts if text]
-
-    def _complain(self, lines: Sequence[bytes]) -> list[str]:
-        texts = [line.decode(errors="replace") for line in lines]
-        self._complaints.extend(texts)
-        return texts
 
     def _exit_code(self) -> int | None:
         """Of the command, which has closed its output; it may need a moment."""
@@ -150,10 +140,7 @@ class SshPlace(AgentPlace):
             code = self._process.wait(_REAP_S)
         except subprocess.TimeoutExpired:
             return None
-        if not self._errors.is_closed:
-            if self._selector is not None:
-                watch(self._selector, self._errors.fd, self._read_errors, wanted=False)
-            self._complain(self._errors.read_rest())
+        self._errors.read_rest()
         return code
 
 

@@ -17,7 +17,6 @@ made a process group of its own. Runs on the main thread; used by ``supervisor.p
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import select
 import signal
@@ -25,7 +24,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import IO
 
 from kvstore.launch.job.signals import signal_when_closed
 from kvstore.launch.plan import ProcessSpec
@@ -128,61 +126,13 @@ class Console:
 
 
 _PR_SET_PDEATHSIG = 1
-_READ_BYTES = 64 * 1024
-_LAST_READS = 64  # a pipe holds 64 KiB, and so does a read; with room for larger pipes
 _REAP_S = 1.0
-
-
-class LineStream:
-    """The reading end of what a process writes; owns ``pipe``."""
-
-    def __init__(self, pipe: IO[bytes]) -> None:
-        self.fd = pipe.fileno()
-        self._pipe = pipe
-        self._splitter = LineSplitter()
-        os.set_blocking(self.fd, False)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._pipe.closed
-
-    def read(self, now_s: float) -> tuple[list[bytes], bool]:
-        """Read once; return the lines that this completes and whether there may be more."""
-        try:
-            data = os.read(self.fd, _READ_BYTES)
-        except BlockingIOError:
-            return [], True
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            data = b""  # how the end of a terminal reads
-        if data:
-            return self._splitter.feed(data, now_s), True
-        return self.close(), False
-
-    def read_rest(self) -> list[bytes]:
-        """Read what is there, as the writer has ended, and close; also the unfinished line.
-
-        Others may hold the pipe open and write on: not for ever.
-        """
-        lines = []
-        for _ in range(_LAST_READS):
-            found, is_open = self.read(float("inf"))
-            lines += found
-            if not is_open:
-                return lines
-        return [*lines, *self.close()]
-
-    def close(self) -> list[bytes]:
-        """Close the pipe; return the unfinished line, if any. May be called again."""
-        self._pipe.close()
-        return self._splitter.finish()
 
 
 class Child:
     """A started process. It leads its own session and process group (``group``).
 
-    Owns ``tie_fd``: its closing kills the group.
+    Owns ``tie_fd``: its closing kills the group. Who reads its output and errors closes ``pipes``.
     """
 
     def __init__(self, index: int, process: subprocess.Popen[bytes], tie_fd: int) -> None:
@@ -191,9 +141,9 @@ class Child:
         self.index = index
         self.group = process.pid
         self.status: int | None = None
-        # With whether it is standard error. Standard output first: of a line there and one on
-        # standard error that are both ready, it was usually written first.
-        self.open_streams = {LineStream(process.stdout): False, LineStream(process.stderr): True}
+        # Standard output first: of a line there and one on standard error that are both ready,
+        # it was usually written first.
+        self.pipes = (process.stdout, process.stderr)
         self._process = process
         self._tie_fd = tie_fd
 
@@ -215,13 +165,11 @@ class Child:
             pass
 
     def reap(self) -> None:
-        """The last call: take the exit status from the kernel and close everything."""
+        """The last call: take the exit status from the kernel and kill what is left."""
         try:
             self._process.wait(_REAP_S)
         except subprocess.TimeoutExpired:  # SIGKILL has not ended it: it hangs in the kernel
             pass
-        for stream in self.open_streams:
-            stream.close()
         os.close(self._tie_fd)
 
 

@@ -9,17 +9,22 @@ agent's link.
 
 from __future__ import annotations
 
+import errno
+import os
 import selectors
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import IO, Protocol
 
 from kvstore.launch.environment import allow_files
-from kvstore.launch.job.child import Child, LineStream, die_with_launcher, start_child
+from kvstore.launch.job.child import Child, LineSplitter, die_with_launcher, start_child
 from kvstore.launch.job.guardian import GuardianProcess, end_job
 from kvstore.launch.plan import ProcessSpec
+
+_READ_BYTES = 64 * 1024
+_LAST_READS = 64  # a pipe holds 64 KiB, and so does a read; with room for larger pipes
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,61 @@ def watch(
         selector.unregister(fd)
 
 
+def unwatch(selector: selectors.BaseSelector | None, *fds: int) -> None:
+    """Unregister those of ``fds`` that are registered; a closed selector has none."""
+    if selector is not None:
+        for fd in set(fds) & set(selector.get_map() or ()):
+            selector.unregister(fd)
+
+
+class LineStream:
+    """What a process writes to ``pipe``, which this owns; ``told`` makes events of whole lines."""
+
+    def __init__(self, pipe: IO[bytes], told: Callable[[list[bytes]], list[Event]]) -> None:
+        self._pipe = pipe
+        self._told = told
+        self._splitter = LineSplitter()
+        self._selector: selectors.BaseSelector | None = None
+        os.set_blocking(pipe.fileno(), False)
+
+    def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
+        """Listen, until the end."""
+        if not self._pipe.closed:
+            self._selector = selector
+            watch(selector, self._pipe.fileno(), self.read, wanted=not paused)
+
+    def read(self, now_s: float) -> list[Event]:
+        """Read once, what is there."""
+        if self._pipe.closed:
+            return []
+        try:
+            data = os.read(self._pipe.fileno(), _READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            data = b""  # how the end of a terminal reads
+        lines = self._splitter.feed(data, now_s) if data else self.close()
+        return self._told(lines) if lines else []
+
+    def read_rest(self) -> list[Event]:
+        """Read what is there, as the writer has ended, and close; also the unfinished line.
+
+        Others may hold the pipe open and write on: not for ever.
+        """
+        events = [event for _ in range(_LAST_READS) for event in self.read(float("inf"))]
+        lines = self.close()
+        return [*events, *self._told(lines)] if lines else events
+
+    def close(self) -> list[bytes]:
+        """Return the unfinished line, if any. May be called again."""
+        if not self._pipe.closed:
+            unwatch(self._selector, self._pipe.fileno())
+            self._pipe.close()
+        return self._splitter.finish()
+
+
 class Place:
     """One place. ``label`` stands behind the names of its processes (``worker 1@label``).
 
@@ -151,7 +211,7 @@ class LocalPlace(Place):
         self._agent_id = agent_id
         self._guardian = guardian
         self._children: list[Child] = []
-        self._selector: selectors.BaseSelector | None = None
+        self._streams: list[LineStream] = []
 
     def start(
         self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
@@ -168,6 +228,8 @@ class LocalPlace(Place):
                 break
             self._guardian.watch(child.group)
             self._children.append(child)
+            for is_error, pipe in enumerate(child.pipes):
+                self._streams.append(LineStream(pipe, partial(_output, index, bool(is_error))))
             events.append(Started(index, child.group))
         return events
 
@@ -176,11 +238,8 @@ class LocalPlace(Place):
             child.send_signal(signal.Signals(number))
 
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
-        self._selector = selector
-        for child in self._children:
-            for stream in child.open_streams:
-                read = partial(self._read, child, stream, selector)
-                watch(selector, stream.fd, read, wanted=not paused)
+        for stream in self._streams:
+            stream.adjust(selector, paused=paused)
 
     def sweep(self) -> list[Event]:
         statuses = {
@@ -193,35 +252,21 @@ class LocalPlace(Place):
     def finish(self, leftover_s: float) -> list[Event]:
         """Ends the rest at once, which takes ``leftover_s`` at most and a moment."""
         found = end_job(self._job_id, self._groups(), leftover_s, self._agent_id)
-        return [*self._last_output(), Finished(found)]
+        # All writers have ended, and what they wrote is in the pipes.
+        last = [event for stream in self._streams for event in stream.read_rest()]
+        return [*last, Finished(found)]
 
     def close(self) -> None:
         end_job(self._job_id, self._groups(), 0, self._agent_id)
         for child in self._children:
             child.reap()
+        for stream in self._streams:
+            stream.close()
         self._children = []
-
-    def _last_output(self) -> list[Event]:
-        """All writers have ended, and what they wrote is in the pipes."""
-        if self._selector is not None:
-            self.adjust(self._selector, paused=True)
-        events: list[Event] = []
-        for child in self._children:
-            for stream, is_error in child.open_streams.items():
-                if lines := stream.read_rest():
-                    events.append(Output(child.index, is_error, lines))
-            child.open_streams.clear()
-        return events
-
-    def _read(
-        self, child: Child, stream: LineStream, selector: selectors.BaseSelector, now_s: float
-    ) -> list[Event]:
-        lines, is_open = stream.read(now_s)
-        is_error = child.open_streams[stream]
-        if not is_open:
-            selector.unregister(stream.fd)
-            del child.open_streams[stream]
-        return [Output(child.index, is_error, lines)] if lines else []
 
     def _groups(self) -> set[int]:
         return {child.group for child in self._children}
+
+
+def _output(index: int, is_error: bool, lines: list[bytes]) -> list[Event]:
+    return [Output(index, is_error, lines)]
