@@ -28,10 +28,9 @@ import numpy as np  # noqa: E402
 import kvstore as mx  # noqa: E402
 from benchmarks.local import MOMENTUM, RATE, check  # noqa: E402
 from benchmarks.models import MODELS, Shape  # noqa: E402
-from kvstore.arrays.cupy import load  # noqa: E402
+from kvstore.arrays.cupy import addresses_of, load  # noqa: E402
 from kvstore.arrays.gpu.kernels import Kernel, KernelParameters, rows_of  # noqa: E402
 from kvstore.arrays.gpu.pipeline import cut  # noqa: E402
-from kvstore.arrays.gpu.streams import addresses_of  # noqa: E402
 from kvstore.arrays.gpu.sums import launch  # noqa: E402
 from kvstore.arrays.keys import KeySpec  # noqa: E402
 from kvstore.errors import MissingDependencyError  # noqa: E402

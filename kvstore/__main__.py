@@ -16,7 +16,10 @@ from pslite.version import __version__
 _COMMANDS = {
     "launch": ("kvstore.launch.cli", "start a job: scheduler, servers, and a command per worker"),
     "status": ("kvstore.status", "show what the nodes of a running job do"),
-    "bench": ("kvstore.bench", "measure what push and pull cost here, and estimate a step"),
+    "bench": (
+        "kvstore.bench.__main__",
+        "measure what push and pull cost, and estimate a step",
+    ),
     "server": ("kvstore.server", "serve as scheduler or server, as the environment says"),
 }
 

@@ -3,13 +3,14 @@
 One file per library implements :class:`Adapter`; ``adapter_for`` picks by the name of the
 value's class, so a library is imported only when somebody passes one of its arrays. Nothing
 here keeps an array or changes one that it was not told to write. Any thread may call; an
-adapter has no state. Read next: ``numpy.py``, then ``cupy.py`` (the same on GPUs); all other
-arrays are looked at as one of these two (``buffer.py``).
+adapter has no state. Read next: ``buffer.py``, which has NumPy's, then ``cupy.py`` (the same on
+GPUs); all other arrays are looked at as one of these two.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -31,6 +32,8 @@ _LIBRARIES = {
     ("cupy", "ndarray"): "cupy",
     ("torch", "Tensor"): "torch",
 }
+_MODULES = {"numpy": "buffer"}
+"""The modules of adapters that are not named like their library."""
 _JAX_PACKAGES = ("jax", "jaxlib")
 _PACKAGES = frozenset({*(package for package, _ in _LIBRARIES), *_JAX_PACKAGES})
 _OFFERS = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
@@ -40,7 +43,6 @@ _NO_DTYPE = (bool, int, float, complex, str, bytes, bytearray, list, tuple, np.g
 
 _adapters: dict[type, Adapter] = {}
 """By class, for classes of the libraries themselves: these never go away, and are met often."""
-
 
 _registered: dict[type, Adapter] = {}
 """By class, for what ``register`` was told of."""
@@ -123,6 +125,23 @@ class Adapter(Protocol):
         """
 
 
+class NativeAdapter:
+    """What NumPy's and CuPy's arrays say alike, as they are ndarrays both."""
+
+    def shape(self, array: Array) -> tuple[int, ...]:
+        return tuple(array.shape)
+
+    def dtype(self, array: Array) -> np.dtype[Any]:
+        dtype: np.dtype[Any] = array.dtype
+        return dtype
+
+    def written(self, array: Array) -> None:
+        pass
+
+    def view(self, array: Array) -> NativeArray:
+        return array
+
+
 def adapter_for(value: object) -> Adapter:
     """The adapter of the library that ``value`` belongs to.
 
@@ -201,22 +220,6 @@ def _offers_memory(value: object) -> bool:
 
 @functools.cache
 def _adapter_of(library: str) -> Adapter:
-    if library == "numpy":
-        from kvstore.arrays.numpy import NumpyAdapter
-
-        return NumpyAdapter()
-    if library == "cupy":
-        from kvstore.arrays.cupy import CupyAdapter
-
-        return CupyAdapter()
-    if library == "torch":
-        from kvstore.arrays.torch import TorchAdapter
-
-        return TorchAdapter()
-    if library == "jax":
-        from kvstore.arrays.jax import JaxAdapter
-
-        return JaxAdapter()
-    from kvstore.arrays.buffer import BufferAdapter
-
-    return BufferAdapter()
+    module = importlib.import_module(f"kvstore.arrays.{_MODULES.get(library, library)}")
+    adapter: Adapter = getattr(module, f"{library.capitalize()}Adapter")()
+    return adapter

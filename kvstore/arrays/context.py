@@ -8,14 +8,16 @@ which is also what to read next.
 from __future__ import annotations
 
 from contextvars import ContextVar
-from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from kvstore.errors import ArgumentTypeError, MissingDependencyError
 
 _DEVICE_TYPES = ("cpu", "gpu")
 
 
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Context:
     """A device: its type (``"cpu"`` or ``"gpu"``) and its number. Immutable and hashable.
 
@@ -24,8 +26,6 @@ class Context:
     ``cpu(0)``; other CPU numbers are accepted, as in MXNet, and mean the same memory.
     Raises ``ArgumentTypeError`` for an unknown type or a number that is not an index.
     """
-
-    __slots__ = ("device_id", "device_type")
 
     device_type: str
     device_id: int
@@ -61,33 +61,11 @@ class Context:
         _entered.set((*_entered.get(), self))
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _entered.set(_entered.get()[:-1])
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a Context cannot change; make a new one instead of setting {name}")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a Context cannot change; {name} cannot be deleted")
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Context):
-            return NotImplemented
-        return (self.device_type, self.device_id) == (other.device_type, other.device_id)
-
-    def __hash__(self) -> int:
-        return hash((self.device_type, self.device_id))
 
     def __repr__(self) -> str:
         return f"{self.device_type}({self.device_id})"
-
-    def __reduce__(self) -> tuple[type[Context], tuple[str, int]]:
-        return Context, (self.device_type, self.device_id)
 
 
 _entered: ContextVar[tuple[Context, ...]] = ContextVar("entered", default=())

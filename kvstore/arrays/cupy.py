@@ -1,4 +1,4 @@
-"""The adapter for CuPy arrays, and the only import of CuPy in the project.
+"""The adapter for CuPy arrays, with devices and streams; the only import of CuPy in the project.
 
 CuPy is loaded by the first ``gpu(i)`` or the first CuPy array, never before. Arithmetic is
 written as NumPy ufuncs, which CuPy arrays carry out on their device (NEP 13), so that the
@@ -13,6 +13,7 @@ any stream.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.arrays import Array, NativeArray, adapter_for
+from kvstore.arrays import Array, NativeAdapter, NativeArray, adapter_for, adapter_on
 from kvstore.arrays.context import Context
 from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.errors import MissingDependencyError
@@ -50,24 +51,14 @@ def contiguous(array: NativeArray) -> NativeArray:
     return made
 
 
-class CupyAdapter:
+class CupyAdapter(NativeAdapter):
     """Implements :class:`kvstore.arrays.Adapter`; see there for each promise."""
-
-    def shape(self, array: Array) -> tuple[int, ...]:
-        return tuple(array.shape)
-
-    def dtype(self, array: Array) -> np.dtype[Any]:
-        dtype: np.dtype[Any] = array.dtype  # CuPy's dtypes are NumPy's
-        return dtype
 
     def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
         return None
 
     def device_memory(self, array: Array) -> NativeArray | None:
         return array if array.flags.c_contiguous else None
-
-    def written(self, array: Array) -> None:
-        pass
 
     def context(self, array: Array) -> Context:
         return Context("gpu", int(array.device.id))
@@ -81,9 +72,6 @@ class CupyAdapter:
 
     def why_read_only(self, array: Array) -> str | None:
         return None
-
-    def view(self, array: Array) -> NativeArray:
-        return array
 
     def to_host(self, array: Array) -> np.ndarray[Any, Any]:
         cupy = load()
@@ -133,3 +121,67 @@ class CupyAdapter:
             for array in here[2:]:
                 np.add(total, array, out=total)
             return total.astype(dtype, order="C", copy=False)
+
+
+# -- devices, streams and addresses --------------------------------------------------------
+
+Rows = Sequence[Sequence[NativeArray]]
+"""For each key its arrays: C-contiguous CuPy arrays of one size and dtype."""
+
+
+@contextmanager
+def on_device(device: int) -> Iterator[None]:
+    """Inside the block this GPU is the thread's current one."""
+    with load().cuda.Device(device):
+        yield
+
+
+def current_stream(device: int) -> Any:
+    """The calling thread's current stream of this GPU."""
+    return load().cuda.get_current_stream(device)
+
+
+@functools.cache
+def own_stream(device: int, purpose: str) -> Any:
+    """The stores' own stream of this GPU for a purpose; nothing else is queued there."""
+    with on_device(device):
+        return load().cuda.Stream(non_blocking=True)
+
+
+def wait_for(stream: Any, home: int, other: int) -> None:
+    """Let ``stream``, of ``home``, wait for the current stream of another GPU."""
+    _may_reach(home, other)
+    with on_device(other):
+        event = current_stream(other).record()
+    stream.wait_event(event)
+
+
+@functools.cache
+def _may_reach(device: int, peer: int) -> None:
+    """Let copies between two GPUs go without the host's memory in between, if they can."""
+    runtime = load().cuda.runtime
+    if not runtime.deviceCanAccessPeer(device, peer):
+        return
+    with on_device(device):
+        try:
+            runtime.deviceEnablePeerAccess(peer)
+        except runtime.CUDARuntimeError:  # another library has done it already
+            return
+
+
+def addresses_of(rows: Sequence[Sequence[NativeArray]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Where each of these CuPy arrays begins; rows are of one length."""
+    return np.array([[array.data.ptr for array in row] for row in rows], np.uint64)
+
+
+def near(array: Array, home: Context) -> NativeArray:
+    """A caller's array as a C-contiguous CuPy array: where it is, or on ``home`` from the host.
+
+    The caller's own memory where it can be.
+    """
+    adapter = adapter_for(array)
+    if isinstance(adapter, CupyAdapter):
+        return contiguous(array)
+    device = adapter.context(array)
+    where = device if device.device_type == "gpu" else home
+    return contiguous(adapter_on(home).to_context(array, where))

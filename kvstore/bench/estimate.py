@@ -2,7 +2,7 @@
 
 Pure: times in, numbers and sentences out; it measures nothing. The cost of an exchange (push of
 all gradients and pull of all weights by one call) is taken as a sum of three parts: one for the
-call, one for each tensor, one for each megabyte. ``__init__.py`` measures what these are.
+call, one for each tensor, one for each megabyte. ``__main__.py`` measures what these are.
 """
 
 from __future__ import annotations

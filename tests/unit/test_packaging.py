@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore import bench
 from kvstore.__main__ import main as command
 from kvstore.arrays.cpu import kernels
+from kvstore.bench import __main__ as bench
 from kvstore.launch.cli import main as launch
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 
 from kvstore.arrays import NativeArray
-from kvstore.arrays.cupy import load
-from kvstore.arrays.gpu.kernels import Kernel, KernelParameters
-from kvstore.arrays.gpu.streams import (
+from kvstore.arrays.cupy import (
     Rows,
     addresses_of,
     current_stream,
+    load,
     on_device,
     own_stream,
     wait_for,
 )
+from kvstore.arrays.gpu.kernels import Kernel, KernelParameters
 from kvstore.arrays.gpu.sums import launch
 
 _broadcasting = threading.Lock()

@@ -26,7 +26,15 @@ import numpy as np
 
 from kvstore.arrays import NativeArray
 from kvstore.arrays.cpu.threads import shared
-from kvstore.arrays.cupy import load
+from kvstore.arrays.cupy import (
+    Rows,
+    addresses_of,
+    current_stream,
+    load,
+    on_device,
+    own_stream,
+    wait_for,
+)
 from kvstore.arrays.gpu.kernels import (
     NAME,
     OPTIONS,
@@ -41,14 +49,6 @@ from kvstore.arrays.gpu.kernels import (
     tables,
 )
 from kvstore.arrays.gpu.pipeline import BufferPool, cut, steps
-from kvstore.arrays.gpu.streams import (
-    Rows,
-    addresses_of,
-    current_stream,
-    on_device,
-    own_stream,
-    wait_for,
-)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.context import Context
+from kvstore.arrays.cupy import near
 from kvstore.arrays.gpu.kernels import Kernel, kernel_of
-from kvstore.arrays.gpu.streams import near
 from kvstore.arrays.gpu.sums import lock_pages, sum_to_host
 from kvstore.arrays.keys import KeySpec
 from kvstore.stores.dist.arguments import AddUp, Sums, sum_on

@@ -24,11 +24,10 @@ import numpy as np
 
 from kvstore.arrays import Array, NativeArray, adapter_for, adapter_on
 from kvstore.arrays.context import Context
-from kvstore.arrays.cupy import CupyAdapter
+from kvstore.arrays.cupy import CupyAdapter, near
 from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.arrays.gpu.copies import copy_all
 from kvstore.arrays.gpu.kernels import Kernel, KernelParameters, kernel_of
-from kvstore.arrays.gpu.streams import near
 from kvstore.arrays.gpu.sums import update
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.sgd import SGD

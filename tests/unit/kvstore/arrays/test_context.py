@@ -33,10 +33,10 @@ def test_a_context_reads_as_it_is_written() -> None:
 
 def test_a_context_cannot_change() -> None:
     context = cpu(0)
-    with pytest.raises(AttributeError, match="cannot change"):
-        context.device_id = 1
-    with pytest.raises(AttributeError, match="cannot change"):
-        del context.device_id
+    with pytest.raises(AttributeError, match="cannot"):
+        context.device_id = 1  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="cannot"):
+        del context.device_id  # type: ignore[misc]
     assert context == cpu(0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore import bench
+from kvstore.bench import __main__ as bench
 from kvstore.bench.estimate import (
     LARGE_BYTES,
     MIDDLE_BYTES,
