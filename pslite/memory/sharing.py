@@ -44,6 +44,8 @@ class Sharing:
         self._awaited: dict[str, dict[int, float]] = {}
         #: Peers that could not map, or did not want to.
         self._refused: set[str] = set()
+        #: Payload that was handed over, or taken, where it lies; repetitions too.
+        self.shared_bytes = 0
 
     # -- agreeing ----------------------------------------------------------------------
 
@@ -120,7 +122,7 @@ class Sharing:
         A descriptor is four numbers: which frame of the message, segment, offset, bytes.
         """
         taken = self._taken.get(peer)
-        if taken is None:
+        if taken is None or not frames:
             return frames, ()
         rest: list[Any] = []
         shared: list[int] = []
@@ -130,6 +132,7 @@ class Sharing:
                 rest.append(frame)
             else:
                 shared += (index, *place, frame.nbytes)
+                self.shared_bytes += frame.nbytes
         return rest, tuple(shared)
 
     def place_of(self, frame: Any) -> tuple[int, int] | None:
@@ -147,6 +150,8 @@ class Sharing:
         Raises:
             ProtocolError: the descriptors do not fit the frames, or memory that is mapped here.
         """
+        if not shared:
+            return frames
         windows = self._windows.get(peer, {})
         if len(shared) % _FIELDS:
             raise ProtocolError(
@@ -167,4 +172,5 @@ class Sharing:
                 )
             resolved.insert(index, window[offset : offset + nbytes])
             last = index
+        self.shared_bytes += sum(shared[3::_FIELDS])
         return resolved

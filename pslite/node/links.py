@@ -19,7 +19,7 @@ from pslite.memory.sharing import Sharing
 from pslite.protocol.channel import Channel, Outgoing
 from pslite.van.base import Received, Van, size_of
 from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode
-from pslite.wire.messages import Accepted, Ints, Message, Refused, StatusQuestion
+from pslite.wire.messages import Accepted, Message, Refused, StatusQuestion
 
 #: Frames shorter than this are always sent by copy, so they do not count as under way.
 _SMALL_BYTES = 4096
@@ -79,6 +79,7 @@ class Links:
     def __init__(
         self,
         van: Van,
+        sharing: Sharing,
         *,
         job: str,
         incarnation: int,
@@ -86,7 +87,6 @@ class Links:
         tell_bytes: int = TELL_BYTES,
         trace: Callable[[str, str, Message, Sequence[Any]], None] | None = None,
         objection: Objection | None = None,
-        sharing: Sharing | None = None,
     ) -> None:
         self._van = van
         self._job = job
@@ -110,8 +110,6 @@ class Links:
         #: What was wrong with the malformed message that came last.
         self.last_malformed = ""
         self.repeated = 0
-        #: Payload that was handed over, or taken, where it lies; repetitions too.
-        self.shared_bytes = 0
 
     # -- sending -----------------------------------------------------------------------
 
@@ -153,11 +151,7 @@ class Links:
 
     def _transmit(self, peer: str, entry: _PeerTraffic, outgoing: Outgoing) -> None:
         low, also = entry.channel.acceptance()
-        frames = outgoing.frames
-        shared: Ints = ()
-        if frames and self._sharing is not None:
-            frames, shared = self._sharing.describe(peer, frames)
-            self.shared_bytes += sum(shared[3::4])
+        frames, shared = self._sharing.describe(peer, outgoing.frames)
         envelope = Envelope(
             self._job,
             outgoing.epoch,
@@ -255,7 +249,7 @@ class Links:
             return None
         entry.received_bytes += sum(map(size_of, event.frames))
         try:
-            frames = self._payload(event.peer, envelope, event.frames)
+            frames = self._sharing.resolve(event.peer, envelope.shared, event.frames[1:])
         except ProtocolError as error:
             self._note_malformed(error)
             return None
@@ -272,16 +266,6 @@ class Links:
                 return None
             entry.progress += 1
         return Delivery(event.peer, envelope.sender, envelope.epoch, message, frames)
-
-    def _payload(self, peer: str, envelope: Envelope, frames: Sequence[Any]) -> Sequence[Any]:
-        """The frames behind the header, also those that lie in the peer's memory."""
-        if not envelope.shared:
-            return frames[1:]
-        if self._sharing is None:
-            raise ProtocolError("this node does not map the memory of peers")
-        payload = self._sharing.resolve(peer, envelope.shared, frames[1:])
-        self.shared_bytes += sum(envelope.shared[3::4])
-        return payload
 
     def _note_malformed(self, error: ProtocolError) -> None:
         self.last_malformed = str(error)[:_MAX_REMARK]
@@ -370,8 +354,7 @@ class Links:
         self._peers.pop(peer, None)
         self._strangers.pop(peer, None)
         self._tell_at.pop(peer, None)
-        if self._sharing is not None:
-            self._sharing.forget(peer)
+        self._sharing.forget(peer)
 
 
 def _is_for_any_job(envelope: Envelope) -> bool:

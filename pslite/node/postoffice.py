@@ -77,6 +77,7 @@ class Postoffice:
         self.sharing = Sharing(self.heap)
         self.links = Links(
             van,
+            self.sharing,
             job=config.job_id,
             incarnation=incarnation,
             resend_timeout_s=config.resend_timeout_s,
@@ -84,7 +85,6 @@ class Postoffice:
             tell_bytes=min(TELL_BYTES, config.credit_bytes // 8),
             trace=log.trace if config.verbose >= 2 else None,
             objection=self.gate.objection,
-            sharing=self.sharing,
         )
         self.membership = Membership(Role(config.role))
         self.customers = Customers(self._send_to_app, self.errands.call)

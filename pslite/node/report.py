@@ -43,7 +43,7 @@ class Reporter:
             uptime_s=max(0.0, now - self._began_at),
             sent_bytes=sum(sent for sent, _ in counts),
             received_bytes=sum(received for _, received in counts),
-            shared_bytes=office.links.shared_bytes,
+            shared_bytes=office.sharing.shared_bytes,
             requests=traffic.num_requests + len(office.customers.pending),
             open_rounds=open_rounds,
             pool_jobs=office.pool.num_jobs,

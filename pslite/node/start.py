@@ -224,6 +224,7 @@ def _over_tcp(config: Config, log: Log) -> tuple[Config, Callable[[str], Van]]:
             hosts=hosts,
             max_message_bytes=config.max_message_bytes,
             stranger_bytes=config.stranger_bytes,
+            warn=log.warn,
         )
         if config.drop_percent > 0:
             seed, drop = secrets.randbits(32), config.drop_percent / 100.0

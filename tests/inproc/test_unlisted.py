@@ -10,6 +10,8 @@ from cluster import InprocCluster
 
 import pslite
 from pslite.ids import NodeInfo
+from pslite.memory.heap import Heap
+from pslite.memory.sharing import Sharing
 from pslite.node import admission
 from pslite.node.admission import EARLY, UNLISTED
 from pslite.node.links import Links
@@ -50,7 +52,9 @@ class Stranger:
 
     def __init__(self, cluster: InprocCluster, address: str) -> None:
         self.van: Van = InprocVan(cluster._network, "stranger")
-        self.links = Links(self.van, job="", incarnation=77, resend_timeout_s=60.0)
+        self.links = Links(
+            self.van, Sharing(Heap(shared=False)), job="", incarnation=77, resend_timeout_s=60.0
+        )
         self.van.connect("node", address)
 
     def say(self, message: Message) -> None:

@@ -11,7 +11,6 @@ whole link, so a link ends with each of them; one that keeps ending is given up.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -74,6 +73,7 @@ class LinkNeeds(NamedTuple):
     tell: Callable[[VanEvent], None]
     wake: Callable[[], None]
     hosts: Mapping[str, HostAddresses]
+    warn: Callable[[str], None]
 
 
 class Dealer:
@@ -218,8 +218,6 @@ MAX_SHORT = 3
 """When this many in a row have ended so soon while the first one stayed, something on the way does
 not allow them."""
 
-_logger = logging.getLogger(__name__)
-
 
 class Further:
     """Those that are there, and the one that is being opened.
@@ -274,8 +272,8 @@ class Further:
                 self._read,
                 self._read_monitor,
             )
-        except ConfigError as error:  # no more open files
-            self._try_later(str(error))
+        except ConfigError:  # no more open files
+            self.due_at = time.monotonic() + RETRY_S
         else:
             self.dealers.append(dealer)
 
@@ -312,7 +310,7 @@ class Further:
         else:
             self.dealers.remove(dealer)
             dealer.close(linger_ms=0)
-            self._try_later("the other end does not answer")
+            self.due_at = time.monotonic() + RETRY_S
 
     def _count(self) -> None:
         """Notice when further connections end while the first one stays."""
@@ -323,9 +321,7 @@ class Further:
         self._num_short = self._num_short + 1 if is_short else 0
         if self._num_short >= MAX_SHORT and self._wanted:
             self._wanted = 0
-            text = "further connections to %r end at once: there will be none (PS_CONNECTIONS)"
-            _logger.warning(text, self._peer)
-
-    def _try_later(self, reason: str) -> None:
-        _logger.info("no further connection to %r yet: %s", self._peer, reason)
-        self.due_at = time.monotonic() + RETRY_S
+            self._needs.warn(
+                f"further connections to {self._peer!r} end at once: there will be none "
+                "(PS_CONNECTIONS)"
+            )

@@ -11,7 +11,6 @@ with each of them. Runs on the owner's thread. Read next: ``van.py``.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 
@@ -36,8 +35,6 @@ DENIED_AFTER_S = 5.0
 """Somebody who listens, and ends each handshake at once, is taken at his word after this time.
 A gate that waits for its own server to come up does the same for a moment."""
 LARGE_FRAME_BYTES = zmq.COPY_THRESHOLD
-
-_logger = logging.getLogger(__name__)
 
 
 class Attempts:
@@ -116,7 +113,6 @@ class Link:
         if self._place.known is None:
             self._awaits_name = self._place.is_looking
             if not self._awaits_name:
-                _logger.info("no address yet for %r: %s", self._peer, self._place.problem)
                 self._retry()
             return
         endpoint = self._place.known.endpoint(self._address[1], self._attempt)
@@ -179,7 +175,7 @@ class Link:
         try:
             self.open()
         except ConfigError as error:  # no more open files at this moment
-            _logger.warning("no connection to %s of %r: %s", self._where, self._peer, error)
+            self._needs.warn(f"no connection to {self._where} of {self._peer!r}: {error}")
             self._retry()
 
     def _has_last_words(self, now: float) -> bool:
@@ -248,7 +244,7 @@ class Link:
         is_empty = dealer.read(events, limit)
         self._is_heard = self._is_heard or len(events) > before
         if is_empty is None:
-            _logger.warning("%r sent a message over the limits", self._peer)
+            self._needs.warn(f"{self._peer!r} sent a message over the limits")
             self._due_at = 0.0
         return is_empty is True
 
@@ -284,8 +280,10 @@ class Link:
         """Return whether the other end proves that it is the peer, before it is told anything."""
         is_peer = dealer.prove(proofs)
         if is_peer is False:
-            text = "the listener at %s does not prove that it is %r; nothing is sent to it"
-            _logger.warning(text, self._where, self._peer)
+            self._needs.warn(
+                f"the listener at {self._where} does not prove that it is {self._peer!r}; "
+                "nothing is sent to it"
+            )
             self._due_at = 0.0
         elif is_peer and dealer is self._dealer:
             self._begin(dealer, events)

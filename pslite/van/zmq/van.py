@@ -30,7 +30,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
@@ -123,6 +123,7 @@ class ZmqVan(Van):
         stranger_bytes: what connections may fill together before they have said a word.
         mechanism: what both ends of a connection must know, the same on all nodes. Without it
             the van listens at, and connects to, loopback addresses only.
+        warn: takes lines about connections that fail, for people.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class ZmqVan(Van):
         linger_s: float = 1.0,
         max_message_bytes: int = 1 << 30,
         stranger_bytes: int = 64 << 20,
+        warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.uid = check_uid(uid)
         self._max_message_bytes = max_message_bytes
@@ -195,6 +197,7 @@ class ZmqVan(Van):
             self._news.append,
             self.wake,
             hosts or {},
+            warn,
         )
         self._closed = False
 

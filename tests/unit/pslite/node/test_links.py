@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from pslite.errors import PSError
+from pslite.memory.heap import Heap
+from pslite.memory.sharing import Sharing
 from pslite.node.links import MAX_STRANGERS, TELL_AFTER_S, TELL_BYTES, Delivery, Links
 from pslite.van.base import Buffer, Received, Van, VanEvent
 from pslite.wire.codec import VERSION, Envelope, decode, encode, pack_value
@@ -57,6 +59,7 @@ class Node:
         self.traced: list[tuple[str, str, Message]] = []
         self.links = Links(
             self.wire,
+            Sharing(Heap(shared=False)),
             job=job,
             incarnation=incarnation,
             resend_timeout_s=1.0,
@@ -442,6 +445,7 @@ def test_what_is_objected_to_is_neither_delivered_nor_accepted_and_may_come_agai
     bob = Node("bob", 202)
     bob.links = Links(
         bob.wire,
+        Sharing(Heap(shared=False)),
         job="job",
         incarnation=202,
         resend_timeout_s=1.0,
