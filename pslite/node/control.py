@@ -108,7 +108,7 @@ class NodeControl(abc.ABC):
     def _gone(self, gone: Gone, *, is_news: bool) -> None:
         """Act on the loss or the goodbye of a node; ``is_news`` of a loss that comes first."""
 
-    def say_goodbye(self, now: float) -> None:
+    def say_goodbye(self) -> None:
         for node in self._office.membership.neighbours():
             self._office.send(node.node_id, Leave())
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from pslite.errors import RemoteError, UsageError, describe, lost_node, rebuild
 from pslite.future import Future
-from pslite.wire.codec import MAX_HEADER_BYTES
 from pslite.wire.messages import Request, Response
 
 SendTo = Callable[[int, Request | Response, Sequence[Any]], None]
@@ -26,8 +25,6 @@ _MAX_EARLY = 4096
 _MAX_EARLY_BYTES = 256 << 20
 #: How often requests are looked at that wait for an app which never comes.
 _LOOK_INTERVAL_S = 1.0
-#: The rest of a header frame is small (``wire/codec.py``).
-_MAX_BODY_BYTES = MAX_HEADER_BYTES - 65_536
 
 
 @dataclass(slots=True)
@@ -231,10 +228,6 @@ class Customers:
         request_id = self.pending.open(nodes, future)
         message = Request(app, customer, request_id, head, body)
         try:
-            if len(body) > _MAX_BODY_BYTES:
-                raise UsageError(
-                    f"the body has {len(body)} bytes; the limit is {_MAX_BODY_BYTES}: use frames"
-                )
             for node in nodes:
                 self._send(node, message, frames.get(node, ()))
         except Exception as error:

@@ -154,8 +154,7 @@ class FailureDetector:
         self._connected.discard(peer)
         if self._has_done(peer):
             self._ended_after_goodbye(peer)
-        if self._office.control is not None:
-            self._office.control.disconnected(peer)
+        self._office.control.disconnected(peer)
         self._liveness.disconnected(peer, now)
         self._suspect_at = now
         self._look_at_headway(peer, now, moved_bytes)
@@ -252,7 +251,7 @@ class FailureDetector:
         node = office.membership.node_ids.get(lost.peer)
         if node is not None and office.membership.is_leaving(node):
             self._ended_after_goodbye(lost.peer)
-        elif office.control is not None:
+        else:
             trouble = office.van.trouble(lost.peer)
             reason = f"{lost.reason}: {trouble}" if trouble else lost.reason
             office.control.lost(lost.peer, reason, now)

@@ -80,7 +80,10 @@ class MemberControl(NodeControl):
         elif delivery.peer != SCHEDULER:
             return
         elif isinstance(message, Roster):
-            self._join(message, now)
+            try:
+                self._complete(message, now)
+            except ConfigError as error:  # this machine's limit, and not a message that is wrong
+                self._office.fail(error)
         elif isinstance(message, Waiting):
             self._still_waiting(message, now)
         elif isinstance(message, Refused):
@@ -97,12 +100,6 @@ class MemberControl(NodeControl):
                 self._office.reporter.progress.deadlocked(message.error)
         elif isinstance(message, StatusQuestion) and self._office.info is not None:
             self._office.send(SCHEDULER_ID, self._office.reporter.answer(message.question, now))
-
-    def _join(self, message: Roster, now: float) -> None:
-        try:
-            self._complete(message, now)
-        except ConfigError as error:  # this machine's limit, and not a message that is wrong
-            self._office.fail(error)
 
     def _complete(self, message: Roster, now: float) -> None:
         office = self._office
@@ -332,10 +329,10 @@ class MemberControl(NodeControl):
 
     # -- the end -----------------------------------------------------------------------
 
-    def say_goodbye(self, now: float) -> None:
+    def say_goodbye(self) -> None:
         self._leaving = True
         self._warn_at = math.inf
-        super().say_goodbye(now)
+        super().say_goodbye()
 
     def fail(self, error: BaseException) -> None:
         self._stop_waiting()

@@ -37,7 +37,7 @@ class Control(Protocol):
     def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
         """This node has reached a barrier."""
 
-    def say_goodbye(self, now: float) -> None:
+    def say_goodbye(self) -> None:
         """This node has got all it wants."""
 
     def fail(self, error: BaseException) -> None:
@@ -63,7 +63,7 @@ class Office(Protocol):
     links: Links
     membership: Membership
     customers: Customers
-    control: Control | None
+    control: Control
     #: Completes once this node is not needed any more (servers, scheduler).
     finished: Future[None]
     error: BaseException | None

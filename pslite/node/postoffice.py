@@ -51,6 +51,9 @@ _STOP_S = 10.0
 class Postoffice:
     """One node of a cluster. Make it with ``pslite.start``, not by hand."""
 
+    control: Control
+    """Set by ``start.make_node``, before the node is driven."""
+
     def __init__(
         self,
         config: Config,
@@ -92,7 +95,6 @@ class Postoffice:
         self.nearby: Nearby = Nearby(self)
         self.watch = FailureDetector(self, self.traffic)
         self.reporter = Reporter(self, self.traffic)
-        self.control: Control | None = None
         #: Completes with this node's entry once the cluster is complete.
         self.ready: Future[NodeInfo] = Future("the cluster to be complete")
         #: Completes once this node is not needed any more (servers, scheduler).
@@ -230,8 +232,8 @@ class Postoffice:
         future: Future[None] = Future(f"the barrier of {group_title(group)}")
 
         def enter() -> None:
-            if self.error is not None or self.control is None:
-                future.set_error(self.error or ClosedError("the node is closed"))
+            if self.error is not None:
+                future.set_error(self.error)
                 return
             # 0 says that this node waits without end.
             limit_s = timeout_s if timeout_s is not None and 0 < timeout_s < math.inf else 0.0
@@ -285,8 +287,6 @@ class Postoffice:
         """The first thing to call on the I/O thread."""
         now = self.clock()
         self.watch.begin(now)
-        if self.control is None:
-            raise UsageError("a node needs a control")
         self.control.begin(now)
 
     def step(self, timeout_s: float | None) -> bool:
@@ -328,7 +328,7 @@ class Postoffice:
             self.errands.timers.next_due(),
             self.van.next_due(),
             self.sharing.next_due(self.clock()),
-            self.control.next_due() if self.control is not None else math.inf,
+            self.control.next_due(),
         )
 
     def _run_timers(self, now: float) -> None:
@@ -338,8 +338,7 @@ class Postoffice:
         self.errands.timers.run(now)
         if now >= self.customers.look_at:
             self.customers.run(now, self.config.rendezvous_timeout_s)
-        if self.control is not None:
-            self.control.tick(now)
+        self.control.tick(now)
 
     # -- messages ----------------------------------------------------------------------
 
@@ -363,8 +362,7 @@ class Postoffice:
             if kind is Accepted or kind is Beat:
                 return
             if kind not in FROM_MEMBERS:
-                if self.control is not None:
-                    self.control.handle(delivery, now)
+                self.control.handle(delivery, now)
             elif node is not None:
                 self._from_member(delivery, node, now)
             else:
@@ -393,8 +391,7 @@ class Postoffice:
         self.error = error
         self.traffic.fail(error)
         self.customers.fail(error)
-        if self.control is not None:
-            self.control.fail(error)
+        self.control.fail(error)
         self.ready.set_error(error)
         self.finished.set_error(error)
 

@@ -162,9 +162,9 @@ class Shutdown:
         if node.error is not None:
             self._say_last_words()
         elif self._is_over():
-            if not node.membership.has_said_goodbye and node.control is not None:
+            if not node.membership.has_said_goodbye:
                 node.membership.has_said_goodbye = True
-                node.control.say_goodbye(node.clock())
+                node.control.say_goodbye()
             # A goodbye is to be accepted, unless all peers have left: then no step would follow.
             if self._is_over():
                 self.done.set_result(None)

@@ -62,6 +62,13 @@ class _Wait:
     """When ``overdue`` first saw it."""
     reported_at: float = 0.0
 
+    def missing(self) -> list[int]:
+        return sorted(self.members - self.arrived.keys())
+
+    def report(self, group: int, round_: int, waited_s: float) -> Overdue:
+        nodes, missing = tuple(sorted(self.arrived)), tuple(self.missing())
+        return Overdue(nodes, group, round_, missing, waited_s)
+
 
 #: How many barriers a node may wait in at a time.
 MAX_OPEN = 256
@@ -123,7 +130,7 @@ class Barriers:
         releases = []
         for (group, round_), wait in list(self._open.items()):
             if min(wait.arrived.values()) <= now:
-                missing = ", ".join(self._title(node) for node in self.missing(group, round_))
+                missing = ", ".join(self._title(node) for node in wait.missing())
                 text = f"the barrier of {group_title(group)} was not reached in time by {missing}"
                 releases += self._end(group, round_, wait, DeadlineError, text)
         return releases
@@ -143,21 +150,13 @@ class Barriers:
                 wait.opened_at = wait.reported_at = now
             elif now - wait.reported_at >= report_s:
                 wait.reported_at = now
-                missing = tuple(self.missing(group, round_))
-                nodes = tuple(sorted(wait.arrived))
-                reports.append(Overdue(nodes, group, round_, missing, now - wait.opened_at))
+                reports.append(wait.report(group, round_, now - wait.opened_at))
         return reports
 
     def waits(self, now: float) -> list[Overdue]:
         """All barriers that ``overdue`` has seen open, and for how long they have been."""
         return [
-            Overdue(
-                tuple(sorted(wait.arrived)),
-                group,
-                round_,
-                tuple(self.missing(group, round_)),
-                now - wait.opened_at,
-            )
+            wait.report(group, round_, now - wait.opened_at)
             for (group, round_), wait in self._open.items()
             if wait.opened_at is not None
         ]
@@ -166,11 +165,6 @@ class Barriers:
         """Return when the first wait's time is over."""
         times = [until for wait in self._open.values() for until in wait.arrived.values()]
         return min(times, default=math.inf)
-
-    def missing(self, group: int, round_: int) -> list[int]:
-        """The members that have not reached this barrier."""
-        wait = self._open.get((group, round_))
-        return sorted(wait.members - wait.arrived.keys()) if wait else []
 
     def _end(
         self,

@@ -249,16 +249,9 @@ class Simulation:
     def finish(self, limit_s: float = 300.0) -> None:
         """Let all workers say goodbye, and wait for servers and scheduler to be finished."""
         for node in self.workers:
-            node.errands.call(self._goodbye(node))
+            node.errands.call(node.control.say_goodbye)
         ends = [node.finished for node in self.servers]
         self._until(lambda: all(end.done() for end in ends), [], self.now + limit_s)
-
-    def _goodbye(self, node: Postoffice) -> Work:
-        def say() -> None:
-            if node.control is not None:
-                node.control.say_goodbye(self.now)
-
-        return say
 
     def _until(self, over: Callable[[], bool], tasks: list[_Task], limit_s: float) -> None:
         steps_before = self.steps

@@ -243,7 +243,10 @@ def encode(envelope: Envelope) -> bytes:
     header.extend(layout.fields(envelope.message))
     packed: bytes = msgpack.packb(header)
     if len(packed) > MAX_HEADER_BYTES:
-        raise UsageError(f"the header has {len(packed)} bytes; the limit is {MAX_HEADER_BYTES}")
+        raise UsageError(
+            f"the header has {len(packed)} bytes; the limit is {MAX_HEADER_BYTES}: send what is "
+            "large as frames"
+        )
     return packed
 
 

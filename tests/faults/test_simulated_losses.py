@@ -177,7 +177,7 @@ def test_a_worker_that_leaves_early_is_named_where_its_pushes_are_missed() -> No
         store = create_dist("dist_sync", "dist_sync", node=node)
         yield store.init_async("w", np.zeros(3))
         yield store.push_async("w", np.ones(3))
-        node.call(lambda: node.control and node.control.say_goodbye(simulation.now))
+        node.call(node.control.say_goodbye)
 
     def stays(node: Postoffice) -> Generator[Any, Any, None]:
         yield node.ready
@@ -238,7 +238,7 @@ def test_in_asynchronous_mode_the_others_go_on_when_a_worker_leaves() -> None:
             yield store.pull_async("w", out)
             yield 0.05
         if node.rank == 2:
-            node.call(lambda: node.control and node.control.say_goodbye(simulation.now))
+            node.call(node.control.say_goodbye)
             return
         yield 5.0
         yield store.pull_async("w", out)

@@ -147,7 +147,6 @@ def test_open_barriers_of_one_member_are_bounded_and_it_is_told(cluster: InprocC
 
 def test_a_member_that_enters_barriers_out_of_turn_is_bounded_too(cluster: InprocCluster) -> None:
     liar = cluster.workers[0]
-    assert cluster.scheduler.control is not None
     barriers = cluster.scheduler.control._barriers  # type: ignore[attr-defined]
     for number in range(1, 3 * MAX_OPEN):
         tell(liar, [SCHEDULER_ID], BarrierEnter(WORKER_GROUP, 10 * number, 0.0))

@@ -13,8 +13,8 @@ MOST = 14
 #: Class -> how many attributes it has, and why. The numbers may only become smaller.
 WIDE = {
     "FeedForward": (16, "MXNet's class, whose attributes scripts read"),
-    "Postoffice": (25, "holds every part of a node, each of which gets an Office"),
-    "Links": (18, "four counters that tests and reports read, and five settings"),
+    "Postoffice": (24, "holds every part of a node, each of which gets an Office"),
+    "Links": (17, "three counters that tests and reports read, and five settings"),
     "Transfer": (16, "one request of a worker, made for each push and pull: no second object"),
     "Simulation": (19, "a whole cluster with its clock, faults and scripts"),
     "Link": (21, "the state of one connection, from its first attempt to its end"),

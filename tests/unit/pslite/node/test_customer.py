@@ -10,7 +10,7 @@ import pytest
 from pslite.errors import ClosedError, NodeLostError, RemoteError, UsageError
 from pslite.future import Future
 from pslite.node.customer import Customers, Incoming, Reply
-from pslite.wire.codec import MAX_HEADER_BYTES, Envelope, decode, encode
+from pslite.wire.codec import Envelope, decode, encode
 from pslite.wire.messages import Request, Response
 
 ECHO = 7
@@ -68,15 +68,6 @@ def test_every_asked_node_answers_with_body_and_frames() -> None:
     future = net.ask(9, 8, 10)
     net.settle()
     assert future.result(0) == {8: Reply(b"body!", [b"frame"]), 10: Reply(b"body!", [b"frame"])}
-
-
-def test_a_body_that_no_header_holds_is_refused_before_anything_is_sent() -> None:
-    net = Net(9, 8)
-    future: Future[dict[int, Reply]] = Future()
-    net.nodes[9].ask([8], ECHO, 0, 1, bytes(MAX_HEADER_BYTES), {}, future)
-    with pytest.raises(UsageError, match=r"the body has \d+ bytes; the limit is \d+: use frames"):
-        future.result(0)
-    assert net.sent == []
 
 
 def test_the_handler_sees_who_asks_and_what() -> None:
