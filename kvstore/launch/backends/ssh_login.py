@@ -34,7 +34,11 @@ _OPTIONS = (
 
 # ssh's options by getopt's rules; in the first string those that take a value.
 _WITH_VALUE = "BDEFIJLOPQRSWbceilmopw"
-_NOT_FOR_JOBS = "GNOQVWfnst"
+_NOT_FOR_JOBS = frozenset("GNOQVWfnst")
+_OPTION_WORD = re.compile(
+    rf"-(?!-?\Z)(?P<letters>[^{_WITH_VALUE}]*(?P<option>[{_WITH_VALUE}]?))(?P<value>.*)\Z",
+    re.DOTALL,
+)
 
 _BARE = re.compile(r"[A-Za-z0-9_@+:,./-]+\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -71,26 +75,25 @@ def ssh_options(host: Host, launcher_args: Sequence[str]) -> list[str]:
 
 def check_launcher_args(words: Sequence[str]) -> None:
     """Refuse what ssh would take for the host, and options that leave us without a command."""
-    position = 0
-    while position < len(words):
-        word = words[position]
-        if len(word) < 2 or not word.startswith("-") or word == "--":
+    rest = iter(words)
+    for word in rest:
+        found = _OPTION_WORD.match(word)
+        if found is None:
             raise LaunchError(
                 f"--launcher-args takes only options of ssh, and '{word}' is not one: "
                 "ssh would take it for the host"
             )
-        position += 1
-        for index, letter in enumerate(word[1:], start=2):
+        for letter in found["letters"]:
             if letter in _NOT_FOR_JOBS:
                 raise LaunchError(
                     f"--launcher-args cannot hold ssh's -{letter}: the launcher needs the "
                     "remote command's input and output; leave it out"
                 )
-            if letter in _WITH_VALUE:
-                if index == len(word):
-                    _check_value(word, words[position:])
-                    position += 1
-                break
+        if found["option"] and not found["value"] and next(rest, None) is None:
+            raise LaunchError(
+                f"--launcher-args ends with {word}, which needs a value: add it, as in "
+                "--launcher-args='-F my_config'"
+            )
 
 
 def shell_line(words: Sequence[str]) -> str:
@@ -156,14 +159,6 @@ def login(host: Host, launcher_args: Sequence[str] = ()) -> str:
     is_told = host.user is None or launcher_args
     words.append(host.name if is_told else f"{host.user}@{host.name}")
     return shlex.join(words)
-
-
-def _check_value(option: str, rest: Sequence[str]) -> None:
-    if not rest:
-        raise LaunchError(
-            f"--launcher-args ends with {option}, which needs a value: add it, as in "
-            "--launcher-args='-F my_config'"
-        )
 
 
 def _quoted(word: str) -> str:

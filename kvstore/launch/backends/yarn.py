@@ -65,8 +65,7 @@ _FRAME = re.compile(r"\s*(?:at [\w.$/<>]+\(|\.\.\. \d+ more)")  # of a Java stac
 _GRUMBLE = re.compile(r"(?:SLF4J|WARNING|log4j|Picked up \w+): |OpenJDK ")  # not of the application
 _SUBMITTED = re.compile(r"Submitted application (application_\d+_\d+)")
 _RETRYING = re.compile(r"Retrying connect to server: (\S+)\. Already")
-_DIAGNOSTICS = re.compile(r"appDiagnostics=(.*)")
-_AFTER_DIAGNOSTICS = ", appMasterHost="
+_BEGINS, _ENDS = "appDiagnostics=", ", appMasterHost="  # around what may have several lines
 _STATE = re.compile(r"yarnAppState=(\w+)")
 _DATE = re.compile(r"\A\[[^\]]*\d{4}\]\s*")
 _DETAILS = re.compile(r"\s*Details :.*", re.S)
@@ -127,7 +126,7 @@ class YarnApplication(Cluster):
         self.diagnostics = ""
         self._unreachable = ""
         self._is_submitting = False
-        self._open: list[str] | None = None  # a diagnosis of several lines
+        self._message = ""  # the last one; diagnostics may have several lines
 
     def submit(self, directory: Path) -> list[str]:
         return ["sh", str(directory / _SUBMIT_NAME), str(directory / _SCRIPT_NAME)]
@@ -143,15 +142,14 @@ class YarnApplication(Cluster):
     def is_news(self, line: str) -> bool:
         """Take in what the client has said, and return whether people should see it."""
         logged = _LOGGED.match(line)
-        if self._open is not None and logged is None:
-            self._go_on(line)
-            return False
-        self._open = None
-        if logged is None:
+        if logged is not None:
+            self._message = logged[2]
+        elif _BEGINS in self._message and _ENDS not in self._message:
+            self._message += f"\n{line}"
+        else:
             return not _FRAME.match(line) and not _GRUMBLE.match(line)
-        level, text = logged.groups()
-        self._take_in(text)
-        return level not in _QUIET
+        self._take_in(self._message)
+        return logged is not None and logged[1] not in _QUIET
 
     def is_submitting(self) -> bool:
         return self._is_submitting and not self.application
@@ -180,30 +178,18 @@ class YarnApplication(Cluster):
     def _logs(self) -> str:
         return f"'yarn logs -applicationId {self.application}'"
 
-    def _take_in(self, text: str) -> None:
-        retrying = _RETRYING.search(text)
+    def _take_in(self, message: str) -> None:
+        retrying = _RETRYING.search(message)
         self._unreachable = "" if retrying is None else retrying[1]
-        if text.startswith("Submitting application to ASM"):
+        if message.startswith("Submitting application to ASM"):
             self._is_submitting = True
-        if submitted := _SUBMITTED.search(text):
+        if submitted := _SUBMITTED.search(message):
             self.application = submitted[1]
-        self._take_state(text)
-        if diagnosed := _DIAGNOSTICS.search(text):
-            self._open = []
-            self._go_on(diagnosed[1])
-
-    def _take_state(self, text: str) -> None:
-        if found := _STATE.search(text):
-            self.app_state = found[1]
-
-    def _go_on(self, text: str) -> None:
-        assert self._open is not None
-        before, after, rest = text.partition(_AFTER_DIAGNOSTICS)
-        self._open.append(before)
-        if after:
-            self.diagnostics = short("\n".join(self._open))
-            self._open = None
-            self._take_state(rest)
+        if state := _STATE.search(message):
+            self.app_state = state[1]
+        diagnostics, ends, _ = message.partition(_BEGINS)[2].partition(_ENDS)
+        if ends:
+            self.diagnostics = short(diagnostics)
 
 
 def short(diagnostics: str) -> str:
