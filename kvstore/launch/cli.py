@@ -17,11 +17,11 @@ from kvstore.launch.environment import available_cpu_count, checkout_root, liste
 from kvstore.launch.job.checks import check_forwarded, conclude_check, local_rows, rehearsal
 from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.job.report import say
-from kvstore.launch.job.run import Arrangement, check_plan, run_job, scheduler_address
+from kvstore.launch.job.run import Arrangement, check_plan, run_job
 from kvstore.launch.job.signals import Tie, parse
 from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
-from kvstore.launch.plan import JobFacts, brings_a_key, plan_job
+from kvstore.launch.plan import JobFacts, brings_a_key, plan_job, scheduler_address
 from kvstore.launch.service import missing_packages
 
 # Each further launcher is a module of its own with a function run(options, environ,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.launch.job.guardian import AGENT_ID_NAME
-from kvstore.launch.options import LaunchOptions
+from kvstore.launch.options import LaunchError, LaunchOptions
 
 THREAD_COUNT_NAMES = (
     "OMP_NUM_THREADS",
@@ -159,18 +159,18 @@ def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in _FOREIGN_NAMES}
 
 
-def requested_address(environ: Mapping[str, str]) -> tuple[str, int]:
+def scheduler_address(environ: Mapping[str, str]) -> tuple[str, int]:
     """Return where the user wants the scheduler: loopback and a free port (0), unless exported.
 
     Inside a worker of another job the exported address is that job's, not a wish.
-    Raises ValueError when the exported port is not a port number.
+    Raises :class:`LaunchError` when the exported port is not a port number.
     """
     if _is_within_a_job(environ):
         return "127.0.0.1", 0
-    port = int(environ.get("DMLC_PS_ROOT_PORT") or 0)
-    if not 0 <= port <= 65535:
-        raise ValueError(f"{port} is not a port number")
-    return environ.get("DMLC_PS_ROOT_URI") or "127.0.0.1", port
+    port = environ.get("DMLC_PS_ROOT_PORT") or "0"
+    if not port.strip().isdecimal() or int(port) > 65535:
+        raise LaunchError(f"DMLC_PS_ROOT_PORT is not a port number: {port!r}")
+    return environ.get("DMLC_PS_ROOT_URI") or "127.0.0.1", int(port)
 
 
 def brings_a_key(options: LaunchOptions, environ: Mapping[str, str]) -> bool:

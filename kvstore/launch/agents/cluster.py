@@ -24,9 +24,8 @@ from kvstore.launch.agents.ticket import PROGRAM_NAME, AgentTicket
 from kvstore.launch.environment import network_id
 from kvstore.launch.job.checks import CheckResult
 from kvstore.launch.job.report import say
-from kvstore.launch.job.run import scheduler_address
 from kvstore.launch.options import OF_ONE_MACHINE, LaunchError, LaunchOptions
-from kvstore.launch.plan import THREAD_COUNT_NAMES
+from kvstore.launch.plan import THREAD_COUNT_NAMES, scheduler_address
 from pslite.errors import ConfigError
 from pslite.node.address import interface_address
 

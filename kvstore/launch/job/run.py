@@ -35,7 +35,6 @@ from kvstore.launch.plan import (
     base_environment,
     brings_a_key,
     plan_job,
-    requested_address,
 )
 
 
@@ -120,17 +119,6 @@ def checking(environ: Mapping[str, str], timing: Timing) -> Iterator[Supervisor]
         Supervisor(secrets.token_hex(8), environ, Path(logs), timing) as supervisor,
     ):
         yield supervisor
-
-
-def scheduler_address(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return what the user has exported, else loopback and port 0. Raises :class:`LaunchError`."""
-    try:
-        return requested_address(environ)
-    except ValueError as error:
-        raise LaunchError(
-            f"DMLC_PS_ROOT_PORT is not a port number: {environ['DMLC_PS_ROOT_PORT']!r}",
-            exit_code=2,
-        ) from error
 
 
 def _supervise(

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvstore.launch.options import LaunchOptions
+from kvstore.launch.options import LaunchError, LaunchOptions
 from kvstore.launch.plan import (
     THREAD_COUNT_NAMES,
     JobFacts,
@@ -14,7 +14,7 @@ from kvstore.launch.plan import (
     base_environment,
     brings_a_key,
     plan_job,
-    requested_address,
+    scheduler_address,
 )
 
 FACTS = JobFacts(
@@ -132,11 +132,11 @@ def test_a_checkout_comes_first_for_services_and_last_for_workers() -> None:
 
 
 def test_the_scheduler_listens_on_loopback_unless_the_user_exported_an_address() -> None:
-    assert requested_address({}) == ("127.0.0.1", 0)
+    assert scheduler_address({}) == ("127.0.0.1", 0)
     exported = {"DMLC_PS_ROOT_URI": "10.0.0.7", "DMLC_PS_ROOT_PORT": "9091"}
-    assert requested_address(exported) == ("10.0.0.7", 9091)
-    with pytest.raises(ValueError, match="70000"):
-        requested_address({"DMLC_PS_ROOT_PORT": "70000"})
+    assert scheduler_address(exported) == ("10.0.0.7", 9091)
+    with pytest.raises(LaunchError, match="not a port number: '70000'"):
+        scheduler_address({"DMLC_PS_ROOT_PORT": "70000"})
 
 
 def test_a_job_inside_a_job_takes_neither_its_address_nor_its_socket() -> None:
@@ -148,7 +148,7 @@ def test_a_job_inside_a_job_takes_neither_its_address_nor_its_socket() -> None:
         "PS_LISTEN_FD": "5",
         "HOME": "/h",
     }
-    assert requested_address(inside) == ("127.0.0.1", 0)
+    assert scheduler_address(inside) == ("127.0.0.1", 0)
     assert base_environment(inside).keys().isdisjoint({"PS_LISTEN_FD", "DMLC_RANK"})
     assert base_environment(inside)["HOME"] == "/h"
 
