@@ -122,7 +122,7 @@ class Carrier(Place):
         notes: list[Event] = []
         for line in lines:
             if GREETING in line:
-                self._refuse(line)
+                self._fail(refusal(line))  # the first reason counts
                 continue
             text = line.decode(errors="replace").rstrip()
             if not text.strip(" -="):
@@ -200,10 +200,6 @@ class Carrier(Place):
         self._process.wait()
         for stream in self._streams:
             stream.close()
-
-    def _refuse(self, line: bytes) -> None:
-        """One that would have become an agent says why it cannot; the first reason counts."""
-        self._fail(refusal(line))
 
     def _fail(self, reason: str) -> None:
         if self._failure is None and not self._has_begun:

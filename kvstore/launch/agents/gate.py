@@ -18,14 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvstore.launch.agents.join_answer import (
-    HELLO,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    TO_LAUNCHER,
-    Handshake,
-)
-from kvstore.launch.agents.wire import GREET, TO_AGENT, AgentLink, LinkLost, Seal
+from kvstore.launch.agents.join_answer import HELLO, NONCE_BYTES, PROOF_BYTES, Handshake
+from kvstore.launch.agents.wire import GREET, AgentLink, LinkLost
 from kvstore.launch.job.places import Event, Note, Place, unwatch, watch
 from kvstore.launch.plan import ProcessSpec
 
@@ -190,6 +184,6 @@ class _Visitor:
         if not hmac.compare_digest(self._said[NONCE_BYTES:], handshake.agent_proof()):
             raise LinkLost("it does not know the job's key")
         self._socket.send(handshake.launcher_proof())
-        seals = Seal(handshake.derived(TO_LAUNCHER)), Seal(handshake.derived(TO_AGENT))
+        seals = handshake.seal_to_launcher(), handshake.seal_to_agent()
         write_fd = os.dup(self._socket.fileno())  # may fail, and then all is as it was
         self._link = AgentLink(self._socket.detach(), write_fd, time.monotonic(), seals=seals)

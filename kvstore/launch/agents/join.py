@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvstore.launch.agents.agent import Agent, machine
-from kvstore.launch.agents.join_answer import TO_LAUNCHER, Handshake, WrongLauncher, shake_hands
+from kvstore.launch.agents.join_answer import Handshake, WrongLauncher, shake_hands
 from kvstore.launch.agents.ticket import TICKET_NAME, AgentTicket
-from kvstore.launch.agents.wire import GREET, GREETING, TO_AGENT, AgentLink, Seal
+from kvstore.launch.agents.wire import GREET, GREETING, AgentLink
 from kvstore.launch.job.signals import SignalPipe
 from kvstore.launch.options import OF_ONE_MACHINE
 
@@ -80,7 +80,7 @@ def enlist(ticket: AgentTicket, rank: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
-    seals = Seal(handshake.derived(TO_AGENT)), Seal(handshake.derived(TO_LAUNCHER))
+    seals = handshake.seal_to_agent(), handshake.seal_to_launcher()
     link = AgentLink(read_fd, os.dup(read_fd), time.monotonic(), seals=seals)
     link.send(GREET, {**machine(ticket.script), "rank": rank, "reached_from": address})
     with SignalPipe() as signals:

@@ -3,7 +3,7 @@
 ``python join_answer.py REASON``, with a ticket beside it, tells the launcher why there is no agent
 where this package, or a Python for it, is missing. Standard library only, for any Python from 3.6
 on, and no import of this project: its text goes to hosts that share no directory with the
-launcher, where what an agent prints is not read. So it knows by itself the one frame that it
+launcher, where what an agent prints is not read. So it packs by itself the one frame that it
 sends (``wire.py``): a greeting with an error.
 
 Both ends of a new connection first prove that they know the job's key, which never goes over it:
@@ -13,7 +13,8 @@ Both ends of a new connection first prove that they know the job's key, which ne
 3. the launcher sends its own proof.
 
 A proof is good for one connection and one side, so a recorded one is useless. After this every
-frame is sealed (``wire.py``) by a key that is derived in the same way.
+frame bears a :class:`Seal`: 16 bytes of HMAC-SHA256 over its number and content, with a key of this
+connection and direction that is derived in the same way.
 """
 
 import hashlib
@@ -28,13 +29,27 @@ from typing import Any
 HELLO = b"KVSTORE-GATE-1\n"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-TO_LAUNCHER = b"seal to the launcher"
+SEAL_BYTES = 16
 _CONNECT_S = 5.0
 _ANSWER_S = 10.0
 
 
 class WrongLauncher(Exception):
     """The launcher that answers is not the one of this job; the text says what answers."""
+
+
+class Seal:
+    """Numbers and signs the frames of one direction of one connection."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._number = 0
+
+    def next(self, content: bytes) -> bytes:
+        """The seal of the next frame."""
+        numbered = struct.pack(">Q", self._number) + content
+        self._number += 1
+        return hmac.new(self._key, numbered, hashlib.sha256).digest()[:SEAL_BYTES]
 
 
 class Handshake:
@@ -45,12 +60,18 @@ class Handshake:
         self._nonces = launcher_nonce + agent_nonce
 
     def agent_proof(self) -> bytes:
-        return self.derived(b"agent's proof")
+        return self._derived(b"agent's proof")
 
     def launcher_proof(self) -> bytes:
-        return self.derived(b"launcher's proof")
+        return self._derived(b"launcher's proof")
 
-    def derived(self, purpose: bytes) -> bytes:
+    def seal_to_agent(self) -> Seal:
+        return Seal(self._derived(b"seal to the agent"))
+
+    def seal_to_launcher(self) -> Seal:
+        return Seal(self._derived(b"seal to the launcher"))
+
+    def _derived(self, purpose: bytes) -> bytes:
         content = HELLO + purpose + b"\0" + self._nonces
         return hmac.new(self._key, content, hashlib.sha256).digest()
 
@@ -82,11 +103,9 @@ def join_answer(ticket: Any, reason: str) -> bool:
         try:
             with socket.create_connection((address, ticket["port"]), _CONNECT_S) as connected:
                 connected.settimeout(_ANSWER_S)
-                handshake = shake_hands(connected, ticket["key"])
                 content = greeting(socket.gethostname(), reason)
-                seal_key = handshake.derived(TO_LAUNCHER)
-                seal = hmac.new(seal_key, bytes(8) + content, hashlib.sha256).digest()[:16]
-                connected.sendall(struct.pack(">I", 16 + len(content)) + seal + content)
+                seal = shake_hands(connected, ticket["key"]).seal_to_launcher().next(content)
+                connected.sendall(struct.pack(">I", len(seal + content)) + seal + content)
                 connected.recv(1)  # the launcher closes when it has read it
                 return True
         except (OSError, WrongLauncher):

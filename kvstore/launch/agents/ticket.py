@@ -25,6 +25,9 @@ DIRECTORY_NAME = SHARED_NAME
 _REMEDY = "begin in one that all hosts share"
 TICKET_NAME = "ticket.json"
 PROGRAM_NAME = "agent.py"
+_ADVICE = (
+    f"set {DIRECTORY_NAME} to a directory that all hosts of the job share and you can write to"
+)
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,7 @@ def job_directory(environ: Mapping[str, str]) -> Path:
     """
     parent = os.path.expanduser(environ.get(DIRECTORY_NAME) or SHARED)
     if parent.startswith("~"):
-        raise LaunchError(
-            f"there is no home directory for {parent}: set {DIRECTORY_NAME} to a directory that "
-            "all hosts of the job share and you can write to",
-            exit_code=1,
-        )
+        raise LaunchError(f"there is no home directory for {parent}: {_ADVICE}", exit_code=1)
     return Path(parent).absolute() / secrets.token_hex(8)
 
 
@@ -90,9 +89,7 @@ def write_ticket(
             _write(directory / name, text)
     except OSError as error:
         raise LaunchError(
-            f"cannot make {directory}: {error.strerror}; set {DIRECTORY_NAME} to a directory that "
-            "all hosts of the job share and you can write to",
-            exit_code=1,
+            f"cannot make {directory}: {error.strerror}; {_ADVICE}", exit_code=1
         ) from error
 
 

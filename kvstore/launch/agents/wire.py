@@ -4,10 +4,9 @@ A message is a list whose first item names its kind; a frame is its length (4 by
 and its MessagePack. The launcher commands (the constants below), an agent tells what it sees: the
 events of ``launch/job/places.py``, by the names of their classes. Over a pipe of ssh an agent's
 frames begin after a line that greets, before which a login shell may have printed. Over a plain
-socket both ends have shaken hands (``join_answer.py``) and every frame is sealed: 16 bytes of
-HMAC-SHA256, with a key of this connection and direction, over the frame's number and content.
-Frames can be read on the way, as with ``srun`` and ``mpirun``, but not changed, added, repeated or
-left out.
+socket both ends have shaken hands (``join_answer.py``), and every frame begins with a seal: frames
+can be read on the way, as with ``srun`` and ``mpirun``, but not changed, added, repeated or left
+out.
 
 ``AgentLink`` is one end. It never blocks: :attr:`AgentLink.waiting` tells whether anything is still
 to be written. Both ends send a sign of life every few seconds; an end that is silent for
@@ -17,7 +16,6 @@ to be written. Both ends send a sign of life every few seconds; an end that is s
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import os
@@ -31,6 +29,7 @@ from typing import Any
 
 import msgpack
 
+from kvstore.launch.agents.join_answer import SEAL_BYTES, Seal
 from kvstore.launch.job.places import (
     CannotStart,
     Ended,
@@ -57,16 +56,12 @@ GREETING = b"KVSTORE-AGENT "
 # From both.
 ALIVE = "alive"  # [ALIVE]: every ALIVE_S seconds
 
-TO_AGENT = b"seal to the agent"
-"""What the seal's key is derived for; join_answer.TO_LAUNCHER is the other direction's."""
 ALIVE_S = 5.0
 SILENT_S = 60.0  # after so long without a word the other end is taken for lost
 CREDIT_BYTES = 1 << 20
 
 _EVENTS = {one.__name__: one for one in (Started, Output, Ended, CannotStart, Note, Finished)}
 _HEADER = struct.Struct(">I")
-_NUMBER = struct.Struct(">Q")
-_SEAL_BYTES = 16
 _READ_BYTES = 256 * 1024
 _LONGEST_BYTES = 64 << 20  # a START with a large environment; lines are cut at 64 KiB
 _LONGEST_HEAD = 1 << 20  # all that a login shell may print before the greeting
@@ -76,20 +71,6 @@ Message = list[Any]
 
 class LinkLost(Exception):
     """The other end is gone, or was never one of ours; the text says how that was seen."""
-
-
-class Seal:
-    """Numbers and signs the frames of one direction of one connection."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._number = 0
-
-    def next(self, content: bytes) -> bytes:
-        """The seal of the next frame."""
-        found = hmac.new(self._key, _NUMBER.pack(self._number) + content, hashlib.sha256)
-        self._number += 1
-        return found.digest()[:_SEAL_BYTES]
 
 
 def frame(message: Sequence[Any], seal: Seal | None = None) -> bytes:
@@ -144,7 +125,7 @@ class FrameReader:
 
     def _opened(self, content: bytes) -> Message:
         if self._seal is not None:
-            seal, content = content[:_SEAL_BYTES], content[_SEAL_BYTES:]
+            seal, content = content[:SEAL_BYTES], content[SEAL_BYTES:]
             if not hmac.compare_digest(seal, self._seal.next(content)):
                 raise LinkLost("a frame has a wrong seal")
         try:

@@ -36,7 +36,7 @@ class CheckResult:
 
     name: str
     found: str
-    is_good: bool
+    is_good: bool = True
 
 
 def rehearsal(specs: Sequence[ProcessSpec], directory: str) -> str:
@@ -80,31 +80,31 @@ def local_rows(
     program = shutil.which(worker.argv[0], path=path)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return [
-        CheckResult("python", f"{sys.version.split()[0]} ({sys.executable})", True),
-        CheckResult("kvstore", __version__, True),
-        CheckResult("compiled kernels", kernels.why_missing() or kernels.instructions(), True),
+        CheckResult("python", f"{sys.version.split()[0]} ({sys.executable})"),
+        CheckResult("kvstore", __version__),
+        CheckResult("compiled kernels", kernels.why_missing() or kernels.instructions()),
         CheckResult(
             "worker's program", program or f"there is no program '{worker.argv[0]}'", bool(program)
         ),
         script_row(script_of(worker.argv)),
-        CheckResult("directory", os.getcwd(), True),
+        CheckResult("directory", os.getcwd()),
         _tried("settings", lambda: "; ".join(check_settings(environments.values())) or "readable"),
         _tried("job key", lambda: check_key(environments["scheduler"]))
         if has_key
-        else CheckResult("job key", "a new one", True),
-        CheckResult("scheduler's address", _address(worker), True),
+        else CheckResult("job key", "a new one"),
+        CheckResult("scheduler's address", _address(worker)),
         _tried("servers' address", lambda: check_interface(environments["server"])),
         _tried("workers' address", lambda: check_interface(environments["worker"])),
         _shared_memory(),
-        CheckResult("processors", f"{cores} for {len(specs)} processes", True),
-        CheckResult("GPUs", str(gpu_count()), True),
+        CheckResult("processors", f"{cores} for {len(specs)} processes"),
+        CheckResult("GPUs", str(gpu_count())),
     ]
 
 
 def script_row(script: str) -> CheckResult:
     """Return whether the workers' script is here; "" where their command names none."""
     if not script:
-        return CheckResult("worker's script", "the command names none", True)
+        return CheckResult("worker's script", "the command names none")
     is_here = os.path.exists(script)
     return CheckResult(
         "worker's script", script if is_here else f"there is no file {script}", is_here
@@ -114,7 +114,7 @@ def script_row(script: str) -> CheckResult:
 def _tried(name: str, look: Callable[[], str]) -> CheckResult:
     """Return what ``look`` returns, or the sentence of its :class:`LaunchError`."""
     try:
-        return CheckResult(name, look(), True)
+        return CheckResult(name, look())
     except LaunchError as error:
         return CheckResult(name, str(error), False)
 
@@ -126,14 +126,12 @@ def _address(worker: ProcessSpec) -> str:
 
 def _shared_memory() -> CheckResult:
     if not _SHARED_MEMORY.is_dir():
-        return CheckResult(
-            "shared memory", f"there is no {_SHARED_MEMORY}; TCP is used instead", True
-        )
+        return CheckResult("shared memory", f"there is no {_SHARED_MEMORY}; TCP is used instead")
     free = shutil.disk_usage(_SHARED_MEMORY).free
     text = f"{free / 2**20:.0f} MiB free"
     if free < _LEAST_SHARED_BYTES:
         return CheckResult("shared memory", f"{text}: too little (PS_SHM=0 does without)", False)
-    return CheckResult("shared memory", text, True)
+    return CheckResult("shared memory", text)
 
 
 def gpu_count() -> int:

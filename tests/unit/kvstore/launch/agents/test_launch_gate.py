@@ -18,7 +18,6 @@ from kvstore.launch.agents.gate import AgentListener
 from kvstore.launch.agents.join_answer import (
     HELLO,
     NONCE_BYTES,
-    TO_LAUNCHER,
     Handshake,
     join_answer,
 )
@@ -29,7 +28,7 @@ from kvstore.launch.agents.ticket import (
     job_directory,
     write_ticket,
 )
-from kvstore.launch.agents.wire import GREET, TO_AGENT, AgentLink, Seal, frame
+from kvstore.launch.agents.wire import GREET, AgentLink, frame
 from kvstore.launch.options import LaunchError
 
 KEY = "a-key-of-one-job"
@@ -108,7 +107,7 @@ def agreed(door: Door, visitor: socket.socket, key: str = KEY) -> Handshake:
 
 def agents_link(handshake: Handshake, visitor: socket.socket) -> AgentLink:
     fd = visitor.detach()
-    seals = Seal(handshake.derived(TO_AGENT)), Seal(handshake.derived(TO_LAUNCHER))
+    seals = handshake.seal_to_agent(), handshake.seal_to_launcher()
     return AgentLink(fd, fd, 0.0, seals=seals)
 
 
@@ -253,7 +252,7 @@ def test_who_says_more_than_a_greeting_is_closed(door: Door) -> None:
     with door.visit() as visitor:
         handshake = agreed(door, visitor)
         received(visitor, 32)
-        seal = Seal(handshake.derived(TO_LAUNCHER))
+        seal = handshake.seal_to_launcher()
         visitor.sendall(frame([GREET, {"rank": 0}], seal) + frame(["Note", "hello"], seal))
         door.turn()
         assert is_closed(visitor)
@@ -280,8 +279,8 @@ def test_proofs_and_seals_are_of_one_connection_and_one_side() -> None:
     ]
     found = [one.agent_proof() for one in connections]
     found += [one.launcher_proof() for one in connections]
-    found += [one.derived(TO_AGENT) for one in connections]
-    found += [one.derived(TO_LAUNCHER) for one in connections]
+    found += [one.seal_to_agent().next(b"") for one in connections]
+    found += [one.seal_to_launcher().next(b"") for one in connections]
     assert len(set(found)) == len(found)
 
 

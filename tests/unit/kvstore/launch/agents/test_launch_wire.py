@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstore.launch.agents.join_answer import Seal
 from kvstore.launch.agents.wire import (
     ALIVE_S,
     GREET,
@@ -16,7 +17,6 @@ from kvstore.launch.agents.wire import (
     AgentLink,
     FrameReader,
     LinkLost,
-    Seal,
     event_of,
     frame,
 )
