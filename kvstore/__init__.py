@@ -38,8 +38,8 @@ if TYPE_CHECKING:  # what is imported on first use, for type checkers and editor
     from kvstore.arrays.context import gpu as gpu
     from kvstore.arrays.context import num_gpus as num_gpus
     from kvstore.kvstore import create as create
+    from kvstore.launch.run import LocalCluster as LocalCluster
     from kvstore.launch.run import run as run
-    from kvstore.launch.run.cluster import LocalCluster as LocalCluster
     from kvstore.mxnet import callback as callback
     from kvstore.mxnet import gluon as gluon
     from kvstore.mxnet import io as io
@@ -90,7 +90,7 @@ _MEMBERS = {
     "Context": "kvstore.arrays.context",
     "KVStore": "kvstore.stores.base",
     "KVStoreBase": "kvstore.stores.base",
-    "LocalCluster": "kvstore.launch.run.cluster",
+    "LocalCluster": "kvstore.launch.run",
     "MXNetError": "kvstore.stores.base",
     "RowSparseArray": "kvstore.sparse",
     "Table": "kvstore.stores.tables",

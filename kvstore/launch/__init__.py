@@ -10,9 +10,8 @@ launcher itself is killed. ``launch/backends/ssh.py`` and ``launch/backends/kube
 for jobs on other machines, which ``launch/agents/agent.py`` and
 ``launch/backends/kubernetes/follow.py`` serve.
 
-``launch/run/background.py``, ``launch/run/parcels.py``, ``launch/run/parcels.py`` and
-``launch/run/worker.py`` are not part of it: they are how ``kvstore.run`` uses the launcher, and
-``launch/job/signals.py`` is what it knows of that.
+``launch/run/`` is not part of it: it is how ``kvstore.run`` uses the launcher, and
+``launch/job/signals.py`` is what the launcher knows of that.
 """
 
 from __future__ import annotations

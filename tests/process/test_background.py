@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch.run.background import _START, BackgroundLauncher
-from kvstore.launch.run.parcels import LauncherOutput
+from kvstore.errors import JobFailed
+from kvstore.launch.run.background import _START, JobOptions, LauncherOutput
+from kvstore.launch.run.job import RunningJob
+from kvstore.launch.run.parcels import dump
 from pslite.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,30 +25,29 @@ pytestmark = [
 ]
 
 
-def test_a_launcher_that_is_closed_on_its_own_thread_ends_without_a_wait(tmp_path: Path) -> None:
+def test_a_job_that_is_ended_on_its_own_thread_ends_without_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As by the collection of garbage, which may happen on any thread."""
-    sleep = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(50)"]
-    options = ["-n", "1", "-s", "1", "--no-status", "--log-dir", str(tmp_path / "logs")]
-    launcher = BackgroundLauncher([*options, *sleep], {}, tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     took_s: list[float] = []
 
-    class Collected(LauncherOutput):
-        def show(self, line: str, *, is_error: bool) -> str | None:
-            if "up" in line and not took_s:
-                began_s = time.monotonic()
-                launcher.close()
-                took_s.append(time.monotonic() - began_s)
-            return super().show(line, is_error=is_error)
+    def show(self: LauncherOutput, line: str, *, is_error: bool) -> None:
+        if "up" in line and not took_s:
+            began_s = time.monotonic()
+            job.end()
+            took_s.append(time.monotonic() - began_s)
 
-    launcher.output = Collected()
-    try:
-        assert launcher.wait_for_end(40)
-    finally:
-        launcher.close()
-    assert launcher.status == 128 + 15
+    monkeypatch.setattr(LauncherOutput, "show", show)
+    job = RunningJob(JobOptions(1, 1), "once", dump((print, ("up",), {}), "print"))
+    with pytest.raises(JobFailed):
+        job.result(job.first, 40.0)
+    assert job.ending is not None
+    assert job.ending.status == 128 + 15
     assert len(took_s) == 1
     assert took_s[0] < 5
     assert not any(thread.name.startswith("kvstore-run-") for thread in threading.enumerate())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("safe_path", ["", "1"])

@@ -24,8 +24,8 @@ from kvstore.checkpoint.values import Content, SavedPiece
 from kvstore.launch.job.lifecycle import Exit
 from kvstore.launch.job.report import EndedProcess, failure_block
 from kvstore.launch.plan import ProcessSpec
-from kvstore.launch.run.checks import LauncherExit, WorkerAnswer, first_cause, value_of
-from kvstore.launch.run.parcels import read_block
+from kvstore.launch.run.background import LauncherExit, LauncherOutput, first_cause
+from kvstore.launch.run.parcels import WorkerAnswer, value_of
 from kvstore.server import install
 from kvstore.stores.dist.store import create_dist
 from pslite.errors import PSError
@@ -164,8 +164,10 @@ def killed_worker() -> None:
     lines = ["loading", "epoch 0"]
     spec = ProcessSpec("worker", 1, ("python",), {})
     ended = EndedProcess(spec, 4711, Exit(0, -9, 2.0, 1), lines)
-    report = read_block(failure_block([ended], [], "/logs", start_s=0.0).splitlines()[:-1])
-    raise first_cause([], LauncherExit(137, report))
+    output = LauncherOutput()
+    for line in failure_block([ended], [], "/logs", start_s=0.0).splitlines():
+        output.show(line, is_error=True)
+    raise first_cause({}, LauncherExit(137, output.report(without="/logs")))
 
 
 def without_cupy() -> None:
@@ -205,7 +207,7 @@ MISTAKES: dict[str, list[Callable[[], object]]] = {
     "DeadlineError": [lambda: pslite.Future("the servers' answer for 'w'").result(0.01)],
     "ClosedError": [closed],
     "JobFailed": [lambda: kvstore.run(max, workers=1, servers=1, python="/no/python")],
-    "WorkerFailed": [killed_worker, lambda: value_of(WorkerAnswer(3, {}, b"no pickle"))],
+    "WorkerFailed": [killed_worker, lambda: value_of(3, WorkerAnswer("value", b"no pickle"))],
     "UnknownTypeError": [lambda: kvstore.create("dist_snyc")],
     "KeyTypeError": [with_w(lambda kv: kv.pull(3)), with_w(lambda kv: kv.pull(1.5))],
     "UnknownKeyError": [with_w(lambda kv: kv.pull("v")), nearly_a_key],

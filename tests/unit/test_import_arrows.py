@@ -267,10 +267,10 @@ def test_nothing_is_unpickled_but_the_files_of_run() -> None:
     loaders = {name for package in CODE_LOADERS for name in importers(package)}
     assert loaders == {"kvstore.launch.run.parcels"}
     assert importers("kvstore.launch.run.parcels") == {
+        "kvstore.launch.run",
         "kvstore.launch.run.background",
-        "kvstore.launch.run.worker",
-        "kvstore.launch.run.checks",
         "kvstore.launch.run.job",
+        "kvstore.launch.run.worker",
     }
 
 

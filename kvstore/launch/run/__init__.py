@@ -1,4 +1,4 @@
-"""``kvstore.run``: a function on every worker of a job of its own, for notebooks and tests.
+"""``kvstore.run`` and ``LocalCluster``: functions on workers, for notebooks and tests.
 
 ::
 
@@ -9,27 +9,36 @@
 
     results = kvstore.run(train, args=(0.1,), workers=4, servers=2)
 
-Importing has no effect. Any thread may call. Read ``job.py`` next; ``cluster.py``
-for several calls on one job.
+    with kvstore.LocalCluster(workers=2, servers=1) as cluster:  # whose workers stay
+        cluster.run(load)
+        results = cluster.run(train, args=(0.1,))
+
+Arguments are checked here, before anything is started. Importing has no effect. Any thread may
+call. Read ``job.py`` next.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from types import TracebackType
 from typing import Any
 
-from kvstore.launch.run.checks import (
-    as_count,
-    as_environment,
-    as_launcher,
-    as_path,
-    as_seconds,
-    as_words,
-)
-from kvstore.launch.run.job import JobOptions, RunningJob, packed
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
+from kvstore.errors.hints import did_you_mean
+from kvstore.launch.options import LAUNCHERS, RESERVED_NAMES, LaunchError, check_word
+from kvstore.launch.run.background import JobOptions
+from kvstore.launch.run.job import JobCall, RunningJob, show
+from kvstore.launch.run.parcels import dump
+from pslite.errors import DeadlineError
 
-_CALL = 1
+START_S = 120.0
+
+SAY_S = 10.0
+"""After so long ``close`` says for which workers it waits."""
 
 
 def run(
@@ -76,23 +85,267 @@ def run(
     nothing of the job runs any more.
     """
     wanted = JobOptions(
-        workers=as_count("workers", workers),
-        servers=as_count("servers", servers),
-        launcher=as_launcher(launcher),
-        env=as_environment(env),
-        options=as_words(options),
-        share_dir=as_path("share_dir", share_dir),
-        log_dir=as_path("log_dir", log_dir),
-        python=as_path("python", python),
+        workers=_as_count("workers", workers),
+        servers=_as_count("servers", servers),
+        launcher=_as_launcher(launcher),
+        env=_as_environment(env),
+        options=_as_words(options),
+        share_dir=_as_path("share_dir", share_dir),
+        log_dir=_as_path("log_dir", log_dir),
+        python=_as_path("python", python),
     )
-    timeout_s = as_seconds(timeout_s)
-    body = packed(fn, args, kwargs)
-    job = RunningJob(wanted, "once")
+    limit_s = _as_seconds(timeout_s)
+    job = RunningJob(wanted, "once", _packed(fn, args, kwargs))
     try:
-        job.leave_call(_CALL, body)
-        job.start()
-        results = job.gather(_CALL, timeout_s).values()
+        results = job.result(job.first, limit_s)
         job.finish()
     finally:
         job.end()
     return results
+
+
+class LocalCluster:
+    """A scheduler, ``servers`` servers and ``workers`` workers on this machine, until closed.
+
+    All have joined when this returns, within ``timeout_s`` seconds; else ``DeadlineError`` is
+    raised and nothing of them stays. ``env``, ``options``, ``log_dir`` and ``python`` are those of
+    ``kvstore.run``. It is closed by :meth:`close`, by the end of a ``with`` block (at once, if an
+    exception leaves it), at the end of the interpreter, and when nothing refers to it any more.
+
+    An exception in a function is raised by the call. If all workers have answered, the cluster
+    continues; if some have not within 2 s, since they wait for the one that raised, or if a worker
+    or server is lost, it ends, and calls raise ``ClosedError``. Nothing is restarted.
+    """
+
+    def __init__(
+        self,
+        workers: int = 4,
+        servers: int = 2,
+        *,
+        timeout_s: float | None = START_S,
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+        log_dir: str | os.PathLike[str] | None = None,
+        python: str | os.PathLike[str] | None = None,
+    ) -> None:
+        wanted = JobOptions(
+            workers=_as_count("workers", workers),
+            servers=_as_count("servers", servers),
+            env=_as_environment(env),
+            options=_as_words(options),
+            log_dir=_as_path("log_dir", log_dir),
+            python=_as_path("python", python),
+        )
+        limit_s = _as_seconds(timeout_s)
+        self._size = wanted.workers, wanted.servers
+        # The first call does nothing: it returns when the workers have joined.
+        self._job = RunningJob(wanted, "serve", _packed(os.getpid, (), None))
+        self._end = weakref.finalize(self, self._job.end)
+        try:
+            self._job.result(self._job.first, limit_s)
+        except BaseException:
+            self._end()
+            raise
+
+    def __repr__(self) -> str:
+        state = f"{self._job.calls_under_way} calls under way"
+        if why := self._job.why_closed:
+            state = f"ended: {why}"
+        return f"<LocalCluster of {self._size[0]} workers and {self._size[1]} servers, {state}>"
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._job.refuse("an exception left its with block")
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Call ``fn`` once on each worker; return what they returned, in the order of the ranks.
+
+        ``timeout_s`` are seconds, also for the calls before it that are not over. When they are
+        over, and at a Ctrl-C, the cluster ends. Raises as ``kvstore.run`` does.
+        """
+        _as_seconds(timeout_s)
+        call = self.submit(fn, args, kwargs)
+        try:
+            return call.result(timeout_s)
+        except DeadlineError:
+            if not call.done():  # else the function has raised it
+                self._job.refuse("a call took longer than its timeout_s")
+            raise
+        except KeyboardInterrupt:
+            self._job.refuse("a call was interrupted")
+            raise
+
+    def submit(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Call:
+        """Have ``fn`` called after the calls before it, without waiting."""
+        return Call(self, self._job.submit(_packed(fn, args, kwargs)))
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for the calls that are under way, then end everything; idempotent.
+
+        ``timeout_s`` are seconds; when they are over, calls under way are ended, and a line on
+        ``sys.stderr`` says so. None waits for as long as they take, and says after some seconds
+        for whom. Errors of calls whose result was not asked for are not raised.
+        """
+        limit_s = _as_seconds(timeout_s)
+        try:
+            if limit_s == math.inf:
+                try:
+                    self._job.close(SAY_S)
+                except DeadlineError as error:
+                    show([(True, f"[launcher] closing the cluster: {error}; waiting on")])
+            self._job.close(limit_s)
+        except DeadlineError as error:
+            show([(True, f"[launcher] closing the cluster: {error}; ending the job")])
+            self._job.refuse("closing it took longer than its timeout_s")
+        except KeyboardInterrupt:
+            self._job.refuse("closing it was interrupted")
+            raise
+        if self._end.alive and self._job.ending is None:
+            self._job.finish()
+        self._end()
+
+
+class Call:
+    """A call of :meth:`LocalCluster.submit`, which may be under way."""
+
+    def __init__(self, cluster: LocalCluster, call: JobCall) -> None:
+        self._cluster = cluster  # which ends when nothing refers to it
+        self._call = call
+
+    def done(self) -> bool:
+        """Return whether :meth:`result` would return or raise at once."""
+        return self._call.is_done
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "under way"
+        if self.done() and (error := self._cluster._job.error_of(self._call)):
+            state = f"failed, {type(error).__name__}"
+        return f"<Call {self._call.number} of a LocalCluster: {state}>"
+
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        """What each worker returned, in the order of the ranks; shows what they print meanwhile.
+
+        Raises as ``kvstore.run`` does; after a ``DeadlineError`` the call continues, and this may
+        be called again.
+        """
+        return self._cluster._job.result(self._call, _as_seconds(timeout_s))
+
+
+# -- arguments ----------------------------------------------------------------------------
+
+
+def _as_count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ArgumentTypeError(f"{name} must be an int of at least 1, got {value!r}")
+    count = int(value)
+    if count < 1:
+        raise ArgumentValueError(f"{name} must be an int of at least 1, got {count}")
+    return count
+
+
+def _as_launcher(launcher: object) -> str:
+    if not isinstance(launcher, str) or launcher not in LAUNCHERS:
+        raise ArgumentValueError(
+            f"launcher must be one of {', '.join(LAUNCHERS)}; got {launcher!r}"
+            f"{did_you_mean(launcher, LAUNCHERS)}"
+        )
+    return launcher
+
+
+def _as_seconds(timeout_s: object) -> float:
+    """Return the seconds left: infinite for None, 0 for a time that has passed."""
+    if timeout_s is None:
+        return math.inf
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real):
+        raise ArgumentTypeError(
+            f"timeout_s must be a number of seconds, or None for no limit, got {timeout_s!r}"
+        )
+    seconds = float(timeout_s)
+    if math.isnan(seconds):
+        raise ArgumentValueError(f"timeout_s must be a number of seconds, got {timeout_s}")
+    return max(0.0, seconds)
+
+
+def _as_environment(env: object) -> dict[str, str]:
+    env = {} if env is None else env
+    if not isinstance(env, Mapping):
+        raise ArgumentTypeError(f"env must map names to texts, got {type(env).__name__}")
+    for name, text in env.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ArgumentTypeError(f"env must map names to texts, got {name!r}: {text!r}")
+        if name in RESERVED_NAMES:
+            raise ArgumentValueError(f"env cannot set {name}: the launcher sets it itself")
+        if not (name.isascii() and name.isidentifier()):
+            raise ArgumentValueError(f"env cannot hold {name!r}: {text!r} as a variable")
+        _check_word(f"env[{name!r}]", text)
+    return dict(env)
+
+
+def _check_word(name: str, text: str) -> None:
+    try:
+        check_word(text)
+    except LaunchError as error:
+        raise ArgumentValueError(f"{name}: {error}") from None
+
+
+def _as_words(options: object) -> tuple[str, ...]:
+    """``options``; a single text would be taken for many letters."""
+    if isinstance(options, str):
+        raise ArgumentTypeError(
+            f"options must be a sequence of texts, as in options=({options!r},)"
+        )
+    if not isinstance(options, Sequence) or not all(isinstance(word, str) for word in options):
+        raise ArgumentTypeError(f"options must be a sequence of texts, got {options!r}")
+    return tuple(options)
+
+
+def _as_path(name: str, path: object) -> str | None:
+    if path is None:
+        return None
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise ArgumentTypeError(f"{name} must be a path, got {path!r}")
+    _check_word(name, text)
+    return text
+
+
+def _packed(
+    function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any] | None
+) -> bytes:
+    """A call as bytes. Raises a ``UsageError`` where it cannot travel."""
+    if not callable(function):
+        raise ArgumentTypeError(f"fn must be a function, got {type(function).__name__}")
+    if not isinstance(args, Iterable) or isinstance(args, str | bytes | bytearray | Mapping):
+        raise ArgumentTypeError(
+            "args must be a sequence of the function's arguments, as in args=(2,); "
+            f"got {type(args).__name__}"
+        )
+    named = {} if kwargs is None else kwargs
+    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
+        raise ArgumentTypeError(
+            f"kwargs must map names to values, as in kwargs={{'rate': 0.1}}; got {kwargs!r:.60}"
+        )
+    what = f"the function {getattr(function, '__name__', type(function).__name__)}"
+    return dump((function, tuple(args), dict(named)), what)

@@ -2,36 +2,34 @@
 
 A notebook, a test or a thread cannot be the launcher, which wants the main thread and the signals
 of a process. So it gets one, in a session of its own (a Ctrl-C in the terminal reaches the caller
-only), tied to the caller by a pipe (``launch/job/signals.py``). One thread reads what it writes and
-hears the bell of the parcels; a caller that waits takes the lines and shows them on the thread that
-called, where notebooks and tests expect output. Any thread may call. Used by
-``kvstore/launch/run/job.py``.
+only), tied to the caller by a pipe (``launch/job/signals.py``).
+
+Three things of its output are not shown to people: the marks by which a worker says that it has
+answered a call, the final block about a failure (which becomes the text of an exception), and,
+once the caller ends the job, what launcher, scheduler and nodes say about that. ``worker.py``
+writes the marks, ``launch/job/report.py`` the block. Used by ``job.py``, whose thread reads.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import subprocess
 import sys
-import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from kvstore.errors import ArgumentValueError, JobFailed, WorkerFailed
 from kvstore.launch.environment import checkout_root
-from kvstore.launch.options import RESERVED_NAMES
-from kvstore.launch.run import parcels
-from kvstore.launch.run.parcels import LauncherOutput
-
-MOST_LINES = 20_000
-"""At most this many lines are kept until they are taken; then the oldest go."""
+from kvstore.launch.job.report import FAILURE_HEADING, GOES_ON, describe_status
+from kvstore.launch.options import RESERVED_NAMES, LaunchError, LaunchOptions, parse_arguments
+from kvstore.launch.run.parcels import MARK, WorkerAnswer, error_of
 
 _READ_BYTES = 64 * 1024
-_END_S = 20.0
-_KILL_S = 5.0
 # sys.argv[1] is the directory of a checkout, or empty where the package is installed. It takes
 # the place of the current directory, which is first unless PYTHONSAFEPATH is set.
 _START = (
@@ -50,8 +48,86 @@ _OF_A_JOB = RESERVED_NAMES | {
     "NUMEXPR_NUM_THREADS",
 }
 
+_MARKED = re.compile(rf"(?P<before>.*){MARK}(?P<call>\d+)\Z", re.DOTALL)
+_PREFIX = re.compile(r"\[(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?[^]]*\] ")
+# What nodes say when others end: all of scheduler and servers, and the dated lines of workers.
+_OF_THE_END = re.compile(
+    r"\[(?:scheduler|server|worker \d+[^]]*\] \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] W[\w[\]]*: )"
+)
+_PROCESS = re.compile(r"process: +(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?\b")
+_ENDED = re.compile(r"ended: +(?P<how>.*?), [0-9.]+ s after the start")
+_LOG_HEADING = re.compile(r"the last (?:line|\d+ lines) of its log:|its log is empty")
+
 Line = tuple[bool, str]
 """(is it of standard error, the line without its end)."""
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What the caller asked for, each checked by itself; see :func:`checked_command`."""
+
+    workers: int
+    servers: int
+    launcher: str = "local"
+    env: Mapping[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    share_dir: str | None = None
+    log_dir: str | None = None
+    python: str | None = None
+
+
+def checked_command(wanted: JobOptions, directory: Path, mode: str) -> list[str]:
+    """The launcher's arguments. Raises a ``UsageError`` where they make no sense."""
+    log_dir = wanted.log_dir or str(directory / "logs")
+    python = wanted.python or sys.executable
+    arguments = [
+        *("-n", str(wanted.workers), "-s", str(wanted.servers), "--launcher", wanted.launcher),
+        *("--log-dir", log_dir, "--no-status"),
+        *(part for name in wanted.env for part in ("--env", name)),
+        *(() if wanted.python is None or wanted.launcher == "local" else ("--python", python)),
+        *wanted.options,
+    ]
+    command = (python, "-m", "kvstore.launch.run.worker", str(directory), mode)
+    arguments += ["--", *command]
+    try:
+        understood: LaunchOptions | None = parse_arguments(arguments)
+    except LaunchError as error:
+        text = str(error).replace("(--help", "(kvstore-launch --help")
+        raise ArgumentValueError(text) from error
+    except SystemExit:  # of --help or --version
+        understood = None
+    if understood is None or not _is_as_wanted(wanted, understood, command):
+        raise ArgumentValueError(
+            "options are for the launcher's other options: workers, servers and launcher have "
+            f"arguments of their own, and the job must run; got {list(wanted.options)}"
+        )
+    _check_launcher(understood)
+    return arguments
+
+
+def _is_as_wanted(wanted: JobOptions, found: LaunchOptions, command: tuple[str, ...]) -> bool:
+    """Whether the further options have left alone what has arguments of its own."""
+    return (
+        found.command == command
+        and (found.num_workers, found.num_servers) == (wanted.workers, wanted.servers)
+        and found.launcher == wanted.launcher
+        and not (found.check or found.dry_run)
+    )
+
+
+def _check_launcher(understood: LaunchOptions) -> None:
+    """Whether the workers of this launcher can be handed a function."""
+    if understood.launcher == "kubernetes":
+        raise ArgumentValueError(
+            "launcher='kubernetes' cannot run a function: pods share no directory with this "
+            "process; put the function into a script and start that with kvstore-launch "
+            "--launcher kubernetes, or choose another launcher"
+        )
+    if understood.launcher == "ssh" and understood.hostfile is None:
+        raise ArgumentValueError(
+            "launcher='ssh' needs the hosts: options=('--hostfile=FILE',), with one host on each "
+            "line of FILE"
+        )
 
 
 def own_environment(environ: Mapping[str, str], additions: Mapping[str, str]) -> dict[str, str]:
@@ -62,21 +138,12 @@ def own_environment(environ: Mapping[str, str], additions: Mapping[str, str]) ->
 
 
 class BackgroundLauncher:
-    """A running launcher. ``directory`` is that of the parcels; the caller owns it.
-
-    Close it with :meth:`close`, after which nothing of the job runs.
-    """
+    """A running launcher. One thread reads until its end and closes it; any may signal."""
 
     def __init__(
         self, arguments: Sequence[str], additions: Mapping[str, str], directory: Path
     ) -> None:
-        #: Sorts what the launcher writes; read it when the launcher has ended.
         self.output = LauncherOutput()
-        self._condition = threading.Condition()
-        self._lines: deque[Line] = deque(maxlen=MOST_LINES)
-        self._serial = 0
-        self._status: int | None = None
-        self._bell = _open_bell(directory)
         held, self._tie = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -93,171 +160,184 @@ class BackgroundLauncher:
                 start_new_session=True,
             )
         except BaseException:
-            self._close_descriptors()
+            os.close(self._tie)
             raise
         finally:
             os.close(held)
-        self._thread = threading.Thread(
-            target=self._listen, name=f"kvstore-run-{self._process.pid}", daemon=True
-        )
-        self._thread.start()
+        self._selector = selectors.DefaultSelector()
+        self._rests: dict[IO[bytes], bytes] = {}
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            self._rests[pipe] = b""
+            self._selector.register(pipe, selectors.EVENT_READ)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def read(self, timeout_s: float | None) -> list[Line] | None:
+        """Wait for output, at most that long; the lines to show, or None after the last one.
 
-    @property
-    def status(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs or lines may still come."""
-        with self._condition:
-            return self._status
-
-    @property
-    def hears_the_bell(self) -> bool:
-        """Whether parcels of this machine are announced; others are to be looked for anyhow."""
-        return self._bell is not None
-
-    def news(self, after: int, timeout_s: float | None) -> tuple[int, list[Line]]:
-        """Wait for anything to happen after ``after`` (0 at first), at most ``timeout_s``.
-
-        Returns the number to give next time, and the lines that were not taken yet.
+        Both outputs are closed then, which the launcher does by ending.
         """
-        with self._condition:
-            self._condition.wait_for(
-                lambda: self._serial > after or self._status is not None, timeout_s
-            )
-            lines = list(self._lines)
-            self._lines.clear()
-            return self._serial, lines
+        if not self._rests:
+            return None
+        lines: list[Line] = []
+        for key, _ in self._selector.select(timeout_s):
+            pipe: IO[bytes] = key.fileobj  # type: ignore[assignment]
+            data = os.read(pipe.fileno(), _READ_BYTES)
+            *complete, rest = (self._rests[pipe] + data).split(b"\n")
+            self._rests[pipe] = rest
+            if not data:
+                self._selector.unregister(pipe)
+                del self._rests[pipe]
+                complete += [rest] if rest else []  # of one that was killed; else lines are whole
+            is_error = pipe is self._process.stderr
+            lines += [(is_error, line.decode(errors="replace")) for line in complete]
+        shown = [(is_error, self.output.show(line, is_error=is_error)) for is_error, line in lines]
+        return [(is_error, line) for is_error, line in shown if line is not None]
 
-    def wait_for_end(self, timeout_s: float) -> bool:
-        """Return whether it has ended within that time."""
-        with self._condition:
-            return self._condition.wait_for(lambda: self._status is not None, timeout_s)
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, unless it has ended."""
+        self._process.send_signal(number)
+
+    def close(self) -> int:
+        """After the last line: close everything; return the exit status, negative for a signal."""
+        self._selector.close()
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+        status = self._process.wait()
+        os.close(self._tie)
+        return status
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """The launcher's final block: who failed first and how; ``text`` is for people."""
+
+    role: str
+    rank: int
+    how: str
+    text: str
+
+
+@dataclass
+class LauncherOutput:
+    """Sorts the lines of one launcher. ``said`` are the launcher's own, without their prefix."""
+
+    said: list[str] = field(default_factory=list)
+    block: list[str] = field(default_factory=list)
+    #: (call, rank, is it of standard error)
+    marks: set[tuple[int, int, bool]] = field(default_factory=set)
+    is_ending: bool = False
+    _goes_on: bool = False
+
+    def show(self, line: str, *, is_error: bool) -> str | None:
+        """Return the line to show, or None. Lines come without their end."""
+        if is_error and (self.block or line == FAILURE_HEADING):
+            self.block.append(line)
+            return None
+        if is_error and not line:  # stands above the block, and nowhere else
+            return None
+        if self._is_of_the_launcher(line, is_error):
+            self.said.append(line.removeprefix("[launcher] "))
+            return None if self.is_ending else line
+        if self.is_ending and _OF_THE_END.match(line):
+            return None
+        return self._without_mark(line, is_error)
+
+    def has_answered(self, call: int, rank: int) -> bool:
+        """Whether a worker has said, on any stream, that its answer is there."""
+        return not self.marks.isdisjoint({(call, rank, False), (call, rank, True)})
 
     def has_all_of(self, call: int, ranks: int) -> bool:
-        """Return whether all lines of a call have come."""
-        with self._condition:
-            return self.output.has_all_of(call, ranks)
+        """Whether every worker has said, on both streams, that the call's lines are complete."""
+        return all(
+            (call, rank, is_error) in self.marks
+            for rank in range(ranks)
+            for is_error in (False, True)
+        )
 
-    def stop(self) -> None:
-        """End the job, at once and without words of the launcher; returns when it has ended.
+    @property
+    def is_without_scheduler(self) -> bool:
+        """Whether the launcher has said that the scheduler is lost and the job continues."""
+        return any(GOES_ON in text for text in self.said)
 
-        An interrupt meanwhile kills the launcher; then its guardian ends the job.
+    def _is_of_the_launcher(self, line: str, is_error: bool) -> bool:
+        """Its messages begin with its name; what a cluster's program said follows, indented."""
+        begins = line.startswith("[launcher] ")
+        if not is_error:
+            return begins
+        self._goes_on = begins or (self._goes_on and line.startswith("  "))
+        return self._goes_on
+
+    def _without_mark(self, line: str, is_error: bool) -> str | None:
+        found = _MARKED.match(line)
+        prefix = _PREFIX.match(line)
+        if found is None or prefix is None or prefix["rank"] is None:
+            return line
+        self.marks.add((int(found["call"]), int(prefix["rank"]), is_error))
+        return None if found["before"] == prefix[0] else found["before"]
+
+    def report(self, without: str) -> FailureReport | None:
+        """Return what the final block says, or None where it names no process.
+
+        ``without`` is a directory that will be gone when somebody reads it: lines that name it
+        are left out.
         """
-        self.output.is_ending = True
-        try:
-            self._signal(signal.SIGTERM)
-            ended = self.wait_for_end(_END_S)
-        except BaseException:
-            self._signal(signal.SIGKILL)
-            raise
-        if not ended:
-            self._signal(signal.SIGKILL)
-            self.wait_for_end(_KILL_S)
-
-    def close(self) -> None:
-        """End what still runs, and close everything. The last call; idempotent.
-
-        Garbage may be collected on any thread, on the one that listens too: that cannot wait for
-        itself, and the launcher ends the job alone.
-        """
-        listens = threading.current_thread() is self._thread
-        try:
-            if listens:
-                self._signal(signal.SIGTERM)
-            elif self.status is None:
-                self.stop()
-        finally:
-            if not listens:
-                self._thread.join(_KILL_S)
-            if self._tie >= 0:
-                os.close(self._tie)
-                self._tie = -1
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self.status is None:
-            self._process.send_signal(number)
-
-    # -- the thread --------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        """Read until the launcher has closed both outputs, which it does by ending."""
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        rests = {self._process.stdout: b"", self._process.stderr: b""}
-        try:
-            with selectors.DefaultSelector() as selector:
-                for pipe in rests:
-                    selector.register(pipe, selectors.EVENT_READ, pipe)
-                if self._bell is not None:
-                    selector.register(self._bell, selectors.EVENT_READ, None)
-                while rests:
-                    for key, _ in selector.select():
-                        if key.data is None:
-                            self._hear_bell()
-                        elif not self._read(key.data, rests):
-                            selector.unregister(key.data)
-                            del rests[key.data]
-        finally:
-            status = self._process.wait()
-            for pipe in (self._process.stdout, self._process.stderr):
-                pipe.close()
-            with self._condition:
-                self._status = status
-                self._condition.notify_all()
-            if self._bell is not None:
-                os.close(self._bell)
-
-    def _hear_bell(self) -> None:
-        assert self._bell is not None
-        os.read(self._bell, _READ_BYTES)
-        self._announce([])
-
-    def _read(self, pipe: IO[bytes], rests: dict[IO[bytes], bytes]) -> bool:
-        """Take what has come by ``pipe``; whether it is still open."""
-        data = os.read(pipe.fileno(), _READ_BYTES)
-        *complete, rest = (rests[pipe] + data).split(b"\n")
-        if not data and rest:  # the launcher writes whole lines, unless it is killed
-            complete, rest = [*complete, rest], b""
-        rests[pipe] = rest
-        is_error = pipe is self._process.stderr
-        self._announce([(is_error, line.decode(errors="replace")) for line in complete])
-        return bool(data)
-
-    def _announce(self, lines: Sequence[Line]) -> None:
-        with self._condition:
-            for is_error, line in lines:
-                shown = self.output.show(line, is_error=is_error)
-                if shown is not None:
-                    self._lines.append((is_error, shown))
-            self._serial += 1
-            self._condition.notify_all()
-
-    def _close_descriptors(self) -> None:
-        os.close(self._tie)
-        if self._bell is not None:
-            os.close(self._bell)
+        process = next(filter(None, map(_PROCESS.match, self.block)), None)
+        ended = next(filter(None, map(_ENDED.match, self.block)), None)
+        if process is None or ended is None:
+            return None
+        log = [i for i, line in enumerate(self.block) if _LOG_HEADING.match(line)]
+        lines = [line.partition(MARK)[0] for line in self.block[log[0] :]] if log else []
+        text = "\n".join(line for line in lines if line.strip() and without not in line)
+        return FailureReport(process["role"], int(process["rank"] or 0), ended["how"], text)
 
 
-def _open_bell(directory: Path) -> int | None:
-    """For reading and writing, so that it does not end when the last worker has rung."""
-    if not parcels.has_bell(directory):
-        return None
-    return os.open(directory / parcels.BELL, os.O_RDWR | os.O_NONBLOCK)
+# -- which error the caller sees --------------------------------------------------------------
 
 
-def show(lines: Sequence[Line]) -> None:
-    """Write lines to ``sys.stdout`` and ``sys.stderr`` as they are now: a notebook's, a test's."""
-    for is_error, line in lines:
-        stream = sys.stderr if is_error else sys.stdout
-        if stream is None:
-            continue
-        try:
-            stream.write(f"{line}\n")
-        except UnicodeEncodeError:  # no reason to end a job
-            encoding = stream.encoding or "ascii"
-            stream.write(f"{line}\n".encode(encoding, "backslashreplace").decode(encoding))
-    for stream in (sys.stdout, sys.stderr):
-        if lines and stream is not None:
-            stream.flush()
+@dataclass(frozen=True)
+class LauncherExit:
+    """How the launcher ended: ``status`` as in ``subprocess``, its report, its last words."""
+
+    status: int
+    report: FailureReport | None
+    said: Sequence[str] = ()
+
+
+def first_cause(answers: Mapping[int, WorkerAnswer], ending: LauncherExit | None) -> Exception:
+    """The error to raise for a call that has failed. ``ending`` is None while the job runs.
+
+    A failure brings others: when a worker is lost, its peers raise ``NodeLostError``, which tells
+    the caller nothing new. So the order is: what a worker raised of its own, the earliest first;
+    then what the launcher names as the first failure; then whatever else there is.
+    """
+    failures = {rank: answer for rank, answer in answers.items() if answer.failed}
+    earliest = sorted(failures, key=lambda rank: (failures[rank].at_s, rank))
+    for rank in earliest:
+        if not failures[rank].blames_another:
+            return error_of(rank, failures)
+    report = None if ending is None else ending.report
+    if report is not None and not (report.role == "worker" and report.rank in failures):
+        return _error_of_report(report)
+    if failures:
+        return error_of(earliest[0] if report is None else report.rank, failures)
+    return JobFailed(_words_of(ending))
+
+
+def _error_of_report(report: FailureReport) -> JobFailed:
+    name = report.role if report.role == "scheduler" else f"{report.role} {report.rank}"
+    ended = f"{name} ended with {report.how}"
+    if report.role == "worker":
+        text = f"{ended}, before it had returned; {report.text}"
+        return WorkerFailed(text, role=report.role, rank=report.rank)
+    return JobFailed(f"{ended}; {report.text}", role=report.role, rank=report.rank)
+
+
+def _words_of(ending: LauncherExit | None) -> str:
+    """For a job that ended without a report: it did not start, or was ended from outside."""
+    if ending is None:
+        return "the job has failed"
+    if ending.status < 0:
+        return f"the launcher of the job was ended by {describe_status(ending.status)}"
+    said = "\n".join(ending.said) or f"its launcher ended with {describe_status(ending.status)}"
+    return f"the job ended before all workers had returned: {said}"

@@ -1,34 +1,44 @@
-"""One job of ``kvstore.run`` or ``LocalCluster``: its directory, its launcher, its answers.
+"""One job of ``kvstore.run`` or ``LocalCluster``: its directory, its launcher, its calls.
 
-The function goes into a file, the launcher is started in the background, its workers run
-``kvstore/launch/run/worker.py`` and leave their answers as files. Nothing waits without showing
-what the processes write, and nothing stays: not after an error, an interrupt, or the death of the
-caller. Calls are made one after the other; ``cluster.py`` sees to that. Read
-``parcels.py`` and ``background.py`` next, ``checks.py`` for who is to blame.
+Each function goes into a file, the launcher is started in the background, its workers run
+``worker.py`` and leave their answers as files, too. One thread follows the job: it reads what the
+processes write, takes the answers, orders the next call when one is over, and removes everything
+at the end. All other threads submit, wait and stop, and show the output on the thread that waits,
+where notebooks and tests expect it. Nothing stays: not after an error, an interrupt, or the death
+of the caller. Read ``parcels.py`` and ``background.py`` next.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import re
 import shutil
+import signal
 import sys
-import sysconfig
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import ArgumentTypeError, ArgumentValueError, JobFailed, MissingDependencyError
-from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
+from kvstore.errors import ArgumentValueError
 from kvstore.launch.run import parcels
-from kvstore.launch.run.background import BackgroundLauncher, show
-from kvstore.launch.run.checks import LauncherExit, WorkerAnswer, check_call, first_cause, value_of
-from pslite.errors import DeadlineError, UsageError
+from kvstore.launch.run.background import (
+    BackgroundLauncher,
+    JobOptions,
+    LauncherExit,
+    Line,
+    checked_command,
+    first_cause,
+)
+from kvstore.launch.run.parcels import WorkerAnswer
+from pslite.errors import ClosedError, DeadlineError
 
 LOOK_S = 1.0
-"""How often answers are looked for where no bell can be heard: in a directory of several hosts."""
+"""How often an announced answer is looked for that a shared file system does not show yet."""
 
 PATIENCE_S = 2.0
 """For the other workers' answers after one has raised, in a cluster that shall go on."""
@@ -41,313 +51,357 @@ END_S = 75.0
 that accept nothing of what it has pushed (PS_CLOSE_TIMEOUT)."""
 
 LAST_LINES_S = 1.0
+"""For the last lines of a call, after its answers."""
+
+MOST_LINES = 20_000
+"""At most this many lines are kept until a thread shows them; then the oldest go."""
+
+_STOP_S = 20.0
+_KILL_S = 5.0
 
 
-@dataclass(frozen=True)
-class JobOptions:
-    """What the caller asked for, checked by ``running_checks``; see :func:`checked_command`."""
+@dataclass(eq=False)
+class JobCall:
+    """One call: the answers by rank, and how it ended. The job's lock guards it until it is done.
 
-    workers: int
-    servers: int
-    launcher: str = "local"
-    env: Mapping[str, str] = field(default_factory=dict)
-    options: tuple[str, ...] = ()
-    share_dir: str | None = None
-    log_dir: str | None = None
-    python: str | None = None
+    ``error`` of one that is done and has not ``succeeded`` is made when it is first asked for, on
+    that thread: to unpickle an exception may import modules.
+    """
 
-
-@dataclass(frozen=True)
-class CallOutcome:
-    """How a call ended: ``answers`` in the order of the ranks, unless there is an ``error``."""
-
-    answers: Sequence[WorkerAnswer]
+    number: int
+    answers: dict[int, WorkerAnswer] = field(default_factory=dict)
+    failed_at_s: float = math.inf
+    last_at_s: float = math.inf
+    is_done: bool = False
+    succeeded: bool = False
+    #: Of a launcher that ended before all workers had answered.
+    ending: LauncherExit | None = None
+    #: The job ended before the turn of this call came, or the caller ended it.
+    is_refused: bool = False
     error: Exception | None = None
-
-    def values(self) -> list[Any]:
-        """Return what the workers returned; raises the error."""
-        if self.error is not None:
-            raise self.error
-        return [value_of(answer) for answer in self.answers]
-
-
-def checked_command(options: JobOptions, directory: Path, mode: str) -> list[str]:
-    """The launcher's arguments. Raises a ``UsageError`` where they make no sense."""
-    log_dir = options.log_dir or str(directory / "logs")
-    python = options.python or sys.executable
-    arguments = [
-        *("-n", str(options.workers), "-s", str(options.servers), "--launcher", options.launcher),
-        *("--log-dir", log_dir, "--no-status"),
-        *(part for name in options.env for part in ("--env", name)),
-        *(() if options.python is None or options.launcher == "local" else ("--python", python)),
-        *options.options,
-    ]
-    command = (python, "-m", "kvstore.launch.run.worker", str(directory), mode)
-    arguments += ["--", *command]
-    try:
-        understood = parse_arguments(arguments)
-    except LaunchError as error:
-        text = str(error).replace("(--help", "(kvstore-launch --help")
-        raise ArgumentValueError(text) from error
-    except SystemExit:  # of --help or --version
-        raise _no_such_options(options) from None
-    if understood.command != command:
-        raise _no_such_options(options)
-    _check_agreement(options, understood)
-    _check_launcher(understood)
-    return arguments
-
-
-def _check_agreement(options: JobOptions, understood: LaunchOptions) -> None:
-    wanted = (options.workers, options.servers, options.launcher)
-    found = (understood.num_workers, understood.num_servers, understood.launcher)
-    if wanted != found or understood.check or understood.dry_run:
-        raise _no_such_options(options)
-
-
-def _no_such_options(options: JobOptions) -> ArgumentValueError:
-    return ArgumentValueError(
-        "options are for the launcher's other options: workers, servers and launcher have "
-        f"arguments of their own, and the job must run; got {list(options.options)}"
-    )
-
-
-def _check_launcher(understood: LaunchOptions) -> None:
-    """Whether the workers of this launcher can be handed a function."""
-    if understood.launcher == "kubernetes":
-        raise ArgumentValueError(
-            "launcher='kubernetes' cannot run a function: pods share no directory with this "
-            "process; put the function into a script and start that with kvstore-launch "
-            "--launcher kubernetes, or choose another launcher"
-        )
-    if understood.launcher == "ssh" and understood.hostfile is None:
-        raise ArgumentValueError(
-            "launcher='ssh' needs the hosts: options=('--hostfile=FILE',), with one host on each "
-            "line of FILE"
-        )
 
 
 class RunningJob:
-    """A job that has been started; ``mode`` is that of ``worker_main``. End it with :meth:`end`.
+    """A job and its calls; end it with :meth:`end`. Any thread may call.
 
-    One thread at a time gathers answers, finishes or ends it. Meanwhile one other may leave and
-    order calls, until :meth:`finish` or :meth:`end`, and any may stop it.
+    ``mode`` is that of ``worker.py``: ``once`` makes only the first call, whose function is
+    ``body``. Raises a ``UsageError`` before anything is started.
     """
 
-    def __init__(self, options: JobOptions, mode: str) -> None:
-        self.workers = options.workers
+    def __init__(self, options: JobOptions, mode: str, body: bytes) -> None:
+        self._workers = options.workers
+        #: How the launcher has ended; None while it runs.
+        self.ending: LauncherExit | None = None
         self._mode = mode
-        self._is_local = options.launcher == "local"
-        self._launcher: BackgroundLauncher | None = None
+        # Guards all below, and the calls.
+        self._changed = threading.Condition()
+        self._lines: deque[Line] = deque(maxlen=MOST_LINES)
+        self._showing = threading.Lock()
+        self._numbers = count()
+        self._calls: deque[JobCall] = deque()
         self._orders: list[int] = []
-        self._serial = 0
-        self._env = options.env
+        #: Why no further call can be made: in words, or the call that has failed.
+        self._closed_by: str | JobCall = ""
         self._directory = _make_directory(options)
         try:
-            self._arguments = checked_command(options, self._directory, mode)
+            arguments = checked_command(options, self._directory, mode)
+            #: The workers make it unasked.
+            self.first = self.submit(body)
+            self._make_orders()
+            self._launcher = BackgroundLauncher(arguments, options.env, self._directory)
         except BaseException:
-            self.end()
+            self._remove()
             raise
+        name = f"{self._directory.name}-launcher"
+        self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
+        self._thread.start()
 
     # -- calls -------------------------------------------------------------------------
 
-    def leave_call(self, call: int, body: bytes) -> None:
-        """Put a function, :func:`packed`, where the workers find it."""
-        header = {
-            "python": parcels.python_version(),
-            "by_value": parcels.holds_code(body),
-            "path": own_path(sys.path, os.getcwd()),
-        }
-        try:
-            parcels.write(parcels.call_path(self._directory, call), header, body)
-        except OSError as error:
-            raise UsageError(
-                f"the function cannot be written to {self._directory}: {error.strerror}; give "
-                "another directory (share_dir=..., or TMPDIR)"
-            ) from error
+    def submit(self, body: bytes) -> JobCall:
+        """Have a packed function called after the calls before it."""
+        with self._changed:
+            if not self._closed_by:
+                call = JobCall(next(self._numbers))
+                if self.ending is None:
+                    parcels.write_call(self._directory, call.number, body)
+                    self._calls.append(call)
+                    if call is self._calls[0]:
+                        self._order(str(call.number))
+                else:
+                    self._fail(call)
+                return call
+        raise ClosedError(f"this cluster has ended: {self.why_closed}; make a new one")
 
-    def start(self) -> None:
-        """Start the launcher, which starts everything else."""
-        if self._mode == "serve":
-            for rank in range(self.workers):
-                path = parcels.orders_path(self._directory, rank)
-                os.mkfifo(path, 0o600)
-                # For reading, too: so it can be opened before the worker is there.
-                self._orders.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
-        self._launcher = BackgroundLauncher(self._arguments, self._env, self._directory)
+    def result(self, call: JobCall, timeout_s: float) -> list[Any]:
+        """What the workers returned, by rank. Raises the call's error, or ``DeadlineError``.
 
-    def order(self, call: int) -> None:
-        """Tell the workers, which serve, to make this call."""
-        self._write_orders(f"{call}\n")
-
-    def is_answered(self, call: int) -> bool:
-        """Return whether all workers have answered, without waiting."""
-        return all(self._answer_path(call, rank).exists() for rank in range(self.workers))
-
-    def gather(
-        self, call: int, timeout_s: float | None, began_s: float | None = None
-    ) -> CallOutcome:
-        """Wait for all workers' answers, or for a failure; shows their output meanwhile.
-
-        After a failure the job may still run, see :attr:`goes_on`. Raises ``DeadlineError`` when
-        ``timeout_s`` are over, counted from ``began_s`` of the monotonic clock (now); it may be
-        called again then.
+        Shows what the processes write meanwhile.
         """
-        began_s = time.monotonic() if began_s is None else began_s
-        give_up_at_s = float("inf") if timeout_s is None else began_s + timeout_s
-        answers: dict[int, WorkerAnswer] = {}
-        failed_at_s: float | None = None
-        while True:
-            ending = self._ending()
-            self._read_answers(call, answers)
-            if len(answers) == self.workers and not any(a.failed for a in answers.values()):
-                break
-            now_s = time.monotonic()
-            found = list(answers.values())
-            if failed_at_s is None and any(answer.failed for answer in found):
-                failed_at_s = now_s
-            wait_until_s = self._wait_until(found, failed_at_s)
-            if ending is not None or now_s >= wait_until_s:
-                self._after_failure(call, found)
-                return CallOutcome(found, first_cause(found, ending))
-            if now_s >= give_up_at_s:
-                missing = [rank for rank in range(self.workers) if rank not in answers]
-                raise DeadlineError(f"after {timeout_s:g} s {_names(missing)} had not returned")
-            self._wait(min(wait_until_s, give_up_at_s) - now_s)
-        self._show_last(call)
-        self._forget(call)
-        return CallOutcome([answers[rank] for rank in range(self.workers)])
+        self._wait(lambda: call.is_done, timeout_s, call)
+        if call is self._closed_by:
+            self.end()
+        if error := self.error_of(call):
+            raise error
+        return [parcels.value_of(rank, call.answers[rank]) for rank in range(self._workers)]
+
+    def error_of(self, call: JobCall) -> Exception | None:
+        """The error of a call that is done."""
+        if call.error is None and call.is_refused:
+            call.error = ClosedError(
+                f"the cluster ended before this call had returned: {self.why_closed}"
+            )
+        elif call.error is None and not call.succeeded:
+            call.error = first_cause(call.answers, call.ending)
+        return call.error
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the job still runs."""
-        return self._launcher is not None and self._launcher.status is None
+    def why_closed(self) -> str:
+        """Why no further call can be made; empty while it can."""
+        why = self._closed_by
+        return why if isinstance(why, str) else f"a call failed: {self.error_of(why)}"
+
+    @property
+    def calls_under_way(self) -> int:
+        return len(self._calls)
 
     # -- the end -----------------------------------------------------------------------
 
-    def stop(self) -> None:
-        """End all processes; a thread that gathers answers gets an outcome. Any thread may call."""
-        if self._launcher is not None:
-            self._launcher.stop()
+    def close(self, timeout_s: float) -> None:
+        """Wait for all calls; then none can follow. Raises ``DeadlineError``."""
+
+        def is_idle() -> bool:
+            if not self._calls:
+                self._closed_by = self._closed_by or "it was closed"
+            return not self._calls
+
+        self._wait(is_idle, timeout_s)
 
     def finish(self) -> None:
         """After the last answer: let all processes end by themselves, showing what they write.
 
         Those that do not are ended after :data:`END_S`.
         """
-        assert self._launcher is not None
-        if self._orders:
-            self._write_orders(parcels.END)
-            self._close_orders()
-        give_up_at_s = time.monotonic() + END_S
-        while self._launcher.status is None and time.monotonic() < give_up_at_s:
-            self._wait(give_up_at_s - time.monotonic())
-        if self._launcher.status is None:
+        with self._changed:
+            self._order(parcels.END)
+        try:
+            self._wait(lambda: self.ending is not None, END_S)
+        except DeadlineError:
             show([(True, f"[launcher] the job did not end within {END_S:g} s; ending it")])
-        ending = self._ending()
-        if ending is not None and ending.report is not None:
-            error = first_cause([], ending)
-            order = "although" if ending.report.role == "scheduler" else "but then"
+        if self.ending is not None and self.ending.report is not None:
+            order = "although" if self.ending.report.role == "scheduler" else "but then"
+            error = first_cause({}, self.ending)
             show([(True, f"[launcher] all workers had returned, {order} {error}")])
         self.end()
 
+    def refuse(self, why: str) -> None:
+        """End all processes; calls that are not over fail, and so will any further one."""
+        with self._changed:
+            self._closed_by = self._closed_by or why
+            self._refuse_calls()
+            self._changed.notify_all()
+        self.end()
+
     def end(self) -> None:
-        """End whatever runs, show the last lines, and remove the directory; idempotent."""
+        """End whatever runs; when this returns, nothing of the job is left. Idempotent.
+
+        Garbage may be collected on any thread, on the one that follows the job, too: that cannot
+        wait for itself, and does the rest later. An interrupt meanwhile kills the launcher; then
+        its guardian ends the job.
+        """
         try:
-            if self._launcher is not None:
-                self._launcher.close()
-                show(self._launcher.news(0, 0)[1])
+            self._stop()
+            if threading.current_thread() is self._thread:
+                return
+            self._thread.join(_STOP_S)
+        except BaseException:
+            self._launcher.signal(signal.SIGKILL)
+            raise
+        if self._thread.is_alive():
+            self._launcher.signal(signal.SIGKILL)
+            self._thread.join(_KILL_S)
+        self._show_lines()
+
+    def _stop(self) -> None:
+        """Have the launcher end the job, at once and without words."""
+        if self.ending is None:
+            self._launcher.output.is_ending = True
+            self._launcher.signal(signal.SIGTERM)
+
+    # -- waiting -----------------------------------------------------------------------
+
+    def _wait(
+        self, is_over: Callable[[], bool], timeout_s: float, call: JobCall | None = None
+    ) -> None:
+        """Show what is written until ``is_over``, which is asked under the lock.
+
+        Raises ``DeadlineError``, about ``call`` where that is awaited.
+        """
+        until_s = time.monotonic() + timeout_s
+        while True:
+            left_s = None if until_s == math.inf else until_s - time.monotonic()
+            with self._changed:
+                self._changed.wait_for(lambda: is_over() or self._lines, left_s)
+                over = is_over()
+                late = "" if over or time.monotonic() < until_s else self._who_is_late(call)
+            self._show_lines()
+            if over:
+                return
+            if late:
+                raise DeadlineError(f"after {timeout_s:g} s {late}")
+
+    def _who_is_late(self, call: JobCall | None) -> str:
+        if not self._calls:
+            return "the job had not ended"
+        first = self._calls[0]
+        if call is not None and call is not first:
+            return "a call before this one had not returned"
+        missing = [str(rank) for rank in range(self._workers) if rank not in first.answers]
+        if not missing:
+            return "the launcher had not said which process failed"
+        *others, last = missing
+        names = f"workers {', '.join(others)} and {last}" if others else f"worker {last}"
+        return f"{names} had not returned"
+
+    def _show_lines(self) -> None:
+        """One thread at a time, so that lines stay in their order."""
+        with self._showing:
+            with self._changed:
+                lines = list(self._lines)
+                self._lines.clear()
+            show(lines)
+
+    # -- the thread --------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        left_s: float | None = None
+        try:
+            while (lines := self._launcher.read(left_s)) is not None:
+                with self._changed:
+                    self._lines += lines
+                    left_s = self._judge()
+                    self._changed.notify_all()
+        except BaseException:
+            self._stop()
+            raise
         finally:
-            self._close_orders()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            status = self._launcher.close()
+            with self._changed:
+                self._conclude(status)
+                self._changed.notify_all()
+
+    def _judge(self) -> float | None:
+        """End the calls that are over; return the seconds until the next look, None for ever."""
+        while self._calls:
+            call = self._calls[0]
+            is_hidden = self._take_answers(call)
+            left_s = self._over_at_s(call) - time.monotonic()
+            if left_s > 0:
+                left_s = min(left_s, LOOK_S) if is_hidden else left_s
+                return None if left_s == math.inf else left_s
+            self._settle(call)
+        return None
+
+    def _take_answers(self, call: JobCall, *, announced: bool = True) -> bool:
+        """Read those that have come; return whether one was announced and is not there yet."""
+        is_hidden = False
+        for rank in range(self._workers):
+            is_expected = not announced or self._launcher.output.has_answered(call.number, rank)
+            if rank in call.answers or not is_expected:
+                continue
+            try:
+                path = parcels.answer_path(self._directory, call.number, rank)
+                answer = parcels.read_answer(path)
+            except FileNotFoundError:
+                is_hidden = True
+                continue
+            except (parcels.NotReadable, OSError) as error:
+                answer = WorkerAnswer("refusal", text=f"its answer cannot be read: {error}")
+            call.answers[rank] = answer
+            call.last_at_s = time.monotonic()
+            if answer.failed:
+                call.failed_at_s = min(call.failed_at_s, call.last_at_s)
+        return is_hidden
+
+    def _over_at_s(self, call: JobCall) -> float:
+        """When a call is over as far as can be said now, on the monotonic clock."""
+        output = self._launcher.output
+        failures = [answer for answer in call.answers.values() if answer.failed]
+        has_all = len(call.answers) == self._workers
+        # Workers that serve go on without the scheduler: the launcher has no verdict to give.
+        is_known = self._mode == "serve" and output.is_without_scheduler
+        if not failures and not has_all:
+            return math.inf
+        if failures and all(one.blames_another for one in failures) and not is_known:
+            return call.failed_at_s + VERDICT_S
+        if self._mode == "once" or output.has_all_of(call.number, self._workers):
+            return call.last_at_s
+        return call.last_at_s + LAST_LINES_S if has_all else call.failed_at_s + PATIENCE_S
+
+    def _settle(self, call: JobCall) -> None:
+        """The first call is over: order the next one, or end a job that cannot go on."""
+        answers = call.answers.values()
+        waits = len(answers) < self._workers  # for each other
+        lost = any(answer.blames_another for answer in answers)
+        call.succeeded = not any(answer.failed for answer in answers)
+        call.is_done = True
+        self._calls.popleft()
+        if not call.succeeded and (self._mode == "once" or waits or lost):
+            self._closed_by = call
+            self._refuse_calls()
+            self._stop()
+            return
+        self._launcher.output.marks.clear()
+        parcels.remove(self._directory, call.number, self._workers)
+        if self._calls:
+            self._order(str(self._calls[0].number))
+
+    def _conclude(self, status: int) -> None:
+        """The launcher has ended: take what was left, end the calls, remove the directory."""
+        output = self._launcher.output
+        report = output.report(without=str(self._directory))
+        self.ending = LauncherExit(status, report, output.said)
+        if self._calls:
+            call = self._calls.popleft()
+            self._take_answers(call, announced=False)
+            failed = any(answer.failed for answer in call.answers.values())
+            call.is_done = call.succeeded = len(call.answers) == self._workers and not failed
+            if call.succeeded and self._calls:
+                call = self._calls.popleft()
+            if not call.succeeded:
+                self._fail(call)
+        self._remove()
 
     # -- parts -------------------------------------------------------------------------
 
-    def _wait(self, timeout_s: float) -> None:
-        assert self._launcher is not None
-        hears = self._launcher.hears_the_bell and self._is_local
-        longest_s = timeout_s if hears else min(timeout_s, LOOK_S)
-        limit_s = None if longest_s == float("inf") else max(0.0, longest_s)
-        self._serial, lines = self._launcher.news(self._serial, limit_s)
-        show(lines)
+    def _fail(self, call: JobCall) -> None:
+        """The launcher has ended before all workers had answered."""
+        call.ending = self.ending
+        call.is_done = True
+        self._closed_by = call
+        self._refuse_calls()
 
-    def _answer_path(self, call: int, rank: int) -> Path:
-        return parcels.answer_path(self._directory, call, rank)
+    def _refuse_calls(self) -> None:
+        for call in self._calls:
+            call.is_refused = call.is_done = True
+        self._calls.clear()
 
-    def _read_answers(self, call: int, answers: dict[int, WorkerAnswer]) -> None:
-        for rank in range(self.workers):
-            if rank in answers:
-                continue
-            try:
-                header, body = parcels.read(self._answer_path(call, rank))
-            except FileNotFoundError:
-                continue
-            except parcels.NotReadable as error:
-                raise JobFailed(str(error)) from error
-            answers[rank] = WorkerAnswer(rank, header, body)
+    def _make_orders(self) -> None:
+        if self._mode == "serve":
+            for rank in range(self._workers):
+                path = parcels.orders_path(self._directory, rank)
+                os.mkfifo(path, 0o600)
+                # For reading, too: so it can be opened before the worker is there.
+                self._orders.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
 
-    def _wait_until(self, answers: Sequence[WorkerAnswer], failed_at_s: float | None) -> float:
-        """Until when other answers, or the launcher's verdict, are awaited after a failure."""
-        if failed_at_s is None:
-            return float("inf")
-        assert self._launcher is not None
-        # Workers that serve go on without the scheduler: the launcher has no verdict to give.
-        is_known = self._mode == "serve" and self._launcher.output.is_without_scheduler
-        if all(one.blames_another for one in answers if one.failed) and not is_known:
-            return failed_at_s + VERDICT_S
-        if self._mode == "serve" and len(answers) < self.workers:
-            return failed_at_s + PATIENCE_S
-        return failed_at_s
-
-    def _after_failure(self, call: int, answers: Sequence[WorkerAnswer]) -> None:
-        """End a job that cannot go on: with answers missing, its workers wait for each other."""
-        assert self._launcher is not None
-        unanswered = len(answers) < self.workers
-        lost = any(answer.blames_another for answer in answers)
-        if self._mode == "once" or unanswered or lost:
-            self._launcher.stop()
-        self._show_last(call)
-        self._forget(call)
-
-    def _ending(self) -> LauncherExit | None:
-        assert self._launcher is not None
-        status = self._launcher.status
-        if status is None:
-            return None
-        output = self._launcher.output
-        return LauncherExit(status, output.report(without=str(self._directory)), output.said)
-
-    def _show_last(self, call: int) -> None:
-        """The lines of a call that come after its answers; not for ever."""
-        assert self._launcher is not None
-        if self._mode == "once" or call == 0:
-            return
-        give_up_at_s = time.monotonic() + LAST_LINES_S
-        while not self._launcher.has_all_of(call, self.workers) and self.goes_on:
-            left_s = give_up_at_s - time.monotonic()
-            if left_s <= 0:
-                return
-            self._wait(left_s)
-        show(self._launcher.news(0, 0)[1])
-
-    def _forget(self, call: int) -> None:
-        """Free the room that a call took."""
-        parcels.call_path(self._directory, call).unlink(missing_ok=True)
-        for rank in range(self.workers):
-            self._answer_path(call, rank).unlink(missing_ok=True)
-
-    def _write_orders(self, text: str) -> None:
+    def _order(self, text: str) -> None:
         for descriptor in self._orders:
-            try:
-                os.write(descriptor, text.encode())
-            except BlockingIOError as error:
-                raise UsageError(
-                    "thousands of calls wait for their turn; wait for their results first"
-                ) from error
+            os.write(descriptor, f"{text}\n".encode())
 
-    def _close_orders(self) -> None:
+    def _remove(self) -> None:
         while self._orders:
             os.close(self._orders.pop())
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _make_directory(options: JobOptions) -> Path:
@@ -363,37 +417,17 @@ def _make_directory(options: JobOptions) -> Path:
         ) from error
 
 
-def packed(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> bytes:
-    """A call as bytes. Raises a ``UsageError`` where it cannot travel."""
-    positional, named = check_call(function, args, kwargs)
-    what = f"the function {getattr(function, '__name__', type(function).__name__)}"
-    try:
-        return parcels.dump((function, positional, named), what)
-    except parcels.NotSendable as error:
-        if error.needs_cloudpickle:
-            raise MissingDependencyError(str(error)) from error
-        raise ArgumentTypeError(str(error)) from error
-
-
-def own_path(path: Sequence[str], here: str) -> list[str]:
-    """The caller's own directories of modules; workers have those of their Python themselves."""
-    library = os.path.realpath(sysconfig.get_path("stdlib"))
-    entries = [os.path.join(here, entry).rstrip("/") or "/" for entry in path]
-    return [entry for entry in entries if not _is_library(entry, library)]
-
-
-def _is_library(entry: str, library: str) -> bool:
-    found = os.path.realpath(entry)
-    return (
-        f"{found}/".startswith(f"{library}/")
-        or not {"site-packages", "dist-packages"}.isdisjoint(found.split("/"))
-        or re.search(r"/python\d+\.zip$", found) is not None
-    )
-
-
-def _names(ranks: Sequence[int]) -> str:
-    """``worker 2``, or ``workers 0, 1 and 3``."""
-    *first, last = map(str, ranks)
-    return f"workers {', '.join(first)} and {last}" if first else f"worker {last}"
+def show(lines: Sequence[Line]) -> None:
+    """Write lines to ``sys.stdout`` and ``sys.stderr`` as they are now: a notebook's, a test's."""
+    for is_error, line in lines:
+        stream = sys.stderr if is_error else sys.stdout
+        if stream is None:
+            continue
+        try:
+            stream.write(f"{line}\n")
+        except UnicodeEncodeError:  # no reason to end a job
+            encoding = stream.encoding or "ascii"
+            stream.write(f"{line}\n".encode(encoding, "backslashreplace").decode(encoding))
+    for stream in (sys.stdout, sys.stderr):
+        if lines and stream is not None:
+            stream.flush()

@@ -4,15 +4,7 @@ The only place of the project that unpickles. What it reads was written by the s
 directory has mode 0700, and owner and mode are looked at before anything is read; nothing here
 ever came over the network as a message. A parcel is one line of JSON, then bytes of pickle; it is
 written under another name and renamed, so it is there whole or not at all. Used by the caller
-(``cluster.py``) and by the workers (``worker.py``). Any thread may call.
-
-What the launcher's output means to the process that started it.
-
-Pure: lines in, lines to show out. Three things are not shown: the marks by which a worker says
-that all lines of a call have come, the launcher's final block about a failure (which becomes the
-text of an exception), and, once the caller ends the job, what launcher, scheduler and nodes say
-about that. Used by
-``background.py``; ``worker.py`` writes the marks, ``launch/job/report.py`` the block.
+(``job.py``) and by the workers (``worker.py``). Any thread may call.
 """
 
 from __future__ import annotations
@@ -24,57 +16,62 @@ import pickle
 import re
 import stat
 import sys
+import sysconfig
 import tempfile
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from kvstore.launch.job.report import FAILURE_HEADING, GOES_ON
+from kvstore.errors import ArgumentTypeError, MissingDependencyError, WorkerFailed
+from pslite.errors import UsageError
 
-BELL = "bell"
-"""A pipe into which a worker writes a byte when it has left a parcel."""
-
-END = "end\n"
+END = "end"
 """The order after which no call follows."""
 
-INSTALL_CLOUDPICKLE = "pip install cloudpickle"
-_MAX_HEADER_BYTES = 16 * 1024 * 1024
+MARK = "\x1fkvstore call "
+"""Begins what a worker writes on both of its streams when it has left its answer to a call: the
+caller hears of answers by it, and that all lines of the call have come."""
+
 _PROTOCOL = 5
-
-
-class NotSendable(Exception):
-    """An object cannot be pickled; the text says what to do. Callers raise their own errors."""
-
-    def __init__(self, message: str, *, needs_cloudpickle: bool = False) -> None:
-        super().__init__(message)
-        self.needs_cloudpickle = needs_cloudpickle
 
 
 class NotReadable(Exception):
     """A parcel cannot be read here: whose it is, its Python, or a module that is missing."""
 
 
+@dataclass(frozen=True)
+class WorkerAnswer:
+    """What one worker has left for one call.
+
+    ``kind`` is ``value`` or ``error``, whose pickle is the ``body`` (empty for an error that does
+    not survive the journey), or ``refusal``, where ``text`` says what stood in the way. ``text``
+    of an error is its traceback, ``type`` the name of its class; ``at_s`` is the time of day;
+    ``blames_another`` says that the worker has it because another process is lost.
+    """
+
+    kind: str
+    body: bytes = b""
+    type: str = ""
+    text: str = ""
+    at_s: float = 0.0
+    blames_another: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.kind != "value"
+
+
 # -- the directory ------------------------------------------------------------------------
 
 
 def make_directory(parent: str | os.PathLike[str] | None) -> Path:
-    """A new directory of mode 0700 with a bell, below ``parent`` (None: that for temporary files).
+    """A new directory of mode 0700 below ``parent`` (None: that for temporary files).
 
     The caller owns and removes it. Raises OSError.
     """
-    directory = Path(os.path.abspath(tempfile.mkdtemp(prefix="kvstore-run-", dir=parent)))
-    try:
-        os.mkfifo(directory / BELL, 0o600)
-    except OSError:  # a file system without pipes: then parcels are looked for, see has_bell
-        pass
-    return directory
-
-
-def has_bell(directory: Path) -> bool:
-    """Return whether workers on this machine can ring."""
-    return (directory / BELL).is_fifo()
+    return Path(os.path.abspath(tempfile.mkdtemp(prefix="kvstore-run-", dir=parent)))
 
 
 def check_directory(directory: Path) -> None:
@@ -108,22 +105,8 @@ def answer_path(directory: Path, call: int, rank: int) -> Path:
 
 
 def orders_path(directory: Path, rank: int) -> Path:
-    """The pipe by which a worker that stays hears the numbers of its calls."""
+    """The pipe by which a worker of a ``LocalCluster`` hears the numbers of its further calls."""
     return directory / f"orders-{rank}"
-
-
-def ring(directory: Path) -> None:
-    """Tell the caller that a parcel has come, if it listens on this machine."""
-    try:
-        descriptor = os.open(directory / BELL, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:  # there is no listener here: the caller is on another host and looks itself
-        return
-    try:
-        os.write(descriptor, b"\0")
-    except OSError:  # full: it has not heard the last ones yet, and will look for all
-        pass
-    finally:
-        os.close(descriptor)
 
 
 # -- parcels ------------------------------------------------------------------------------
@@ -146,7 +129,7 @@ def write(path: Path, header: Mapping[str, Any], body: bytes = b"") -> None:
 def read(path: Path) -> tuple[dict[str, Any], bytes]:
     """Header and body of a parcel; unpickle the body with :func:`load`.
 
-    Raises :class:`NotReadable`, also where it is another user's, and FileNotFoundError.
+    Raises :class:`NotReadable`, also where it is another user's, and OSError.
     """
     check_directory(path.parent)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -154,19 +137,61 @@ def read(path: Path) -> tuple[dict[str, Any], bytes]:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise NotReadable(f"{path} is not a file of this user")
-        header = _header(path, file)
-        return header, file.read()
+        return json.loads(file.readline()), file.read()
 
 
-def _header(path: Path, file: IO[bytes]) -> dict[str, Any]:
-    line = file.readline(_MAX_HEADER_BYTES)
+def write_call(directory: Path, call: int, body: bytes) -> None:
+    """Put a function, :func:`packed`, where the workers find it. Raises ``UsageError``."""
+    header = {
+        "python": python_version(),
+        "by_value": b"cloudpickle" in body,
+        "path": own_path(sys.path, os.getcwd()),
+    }
     try:
-        header = json.loads(line)
-    except ValueError as error:
-        raise NotReadable(f"{path} is damaged: {error}") from error
-    if not isinstance(header, dict):
-        raise NotReadable(f"{path} is damaged: its first line is not an object")
-    return header
+        write(call_path(directory, call), header, body)
+    except OSError as error:
+        raise UsageError(
+            f"the function cannot be written to {directory}: {error.strerror}; give another "
+            "directory (share_dir=..., or TMPDIR)"
+        ) from error
+
+
+def python_version() -> list[int]:
+    """Of this process; functions by value need the same on the other side."""
+    return list(sys.version_info[:2])
+
+
+def own_path(path: Sequence[str], here: str) -> list[str]:
+    """The caller's own directories of modules; workers have those of their Python themselves."""
+    library = os.path.realpath(sysconfig.get_path("stdlib"))
+    entries = [os.path.join(here, entry).rstrip("/") or "/" for entry in path]
+    return [entry for entry in entries if not _is_library(entry, library)]
+
+
+def _is_library(entry: str, library: str) -> bool:
+    found = os.path.realpath(entry)
+    return (
+        f"{found}/".startswith(f"{library}/")
+        or not {"site-packages", "dist-packages"}.isdisjoint(found.split("/"))
+        or re.search(r"/python\d+\.zip$", found) is not None
+    )
+
+
+def write_answer(path: Path, answer: WorkerAnswer) -> None:
+    header = asdict(answer)
+    write(path, header, header.pop("body"))
+
+
+def read_answer(path: Path) -> WorkerAnswer:
+    header, body = read(path)
+    return WorkerAnswer(**header, body=body)
+
+
+def remove(directory: Path, call: int, workers: int) -> None:
+    """Free the room that a call and its answers took."""
+    call_path(directory, call).unlink(missing_ok=True)
+    for rank in range(workers):
+        answer_path(directory, call, rank).unlink(missing_ok=True)
 
 
 # -- pickles ------------------------------------------------------------------------------
@@ -176,19 +201,19 @@ def dump(value: object, what: str) -> bytes:
     """``value`` as bytes for :func:`load` in another process; ``what`` names it in errors.
 
     With cloudpickle also lambdas, closures and what ``__main__`` or a notebook defines. Raises
-    :class:`NotSendable`.
+    ``MissingDependencyError`` where that would help, else ``ArgumentTypeError``.
     """
     cloudpickle = _cloudpickle()
     file = io.BytesIO()
     pickler = (_PlainPickler if cloudpickle is None else cloudpickle.Pickler)(file, _PROTOCOL)
     try:
         pickler.dump(value)
-    except NotSendable:
+    except MissingDependencyError:
         raise
     except Exception as error:  # whatever a __reduce__ of the user raises
         if cloudpickle is None and isinstance(error, pickle.PicklingError | AttributeError):
             raise _needs_cloudpickle(what, str(error)) from error
-        raise NotSendable(
+        raise ArgumentTypeError(
             f"{what} cannot be pickled: {type(error).__name__}: {error}; open files, locks and "
             "stores cannot travel: make them in the function itself"
         ) from error
@@ -203,16 +228,6 @@ def load(body: bytes) -> Any:
     return pickle.loads(body)
 
 
-def holds_code(body: bytes) -> bool:
-    """Return whether it carries functions or classes themselves and not only their names."""
-    return b"cloudpickle" in body
-
-
-def python_version() -> list[int]:
-    """Of this process; functions by value need the same on the other side."""
-    return list(sys.version_info[:2])
-
-
 class _PlainPickler(pickle.Pickler):
     """Refuses what the other process would not find: ``__main__`` there is another file."""
 
@@ -223,11 +238,10 @@ class _PlainPickler(pickle.Pickler):
         return NotImplemented
 
 
-def _needs_cloudpickle(what: str, why: str) -> NotSendable:
-    return NotSendable(
+def _needs_cloudpickle(what: str, why: str) -> MissingDependencyError:
+    return MissingDependencyError(
         f"{what} cannot be handed to another process by plain pickle ({why}); install cloudpickle "
-        f"({INSTALL_CLOUDPICKLE}), or put it into a module that the workers can import",
-        needs_cloudpickle=True,
+        "(pip install cloudpickle), or put it into a module that the workers can import"
     )
 
 
@@ -239,102 +253,39 @@ def _cloudpickle() -> Any:
     return cloudpickle
 
 
-_MARK = "\x1fkvstore call "
-_MARKED = re.compile(r"(?P<before>.*)\x1fkvstore call (?P<call>\d+)\Z", re.DOTALL)
-_PREFIX = re.compile(r"\[(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?[^]]*\] ")
-# What nodes say when others end: all of scheduler and servers, and the dated lines of workers.
-_OF_THE_END = re.compile(
-    r"\[(?:scheduler|server|worker \d+[^]]*\] \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] W[\w[\]]*: )"
-)
-_PROCESS = re.compile(r"process: +(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?\b")
-_ENDED = re.compile(r"ended: +(?P<how>.*?), [0-9.]+ s after the start")
-_LOG_HEADING = re.compile(r"the last (?:line|\d+ lines) of its log:|its log is empty")
+# -- answers ------------------------------------------------------------------------------
 
 
-def marker(call: int) -> str:
-    """The line, or end of a line, that ends what a worker writes in a call."""
-    return f"{_MARK}{call}"
+def value_of(rank: int, answer: WorkerAnswer) -> Any:
+    """Return what the worker returned. Raises ``WorkerFailed`` when it cannot be read here."""
+    try:
+        return load(answer.body)
+    except Exception as error:  # whatever the classes in it raise
+        raise WorkerFailed(
+            f"what worker {rank} returned cannot be read here: {type(error).__name__}: {error}",
+            role="worker",
+            rank=rank,
+        ) from error
 
 
-@dataclass(frozen=True)
-class Report:
-    """The launcher's final block: who failed first and how; ``text`` is for people."""
-
-    role: str
-    rank: int
-    how: str
-    text: str
-
-
-@dataclass
-class LauncherOutput:
-    """Sorts the lines of one launcher. ``said`` are the launcher's own, without their prefix."""
-
-    said: list[str] = field(default_factory=list)
-    block: list[str] = field(default_factory=list)
-    marks: set[tuple[int, int, bool]] = field(default_factory=set)
-    is_ending: bool = False
-    _goes_on: bool = False
-
-    def show(self, line: str, *, is_error: bool) -> str | None:
-        """Return the line to show, or None. Lines come without their end."""
-        if is_error and (self.block or line == FAILURE_HEADING):
-            self.block.append(line)
-            return None
-        if is_error and not line:  # stands above the block, and nowhere else
-            return None
-        if self._is_of_the_launcher(line, is_error):
-            self.said.append(line.removeprefix("[launcher] "))
-            return None if self.is_ending else line
-        if self.is_ending and _OF_THE_END.match(line):
-            return None
-        return self._without_mark(line, is_error)
-
-    def has_all_of(self, call: int, ranks: int) -> bool:
-        """Whether every worker has said, on both streams, that the call's lines are complete."""
-        return all(
-            (call, rank, is_error) in self.marks
-            for rank in range(ranks)
-            for is_error in (False, True)
-        )
-
-    @property
-    def is_without_scheduler(self) -> bool:
-        """Whether the launcher has said that the scheduler is lost and the job continues."""
-        return any(GOES_ON in text for text in self.said)
-
-    def _is_of_the_launcher(self, line: str, is_error: bool) -> bool:
-        """Its messages begin with its name; what a cluster's program said follows, indented."""
-        begins = line.startswith("[launcher] ")
-        if not is_error:
-            return begins
-        self._goes_on = begins or (self._goes_on and line.startswith("  "))
-        return self._goes_on
-
-    def _without_mark(self, line: str, is_error: bool) -> str | None:
-        found = _MARKED.match(line)
-        prefix = _PREFIX.match(line)
-        if found is None or prefix is None or prefix["rank"] is None:
-            return line
-        self.marks.add((int(found["call"]), int(prefix["rank"]), is_error))
-        return None if found["before"] == prefix[0] else found["before"]
-
-    def report(self, without: str) -> Report | None:
-        """Return what the final block says, or None where there was none.
-
-        ``without`` is a directory that will be gone when somebody reads it: lines that name it
-        are left out.
-        """
-        return read_block([line for line in self.block if without not in line])
-
-
-def read_block(lines: list[str]) -> Report | None:
-    """The block of ``report.failure_block`` as data; None when it names no process."""
-    process = next(filter(None, map(_PROCESS.match, lines)), None)
-    ended = next(filter(None, map(_ENDED.match, lines)), None)
-    if process is None or ended is None:
-        return None
-    begin = next((i for i, line in enumerate(lines) if _LOG_HEADING.match(line)), len(lines))
-    kept = [line.partition(_MARK)[0] for line in lines[begin:]]
-    text = "\n".join(line for line in kept if line.strip())
-    return Report(process["role"], int(process["rank"] or 0), ended["how"], text)
+def error_of(rank: int, failures: Mapping[int, WorkerAnswer]) -> Exception:
+    """The exception that a worker raised, with its traceback there as the cause."""
+    answer = failures[rank]
+    if answer.kind == "refusal":
+        return WorkerFailed(f"worker {rank}: {answer.text}", role="worker", rank=rank)
+    others = [str(one) for one in sorted(failures) if failures[one].type == answer.type]
+    others.remove(str(rank))
+    same = f", as did worker{'s' * (len(others) > 1)} {', '.join(others)}" if others else ""
+    told = WorkerFailed(
+        f"worker {rank} raised {answer.type}{same}; its traceback there:\n{answer.text}",
+        role="worker",
+        rank=rank,
+    )
+    try:
+        raised = load(answer.body) if answer.body else None
+    except Exception:  # its module is not here: the text must do
+        return told
+    if not isinstance(raised, Exception):
+        return told
+    raised.__cause__ = told
+    return raised

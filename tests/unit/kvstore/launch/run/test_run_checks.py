@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +21,45 @@ from kvstore.errors import (
 )
 from kvstore.launch.job.signals import parse
 from kvstore.launch.options import LaunchError
-from kvstore.launch.run.background import own_environment
-from kvstore.launch.run.checks import LauncherExit, WorkerAnswer, first_cause, value_of
-from kvstore.launch.run.job import JobOptions, checked_command, own_path
-from kvstore.launch.run.parcels import Report
+from kvstore.launch.run.background import (
+    FailureReport,
+    JobOptions,
+    LauncherExit,
+    checked_command,
+    first_cause,
+    own_environment,
+)
+from kvstore.launch.run.parcels import WorkerAnswer, own_path, value_of
 from pslite.errors import NodeLostError
 
 
-def raised(rank: int, error: Exception, at_s: float, *, blames: bool = False) -> WorkerAnswer:
-    header = {
-        "kind": "error",
-        "type": type(error).__name__,
-        "text": f"Traceback: {error}",
-        "blames": blames,
-        "at_s": at_s,
-    }
-    return WorkerAnswer(rank, header, pickle.dumps(error))
+def raised(error: Exception, at_s: float, *, blames: bool = False) -> WorkerAnswer:
+    return WorkerAnswer(
+        "error",
+        pickle.dumps(error),
+        type=type(error).__name__,
+        text=f"Traceback: {error}",
+        at_s=at_s,
+        blames_another=blames,
+    )
 
 
-def returned(rank: int, value: Any) -> WorkerAnswer:
-    return WorkerAnswer(rank, {"kind": "value"}, pickle.dumps(value))
+def returned(value: Any) -> WorkerAnswer:
+    return WorkerAnswer("value", pickle.dumps(value))
 
 
 LOST = NodeLostError("worker 2 is lost", role="worker", rank=2)
-KILLED = Report("worker", 2, "signal SIGKILL", "the last line of its log:\n    bye")
+KILLED = FailureReport("worker", 2, "signal SIGKILL", "the last line of its log:\n    bye")
 
 
 def test_the_earliest_error_of_a_worker_s_own_comes_first() -> None:
-    answers = [
-        raised(0, LOST, 1.0, blames=True),
-        raised(1, KeyError("late"), 3.0),
-        raised(2, ValueError("early"), 2.0),
-        returned(3, "fine"),
-    ]
-    error = first_cause(answers, LauncherExit(1, Report("worker", 0, "exit code 1", "")))
+    answers = {
+        0: raised(LOST, 1.0, blames=True),
+        1: raised(KeyError("late"), 3.0),
+        2: raised(ValueError("early"), 2.0),
+        3: returned("fine"),
+    }
+    error = first_cause(answers, LauncherExit(1, FailureReport("worker", 0, "exit code 1", "")))
     assert isinstance(error, ValueError)
     assert str(error.__cause__) == (
         "worker 2 raised ValueError; its traceback there:\nTraceback: early"
@@ -61,13 +67,13 @@ def test_the_earliest_error_of_a_worker_s_own_comes_first() -> None:
 
 
 def test_the_same_error_on_others_is_said_once() -> None:
-    answers = [raised(rank, ValueError("x"), 1.0) for rank in (10, 2, 0)]
+    answers = {rank: raised(ValueError("x"), 1.0) for rank in (10, 2, 0)}
     error = first_cause(answers, None)
     assert str(error.__cause__).startswith("worker 0 raised ValueError, as did workers 2, 10; its")
 
 
 def test_a_worker_that_died_is_named_before_those_that_miss_it() -> None:
-    error = first_cause([raised(0, LOST, 1.0, blames=True)], LauncherExit(137, KILLED))
+    error = first_cause({0: raised(LOST, 1.0, blames=True)}, LauncherExit(137, KILLED))
     assert isinstance(error, WorkerFailed)
     assert (error.role, error.rank) == ("worker", 2)
     assert str(error) == (
@@ -77,7 +83,9 @@ def test_a_worker_that_died_is_named_before_those_that_miss_it() -> None:
 
 
 def test_a_server_that_died_is_no_worker() -> None:
-    error = first_cause([], LauncherExit(1, Report("server", 1, "exit code 1", "its log is empty")))
+    error = first_cause(
+        {}, LauncherExit(1, FailureReport("server", 1, "exit code 1", "its log is empty"))
+    )
     assert type(error) is JobFailed
     assert str(error) == "server 1 ended with exit code 1; its log is empty"
     assert (error.role, error.rank) == ("server", 1)
@@ -87,9 +95,9 @@ def test_without_a_verdict_a_lost_node_is_what_there_is() -> None:
     for ending in (
         None,
         LauncherExit(143, None),
-        LauncherExit(1, Report("worker", 0, "exit code 1", "")),
+        LauncherExit(1, FailureReport("worker", 0, "exit code 1", "")),
     ):
-        assert isinstance(first_cause([raised(0, LOST, 1.0, blames=True)], ending), NodeLostError)
+        assert isinstance(first_cause({0: raised(LOST, 1.0, blames=True)}, ending), NodeLostError)
 
 
 @pytest.mark.parametrize(
@@ -103,23 +111,23 @@ def test_without_a_verdict_a_lost_node_is_what_there_is() -> None:
 def test_a_job_that_ended_without_a_report_says_what_there_is_to_say(
     ending: LauncherExit, words: str
 ) -> None:
-    error = first_cause([returned(0, 1)], ending)
+    error = first_cause({0: returned(1)}, ending)
     assert type(error) is JobFailed
     assert str(error).endswith(words)
 
 
 def test_an_exception_whose_class_is_not_here_comes_as_its_traceback() -> None:
-    answer = raised(1, ValueError("x"), 1.0)
+    answer = raised(ValueError("x"), 1.0)
     for body in (b"", b"\x80\x04cno_such_module\nNothing\n.", pickle.dumps("no exception")):
-        error = first_cause([WorkerAnswer(1, answer.header, body)], None)
+        error = first_cause({1: replace(answer, body=body)}, None)
         assert isinstance(error, WorkerFailed)
         assert str(error).endswith("worker 1 raised ValueError; its traceback there:\nTraceback: x")
 
 
 def test_a_result_whose_class_is_not_here_names_the_worker() -> None:
-    assert value_of(returned(0, [1, "a"])) == [1, "a"]
+    assert value_of(0, returned([1, "a"])) == [1, "a"]
     with pytest.raises(WorkerFailed, match="what worker 3 returned cannot be read here: Module"):
-        value_of(WorkerAnswer(3, {"kind": "value"}, b"\x80\x04cno_such_module\nNothing\n."))
+        value_of(3, WorkerAnswer("value", b"\x80\x04cno_such_module\nNothing\n."))
 
 
 # -- before the start -----------------------------------------------------------------------

@@ -9,8 +9,9 @@ import pytest
 from kvstore.launch.job.lifecycle import Exit
 from kvstore.launch.job.report import EndedProcess, failure_block, without_scheduler
 from kvstore.launch.plan import ProcessSpec
-from kvstore.launch.run.background import show
-from kvstore.launch.run.parcels import LauncherOutput, marker, read_block
+from kvstore.launch.run.background import FailureReport, LauncherOutput
+from kvstore.launch.run.job import show
+from kvstore.launch.run.parcels import MARK
 from pslite import Role
 from pslite.node.log import Log
 from pslite.node.start import node_uid
@@ -22,6 +23,13 @@ def block(*lines: str, role: str = "worker", rank: int = 1, status: int = -9) ->
     return failure_block([first], [], "/tmp/kvstore-run-x/logs", start_s=10.0)
 
 
+def read(text: str) -> FailureReport | None:
+    output = LauncherOutput()
+    for line in text.splitlines():
+        assert output.show(line, is_error=True) is None
+    return output.report(without="/none")
+
+
 def test_lines_of_processes_are_shown_as_they_come() -> None:
     output = LauncherOutput()
     assert output.show("[worker 1@host] loss 0.5", is_error=False) == "[worker 1@host] loss 0.5"
@@ -31,10 +39,12 @@ def test_lines_of_processes_are_shown_as_they_come() -> None:
 
 def test_marks_are_counted_for_each_worker_and_stream_and_not_shown() -> None:
     output = LauncherOutput()
-    assert output.show(f"[worker 0] {marker(3)}", is_error=False) is None
-    assert output.show(f"[worker 0@b] half a line{marker(3)}", is_error=True) == (
+    assert output.show(f"[worker 0] {MARK}3", is_error=False) is None
+    assert output.show(f"[worker 0@b] half a line{MARK}3", is_error=True) == (
         "[worker 0@b] half a line"
     )
+    assert output.has_answered(3, 0)
+    assert not output.has_answered(3, 1)
     assert output.has_all_of(3, ranks=1)
     assert not output.has_all_of(3, ranks=2)
     assert not output.has_all_of(4, ranks=1)
@@ -42,14 +52,14 @@ def test_marks_are_counted_for_each_worker_and_stream_and_not_shown() -> None:
 
 def test_a_mark_that_no_worker_has_written_is_text() -> None:
     output = LauncherOutput()
-    for line in (marker(1), f"[server 0] {marker(1)} and more"):
+    for line in (f"{MARK}1", f"[server 0] {MARK}1 and more"):
         assert output.show(line, is_error=False) == line
     assert output.marks == set()
 
 
 def test_the_final_block_is_not_shown_and_says_who_failed() -> None:
     output = LauncherOutput()
-    text = block("line one", f"line two{marker(2)}", "line three", marker(3))
+    text = block("line one", f"line two{MARK}2", "line three", f"{MARK}3")
     assert [output.show(line, is_error=True) for line in text.splitlines()] == [None] * 11
     report = output.report(without="/tmp/kvstore-run-x")
     assert report is not None
@@ -64,7 +74,7 @@ def test_the_final_block_is_not_shown_and_says_who_failed() -> None:
 
 @pytest.mark.parametrize("role", ["scheduler", "server"])
 def test_a_block_about_the_service_names_it(role: str) -> None:
-    report = read_block(block(role=role, rank=0, status=7).splitlines())
+    report = read(block(role=role, rank=0, status=7))
     assert report is not None
     assert (report.role, report.rank, report.how) == (role, 0, "exit code 7")
     first, *_, last = report.text.splitlines()
@@ -81,7 +91,7 @@ def test_the_output_knows_that_the_job_goes_on_without_its_scheduler() -> None:
 
 
 def test_a_block_that_is_cut_off_is_none() -> None:
-    assert read_block(block().splitlines()[:2]) is None
+    assert read("\n".join(block().splitlines()[:3])) is None
 
 
 def test_words_of_the_launcher_are_shown_until_the_caller_ends_the_job() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.launch.run import parcels, worker
-from kvstore.launch.run.job import packed
-from kvstore.launch.run.worker import CallReply
+from kvstore.launch.run.parcels import WorkerAnswer
 from pslite.errors import NodeLostError
 
 
@@ -20,31 +19,36 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-def call(directory: Path, body: bytes, **header: Any) -> CallReply:
+def packed(function: Any, *args: Any) -> bytes:
+    return parcels.dump((function, args, {}), "the function")
+
+
+def call(directory: Path, body: bytes, **header: Any) -> WorkerAnswer:
     """The answer to a call that was left there."""
     usual = {"python": parcels.python_version(), "by_value": False, "path": []}
     parcels.write(parcels.call_path(directory, 1), {**usual, **header}, body)
-    return worker._call(directory, 1)
+    return worker.make_call(directory, 1)
 
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(worker, "worker_node", lambda: None)  # there is no job to join
     return parcels.make_directory(tmp_path)
 
 
 def test_what_a_function_returns_is_the_answer(directory: Path) -> None:
-    answer = call(directory, packed(divmod, (7, 2), {}))
+    answer = call(directory, packed(divmod, 7, 2))
     assert not answer.failed
     assert pickle.loads(answer.body) == (3, 1)
 
 
 def test_an_exception_comes_with_its_traceback_from_the_function_on(directory: Path) -> None:
-    answer = call(directory, packed(fail, (ValueError("x"),), {}))
-    assert (answer.header["kind"], answer.header["type"]) == ("error", "ValueError")
-    assert not answer.header["blames"]
+    answer = call(directory, packed(fail, ValueError("x")))
+    assert (answer.kind, answer.type) == ("error", "ValueError")
+    assert not answer.blames_another
     assert repr(pickle.loads(answer.body)) == "ValueError('x')"
-    lines = answer.header["text"].splitlines()
+    lines = answer.text.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1] == "ValueError: x"
     assert "in fail" in lines[1]
@@ -54,37 +58,31 @@ def test_an_exception_about_a_lost_node_blames_another_also_as_a_cause(directory
     lost = NodeLostError("worker 1 is lost", role="worker", rank=1)
     later = ValueError("y")
     later.__cause__ = lost
-    assert worker._error(lost).header["blames"]
-    assert worker._error(later).header["blames"]
+    assert worker.error_answer(lost).blames_another
+    assert worker.error_answer(later).blames_another
 
 
 def test_an_exit_travels_as_text_only(directory: Path) -> None:
-    answer = call(directory, packed(sys.exit, (3,), {}))
-    assert (answer.header["type"], answer.body) == ("SystemExit", b"")
+    answer = call(directory, packed(sys.exit, 3))
+    assert (answer.type, answer.body) == ("SystemExit", b"")
 
 
 def test_a_result_that_cannot_travel_is_refused_with_words(directory: Path) -> None:
-    answer = call(directory, packed(threading.Lock, (), {}))
-    assert answer.header["kind"] == "refusal"
-    assert (
-        "what the function returned cannot be sent back: a value of type lock"
-        in (answer.header["text"])
-    )
+    answer = call(directory, packed(threading.Lock))
+    assert answer.kind == "refusal"
+    assert "what the function returned cannot be sent back: a value of type lock" in (answer.text)
 
 
 def test_a_function_by_value_needs_the_caller_s_python(directory: Path) -> None:
-    body = packed(divmod, (7, 2), {})
+    body = packed(divmod, 7, 2)
     assert not call(directory, body, python=[3, 2]).failed
     answer = call(directory, body, python=[3, 2], by_value=True)
-    assert "and the caller 3.2: functions of a notebook need the same" in answer.header["text"]
+    assert "and the caller 3.2: functions of a notebook need the same" in answer.text
 
 
 def test_a_module_that_is_missing_is_named(directory: Path) -> None:
     answer = call(directory, b"\x80\x04cno_such_module\nNothing\n.")
-    assert (
-        "needs the module no_such_module, which is not here: install it for"
-        in (answer.header["text"])
-    )
+    assert "needs the module no_such_module, which is not here: install it for" in (answer.text)
 
 
 def test_modules_are_found_where_the_caller_has_them(directory: Path, tmp_path: Path) -> None:
