@@ -282,7 +282,7 @@ class Config:
 
     @classmethod
     def read(cls, name: str, mapping: Mapping[str, str] | None = None) -> Any:
-        """Read one setting, for code that is not a node: ``mapping`` or ``os.environ``, or default.
+        """Read one setting of ``mapping`` or ``os.environ``, for code that is not a node.
 
         ``name`` is the field's. Raises ``ConfigError`` when this one is malformed; others may be.
         """
@@ -305,7 +305,7 @@ class Config:
             _check_range(setting, getattr(self, setting.name))
 
     def checked(self) -> Config:
-        """This value, after the checks of its range and of what fields say together."""
+        """Check ranges and what fields say together; return this value."""
         self._check_ranges()
         if self.role not in {role.value for role in Role}:
             raise ConfigError(f"DMLC_ROLE is {self.role!r}; it must be worker, server or scheduler")
@@ -340,7 +340,7 @@ class Config:
         return min(self.stall_report_s, self.stall_timeout_s / 4 or math.inf)
 
     def checked_for_cluster(self) -> Config:
-        """This value, after the check that a cluster can be joined with it."""
+        """Check that a cluster can be joined with these settings; return them."""
         self._check_ranges()
         missing = [
             _names()[name]
@@ -417,7 +417,7 @@ LAUNCHER_NAMES = frozenset({"DMLC_JOB_CLUSTER", "KVSTORE_JOB_DIR"})
 
 
 def unknown_names(mapping: Mapping[str, str]) -> list[str]:
-    """One sentence for each name in the environment that has no meaning here and may be meant.
+    """Return a sentence for each unknown name that may be meant for this project.
 
     That is each ``PS_*`` name. MXNet and its trackers have many ``DMLC_*`` names of no concern
     here: of these, and of ``KVSTORE_*``, only what is all but equal to a known name.

@@ -77,7 +77,7 @@ class ClosedError(PSError):
 
 
 def describe(error: BaseException) -> tuple[str, str]:
-    """An error for the wire: the name of its class, and its text.
+    """Return an error for the wire: the name of its class, and its text.
 
     An error that was not raised on purpose comes with its traceback, so that the asker can find it.
     """
@@ -90,7 +90,7 @@ def describe(error: BaseException) -> tuple[str, str]:
 
 
 def check_unicode(what: str, text: str, error: type[UsageError] = UsageError) -> str:
-    """``text``. Raises ``error`` where it holds half a character, which cannot travel."""
+    """Return ``text``; raise ``error`` where it holds half a character."""
     try:
         text.encode()
     except UnicodeEncodeError as found:
@@ -102,7 +102,7 @@ def check_unicode(what: str, text: str, error: type[UsageError] = UsageError) ->
 
 
 def as_failure(error: BaseException) -> Exception:
-    """The same as an ``Exception``: one that ends no thread, and no process, in silence.
+    """Return the same as an ``Exception``, which ends no thread in silence.
 
     ``SystemExit`` and its like, raised by code of a user on a thread of a node, become a
     ``RuntimeError`` with the original as its cause.
@@ -115,12 +115,12 @@ def as_failure(error: BaseException) -> Exception:
 
 
 def lost_node(error: BaseException | None) -> tuple[str, int]:
-    """Role and rank of the node whose loss an error is about; ``("", -1)`` for others."""
+    """Return role and rank of the node whose loss an error is about, or ``("", -1)``."""
     return (error.role, error.rank) if isinstance(error, NodeLostError) else ("", -1)
 
 
 def rebuild(kind: str, message: str, *, role: str = "", rank: int = -1) -> PSError:
-    """The error that a peer reported, as this process knows it.
+    """Return the error that a peer reported, as this process knows it.
 
     ``kind`` is the name of the exception's class there. A class of this tree comes back as
     itself; anything else (code of a user or a library) as a ``RemoteError`` that says so.

@@ -69,7 +69,7 @@ class Future(Generic[T]):
         return self.describe if isinstance(self.describe, str) else self.describe()
 
     def __repr__(self) -> str:
-        """``<Future of a pull of 'w': pending>``; does not wait."""
+        """Return ``<Future of a pull of 'w': pending>``; does not wait."""
         if not self._done:
             state = "pending"
         elif self._error is None:
@@ -83,7 +83,7 @@ class Future(Generic[T]):
         return self.describe
 
     def error(self) -> BaseException | None:
-        """The error it completed with, if any. Does not wait."""
+        """Return the error that it completed with, if any; does not wait."""
         return self._error
 
     def result(self, timeout_s: float | None = None) -> T:
@@ -113,7 +113,7 @@ class Future(Generic[T]):
         callback(self)
 
     def on_error(self, callback: Callable[[Future[T]], None]) -> None:
-        """``on_done`` for an error only, before all others; costs nothing when all is well."""
+        """Call ``callback(self)`` on an error, before all of ``on_done``."""
         with self._lock:
             if not self._done:
                 self._on_error = (*self._on_error, callback)
@@ -122,7 +122,7 @@ class Future(Generic[T]):
             callback(self)
 
     def then(self, step: Callable[[T], Future[U]]) -> Future[U]:
-        """The future of a further step, taken with this one's value."""
+        """Return the future of a further step, taken with this one's value."""
         result: Future[U] = Future(self.describer())
         result.flush = self.flush
 
@@ -144,7 +144,7 @@ class Future(Generic[T]):
         return result
 
     def or_else(self, step: Callable[[BaseException], Future[Any]]) -> Future[T]:
-        """This one's value; after an error, ``step`` is taken first and the error stays."""
+        """Return this one's value; after an error, take ``step`` first and keep the error."""
         result: Future[T] = Future(self.describer())
         result.flush = self.flush
 
@@ -163,7 +163,7 @@ class Future(Generic[T]):
         return result
 
     def map(self, function: Callable[[T], U]) -> Future[U]:
-        """The future of ``function`` of this one's value."""
+        """Return the future of ``function`` of this one's value."""
         return self.then(lambda value: completed(function(value)))
 
     def _adopt(self, done: Future[T]) -> None:
@@ -171,7 +171,7 @@ class Future(Generic[T]):
 
 
 def _tell(future: Future[T], callback: Callable[[Future[T]], None]) -> None:
-    """Call ``callback``; show what it raises, since the completing thread must continue.
+    """Call ``callback`` and show what it raises: the completing thread continues.
 
     That thread belongs to the node. Where standard error takes nothing, nothing is shown.
     """
@@ -185,7 +185,7 @@ def _tell(future: Future[T], callback: Callable[[Future[T]], None]) -> None:
 
 
 def _ends_the_script(error: BaseException) -> bool:
-    """Ctrl-C or ``sys.exit`` on the main thread; on others they would only end that thread."""
+    """Return whether this is Ctrl-C or ``sys.exit`` on the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and not isinstance(error, Exception)
 
@@ -210,21 +210,21 @@ def complete_all(futures: Sequence[Future[None]]) -> None:
 
 
 def completed(value: T) -> Future[T]:
-    """A future that has its value already."""
+    """Make a future that has its value already."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
 
 
 def failed(error: BaseException) -> Future[Any]:
-    """A future that has its error already."""
+    """Make a future that has its error already."""
     future: Future[Any] = Future()
     future.set_error(error)
     return future
 
 
 def settled(futures: Iterable[Future[Any]]) -> Future[None]:
-    """Done once all of them are done, whatever they ended in."""
+    """Make a future that is done once all of them are, whatever they ended in."""
     waited = list(futures)
     result: Future[None] = Future(
         lambda: next((future.what for future in waited if not future.done()), "several requests")
@@ -254,7 +254,7 @@ def settled(futures: Iterable[Future[Any]]) -> Future[None]:
 
 
 def gather(futures: Iterable[Future[Any]]) -> Future[list[Any]]:
-    """All values, in order, once all are there; or the first error, once all are done.
+    """Make a future of all values, in order; or of the first error, once all are done.
 
     It waits for all of them also after an error, so that no buffers are still in use
     when it completes.

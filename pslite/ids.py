@@ -37,26 +37,26 @@ class Role(str, enum.Enum):
 
 
 def node_id(role: Role, rank: int) -> NodeId:
-    """The id of a node, as ps-lite counts it."""
+    """Return the id of a node, as ps-lite counts it."""
     if role is Role.SCHEDULER:
         return SCHEDULER_ID
     return NodeId(2 * rank + (8 if role is Role.SERVER else 9))
 
 
 def role_of(node: int) -> Role:
-    """The role that a node id stands for."""
+    """Return the role that a node id stands for."""
     if node == SCHEDULER_ID:
         return Role.SCHEDULER
     return Role.SERVER if node % 2 == 0 else Role.WORKER
 
 
 def rank_of(node: int) -> Rank:
-    """The rank that a node id stands for."""
+    """Return the rank that a node id stands for."""
     return Rank(max((node - 8) // 2, 0))
 
 
 def group_members(group: int, num_workers: int, num_servers: int) -> frozenset[int]:
-    """The node ids of a group: a sum of 1, 2 and 4, or a single node id."""
+    """Return the node ids of a group: a sum of 1, 2 and 4, or a node id."""
     if group > ALL_GROUP:
         return frozenset({group})
     members: set[int] = set()
@@ -70,7 +70,7 @@ def group_members(group: int, num_workers: int, num_servers: int) -> frozenset[i
 
 
 def group_title(group: int) -> str:
-    """``the workers``: a group as people call it."""
+    """Return a group as people call it: ``the workers``."""
     roles = {SCHEDULER_GROUP: "the scheduler", SERVER_GROUP: "the servers"}
     roles[WORKER_GROUP] = "the workers"
     if group > ALL_GROUP:

@@ -40,7 +40,7 @@ class FilesNeeded(NamedTuple):
 
 
 def files_needed(role: Role, num_workers: int, num_servers: int) -> FilesNeeded:
-    """For a node of this role, beside what its process has open already."""
+    """Return how many files such a node needs, beside those open already."""
     own, connects, accepts = {
         Role.SCHEDULER: (10, 0, num_workers + num_servers),
         Role.SERVER: (17, 1, num_workers),
@@ -51,7 +51,7 @@ def files_needed(role: Role, num_workers: int, num_servers: int) -> FilesNeeded:
 
 
 def allow_files(role: Role, num_workers: int, num_servers: int) -> None:
-    """Raise this process's soft limit to what such a node needs, as far as the hard one allows.
+    """Raise the soft limit to what such a node needs, as far as the hard one allows.
 
     For processes of our own, and no further: programs that close all that they may have inherit
     the limit.
@@ -65,7 +65,7 @@ def allow_files(role: Role, num_workers: int, num_servers: int) -> None:
 
 
 def check_files(role: Role, num_workers: int, num_servers: int) -> str | None:
-    """Whether such a node can have the files that it needs; a warning where that is uncertain.
+    """Check that such a node can have its files; return a warning where uncertain.
 
     Raises ``ConfigError`` where it cannot.
     """
@@ -99,7 +99,7 @@ def _how_to_raise(wanted: int) -> str:
 
 
 def cannot_open(what: str, code: int | None) -> ConfigError:
-    """The error where ``what`` could not be opened, by ``errno``: files, or memory for them."""
+    """Return the error where ``what`` could not be opened, by its ``errno``."""
     reason = os.strerror(code or 0)
     if code not in (errno.EMFILE, errno.ENFILE):
         return ConfigError(f"cannot open {what} ({reason}): {_NO_MEMORY}")
@@ -112,7 +112,7 @@ def cannot_open(what: str, code: int | None) -> ConfigError:
 
 
 def _num_open() -> int | None:
-    """Return how many files this process has open; None where the system does not tell."""
+    """Return how many files this process has open; None where that is unknown."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1  # one of them reads the list
     except FileNotFoundError:  # not Linux
@@ -126,7 +126,7 @@ def _num_open() -> int | None:
 
 @contextmanager
 def scarcity_told() -> Iterator[None]:
-    """What the system refuses within is a ``ConfigError`` that says what to raise."""
+    """Turn what the system refuses within into a ``ConfigError`` with advice."""
     try:
         yield
     except OSError as error:
@@ -138,7 +138,7 @@ def scarcity_told() -> Iterator[None]:
 
 
 def check_threads(num_threads: int) -> None:
-    """Raise ``ConfigError`` unless this many more threads, and a little memory, can be had.
+    """Raise ``ConfigError`` unless this many more threads can be had.
 
     libzmq aborts the process where it cannot start its two.
     """

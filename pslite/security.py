@@ -84,12 +84,12 @@ class Proofs:
         return self._prove(b"pslite door", listener.encode()).hex().encode()
 
     def challenge(self, listener: str, connection: bytes) -> bytes:
-        """The listener's first word to a connection: its number, and its proof."""
+        """Return the listener's first word to a connection: its number and proof."""
         number = hashlib.blake2b(connection, digest_size=self.NUMBER_BYTES, key=self._numbers)
         return number.digest() + self._listens(listener, connection, number.digest())
 
     def answer(self, listener: str, connection: bytes, challenge: bytes) -> bytes | None:
-        """The visitor's own proof; None where ``challenge`` does not prove that it is the node."""
+        """Return the visitor's own proof; None where ``challenge`` is not the node's."""
         number = challenge[: self.NUMBER_BYTES]
         expected = number + self._listens(listener, connection, number)
         if len(challenge) != self.CHALLENGE_BYTES or not hmac.compare_digest(challenge, expected):
@@ -113,7 +113,7 @@ class Proofs:
 
 
 def mechanism_of(config: Config) -> Mechanism | None:
-    """The mechanism that a node's settings ask for; ``None`` for a node without a key.
+    """Return the mechanism that settings ask for; ``None`` without a key.
 
     Raises:
         ConfigError: the key cannot be used, or one is asked for and there is none.
@@ -123,7 +123,7 @@ def mechanism_of(config: Config) -> Mechanism | None:
 
 
 def read_key(config: Config) -> bytes | None:
-    """The job's key, from PS_JOB_KEY_FD or PS_JOB_KEY_FILE; ``None`` where neither is set.
+    """Read the job's key from PS_JOB_KEY_FD or PS_JOB_KEY_FILE; ``None``: not set.
 
     White space around it does not count, so that a line end of an editor does no harm.
 
@@ -197,7 +197,7 @@ def _read_descriptor(descriptor: int, what: str) -> bytes:
 
 
 def _read(descriptor: int, what: str) -> bytes:
-    """Everything up to the end, or a little more than any key may have."""
+    """Read everything up to the end, or a little more than any key may have."""
     text = b""
     try:
         while len(text) <= 2 * MAX_KEY_BYTES and (more := os.read(descriptor, MAX_KEY_BYTES)):

@@ -119,7 +119,7 @@ class Asker:
         return self.node.request([node], self.app, head, body, {node: frames}, self.customer)
 
     def wait(self, future: Future[T], timeout_s: float | None = None) -> T:
-        """The future's value, when it is there.
+        """Wait for the future's value and return it.
 
         Raises:
             DeadlineError: ``timeout_s`` is over; names the nodes that have not answered. The
@@ -148,7 +148,7 @@ class Asker:
         future.on_done(guarded)
 
     def members(self, receiver: int) -> list[int]:
-        """The node ids of a node or group, servers before workers before the scheduler.
+        """Return the node ids of a node or group: servers, workers, the scheduler.
 
         Raises:
             UsageError: there is no such node, or no connection to it.
@@ -183,7 +183,7 @@ class Asker:
 
 
 def as_int64(number: int, what: str) -> int:
-    """``number`` as a plain integer that the wire can carry."""
+    """Return ``number`` as a plain integer that the wire can carry."""
     try:
         plain = operator.index(number)
     except TypeError:
@@ -211,7 +211,7 @@ def check_sizes(node: Postoffice, body: bytes, frames: Sequence[Any], advice: st
 
 
 def log_failure(node: Postoffice, registered: Future[None]) -> None:
-    """Say in the log why an app could not be registered, unless the node was just closed."""
+    """Log why an app could not be registered, unless the node was just closed."""
 
     def say(done: Future[None]) -> None:
         error = done.error()
@@ -222,7 +222,7 @@ def log_failure(node: Postoffice, registered: Future[None]) -> None:
 
 
 def new_array(node: Postoffice, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """An uninitialised array to send from, in memory that peers can read if it is large."""
+    """Make an uninitialised array to send from; peers can read a large one."""
     dtype = np.dtype(dtype)
     size = shape if isinstance(shape, int) else math.prod(shape)
     if size * dtype.itemsize < _SMALL_BYTES:
@@ -233,7 +233,7 @@ def new_array(node: Postoffice, shape: int | tuple[int, ...], dtype: DTypeLike) 
 def _join(
     asked: Sequence[Future[dict[int, Reply]]], finish: Callable[[dict[int, Reply]], T]
 ) -> Future[T]:
-    """``finish`` of all replies, once all are there."""
+    """Return ``finish`` of all replies, once all are there."""
     if len(asked) == 1:
         return asked[0].map(finish)
     left = len(asked)

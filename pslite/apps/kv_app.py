@@ -213,7 +213,7 @@ class KVWorker:
         return self._asker.wait(future, timeout_s)
 
     def _list_of(self, keys: ArrayLike, copy: bool) -> SentList:
-        """The checked keys of a call, and how the servers share them."""
+        """Return the checked keys of a call, and how the servers share them."""
         array = as_keys(keys)
         lists = self._lists if array.nbytes <= MAX_BYTES and len(array) >= MIN_KEYS else None
         known = None if lists is None else lists.find(array)
@@ -279,7 +279,7 @@ class KVWorker:
         body: bytes,
         frames: Mapping[int, Sequence[memoryview]],
     ) -> Ask:
-        """Asks without the keys who has them as a list; again with them who says he has not."""
+        """Ask servers that have the list without its keys; who lacks it, again with them."""
 
         def ask(node: int) -> Future[dict[int, Reply]]:
             full = frames[node]
@@ -303,7 +303,7 @@ class KVWorker:
         again: Callable[[], Future[dict[int, Reply]]] | None,
         replies: dict[int, Reply],
     ) -> Future[dict[int, Reply]]:
-        """The replies; or what it brings to ask ``again`` if the server lacks the list."""
+        """Return the replies, or those to asking ``again`` if the server lacks the list."""
         try:
             missing = says_missing(replies[node].body, listed.name.number)
         except ProtocolError as error:

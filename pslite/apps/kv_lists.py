@@ -66,7 +66,7 @@ class RecentLists(Generic[ListT]):
         return list(self._lists.values())
 
     def use(self, name: Hashable) -> ListT | None:
-        """The list of this name, if it is there; it now counts as used last."""
+        """Return the list of this name, if it is there, and count it as used last."""
         found = self._lists.get(name)
         if found is not None:
             self._lists.move_to_end(name)
@@ -108,7 +108,7 @@ class SentLists:
         self._recent: RecentLists[SentList] = RecentLists()
 
     def find(self, keys: Keys) -> SentList | None:
-        """The list with the same keys, if there is one. Reads all keys where it is likely."""
+        """Return the list with the same keys, if any; reads all keys where that is likely."""
         with self._lock:
             candidates = self._recent.all()
         for known in reversed(candidates):
@@ -150,7 +150,7 @@ class ReceivedLists:
         self._of_sender: dict[int, RecentLists[KeptList]] = {}
 
     def resolve(self, sender: int, name: ListName, keys: Keys | None) -> Keys | None:
-        """The checked keys of a request; None if they lie in a list that is not here (any more).
+        """Return the checked keys of a request; None if their list is not here (any more).
 
         Args:
             keys: those that came with the request; None: the list's name came alone.
@@ -176,7 +176,7 @@ class ReceivedLists:
         return known.keys
 
     def forget(self, senders: Iterable[int]) -> None:
-        """These workers are gone."""
+        """Drop the lists of these workers, which are gone."""
         for sender in senders:
             self._of_sender.pop(sender, None)
 
@@ -187,7 +187,7 @@ class ReceivedLists:
         return sum(arrays.values())
 
     def _twin(self, keys: Keys) -> KeptList | None:
-        """The same keys under another name: workers that share them share the memory."""
+        """Find the same keys under another name, so that workers share the memory."""
         return next((known for known in self._all() if same_keys(known.keys, keys)), None)
 
     def _all(self) -> Iterator[KeptList]:

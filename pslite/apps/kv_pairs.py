@@ -63,11 +63,11 @@ class KVPairs:
         return self.values.size // len(self.keys) if len(self.keys) else 0
 
     def rows(self) -> Values:
-        """A view of shape (n, width): one row per key. Errors: as of ``width``."""
+        """Return a view of shape (n, width): one row per key. Errors: as of ``width``."""
         return self.values.reshape(len(self.keys), self.width)
 
     def split(self) -> list[Values]:
-        """A 1-D view of each key's values."""
+        """Return a 1-D view of each key's values."""
         if self.lens is None:
             return list(self.rows())
         return np.split(self.values, np.cumsum(self.lens)[:-1]) if len(self.keys) else []
@@ -81,7 +81,7 @@ class KeyRange(NamedTuple):
 
 
 def server_ranges(num_servers: int) -> list[KeyRange]:
-    """Equal shares of all keys: server i begins at i*(2^64-1)//S.
+    """Return equal shares of all keys: server i begins at i*(2^64-1)//S.
 
     The last range ends behind 2^64-1, the largest key. (In ps-lite, ``GetServerKeyRanges`` in
     ``src/postoffice.cc``, that key and a few below it belong to no server.)
@@ -95,7 +95,7 @@ Slicer: TypeAlias = Callable[[Keys, Sequence[KeyRange]], Sequence[slice]]
 
 
 def slice_by_range(keys: Keys, ranges: Sequence[KeyRange]) -> list[slice]:
-    """The default slicer: each server gets the keys of its range."""
+    """Give each server the keys of its range; the default slicer."""
     if len(ranges) == 1:
         return [slice(0, len(keys))]
     begins = np.array([key_range.begin for key_range in ranges], dtype=np.uint64)
@@ -123,7 +123,7 @@ def checked_slices(slices: Sequence[slice], num_keys: int, num_servers: int) -> 
 
 
 def cut_pairs(pairs: KVPairs, parts: Sequence[slice]) -> list[KVPairs]:
-    """The pairs of each slice of the keys, as views."""
+    """Return the pairs of each slice of the keys, as views."""
     n, values, lens = len(pairs.keys), pairs.values, pairs.lens
     if len(parts) == 1:
         return [pairs]
@@ -141,7 +141,7 @@ def cut_pairs(pairs: KVPairs, parts: Sequence[slice]) -> list[KVPairs]:
 
 
 def as_keys(keys: ArrayLike) -> Keys:
-    """Keys as a uint64 array; the same memory where that is possible.
+    """Return keys as a uint64 array: the same memory where that is possible.
 
     Raises:
         UsageError: not 1-D, not integers, or below zero.
@@ -161,7 +161,7 @@ def as_keys(keys: ArrayLike) -> Keys:
 
 
 def _key_list(keys: Sequence[Any]) -> Keys:
-    """Python integers as an array. (By itself NumPy makes floats of 0 next to 2^64-1.)"""
+    """Make an array of Python integers. (NumPy makes floats of 0 next to 2^64-1.)"""
     try:
         numbers = [operator.index(key) for key in keys]
         if min(numbers, default=0) < 0:  # NumPy 1 would wrap it around
@@ -172,7 +172,7 @@ def _key_list(keys: Sequence[Any]) -> Keys:
 
 
 def as_values(values: ArrayLike, empty: Empty | None) -> Values:
-    """Values as a C-contiguous array of native byte order: ``owned`` by ``empty``.
+    """Return values C-contiguous, in native byte order: ``owned`` by ``empty``.
 
     Raises:
         UsageError: they are not bool, integers, floats or complex numbers.
@@ -184,7 +184,7 @@ def as_values(values: ArrayLike, empty: Empty | None) -> Values:
 
 
 def as_lens(lens: ArrayLike, empty: Empty | None) -> Lens:
-    """Lengths as a C-contiguous array of int32 or int64: ``owned`` by ``empty``.
+    """Return lengths as C-contiguous int32 or int64: ``owned`` by ``empty``.
 
     Raises:
         UsageError: they are of another dtype.
@@ -198,7 +198,7 @@ def as_lens(lens: ArrayLike, empty: Empty | None) -> Lens:
 
 
 def owned(array: NDArray[Any], dtype: DTypeLike, empty: Empty | None) -> NDArray[Any]:
-    """A C-contiguous copy in memory that ``empty`` makes; with None, no copy if possible."""
+    """Copy to C-contiguous memory of ``empty``; with None, copy only if needed."""
     if empty is None:
         return array.astype(dtype, order="C", copy=False)
     copy = empty(array.shape, dtype)
@@ -268,7 +268,7 @@ def is_rising(numbers: NDArray[Any]) -> bool:
 
 
 def same_keys(one: Keys, other: Keys) -> bool:
-    """Return whether two lists are equal; lists that differ mostly show it by a sample."""
+    """Return whether two lists are equal; a sample mostly shows that they are not."""
     if one is other:
         return True
     if len(one) != len(other):
@@ -279,7 +279,7 @@ def same_keys(one: Keys, other: Keys) -> bool:
 
 
 def _first_breach(rule: np.ufunc, one: NDArray[Any], other: NDArray[Any]) -> int | None:
-    """The first position where ``rule(one, other)`` does not hold."""
+    """Find the first position where ``rule(one, other)`` does not hold."""
     for start in range(0, len(one), _BLOCK_KEYS):
         stop = start + _BLOCK_KEYS
         holds = rule(one[start:stop], other[start:stop])
@@ -324,7 +324,7 @@ def _fault_in_lens(num_keys: int, values: Values, lens: Lens) -> str | None:
 
 
 def assemble(answers: Sequence[KVPairs], out: Values | None, lens_out: Lens | None) -> Values:
-    """The values of all servers in the order of the keys; ``lens_out`` is filled.
+    """Join the values of all servers in the order of the keys; fill ``lens_out``.
 
     Args:
         answers: in the order of the keys, without gaps.

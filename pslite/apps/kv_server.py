@@ -135,7 +135,7 @@ class KVServer:
             incoming.fail(error)
 
     def _checked_answer(self, asked: KVPairs, result: Any) -> tuple[Values, Lens | None]:
-        """The values and lens that the handle returned.
+        """Check and return the values and lens that the handle returned.
 
         Raises:
             ProtocolError: they are not those of the keys that were asked.
@@ -158,7 +158,7 @@ class KVServer:
 
 
 def _lasting(frames: Sequence[Any]) -> list[Any]:
-    """Copy the frames that lie in a peer's memory, so that all live while they are referred to."""
+    """Copy the frames that lie in a peer's memory, so that all last."""
     return [
         bytes(frame)
         if isinstance(frame, memoryview) and isinstance(frame.obj, mmap.mmap)

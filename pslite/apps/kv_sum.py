@@ -109,7 +109,7 @@ class SumHandle:
         return values
 
     def _find(self, keys: Keys) -> tuple[Rows, Known | None]:
-        """The rows of the keys that are there, and which are; None instead if all are."""
+        """Return the rows of the keys that are there, and which are; None if all are."""
         found = self._seen.rows_of(keys)
         if found is not None:
             return found, None
@@ -172,8 +172,10 @@ class _SeenLists:
         return found[1] if found is not None and found[0]() is keys else None
 
     def note(self, keys: Keys, rows: NDArray[np.int64]) -> Rows:
-        """The same rows; of a long list as a slice if they are neighbours, and noted if
-        ``keys`` cannot change."""
+        """Return the rows: of a long list as a slice, where they are neighbours.
+
+        They are noted if ``keys`` cannot change.
+        """
         if len(keys) < MIN_KEYS:
             return rows
         neighbours = rows[-1] - rows[0] == len(rows) - 1 and is_rising(rows)

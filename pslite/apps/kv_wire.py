@@ -46,19 +46,19 @@ class Missing(NamedTuple):
 def pack_request(
     push: bool, pull: bool, values: Values | None, lens: Lens | None, name: ListName = NO_LIST
 ) -> bytes:
-    """The body that goes to every server of one push or pull."""
+    """Return the body that goes to every server of one push or pull."""
     layout = ["", _FLAT, False] if values is None else _layout(values, lens)
     return pack_value([push, pull, *layout, *name])
 
 
 def request_frames(pairs: KVPairs, push: bool) -> list[memoryview]:
-    """The frames for one server: views of the arrays, the keys first."""
+    """Return the frames for one server: views of the arrays, the keys first."""
     frames = [_bytes_of(pairs.keys.astype("<u8", copy=False))]
     return frames + _value_frames(pairs.values, pairs.lens) if push else frames
 
 
 def unpack_request(body: bytes, frames: Sequence[Any], resolve: Resolve) -> Asked | Missing:
-    """A request, checked; its values and lens are read-only views of the frames.
+    """Check and return a request; its values and lens are read-only views.
 
     Raises:
         ProtocolError: it is not what ``pack_request`` and ``request_frames`` write.
@@ -83,12 +83,12 @@ def unpack_request(body: bytes, frames: Sequence[Any], resolve: Resolve) -> Aske
 
 
 def pack_answer(values: Values, lens: Lens | None) -> tuple[bytes, list[memoryview]]:
-    """Body and frames of the answer to a pull."""
+    """Return body and frames of the answer to a pull."""
     return pack_value(_layout(values, lens)), _value_frames(values, lens)
 
 
 def unpack_answer(body: bytes, frames: Sequence[Any], keys: Keys) -> KVPairs:
-    """The answer to a pull of ``keys``, checked; views of the frames.
+    """Check and return the answer to a pull of ``keys``: views of the frames.
 
     Raises:
         ProtocolError: it does not fit the keys, or is not what ``pack_answer`` writes.
@@ -98,12 +98,12 @@ def unpack_answer(body: bytes, frames: Sequence[Any], keys: Keys) -> KVPairs:
 
 
 def pack_missing(missing: Missing) -> bytes:
-    """The body of the answer to a request whose keys are not here."""
+    """Return the body of the answer to a request whose keys are not here."""
     return pack_value([missing.number])
 
 
 def says_missing(body: bytes, number: int) -> bool:
-    """Return whether an answer to a request with list ``number`` says that the list is not there.
+    """Return whether an answer says that the list ``number`` is not there.
 
     Raises:
         ProtocolError: it speaks of another list.

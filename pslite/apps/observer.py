@@ -79,7 +79,7 @@ class Observer:
         return format_address(self._host, self._port).removeprefix("tcp://")
 
     def ask(self, timeout_s: float = ANSWER_S) -> Survey:
-        """Return how the job is now. The time of the first question includes that to connect.
+        """Ask how the job is now; the first question includes the time to connect.
 
         Raises:
             DeadlineError: no answer came in time; the job may be over.
@@ -139,7 +139,7 @@ class Observer:
         self._van.send(_SCHEDULER, [encode(envelope)])
 
     def _take(self, event: Any) -> Survey | None:
-        """The survey, if this is the answer."""
+        """Return the survey, if this is the answer."""
         if isinstance(event, Denied):
             raise ConfigError(event.reason)
         if isinstance(event, Disconnected) and self._is_heard:
@@ -180,7 +180,7 @@ class Observer:
 def ask_status(
     address: str | None = None, *, config: Config | None = None, timeout_s: float = ANSWER_S
 ) -> Survey:
-    """How the job whose scheduler is at ``address`` is now; arguments and errors as ``Observer``.
+    """Ask how the job of the scheduler at ``address`` is; as ``Observer`` does.
 
     Ask through one ``Observer`` where you ask more than once.
     """

@@ -46,7 +46,7 @@ class FreeList:
         self.free_bytes = size
 
     def take(self, size: int) -> int | None:
-        """The start of a free range of ``size`` bytes (at least 1), the lowest; None: no room."""
+        """Take the lowest free range of ``size`` bytes; return its start, None: no room."""
         if size > self.free_bytes:
             return None
         for index, (start, room) in enumerate(self._ranges):
@@ -58,7 +58,7 @@ class FreeList:
         return None
 
     def give_back(self, start: int, size: int) -> None:
-        """This range, which ``take`` gave, is free again."""
+        """Free a range that ``take`` gave."""
         self.free_bytes += size
         ranges, stop = self._ranges, start + size
         first = last = bisect_left(ranges, (start, 0))
@@ -159,7 +159,7 @@ class Heap:
         self._by_address: tuple[list[int], list[_Stretch]] = ([], [])
 
     def buffer(self, nbytes: int, *, lasting: bool = False) -> Bytes:
-        """Uninitialised memory of ``nbytes``, aligned to a cache line; free when unreferenced.
+        """Return uninitialised memory, aligned to a cache line; free when unreferenced.
 
         What is ``lasting`` lies behind what was before, where there is room; the rest at the
         lowest address, where memory was used a short while ago.
@@ -178,7 +178,7 @@ class Heap:
         return found
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """(segment's number, offset in it) of memory that peers can map; None for other memory."""
+        """Find (segment's number, offset) of memory that peers can map; None for other."""
         addresses, stretches = self._by_address
         index = bisect_right(addresses, address) - 1
         if index < 0:
@@ -190,7 +190,7 @@ class Heap:
         return stretch.number, offset
 
     def rows(self, pieces: Sequence[Bytes]) -> list[Bytes] | None:
-        """These pieces, neighbours in memory as one; None where peers can map not all of them.
+        """Return the pieces, neighbours as one; None where peers cannot map all of them.
 
         What is returned keeps the pieces alive.
         """
@@ -211,7 +211,7 @@ class Heap:
 
     @staticmethod
     def whole_of(buffer: Bytes) -> tuple[int, int, Segment] | None:
-        """(address, bytes, segment) of where a buffer of any heap, or a part of one, lies.
+        """Return (address, bytes, segment) of where a buffer of any heap lies.
 
         The segment keeps the memory mapped. None for other memory.
         """
@@ -228,7 +228,7 @@ class Heap:
         return [(stretch.number, stretch.segment) for stretch in sorted(stretches, key=_number)]
 
     def close(self) -> None:
-        """The node has ended: each segment is freed with the last buffer in it."""
+        """End sharing: each segment is freed with the last buffer in it."""
         with self._lock:
             self._shared = False
             self._stretches = []
@@ -280,7 +280,7 @@ class Heap:
         return stretch
 
     def _new_segment(self, wanted: int, size: int) -> Segment:
-        """Shared memory if there may be more of it, else memory of this process."""
+        """Make shared memory if there may be more of it, else memory of this process."""
         if not self._shared:
             return private_segment(wanted)
         if self._limit_bytes:

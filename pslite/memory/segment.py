@@ -55,13 +55,13 @@ class Segment:
 
 
 def private_segment(nbytes: int) -> Segment:
-    """Memory of this process alone, of whole pages; a forked child has a copy of its own."""
+    """Make memory of this process alone; a forked child has a copy of its own."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return Segment(mmap.mmap(-1, _whole_pages(nbytes), flags=flags), None)
 
 
 def shared_segment(nbytes: int) -> Segment:
-    """Memory that peers can map, reserved.
+    """Make memory that peers can map, and reserve its pages.
 
     Raises:
         OSError: there is not so much memory, or this system has no memfd.
@@ -84,7 +84,7 @@ def shared_segment(nbytes: int) -> Segment:
 
 
 def map_segment(pid: int, ticket: Ticket) -> memoryview:
-    """A peer's segment, read only; unmapped when nothing refers to it any more.
+    """Map a peer's segment read-only; unmapped when nothing refers to it any more.
 
     Raises:
         OSError: it cannot be opened or is not what the ticket says; the text is for a log.

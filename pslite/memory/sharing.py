@@ -50,7 +50,7 @@ class Sharing:
     # -- agreeing ----------------------------------------------------------------------
 
     def offers(self, peer: str, now: float) -> Iterator[SegmentOffer]:
-        """What ``peer``, which is on the same machine, has not been offered yet."""
+        """Return what ``peer``, on the same machine, has not been offered yet."""
         for number, segment in self._heap.segments():
             if number > self._offered.get(peer, 0) and segment.ticket is not None:
                 self._offered[peer] = number
@@ -58,7 +58,7 @@ class Sharing:
                 yield SegmentOffer(number, *segment.ticket)
 
     def awaits(self, peer: str, now: float) -> bool:
-        """Whether ``peer`` is about to answer an offer: what is sent now would go as bytes."""
+        """Return whether ``peer`` is about to answer an offer, so that waiting pays."""
         awaited = self._awaited.get(peer)
         return awaited is not None and max(awaited.values()) > now
 
@@ -82,7 +82,7 @@ class Sharing:
         return SegmentTaken(offer.segment, True, "")
 
     def taken(self, peer: str, answer: SegmentTaken) -> None:
-        """``peer`` can read a segment of this node, or cannot."""
+        """Note whether ``peer`` can read a segment of this node."""
         awaited = self._awaited.get(peer, {})
         awaited.pop(answer.segment, None)
         if not awaited:
@@ -97,11 +97,11 @@ class Sharing:
         return peer in self._taken
 
     def may_reach(self, peer: str) -> bool:
-        """``reaches``, or nothing speaks against it for a peer on the same machine."""
+        """Return whether a peer on the same machine reads this node's memory, or may yet."""
         return peer in self._taken or (peer not in self._refused and self._heap.is_shared)
 
     def forget(self, peer: str) -> None:
-        """The peer is gone. What still refers to its memory keeps it mapped."""
+        """Forget a peer that is gone. What still refers to its memory keeps it mapped."""
         self._taken.pop(peer, None)
         self._windows.pop(peer, None)
         self._offered.pop(peer, None)
@@ -109,7 +109,7 @@ class Sharing:
         self._refused.discard(peer)
 
     def close(self) -> None:
-        """The node has ended."""
+        """Forget all peers: the node has ended."""
         for peer in {*self._taken, *self._windows}:
             self.forget(peer)
         self._heap.close()
@@ -117,7 +117,7 @@ class Sharing:
     # -- frames ------------------------------------------------------------------------
 
     def describe(self, peer: str, frames: Frames) -> tuple[Frames, Ints]:
-        """(the frames that travel as bytes, the descriptors of the others).
+        """Return the frames that travel as bytes, and descriptors of the others.
 
         A descriptor is four numbers: which frame of the message, segment, offset, bytes.
         """
@@ -136,7 +136,7 @@ class Sharing:
         return rest, tuple(shared)
 
     def place_of(self, frame: Any) -> tuple[int, int] | None:
-        """(segment, offset) of a frame that lies in memory that peers can map. Any thread."""
+        """Find (segment, offset) of a frame that peers can map. From any thread."""
         if type(frame) is not memoryview or frame.nbytes < MIN_SHARED_BYTES:
             return None
         if not frame.c_contiguous:
@@ -145,7 +145,7 @@ class Sharing:
         return self._heap.find(address, frame.nbytes)
 
     def resolve(self, peer: str, shared: Ints, frames: Frames) -> Frames:
-        """All frames of a message, in order.
+        """Return all frames of a message, in order.
 
         Raises:
             ProtocolError: the descriptors do not fit the frames, or memory that is mapped here.

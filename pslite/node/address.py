@@ -25,7 +25,7 @@ _IF_INET6 = Path("/proc/net/if_inet6")
 
 
 def advertised_host(config: Config, scheduler: str | None = None) -> str:
-    """The address under which others reach this node; ``scheduler``: an address of that one.
+    """Choose the address under which others reach this node.
 
     Raises:
         ConfigError: DMLC_INTERFACE names nothing that this host has.
@@ -38,7 +38,7 @@ def advertised_host(config: Config, scheduler: str | None = None) -> str:
 
 
 def interface_address(interface: str) -> str:
-    """The local address that ``interface`` (a name, an address or a network) stands for."""
+    """Return the local address of an interface, given by name, address or network."""
     addresses = local_addresses()
     if interface in addresses:
         return addresses[interface][0]
@@ -65,7 +65,7 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
 
 
 def local_addresses() -> dict[str, list[str]]:
-    """Interface name -> its first IPv4 address, if any, and then its IPv6 addresses."""
+    """Return each interface's first IPv4 address, if any, and its IPv6 addresses."""
     import fcntl
 
     addresses: dict[str, list[str]] = {}
@@ -83,7 +83,7 @@ def local_addresses() -> dict[str, list[str]]:
 
 
 def _ipv6_addresses(table: Path) -> Iterator[tuple[str, str]]:
-    """(interface, address) from Linux's list; addresses of one link only are left out.
+    """Read (interface, address) from Linux's list, without link-local addresses.
 
     Those would need the interface's name beside them (``fe80::1%eth0``), which means nothing
     on other hosts.
@@ -99,7 +99,7 @@ def _ipv6_addresses(table: Path) -> Iterator[tuple[str, str]]:
 
 
 def route_address(host: str, port: int) -> str:
-    """The local address from which ``host`` is reached. Nothing is sent."""
+    """Return the local address from which ``host`` is reached. Nothing is sent."""
     try:
         found = socket.getaddrinfo(host, port or 9, type=socket.SOCK_DGRAM)
     except OSError as error:
@@ -115,7 +115,7 @@ def route_address(host: str, port: int) -> str:
 
 @lru_cache(maxsize=1)
 def machine_id() -> str:
-    """Names the running kernel: equal exactly for processes that share process ids.
+    """Name the running kernel: equal exactly for processes that share process ids.
 
     The boot id alone would be shared by containers with process ids of their own, so the
     identity of the process-id namespace is part of it.

@@ -100,13 +100,13 @@ class Admission:
         return None if has_room else EARLY
 
     def keep(self, delivery: Delivery) -> None:
-        """Its sender has got the roster earlier than this node."""
+        """Keep a message whose sender has got the roster earlier than this node."""
         if self._listed is None:
             self._early.append(delivery)
             self._early_bytes += sum(map(size_of, delivery.frames))
 
     def complete(self, listed: Mapping[str, str]) -> list[Delivery]:
-        """The roster is there, and lists these peers by role; returns what has waited for it."""
+        """Take in the roster, peers by role; return what has waited for it."""
         early, self._early, self._early_bytes = self._early, [], 0
         self._listed = listed
         return [each for each in early if self._misplaced(each.peer, each.message) is None]

@@ -106,7 +106,7 @@ class NodeControl(abc.ABC):
 
     @abc.abstractmethod
     def _gone(self, gone: Gone, *, is_news: bool) -> None:
-        """Act on the loss or the goodbye of a node; ``is_news`` of a loss that comes first."""
+        """Act on a loss or a goodbye; ``is_news`` of a loss that comes first."""
 
     def say_goodbye(self) -> None:
         for node in self._office.membership.neighbours():
@@ -114,7 +114,7 @@ class NodeControl(abc.ABC):
 
 
 def ends_itself(message: Members, speaker: int) -> bool:
-    """Return whether ``speaker`` says that it is about to end because of what it has lost."""
+    """Return whether ``speaker`` says that it ends because of what it has lost."""
     return (speaker, 0) in zip(message.gone, message.left, strict=True)
 
 

@@ -54,11 +54,11 @@ class Pending:
         return request_id
 
     def answer(self, request_id: int, node: int, answer: Any) -> None:
-        """``node`` has answered."""
+        """Note the answer of ``node``."""
         self._settle(request_id, node, answer, None)
 
     def refuse(self, request_id: int, node: int, error: BaseException) -> None:
-        """``node`` has answered with an error, which the future ends in."""
+        """Note an error as the answer of ``node``; the future ends in it."""
         self._settle(request_id, node, None, error)
 
     def _settle(self, request_id: int, node: int, answer: Any, error: BaseException | None) -> None:
@@ -76,7 +76,7 @@ class Pending:
                 entry.future.set_result(entry.answers)
 
     def depart(self, node: int, error: BaseException) -> None:
-        """``node`` is gone: what still waits for it ends with ``error``."""
+        """End what waits for ``node``, which is gone, with ``error``."""
         for request_id, entry in list(self._entries.items()):
             if node in entry.waiting:
                 self.refuse(request_id, node, error)
@@ -94,7 +94,7 @@ class Pending:
             entry.future.set_error(error)
 
     def waiting_for(self, request_id: int) -> tuple[int, ...]:
-        """The nodes that have not answered yet."""
+        """Return the nodes that have not answered yet."""
         entry = self._entries.get(request_id)
         return tuple(sorted(entry.waiting)) if entry else ()
 
@@ -201,16 +201,16 @@ class Customers:
                 self._early.append((arrived_at, incoming))
 
     def fail(self, error: BaseException) -> None:
-        """The node has failed: what it asks, and what it is asked from now on, ends with this."""
+        """End what this node asks, and what it is asked from now on, with ``error``."""
         self._error = error
         self.pending.fail(error)
 
     def remove(self, app: int) -> None:
-        """The app is gone; its requests wait for another one of that number."""
+        """Remove an app; its requests wait for another one of that number."""
         self._handlers.pop(app, None)
 
     def close(self) -> None:
-        """The node has ended: let go of the apps, and of the memory that they hold."""
+        """Let go of the apps, and of the memory that they hold: the node has ended."""
         self._handlers.clear()
         self._early.clear()
 
@@ -224,7 +224,7 @@ class Customers:
         frames: dict[int, Sequence[Any]],
         future: Future[dict[int, Reply]],
     ) -> int:
-        """Send a request to each of ``nodes`` (with its own frames); returns the request's id."""
+        """Send a request to each of ``nodes`` with its own frames; return its id."""
         request_id = self.pending.open(nodes, future)
         message = Request(app, customer, request_id, head, body)
         try:

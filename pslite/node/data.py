@@ -53,7 +53,7 @@ class PartOwner(Protocol):
     """A store of a worker, or the stores of a server, to which some parts belong."""
 
     def name_of(self, part: int) -> str | None:
-        """The part in words, or None if it is somebody else's. On the I/O thread, for reports."""
+        """Return the part in words, or None if it is somebody else's. On the I/O thread."""
 
     def send_joined(self) -> None:
         """Submit what waits for company. From any thread."""
@@ -84,7 +84,7 @@ class Traffic:
         self._server = plane
 
     def add_owner(self, owner: PartOwner) -> None:
-        """A store uses this node; it is not kept alive. From any thread."""
+        """Note that a store uses this node; it is not kept alive. From any thread."""
         self._owners[owner] = None
 
     def send_joined(self) -> None:
@@ -105,7 +105,7 @@ class Traffic:
             self._worker.submit(transfer)
 
     def arrived(self, delivery: Delivery, node: int) -> None:
-        """One of ``MESSAGES``, from a node of the roster."""
+        """Handle one of ``MESSAGES``, from a node of the roster."""
         message = delivery.message
         if isinstance(message, Exchange):
             if self._server is None or role_of(node) is not Role.WORKER:
@@ -132,7 +132,7 @@ class Traffic:
             self._report(message)
 
     def _refusal(self, message: Exchange, error: BaseException) -> BaseException:
-        """Why a server that has failed takes and gives no values: some may be of half a push."""
+        """Return why a server that has failed takes and gives no values."""
         if not message.parts or not isinstance(error, NodeLostError):
             return error
         text = f"{error}; {self._name_of(message.parts[0])} is no longer read or written"
@@ -154,7 +154,7 @@ class Traffic:
                 office.links.send(peer, send.message, send.frames, epoch, now)
 
     def forget(self, parts: Iterable[int]) -> None:
-        """A worker will never ask for these parts again."""
+        """Forget these parts: a worker will never ask for them again."""
         self._worker.forget(parts)
 
     @property
@@ -191,7 +191,7 @@ class Traffic:
         return self._server is not None and is_worker and self._server.has_waiting(rank_of(node))
 
     def tell_failures(self, tell: Callable[[BaseException], None]) -> None:
-        """From now on, tell of each push that fails. On the I/O thread."""
+        """Tell of each push that fails from now on. On the I/O thread."""
         self._worker.tell_failures(tell)
 
     def run(self, now: float) -> None:
@@ -201,7 +201,7 @@ class Traffic:
             self.carry_out(self._server.tick(now))
 
     def departed(self, node: int, error: BaseException, *, left: bool) -> None:
-        """A node is gone; with ``left`` it has said goodbye, and may be there for answers still."""
+        """Act on the end of a node; with ``left``, it may still be there for answers."""
         self._worker.depart(node, error)
         if self._server is not None and role_of(node) is Role.WORKER:
             depart = self._server.leave if left else self._server.depart
@@ -210,14 +210,14 @@ class Traffic:
             self._adopt_epoch()
 
     def begin_epoch(self, epoch: int) -> None:
-        """There is a later epoch, as the scheduler has announced."""
+        """Begin a later epoch, which the scheduler has announced."""
         self._office.membership.epoch = epoch
         self._worker.begin_epoch(epoch)
         if self._server is not None:
             self.carry_out(self._server.begin_epoch(epoch))
 
     def fail(self, error: BaseException) -> None:
-        """Nothing can be done any more."""
+        """End all pushes and pulls with ``error``."""
         self._worker.fail(error)
 
     def close(self) -> None:
@@ -273,7 +273,7 @@ class Traffic:
         office.pool.submit(run.lane, work)
 
     def _note_speed(self, lane: int, *, is_slow: bool) -> None:
-        """Of what was done here. Lanes come and go with keys and tables: few are remembered."""
+        """Note whether a lane's job was slow; few lanes are remembered."""
         if is_slow:
             if len(self._slow_jobs) >= _MOST_LANES:
                 self._slow_jobs.clear()
@@ -290,7 +290,7 @@ class Traffic:
         return nbytes <= _QUICK_BYTES or is_lone
 
     def _adopt_epoch(self) -> None:
-        """Where no scheduler announces epochs, the servers' word counts."""
+        """Take over the servers' epoch where no scheduler announces epochs."""
         office = self._office
         epoch = self._worker.awaited_epoch
         is_alone = SCHEDULER_ID in office.membership.gone or office.membership.has_said_goodbye
@@ -319,14 +319,14 @@ class Traffic:
         return self._worker.num_active + of_server
 
     def open_rounds(self, now: float) -> tuple[int, list[Wait]]:
-        """Return how many parts of a server wait for workers, and what has waited for a while."""
+        """Return how many parts wait for workers, and what has waited for a while."""
         if self._server is None:
             return 0, []
         open_ = self._server.open_rounds()
         return sum(len(each.parts) for each in open_), self._waits(open_, now)
 
     def _waits(self, open_: Sequence[OpenRound], now: float) -> list[Wait]:
-        """Rounds that wait for the same workers are one wait, which is named by its first part."""
+        """Join the rounds that wait for the same workers into one wait each."""
         together: dict[tuple[int, Ints], list[OpenRound]] = {}
         for each in open_:
             if each.opened_at is not None and now - each.opened_at >= LEAST_WAIT_S:

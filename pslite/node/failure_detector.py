@@ -35,7 +35,7 @@ _JUDGE_INTERVAL_S = 1.0
 
 
 def beat_at(config: Config, now: float) -> float:
-    """Return when the next sign of life is due; never, where PS_HEARTBEAT_INTERVAL is 0."""
+    """Return when the next sign of life is due; PS_HEARTBEAT_INTERVAL=0: never."""
     interval_s = config.heartbeat_interval_s
     return now + interval_s if interval_s > 0 else math.inf
 
@@ -71,7 +71,7 @@ class FailureDetector:
         self.on_departure: list[Callable[[], None]] = []
 
     def begin(self, now: float) -> None:
-        """The node starts."""
+        """Start the timers."""
         self._beat_at = beat_at(self._office.config, now)
         self._judge_at = now + _JUDGE_INTERVAL_S
         self._process_at = now + _PROCESS_INTERVAL_S
@@ -86,12 +86,12 @@ class FailureDetector:
             self._suspect_at = min(self._suspect_at, now + _SUSPECT_INTERVAL_S)
 
     def forget(self, peer: str) -> None:
-        """Its loss does not matter any more."""
+        """Stop watching a peer whose loss does not matter any more."""
         self._liveness.forget(peer)
         self._headway.forget(peer)
 
     def heard(self, peer: str, now: float) -> None:
-        """Something of the peer's own code arrived."""
+        """Note that something of the peer's own code arrived."""
         self._liveness.heard(peer, now)
 
     def silent_s(self, peer: str, now: float) -> float:
@@ -99,7 +99,7 @@ class FailureDetector:
         return self._liveness.silent_s(peer, now)
 
     def told(self, event: VanEvent, now: float) -> None:
-        """The van has told something of a connection."""
+        """Act on what the van tells of a connection."""
         office = self._office
         if isinstance(event, Disconnected):
             if event.peer in office.membership.node_ids:
@@ -121,7 +121,7 @@ class FailureDetector:
             office.log.warn(f"refused {whom}{origin}: {event.reason}")
 
     def departed(self, gone: Gone) -> None:
-        """A node is gone (``membership`` knows); called by ``control``."""
+        """Drop a node that is gone, as ``membership`` knows; called by ``control``."""
         office = self._office
         error, node = gone.error, gone.node.node_id
         office.customers.pending.depart(node, error)
@@ -136,7 +136,7 @@ class FailureDetector:
             listener()
 
     def _ended_after_goodbye(self, peer: str) -> None:
-        """A node that has said goodbye, and may have waited for answers since, is not there."""
+        """Drop a node that has said goodbye and is not there any more."""
         office = self._office
         node = office.membership.node_ids[peer]
         office.membership.ended.add(node)
@@ -175,7 +175,7 @@ class FailureDetector:
             self._lost(lost, now)
 
     def _has_done(self, peer: str) -> bool:
-        """Whether a peer has said goodbye, and there is nothing that it would come back for."""
+        """Return whether a peer has said goodbye and has nothing to come back for."""
         office = self._office
         node = office.membership.node_ids.get(peer)
         if node not in office.membership.told or not office.membership.is_leaving(node):
@@ -209,7 +209,7 @@ class FailureDetector:
             office.links.send(node.uid, Beat(), (), office.membership.epoch, now)
 
     def _look_at_suspects(self, now: float) -> None:
-        """A peer of this machine whose process is gone need not be waited for."""
+        """Look whether the processes of peers without a connection are gone."""
         suspects = self._liveness.suspects()
         self._suspect_at = now + _SUSPECT_INTERVAL_S if suspects else math.inf
         for peer in suspects:
@@ -222,7 +222,7 @@ class FailureDetector:
             self._judge(now)
 
     def _look_at_processes(self, now: float) -> None:
-        """Children of a process that has died may keep its connections for as long as they live."""
+        """Look at all processes here: children may keep a dead one's connections."""
         ended = [peer for peer in self._liveness.watched() if self._has_ended(peer)]
         for peer in ended:
             self._liveness.ended(peer, now)
@@ -230,7 +230,7 @@ class FailureDetector:
             self._judge(now)
 
     def _has_ended(self, peer: str) -> bool:
-        """Whether a peer's process is known to be gone: one of this machine, and another one."""
+        """Return whether a peer's process, of this machine, is known to be gone."""
         node = self._nodes.get(peer)
         if node is None or node.machine != machine_id() or node.pid == os.getpid():
             return False

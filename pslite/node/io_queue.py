@@ -30,7 +30,7 @@ class Timers:
         self._waiting: list[tuple[float, int, Callable[[], None]]] = []
 
     def add(self, due: float, command: Callable[[], None]) -> None:
-        """Have ``run`` call ``command`` from ``due`` on; those of the same time in this order."""
+        """Have ``run`` call ``command`` from ``due`` on; equal times in this order."""
         heapq.heappush(self._waiting, (due, next(self._numbers), command))
 
     def next_due(self) -> float:
@@ -102,7 +102,7 @@ class Errands:
         self.call(set_timer)
 
     def perform(self, action: Callable[[], None]) -> Future[None]:
-        """Have ``action`` run on the I/O thread; completes when it is done, or with its error."""
+        """Have ``action`` run on the I/O thread; completes when it is done."""
         future: Future[None] = Future("the I/O thread")
 
         def run() -> None:
@@ -117,7 +117,7 @@ class Errands:
         return future
 
     def check_process(self) -> None:
-        """Raise ``UsageError`` in a forked child, which has no I/O thread: nothing would happen."""
+        """Raise ``UsageError`` in a forked child, which has no I/O thread."""
         if _pid != self._pid:
             raise UsageError(
                 f"this node belongs to process {self._pid}; a forked child cannot use it: "
@@ -153,7 +153,7 @@ class Errands:
         return worked
 
     def look(self) -> None:
-        """A step is over."""
+        """Call what looks after each step."""
         self.looks = [look for look in self.looks if not look()]
 
     @property
@@ -162,7 +162,7 @@ class Errands:
         return bool(self.commands or self.looks) or self.timers.next_due() < math.inf
 
     def end(self) -> None:
-        """After the last step: run all that is left, the timers too, and keep nothing."""
+        """Run all that is left after the last step, the timers too, and keep nothing."""
         self._ended = True
         self.run()
         self.timers.run(math.inf)

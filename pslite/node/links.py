@@ -173,17 +173,17 @@ class Links:
             self._trace("=>", peer, outgoing.message, outgoing.frames)
 
     def progress(self, peer: str) -> int:
-        """A number that grows with all that gets through to a peer, or from it."""
+        """Return a number that grows with all that gets through to a peer, or from it."""
         entry = self._peers.get(peer)
         return 0 if entry is None else entry.progress
 
     def unaccepted_bytes(self, peer: str) -> int:
-        """Payload bytes on the way to a peer that it has not accepted."""
+        """Return the payload bytes on the way to a peer that it has not accepted."""
         entry = self._peers.get(peer)
         return 0 if entry is None else entry.channel.unaccepted_bytes
 
     def byte_counts(self) -> dict[str, tuple[int, int]]:
-        """Bytes (sent to, received from) each peer through the van. From any thread.
+        """Return the bytes (sent to, received from) each peer. From any thread.
 
         Headers and repetitions count, what travels through shared memory does not. Peers that
         were lost are not in it any more.
@@ -197,7 +197,7 @@ class Links:
         return all(entry.channel.everything_accepted for entry in entries)
 
     def unaccepted(self) -> dict[str, tuple[int, int]]:
-        """Return how many messages, and bytes of large ones, each peer has still to accept."""
+        """Return (messages, bytes of large ones) that each peer has still to accept."""
         return {
             peer: (entry.channel.num_unaccepted, entry.channel.unaccepted_bytes)
             for peer, entry in self._peers.items()
@@ -210,7 +210,7 @@ class Links:
     # -- receiving ---------------------------------------------------------------------
 
     def receive(self, event: Received) -> Delivery | None:
-        """The message in a transmission, if it is one, new, and meant for this node."""
+        """Return the message in a transmission, if it is new and meant for this node."""
         if event.peer in self._closed:
             self.dropped[FROM_LOST] += 1
             return None
@@ -281,7 +281,7 @@ class Links:
         self._send_unnumbered(peer, refusal, "")
 
     def know(self, peer: str) -> None:
-        """Somebody vouches for this peer: its conversation is kept as long as this node."""
+        """Keep the conversation with a vouched-for peer as long as this node."""
         self._known.add(peer)
         self._strangers.pop(peer, None)
 
@@ -292,7 +292,7 @@ class Links:
         return entry
 
     def _new_stranger(self, peer: str) -> _PeerTraffic:
-        """A conversation that the peer begins; the oldest one of a stranger makes room."""
+        """Begin a conversation with a peer; a stranger's oldest one makes room."""
         if peer not in self._known:
             if len(self._strangers) >= MAX_STRANGERS:
                 oldest = next(iter(self._strangers))
@@ -305,7 +305,7 @@ class Links:
     # -- time --------------------------------------------------------------------------
 
     def flush(self, epoch: int, now: float, *, at_once: bool = False) -> None:
-        """Tell the peers what has been accepted, if it is time; any message to them tells it.
+        """Tell the peers what has been accepted, if it is time; any message tells it.
 
         An answer is often on its way, so it pays to wait a moment. Not for long, and not when
         much has come: the sender's credits depend on it.
@@ -323,7 +323,7 @@ class Links:
                 self._repeat(peer, entry, now, at_once=False)
 
     def reconnected(self, peer: str, now: float) -> None:
-        """The connection is back: what was under way may be lost, so send it again."""
+        """Send again what was under way, and may be lost: the connection is back."""
         entry = self._peers.get(peer)
         if entry is not None:
             self._repeat(peer, entry, now, at_once=True)
@@ -342,14 +342,14 @@ class Links:
         return soonest
 
     def release(self, peer: str) -> None:
-        """A peer has said goodbye: it waits for nothing more, but its own may come again."""
+        """Drop what is under way to a peer that said goodbye; its own may come again."""
         self._released.add(peer)
         entry = self._peers.get(peer)
         if entry is not None:
             entry.channel.drop_outgoing()
 
     def shut(self, peer: str) -> None:
-        """A peer is lost for good: drop what is under way to it, refuse what comes from it."""
+        """Drop what is under way to a lost peer, and refuse what comes from it."""
         self._closed.add(peer)
         self._peers.pop(peer, None)
         self._strangers.pop(peer, None)
@@ -358,6 +358,6 @@ class Links:
 
 
 def _is_for_any_job(envelope: Envelope) -> bool:
-    """Refusals, and the question of an observer that knows an address and no job id."""
+    """Return whether this is a refusal, or a question of an observer without a job id."""
     kind = type(envelope.message)
     return kind is Refused or (kind is StatusQuestion and not envelope.job)

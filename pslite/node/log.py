@@ -41,7 +41,7 @@ def to_stderr(line: str) -> None:
 
 
 def try_to_stderr(line: str) -> bool:
-    """The same for what is said outside of a node: whether the line could be written."""
+    """Write a line said outside of a node; return whether that worked."""
     try:
         to_stderr(line)
     except Exception:  # also what somebody's replacement of sys.stderr raises
@@ -50,7 +50,7 @@ def try_to_stderr(line: str) -> bool:
 
 
 def label(node: NodeInfo) -> str:
-    """``S[8]``: a node as the lines of ps-lite name it."""
+    """Return a node's name as in the lines of ps-lite: ``S[8]``."""
     return f"{Role(node.role).letter}[{node.node_id}]"
 
 
@@ -69,11 +69,11 @@ class Log:
         self._quiet: dict[str, tuple[float, int]] = {}
 
     def learn(self, roster: Iterable[NodeInfo]) -> None:
-        """From here on, messages show these nodes by their labels, not by their vans' names."""
+        """Show these nodes by their labels, not by their vans' names, from here on."""
         self._labels.update((node.uid, label(node)) for node in roster)
 
     def info(self, level: int, text: str) -> None:
-        """A line that appears from ``level`` on (0: always)."""
+        """Write a line that appears from ``level`` on (0: always)."""
         if level <= self.level:
             self._line(text, logging.INFO)
 
@@ -94,11 +94,11 @@ class Log:
         self.warn(f"{text} (and {left_out} more like it)" if left_out else text)
 
     def error(self, text: str) -> None:
-        """Something is wrong and this node cannot go on."""
+        """Report that something is wrong and this node cannot go on."""
         self._line(text, logging.ERROR)
 
     def trace(self, direction: str, peer: str, message: Message, frames: Sequence[Any]) -> None:
-        """One message, as PS_VERBOSE=2 shows it."""
+        """Show one message, as PS_VERBOSE=2 does."""
         sizes = "".join(f" data_size={len(frame)}" for frame in frames)
         body = f" Body:{sizes}" if sizes else ""
         self._line(

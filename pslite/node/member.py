@@ -229,7 +229,7 @@ class MemberControl(NodeControl):
             self._depart(node, left=False, reason=reason)
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:
-        """A member has lost another, and so will end. Whether that is lost, the scheduler says."""
+        """Note that a member has lost another; whether that is so, the scheduler says."""
         if ends_itself(message, speaker):
             self._office.membership.ending.add(speaker)
         lost = loss_in(message, speaker)
@@ -242,14 +242,14 @@ class MemberControl(NodeControl):
             self._believe()
 
     def _believe(self) -> None:
-        """Without a scheduler, the word of a member that ends itself decides: the job is over."""
+        """Believe a member that ends itself: without a scheduler, its word decides."""
         office = self._office
         for speaker, about, reason in self._hearsay.words():
             if speaker in office.membership.ending and office.membership.node(about) != office.info:
                 self._depart(about, left=False, reason=reason)
 
     def _members_changed(self, peer: str, message: Members, now: float) -> None:
-        """News of who is gone. They count if they are the scheduler's, who looks for itself."""
+        """Hear who is gone. It counts if the scheduler says it, who looks for itself."""
         office = self._office
         speaker = office.membership.node_ids.get(peer)
         if speaker is None:
@@ -274,7 +274,7 @@ class MemberControl(NodeControl):
             self._said_goodbye(node)
 
     def _gone(self, gone: Gone, *, is_news: bool) -> None:
-        """End this node with a lost worker or server: a loss ends the job on every survivor."""
+        """End this node with a lost worker or server: each loss ends the job."""
         office = self._office
         if gone.node.role == Role.SCHEDULER.value:
             self._scheduler_gone(gone.error, is_news=is_news)
@@ -293,13 +293,13 @@ class MemberControl(NodeControl):
         self._expect_no_goodbye(peer)
 
     def _expect_no_goodbye(self, peer: str) -> None:
-        """A peer has said goodbye to this node, or cannot any more."""
+        """Note that a peer has said goodbye to this node, or cannot any more."""
         if peer in self._goodbyes:
             self._goodbyes.discard(peer)
             self._finish_if_done()
 
     def _finish_if_done(self) -> None:
-        """A server ends after the last worker, once it has taken that worker's own goodbye.
+        """End a server after the last worker, once that one's own goodbye is here.
 
         The scheduler's news of it may come first. A worker whose goodbye the server
         does not take would wait for this node until it counts as lost.

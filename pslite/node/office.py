@@ -26,25 +26,25 @@ class Control(Protocol):
         """Join (or, on the scheduler, gather) the cluster."""
 
     def handle(self, delivery: Delivery, now: float) -> None:
-        """A message of the control plane arrived."""
+        """Handle a message of the control plane."""
 
     def lost(self, peer: str, reason: str, now: float) -> None:
-        """A watched peer is gone without a goodbye."""
+        """Act on the loss of a watched peer, which said no goodbye."""
 
     def disconnected(self, peer: str) -> None:
-        """The connection with a peer has ended."""
+        """Note that the connection with a peer has ended."""
 
     def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
-        """This node has reached a barrier."""
+        """Enter a barrier; completes ``future`` when it is over."""
 
     def say_goodbye(self) -> None:
-        """This node has got all it wants."""
+        """Tell the others that this node has got all it wants."""
 
     def fail(self, error: BaseException) -> None:
-        """Nothing can be done any more: end every wait with ``error``."""
+        """End every wait with ``error``: nothing can be done any more."""
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Do what time asks for."""
 
     def next_due(self) -> float:
         """Return when ``tick`` has something to do."""

@@ -23,7 +23,7 @@ class Pool(Protocol):
         """Run ``work`` after all earlier work of ``lane``. Work must not raise."""
 
     def is_idle(self, lane: int) -> bool:
-        """Return whether all work of ``lane`` is done, so that its thread need not be asked.
+        """Return whether all work of ``lane`` is done, so that its thread is not needed.
 
         On the thread that submits. What is quick may then be done right there: until the next
         ``submit`` no other thread works on that lane.

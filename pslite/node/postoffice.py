@@ -127,7 +127,7 @@ class Postoffice:
         return self.info.rank
 
     def join(self, info: NodeInfo, roster: tuple[NodeInfo, ...], now: float) -> None:
-        """The cluster is complete; called by ``control``."""
+        """Take in the roster: the cluster is complete. Called by ``control``."""
         self.membership.begin(roster)
         self.info = info
         for node in roster:
@@ -145,7 +145,7 @@ class Postoffice:
     # -- what other threads may call ---------------------------------------------------
 
     def spread(self, connections: int) -> None:
-        """Use this many TCP connections to each server of another machine. From any thread.
+        """Use this many TCP connections to each server elsewhere. From any thread.
 
         They are opened by a worker, come into use as they are there, and never become fewer;
         16 are the most.
@@ -153,7 +153,7 @@ class Postoffice:
         self.errands.call(lambda: self.nearby.spread(connections))
 
     def buffer(self, nbytes: int, *, lasting: bool = False) -> Bytes:
-        """Memory to send from: flat, uninitialised, free again when nothing refers to it.
+        """Return memory to send from: flat, uninitialised, free when unreferenced.
 
         ``lasting`` buffers that are asked for one after the other lie so, as far as possible.
 
@@ -164,7 +164,7 @@ class Postoffice:
         return self.heap.buffer(nbytes, lasting=lasting)
 
     def shared_rows(self, pieces: Sequence[Bytes]) -> list[Bytes] | None:
-        """These pieces of this node's buffers, neighbours as one; None where one is not.
+        """Return these pieces of this node's buffers, neighbours as one; else None.
 
         Nothing is copied; what is returned keeps the pieces alive. From any thread.
         """
@@ -172,7 +172,7 @@ class Postoffice:
 
     @staticmethod
     def whole_of(buffer: Bytes) -> tuple[int, int, object] | None:
-        """The stretch of memory that a node's buffer lies in: (address, bytes, owner).
+        """Return where a buffer's stretch of memory lies: (address, bytes, owner).
 
         The buffer may be a part of one. Stretches begin and end with a page; the owner keeps its
         own mapped, and goes with the last buffer in it, not before the node ends. None for memory
@@ -203,7 +203,7 @@ class Postoffice:
         frames: Mapping[int, Sequence[Any]] | None = None,
         customer: int = 0,
     ) -> Future[dict[int, Reply]]:
-        """Ask an app on each of ``nodes``; completes with {node id: reply}. From any thread.
+        """Ask an app on each of ``nodes``; completes with {node id: reply}. Any thread.
 
         ``frames`` (node id -> payload) must stay unchanged until the future is done.
         """
@@ -224,7 +224,7 @@ class Postoffice:
         return future
 
     def barrier(self, group: int, timeout_s: float | None = None) -> Future[None]:
-        """Completes once every node of ``group`` has reached its barrier. From any thread.
+        """Enter a barrier; completes once all of ``group`` have. From any thread.
 
         With ``timeout_s``, the scheduler gives the barrier up after that time, for all who
         wait, with an error that names who is missing.
@@ -244,7 +244,7 @@ class Postoffice:
         return future
 
     def report_long_wait(self) -> None:
-        """Have the scheduler look whether the workers wait for each other. From any thread."""
+        """Have the scheduler look for a deadlock of the workers. From any thread."""
 
         def report() -> None:
             if self.error is None:
@@ -284,7 +284,7 @@ class Postoffice:
             self._drain()
 
     def begin(self) -> None:
-        """The first thing to call on the I/O thread."""
+        """Start the clocks and join; the first thing to call on the I/O thread."""
         now = self.clock()
         self.watch.begin(now)
         self.control.begin(now)
@@ -385,7 +385,7 @@ class Postoffice:
     # -- the end -----------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """End every wait of this node with ``error``, now and from now on. I/O thread only."""
+        """End every wait of this node with ``error``, now and later. I/O thread only."""
         if self.error is not None:
             return
         self.error = error
@@ -402,7 +402,7 @@ class Postoffice:
         self.close(goodbye=exception[0] is None)
 
     def leave(self) -> Future[None]:
-        """Bring to its end what is under way and say goodbye. From any thread; returns at once.
+        """End what is under way and say goodbye. From any thread; returns at once.
 
         Completes when the node may stop; then ``unheard`` has what failed.
         """

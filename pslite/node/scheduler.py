@@ -156,7 +156,7 @@ class SchedulerControl(NodeControl):
         office.log.info(0, f"waiting for {missing} since {waiting.waited_s:.0f} s; there: {there}")
 
     def _give_up(self, error: Exception, now: float) -> None:
-        """The cluster cannot come about: everybody who came is told why."""
+        """Tell all who came why the cluster cannot come about, and end."""
         office = self._office
         for peer in self._waiting:
             office.links.send(peer, _refusal(error), (), 0, now)
@@ -195,7 +195,7 @@ class SchedulerControl(NodeControl):
     # -- deadlocks ---------------------------------------------------------------------
 
     def _deadlocked(self, text: str) -> None:
-        """All workers wait for each other: nothing of what they wait for will come."""
+        """End the barriers and tell the workers: all wait for each other."""
         office = self._office
         office.log.warn(text)
         self._release(self._barriers.give_up(DeadlockError, text))

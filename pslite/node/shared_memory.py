@@ -28,7 +28,7 @@ class Nearby:
         self.is_on_one_machine = False
 
     def begin(self, info: NodeInfo, roster: Sequence[NodeInfo]) -> None:
-        """The cluster is complete; ``info`` is this node's entry."""
+        """Find out who is on this machine; ``info`` is this node's entry."""
         if self._office.config.shm:
             peers = [node for node in roster if node.role != Role.SCHEDULER.value]
             self.near = frozenset(node.node_id for node in peers if node.machine == info.machine)
@@ -46,7 +46,7 @@ class Nearby:
         return self._office.sharing.reaches(self._office.membership.uids.get(node, ""))
 
     def may_share_with(self, node: int) -> bool:
-        """Whether a copy in this node's buffers is the way to send to a node. From any thread.
+        """Return whether to send to a node from this one's buffers. From any thread.
 
         Before the first such copy it is unknown whether the node will read it where it lies.
         """
@@ -54,7 +54,7 @@ class Nearby:
         return node in self.near and office.sharing.may_reach(office.membership.uids[node])
 
     def arrived(self, peer: str, node: int, message: Message) -> None:
-        """One of ``MESSAGES``, from a node of the roster."""
+        """Handle one of ``MESSAGES``, from a node of the roster."""
         if isinstance(message, SegmentOffer):
             self._segment_offered(peer, node, message)
         elif isinstance(message, SegmentTaken):
@@ -63,7 +63,7 @@ class Nearby:
             self._pipe_offered(peer, node, message)
 
     def offer_segments(self) -> None:
-        """Tell them of memory that values will be sent from. Also when there is more of it."""
+        """Offer the peers here the memory that values are sent from, new one too."""
         office = self._office
         if office.info is None or not office.config.shm:
             return

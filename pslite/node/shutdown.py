@@ -82,7 +82,7 @@ class Unheard:
         self._failed: dict[str, Push[Any]] = {}
 
     def push(self, describe: Callable[[], str]) -> Push[Any]:
-        """The future of a push of an app, whose failure somebody must hear of."""
+        """Make the future of an app's push, whose failure somebody must hear of."""
         push: Push[Any] = Push(describe)
         self.pushes.add(push)
         Future.on_done(push, lambda _: self._answered(push))
@@ -95,15 +95,15 @@ class Unheard:
             self._failed[str(push._error)] = push if known.is_heard else known
 
     def note(self, error: BaseException) -> None:
-        """This push was not applied, or what was sent was not accepted."""
+        """Note that a push was not applied, or what was sent was not accepted."""
         self._errors[str(error)] = error
 
     def heard(self, error: BaseException) -> None:
-        """The caller has been told; nothing happens where it was not noted."""
+        """Forget an error of which the caller has been told."""
         self._errors.pop(str(error), None)
 
     def take(self) -> BaseException | None:
-        """The first of them, of which somebody is told now; the others are forgotten."""
+        """Return the first of them, which somebody is told now; forget the others."""
         failed = [push.error() for push in self._failed.values() if not push.is_heard]
         errors, self._errors = [*self._errors.values(), *failed], {}
         self._failed.clear()
@@ -119,13 +119,13 @@ class CloseTimer:
         self._left: object = None
 
     def is_over(self, left: object, now: float, limit_s: float) -> bool:
-        """Whether nothing of what is ``left`` has moved for ``limit_s``, which counts for it."""
+        """Return whether nothing of what is ``left`` has moved for ``limit_s``."""
         if left != self._left:
             self._left, self._moved_at = left, now
         return now - self._moved_at >= limit_s
 
     def waited_s(self, now: float) -> float | None:
-        """For how long, when it is time for a line that says so."""
+        """Return for how long this waits, when it is time for a line that says so."""
         if now < self._line_at:
             return None
         self._line_at = now + NEXT_LINE_S
@@ -173,7 +173,7 @@ class Shutdown:
         return self.done.done()
 
     def _is_over(self) -> bool:
-        """Whether this step of the end is: all is accepted; after the goodbye, and answered."""
+        """Return whether all is accepted and, after the goodbye, answered."""
         node = self._node
         is_accepted = not node.errands.commands and self._traffic.everything_sent
         if not is_accepted or not node.links.everything_accepted():
@@ -231,7 +231,7 @@ class Shutdown:
         )
 
     def _say_last_words(self) -> None:
-        """The others should hear of the cause before they notice that we are gone.
+        """Give the others time to hear of the cause before this node is gone.
 
         Those that end themselves know one, and may be gone before they accept another.
         """

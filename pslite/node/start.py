@@ -102,7 +102,7 @@ def start(
 
 
 def _check_room(config: Config, log: Log) -> None:
-    """Whether this process may have the files and threads of such a node."""
+    """Check that this process may have the files and threads of such a node."""
     role = Role(config.role)
     warning = check_files(role, config.num_workers, config.num_servers)
     if warning is not None:
@@ -117,7 +117,7 @@ def _begun(
     log: Log,
     prepare: Callable[[Postoffice], None] | None,
 ) -> Postoffice:
-    """A node on its way to join; the van is closed where it cannot begin."""
+    """Make a node and let it join; close the van where it cannot begin."""
     pool = None
     try:
         if config.role == Role.SERVER.value:
@@ -137,7 +137,7 @@ def _begun(
 
 
 def _pool_failed(node: Postoffice, error: BaseException) -> None:
-    """Work of the pool has raised, so somebody will not be answered: the node ends."""
+    """End the node: work of the pool has raised, so somebody gets no answer."""
     node.log.error(f"a task of the pool failed: {describe(error)[1]}")
     node.errands.call(lambda: node.fail(as_failure(error)))
 
@@ -193,12 +193,12 @@ def _bind(config: Config, role: Role, van: Van, host: str) -> int:
 
 
 def node_uid(role: Role, incarnation: int) -> str:
-    """The name of a node's van: the scheduler's is known to all before they meet it."""
+    """Return the name of a node's van; the scheduler's is known to all beforehand."""
     return SCHEDULER if role is Role.SCHEDULER else f"{role.letter}{incarnation:016x}"
 
 
 def _over_tcp(config: Config, log: Log) -> tuple[Config, Callable[[str], Van]]:
-    """What makes the van, and the settings with what only a known scheduler's address can tell.
+    """Return settings with this node's address, and what makes its van.
 
     The scheduler's name is looked up here, once: the I/O thread must not wait for a name server.
     """
@@ -235,7 +235,7 @@ def _over_tcp(config: Config, log: Log) -> tuple[Config, Callable[[str], Van]]:
 
 
 def wait_for_address(config: Config, log: Log) -> HostAddresses:
-    """What the scheduler's name means, once it means something; nodes may start in any order.
+    """Wait until the scheduler's name means something; return what.
 
     Raises:
         DeadlineError: it has no address within PS_RENDEZVOUS_TIMEOUT.
@@ -265,7 +265,7 @@ def wait_for_address(config: Config, log: Log) -> HostAddresses:
 
 
 def _check_is_here(config: Config) -> None:
-    """Without a key a job stays on one machine; said before anything else goes wrong."""
+    """Check that a job without a key stays on one machine."""
     try:
         endpoint = resolve(config.root_uri, config.root_port)
     except OSError:
@@ -308,7 +308,7 @@ def _leave(known: weakref.ref[Postoffice]) -> None:
 
 
 def _end_with_failure() -> None:
-    """Have the interpreter, which is at its exit handlers, end with a code that is not 0.
+    """Have the interpreter, at its exit handlers, end with a code that is not 0.
 
     What a handler raises changes nothing, and ``os._exit`` would skip the handlers of others and
     lose what files have not written yet. But the code becomes 120 when the interpreter cannot

@@ -47,7 +47,7 @@ class Row:
         return b"".join(self._frames)
 
     def piece(self, start: int, stop: int) -> Piece:
-        """The bytes [start, stop), of the one frame that they lie in, or else of this row."""
+        """Return the bytes [start, stop) of the one frame they lie in, or of this row."""
         index = min(bisect_right(self.stops, start), len(self.stops) - 1)
         if stop > self.stops[index]:
             return Piece(self, start, stop)
@@ -57,7 +57,7 @@ class Row:
 
 
 def piece_of(piece: Piece, start: int, stop: int) -> Piece:
-    """The bytes [start, stop) of a piece."""
+    """Return the bytes [start, stop) of a piece."""
     start, stop = piece.start + start, piece.start + stop
     if type(piece.frame) is Row:
         return piece.frame.piece(start, stop)
@@ -65,7 +65,7 @@ def piece_of(piece: Piece, start: int, stop: int) -> Piece:
 
 
 def cuts_of(pieces: Sequence[Piece]) -> list[int]:
-    """Where frames end inside of these pieces, which have the same size; counted from its begin."""
+    """Return where frames end inside of these pieces of one size, from their begin."""
     cuts: set[int] = set()
     for frame, start, stop in pieces:
         if type(frame) is Row:
@@ -114,7 +114,7 @@ class ServerApp(Protocol):
         """
 
     def read(self, parts: Sequence[int]) -> list[Buffer]:
-        """Frames that together hold these parts' values in order, each frame whole parts.
+        """Return frames that hold these parts' values in order, each frame whole parts.
 
         The plane sends them without a copy and may send them again until they are accepted.
         Where the rule for results does not keep a value in place meanwhile (asynchronous
@@ -135,7 +135,7 @@ class ServerApp(Protocol):
         """
 
     def answer(self, part: int, wanted: Any) -> Buffer:
-        """One frame with what a pull ``wanted`` of a part; sent without a copy, so not changed."""
+        """Return one frame with what a pull ``wanted`` of a part; it must not change."""
 
 
 class Send(NamedTuple):
@@ -186,7 +186,7 @@ def cut(sizes: Sequence[int], frames: Sequence[Buffer]) -> list[Piece]:
 
 
 def _as_bytes(frame: Buffer) -> Buffer:
-    """The frame as a view of single bytes; received frames are that already."""
+    """Return the frame as a view of single bytes; received frames are that already."""
     if type(frame) is memoryview and frame.itemsize != 1:
         return frame.cast("B")
     return frame

@@ -42,7 +42,7 @@ class Replies:
         ] = {}
 
     def answer(self, rank: int, pushed: bool, value: bool, entry: Value) -> None:
-        """Parts are as a worker wants them: pushed, and with their values if it asked for them."""
+        """Answer parts: pushed, and with their values if the worker asked for them."""
         self.answers.setdefault((rank, pushed, value), []).append(entry)
 
     def fail(
@@ -60,7 +60,7 @@ class Replies:
         entries += [(part, round_) for part in parts]
 
     def sends(self, app: ServerApp, message_bytes: int) -> Iterator[Send]:
-        """What the workers are told, in messages of at most ``message_bytes``, or of one part."""
+        """Return what the workers are told, in messages of ``message_bytes``, or one part."""
         # Failures first: who pulls after a push that failed hears of that before the value.
         for (rank, pushed, consumed, _), (error, failures) in self.failures.items():
             for start in range(0, len(failures), _MAX_PARTS):
@@ -80,7 +80,7 @@ def _answers(
     value: bool,
     entries: Sequence[Value],
 ) -> Iterator[Send]:
-    """Answers to one worker, cut where a message would grow beyond ``message_bytes``."""
+    """Answer one worker, in messages of at most ``message_bytes``."""
     group: list[Value] = []
     nbytes = count = 0
     for entry in entries:
@@ -97,7 +97,7 @@ def _answers(
 def _formed_answers(
     app: ServerApp, message_bytes: int, rank: int, entries: Sequence[Value]
 ) -> Iterator[Send]:
-    """Answers to pulls in forms of the app's own, cut as ``_answers`` does."""
+    """Answer pulls in forms of the app's own, cut as ``_answers`` does."""
     group: list[Value] = []
     frames: list[Buffer] = []
     nbytes = 0
@@ -129,7 +129,7 @@ def _answer(app: ServerApp, rank: int, pushed: bool, value: bool, entries: Seque
 
 
 def _repeated(entries: Sequence[Value], numbers: Sequence[int]) -> Ints:
-    """Each number once for each part of its entry."""
+    """Repeat each number for each part of its entry."""
     pairs = zip(entries, numbers, strict=True)
     return tuple(chain.from_iterable(repeat(number, len(entry.parts)) for entry, number in pairs))
 

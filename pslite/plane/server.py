@@ -92,7 +92,7 @@ class ServerPlane:
     def resize_part(
         self, part: int, size: int, push_size: int, *, is_checked: bool = False
     ) -> None:
-        """Give the values and pushes of a part, which is quiet, this many bytes from now on.
+        """Give the values and pushes of a part, which is quiet, other sizes.
 
         ``is_checked`` is that of ``open_part``.
         """
@@ -130,7 +130,7 @@ class ServerPlane:
         return sum(len(pull.parts) for unit in self._parts.distinct() for pull in unit.pulls)
 
     def open_rounds(self) -> list[OpenRound]:
-        """The rounds that some workers have contributed to and others have not."""
+        """Return the rounds that some workers have contributed to and others have not."""
         found = (unit.open_round() for unit in self._parts.distinct())
         return [open_round for open_round in found if open_round is not None]
 
@@ -139,7 +139,7 @@ class ServerPlane:
     def exchange(
         self, rank: int, epoch: int, message: Exchange, frames: Sequence[Buffer]
     ) -> list[Effect]:
-        """A worker pushes, pulls, or both.
+        """Take in a worker's push, pull, or both.
 
         Raises ``ProtocolError`` for what is malformed, of which nothing was taken then:
         ``refuse`` tells its sender.
@@ -184,7 +184,7 @@ class ServerPlane:
         self._stale[rank] = noted
 
     def refuse(self, rank: int, message: Exchange, error: BaseException) -> list[Effect]:
-        """Tell the sender of a message of which nothing was taken, so that it does not wait.
+        """Tell the sender of a message of which nothing was taken.
 
         The numbers of its pushes stay free, but for those of contributions that are here.
         """
@@ -200,7 +200,7 @@ class ServerPlane:
         return self._effects(replies, [])
 
     def finished(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> list[Effect]:
-        """The pool has applied jobs; each one's round is over, also when it raised."""
+        """End the rounds of jobs that the pool has applied, or that raised."""
         replies = Replies()
         ready: list[Unit] = []
         for job, outcome in zip(jobs, outcomes, strict=True):
@@ -219,7 +219,7 @@ class ServerPlane:
         return self._effects(replies, ready)
 
     def leave(self, rank: int, error: BaseException) -> list[Effect]:
-        """A worker has left: ``depart``, once all is here that it had pushed before."""
+        """Have a worker that said goodbye depart once all that it had pushed is here."""
         self._leaving[rank] = error
         return self._let_go(rank)
 
@@ -231,7 +231,7 @@ class ServerPlane:
         return self.depart(rank, self._leaving[rank])
 
     def depart(self, rank: int, error: BaseException) -> list[Effect]:
-        """A worker is gone; rounds that cannot be complete without it end with ``error``."""
+        """End the rounds that cannot be complete without a gone worker with ``error``."""
         self._leaving.pop(rank, None)
         self._stale.pop(rank, None)
         self._gone[rank] = error
@@ -242,7 +242,7 @@ class ServerPlane:
         return self._effects(replies, [])
 
     def begin_epoch(self, epoch: int) -> list[Effect]:
-        """The scheduler has announced a later epoch; requests of it may be here already."""
+        """Begin a later epoch; requests of it may be here already."""
         self.epoch = epoch
         early, self._early = self._early, []
         effects: list[Effect] = []
@@ -331,7 +331,7 @@ class ServerPlane:
         replies: Replies,
         ready: list[Unit],
     ) -> None:
-        """Contributions, or pulls, of which the app knows the form. Each part is alone."""
+        """Take contributions or pulls in a form of the app's own, each part alone."""
         is_push = message.push
         if len(message.sizes) != len(message.parts) or (is_push and message.pull):
             raise ProtocolError(
@@ -357,7 +357,7 @@ class ServerPlane:
                 ready.append(unit)
 
     def _take_pulls(self, rank: int, message: Exchange, replies: Replies) -> None:
-        """Each run of parts that belong to one unit is pulled as one."""
+        """Pull each run of parts that belong to one unit as one."""
         parts, rounds = message.parts, message.rounds
         start = 0
         while start < len(parts):
@@ -397,7 +397,7 @@ def _is_uniform(rounds: Ints) -> bool:
 
 
 def _whole_piece(unit: Unit, frames: Sequence[Buffer]) -> Piece | None:
-    """The value of a unit, if these frames are whole parts of it and nothing else."""
+    """Return the value of a unit, if these frames are whole parts of it."""
     if len(frames) == 1:
         is_whole = memoryview(frames[0]).nbytes == unit.nbytes
         return Piece(frames[0], 0, unit.nbytes) if is_whole else None

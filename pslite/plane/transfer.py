@@ -85,7 +85,7 @@ class Transfer:
     def deliver(
         self, indices: Sequence[int], pieces: Sequence[Piece], versions: Sequence[int]
     ) -> None:
-        """These parts are answered."""
+        """Hand on the answer about these parts."""
         if self.sink is not None and not self.abandoned:
             try:
                 self.sink(indices, pieces, versions)
@@ -100,7 +100,7 @@ class Transfer:
         pieces: Sequence[Piece],
         versions: Sequence[int],
     ) -> None:
-        """The sink has raised: find out about which part. Plain values may be copied twice."""
+        """Find out about which part the sink has raised. May copy plain values twice."""
         if self.form or self.sink is None:
             self.failed = None
             self._error = self._error or self.unusable(indices, error)
@@ -156,7 +156,7 @@ class Transfer:
             self.frames = make()
 
     def frames_of(self, indices: Sequence[int] | None) -> Sequence[Buffer]:
-        """The frames with these parts of a push, neighbours in one; None: with all."""
+        """Return the frames with these parts of a push, neighbours in one; None: all."""
         if indices is None:
             return self.frames
         pieces = cut(self.push_sizes, self.frames)
@@ -214,7 +214,7 @@ class Requested:
         self.held: deque[Request] = deque()
 
     def split(self) -> list[Requested]:
-        """The same state, once for each part."""
+        """Return the same state, once for each part."""
         singles = []
         for index, part in enumerate(self.parts):
             single = Requested((part,))
@@ -228,13 +228,13 @@ class Requested:
         return singles
 
     def requests(self) -> list[Request]:
-        """Everything that is under way or held, in an order of its own."""
+        """Return everything that is under way or held, in an order of its own."""
         found = [self.inflight[round_] for round_ in sorted(self.inflight)]
         found += self.held
         return found if self.pulling is None else [*found, self.pulling[0]]
 
     def rounds(self) -> tuple[object, ...]:
-        """The rounds of ``requests``."""
+        """Return the rounds of ``requests``."""
         pulling = None if self.pulling is None else self.pulling[1]
         return (*sorted(self.inflight), len(self.held), pulling)
 
@@ -244,14 +244,14 @@ class Requested:
         return not (self.inflight or self.held or self.pulling)
 
     def number(self) -> int:
-        """The round of the next push."""
+        """Return the round of the next push, and count it."""
         if self.freed:
             return heapq.heappop(self.freed)
         self.pushed += 1
         return self.pushed
 
     def free(self, round_: int) -> None:
-        """A push was not taken; its round is open again."""
+        """Free the round of a push that was not taken."""
         heapq.heappush(self.freed, round_)
         while self.pushed in self.freed:
             self.freed.remove(self.pushed)
@@ -265,7 +265,7 @@ class Requested:
         return not transfer.push or len(self.inflight) <= window
 
     def find(self, round_: int, pushed: bool) -> Request | None:
-        """The request that an answer belongs to. None: it was answered before."""
+        """Find the request that an answer belongs to. None: it was answered before."""
         if pushed:
             return self.inflight.get(round_)
         if self.pulling is None:
@@ -274,7 +274,7 @@ class Requested:
         return None if request[0].push or round_pulled != round_ else request
 
     def answered(self, request: Request, round_: int, pushed: bool) -> None:
-        """What ``find`` gave is answered."""
+        """Note that a request, which ``find`` gave, is answered."""
         if pushed:
             del self.inflight[round_]
         if self.pulling is not None and self.pulling[0] == request:
@@ -282,7 +282,7 @@ class Requested:
 
 
 def joined(states: Sequence[Requested], parts: Ints) -> Requested | None:
-    """One state of parts that are in the same one; None where they are not.
+    """Join the states of parts that are in the same one; None where they are not.
 
     What is under way must have been asked for as exactly these parts.
     """

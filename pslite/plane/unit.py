@@ -104,7 +104,7 @@ class Unit:
         gone: Mapping[int, BaseException],
         replies: Replies,
     ) -> bool:
-        """A push. Whether it was taken, so that a round may be complete.
+        """Take in a push; return whether a round may be complete now.
 
         ``gone`` says of the ranks that are gone what their loss comes to for others.
         """
@@ -165,7 +165,7 @@ class Unit:
             )
 
     def refuse(self, rank: int, round_: int, error: BaseException, replies: Replies) -> None:
-        """A contribution is not taken; nor will pulls that count on it be answered."""
+        """Refuse a contribution, and the pulls that count on it."""
         refused = self.refused.setdefault(rank, {})
         if len(refused) <= self.rounds.window:
             refused[round_] = error
@@ -212,7 +212,7 @@ class Unit:
     # -- rounds that are open for long -------------------------------------------------
 
     def open_round(self) -> OpenRound | None:
-        """The round that some workers have contributed to and others have not."""
+        """Return the round that some workers have contributed to and others have not."""
         open_round = self.rounds.missing()
         if open_round is None:
             return None
@@ -222,7 +222,7 @@ class Unit:
         return OpenRound(self.parts, round_, missing, opened_at)
 
     def overdue(self, now: float, report_s: float) -> RoundWaits | None:
-        """Whom the open round waits for, once whenever another ``report_s`` have passed."""
+        """Say whom the open round waits for, each time ``report_s`` have passed."""
         open_round = self.rounds.missing()
         if open_round is None:
             self.opened_at = None
@@ -239,7 +239,7 @@ class Unit:
     # -- its shape ---------------------------------------------------------------------
 
     def resized(self, size: int, push_size: int, *, is_checked: bool) -> Unit:
-        """The unit of the same part, which is quiet, with other sizes from now on."""
+        """Make the unit of the same part, which is quiet, with other sizes."""
         unit = Unit(
             self.parts, (size,), self.rounds, self.lane, (push_size,), is_checked=is_checked
         )
@@ -247,7 +247,7 @@ class Unit:
         return unit
 
     def split(self) -> list[Unit]:
-        """The same state, once for each part."""
+        """Return the same state, once for each part."""
         stops = list(accumulate(self.push_sizes))
         units = []
         for part, size, push_size, stop in zip(
@@ -298,7 +298,7 @@ class WaitingPull:
 
 
 def joined(units: Sequence[Unit]) -> Unit | None:
-    """One unit of these, in their order; None where their states differ, or are in motion."""
+    """Join these units in their order; None where their states differ or change."""
     first = units[0]
     signature = first.rounds.signature()
     for unit in units:
@@ -325,7 +325,7 @@ def joined(units: Sequence[Unit]) -> Unit | None:
 
 
 def _neighbours(pieces: Sequence[Any]) -> Piece | None:
-    """The piece that these make up, if each begins where the one before ends."""
+    """Return the piece that these make up, if each begins where the last ends."""
     first = last = pieces[0]
     if any(type(piece) is not Piece for piece in pieces):
         return None
@@ -354,21 +354,21 @@ class Parts:
         self._lists: Counter[Ints] = Counter()
 
     def put(self, unit: Unit) -> None:
-        """The unit of a single part: a new one, or one that is alone, which has this unit now."""
+        """Note the unit of a single part, which is new or alone."""
         (part,) = unit.parts
         self.units[part] = unit
         (self.sizes[part],) = unit.sizes
 
     def remove(self, part: int) -> None:
-        """A part that is alone is gone."""
+        """Remove a part that is alone."""
         del self.units[part], self.sizes[part]
 
     def distinct(self) -> Iterable[Unit]:
-        """The units, each once."""
+        """Return the units, each once."""
         return dict.fromkeys(self.units.values())
 
     def single(self, part: int) -> Unit | None:
-        """The unit of this part alone; None if there is no such part."""
+        """Return the unit of this part alone; None if there is no such part."""
         unit = self.units.get(part)
         if unit is None or len(unit.parts) == 1:
             return unit
@@ -377,7 +377,7 @@ class Parts:
         return self.units[part]
 
     def whole(self, parts: Ints) -> Unit | None:
-        """The unit of exactly these parts; made of smaller ones if they are pushed often."""
+        """Return the unit of exactly these parts, joined if they are pushed often."""
         unit = self.units.get(parts[0]) if parts else None
         if unit is None or unit.parts == parts:
             return unit

@@ -92,7 +92,7 @@ class WorkerPlane:
             self._queue_send(transfer, ready)
 
     def _start(self, state: Requested, request: Request) -> None:
-        """A request for all parts of a unit."""
+        """Send or hold a request for all parts of a unit."""
         transfer, _ = request
         if state.held or not state.may_send(transfer, self._window):
             state.held.append(request)
@@ -100,7 +100,7 @@ class WorkerPlane:
             self._queue_whole(transfer, self._claim(state, request))
 
     def answered(self, message: Answer, frames: Sequence[Buffer]) -> None:
-        """A server has applied rounds, or sends values.
+        """Take in an answer: a server has applied rounds, or sends values.
 
         Raises ``ProtocolError`` for an answer that makes no sense; what waits for it ends with one.
         """
@@ -143,7 +143,7 @@ class WorkerPlane:
         self._advance(freed, found)
 
     def _answered_whole(self, message: Answer, pieces: Sequence[Piece]) -> bool:
-        """An answer to a request for all parts of a unit; whether it was one."""
+        """Take in the answer to a request for a whole unit; return whether it is one."""
         parts, rounds = message.parts, message.rounds
         state = self._parts.get(parts[0]) if parts else None
         if state is None or state.parts != parts or rounds.count(rounds[0]) != len(rounds):
@@ -163,7 +163,7 @@ class WorkerPlane:
         return True
 
     def _send_held(self, state: Requested) -> None:
-        """Send what waited for this answer; each request that is sent may hold back the next."""
+        """Send what waited for this answer; each that is sent may hold back the next."""
         while state.held and state.may_send(state.held[0][0], self._window):
             request = state.held.popleft()
             round_ = self._claim(state, request)
@@ -173,7 +173,7 @@ class WorkerPlane:
                 self._queue_send(request[0], [(request[1], round_)])
 
     def refused(self, message: PartsFailed) -> None:
-        """A server could not do it."""
+        """End what a server could not do."""
         error = rebuild(message.kind, message.error, role=message.role, rank=message.rank)
         is_open = message.pushed and not message.consumed
         self._come_to_nothing(message, lambda *_: error, is_open=is_open)
@@ -185,7 +185,7 @@ class WorkerPlane:
         *,
         is_open: bool,
     ) -> None:
-        """End what waits for these parts; pushes are to be made again where rounds are open."""
+        """End what waits for these parts; pushes of open rounds free their numbers."""
         touched: set[Transfer] = set()
         freed = []
         for part, round_ in zip(message.parts, message.rounds, strict=True):
@@ -200,7 +200,7 @@ class WorkerPlane:
         self._advance(freed, touched)
 
     def stale(self, message: StaleEpoch) -> None:
-        """A server is in a later epoch than a request was; send it again in that epoch."""
+        """Send a request again in the server's epoch, once that is announced."""
         if message.epoch > self.epoch:
             self._stale.append(message)
             return
@@ -218,32 +218,32 @@ class WorkerPlane:
         return max((message.epoch for message in self._stale), default=0)
 
     def begin_epoch(self, epoch: int) -> None:
-        """The scheduler has announced a later epoch."""
+        """Begin a later epoch, which the scheduler has announced."""
         self.epoch = epoch
         waiting, self._stale = self._stale, []
         for message in waiting:
             self.stale(message)
 
     def depart(self, server: int, error: BaseException) -> None:
-        """A server is gone: what waits for it, and what comes, ends with ``error``."""
+        """End what waits for a server that is gone, and what comes, with ``error``."""
         self._departed[server] = error
         self._outbox.pop(server, None)
         for transfer in [t for t in self._active if t.server == server]:
             self._drop(transfer, error)
 
     def fail(self, error: BaseException) -> None:
-        """Nothing can be done any more: everything ends with ``error``."""
+        """End everything with ``error``: nothing can be done any more."""
         self._error = error
         self._outbox.clear()
         for transfer in list(self._active):
             self._drop(transfer, error)
 
     def close(self) -> None:
-        """The node has ended, after ``fail``: its memory is not used again."""
+        """Let go of memory: the node has ended, and ``fail`` was called."""
         self._unanswered.clear()
 
     def tell_failures(self, tell: Callable[[BaseException], None]) -> None:
-        """From now on, tell of each push that fails: the node ends."""
+        """Tell of each push that fails from now on: the node ends."""
         if self._tell is None:
             self._tell = tell
             for transfer in self._active:
@@ -251,7 +251,7 @@ class WorkerPlane:
                     transfer.done = _telling(transfer.done, tell)
 
     def forget(self, parts: Iterable[int]) -> None:
-        """These parts are gone for good; requests of them that are under way are still answered."""
+        """Forget parts that are gone for good; requests under way are still answered."""
         for part in parts:
             state = self._parts.get(part)
             if state is not None and state.is_idle:
@@ -261,11 +261,11 @@ class WorkerPlane:
     # -- what may be sent --------------------------------------------------------------
 
     def queued_servers(self) -> list[int]:
-        """The servers for which something waits to be sent."""
+        """Return the servers for which something waits to be sent."""
         return list(self._outbox)
 
     def take(self, server: int) -> Send | None:
-        """The next message for a server, highest priority first; its frames are made now."""
+        """Return the next message for a server, highest priority first; make its frames."""
         queue = self._outbox.get(server)
         if not queue:
             return None
@@ -301,7 +301,7 @@ class WorkerPlane:
     # -- inside ------------------------------------------------------------------------
 
     def _single(self, part: int) -> Requested:
-        """The state of this part alone."""
+        """Return the state of this part alone."""
         state = self._parts.get(part)
         if state is None:
             state = self._parts[part] = Requested((part,))
@@ -311,7 +311,7 @@ class WorkerPlane:
         return state
 
     def _whole(self, parts: Ints) -> Requested | None:
-        """The state of exactly these parts as one, if they have one or can have one now."""
+        """Return the state of exactly these parts as one, if they can have one now."""
         state = self._parts.get(parts[0])
         if state is not None and state.parts == parts:
             return state
@@ -329,7 +329,7 @@ class WorkerPlane:
         return whole
 
     def _match(self, part: int, round_: int, pushed: bool) -> tuple[Transfer, int] | None:
-        """The request that an answer belongs to; it counts as answered. None: it was before."""
+        """Find the request that an answer belongs to, and count it as answered."""
         if part not in self._parts:
             return None
         state = self._single(part)
@@ -422,7 +422,7 @@ class WorkerPlane:
 def _telling(
     done: Callable[[BaseException | None], None], tell: Callable[[BaseException], None]
 ) -> Callable[[BaseException | None], None]:
-    """``done``, after telling of an error."""
+    """Return ``done``, which tells of an error first."""
 
     def tell_and_end(error: BaseException | None) -> None:
         if error is not None:
@@ -433,7 +433,7 @@ def _telling(
 
 
 def _pieces_in(message: Answer, frames: Sequence[Buffer]) -> list[Piece]:
-    """The value of each part of an answer. Raises ``ProtocolError``."""
+    """Return the value of each part of an answer. Raises ``ProtocolError``."""
     if not message.sizes:
         return [Piece(b"", 0, 0)] * len(message.parts)
     if len(message.sizes) != len(message.parts):

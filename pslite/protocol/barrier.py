@@ -88,7 +88,7 @@ class Barriers:
     def enter(
         self, node: int, group: int, round_: int, members: Iterable[int], until: float
     ) -> list[Release]:
-        """``node`` has reached its ``round_``-th barrier of ``group``."""
+        """Note that ``node`` has reached its ``round_``-th barrier of ``group``."""
         if round_ <= self._ended.get(group, {}).get(node, 0):
             return []
         given_up = self._given_up.get((group, round_))
@@ -115,7 +115,7 @@ class Barriers:
         return []
 
     def depart(self, node: int, reason: str) -> list[Release]:
-        """``node`` is gone; barriers that still need it end with an error."""
+        """End the barriers that still need ``node``, which is gone, with an error."""
         self._gone[node] = reason
         for barrier, given_up in list(self._given_up.items()):
             self._told(barrier, given_up, node)
@@ -136,14 +136,14 @@ class Barriers:
         return releases
 
     def give_up(self, error: type[Exception], text: str) -> list[Release]:
-        """End all barriers that somebody waits in with ``error``, also for those who come late."""
+        """End all barriers that somebody waits in, also for those who come late."""
         releases = []
         for (group, round_), wait in list(self._open.items()):
             releases += self._end(group, round_, wait, error, text)
         return releases
 
     def overdue(self, now: float, report_s: float) -> list[Overdue]:
-        """The barriers that have been open for ``report_s``, and again each such time."""
+        """Return the barriers open for ``report_s``, and again each such time."""
         reports = []
         for (group, round_), wait in self._open.items():
             if wait.opened_at is None:
@@ -154,7 +154,7 @@ class Barriers:
         return reports
 
     def waits(self, now: float) -> list[Overdue]:
-        """All barriers that ``overdue`` has seen open, and for how long they have been."""
+        """Return all barriers that ``overdue`` has seen open, and since how long."""
         return [
             wait.report(group, round_, now - wait.opened_at)
             for (group, round_), wait in self._open.items()
@@ -187,7 +187,7 @@ class Barriers:
         return [Release(node, group, round_, kind, text) for node in sorted(wait.arrived)]
 
     def _told(self, barrier: tuple[int, int], given_up: _GivenUp, node: int) -> None:
-        """``node`` knows that a barrier failed, or will never ask."""
+        """Note that ``node`` knows that a barrier failed, or will never ask."""
         group, round_ = barrier
         given_up.missing.discard(node)
         ended = self._ended.setdefault(group, {})

@@ -74,7 +74,7 @@ class Channel:
         return outgoing
 
     def accepted(self, low: int, also: Iterable[int]) -> bool:
-        """The peer has these. True when that frees anything."""
+        """Forget what the peer has accepted; return whether that frees anything."""
         before = len(self._unaccepted)
         for sequence in list(self._unaccepted):
             if sequence > low:
@@ -87,7 +87,7 @@ class Channel:
         return len(self._unaccepted) != before
 
     def withdraw(self, outgoing: Outgoing) -> None:
-        """The newest message could not be sent at all; its number is free again."""
+        """Free the number of the newest message, which could not be sent at all."""
         self._forget(outgoing.sequence)
         self._next_sequence = outgoing.sequence
 
@@ -114,7 +114,7 @@ class Channel:
     def repeats(
         self, now: float, *, at_once: bool = False, passed: float = math.inf
     ) -> list[Outgoing]:
-        """The messages to send again now; with ``at_once`` all that are not accepted.
+        """Return the messages to send again now; with ``at_once`` all not accepted.
 
         Not those behind the position ``passed``: they are on their way through a slow link still,
         which a repetition would only make slower. Their time begins when they are through.

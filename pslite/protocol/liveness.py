@@ -81,7 +81,7 @@ class Headway:
     def disconnected(
         self, peer: str, now: float, *, progress: int, unaccepted_bytes: int, moved_bytes: int
     ) -> str | None:
-        """A connection has ended; returns a sentence when too many have ended in vain.
+        """Note the end of a connection; return a sentence after too many in vain.
 
         ``progress`` counts what got through so far in either direction, ``unaccepted_bytes`` what
         waits to, and ``moved_bytes`` is what this connection brought.
@@ -106,7 +106,7 @@ class Headway:
         )
 
     def forget(self, peer: str) -> None:
-        """It is lost, or has left."""
+        """Forget a peer that is lost, or has left."""
         self._peers.pop(peer, None)
 
 
@@ -136,14 +136,14 @@ class Liveness:
         self._peers.pop(peer, None)
 
     def heard(self, peer: str, now: float) -> None:
-        """A message of the peer's own code arrived."""
+        """Note that a message of the peer's own code arrived."""
         entry = self._peers.get(peer)
         if entry is not None:
             entry.heard_at = entry.reported_at = now
             entry.gone_since = entry.unreached_since = entry.ended_since = None
 
     def silent_s(self, peer: str, now: float) -> float:
-        """How long nothing of the peer's own code has arrived; 0 for one that is not watched."""
+        """Return for how long a watched peer's own code has said nothing, or 0."""
         entry = self._peers.get(peer)
         return 0.0 if entry is None else max(0.0, now - entry.heard_at)
 
@@ -153,39 +153,39 @@ class Liveness:
             entry.heard_at = entry.reported_at = now
 
     def connected(self, peer: str) -> None:
-        """The transport has a connection again."""
+        """Note that the transport has a connection again."""
         entry = self._peers.get(peer)
         if entry is not None:
             entry.gone_since = entry.unreached_since = None
 
     def disconnected(self, peer: str, now: float) -> None:
-        """The transport's connection is gone."""
+        """Note that the transport's connection is gone."""
         entry = self._peers.get(peer)
         if entry is not None and entry.gone_since is None:
             entry.gone_since = now
 
     def answered(self, peer: str, now: float) -> None:
-        """A connection with a peer that has none is being made, and bytes arrive on it."""
+        """Note that bytes arrive on a connection that is being made with a peer."""
         entry = self._peers.get(peer)
         if entry is not None:
             entry.answered_at = now
 
     def died(self, peer: str, what: str) -> list[Lost]:
-        """The peer's process is known to be dead."""
+        """Declare a peer lost whose process is known to be dead."""
         return [Lost(peer, what)] if self._peers.pop(peer, None) is not None else []
 
     def ended(self, peer: str, now: float) -> None:
-        """The peer's process is gone; its connection may be there still."""
+        """Note that the peer's process is gone; its connection may be there still."""
         entry = self._peers.get(peer)
         if entry is not None and entry.ended_since is None:
             entry.ended_since = now
 
     def watched(self) -> list[str]:
-        """Everybody who is watched."""
+        """Return all peers that are watched."""
         return list(self._peers)
 
     def suspects(self) -> list[str]:
-        """Watched peers without a connection, whose processes are worth a look."""
+        """Return watched peers without a connection, whose processes to look at."""
         return [
             peer
             for peer, entry in self._peers.items()

@@ -179,27 +179,27 @@ class Membership:
     """And the other way round."""
 
     def begin(self, roster: tuple[NodeInfo, ...]) -> None:
-        """The cluster is complete: epoch 1."""
+        """Take in the roster: the cluster is complete, in epoch 1."""
         self.roster, self.epoch = roster, 1
         self.uids = {node.node_id: node.uid for node in roster}
         self.node_ids = {node.uid: node.node_id for node in roster}
 
     def node(self, node_id: int) -> NodeInfo | None:
-        """The roster's entry of a node."""
+        """Return the roster's entry of a node."""
         return next((node for node in self.roster if node.node_id == node_id), None)
 
     def title(self, node_id: int) -> str:
-        """A node's name for people."""
+        """Return a node's name for people."""
         node = self.node(node_id)
         return node.title if node is not None else f"{role_of(node_id).value} (node {node_id})"
 
     def peer_title(self, uid: str) -> str:
-        """The name for people behind a van's name."""
+        """Return the name for people behind a van's name."""
         node_id = self.node_ids.get(uid)
         return uid if node_id is None else self.title(node_id)
 
     def neighbours(self) -> list[NodeInfo]:
-        """The nodes that this one talks to and that are there: those of other roles."""
+        """Return the nodes of other roles that are there: those this one talks to."""
         return [
             node
             for node in self.roster
@@ -207,7 +207,7 @@ class Membership:
         ]
 
     def listeners(self) -> list[NodeInfo]:
-        """The neighbours, and those that have said goodbye and wait for answers still."""
+        """Return the neighbours, and those that left and wait for answers still."""
         return [
             node
             for node in self.roster
@@ -230,7 +230,7 @@ class Membership:
         return gone
 
     def has_gone(self, uid: str) -> bool:
-        """Return whether this is the van's name of a node that was here and will not come back."""
+        """Return whether this is the van's name of a node that will not come back."""
         node = self.node_ids.get(uid)
         return node in self.gone and not self.is_leaving(node)
 
@@ -251,7 +251,7 @@ class Membership:
         return None
 
     def live(self, role: Role) -> tuple[int, ...]:
-        """The ranks of a role that are still there."""
+        """Return the ranks of a role that are still there."""
         return tuple(
             node.rank
             for node in self.roster
@@ -281,7 +281,7 @@ class Hearsay:
         self._said: dict[int, _Said] = {}
 
     def note(self, speaker: int, about: int, reason: str, title: str, until: float) -> None:
-        """``speaker`` says that ``about``, who has this title, is lost. Its last word counts."""
+        """Note that ``speaker`` says that ``about`` is lost. Its last word counts."""
         said = self._said.get(speaker)
         if said is None or said.ended is None:
             self._said[speaker] = _Said(about, reason, title, until)
@@ -297,7 +297,7 @@ class Hearsay:
         return True
 
     def ended(self, now: float) -> list[tuple[int, str]]:
-        """Who is to be taken for gone after all, and why: who was put off for long enough."""
+        """Return who was put off for long enough and counts as gone, and why."""
         over = [
             speaker
             for speaker, said in self._said.items()
@@ -306,7 +306,7 @@ class Hearsay:
         return [(speaker, self._said.pop(speaker).ended or "") for speaker in over]
 
     def words(self) -> list[tuple[int, int, str]]:
-        """Who says that a member is lost, which one, and why. In the order of their speaking."""
+        """Return who says that a member is lost, which one, and why, in their order."""
         return [(speaker, said.about, said.reason) for speaker, said in self._said.items()]
 
     def next_due(self) -> float:

@@ -62,7 +62,7 @@ class SyncRounds:
         self.version = 0
 
     def signature(self) -> object:
-        """Equal for parts that have seen the same: they can go on as one."""
+        """Return a value that is equal for parts that have seen the same."""
         contributed = [(round_, sorted(found)) for round_, found in sorted(self._open.items())]
         return (
             self.version,
@@ -74,7 +74,7 @@ class SyncRounds:
         )
 
     def copy(self, payload: Callable[[int, int, Any], Any]) -> SyncRounds:
-        """The same state with other payloads: ``payload(rank, round, present one)``."""
+        """Copy the state with other payloads: ``payload(rank, round, present one)``."""
         copy = SyncRounds(self._expected, self.window)
         copy._open = {
             round_: {rank: payload(rank, round_, found) for rank, found in contributions.items()}
@@ -109,7 +109,7 @@ class SyncRounds:
         return round_ <= self.version or rank in self._open.get(round_, ())
 
     def start(self) -> Batch | None:
-        """The next complete round, if none is being applied; it counts as running then."""
+        """Return the next complete round, unless one is being applied, and count it so."""
         if self._running:
             return None
         contributions = self._open.get(self.version + 1)
@@ -141,14 +141,14 @@ class SyncRounds:
         return not self._running and after_round <= self.version
 
     def missing(self) -> tuple[int, tuple[int, ...]] | None:
-        """The open round and the ranks that it waits for; None when none is open."""
+        """Return the open round and the ranks that it waits for; None: none is open."""
         contributions = self._open.get(self.version + 1)
         if contributions is None or self._running:
             return None
         return self.version + 1, tuple(sorted(self._expected - contributions.keys()))
 
     def waiting(self) -> list[tuple[int, int]]:
-        """(rank, round) of all contributions that are here and not applied."""
+        """Return (rank, round) of all contributions that are here and not applied."""
         return [
             (rank, round_)
             for round_, contributions in sorted(self._open.items())
@@ -190,12 +190,12 @@ class AsyncRounds:
         self.version = 0
 
     def signature(self) -> object:
-        """Equal for parts that have seen the same: they can go on as one."""
+        """Return a value that is equal for parts that have seen the same."""
         waiting = [(rank, sorted(found)) for rank, found in sorted(self._waiting.items()) if found]
         return self.version, self._running, sorted(self._applied.items()), self._order, waiting
 
     def copy(self, payload: Callable[[int, int, Any], Any]) -> AsyncRounds:
-        """The same state with other payloads: ``payload(rank, round, present one)``."""
+        """Copy the state with other payloads: ``payload(rank, round, present one)``."""
         copy = AsyncRounds(self.window)
         copy._waiting = {
             rank: {round_: payload(rank, round_, found) for round_, found in waiting.items()}
@@ -231,7 +231,7 @@ class AsyncRounds:
         return is_waiting or round_ <= self.applied(rank) or self._running == (rank, round_)
 
     def start(self) -> Batch | None:
-        """The longest-waiting contribution whose turn it is, if none is being applied."""
+        """Return the longest-waiting contribution whose turn it is, if none is applied."""
         if self._running is not None:
             return None
         for position, rank in enumerate(self._order):
@@ -269,7 +269,7 @@ class AsyncRounds:
         return None
 
     def waiting(self) -> list[tuple[int, int]]:
-        """(rank, round) of all contributions that are here and not applied."""
+        """Return (rank, round) of all contributions that are here and not applied."""
         running = [] if self._running is None else [self._running]
         return running + [
             (rank, round_)
@@ -278,7 +278,7 @@ class AsyncRounds:
         ]
 
     def abandon(self, rank: int) -> list[tuple[int, int]]:
-        """What a worker sent before it left stays valid, but for that whose turn never comes."""
+        """Drop what a gone worker sent whose turn never comes; the rest stays valid."""
         waiting = self._waiting.get(rank, {})
         is_running = self._running is not None and self._running[0] == rank
         next_ = self._applied.get(rank, 0) + 1 + is_running

@@ -117,12 +117,12 @@ class InprocNetwork:
         self._waiting.append(link)
 
     def give_up(self, link: _Link) -> None:
-        """``link`` no longer waits for a listener."""
+        """Stop ``link`` from waiting for a listener."""
         if link in self._waiting:
             self._waiting.remove(link)
 
     def forget(self, van: InprocVan) -> None:
-        """``van`` no longer listens."""
+        """Stop ``van`` from listening."""
         self._listeners = {at: other for at, other in self._listeners.items() if other is not van}
 
     def tell(self, filled: list[InprocVan]) -> None:
@@ -255,7 +255,7 @@ class InprocVan(Van):
             self._is_waiting = False
 
     def _begin(self, end: _End, events: list[VanEvent]) -> None:
-        """A connection began. An accepted one takes the place of an older one of its uid."""
+        """Begin a connection; an accepted one replaces an older one of its uid."""
         if end.closed:
             return
         if end.link is None:
@@ -269,7 +269,7 @@ class InprocVan(Van):
         events.append(Connected(end.peer))
 
     def _lose(self, end: _End, reason: str, events: list[VanEvent]) -> None:
-        """A connection ended; one of ``connect`` is opened anew as soon as somebody listens."""
+        """End a connection; open one of ``connect`` anew once somebody listens."""
         filled: list[InprocVan] = []
         with self._lock:
             self._ends.pop(end, None)

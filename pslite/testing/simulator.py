@@ -209,7 +209,7 @@ class Simulation:
             self._wake(one.van.uid)
 
     def kill(self, node: Postoffice) -> None:
-        """The node's process dies: it is never stepped again, its script and connections end."""
+        """End a node as if its process died: it is never stepped again."""
         self._dead.add(node.van.uid)
         self._dues.pop(node.van.uid, None)
         node.van.close()
@@ -243,7 +243,7 @@ class Simulation:
                 raise task.error
 
     def until(self, condition: Callable[[], bool], limit_s: float = 300.0) -> None:
-        """Let time pass until ``condition`` holds; ``HangError`` if it does not by ``limit_s``."""
+        """Let time pass until ``condition`` holds; raise ``HangError`` after ``limit_s``."""
         self._until(condition, [], limit_s)
 
     def finish(self, limit_s: float = 300.0) -> None:

@@ -139,7 +139,7 @@ class Van(abc.ABC):
 
     @abc.abstractmethod
     def connect(self, peer: str, address: str) -> None:
-        """Open a connection to ``address`` (``tcp://host:port``) and call its other end ``peer``.
+        """Open a connection to ``address`` (``tcp://host:port``), called ``peer``.
 
         Returns at once; the peer need not listen yet. A peer that is connected already is
         disconnected first. Raises :class:`ConfigError` for an address of another form.
@@ -172,25 +172,25 @@ class Van(abc.ABC):
         """
 
     def next_due(self) -> float:
-        """Return when, by the caller's clock, ``poll`` has something to do though nothing arrives.
+        """Return when ``poll`` has something to do though nothing arrives.
 
         Only vans that hold messages back under a clock of their caller have such a time.
         """
         return math.inf
 
     def trouble(self, peer: str) -> str:
-        """What of this machine keeps it from connecting to ``peer``; empty where nothing does."""
+        """Return what of this machine keeps it from connecting to ``peer``, if anything."""
         return ""
 
     def in_transit(self, peer: str) -> int:
-        """Bytes sent to ``peer`` that the present connection still has to bring to its machine.
+        """Return the bytes that the connection has still to bring to ``peer``.
 
         An estimate; they are always the last that were sent. 0 where a van does not know.
         """
         return 0
 
     def is_answered(self, peer: str) -> bool:
-        """Return whether a connection with ``peer``, which is gone, may be about to come back.
+        """Return whether a lost connection with ``peer`` may be about to come back.
 
         That is so where bytes arrive on one that is being made, which a dead machine, a dead
         process and a stopped one do not send. Who accepts does not know yet who it is then. False
@@ -207,14 +207,14 @@ class Van(abc.ABC):
         """
 
     def offer_pipe(self, peer: str) -> PipeTicket | None:
-        """A pipe by which ``peer``, a process of this machine that is connected, may send.
+        """Make a pipe by which ``peer``, a connected process here, may send.
 
         A shortcut for small messages; ``None`` where a van has none. It ends with the connection.
         """
         return None
 
     def take_pipe(self, peer: str, pid: int, ticket: PipeTicket) -> bool:
-        """Send small messages by the pipe that ``peer``, process ``pid``, offers; if that works."""
+        """Send small messages by the pipe that ``peer`` offers; return whether it works."""
         return False
 
     @abc.abstractmethod
@@ -241,7 +241,7 @@ def check_uid(uid: str) -> str:
 
 
 def as_buffers(frames: Sequence[Buffer]) -> list[bytes | memoryview]:
-    """The frames of one message as ``bytes`` or views, nothing copied; checks what can be sent."""
+    """Return a message's frames as ``bytes`` or views; check what can be sent."""
     buffers = [frame if type(frame) is bytes else _as_view(frame) for frame in frames]
     if len(buffers) < 2 and not (buffers and size_of(buffers[0])):
         raise UsageError("a message must have at least one byte or two frames")
@@ -249,7 +249,7 @@ def as_buffers(frames: Sequence[Buffer]) -> list[bytes | memoryview]:
 
 
 def size_of(buffer: bytes | memoryview) -> int:
-    """Bytes in one frame."""
+    """Return the bytes of one frame."""
     return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
 
 

@@ -27,7 +27,7 @@ _MARK_BYTE = MARK[0]
 
 
 def cut(frames: list[bytes | memoryview]) -> Iterator[list[bytes | memoryview]]:
-    """The messages that carry these frames: one, unless a frame is larger than a piece.
+    """Return the messages that carry these frames: one, unless a frame is large.
 
     Nothing is copied; pieces are views of the frames.
     """

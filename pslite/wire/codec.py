@@ -225,7 +225,7 @@ _BY_KIND = {layout.kind: layout for layout in _BY_NUMBER.values()}
 
 
 def encode(envelope: Envelope) -> bytes:
-    """The header frame of an envelope."""
+    """Return the header frame of an envelope."""
     layout = _BY_KIND[type(envelope.message)]
     also = envelope.accepted_also
     header: list[Any] = [
@@ -251,7 +251,7 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def decode(frames: Sequence[Buffer]) -> Envelope:
-    """The envelope in a transmission's header frame (``frames[0]``).
+    """Return the envelope in a transmission's header frame (``frames[0]``).
 
     Raises:
         ProtocolError: the header is not what ``docs/wire.md`` allows.
@@ -296,13 +296,13 @@ def decode(frames: Sequence[Buffer]) -> Envelope:
 
 
 def pack_value(value: Any) -> bytes:
-    """Plain data (None, bool, int, float, str, bytes, lists, dicts) as bytes."""
+    """Return plain data (None, bool, numbers, str, bytes, lists, dicts) as bytes."""
     packed: bytes = msgpack.packb(value)
     return packed
 
 
 def unpack_value(data: Buffer) -> Any:
-    """The plain data in ``data``; never code, never objects.
+    """Return the plain data in ``data``; never code, never objects.
 
     Raises:
         ProtocolError: the bytes are malformed, too many, or nested too deeply.
@@ -370,7 +370,7 @@ def _check_structure(data: bytes) -> None:
 
 
 def _skip(data: bytes, position: int) -> tuple[int, int]:
-    """Behind the head of the value at ``position``, and how many elements follow it."""
+    """Return the position behind the head of a value, and how many elements follow."""
     mark = data[position]
     position += 1
     if mark <= 0x7F or mark >= 0xE0 or mark in (0xC0, 0xC2, 0xC3):

@@ -45,7 +45,7 @@ HANDSHAKE_BYTES = 8192
 
 
 def over_their_share(received: Mapping[int, int], limit_bytes: int) -> list[int]:
-    """The strangers that send too much, of those (descriptor -> bytes) that are here together.
+    """Return the strangers (descriptor -> bytes) that send too much.
 
     Each may fill as much of the limit as any other; who sends no more than a handshake is never
     among them, so knocking in great numbers keeps no node out.
@@ -67,12 +67,12 @@ class RoutingId(NamedTuple):
 
 
 def make_routing_id(uid: str, born_ns: int, number: int) -> bytes:
-    """The routing id of the ``number``-th connection of a van created at ``born_ns``."""
+    """Make the routing id of a van's ``number``-th connection."""
     return uid.encode() + b"\0" + struct.pack(">QI", born_ns, number)
 
 
 def further_routing_id(routing_id: bytes, number: int) -> bytes:
-    """That of a further connection (1 to ``MAX_FURTHER``) of the connection ``routing_id``."""
+    """Make the routing id of a further connection (1 to ``MAX_FURTHER``)."""
     return routing_id[: -_ORDER_BYTES - 1] + bytes([number]) + routing_id[-_ORDER_BYTES:]
 
 
@@ -137,11 +137,11 @@ class AcceptedConnections:
         """Routing ids whose messages need no look at this record, and their uids."""
 
     def descriptor_opened(self, descriptor: int) -> None:
-        """The monitor says that a connection was accepted."""
+        """Note that a connection was accepted, as the monitor says."""
         self._open.add(descriptor)
 
     def descriptor_closed(self, descriptor: int, now: float) -> None:
-        """The monitor says that the connection of ``descriptor`` is over."""
+        """Note that the connection of ``descriptor`` is over, as the monitor says."""
         self._open.discard(descriptor)
         self._doubts.pop(descriptor, None)
         for connection in self._claimants.pop(descriptor, ()):
@@ -179,7 +179,7 @@ class AcceptedConnections:
         return connection.uid
 
     def _heard_further(self, connection: _Connection, first: _Connection | None) -> str | None:
-        """A message of a further connection: of ``first``, if that is the one it belongs to."""
+        """Note a message of a further connection: of ``first``, if it belongs there."""
         if first is None or connection.order != first.order:
             return None
         first.further.append(connection)
@@ -187,18 +187,18 @@ class AcceptedConnections:
         return connection.uid
 
     def routing_id_of(self, uid: str) -> bytes | None:
-        """Return where to send what is meant for ``uid``, or ``None`` if it is not connected."""
+        """Return where to send to ``uid``, or ``None`` if it is not connected."""
         connection = self._current.get(uid)
         return None if connection is None else connection.routing_id
 
     def count_sent(self, routing_id: bytes, nbytes: int) -> None:
-        """So much was sent by this connection."""
+        """Count what was sent by this connection."""
         connection = self._connections.get(routing_id)
         if connection is not None:
             connection.sent_bytes += nbytes
 
     def sent_by(self, uid: str) -> list[tuple[int, int]]:
-        """Of each open connection of ``uid``: the descriptor, and the bytes that were sent."""
+        """Return (descriptor, bytes sent) of each open connection of ``uid``."""
         first = self._current.get(uid)
         found = [] if first is None else [first, *first.further]
         return [
@@ -206,7 +206,7 @@ class AcceptedConnections:
         ]
 
     def next_routing_id_of(self, uid: str) -> bytes | None:
-        """As ``routing_id_of``, but all connections of ``uid`` take turns."""
+        """Return where to send to ``uid``; all its connections take turns."""
         first = self._current.get(uid)
         if first is None:
             return None
@@ -223,11 +223,11 @@ class AcceptedConnections:
                 del self.speakers[connection.routing_id]
 
     def heard_descriptors(self) -> list[int]:
-        """Those of the open connections that have been heard."""
+        """Return the open connections that have been heard."""
         return list(self._claimants)
 
     def moved(self, descriptor: int, moved_bytes: int) -> None:
-        """So much has passed through this descriptor, as it looks now."""
+        """Note how much has passed through this descriptor."""
         for connection in self._claimants.get(descriptor, ()):
             connection.moved_bytes = moved_bytes
 
@@ -237,7 +237,7 @@ class AcceptedConnections:
         return len(self._open) - len(self._claimants)
 
     def unheard_descriptors(self) -> set[int]:
-        """Those of the open connections that have said nothing yet."""
+        """Return the open connections that have said nothing yet."""
         return self._open - self._claimants.keys()
 
     def next_due(self) -> float:
@@ -246,8 +246,10 @@ class AcceptedConnections:
         return min([ending_at, *self._doubts.values()])
 
     def doubtful(self, now: float) -> list[bytes]:
-        """Routing ids of which all but one of a descriptor are dead. All messages must have
-        been read; who cannot be sent to belongs into :meth:`found_dead`."""
+        """Return routing ids of which all but one of a descriptor are dead.
+
+        All messages must have been read; who cannot be sent to belongs into :meth:`found_dead`.
+        """
         found: list[bytes] = []
         for descriptor in [at for at, due in self._doubts.items() if due <= now]:
             claimants = self._claimants[descriptor]
@@ -259,7 +261,7 @@ class AcceptedConnections:
         return found
 
     def found_dead(self, routing_id: bytes, now: float) -> None:
-        """``routing_id``, one of :meth:`doubtful`, cannot be sent to."""
+        """End ``routing_id``, one of :meth:`doubtful`, which cannot be sent to."""
         connection = self._connections[routing_id]
         for claimants in self._claimants.values():
             if connection in claimants:
@@ -267,7 +269,7 @@ class AcceptedConnections:
         self._end_later(connection, now)
 
     def report_ended(self, now: float, events: list[VanEvent]) -> None:
-        """Report the connections that ended ``settle_s`` ago. All messages must have been read."""
+        """Report connections that ended ``settle_s`` ago, after all messages were read."""
         while self._ending and self._ending[0][0] <= now:
             _, connection = self._ending.popleft()
             if self._has_last_words(connection, now):

@@ -25,7 +25,7 @@ LOOK_AGAIN_S = 1.0
 
 
 def check_bind_address(host: str, port: int) -> None:
-    """Raise :class:`ConfigError` unless ``host`` and ``port`` can be meant for listening."""
+    """Raise :class:`ConfigError` for a host or port that cannot be listened at."""
     if host in ("", "*"):
         raise ConfigError(
             f"cannot listen on {host or '(empty)'}:{port}: name a host or an address of this "
@@ -36,7 +36,7 @@ def check_bind_address(host: str, port: int) -> None:
 
 
 def format_address(host: str, port: int) -> str:
-    """``tcp://host:port``, with brackets where ``host`` is an IPv6 address."""
+    """Return ``tcp://host:port``, with brackets where ``host`` is IPv6."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -77,7 +77,7 @@ class HostAddresses(NamedTuple):
 
 
 def look_up(host: str, flags: int = 0) -> HostAddresses:
-    """The addresses of a name; may ask a name server. Raises :class:`OSError` while it has none."""
+    """Return the addresses of a name, by a name server; raises :class:`OSError`."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
     except UnicodeError as error:
@@ -87,7 +87,7 @@ def look_up(host: str, flags: int = 0) -> HostAddresses:
 
 
 def resolve(host: str, port: int) -> Endpoint:
-    """The first endpoint of a name or an address; raises as :func:`look_up`."""
+    """Return the first endpoint of a name or an address; raises as :func:`look_up`."""
     return look_up(host).endpoint(port)
 
 
@@ -148,7 +148,7 @@ def without_key(where: str) -> str:
 
 
 def listening_endpoint(descriptor: int, host: str, port: int) -> Endpoint:
-    """The endpoint at which the inherited socket ``descriptor`` listens.
+    """Return the endpoint at which the inherited socket listens.
 
     ``port`` is what was asked for (0: any). Raises :class:`ConfigError`, which names ``host``
     and ``port``, if the descriptor is not a listening TCP socket or has another port.
@@ -179,7 +179,7 @@ def _inspect(descriptor: int, where: str) -> tuple[int, tuple[str, int], bool]:
 
 
 def connect_problem(address: str) -> str:
-    """What keeps this machine from connecting to ``tcp://host:port``, where host is an address.
+    """Say what keeps this machine from connecting to ``tcp://address:port``.
 
     Tries, and waits for nothing. Empty where this machine does what it can; whether somebody
     listens there is another matter.
@@ -204,7 +204,7 @@ def connect_problem(address: str) -> str:
 
 
 def bind_problem(error: int) -> str:
-    """Return what the errno of a failed bind means to the person who chose the address."""
+    """Explain the errno of a failed bind to the person who chose the address."""
     if error == errno.EADDRINUSE:
         return "the port is in use; choose another, or stop the process that has it"
     if error in (errno.EADDRNOTAVAIL, errno.ENODEV):

@@ -123,7 +123,7 @@ class Dealer:
         socket.connect(endpoint.text)
 
     def begin(self) -> None:
-        """The handshake has succeeded, and the proofs where there are any."""
+        """Note that the handshake has succeeded, and the proofs where there are any."""
         self.connected, self.began_at = True, time.monotonic()
 
     def prove(self, proofs: Proofs) -> bool | None:
@@ -149,7 +149,7 @@ class Dealer:
             send(self._socket, message)
 
     def news(self) -> Iterator[tuple[int, int]]:
-        """What the monitor has to tell: ``(event, value)``."""
+        """Return what the monitor has to tell: ``(event, value)``."""
         for event, value in monitor_events(self._monitor):
             if event == zmq.EVENT_CONNECTED:
                 self._descriptor = value
@@ -249,7 +249,7 @@ class Further:
         self.open_next()
 
     def begin(self, first: Dealer, endpoint: Endpoint, routing_id: bytes) -> None:
-        """The first connection is there."""
+        """Note that the first connection is there."""
         self._first = first, endpoint, routing_id
         self.open_next()
 
@@ -278,12 +278,12 @@ class Further:
             self.dealers.append(dealer)
 
     def begun(self, dealer: Dealer) -> None:
-        """One of them is there."""
+        """Note that one of them is there."""
         dealer.begin()
         self.open_next()
 
     def next(self) -> Dealer | None:
-        """Whose turn it is; the first one's, too."""
+        """Return whose turn it is; the first one's, too."""
         if self._first is None:
             return None
         there = [self._first[0], *(dealer for dealer in self.dealers if dealer.connected)]
@@ -291,7 +291,7 @@ class Further:
         return there[self._turn]
 
     def close(self, linger_ms: int) -> None:
-        """The first connection is over, and so are these."""
+        """Close these: the first connection is over."""
         self._count()
         for dealer in self.dealers:
             dealer.close(linger_ms)

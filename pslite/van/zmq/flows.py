@@ -77,7 +77,7 @@ class Silence:
 
 
 def flow_state(descriptor: int) -> FlowState | None:
-    """Return what the kernel counts for a connection of this process; None where it is not one."""
+    """Return what the kernel counts for a connection of this process, or None."""
     info = _ask(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     if len(info) < _INFO_BYTES:
         return None
@@ -87,7 +87,7 @@ def flow_state(descriptor: int) -> FlowState | None:
 
 
 def in_transit(descriptor: int, sent_bytes: int) -> int:
-    """Return how much of what was sent has still to arrive; 0 where the system does not count.
+    """Return how much of what was sent has still to arrive; 0 if not counted.
 
     A little less than in truth: what libzmq says for itself has arrived as well.
     """
@@ -96,12 +96,12 @@ def in_transit(descriptor: int, sent_bytes: int) -> int:
 
 
 def flow_cookie(descriptor: int) -> bytes:
-    """The kernel's name for the socket behind a descriptor; empty where there is none."""
+    """Return the kernel's name for a descriptor's socket; empty if there is none."""
     return _ask(descriptor, socket.SOL_SOCKET, _SO_COOKIE, _COOKIE_BYTES)
 
 
 def end_flow(descriptor: int, cookie: bytes) -> bool:
-    """End the connection with this cookie, if ``descriptor`` still is it; whether it was.
+    """End the connection with this cookie, if ``descriptor`` still is it.
 
     Its owner then reads the end of it, as if the other side had closed.
     """
@@ -128,7 +128,7 @@ def end_flow(descriptor: int, cookie: bytes) -> bool:
 
 @functools.cache
 def counts_bytes() -> bool:
-    """Return whether this system counts the bytes of connections, found out with one of its own."""
+    """Find out whether this system counts the bytes of connections."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -161,5 +161,5 @@ def _ask(descriptor: int, level: int, option: int, nbytes: int) -> bytes:
 
 
 def _borrow(descriptor: int) -> socket.socket:
-    """A socket that must be detached: libzmq owns the descriptor. Told the kind, it asks less."""
+    """Make a socket that must be detached: libzmq owns the descriptor."""
     return socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)

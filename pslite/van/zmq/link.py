@@ -51,7 +51,7 @@ class Attempts:
         self._retry_s = FIRST_RETRY_S
 
     def failed(self, lasted_s: float) -> float:
-        """An attempt is over; returns in how many seconds the next one begins."""
+        """Note a failed attempt; return in how many seconds the next one begins."""
         if lasted_s >= FIRST_TIMEOUT_S:  # no answer came
             self.timeout_s = min(2 * self.timeout_s, LAST_TIMEOUT_S)
         retry_s = self._retry_s
@@ -59,7 +59,7 @@ class Attempts:
         return retry_s
 
     def succeeded(self) -> None:
-        """The connection is there; what follows its loss begins anew."""
+        """Note that the connection is there; what follows its loss begins anew."""
         self.timeout_s, self._retry_s = FIRST_TIMEOUT_S, FIRST_RETRY_S
 
 
@@ -156,7 +156,7 @@ class Link:
             )
 
     def run(self, events: list[VanEvent]) -> None:
-        """It is :attr:`due_at`: make the next attempt, or see the end of the connection."""
+        """Make the next attempt, or end the connection: it is :attr:`due_at`."""
         now = time.monotonic()
         if self._further.due_at <= now:
             self._further.open_next()
@@ -268,7 +268,7 @@ class Link:
                 self._handshake_failed(event, value)
 
     def _lost(self) -> None:
-        """One of the connections has ended, and so will the others."""
+        """Note that one of the connections has ended, and so will the others."""
         if self._ended_at is None:
             self._ended_at = time.monotonic()
         self._end_soon()
@@ -277,7 +277,7 @@ class Link:
         self._due_at = min(self._due_at, time.monotonic() + SETTLE_S)
 
     def _prove(self, dealer: Dealer, proofs: Proofs, events: list[VanEvent]) -> bool:
-        """Return whether the other end proves that it is the peer, before it is told anything."""
+        """Return whether the other end proves that it is the peer."""
         is_peer = dealer.prove(proofs)
         if is_peer is False:
             self._needs.warn(
@@ -324,7 +324,7 @@ class Link:
             self._handshake_broken_off()
 
     def _handshake_broken_off(self) -> None:
-        """Deny the peer: under CURVE another key is answered in this way, without a reason."""
+        """Deny the peer if this goes on: so CURVE answers another key, without a reason."""
         now, slow_s = time.monotonic(), self._needs.handshake_timeout_s / 2
         if now - self._opened_at > slow_s:
             self._broken_off = None  # it may be faster next time

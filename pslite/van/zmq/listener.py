@@ -75,7 +75,7 @@ class Strangers:
         self._untold: Counter[tuple[str, str]] = Counter()
 
     def note(self, address: str, reason: str, now: float) -> list[VanEvent]:
-        """One was turned away; returns what the owner should be told."""
+        """Count one that was turned away; return what the owner should be told."""
         self.count[reason] += 1
         if reason in self.QUIET:
             return []
@@ -174,7 +174,7 @@ class Listener:
             events.append(Received(uid, whole))
 
     def _drop_parts(self) -> None:
-        """The rest of what connections had begun that have ended will not come."""
+        """Drop what ended connections had begun: the rest will not come."""
         for routing_id in [each for each in self._parts if each not in self.connections.speakers]:
             del self._parts[routing_id]
 
@@ -202,7 +202,7 @@ class Listener:
         return self._doors.proofs is not None and not self.connections.knows(routing_id)
 
     def _proves(self, routing_id: bytes, first: zmq.Frame) -> bool:
-        """Return whether the visitor proves that it knows the key; one who knocks is challenged."""
+        """Return whether the visitor knows the key; challenge one who knocks."""
         uid, proofs = self._doors.uid, self._doors.proofs
         if proofs is None or first.more:
             return False
@@ -230,7 +230,7 @@ class Listener:
                 self.turned_away("", GAVE_UP)
 
     def end_silent(self, silence_s: float) -> None:
-        """End the connections on which nothing has moved for so long, not even a heartbeat."""
+        """End the connections on which not even a heartbeat has moved for so long."""
         self._drop_parts()
         now = time.monotonic()
         for descriptor in self.connections.heard_descriptors():
@@ -242,7 +242,7 @@ class Listener:
                 end_flow(descriptor, self._cookies.get(descriptor, b""))
 
     def is_answered(self, silence_s: float) -> bool:
-        """Return whether somebody who has not said yet who it is has said anything so short ago."""
+        """Return whether somebody unknown has said anything so short ago."""
         states = map(flow_state, self.connections.unheard_descriptors())
         return any(each and each.received_bytes and each.silent_s < silence_s for each in states)
 
@@ -264,11 +264,11 @@ class Listener:
         self._suspects = greedy - self._suspects
 
     def turned_away(self, address: str, reason: str) -> None:
-        """Somebody from ``address`` was not let in."""
+        """Note that somebody from ``address`` was not let in."""
         self._tell(self.strangers.note(address, reason, time.monotonic()))
 
     def send(self, uid: str, buffers: list[bytes | memoryview], *, is_large: bool) -> None:
-        """Send to the node connected as ``uid``; large messages by its connections in turn."""
+        """Send to the node ``uid``; large messages by its connections in turn."""
         first = self.connections.routing_id_of(uid)
         if first is None:
             return
@@ -279,12 +279,12 @@ class Listener:
         self._send_by(first, buffers)
 
     def _send_by(self, routing_id: bytes, buffers: list[bytes | memoryview]) -> bool:
-        """All of a message by one connection; whether that is there."""
+        """Send all of a message by one connection; return whether that is there."""
         self.connections.count_sent(routing_id, sum(map(size_of, buffers)))
         return all(send(self._router, [routing_id, *message]) for message in cut(buffers))
 
     def in_transit(self, uid: str) -> int:
-        """Bytes that its connections have still to bring there."""
+        """Return the bytes that its connections have still to bring there."""
         return sum(in_transit(*each) for each in self.connections.sent_by(uid))
 
     def next_due(self) -> float:
@@ -316,7 +316,7 @@ class Listener:
 
 
 def _keep_buffers_small(listen_fd: int) -> None:
-    """libzmq sets no options of a socket that it did not make; accepted ones inherit these."""
+    """Set what accepted sockets inherit: libzmq does not for a socket it got."""
     with socket.socket(fileno=os.dup(listen_fd)) as listening:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             listening.setsockopt(socket.SOL_SOCKET, option, LOOPBACK_BUFFER_BYTES)

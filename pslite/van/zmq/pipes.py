@@ -57,11 +57,11 @@ class PipeIn:
         self._rest = b""
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable."""
+        """Return the descriptor that becomes readable."""
         return self._reading
 
     def read(self) -> list[list[memoryview | bytes]]:
-        """The messages that are there: the frames of each.
+        """Return the messages that are there: the frames of each.
 
         Raises:
             ProtocolError: what was written is not a message.
@@ -84,7 +84,7 @@ class PipeIn:
             yield frames
 
     def close(self) -> None:
-        """Nothing is read any more; writers are told."""
+        """Read nothing any more; writers are told."""
         os.close(self._reading)
         os.close(self._writing)
 
@@ -94,7 +94,7 @@ def _head_bytes(count: int) -> int:
 
 
 def _frames_at(view: memoryview, start: int) -> list[memoryview | bytes] | None:
-    """The frames of the message that begins there; None while a part of it is missing."""
+    """Return the frames of the message that begins there; None: not all is there."""
     left = len(view) - start
     if left < _COUNT.size:
         return None
@@ -139,7 +139,7 @@ class PipeOut:
         self._rest = b""
 
     def fileno(self) -> int:
-        """The descriptor that becomes writable."""
+        """Return the descriptor that becomes writable."""
         return self._fd
 
     @property
@@ -174,7 +174,7 @@ class PipeOut:
             pass
 
     def close(self, linger_s: float = 0.0) -> None:
-        """The end. What waits for room gets so much time; what is in the pipe can still be read."""
+        """Close; what waits for room gets so much time, and the reader keeps the rest."""
         end_at = time.monotonic() + linger_s
         try:
             while self._rest and (left_s := end_at - time.monotonic()) > 0:
@@ -214,7 +214,7 @@ class Pipes:
         return len(self._outgoing)
 
     def offer(self, peer: str) -> PipeTicket | None:
-        """A pipe by which ``peer`` may send; None where there is one already, or none to give."""
+        """Make a pipe by which ``peer`` may send; None where it has one, or none is left."""
         if len(self._incoming) >= MAX_PIPES or peer in self._incoming:
             return None
         try:
@@ -249,21 +249,21 @@ class Pipes:
         return is_sent
 
     def end(self, events: list[VanEvent]) -> None:
-        """Close those whose connections have ended; what came by them goes before that news."""
+        """Close pipes whose connections ended; what came by them goes before that news."""
         for event in [event for event in events if type(event) is Disconnected]:
             if event.peer in self._incoming:
                 self._read(event.peer, events, 0)  # all that a pipe can hold
             self.close(event.peer)
 
     def close(self, peer: str) -> None:
-        """Nothing goes by pipes to or from this peer any more."""
+        """Close the pipes to and from this peer."""
         if peer in self._incoming:
             self._close_incoming(peer)
         if peer in self._outgoing:
             self._close_outgoing(peer)
 
     def close_all(self, linger_s: float) -> None:
-        """The end of the van. What waits for room gets so much time."""
+        """Close all at the van's end. What waits for room gets so much time."""
         end_at = time.monotonic() + linger_s
         for peer in list(self._outgoing):
             self._close_outgoing(peer, end_at - time.monotonic())

@@ -71,7 +71,7 @@ class Credentials:
         self._expected = tuple(expected)
 
     def match(self, mechanism: bytes, presented: Sequence[bytes]) -> bool:
-        """Return whether these are they; takes as long for a near miss as for a wild guess."""
+        """Return whether these are the expected ones, in constant time."""
         if mechanism != self._mechanism or len(presented) != len(self._expected):
             return False
         matches = [
@@ -84,7 +84,7 @@ class Credentials:
 def answer(
     question: Sequence[bytes], credentials: Credentials
 ) -> tuple[list[bytes] | None, str | None]:
-    """The reply to the frames of a question, and the address of who was turned away, if so.
+    """Return the reply to a question, and the address of who was turned away.
 
     Frames as RFC 27 numbers them, without the routing frames of ROUTER. There is no reply to a
     question without a request id: there is no telling what it belongs to.
@@ -109,7 +109,7 @@ class ZapDoor:
     def __init__(
         self, socket: zmq.Socket[bytes], credentials: Credentials, denied: Callable[[str], None]
     ) -> None:
-        """``socket`` is a ROUTER without limits; this object binds and owns it."""
+        """Bind ``socket``, a ROUTER without limits, and own it."""
         self.socket = socket
         self._credentials = credentials
         self._denied = denied
@@ -157,7 +157,7 @@ class Doors:
             self._use_curve(mechanism.secret)
 
     def connecting(self, peer: str) -> _Options:
-        """The options of a socket that connects to the node with this uid."""
+        """Return the options of a socket that connects to the node with this uid."""
         if self.proofs is None:
             return self._connecting
         password = self.proofs.password(peer)
@@ -169,7 +169,7 @@ class Doors:
         self.listening = (*_ZAP_OPTIONS, (zmq.PLAIN_SERVER, 1))
 
     def _use_curve(self, secret: bytes) -> None:
-        """One pair of keys for the whole job: who has it may listen, and may connect."""
+        """Use one pair of keys for the whole job: who has it may listen and connect."""
         if not zmq.has("curve"):
             raise ConfigError(
                 "PS_SECURITY=curve needs a libzmq that was built with CURVE, and the one of this "
@@ -202,7 +202,7 @@ class SocketMaker:
         self._numbers = itertools.count(1)
 
     def new(self, kind: int, options: _Options = ()) -> Socket:
-        """A socket. Raises :class:`ConfigError` when this process may not open more files."""
+        """Make a socket; raise :class:`ConfigError` where no more files may be opened."""
         try:
             socket = self._context.socket(kind)
         except zmq.ZMQError as error:
@@ -222,7 +222,7 @@ class SocketMaker:
             socket.set(option, value)
 
     def new_watched(self, kind: int, events: int, options: _Options = ()) -> tuple[Socket, Socket]:
-        """A socket and the monitor that tells of ``events`` of it."""
+        """Make a socket and the monitor that tells of ``events`` of it."""
         name = f"inproc://monitor-{next(self._numbers)}"
         made: list[Socket] = []
         try:
@@ -244,7 +244,7 @@ class SocketMaker:
 
 
 def keep_buffers_small(socket: Socket) -> None:
-    """Where a socket that is not bound or connected yet stays within this machine."""
+    """Limit the buffers of an unbound socket that stays within this machine."""
     socket.set(zmq.SNDBUF, LOOPBACK_BUFFER_BYTES)
     socket.set(zmq.RCVBUF, LOOPBACK_BUFFER_BYTES)
 
@@ -279,7 +279,7 @@ def _send_frame(to: Socket, buffer: bytes | memoryview, flags: int) -> None:
 
 
 def read_rest(source: Socket, frame: zmq.Frame, max_bytes: int) -> list[memoryview | bytes] | None:
-    """The views of all frames of the message that begins with ``frame``.
+    """Return views of all frames of the message that begins with ``frame``.
 
     ``None`` for a message of too many frames or bytes; it is taken out of the queue all the
     same. libzmq hands a message over when all of it is there, so this cannot come earlier.
@@ -298,7 +298,7 @@ def read_rest(source: Socket, frame: zmq.Frame, max_bytes: int) -> list[memoryvi
 
 
 def has_more(source: Socket) -> bool:
-    """Return whether a message waits there; cheaper than to be told by an exception of ``recv``."""
+    """Return whether a message waits; cheaper than an exception of ``recv``."""
     return bool(int(source.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
@@ -308,7 +308,7 @@ def is_ours(frames: Sequence[memoryview | bytes]) -> bool:
 
 
 def monitor_events(monitor: Socket) -> Iterator[tuple[int, int]]:
-    """The ``(event, value)`` pairs that wait at a monitor; the value is a descriptor mostly."""
+    """Return the ``(event, value)`` pairs at a monitor; mostly of descriptors."""
     while True:
         try:
             head = monitor.recv(zmq.NOBLOCK)

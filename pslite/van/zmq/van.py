@@ -73,7 +73,7 @@ class Wakeup:
         self._taken = False
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable."""
+        """Return the descriptor that becomes readable."""
         return self._reading.fileno()
 
     def wake(self) -> None:
@@ -242,7 +242,7 @@ class ZmqVan(Van):
             self._listener.turned_away(address, OTHER_KEY)
 
     def _is_taken(self, uid: str) -> bool:
-        """Names of this van's own connections, and its own, come from no other node."""
+        """Return whether a name is this van's own, or of its own connections."""
         return uid == self.uid or uid in self._called
 
     def connect(self, peer: str, address: str) -> None:
@@ -310,7 +310,7 @@ class ZmqVan(Van):
             self._listener.send(peer, buffers, is_large=is_large)
 
     def _check_limits(self, buffers: Sequence[bytes | memoryview]) -> int:
-        """The bytes of the message."""
+        """Check a message's sizes; return its bytes."""
         limit, total = self._max_message_bytes, 0
         for buffer in buffers:
             size = size_of(buffer)
