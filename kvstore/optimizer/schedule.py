@@ -17,6 +17,17 @@ from kvstore.errors import ArgumentTypeError, OptimizerParameterError
 from kvstore.errors.hints import did_you_mean
 from kvstore.optimizer.parameters import build, convert_fields, register_in
 
+__all__ = [
+    "CosineScheduler",
+    "FactorScheduler",
+    "LRScheduler",
+    "MultiFactorScheduler",
+    "PolyScheduler",
+    "Schedule",
+    "create",
+    "register",
+]
+
 _WARM_UP = ("warmup_steps", "warmup_begin_lr", "warmup_mode")
 
 
