@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from kvstore.status import main
-from kvstore.status.text import Summary, as_json, as_line, as_table, rates, summarise
+from kvstore.status import Summary, as_json, as_line, as_table, main, rates, summarise
 from pslite.wire.survey import NodeReport, NodeStatus, Progressed, Survey, Wait
 
 
