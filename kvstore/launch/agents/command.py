@@ -24,7 +24,7 @@ from kvstore.launch.agents.remote import AgentPlace
 from kvstore.launch.agents.ticket import DIRECTORY_NAME, PROGRAM_NAME
 from kvstore.launch.agents.wire import GREETING, AgentLink
 from kvstore.launch.job.child import die_with_launcher
-from kvstore.launch.job.guardian import GuardianProcess
+from kvstore.launch.job.guardian import GuardianProcess, succeeds
 from kvstore.launch.job.places import Event, Finished, LineStream, Note, Place
 from kvstore.launch.plan import ProcessSpec
 
@@ -246,18 +246,8 @@ class Carrier(Place):
         has_done_well = self._has_begun and self._process.poll() == 0
         if self._cancellation is None or has_done_well:
             return
-        try:
-            subprocess.run(
-                list(self._cancellation),
-                env=self._cluster.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=_CANCEL_S,
-                start_new_session=True,  # Ctrl-C is not for it
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return  # what the command does when it is ended has to do
+        # Where it fails, what the command does when it is ended has to do.
+        succeeds(self._cancellation, _CANCEL_S, self._cluster.environ)
         self._wait(time.monotonic() + _ENDING_S)
 
     def _end_group(self) -> None:

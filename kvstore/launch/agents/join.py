@@ -11,7 +11,6 @@ import json
 import os
 import random
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import MutableMapping, Sequence
@@ -22,6 +21,7 @@ from kvstore.launch.agents.agent import Agent, machine
 from kvstore.launch.agents.join_answer import Handshake, WrongLauncher, shake_hands
 from kvstore.launch.agents.ticket import TICKET_NAME, AgentTicket
 from kvstore.launch.agents.wire import GREET, GREETING, AgentLink
+from kvstore.launch.job.guardian import succeeds
 from kvstore.launch.job.signals import SignalPipe
 from kvstore.launch.options import OF_ONE_MACHINE
 
@@ -103,18 +103,9 @@ def forget_outside(environ: MutableMapping[str, str]) -> None:
 def _run_if_lost(command: Sequence[str], rank: int) -> None:
     time.sleep(min(rank * _TURN_S, _LAST_TURN_S))
     words = [os.path.expandvars(word) for word in command]
-    try:
-        subprocess.run(
-            words,
-            # What a user likes of scancel by hand (scancel(1)), such as to be asked.
-            env={name: one for name, one in os.environ.items() if not name.startswith("SCANCEL_")},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=_COMMAND_S,
-        )
-    except (OSError, subprocess.SubprocessError):
-        pass  # there is no launcher left to tell
+    # What a user likes of scancel by hand (scancel(1)), such as to be asked.
+    environ = {name: one for name, one in os.environ.items() if not name.startswith("SCANCEL_")}
+    succeeds(words, _COMMAND_S, environ)  # if not, there is no launcher left to tell
 
 
 def _reached(ticket: AgentTicket) -> tuple[socket.socket, Handshake, str]:

@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 AGENT_ID_NAME = "KVSTORE_AGENT_ID"
 _AGENT = AGENT_ID_NAME.encode() + b"="
@@ -131,15 +131,8 @@ def job_members(job_id: str, groups: Collection[int], agent_id: str | None = Non
         agents = [one[len(_AGENT) :] for one in environment if one.startswith(_AGENT)] or [b""]
         return agent_id is None or agent_id.encode() in agents
 
-    return [
-        pid
-        for pid in _process_ids()
-        if pid != os.getpid() and _is_alive_member(pid, belongs, groups)
-    ]
-
-
-def _process_ids() -> Iterator[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
+    return [pid for pid in pids if pid != os.getpid() and _is_alive_member(pid, belongs, groups)]
 
 
 def _is_alive_member(
@@ -175,19 +168,24 @@ def _signal_all(members: Collection[int], signal_number: signal.Signals) -> None
             continue
 
 
-def _failing(commands: Collection[Sequence[str]]) -> list[Sequence[str]]:
-    """Run the commands, and return those that have not succeeded."""
+def succeeds(
+    argv: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None
+) -> bool:
+    """Run a command without its output, which Ctrl-C does not reach."""
     null = subprocess.DEVNULL
-    failing = []
-    for argv in commands:
-        try:
-            done = subprocess.run(argv, stdin=null, stdout=null, stderr=null, timeout=_CANCEL_S)
-        except (OSError, subprocess.TimeoutExpired):
-            failing.append(argv)
-        else:
-            if done.returncode != 0:
-                failing.append(argv)
-    return failing
+    try:
+        done = subprocess.run(
+            argv,
+            env=environ,
+            stdin=null,
+            stdout=null,
+            stderr=null,
+            timeout=timeout_s,
+            start_new_session=True,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
 
 
 def remove_tree(directory: str | os.PathLike[str]) -> None:
@@ -219,14 +217,14 @@ def main(job_id: str, agent_id: str | None = None) -> None:
         for directory in directories:
             shutil.rmtree(directory, ignore_errors=True)
     end_job(job_id, groups, 0, agent_id)
-    failing = _failing(commands)
+    failing = [argv for argv in commands if not succeeds(argv, _CANCEL_S)]
     for directory in directories:  # the key does not wait for a cluster that does not answer
         remove_tree(directory)
     for pause_s in _CANCEL_PAUSES_S:
         if not failing:
             return
         time.sleep(pause_s)
-        failing = _failing(failing)
+        failing = [argv for argv in failing if not succeeds(argv, _CANCEL_S)]
 
 
 if __name__ == "__main__":
