@@ -27,16 +27,23 @@ _EVENT = struct.Struct("=HI")
 
 
 def settings_of(pid: int) -> dict[str, str]:
-    """The environment that a process was started with."""
-    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    """The environment that a process was started with; nothing of one that has ended."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
     pairs = [entry.decode(errors="replace").partition("=") for entry in entries]
     return {name: value for name, _, value in pairs}
 
 
 def sockets_of(pid: int) -> set[str]:
-    """The inodes of a process's sockets."""
-    inodes = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+    """The inodes of a process's sockets; none of one that has ended."""
+    inodes: set[str] = set()
+    try:
+        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return inodes
+    for descriptor in descriptors:
         try:
             target = os.readlink(descriptor)
         except OSError:

@@ -41,7 +41,8 @@ def members(job: Job) -> list[int]:
 
 
 def key_file(job: Job) -> Path:
-    (path,) = {settings_of(pid)["PS_JOB_KEY_FILE"] for pid in members(job)}
+    started_with = map(settings_of, job.left())
+    (path,) = {each["PS_JOB_KEY_FILE"] for each in started_with if "PS_JOB_KEY_FILE" in each}
     return Path(path)
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 import pytest
 
 from pslite.van.base import Connected, Disconnected, Received, Van, VanEvent
+from pslite.van.zmq.sockets import has_more
 from pslite.van.zmq.van import ZmqVan
 
 pytestmark = pytest.mark.process
@@ -121,13 +122,19 @@ def test_what_was_sent_before_the_kill_is_received_before_the_loss(
 ) -> None:
     connecter = vans[1]
     connecter.send("child", [b"last"])
-    time.sleep(0.3)  # the echo is in this process by now, and nobody has read it
+    dealer = connecter._links["child"]._dealer
+    assert dealer is not None
+    give_up_at = time.monotonic() + 30
+    while not has_more(dealer._socket):  # until the echo is in this process, where it stays unread
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
     child.wait()
     time.sleep(0.1)
     events: list[VanEvent] = []
     while len(events) < 2:
-        events += connecter.poll(10)
+        assert time.monotonic() < give_up_at, events
+        events += connecter.poll(1)
     assert [type(event) for event in events] == [Received, Disconnected]
 
 
