@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.errors import ValueMismatchError
 from pslite import Config
 
 CHUNK_BYTES = 1 << 20
@@ -26,11 +25,6 @@ def chunk_ranges(
     versions mean the same in any cluster. An empty array has one empty part: it takes part in
     rounds like any other key.
     """
-    if num_elements < 0 or itemsize < 1 or chunk_bytes < 1:
-        raise ValueMismatchError(
-            "chunks need num_elements >= 0, itemsize >= 1 and chunk_bytes >= 1, "
-            f"got {num_elements}, {itemsize} and {chunk_bytes}"
-        )
     step = _step(itemsize, chunk_bytes)
     starts = range(0, max(num_elements, 1), step)
     return [(start, min(start + step, num_elements)) for start in starts]
@@ -73,14 +67,9 @@ def place(
     A server below the level ends within one part (the largest of ``parts``) of it; one above
     it gets nothing. So after a first call every server is within one part of its share.
     Later calls stay there too, except that very unequal shares and many small calls can add
-    up to a few parts. Raises ``ValueMismatchError`` for arguments that make no sense.
+    up to a few parts.
     """
     shares = [1.0] * len(loads) if shares is None else list(shares)
-    if not loads or len(shares) != len(loads) or min(shares) < 0 or sum(shares) <= 0:
-        raise ValueMismatchError(
-            "placing needs at least one server and one share of 0 or more for each, "
-            f"got {len(loads)} loads and shares {shares}"
-        )
     filling = sorted(
         (server for server in range(len(loads)) if shares[server] > 0),
         key=lambda server: (loads[server] / shares[server], server),

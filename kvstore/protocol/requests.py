@@ -9,7 +9,7 @@ which use these.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,13 +174,31 @@ def unpack(body: bytes, *kinds: type) -> list[Any]:
     Raises:
         ProtocolError: another number of fields, or another type.
     """
-    fields = unpack_value(body)
-    if type(fields) is not list or len(fields) != len(kinds):
-        raise ProtocolError("a request's body has a wrong number of fields")
-    for field, kind in zip(fields, kinds, strict=True):
-        if type(field) is not kind:
-            raise ProtocolError(f"a request's field is {type(field).__name__}, not {kind.__name__}")
-    return fields
+    return _checked(unpack_value(body), "a request's body", *kinds)
+
+
+def _checked(data: Any, what: str, *kinds: type | Callable[[Any], bool]) -> list[Any]:
+    """A list of fields, each of a type, or as a function says."""
+    if type(data) is not list or len(data) != len(kinds):
+        raise ProtocolError(f"{what} has {len(kinds)} fields, got {data!r:.100}")
+    for field, kind in zip(data, kinds, strict=True):
+        if not (type(field) is kind if isinstance(kind, type) else kind(field)):
+            raise ProtocolError(f"a field of {what} is malformed: {field!r:.100}")
+    return data
+
+
+def _is_natural(field: Any) -> bool:
+    return type(field) is int and field >= 0
+
+
+def _is_key(field: Any) -> bool:
+    return type(field) in (int, str)
+
+
+def _table(data: Any) -> list[Any]:
+    if type(data) is not list:
+        raise ProtocolError(f"a request has a table of rows, got {data!r:.100}")
+    return data
 
 
 def pack_specs(specs: Sequence[Declared]) -> list[Any]:
@@ -193,25 +211,24 @@ def pack_specs(specs: Sequence[Declared]) -> list[Any]:
 
 def unpack_specs(data: Any) -> list[Declared]:
     """What ``pack_specs`` wrote, checked."""
-    known: dict[tuple[str, str], KeySpec] = {}
-    return [_declared(row, known) for row in _rows(data, 4)]
+    known: dict[str, KeySpec] = {}
+    return [_declared(_checked(row, "a key's entry", *_DECLARED), known) for row in _table(data)]
 
 
-def _declared(row: list[Any], known: dict[tuple[str, str], KeySpec]) -> Declared:
+_DECLARED = (_is_key, list, str, bool)
+
+
+def _declared(row: list[Any], known: dict[str, KeySpec]) -> Declared:
     """A key's row; ``known`` has the specs of the rows before it, which are few, by their texts."""
     key, shape, dtype, is_row_sparse = row
-    if type(key) not in (int, str) or type(shape) is not list:
-        raise ProtocolError("a key's entry is malformed")
-    if type(is_row_sparse) is not bool or (is_row_sparse and not shape):
-        raise ProtocolError("a key's entry is malformed")
-    if len(shape) > _MAX_DIMENSIONS:
-        raise ProtocolError("a key's shape is malformed")
-    texts = repr(dtype), repr(shape)
-    spec = known.get(texts)
+    if len(shape) > _MAX_DIMENSIONS or (is_row_sparse and not shape):
+        raise ProtocolError(f"a key's shape is malformed: {shape!r:.100}")
+    text = f"{dtype} {shape!r}"
+    spec = known.get(text)
     if spec is None:
-        if any(type(n) is not int or n < 0 for n in shape):
-            raise ProtocolError("a key's shape is malformed")
-        spec = known[texts] = KeySpec(tuple(shape), dtype_of(dtype))
+        if not all(map(_is_natural, shape)):
+            raise ProtocolError(f"a key's shape is malformed: {shape!r:.100}")
+        spec = known[text] = KeySpec(tuple(shape), dtype_of(dtype))
     return Declared(key, spec, is_row_sparse)
 
 
@@ -234,20 +251,21 @@ def pack_entries(entries: Sequence[KeyEntry]) -> bytes:
 def unpack_entries(body: bytes) -> list[KeyEntry]:
     """What ``pack_entries`` wrote, checked."""
     (rows,) = unpack(body, list)
+    kinds = (*_DECLARED, _is_natural, _is_natural, list, _is_natural)
+    known: dict[str, KeySpec] = {}
     entries = []
-    known: dict[tuple[str, str], KeySpec] = {}
-    for *declared, first_part, chunk_bytes, servers, generation in _rows(rows, 8):
+    for row in rows:
+        *declared, first_part, chunk_bytes, servers, generation = _checked(
+            row, "a key's entry", *kinds
+        )
         key, spec, is_row_sparse = _declared(declared, known)
-        if type(servers) is not list or len(servers) > MAX_CHUNKS:
-            raise ProtocolError("a key's placement is malformed")
-        numbers = [first_part, chunk_bytes, generation, *servers]
-        if any(type(number) is not int or number < 0 for number in numbers):
-            raise ProtocolError("a key's placement is malformed")
+        if len(servers) > MAX_CHUNKS or not all(map(_is_natural, servers)):
+            raise ProtocolError(f"the placement of key {key!r} is malformed: {servers!r:.100}")
         entry = KeyEntry(
             key, spec, first_part, chunk_bytes, tuple(servers), generation, is_row_sparse
         )
         if chunk_bytes < 1 or not _fits(entry):
-            raise ProtocolError("a key's placement does not fit its size")
+            raise ProtocolError(f"the placement of key {key!r} does not fit its size")
         entries.append(entry)
     return entries
 
@@ -270,14 +288,12 @@ def pack_parts(parts: Sequence[PartEntry]) -> list[Any]:
 
 def unpack_parts(data: Any) -> list[PartEntry]:
     """What ``pack_parts`` wrote, checked."""
+    kinds = _is_natural, _is_key, bool, _is_natural, str, _is_natural
     parts = []
-    for part, key, is_whole, num_elements, dtype, width in _rows(data, 6):
-        if type(part) is not int or type(num_elements) is not int or num_elements < 0:
-            raise ProtocolError("a part's entry is malformed")
-        if type(width) is not int or width < 1:
-            raise ProtocolError("a part's entry is malformed")
-        if type(key) not in (int, str) or type(is_whole) is not bool:
-            raise ProtocolError("a part's entry is malformed")
+    for row in _table(data):
+        part, key, is_whole, num_elements, dtype, width = _checked(row, "a part's entry", *kinds)
+        if width < 1:
+            raise ProtocolError(f"a row of key {key!r} has one number at least, got {width}")
         parts.append(PartEntry(part, key, is_whole, num_elements, dtype_of(dtype), width))
     return parts
 
@@ -289,19 +305,6 @@ def pack_row_part(entry: RowPartEntry) -> list[Any]:
 
 def unpack_row_part(data: Any) -> RowPartEntry:
     """What ``pack_row_part`` wrote, checked."""
-    ((part, key, is_whole, num_rows, width, dtype),) = _rows([data], 6)
-    numbers = (part, num_rows, width)
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ProtocolError("a part's entry is malformed")
-    if type(key) not in (int, str) or type(is_whole) is not bool:
-        raise ProtocolError("a part's entry is malformed")
+    kinds = _is_natural, _is_key, bool, _is_natural, _is_natural, str
+    part, key, is_whole, num_rows, width, dtype = _checked(data, "a part's entry", *kinds)
     return RowPartEntry(part, key, is_whole, num_rows, width, dtype_of(dtype))
-
-
-def _rows(data: Any, width: int) -> list[list[Any]]:
-    if type(data) is not list:
-        raise ProtocolError("a table is malformed")
-    for row in data:
-        if type(row) is not list or len(row) != width:
-            raise ProtocolError("a table's row is malformed")
-    return data

@@ -240,12 +240,9 @@ class ServerStores:
         try:
             return from_plain(plain)
         except UsageError as error:
-            lines = [f"{self._node.membership.title(self._node_id)}: {error}", *self._import_errors]
+            node_id = 0 if self._node.info is None else self._node.info.node_id
+            lines = [f"{self._node.membership.title(node_id)}: {error}", *self._import_errors]
             raise type(error)("\n".join(lines)) from None
-
-    @property
-    def _node_id(self) -> int:
-        return self._node.info.node_id if self._node.info is not None else 0
 
     def _optimizer(self, incoming: Incoming) -> None:
         (number,) = unpack(incoming.body, int)

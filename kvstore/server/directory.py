@@ -4,7 +4,7 @@ The lowest live rank decides (rank 0 unless it is gone): its ``init`` gives a ke
 dtype and placement, its ``set_optimizer`` the optimizer. The same calls of other ranks wait
 for it and are compared with it, in whatever order the ranks make them. What all ranks do
 together (``delete``, loading) the deciding rank carries out once all have asked for it.
-Pure but for answering; runs on the scheduler's I/O thread. Next: ``collective.py`` and
+Pure but for answering; runs on the scheduler's I/O thread. Next: ``meetings.py`` and
 ``stores/dist/store.py``, which asks.
 """
 
@@ -28,7 +28,8 @@ from kvstore.protocol.requests import (
     unpack,
     unpack_specs,
 )
-from kvstore.server.collective import Meetings, OptimizerCalls
+from kvstore.server.meetings import Meetings
+from kvstore.server.optimizer_calls import OptimizerCalls
 from kvstore.sparse.table import DIRECT_BYTES
 from pslite import Config
 from pslite.errors import DeadlockError, ProtocolError, PSError, UsageError, rebuild
@@ -306,7 +307,8 @@ class Directory:
             self._delete(store, deleted)
         others = set(self._live_ranks()) - {rank_of(incoming.sender)}
         store.optimizers.meeting_ended(failed=error is not None, others=others)
-        news = pack(pack_entries(self._ready_entries(store)), store.optimizers.num)
+        ready = [entry for key, entry in store.entries.items() if key in store.ready]
+        news = pack(pack_entries(ready), store.optimizers.num)
         what = store.meetings.done(call, news, error)
         if what == CLOSING and error is None:
             del self._stores[number]
@@ -315,10 +317,6 @@ class Directory:
             closed = UsageError("worker 0 has closed the store without this optimizer")
             store.optimizers.fail_waiting(closed)
         incoming.respond(news)
-
-    @staticmethod
-    def _ready_entries(store: _Store) -> list[KeyEntry]:
-        return [entry for key, entry in store.entries.items() if key in store.ready]
 
     # -- optimizers --------------------------------------------------------------------
 

@@ -40,8 +40,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from kvstore.errors import ValueMismatchError
-
 #: At most this many servers of one share are named in texts.
 _NUM_NAMED = 8
 
@@ -53,29 +51,11 @@ class Machine(NamedTuple):
     num_servers: int
 
 
-def traffic(machines: Sequence[Machine], shares: Sequence[Fraction]) -> list[Fraction]:
-    """What each machine sends in a round, and receives as well, in models (``M`` bytes).
-
-    ``shares`` are those of machines (the sum over their servers), as ``best_shares`` gives them.
-    """
-    num_workers = sum(machine.num_workers for machine in machines)
-    return [
-        machine.num_workers + share * (num_workers - 2 * machine.num_workers)
-        for machine, share in zip(machines, shares, strict=True)
-    ]
-
-
 def best_shares(machines: Sequence[Machine]) -> list[Fraction]:
     """The share of the model for each machine (all its servers together); they add up to 1.
 
-    Raises ``ValueMismatchError`` when there is no server, or a negative number of anything.
+    There is one server at least.
     """
-    if min((min(machine) for machine in machines), default=0) < 0 or not any(
-        machine.num_servers for machine in machines
-    ):
-        raise ValueMismatchError(
-            f"shares need at least one server and no negative numbers, got {list(machines)}"
-        )
     # Machines of one kind are treated alike, and there are few kinds.
     kinds = Counter(machine for machine in machines if machine.num_servers)
     of_kind = _level_out(kinds, _limits(machines, kinds))
@@ -123,8 +103,8 @@ def _level_out(kinds: Counter[Machine], limits: dict[Machine, Fraction]) -> dict
 def server_shares(workers: Sequence[str], servers: Sequence[str]) -> list[float]:
     """The share of each server, from the names of the machines of all workers and servers.
 
-    Servers of one machine share what it holds equally. Raises ``ValueMismatchError`` when there
-    are no servers.
+    Servers of one machine share what it holds equally.
+    There is one at least.
     """
     num_workers, num_servers = Counter(workers), Counter(servers)
     names = list(num_workers | num_servers)

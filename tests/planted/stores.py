@@ -49,7 +49,7 @@ BUGS = [
     ),
     Bug(
         "settings of optimizers are remembered without a bound",
-        "kvstore/server/collective.py",
+        "kvstore/server/optimizer_calls.py",
         "deque(maxlen=MOST_CALLS)",
         "deque()",
         "tests/unit/kvstore/server/test_directory.py",
@@ -70,10 +70,10 @@ BUGS = [
     ),
     Bug(
         "a meeting is over before the last rank has come",
-        "kvstore/server/collective.py",
+        "kvstore/server/meetings.py",
         "all_there = bool(live) and meeting.arrived.keys() >= set(live)",
         "all_there = bool(live) and len(meeting.arrived) >= len(live) - 1",
-        "tests/unit/kvstore/server/test_server_collective.py",
+        "tests/unit/kvstore/server/test_server_meetings.py",
     ),
     Bug(
         "the shares of servers do not add up to one",
@@ -266,17 +266,17 @@ BUGS = [
     ),
     Bug(
         "after a meeting that failed the ranks count their optimizers differently",
-        "kvstore/server/collective.py",
+        "kvstore/server/optimizer_calls.py",
         "            self._shift(rank, self.num - self._num_before_meeting)\n",
         "            pass\n",
         "tests/unit/kvstore/server/test_directory_failures.py",
     ),
     Bug(
         "a meeting waits for a deciding rank that is gone",
-        "kvstore/server/collective.py",
+        "kvstore/server/meetings.py",
         "                meeting.carried_out_by = None\n",
         "                pass\n",
-        "tests/unit/kvstore/server/test_server_collective.py",
+        "tests/unit/kvstore/server/test_server_meetings.py",
     ),
     Bug(
         "an agent is let in without the key",

@@ -25,6 +25,7 @@ from kvstore.optimizer.states import state_dtypes
 from kvstore.protocol.requests import KeyEntry
 from kvstore.sparse.ids import Ids
 from kvstore.stores.dist.control_client import Reader, Servers
+from kvstore.stores.dist.sparse_transfer import placement_of
 from kvstore.stores.dist.transfer import DenseExchange
 from pslite import Future
 
@@ -54,7 +55,7 @@ class DistFiles:
         pieces = [self._servers.read(dense, optimizer, self._wait)]
         for entry in row_sparse:
             most = max(self._servers.piece_bytes // 8, 1)
-            found = self._servers.pages(entry).held(most, self._wait)
+            found = self._servers.pages(placement_of(entry)).held(most, self._wait)
             ids_of = entry.stripes.ids_of
             ids = [ids_of(index, part.columns[0]) for index, part in enumerate(found)]
             ordered = np.sort(np.concatenate(ids), kind="stable")
@@ -68,7 +69,7 @@ class DistFiles:
         self, entry: KeyEntry, all_ids: Ids, num_updates: int, optimizer: Optimizer | None
     ) -> Iterator[SavedPiece]:
         """Values and states of the rows of a row-sparse key, piece by piece."""
-        pages, step = self._servers.pages(entry), self._servers.page_rows(entry)
+        pages, step = self._servers.pages(placement_of(entry)), self._servers.page_rows(entry)
         dtypes = [entry.spec.dtype, *state_dtypes(optimizer, entry.spec.dtype)]
         for start in range(0, max(len(all_ids), 1), step):
             ids = all_ids[start : start + step]
@@ -101,7 +102,7 @@ class DistFiles:
 
     def _write_rows(self, entry: KeyEntry, ids: Ids, read: Reader) -> None:
         """Set rows, sorted by id, to what ``read`` gives for their elements in the files."""
-        pages, step = self._servers.pages(entry), self._servers.page_rows(entry)
+        pages, step = self._servers.pages(placement_of(entry)), self._servers.page_rows(entry)
         width = pages.home.width
         num_updates = 0
         for start in range(0, max(len(ids), 1), step):

@@ -1,6 +1,6 @@
 """Calls that all workers of a store make together.
 
-Every worker numbers its calls of this kind. The directory (``server/collective.py``) has the
+Every worker numbers its calls of this kind. The directory (``server/meetings.py``) has the
 deciding rank carry a call out once all have come, and lets the others know what has come of it. On
 the caller's thread, which waits; what follows an answer runs on the node's I/O thread.
 

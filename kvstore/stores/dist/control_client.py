@@ -38,7 +38,7 @@ from kvstore.sparse.array import RowSparseArray
 from kvstore.stores.dist.compression import Coding
 from kvstore.stores.dist.plan import Group, flat_bytes, group_bytes, part_entries, plan, views
 from kvstore.stores.dist.row_pages import RowPages, create_rows
-from kvstore.stores.dist.sparse_transfer import RowPlacement, placement_of
+from kvstore.stores.dist.sparse_transfer import RowPlacement
 from pslite import Future, Postoffice, Role
 from pslite.errors import ProtocolError, describe
 from pslite.future import completed, settled
@@ -364,12 +364,8 @@ class Servers:
 
     # -- rows --------------------------------------------------------------------------
 
-    def pages(self, entry: KeyEntry) -> RowPages:
-        """The rows of a row-sparse key on the servers."""
-        return RowPages(self._ask_server, placement_of(entry))
-
-    def pages_of_table(self, home: RowPlacement) -> RowPages:
-        """The rows of a growing table on the servers."""
+    def pages(self, home: RowPlacement) -> RowPages:
+        """The rows of a row-sparse key or of a table."""
         return RowPages(self._ask_server, home)
 
     def page_rows(self, entry: KeyEntry) -> int:

@@ -8,7 +8,7 @@ which rows. Blocking waits are those of the caller. Read next: ``server/rows.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,12 +28,8 @@ Wait = Callable[[Future[Any]], Any]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-class Ask(Protocol):
-    """Asks one server."""
-
-    def __call__(
-        self, server: int, call: StoreCall, body: bytes, frames: Sequence[Any]
-    ) -> Future[Reply]: ...
+Ask = Callable[[int, StoreCall, bytes, Sequence[Any]], Future[Reply]]
+"""Asks one server, with a body and frames."""
 
 
 class HeldPart(NamedTuple):

@@ -147,7 +147,7 @@ class DistTable(Table):
             self.title, targets, self.dim, self.dtype, lambda ids: split(ids, len(parts))
         )
         most_bytes = owner.node.config.max_message_bytes
-        self._pages = owner.servers.pages_of_table(self._home)
+        self._pages = owner.servers.pages(self._home)
         self._files = TableFiles(self._pages, owner.store.wait, most_bytes)
 
     # -- what it is ----------------------------------------------------------------------

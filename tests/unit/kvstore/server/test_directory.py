@@ -25,7 +25,7 @@ from kvstore.protocol.requests import (
     unpack,
     unpack_entries,
 )
-from kvstore.server import collective
+from kvstore.server import optimizer_calls
 from kvstore.server.directory import Directory
 from kvstore.stores.base import Key, KeySpec
 from pslite.errors import DeadlockError, UsageError
@@ -375,7 +375,7 @@ def test_settings_and_keys_of_a_long_job_leave_nothing_behind(
 ) -> None:
     """A rate that is set in every step, by one rank alone or by all; keys for a step each."""
     monkeypatch.setattr(keys, "_MOST_DELETED", 50)
-    monkeypatch.setattr(collective, "MOST_CALLS", 50)
+    monkeypatch.setattr(optimizer_calls, "MOST_CALLS", 50)
     job = Job(2)
 
     def alone(number: int) -> None:
@@ -399,7 +399,7 @@ def test_settings_and_keys_of_a_long_job_leave_nothing_behind(
 def test_a_rank_far_behind_is_not_compared_with_what_is_forgotten() -> None:
     """Nor is it an error then: it may well have been right."""
     job = Job(2)
-    for number in range(collective.MOST_CALLS + 10):
+    for number in range(optimizer_calls.MOST_CALLS + 10):
         job.set_optimizer(["sgd", {"learning_rate": 1.0 + number}])
     assert job.same_optimizer(1, 10, ["sgd", {"learning_rate": 10.0}]).result(0) == b""
     assert job.same_optimizer(1, 11, ["sgd", {"learning_rate": 11.0}]).result(0) == b""

@@ -8,7 +8,7 @@ import pytest
 from store_requests import Asked
 
 from kvstore.protocol.requests import pack, unpack
-from kvstore.server.collective import Meetings
+from kvstore.server.meetings import Meetings
 from pslite.errors import UsageError
 
 
