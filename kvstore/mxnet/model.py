@@ -48,7 +48,6 @@ from kvstore.mxnet.fit.loop import (
     takes_four,
 )
 from kvstore.mxnet.fit.network import (
-    START,
     EpochPlan,
     HostArray,
     Initializer,
@@ -422,17 +421,12 @@ class FeedForward:
     def _agree(
         self, store: KVStoreBase, data: Data, sharded_here: bool, logger: logging.Logger
     ) -> EpochPlan:
-        start = np.zeros(len(START), np.int64)
-        start[:4] = (
-            self.begin_epoch,
-            self.num_epoch or 0,
-            self.epoch_size or 0,
-            self._load_states_from is not None,
-        )
-        if sharded_here:  # other seeds would deal other shards out, which overlap
-            start[4] = self.seed % 2**62
+        # With other seeds the workers would deal other shards out, which overlap.
+        seed = self.seed % 2**62 if sharded_here else 0
+        resumes = self._load_states_from is not None
+        start = (self.begin_epoch, self.num_epoch or 0, self.epoch_size or 0, resumes, seed)
         described = describe_data(*data, self.numpy_batch_size)
-        plan = agree(store, described, start, sharded_here, logger)
+        plan = agree(store, described, np.array(start, np.int64), sharded_here, logger)
         return plan if self.epoch_size is None else plan._replace(num_batches=self.epoch_size)
 
     def _order(self, plan: EpochPlan, num_samples: int, epoch: int, shuffle: bool) -> Labels:

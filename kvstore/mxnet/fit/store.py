@@ -96,16 +96,21 @@ Updates = OnStore | Here
 """Where gradients of all devices and workers become new weights."""
 
 
-@contextmanager
-def opened(kvstore: KVStoreBase | str | None) -> Iterator[KVStoreBase]:
-    """The store itself, or a new one of this type that is closed afterwards; None is local."""
-    if isinstance(kvstore, KVStoreBase):
-        yield kvstore
-        return
-    if kvstore is not None and not isinstance(kvstore, str):
+def check_store(kvstore: object) -> None:
+    """Raise ``ArgumentTypeError`` unless this is a store, the name of a type or None."""
+    if kvstore is not None and not isinstance(kvstore, str | KVStoreBase):
         raise ArgumentTypeError(
             f"kvstore must be a KVStore, the name of a type or None, got {type(kvstore).__name__}"
         )
+
+
+@contextmanager
+def opened(kvstore: KVStoreBase | str | None) -> Iterator[KVStoreBase]:
+    """The store itself, or a new one of this type that is closed afterwards; None is local."""
+    check_store(kvstore)
+    if isinstance(kvstore, KVStoreBase):
+        yield kvstore
+        return
     from kvstore.kvstore import create
 
     store = create(kvstore or "local")

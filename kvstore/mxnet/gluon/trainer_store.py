@@ -21,7 +21,7 @@ import numpy as np
 from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.keys import Key
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, DuplicateKeyError, OptimizerNotSet
-from kvstore.mxnet.fit.store import LARGE_ELEMENTS
+from kvstore.mxnet.fit.store import LARGE_ELEMENTS, check_store
 from kvstore.mxnet.gluon.consistency import SET_TOO_LATE, Agreement, Plan
 from kvstore.mxnet.gluon.parameter import Parameter
 from kvstore.optimizer.base import Optimizer
@@ -239,10 +239,7 @@ def check_arguments(
     kvstore: object, params: Params, update_on_kvstore: object, compression_params: object
 ) -> None:
     """Raise for what no store could make possible."""
-    if kvstore is not None and not isinstance(kvstore, str | KVStoreBase):
-        raise ArgumentTypeError(
-            f"kvstore must be a KVStore, the name of a type or None, got {type(kvstore).__name__}"
-        )
+    check_store(kvstore)
     if isinstance(kvstore, str):
         from kvstore.kvstore import check_type
 
