@@ -21,7 +21,7 @@ float32, and float64 for float64. A residual has that dtype.
 
 **Bits.** Spans begin at fixed elements and every operation concerns one unit of a codec, so
 neither threads nor the size of spans can change a bit. Any thread may call, with different
-arrays. Read next: ``bits.py``, the shortest real codec; then ``chain.py``, which checks and calls.
+arrays. Read next: ``bits.py``, the codecs themselves; then ``chain.py``, which checks and calls.
 """
 
 from __future__ import annotations

@@ -169,21 +169,12 @@ def apply(
     if module is None:
         return False
     if optimizer is None:
-        formula, state = _SUM, ()
-    else:
-        numbers = _formulas.get(type(optimizer))
-        if numbers is None:
-            return False
-        formula = numbers(optimizer, count)
-        if 0.0 < formula.limit < _LEAST_LIMIT:
-            return False
-    dtype = weight.dtype
-    kind, weight_kind = _kind(rows[0][0].dtype), _kind(dtype)
-    if (kind, weight_kind) not in _COMBINED:
+        state = ()
+    formula = _SUM if optimizer is None else _formula(optimizer, count)
+    kind, weight_kind = _kind(rows[0][0].dtype), _kind(weight.dtype)
+    if formula is None or not _meet(kind, weight_kind, weight, state):
         return False
-    if any(array.dtype != accumulation_dtype(dtype) for array in state):
-        return False
-    if any(out.dtype != dtype for row in outs for out in row):
+    if any(out.dtype != weight.dtype for row in outs for out in row):
         return False
     done: bool = module.run(formula, weight_kind, kind, weight, state, rows, outs)
     return done
@@ -233,17 +224,11 @@ def update_rows(
     their dense forms does. Only the rows [start, stop) of the sum, ``span``, are updated. Raises
     ``ValueError`` for what does not fit; then nothing was written.
     """
-    module = native()
-    numbers = _formulas.get(type(optimizer))
-    if module is None or numbers is None or not weight.shape[1]:
-        return False
-    formula = numbers(optimizer, count)
-    if 0.0 < formula.limit < _LEAST_LIMIT:
+    module, formula = native(), _formula(optimizer, count)
+    if module is None or formula is None or not weight.shape[1]:
         return False
     kind, weight_kind = _kind(values[0].dtype), _kind(weight.dtype)
-    if (kind, weight_kind) not in _COMBINED:
-        return False
-    if any(array.dtype != accumulation_dtype(weight.dtype) for array in state):
+    if not _meet(kind, weight_kind, weight, state):
         return False
     width = weight.shape[1]
     done: bool = module.update_rows(
@@ -295,6 +280,19 @@ def decode(
         return False
     done: bool = module.decode(codec, kind, payload, out, number, start, stop, add)
     return done
+
+
+def _formula(optimizer: object, count: int) -> Formula | None:
+    """The numbers of an update; None where the kernels do not cover it."""
+    numbers = _formulas.get(type(optimizer))
+    formula = None if numbers is None else numbers(optimizer, count)
+    return None if formula is None or 0.0 < formula.limit < _LEAST_LIMIT else formula
+
+
+def _meet(kind: int | None, weight_kind: int | None, weight: Array, state: Sequence[Array]) -> bool:
+    """Whether the kernels take contributions of ``kind`` with this weight and state."""
+    working = accumulation_dtype(weight.dtype)
+    return (kind, weight_kind) in _COMBINED and all(array.dtype == working for array in state)
 
 
 def _kind(dtype: np.dtype[Any]) -> int | None:

@@ -18,9 +18,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-FEWEST_SLOTS = 2
-"""With one slot two neighbouring stages would only take turns."""
-
 
 class RowSpan(NamedTuple):
     """The elements from ``start`` to ``stop`` of a row: a key's values, flat."""
@@ -63,13 +60,11 @@ def steps(num_blocks: int, slots: Sequence[int]) -> list[Step]:
     """All steps, in an order in which one thread may begin them.
 
     There is one stage more than ``slots``; ``slots[i]`` is the number of slots between the
-    stages i and i + 1. What a step comes after stands before it in the list, and a step that
-    blocks the thread (the last stage may be its own work) leaves the earlier stages with
-    something to do. Steps of one stage begin in the order of the blocks and are taken to be
-    carried out in it, as on a stream. Raises ``ValueError`` for fewer than ``FEWEST_SLOTS``.
+    stages i and i + 1, at least 2, as with one they would only take turns. What a step comes after
+    stands before it in the list, and a step that blocks the thread (the last stage may be its own
+    work) leaves the earlier stages with something to do. Steps of one stage begin in the order of
+    the blocks and are taken to be carried out in it, as on a stream.
     """
-    if any(number < FEWEST_SLOTS for number in slots):
-        raise ValueError(f"at least {FEWEST_SLOTS} slots are needed between stages, got {slots}")
     num_stages = len(slots) + 1
     result = []
     for time in range(num_blocks + num_stages - 1):

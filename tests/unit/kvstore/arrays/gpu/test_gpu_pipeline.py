@@ -65,11 +65,6 @@ def test_a_single_stage_waits_for_nothing() -> None:
     assert steps(3, []) == [Step(0, 0, ()), Step(0, 1, ()), Step(0, 2, ())]
 
 
-def test_one_slot_is_refused_since_stages_would_take_turns() -> None:
-    with pytest.raises(ValueError, match="at least 2 slots"):
-        steps(3, [2, 1])
-
-
 def finished_orders(plan: list[Step], seed: int) -> list[tuple[int, int]]:
     """An order in which streams that keep to the plan may end the steps, at random.
 
