@@ -112,7 +112,6 @@ def _rehearse(
             job_id="JOB",
             host=host,
             port=listener.getsockname()[1] if port else 0,
-            listen_fd=-1,
             cpu_count=available_cpu_count(),
             checkout_root=checkout_root(),
             key_file=None if brings_a_key(options, environ) else "KEYFILE",

@@ -54,19 +54,18 @@ class JobFacts:
     ``checkout_root`` is the directory that makes ``kvstore`` importable, or None where the
     package is installed: adding a ``site-packages`` to PYTHONPATH would give a worker that
     runs under another interpreter the wrong libraries. ``key_file`` is the file with the job's
-    key, or None where the user has given one. The scheduler writes a line to ``joined_fd``
-    once all have joined. ``cluster`` is the launcher's name.
+    key, or None where the user has given one. The scheduler inherits the socket ``listen_fd``, and
+    writes a line to ``joined_fd`` once all have joined.
     """
 
     job_id: str
-    host: str
-    port: int
-    listen_fd: int
-    cpu_count: int
     checkout_root: str | None
+    host: str = "127.0.0.1"
+    port: int = 0
+    cpu_count: int = 1
+    listen_fd: int = -1
     key_file: str | None = None
     joined_fd: int = -1
-    cluster: str = "local"
 
 
 def plan_job(
@@ -83,7 +82,7 @@ def plan_job(
     job = _job_variables(options, facts)
     everyone = {
         "PYTHONUNBUFFERED": "1",
-        **(security(environ) if facts.cluster == "local" else {}),
+        **(security(environ) if options.launcher == "local" else {}),
         **dict(options.environment),
     }
     service = {**everyone, **dict.fromkeys(THREAD_COUNT_NAMES, "1")}
@@ -146,7 +145,7 @@ def _job_variables(options: LaunchOptions, facts: JobFacts) -> dict[str, str]:
         "DMLC_PS_ROOT_PORT": str(facts.port),
         "DMLC_NUM_WORKER": str(options.num_workers),
         "DMLC_NUM_SERVER": str(options.num_servers),
-        "DMLC_JOB_CLUSTER": facts.cluster,
+        "DMLC_JOB_CLUSTER": options.launcher,
         "PS_JOB_ID": facts.job_id,
     }
     if facts.key_file is not None:

@@ -34,8 +34,13 @@ from kvstore.launch.agents.wire import (
     LinkLost,
     Message,
 )
-from kvstore.launch.environment import available_cores, checkout_root, network_id, visible_gpus
-from kvstore.launch.job.checks import gpu_count
+from kvstore.launch.environment import (
+    available_cores,
+    checkout_root,
+    gpu_count,
+    network_id,
+    visible_gpus,
+)
 from kvstore.launch.job.guardian import AGENT_ID_NAME, GuardianProcess
 from kvstore.launch.job.places import CannotStart, Event, Finished, LocalPlace, Note, Output
 from kvstore.launch.job.registry import new_key_file

@@ -157,15 +157,15 @@ def run(
     check_launcher_args(options.places.launcher_args)
     places = spread(hosts, options.num_servers, options.num_workers, options.hostfile)
     used = sorted({host for _, _, host in places})
-    wished, wished_port = wished_address(environ)
+    wished, port = wished_address(environ)
     if options.dry_run or options.check:
         check_plan(options, environ, service_command)
     if options.dry_run:
         return _print_plan(options, hosts, places)
     if options.check:
         return _check(options, environ, timing, [hosts[index] for index in used])
-    if wished_port:  # is it in use? Not after all has been copied
-        listen(wished or "0.0.0.0", wished_port).close()
+    if port:  # is it in use? Not after all has been copied
+        listen(wished or "0.0.0.0", port).close()
     if options.sync_dst_dir is not None:
         arguments = options.places.launcher_args
         copy_to_hosts(
@@ -176,7 +176,6 @@ def run(
         remote = {index: _reach(supervisor, options, hosts[index]) for index in used}
         supervisor.connect(list(remote.values()), _CONNECT_S)
         greetings = [place.greeting or {} for place in remote.values()]
-        wished, port = wished_address(environ)
         seen = [str(one.get("reached_from") or "127.0.0.1") for one in greetings]
         host = wished or common_address(seen)
         for index, place in remote.items():

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.launch.environment import available_cpu_count, gpu_count
 from kvstore.launch.job.child import die_with_launcher
 from kvstore.launch.job.report import describe_status
 from kvstore.launch.options import RESERVED_NAMES, LaunchError
@@ -78,7 +79,6 @@ def local_rows(
     worker = next(spec for spec in specs if spec.role == "worker")
     path = worker.environment.get("PATH", environ.get("PATH", os.defpath))
     program = shutil.which(worker.argv[0], path=path)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return [
         CheckResult("python", f"{sys.version.split()[0]} ({sys.executable})"),
         CheckResult("kvstore", __version__),
@@ -96,7 +96,7 @@ def local_rows(
         _tried("servers' address", lambda: check_interface(environments["server"])),
         _tried("workers' address", lambda: check_interface(environments["worker"])),
         _shared_memory(),
-        CheckResult("processors", f"{cores} for {len(specs)} processes"),
+        CheckResult("processors", f"{available_cpu_count()} for {len(specs)} processes"),
         CheckResult("GPUs", str(gpu_count())),
     ]
 
@@ -132,11 +132,6 @@ def _shared_memory() -> CheckResult:
     if free < _LEAST_SHARED_BYTES:
         return CheckResult("shared memory", f"{text}: too little (PS_SHM=0 does without)", False)
     return CheckResult("shared memory", text)
-
-
-def gpu_count() -> int:
-    """NVIDIA's device files, without loading any of its libraries."""
-    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
 
 
 CHECK_IMPORTS = "--check-imports"

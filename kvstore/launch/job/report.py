@@ -240,8 +240,8 @@ class ProcessRecord:
         self.why: str | None = None
         self.last_lines: deque[bytes] = deque(maxlen=SHOWN_LINES)
         self._label = label
-        self._name = spec.name if label is None else f"{spec.name}@{label}"
-        self._prefix = f"[{self._name}] ".encode()
+        name = spec.name if label is None else f"{spec.name}@{label}"
+        self._prefix = f"[{name}] ".encode()
         self._log: IO[bytes] | None = None
         path = log_dir / f"{spec.name.replace(' ', '-')}.log"
         try:

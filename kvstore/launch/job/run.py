@@ -89,14 +89,7 @@ def check_plan(
 
     Raises :class:`LaunchError`.
     """
-    facts = JobFacts(  # what depends on addresses is not looked at
-        job_id="none",
-        host="127.0.0.1",
-        port=0,
-        listen_fd=-1,
-        cpu_count=1,
-        checkout_root=checkout_root(),
-    )
+    facts = JobFacts("none", checkout_root())  # what depends on addresses is not looked at
     specs = plan_job(options, facts, environ, service_command)
     environments = by_role(specs, base_environment(environ))
     if not only_imports:
@@ -149,7 +142,6 @@ def _supervise(
                 checkout_root=checkout_root(),
                 key_file=None if key_file is None else str(key_file),
                 joined_fd=joined.fileno(),
-                cluster=options.launcher,
             )
             specs = plan_job(options, facts, environ, service_command)
             variables = base_environment(environ)
