@@ -39,7 +39,8 @@ def test_a_job_that_is_ended_on_its_own_thread_ends_without_a_wait(
             took_s.append(time.monotonic() - began_s)
 
     monkeypatch.setattr(LauncherOutput, "show", show)
-    job = RunningJob(JobOptions(1, 1), "once", dump((print, ("up",), {}), "print"))
+    stay = "import time; print('up', flush=True); time.sleep(50)"
+    job = RunningJob(JobOptions(1, 1), "once", dump((exec, (stay,), {}), "exec"))
     with pytest.raises(JobFailed):
         job.result(job.first, 40.0)
     assert job.ending is not None

@@ -292,6 +292,22 @@ class LauncherOutput:
         return FailureReport(process["role"], int(process["rank"] or 0), ended["how"], text)
 
 
+def show(lines: Sequence[Line]) -> None:
+    """Write lines to ``sys.stdout`` and ``sys.stderr`` as they are now: a notebook's, a test's."""
+    for is_error, line in lines:
+        stream = sys.stderr if is_error else sys.stdout
+        if stream is None:
+            continue
+        try:
+            stream.write(f"{line}\n")
+        except UnicodeEncodeError:  # no reason to end a job
+            encoding = stream.encoding or "ascii"
+            stream.write(f"{line}\n".encode(encoding, "backslashreplace").decode(encoding))
+    for stream in (sys.stdout, sys.stderr):
+        if lines and stream is not None:
+            stream.flush()
+
+
 # -- which error the caller sees --------------------------------------------------------------
 
 

@@ -14,17 +14,14 @@ import math
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any
 
-from kvstore.errors import ArgumentValueError
 from kvstore.launch.run import parcels
 from kvstore.launch.run.background import (
     BackgroundLauncher,
@@ -33,6 +30,7 @@ from kvstore.launch.run.background import (
     Line,
     checked_command,
     first_cause,
+    show,
 )
 from kvstore.launch.run.parcels import WorkerAnswer
 from pslite.errors import ClosedError, DeadlineError
@@ -102,7 +100,8 @@ class RunningJob:
         self._orders: list[int] = []
         #: Why no further call can be made: in words, or the call that has failed.
         self._closed_by: str | JobCall = ""
-        self._directory = _make_directory(options)
+        here = None if options.launcher == "local" else os.getcwd()
+        self._directory = parcels.make_directory(options.share_dir or here)
         try:
             arguments = checked_command(options, self._directory, mode)
             #: The workers make it unasked.
@@ -302,12 +301,12 @@ class RunningJob:
             self._settle(call)
         return None
 
-    def _take_answers(self, call: JobCall, *, announced: bool = True) -> bool:
+    def _take_answers(self, call: JobCall) -> bool:
         """Read those that have come; return whether one was announced and is not there yet."""
         is_hidden = False
         for rank in range(self._workers):
-            is_expected = not announced or self._launcher.output.has_answered(call.number, rank)
-            if rank in call.answers or not is_expected:
+            has_come = self._launcher.output.has_answered(call.number, rank)
+            if rank in call.answers or not (has_come or self.ending):
                 continue
             try:
                 path = parcels.answer_path(self._directory, call.number, rank)
@@ -363,7 +362,7 @@ class RunningJob:
         self.ending = LauncherExit(status, report, output.said)
         if self._calls:
             call = self._calls.popleft()
-            self._take_answers(call, announced=False)
+            self._take_answers(call)
             failed = any(answer.failed for answer in call.answers.values())
             call.is_done = call.succeeded = len(call.answers) == self._workers and not failed
             if call.succeeded and self._calls:
@@ -402,32 +401,3 @@ class RunningJob:
         while self._orders:
             os.close(self._orders.pop())
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _make_directory(options: JobOptions) -> Path:
-    parent = options.share_dir
-    if parent is None and options.launcher != "local":
-        parent = os.getcwd()
-    try:
-        return parcels.make_directory(parent)
-    except OSError as error:
-        raise ArgumentValueError(
-            f"no directory for the job can be made in {error.filename}: {error.strerror}; give "
-            "one that exists and can be written to (share_dir=...)"
-        ) from error
-
-
-def show(lines: Sequence[Line]) -> None:
-    """Write lines to ``sys.stdout`` and ``sys.stderr`` as they are now: a notebook's, a test's."""
-    for is_error, line in lines:
-        stream = sys.stderr if is_error else sys.stdout
-        if stream is None:
-            continue
-        try:
-            stream.write(f"{line}\n")
-        except UnicodeEncodeError:  # no reason to end a job
-            encoding = stream.encoding or "ascii"
-            stream.write(f"{line}\n".encode(encoding, "backslashreplace").decode(encoding))
-    for stream in (sys.stdout, sys.stderr):
-        if lines and stream is not None:
-            stream.flush()

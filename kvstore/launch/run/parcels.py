@@ -24,7 +24,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import ArgumentTypeError, MissingDependencyError, WorkerFailed
+from kvstore.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    MissingDependencyError,
+    WorkerFailed,
+)
 from pslite.errors import UsageError
 
 END = "end"
@@ -66,12 +71,18 @@ class WorkerAnswer:
 # -- the directory ------------------------------------------------------------------------
 
 
-def make_directory(parent: str | os.PathLike[str] | None) -> Path:
+def make_directory(parent: str | None) -> Path:
     """A new directory of mode 0700 below ``parent`` (None: that for temporary files).
 
-    The caller owns and removes it. Raises OSError.
+    The caller owns and removes it. Raises ``ArgumentValueError``.
     """
-    return Path(os.path.abspath(tempfile.mkdtemp(prefix="kvstore-run-", dir=parent)))
+    try:
+        return Path(os.path.abspath(tempfile.mkdtemp(prefix="kvstore-run-", dir=parent)))
+    except OSError as error:
+        raise ArgumentValueError(
+            f"no directory for the job can be made in {error.filename}: {error.strerror}; give "
+            "one that exists and can be written to (share_dir=...)"
+        ) from error
 
 
 def check_directory(directory: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 from kvstore.launch.job.lifecycle import Exit
 from kvstore.launch.job.report import EndedProcess, failure_block, without_scheduler
 from kvstore.launch.plan import ProcessSpec
-from kvstore.launch.run.background import FailureReport, LauncherOutput
-from kvstore.launch.run.job import show
+from kvstore.launch.run.background import FailureReport, LauncherOutput, show
 from kvstore.launch.run.parcels import MARK
 from pslite import Role
 from pslite.node.log import Log

@@ -18,7 +18,7 @@ from kvstore.launch.run import parcels
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    return parcels.make_directory(tmp_path)
+    return parcels.make_directory(str(tmp_path))
 
 
 def test_the_directory_and_its_files_are_for_their_user_alone(directory: Path) -> None:

@@ -34,7 +34,7 @@ def call(directory: Path, body: bytes, **header: Any) -> WorkerAnswer:
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(worker, "worker_node", lambda: None)  # there is no job to join
-    return parcels.make_directory(tmp_path)
+    return parcels.make_directory(str(tmp_path))
 
 
 def test_what_a_function_returns_is_the_answer(directory: Path) -> None:
