@@ -56,8 +56,6 @@ class Asker:
         """Guards the heap, which callers fill and the I/O thread empties."""
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
-        self._io_thread: int | None = None
-        node.errands.call(self._note_io_thread)
 
     def ask(
         self,
@@ -127,7 +125,7 @@ class Asker:
             UsageError: on the I/O thread (in a callback), which would wait for itself.
             Exception: whatever the request ended in.
         """
-        if threading.get_ident() == self._io_thread and not future.done():
+        if self.node.errands.is_io_thread and not future.done():
             raise UsageError(
                 "a callback must not wait: it runs on the thread that receives the answer; "
                 "continue in the callback of the other request"
@@ -165,9 +163,6 @@ class Asker:
         if role is not Role.SCHEDULER and peers & members:
             raise UsageError(f"a {role.value} has no connection to other {role.value}s")
         return sorted(members, key=lambda node: (node == 1, node % 2, node))
-
-    def _note_io_thread(self) -> None:
-        self._io_thread = threading.get_ident()
 
     def _start_first(self) -> None:
         with self._lock:

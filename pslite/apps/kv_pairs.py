@@ -350,8 +350,12 @@ def assemble(answers: Sequence[KVPairs], out: Values | None, lens_out: Lens | No
         )
     np.concatenate([answer.values.reshape(-1) for answer in answers], out=out.reshape(-1))
     if lens_out is not None:
-        lens = [answer.lens if answer.lens is not None else _equal(answer) for answer in answers]
-        lens_out[:] = np.concatenate(lens)
+        lens_out[:] = np.concatenate(
+            [
+                np.full(len(answer.keys), answer.width) if answer.lens is None else answer.lens
+                for answer in answers
+            ]
+        )
     return out
 
 
@@ -363,7 +367,3 @@ def _new_result(answers: Sequence[KVPairs]) -> Values:
         num_keys = sum(len(answer.keys) for answer in answers)
         return np.empty((num_keys, *columns.pop()), dtype)
     return np.empty(total, dtype)
-
-
-def _equal(answer: KVPairs) -> Lens:
-    return np.full(len(answer.keys), answer.width, dtype=np.int64)

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from pslite.apps.asking import Asker, check_sizes, log_failure
 from pslite.errors import UsageError, check_unicode
 from pslite.future import Future, completed
-from pslite.node.customer import Incoming, Reply
+from pslite.node.customer import Incoming
 from pslite.node.postoffice import Postoffice
 
 T = TypeVar("T")
@@ -88,7 +88,12 @@ class SimpleApp:
         if isinstance(body, str):
             body = check_unicode("the body", body).encode()
         nodes = self._asker.members(receiver)
-        return self._asker.ask(head, bytes(body), dict.fromkeys(nodes, ()), _bodies)
+        return self._asker.ask(
+            head,
+            bytes(body),
+            dict.fromkeys(nodes, ()),
+            lambda replies: {node: reply.body for node, reply in replies.items()},
+        )
 
     def wait(self, request: Future[T], timeout_s: float | None = None) -> T:
         """Return what the request brought. Errors: as of the request, and
@@ -109,7 +114,9 @@ class SimpleApp:
 
     def _serve(self, incoming: Incoming) -> None:
         try:
-            answer = None if self._handle is None else self._handle(_data(incoming))
+            r = incoming.request
+            data = SimpleData(r.head, r.body, incoming.sender, r.app, r.customer, r.request_id)
+            answer = None if self._handle is None else self._handle(data)
             body = answer.encode() if isinstance(answer, str) else answer
             if not isinstance(body, bytes | bytearray | None):
                 raise TypeError(
@@ -120,12 +127,3 @@ class SimpleApp:
             incoming.respond(content)
         except BaseException as error:  # SystemExit of a handle must not end the pool's thread
             incoming.fail(error)
-
-
-def _data(incoming: Incoming) -> SimpleData:
-    r = incoming.request
-    return SimpleData(r.head, r.body, incoming.sender, r.app, r.customer, r.request_id)
-
-
-def _bodies(replies: dict[int, Reply]) -> dict[int, bytes]:
-    return {node: reply.body for node, reply in replies.items()}

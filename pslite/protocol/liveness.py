@@ -45,13 +45,13 @@ class Stalled:
 class _PeerState:
     heard_at: float
     reported_at: float
-    gone_since: float | None = None
+    gone_since: float = math.inf
     #: When somebody answered there the last time.
     answered_at: float = -math.inf
     #: Since when a first connection is waited for.
-    unreached_since: float | None = None
+    unreached_since: float = math.inf
     #: Since when its process is gone though the connection is there.
-    ended_since: float | None = None
+    ended_since: float = math.inf
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ class Liveness:
 
     def watch(self, peer: str, now: float, *, connected: bool = True) -> None:
         """Start to watch a peer (no effect when it is watched already)."""
-        unreached_since = None if connected else now
+        unreached_since = math.inf if connected else now
         self._peers.setdefault(peer, _PeerState(now, now, unreached_since=unreached_since))
 
     def forget(self, peer: str) -> None:
@@ -140,7 +140,7 @@ class Liveness:
         entry = self._peers.get(peer)
         if entry is not None:
             entry.heard_at = entry.reported_at = now
-            entry.gone_since = entry.unreached_since = entry.ended_since = None
+            entry.gone_since = entry.unreached_since = entry.ended_since = math.inf
 
     def silent_s(self, peer: str, now: float) -> float:
         """Return for how long a watched peer's own code has said nothing, or 0."""
@@ -156,13 +156,13 @@ class Liveness:
         """Note that the transport has a connection again."""
         entry = self._peers.get(peer)
         if entry is not None:
-            entry.gone_since = entry.unreached_since = None
+            entry.gone_since = entry.unreached_since = math.inf
 
     def disconnected(self, peer: str, now: float) -> None:
         """Note that the transport's connection is gone."""
         entry = self._peers.get(peer)
-        if entry is not None and entry.gone_since is None:
-            entry.gone_since = now
+        if entry is not None:
+            entry.gone_since = min(entry.gone_since, now)
 
     def answered(self, peer: str, now: float) -> None:
         """Note that bytes arrive on a connection that is being made with a peer."""
@@ -177,8 +177,8 @@ class Liveness:
     def ended(self, peer: str, now: float) -> None:
         """Note that the peer's process is gone; its connection may be there still."""
         entry = self._peers.get(peer)
-        if entry is not None and entry.ended_since is None:
-            entry.ended_since = now
+        if entry is not None:
+            entry.ended_since = min(entry.ended_since, now)
 
     def watched(self) -> list[str]:
         """Return all peers that are watched."""
@@ -189,7 +189,7 @@ class Liveness:
         return [
             peer
             for peer, entry in self._peers.items()
-            if entry.gone_since is not None or entry.unreached_since is not None
+            if min(entry.gone_since, entry.unreached_since) < math.inf
         ]
 
     def tick(self, now: float) -> list[Lost | Stalled]:
@@ -204,11 +204,11 @@ class Liveness:
         return verdicts
 
     def _judge(self, peer: str, entry: _PeerState, now: float) -> Lost | Stalled | None:
-        if entry.ended_since is not None and now - entry.ended_since >= ENDED_S:
+        if now - entry.ended_since >= ENDED_S:
             return Lost(peer, PROCESS_GONE)
-        if entry.gone_since is not None:
+        if entry.gone_since < math.inf:
             return self._judge_gone(peer, now - entry.gone_since, now - entry.answered_at)
-        if entry.unreached_since is not None and now - entry.unreached_since >= self._reach_s:
+        if now - entry.unreached_since >= self._reach_s:
             return Lost(peer, f"no connection with it came about within {self._reach_s:g} s")
         silent_s = now - entry.heard_at
         if 0 < self._fatal_after_s <= silent_s:

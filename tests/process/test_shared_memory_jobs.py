@@ -161,7 +161,7 @@ for step in range(12):
 print("sha256", hashlib.sha256(b"".join(array.tobytes() for array in own)).hexdigest(), flush=True)
 kv.barrier()
 maps = open("/proc/self/maps").read() if not os.environ.get("HIDE") else ""
-print("maps", maps.count("/memfd:pslite"), "pipes", kv._node.van.num_pipes)
+print("maps", maps.count("/memfd:pslite"), "pipes", len(kv._node.van._pipes._outgoing))
 """
 
 

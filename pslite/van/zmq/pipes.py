@@ -208,11 +208,6 @@ class Pipes:
         self._incoming: dict[str, PipeIn] = {}
         self._outgoing: dict[str, PipeOut] = {}
 
-    @property
-    def num_outgoing(self) -> int:
-        """How many peers are sent to by a pipe."""
-        return len(self._outgoing)
-
     def offer(self, peer: str) -> PipeTicket | None:
         """Make a pipe by which ``peer`` may send; None where it has one, or none is left."""
         if len(self._incoming) >= MAX_PIPES or peer in self._incoming:

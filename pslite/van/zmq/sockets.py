@@ -152,7 +152,9 @@ class Doors:
             return
         self.description = f"PS_SECURITY={mechanism.name}"
         if mechanism.name == "plain":
-            self._use_plain(Proofs(mechanism.secret))
+            self.proofs = Proofs(mechanism.secret)
+            self.credentials = Credentials(b"PLAIN", (USER, self.proofs.password(uid)))
+            self.listening = (*_ZAP_OPTIONS, (zmq.PLAIN_SERVER, 1))
         else:
             self._use_curve(mechanism.secret)
 
@@ -162,11 +164,6 @@ class Doors:
             return self._connecting
         password = self.proofs.password(peer)
         return ((zmq.PLAIN_USERNAME, USER), (zmq.PLAIN_PASSWORD, password))
-
-    def _use_plain(self, proofs: Proofs) -> None:
-        self.proofs = proofs
-        self.credentials = Credentials(b"PLAIN", (USER, proofs.password(self.uid)))
-        self.listening = (*_ZAP_OPTIONS, (zmq.PLAIN_SERVER, 1))
 
     def _use_curve(self, secret: bytes) -> None:
         """Use one pair of keys for the whole job: who has it may listen and connect."""

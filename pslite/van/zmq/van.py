@@ -288,11 +288,6 @@ class ZmqVan(Van):
     def take_pipe(self, peer: str, pid: int, ticket: PipeTicket) -> bool:
         return self._pipes.take(peer, pid, ticket)
 
-    @property
-    def num_pipes(self) -> int:
-        """To how many peers small messages go by a pipe."""
-        return self._pipes.num_outgoing
-
     def _new_routing_id(self) -> bytes:
         return make_routing_id(self.uid, self._born_ns, next(self._numbers))
 
