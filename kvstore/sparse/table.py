@@ -162,21 +162,6 @@ class RowTable:
         states = [state[used] for state in self.states or ()]
         update_all(self.values[used], states, places, total, optimizer, count, workspace, held)
 
-    def set_rows(self, ids: Ids, values: RowValues) -> None:
-        """Set these rows, sorted and each there once, of a table without states."""
-        places = self._add(ids, None)
-        self.values[places] = values
-
-    def restore(
-        self, ids: Ids, values: RowValues | None, states: Sequence[RowValues], optimizer: Any
-    ) -> None:
-        """Set the states, and where there are any the values, of these rows: sorted, in range.
-
-        Without ``values`` the rows keep theirs, and rows that are not in ``ids`` begin afresh.
-        """
-        self.begin_afresh(keeps_values=values is None)
-        self.merge(ids, values, states, optimizer)
-
     def begin_afresh(self, *, keeps_values: bool) -> None:
         """Hold no states, and no rows unless they keep their values: ``merge`` brings them."""
         if not keeps_values:
@@ -186,7 +171,10 @@ class RowTable:
     def merge(
         self, ids: Ids, values: RowValues | None, states: Sequence[RowValues], optimizer: Any
     ) -> None:
-        """As ``restore``, for some of the rows: the others stay as they are."""
+        """Set the states, and where there are any the values, of these rows: sorted, in range.
+
+        Without ``values`` the rows keep theirs. The others stay as they are.
+        """
         places = self._add(ids, optimizer)
         if values is not None:
             self.values[places] = values

@@ -95,9 +95,11 @@ def checked_settings(
     num_shares: int = 1,
 ) -> TableSettings:
     """The settings of a table. Raises ``ArgumentTypeError`` and ``ArgumentValueError``."""
+    if not isinstance(name, str) or not name:
+        raise ArgumentTypeError(f"the name of a table is a str that is not empty, got {name!r}")
     kind = _checked_dtype(dtype)
     settings = TableSettings(
-        _checked_name(name),
+        check_unicode("the name of a table", name, ArgumentValueError),
         _natural("dim", dim, 1, MOST_DIM),
         kind,
         checked_init(init),
@@ -113,12 +115,6 @@ def checked_settings(
             f"{num_shares}, and {MOST_PLACES}"
         )
     return settings
-
-
-def _checked_name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise ArgumentTypeError(f"the name of a table is a str that is not empty, got {name!r}")
-    return check_unicode("the name of a table", name, ArgumentValueError)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype[Any]:

@@ -91,7 +91,8 @@ def _take_values(entry: StoredKey, saved: CheckpointReader, optimizer: Optimizer
         shape = len(ids), entry.table.width
         piece = saved.read(entry.key, 0, math.prod(shape), optimizer)
         rows = np.asarray(piece.values).reshape(shape)
-        entry.table.restore(ids, rows, _by_rows(piece.states, rows.shape), optimizer)
+        entry.table.begin_afresh(keeps_values=False)
+        entry.table.merge(ids, rows, _by_rows(piece.states, rows.shape), optimizer)
         entry.count = piece.num_updates
         return
     piece = saved.read(entry.key, 0, entry.spec.num_elements, optimizer)
@@ -106,7 +107,8 @@ def _take_states(entry: StoredKey, saved: SavedStates, optimizer: Optimizer | No
         ids = saved.rows_of(entry.key)
         shape = len(ids), entry.table.width
         states, entry.count = saved.read(entry.key, 0, math.prod(shape), optimizer)
-        entry.table.restore(ids, None, _by_rows(states, shape), optimizer)
+        entry.table.begin_afresh(keeps_values=True)
+        entry.table.merge(ids, None, _by_rows(states, shape), optimizer)
         return
     states, count = saved.read(entry.key, 0, entry.spec.num_elements, optimizer)
     if has_master(entry.spec.dtype):

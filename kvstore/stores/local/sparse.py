@@ -126,7 +126,7 @@ def apply_updater(updater: UpdateFunction, entry: StoredKey, arrays: Sequence[Ar
     else:
         rows = row_sparse_of(total.ids, entry.table.read(total.ids), entry.spec)
         updater(entry.key, received, rows)
-        entry.table.set_rows(*contribution_of(rows))
+        entry.table.merge(*contribution_of(rows), (), None)
     entry.version += 1
 
 
