@@ -67,11 +67,12 @@ _KNOWN = (
 # Reasons for which a job can wait for ever (squeue(1), "JOB REASON CODES").
 _NEVER = frozenset({"BadConstraints", "PartitionConfig"})
 
-# Cancels the job of the directory "$1". A request that was on its way when srun was killed may
-# become a job a little later. Succeeds if Slurm has answered.
+# Cancels the job of the directory "$1", a moment after the launcher's end: agents remove the key
+# before Slurm ends them. A request that was on its way when srun was killed may become a job a
+# little later. Succeeds if Slurm has answered.
 _CANCEL = """\
 answered=1
-for pause_s in 0 1 2 4; do
+for pause_s in 0.5 1 2 4; do
     sleep $pause_s
     listed=$(timeout 5 squeue --noheader --user="$(id -u)" --format='%A %Z') || continue
     answered=0
