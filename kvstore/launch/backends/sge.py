@@ -203,7 +203,7 @@ class ArrayJob(Cluster):
         queue = self.places.queue
         chosen = () if queue is None else ("-q", queue)
         total = slot_total(self._ask(until_s, "qstat", "-g", "c", *chosen))
-        needed = (int(self._slots[-1]) if self._slots else 1) * len(self.members)
+        needed = (self.worker_cores or 1) * len(self.members)
         if total is None or needed <= total:
             return ""
         where = "the cluster" if queue is None else f"queue {queue}"
