@@ -46,7 +46,6 @@ from kvstore.optimizer.schedule import ScaledScheduler, Schedule
 from kvstore.optimizer.scripted import (
     OptimizerKind,
     ScriptedOptimizer,
-    checked_class,
     create_scripted,
     register_scripted,
 )
@@ -441,7 +440,9 @@ def register(klass: _Class) -> _Class:
     same name raises ``ArgumentTypeError``, as does a class that is not a frozen dataclass itself.
     One that is written MXNet's way (``scripted.py``) takes the place of one of its name.
     """
-    name = checked_class(klass).__name__.lower()
+    if not isinstance(klass, type):
+        raise ArgumentTypeError(f"register takes a class, got {klass!r}")
+    name = klass.__name__.lower()
     if issubclass(klass, ScriptedOptimizer) and name not in _registry:
         register_scripted(klass)
         return klass

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.errors import ArgumentTypeError, NotSupportedError, OptimizerParameterError
+from kvstore.errors import NotSupportedError, OptimizerParameterError
 from kvstore.optimizer.schedule import Schedule
 
 _METHODS = {"update": 4, "update_multi_precision": 4}
@@ -65,10 +65,13 @@ class ScriptedOptimizer:
             raise OptimizerParameterError(
                 f"lr_scheduler must be one of kvstore.lr_scheduler, got {lr_scheduler!r}"
             )
-        base = None if lr_scheduler is None else lr_scheduler.base_lr
-        if learning_rate is None or (base is not None and not _gives_way(lr_scheduler)):
-            learning_rate = 0.01 if base is None else base
-        self.lr = learning_rate
+        if (
+            lr_scheduler is not None
+            and lr_scheduler.base_lr is not None
+            and (learning_rate is None or not lr_scheduler.gives_way)
+        ):
+            learning_rate = lr_scheduler.base_lr
+        self.lr = 0.01 if learning_rate is None else learning_rate
         self.lr_scheduler = lr_scheduler
         self.rescale_grad = rescale_grad
         self.wd = wd
@@ -156,10 +159,6 @@ class ScriptedOptimizer:
         if index in factors:
             return factors[index]
         return factors.get(self.idx2name.get(index), 1.0)
-
-
-def _gives_way(schedule: Schedule | None) -> bool:
-    return schedule is None or schedule.gives_way
 
 
 class OptimizerKind(type):
@@ -253,10 +252,3 @@ def _as_ndarrays(state: Any) -> Any:
     if isinstance(state, list | tuple):
         return type(state)(map(_as_ndarrays, state))
     return NDArray(state) if isinstance(state, np.ndarray) else state
-
-
-def checked_class(klass: object) -> type:
-    """``klass``. Raises ``ArgumentTypeError`` for what is not a class."""
-    if not isinstance(klass, type):
-        raise ArgumentTypeError(f"register takes a class, got {klass!r}")
-    return klass
