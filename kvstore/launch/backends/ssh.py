@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvstore.launch.agents.agent import LOADER, bootstrap
 from kvstore.launch.agents.cluster import (
@@ -50,22 +50,17 @@ _REAP_S = 2.0
 
 
 class SshPlace(AgentPlace):
-    """One machine. ``refusal`` puts into a sentence what the command said and its exit code."""
+    """One machine. Looks for ``script`` there, "" for none. Raises OSError where ssh is missing."""
 
     def __init__(
-        self,
-        label: str,
-        command: Sequence[str],
-        bootstrap: bytes,
-        guardian: GuardianProcess,
-        refusal: Callable[[Sequence[str], int | None], str],
-        now_s: float,
+        self, host: Host, options: LaunchOptions, script: str, guardian: GuardianProcess
     ) -> None:
-        super().__init__(label)
-        self._refusal = refusal
+        super().__init__(host.label)
+        self._host = host
+        self._options = options
         self._refused: str | None = None  # by the program that would have become the agent
         self._process = subprocess.Popen(
-            list(command),
+            _command(host, options),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -78,12 +73,13 @@ class SshPlace(AgentPlace):
         self._link = AgentLink(
             os.dup(self._process.stdout.fileno()),
             os.dup(self._process.stdin.fileno()),
-            now_s,
+            time.monotonic(),
             finds_greeting=True,
         )
         self._process.stdin.close()
         self._process.stdout.close()
-        self._link.send_raw(bootstrap)
+        directory = options.sync_dst_dir or os.getcwd()
+        self._link.send_raw(bootstrap(directory, checkout_root(), script))
         self._complaints: deque[str] = deque(maxlen=_KEPT_LINES)
         self._hung_up_s = 0.0
 
@@ -121,7 +117,10 @@ class SshPlace(AgentPlace):
         if self.greeting is not None:
             return events
         code = self._exit_code()  # and reads the last complaints
-        self.failure = self._refused or self._refusal(list(self._complaints), code)
+        said, arguments = list(self._complaints), self._options.places.launcher_args
+        self.failure = self._refused or refusal(
+            self._host, said, code, _python(self._options), arguments
+        )
         return []  # the failure says it all
 
     def _last_words(self) -> str:
@@ -189,21 +188,19 @@ def run(
     return run_job(options, environ, service_command, timing, arrange)
 
 
+def _python(options: LaunchOptions) -> str:
+    return options.python or sys.executable
+
+
+def _command(host: Host, options: LaunchOptions) -> list[str]:
+    return ssh_argv(host, options.places.launcher_args, [_python(options), "-c", LOADER])
+
+
 def _reach(
     supervisor: Supervisor, options: LaunchOptions, host: Host, script: str = ""
 ) -> SshPlace:
-    python = options.python or sys.executable
-    command = ssh_argv(host, options.places.launcher_args, [python, "-c", LOADER])
-    directory = options.sync_dst_dir or os.getcwd()
     try:
-        place = SshPlace(
-            host.label,
-            command,
-            bootstrap(directory, checkout_root(), script),
-            supervisor.guardian,
-            lambda lines, code: refusal(host, lines, code, python, options.places.launcher_args),
-            time.monotonic(),
-        )
+        place = SshPlace(host, options, script, supervisor.guardian)
     except OSError as error:
         raise LaunchError(no_program("ssh", error), exit_code=1) from error
     supervisor.add_place(place)
@@ -216,8 +213,7 @@ def _print_plan(options: LaunchOptions, hosts: Sequence[Host], places: Sequence[
             source = os.getcwd()
             arguments = options.places.launcher_args
             print(shlex.join(rsync_argv(host, source, options.sync_dst_dir, arguments)))
-        python = options.python or sys.executable
-        print(shlex.join(ssh_argv(host, options.places.launcher_args, [python, "-c", LOADER])))
+        print(shlex.join(_command(host, options)))
     print("# scheduler: this machine")
     for role, rank, index in places:
         words = shlex.join(
