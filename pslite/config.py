@@ -322,14 +322,23 @@ class Config:
             raise ConfigError(f"KVSTORE_PLACEMENT is {self.placement!r}; it must be {names}")
         if len(self.machine) > _MAX_NAME or not self.machine.isprintable():
             raise ConfigError(
-                f"PS_MACHINE must be printable and have at most {_MAX_NAME} characters"
+                f"PS_MACHINE must be printable and have at most {_MAX_NAME} characters, got "
+                f"{len(self.machine)}: {self.machine!r:.60}"
             )
         if self.max_message_bytes < self.chunk_bytes:
-            raise ConfigError("PS_MAX_MESSAGE_BYTES must be at least PS_CHUNK_BYTES")
+            raise ConfigError(
+                f"PS_MAX_MESSAGE_BYTES must be at least PS_CHUNK_BYTES ({self.chunk_bytes}), got "
+                f"{self.max_message_bytes}"
+            )
         if self.chunk_bytes < 64 or self.credit_bytes < self.chunk_bytes:
-            raise ConfigError("PS_CHUNK_BYTES must be >= 64 and PS_CREDIT_BYTES at least as large")
+            raise ConfigError(
+                "PS_CHUNK_BYTES must be >= 64 and PS_CREDIT_BYTES at least as large, got "
+                f"{self.chunk_bytes} and {self.credit_bytes}"
+            )
         if not 1 <= self.connections <= MAX_CONNECTIONS:
-            raise ConfigError(f"PS_CONNECTIONS must be from 1 to {MAX_CONNECTIONS}")
+            raise ConfigError(
+                f"PS_CONNECTIONS must be from 1 to {MAX_CONNECTIONS}, got {self.connections}"
+            )
         if self.van_type not in ("zmq", "p3"):
             raise ConfigError(f"DMLC_PS_VAN_TYPE is {self.van_type!r}; this build has zmq (and p3)")
         return self

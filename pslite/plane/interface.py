@@ -177,12 +177,20 @@ def cut(sizes: Sequence[int], frames: Sequence[Buffer]) -> list[Piece]:
             frame = _as_bytes(next(rest, b""))
             start, length = 0, len(frame)
         if size < 0 or start + size > length:
-            raise ProtocolError("the payload is shorter than its sizes add up to")
+            raise _misfit(sizes, frames)
         pieces.append(Piece(frame, start, start + size))
         start += size
     if start != length or next(rest, None) is not None:
-        raise ProtocolError("the payload is longer than its sizes add up to")
+        raise _misfit(sizes, frames)
     return pieces
+
+
+def _misfit(sizes: Sequence[int], frames: Sequence[Buffer]) -> ProtocolError:
+    found = [memoryview(frame).nbytes for frame in frames]
+    return ProtocolError(
+        f"expected frames of whole parts, {sum(sizes)} bytes in all, got frames of these bytes: "
+        f"{found!s:.60}"
+    )
 
 
 def _as_bytes(frame: Buffer) -> Buffer:
