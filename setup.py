@@ -49,6 +49,7 @@ DEVELOPMENT = [
     "matplotlib>=3.8",
     "cloudpickle>=3.0",  # lambdas and notebooks' functions for kvstore.run
     "safetensors>=0.4.5",  # reads what our own writer has written, and the other way round
+    "kubernetes>=29.0",  # the client, which asks a server that the tests start
 ]
 
 # What the tests of the launchers need besides (`make test-launchers`, tests/launchers/install).
@@ -94,6 +95,7 @@ setup(
         "jax": ["jax>=0.4.30"],
         "notebook": ["cloudpickle>=3.0"],
         "ray": ["ray>=2.9"],
+        "kubernetes": ["kubernetes>=29.0"],
         "plot": ["matplotlib>=3.8"],
         "docs": DOCUMENTATION,
         "dev": DEVELOPMENT,

@@ -14,14 +14,13 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvstore.launch.backends.kubernetes.kubectl import kubectl_here, scheduler_pod
+from kvstore.launch.backends.kubernetes.cluster import ClusterError, connect
 from kvstore.launch.job.registry import SHARED_NAME, running_jobs, shared_directory
 from kvstore.launch.options import LaunchError
 from pslite import Config, Observer, Survey, __version__
@@ -68,9 +67,11 @@ def _parser() -> argparse.ArgumentParser:
         help="what the job uses its key for (default: PS_SECURITY, or else curve)",
     )
     parser.add_argument(
-        "--kubernetes", action="store_true", help="ask a job in the cluster of kubectl"
+        "--kubernetes", action="store_true", help="ask a job in the present cluster"
     )
-    parser.add_argument("--namespace", metavar="NAME", help="its namespace (default: kubectl's)")
+    parser.add_argument(
+        "--namespace", metavar="NAME", help="its namespace (default: the context's)"
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="as JSON, with --watch one line each")
     shape.add_argument("--line", action="store_true", help="the job in one line")
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(options)
     except LaunchError as error:
         return _said(error, error.exit_code)
-    except PSError as error:
+    except (PSError, ClusterError) as error:
         return _said(error, 1)
     except KeyboardInterrupt:
         return 0 if options.watch is not None else 130
@@ -132,14 +133,13 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _ask_in_pod(options: argparse.Namespace) -> int:
-    """Run this command where the job's scheduler is, by kubectl. Raises ``LaunchError``."""
-    kubectl = kubectl_here(options.namespace)
+    """Run this command where the job's scheduler is. Raises ``LaunchError``, ``ClusterError``."""
+    cluster = connect(options.namespace)
     words = [flag for flag in ("json", "line") if getattr(options, flag)]
     command = ["python", "-m", "kvstore.status", *(f"--{flag}" for flag in words)]
     if options.watch is not None:
         command.append(f"--watch={options.watch:g}")
-    pod = scheduler_pod(kubectl, options.address)
-    return subprocess.run(kubectl.argv("exec", pod, "--", *command), check=False).returncode
+    return cluster.run_in(cluster.scheduler_pod(options.address), command)
 
 
 def _said(error: Exception, code: int) -> int:

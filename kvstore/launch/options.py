@@ -362,7 +362,7 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     add("--worker-gpus", type=int, metavar="N", help="GPUs of each worker; servers get none")
     add("--image", metavar="IMAGE", help="container image (kubernetes)")
     add("--namespace", metavar="NAME", help="namespace (kubernetes)")
-    add("--apply", action="store_true", help="give the manifests to kubectl")
+    add("--apply", action="store_true", help="start the job and follow it (kubernetes)")
 
 
 def _check_counts(found: argparse.Namespace) -> None:

@@ -164,7 +164,7 @@ def scheduler_address(environ: Mapping[str, str]) -> tuple[str, int]:
     Inside a worker of another job the exported address is that job's, not a wish.
     Raises :class:`LaunchError` when the exported port is not a port number.
     """
-    if _is_within_a_job(environ):
+    if is_within_a_job(environ):
         return "127.0.0.1", 0
     port = environ.get("DMLC_PS_ROOT_PORT") or "0"
     if not port.strip().isdecimal() or int(port) > 65535:
@@ -176,16 +176,17 @@ def brings_a_key(options: LaunchOptions, environ: Mapping[str, str]) -> bool:
     """Return whether the user has a key for this job; that of a job around it does not count."""
     if any(name == "PS_JOB_KEY_FILE" for name, _ in options.environment):
         return True
-    return bool(environ.get("PS_JOB_KEY_FILE")) and not _is_within_a_job(environ)
+    return bool(environ.get("PS_JOB_KEY_FILE")) and not is_within_a_job(environ)
 
 
 def security(environ: Mapping[str, str]) -> dict[str, str]:
     """The mechanism, unless the user chose: on one host data need not be hidden."""
-    chosen = bool(environ.get("PS_SECURITY")) and not _is_within_a_job(environ)
+    chosen = bool(environ.get("PS_SECURITY")) and not is_within_a_job(environ)
     return {} if chosen else {"PS_SECURITY": "plain"}
 
 
-def _is_within_a_job(environ: Mapping[str, str]) -> bool:
+def is_within_a_job(environ: Mapping[str, str]) -> bool:
+    """Whether these are the variables of another job's worker."""
     return "PS_JOB_ID" in environ and "DMLC_TASK_ID" in environ
 
 

@@ -1,8 +1,8 @@
 """The launcher for Kubernetes: its manifests against the published schemas, and whole jobs.
 
 The schemas are those of the API itself, from the package ``kubernetes-validate``. Whole jobs run
-with a stand-in for kubectl whose pods are processes of this machine (``standins/kubectl.py``);
-nothing here has seen a real cluster.
+with the real client and a stand-in for the cluster whose pods are processes of this machine
+(``standins/cluster.py``); nothing here has seen a real cluster.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-STAND_IN = Path(__file__).with_name("standins") / "kubectl.py"
+STAND_IN = Path(__file__).with_name("standins") / "cluster.py"
 VERSIONS = ("1.25.0", "1.29.0", "1.33.0")
 
 # The launcher as it is, with less patience.
@@ -40,11 +40,11 @@ sys.path.insert(0, sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from kvstore.launch import cli
 from kvstore.launch.backends.kubernetes import run as kubernetes
-from kvstore.launch.backends.kubernetes.watch import Patience
+from kvstore.launch.backends.kubernetes.pods import Patience
 from kvstore.launch.job.lifecycle import Timing
 timing = Timing(drain_s=5, service_s=5, failure_s=1, alone_s=1, step_s=3, killed_s=3)
 patience = Patience(
-    poll_s=0.2, events_s=0.2, request_s=5, silent_s=float(sys.argv[2]), first_remark_s=0.5,
+    poll_s=0.2, silent_s=float(sys.argv[2]), first_remark_s=0.5,
     remind_s=1, final_s=1, trouble_s=3, last_output_s=3, delete_s=2, lifecycle=timing,
 )
 kubernetes.run = lambda options, environ, *rest: kubernetes.run_with(options, environ, patience)
@@ -57,6 +57,7 @@ class Cluster:
     """A stand-in's state, and launchers that use it."""
 
     directory: Path
+    server: subprocess.Popen[str]
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def set_faults(self, **faults: Any) -> None:
@@ -72,9 +73,9 @@ class Cluster:
              *arguments],
             env={
                 **os.environ,
-                "PATH": f"{self.directory / 'bin'}:{os.environ['PATH']}",
                 "PYTHONPATH": str(ROOT),
-                "KUBECTL_STANDIN": str(self.directory),
+                "KUBECONFIG": str(self.directory / "config"),
+                "NO_PROXY": "127.0.0.1",
                 "TMPDIR": str(self.directory / "tmp"),
                 **environment,
             },
@@ -90,13 +91,14 @@ class Cluster:
         output, error = process.communicate(timeout=60)
         return subprocess.CompletedProcess(process.args, process.returncode, output, error)
 
-    def calls(self) -> list[list[str]]:
-        text = (self.directory / "calls.log").read_text()
-        return [json.loads(line) for line in text.splitlines()]
+    def calls(self) -> list[str]:
+        """Requests, as in ``GET /version/``."""
+        path = self.directory / "calls.log"
+        return path.read_text().splitlines() if path.exists() else []
 
     def looks(self) -> int:
-        """How often the pods were looked at."""
-        return (self.directory / "calls.log").read_text().count('"get"')
+        """How often the Jobs were looked at."""
+        return sum(call.startswith("GET") and "/jobs?" in call for call in self.calls())
 
     def objects(self) -> set[str]:
         """Everything but events that exists in the cluster."""
@@ -112,7 +114,8 @@ class Cluster:
         found = {}
         for path in Path("/proc").iterdir():
             try:
-                environ = (path / "environ").read_bytes() if path.name.isdigit() else b""
+                is_other = path.name.isdigit() and int(path.name) != self.server.pid
+                environ = (path / "environ").read_bytes() if is_other else b""
                 if str(self.directory).encode() in environ:
                     found[int(path.name)] = (path / "cmdline").read_bytes().decode()
             except OSError:  # it has ended, or is another user's
@@ -138,15 +141,38 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    needed("yaml")
-    for name in ("bin", "tmp"):
-        (tmp_path / name).mkdir()
-    program = tmp_path / "bin" / "kubectl"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
-    program.chmod(0o755)
-    found = Cluster(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    server = subprocess.Popen(
+        [sys.executable, str(STAND_IN), "--serve"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CLUSTER_STANDIN": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    found = Cluster(tmp_path, server)
+    (tmp_path / "config").write_text(config(int(server.stdout.readline())))
     yield found
     found.end()
+    server.kill()
+    server.communicate()
+
+
+def config(port: int) -> str:
+    """A file of kubectl; JSON is YAML."""
+    contexts = [
+        {"name": "other", "context": {"cluster": "here", "user": "me", "namespace": "other"}},
+        {"name": "here", "context": {"cluster": "here", "user": "me", "namespace": "team"}},
+    ]
+    server = {"server": f"http://127.0.0.1:{port}"}
+    document = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "contexts": contexts,
+        "clusters": [{"name": "here", "cluster": server}],
+        "users": [{"name": "me", "user": {"token": "not a secret"}}],
+    }
+    return json.dumps(document)
 
 
 def test_a_missing_package_is_a_failure_where_the_launchers_tests_are_to_run(
@@ -223,17 +249,17 @@ def test_without_apply_the_output_is_what_kubectl_takes_and_nothing_is_called(
     assert done.stdout.startswith("---\n")
     assert "the output holds the job's key in a Secret" in done.stderr
     assert "kubectl delete jobs,pods,services,secrets -l kvstore-job=" in done.stderr
-    assert not (cluster.directory / "calls.log").exists()
+    assert cluster.calls() == []
 
 
-def test_a_dry_run_shows_commands_and_no_key(cluster: Cluster) -> None:
+def test_a_dry_run_says_what_would_be_done_and_shows_no_key(cluster: Cluster) -> None:
     yaml = needed("yaml")
     done = cluster.run("-n", "1", *APPLY, "--dry-run", "true")
     assert done.returncode == 0
     secret = next(iter(yaml.safe_load_all(done.stdout)))
     assert "not shown" in secret["stringData"]["job.key"]
-    assert "# kubectl --context=here --namespace=team apply --filename=-" in done.stdout
-    assert [call[0] for call in cluster.calls()] == ["config"]
+    assert "# With --apply this is created in the namespace of the present context" in done.stdout
+    assert cluster.calls() == []
 
 
 def test_every_job_has_a_key_of_its_own(cluster: Cluster) -> None:
@@ -249,6 +275,7 @@ def test_every_job_has_a_key_of_its_own(cluster: Cluster) -> None:
 def test_the_user_s_key_is_used_where_there_is_one(cluster: Cluster) -> None:
     yaml = needed("yaml")
     path = cluster.directory / "own.key"
+    path.touch(0o600)
     path.write_text("a key of my own, 123\n")
     words = ("-n", "1", "--image", "lab/train:1", "true")
     done = cluster.run(*words, PS_JOB_KEY_FILE=str(path))
@@ -258,22 +285,33 @@ def test_the_user_s_key_is_used_where_there_is_one(cluster: Cluster) -> None:
     path.write_text("short")
     refused = cluster.run(*words, PS_JOB_KEY_FILE=str(path))
     assert refused.returncode == 2
-    assert "must have 16 to 4096 bytes" in refused.stderr
+    assert "it must have 16 to 4096" in refused.stderr
 
 
 def test_without_an_image_one_sentence_says_so(cluster: Cluster) -> None:
     done = cluster.run("-n", "1", "--apply", "python", "train.py")
     assert done.returncode == 2
     assert done.stderr.startswith("[launcher] --launcher kubernetes needs --image IMAGE")
-    assert not (cluster.directory / "calls.log").exists()
+    assert cluster.calls() == []
 
 
-def test_without_kubectl_one_sentence_says_so(cluster: Cluster) -> None:
-    (cluster.directory / "bin" / "kubectl").unlink()
-    done = cluster.run("-n", "1", *APPLY, "true", PATH=str(cluster.directory / "bin"))
-    assert done.returncode == 127
-    assert "cannot run kubectl: No such file or directory; install it" in done.stderr
+def test_without_a_configuration_one_sentence_says_so(cluster: Cluster) -> None:
+    done = cluster.run("-n", "1", *APPLY, "true", KUBECONFIG=str(cluster.directory / "none"))
+    assert done.returncode == 1
+    assert "found no cluster to use: Invalid kube-config file" in done.stderr
     assert cluster.remains(0.0) == []
+
+
+def test_without_the_client_manifests_are_written_and_nothing_is_applied(
+    cluster: Cluster,
+) -> None:
+    (cluster.directory / "kubernetes.py").write_text("raise ImportError\n")
+    path = {"PYTHONPATH": f"{cluster.directory}:{ROOT}"}
+    assert cluster.run("-n", "1", "--image", "lab/train:1", "true", **path).returncode == 0
+    done = cluster.run("-n", "1", *APPLY, "true", **path)
+    assert done.returncode == 2
+    assert "the Python client for Kubernetes is not installed in " in done.stderr
+    assert "pip install 'kubernetes>=" in done.stderr
 
 
 # -- whole jobs -------------------------------------------------------------------------------
@@ -335,7 +373,7 @@ def test_a_script_without_a_store_succeeds_and_its_servers_are_ended(cluster: Cl
 
 def test_a_worker_that_is_killed_for_its_memory_is_named_so(cluster: Cluster) -> None:
     text = (
-        "rank or open(os.environ['KUBECTL_STANDIN_FATE'], 'w').write('OOMKilled')\ntime.sleep(60)"
+        "rank or open(os.environ['CLUSTER_STANDIN_FATE'], 'w').write('OOMKilled')\ntime.sleep(60)"
     )
     done = cluster.run("-n", "2", *APPLY, *worker(text))
     assert done.returncode == 137
@@ -343,7 +381,7 @@ def test_a_worker_that_is_killed_for_its_memory_is_named_so(cluster: Cluster) ->
 
 
 def test_a_pod_that_is_evicted_is_named_so(cluster: Cluster) -> None:
-    text = "rank or open(os.environ['KUBECTL_STANDIN_FATE'], 'w').write('Evicted')\ntime.sleep(60)"
+    text = "rank or open(os.environ['CLUSTER_STANDIN_FATE'], 'w').write('Evicted')\ntime.sleep(60)"
     done = cluster.run("-n", "2", *APPLY, *worker(text))
     assert done.returncode == 137
     assert "(Evicted), " in done.stderr
@@ -398,7 +436,11 @@ def test_a_signal_deletes_the_job(cluster: Cluster, number: signal.Signals, code
     _, error = process.communicate(timeout=30)
     assert process.returncode == code, error
     assert f"got {number.name}: ending the job" in error
-    assert error.splitlines()[-1].startswith(f"[launcher] ended by {number.name}")
+    last, _, log_dir = error.splitlines()[-1].partition("; logs of all processes: ")
+    assert last == f"[launcher] ended by {number.name}"
+    assert bool(log_dir) == (number is signal.SIGTERM)  # who pressed Ctrl-C has seen the output
+    if log_dir:
+        shutil.rmtree(log_dir)
     assert cluster.remains() == []
 
 
@@ -408,12 +450,13 @@ def test_a_program_that_ignores_sigterm_is_ended_by_a_second_signal(cluster: Clu
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    wait_for(lambda: any("delete" in call for call in cluster.calls()))
+    wait_for(lambda: any("DELETE" in call for call in cluster.calls()))
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 130, error
-    hurried = [call for call in cluster.calls() if "--grace-period=1" in call]
-    assert hurried[0][2:4] == ["delete", "pods"]
+    hurried = [call for call in cluster.calls() if "gracePeriodSeconds=1" in call]
+    assert hurried
+    assert all("/pods/" in call for call in hurried)
     assert cluster.remains() == []
 
 
@@ -434,7 +477,7 @@ def test_lines_come_once_each_also_when_the_connection_breaks(cluster: Cluster) 
         start = f"[worker {rank}@node-{rank + 1}] line "
         found = [line for line in done.stdout.splitlines() if line.startswith(start)]
         assert found == [f"{start}{number}" for number in range(40)]
-    assert sum("logs" in call for call in cluster.calls()) > 8
+    assert sum("/log?" in call for call in cluster.calls()) > 8
 
 
 def test_a_silent_cluster_ends_no_job(cluster: Cluster) -> None:
@@ -452,7 +495,7 @@ def test_a_silent_cluster_ends_no_job(cluster: Cluster) -> None:
     output, error = process.communicate(timeout=30)
     assert process.returncode == 0, error
     assert output == "[worker 0@node-1] done\n"
-    assert "[launcher] the cluster does not answer (The connection to the server" in error
+    assert "[launcher] the cluster does not answer (('Connection aborted.'" in error
     assert "[launcher] the cluster answers again, after " in error
     assert cluster.remains() == []
 
@@ -477,39 +520,38 @@ def test_a_cluster_that_stays_silent_is_given_up_with_the_job_left_alone(
     assert len(cluster.objects()) == 3 + 3 + 2  # Jobs, pods, and the Service and the Secret
 
 
-def test_a_cluster_that_refuses_to_apply_says_so(cluster: Cluster) -> None:
+def test_a_cluster_that_cannot_be_reached_is_named(cluster: Cluster) -> None:
     cluster.set_faults(silent=True)
     done = cluster.run("-n", "1", *APPLY, *worker(""))
     assert done.returncode == 1
-    assert done.stderr == (
-        "[launcher] kubectl apply failed: The connection to the server 10.0.0.1:6443 was refused\n"
-    )
+    assert done.stderr.startswith("[launcher] cannot create the job: ('Connection aborted.'")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_job_of_which_a_part_is_refused_is_removed_whole(cluster: Cluster) -> None:
-    cluster.set_faults(refused_kinds=["Job"])
+    cluster.set_faults(refused_kinds=["Service"])
     done = cluster.run("-n", "1", *APPLY, *worker(""))
     assert done.returncode == 1
-    assert "kubectl apply failed: Error from server (Forbidden): you cannot create" in done.stderr
+    assert "cannot create the job: Forbidden: you cannot create resource Service" in done.stderr
     assert cluster.remains() == []
 
 
 def test_a_job_that_may_not_be_looked_at_is_removed_at_once(cluster: Cluster) -> None:
-    cluster.set_faults(refused_commands=["get"])
+    cluster.set_faults(refused=["list pods"])
     done = cluster.run("-n", "1", *APPLY, *worker("time.sleep(60)"))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "[launcher] cannot follow the job: Error from server (Forbidden): you cannot get here"
+        "[launcher] cannot follow the job: Forbidden: you cannot list pods"
     )
     assert cluster.remains() == []
 
 
 def test_logs_that_may_not_be_read_are_said_to_be_missing_once(cluster: Cluster) -> None:
-    cluster.set_faults(refused_commands=["logs"])
+    cluster.set_faults(refused=["log"])
     done = cluster.run("-n", "1", *APPLY, *worker(SUMS + "\ntime.sleep(1)"))
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
-    said = "[launcher] no log of worker 0: Error from server (Forbidden): you cannot logs here"
+    said = "[launcher] no log of worker 0: Forbidden: you cannot read logs"
     assert done.stderr.splitlines().count(said) == 1
 
 
@@ -544,6 +586,7 @@ def test_a_launcher_that_is_killed_takes_its_job_with_it(cluster: Cluster) -> No
 
 def test_no_key_is_on_a_command_line_or_shown(cluster: Cluster) -> None:
     path = cluster.directory / "own.key"
+    path.touch(0o600)
     path.write_text("a-key-that-is-easy-to-find")
     done = cluster.run("-n", "1", *APPLY, *worker(SUMS), PS_JOB_KEY_FILE=str(path))
     assert done.returncode == 0, done.stderr
@@ -557,11 +600,11 @@ def test_no_key_is_on_a_command_line_or_shown(cluster: Cluster) -> None:
 def test_the_check_lists_everything_and_starts_nothing(cluster: Cluster) -> None:
     done = cluster.run("-n", "1", *APPLY, "--check", *worker(""))
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = {line.partition("  ")[0]: line for line in done.stdout.splitlines()}
-    assert rows["options"].endswith("ok  image lab/train:1")
-    assert rows["cluster"].endswith("ok  v1.31.2")
-    assert rows["namespace"].endswith("ok  team")
-    assert all(" ok" in row for row in rows.values())
+    rows = {line[4:].partition("  ")[0]: line for line in done.stdout.splitlines()}
+    assert rows["options"].endswith("  image lab/train:1")
+    assert rows["cluster"].endswith("  v1.31.2")
+    assert rows["namespace"].endswith("  team")
+    assert all(row.startswith("ok ") for row in rows.values())
     assert {"create jobs.batch", "get pods/log", "delete secrets"} <= rows.keys()
     assert cluster.remains(0.0) == []
 
@@ -572,7 +615,7 @@ def test_the_check_names_what_is_in_the_way(cluster: Cluster) -> None:
     )
     done = cluster.run("-n", "1", "--check", *worker(""))
     assert done.returncode == 1
-    rows = [line.split("  ")[0] for line in done.stdout.splitlines() if " NO " in line]
+    rows = [line[4:].partition("  ")[0] for line in done.stdout.splitlines() if line[:2] == "NO"]
     assert rows == ["options", "cluster", "namespace", "create secrets", "get pods/log"]
     assert "1.24 or later is needed" in done.stdout
 
@@ -581,4 +624,4 @@ def test_the_check_of_a_silent_cluster_ends_with_that(cluster: Cluster) -> None:
     cluster.set_faults(silent=True)
     done = cluster.run("-n", "1", *APPLY, "--check", *worker(""))
     assert done.returncode == 1
-    assert done.stdout.splitlines()[-1].startswith("cluster  NO  no answer: The connection")
+    assert done.stdout.splitlines()[-1].startswith("NO  cluster  ('Connection aborted.'")

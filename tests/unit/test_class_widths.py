@@ -26,9 +26,8 @@ WIDE = {
     ),
     "TableShare": (17, "one array for each thing that is known of a row"),
     "Carrier": (16, "the command of the launcher and all its agents in one loop"),
-    "Follower": (16, "one command on a job, with its settings, signals and logs"),
-    "PodLog": (16, "one log: its process, its file and what has been shown"),
-    "JobWatch": (21, "what is known of a job in Kubernetes, from one look to the next"),
+    "Follower": (15, "one command on a job, with its settings, signals and logs"),
+    "JobWatch": (17, "what is known of a job in Kubernetes, from one look to the next"),
     "Supervisor": (18, "the processes of one job, their places, signals and records"),
 }
 

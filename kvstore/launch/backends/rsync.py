@@ -11,15 +11,15 @@ from __future__ import annotations
 import os
 import re
 import select
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import IO
 
 from kvstore.launch.backends.hosts import Host, bracketed
-from kvstore.launch.backends.kubernetes.kubectl import end_process, kill
 from kvstore.launch.backends.ssh_login import (
     known_refusal,
     login,
@@ -195,8 +195,9 @@ class _RsyncCopy:
     def close(self) -> None:
         """End it if it still runs, with the ssh that it has started."""
         if not self.has_ended():
-            kill(self._process)
-        end_process(self._process)
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._errors.close()
 
 

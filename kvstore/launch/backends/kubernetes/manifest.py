@@ -1,101 +1,27 @@
-"""Make the manifests of a job: a Secret, a Service and three Jobs, written as YAML.
+"""Make the manifests of a job: a Secret, a Service and three Jobs.
 
 Pure: options and facts in, manifests or their text out. Every object has the label ``kvstore-job``
 with the job's id, by which it is found and deleted, and which no other job has. The three Jobs are
-Indexed: a pod's index is its rank (Kubernetes API reference, ``batch/v1`` Job). The YAML is block
-style, and only what YAML 1.1 and 1.2 read alike. Read next: ``run.py``.
+Indexed: a pod's index is its rank (Kubernetes API reference, ``batch/v1`` Job). Read next:
+``run.py``.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.launch.job.checks import check_settings
 from kvstore.launch.options import RESERVED_NAMES, LaunchError, LaunchOptions
-from kvstore.launch.plan import SERVER_IMPORT_NAME, THREAD_COUNT_NAMES, ProcessSpec
-
-# What may stand without quotes: it begins with a letter, so it is neither a number nor a date.
-_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*\Z")
-_WORDS_WITH_A_MEANING = frozenset({"true", "false", "null", "yes", "no", "on", "off", "y", "n"})
-_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-
-
-def to_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
-    """All ``documents`` one after the other, each behind a line ``---``.
-
-    Raises ValueError for text that is not Unicode (bytes that were no UTF-8), TypeError for
-    other kinds of values.
-    """
-    lines: list[str] = []
-    for document in documents:
-        lines.append("---")
-        lines.extend(_mapping(document, ""))
-    return "\n".join(lines) + "\n"
-
-
-def _mapping(values: Mapping[str, Any], indent: str) -> Iterator[str]:
-    for name, value in values.items():
-        yield from _entry(f"{indent}{_text(name)}:", value, indent)
-
-
-def _entry(heading: str, value: Any, indent: str) -> Iterator[str]:
-    """``heading`` with the value behind it, or below it where it has parts."""
-    if isinstance(value, Mapping) and value:
-        yield heading
-        yield from _mapping(value, indent + "  ")
-    elif isinstance(value, (list, tuple)) and value:
-        yield heading
-        yield from _sequence(value, indent)
-    else:
-        yield f"{heading} {_scalar(value)}"
-
-
-def _sequence(values: Sequence[Any], indent: str) -> Iterator[str]:
-    for value in values:
-        if isinstance(value, Mapping) and value:
-            first, *rest = _mapping(value, indent + "  ")
-            yield f"{indent}- {first.removeprefix(indent + '  ')}"
-            yield from rest
-        elif isinstance(value, (list, tuple)) and value:
-            yield f"{indent}-"
-            yield from _sequence(value, indent + "  ")
-        else:
-            yield f"{indent}- {_scalar(value)}"
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, (Mapping, list, tuple)):
-        return "{}" if isinstance(value, Mapping) else "[]"
-    raise TypeError(f"cannot write a {type(value).__name__} as YAML")
-
-
-def _text(text: str) -> str:
-    if _PLAIN.match(text) and text.lower() not in _WORDS_WITH_A_MEANING:
-        return text
-    return f'"{"".join(map(_character, text))}"'
-
-
-def _character(character: str) -> str:
-    if character in _ESCAPES:
-        return _ESCAPES[character]
-    code = ord(character)
-    if 0xD800 <= code <= 0xDFFF:
-        raise ValueError("text that is not UTF-8 cannot be written as YAML")
-    if character.isprintable():
-        return character
-    if code <= 0xFF:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
-
+from kvstore.launch.plan import (
+    SERVER_IMPORT_NAME,
+    THREAD_COUNT_NAMES,
+    ProcessSpec,
+    is_within_a_job,
+)
 
 JOB_LABEL = "kvstore-job"
 ROLE_LABEL = "kvstore-role"
@@ -105,7 +31,6 @@ RENDEZVOUS_NAME = "PS_RENDEZVOUS_TIMEOUT"
 DEFAULT_RENDEZVOUS_S = 600
 """Pulling an image takes minutes, and the first pod waits for the last that has pulled it."""
 KEY_NAME = "job.key"
-KEY_INIT_CONTAINER = "key"
 
 SCHEDULER_PORT = 9091  # every pod has an address of its own: nothing else can hold the port
 _USER_ID = 1000
@@ -127,7 +52,7 @@ _HOST_NAMES = ("DMLC_INTERFACE", "DMLC_NODE_HOST")
 
 @dataclass(frozen=True)
 class KubeJob:
-    """One job's names. ``key`` is the secret itself; ``namespace`` None leaves it to kubectl."""
+    """One job's names. ``key`` is the secret itself; ``namespace`` None is that of the context."""
 
     job_id: str
     name: str
@@ -199,22 +124,20 @@ def manifests(
     ]
 
 
-def adopted(job: KubeJob, owner_uid: str) -> list[dict[str, Any]]:
-    """Secret and Service again, owned by the scheduler's Job: they vanish with it.
+def to_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
+    """Write all ``documents`` as JSON, which is YAML, each behind a line ``---``.
 
-    Jobs are removed some time after their end (``ttlSecondsAfterFinished``), other objects never
-    are. Its uid is known only once the Job exists.
+    YAML takes no half of a character and fewer unprintable ones than JSON, so these are written as
+    escapes. Raises UnicodeEncodeError for text that was made of bytes that are not UTF-8.
     """
-    owner = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "name": job.job_name("scheduler"),
-        "uid": owner_uid,
-    }
-    found = _secret_and_service(job)
-    for manifest in found:
-        manifest["metadata"]["ownerReferences"] = [owner]
-    return found
+    text = "".join(
+        f"---\n{json.dumps(document, indent=2, ensure_ascii=False)}\n" for document in documents
+    )
+    text.encode()
+    return "".join(
+        one if one.isprintable() or one == "\n" or one > "\uffff" else f"\\u{ord(one):04x}"
+        for one in text
+    )
 
 
 def role_environment(
@@ -265,7 +188,7 @@ def escaped(text: str) -> str:
 
 
 def _settings(environ: Mapping[str, str]) -> dict[str, str]:
-    if "PS_JOB_ID" in environ and "DMLC_TASK_ID" in environ:
+    if is_within_a_job(environ):
         return {}  # they belong to the job around this one
     return {
         name: value
@@ -418,7 +341,7 @@ def _key_container(image: str | None, resources: dict[str, Any]) -> dict[str, An
     """
     copy = f"umask 0277 && cat {_SECRET_DIRECTORY}/{KEY_NAME} > {_KEY_DIRECTORY}/{KEY_NAME}"
     return {
-        "name": KEY_INIT_CONTAINER,
+        "name": "key",
         "image": image,
         "command": ["sh", "-c", copy],
         "resources": resources,

@@ -1,28 +1,27 @@
-"""Runs a job on Kubernetes: writes its manifests, or applies and follows them.
+"""Runs a job on Kubernetes: writes its manifests, or creates and follows it.
 
 Brings the parts together, on the main thread. Without ``--apply`` the manifests go to standard
-output and nothing else happens. With it they go to ``kubectl apply``, the pods are followed to
-their end, and everything that carries the job's id is deleted, whatever the end was. Read
-``manifest.py`` and ``follow.py`` next.
+output and nothing else happens. With it everything is created, the pods are followed to their
+end, and all that carries the job's id is deleted, whatever the end was. Read ``manifest.py`` and
+``follow.py`` next.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
-import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from kvstore.launch.backends.kubernetes.check import check, guarded
-from kvstore.launch.backends.kubernetes.follow import Followed, Follower
-from kvstore.launch.backends.kubernetes.kubectl import Kubectl, find_kubectl
+from kvstore.launch.backends.kubernetes.cluster import ClusterError, KubeCluster, connect
+from kvstore.launch.backends.kubernetes.follow import Follower
 from kvstore.launch.backends.kubernetes.manifest import (
     RENDEZVOUS_NAME,
-    ROLES,
     KubeJob,
     kube_job,
     manifests,
@@ -30,27 +29,40 @@ from kvstore.launch.backends.kubernetes.manifest import (
     role_environment,
     to_yaml,
 )
-from kvstore.launch.backends.kubernetes.watch import Patience
+from kvstore.launch.backends.kubernetes.pods import Patience
+from kvstore.launch.job.checks import CheckResult, conclude_check
+from kvstore.launch.job.guardian import GuardianProcess
 from kvstore.launch.job.lifecycle import Timing
-from kvstore.launch.job.report import (
-    exit_code,
-    failure_block,
-    failures_of,
-    make_log_dir,
-    remove_logs,
-    say,
-    write_error,
-)
+from kvstore.launch.job.registry import new_key
+from kvstore.launch.job.report import JobReport, conclude, make_log_dir, remove_logs, say
 from kvstore.launch.job.signals import ENDING, SignalPipe
 from kvstore.launch.options import LaunchError, LaunchOptions
+from kvstore.launch.plan import is_within_a_job
+from pslite import Config
+from pslite.errors import ConfigError
+from pslite.security import read_key
 
-_KEY_BYTES = 32
-_KEY_LENGTHS = range(16, 4097)
 _MASK = "(the job's key: made anew for each job, and not shown)"
-_APPLY_S = 60.0
-_CALL_S = 15.0
+_EVERYTHING = "jobs,pods,services,secrets"
 _RETRY_S = 2.0
-_KINDS = "jobs,pods,services,secrets"
+_OLDEST_VERSION = (1, 24)  # Indexed Jobs are stable from here on
+_PERMISSIONS = (
+    *(
+        (verb, kind)
+        for kind in ("jobs.batch", "services", "secrets")
+        for verb in ("list", "create", "delete")
+    ),
+    ("list", "pods"),
+    ("delete", "pods"),
+    ("get", "pods/log"),
+    ("list", "events"),
+)
+# What the guardian runs: the directory of this package, then the arguments of delete_job.
+_DELETE = (
+    "import json, sys; sys.path.insert(0, sys.argv[1]); "
+    "from kvstore.launch.backends.kubernetes.cluster import delete_job; "
+    "delete_job(*json.loads(sys.argv[2]))"
+)
 
 
 def run(
@@ -71,20 +83,18 @@ def run(
 def run_with(options: LaunchOptions, environ: Mapping[str, str], patience: Patience) -> int:
     """The same, with the patience to have with the cluster."""
     if options.check:
-        return check(options, environ)
+        return conclude_check(list(_check_rows(options, environ)))
     key = _MASK if options.dry_run else _key(environ)
     job = kube_job(options, secrets.token_hex(8), key, options.places.namespace)
-    text = _text(options, job, environ)
+    text = _text(manifests(options, job, environ))
     for note in options.notes:
         say(note)
-    if options.dry_run:
-        _write(text + _commands_as_comments(options, job, environ))
-        return 0
-    if not options.places.apply:
-        _write(text)
+    if options.places.apply and not options.dry_run:
+        return _apply(options, job, environ, patience)
+    _write(text + (_what_apply_does(options, job) if options.dry_run else ""))
+    if not options.dry_run:
         say(_what_to_do_with_the_text(job))
-        return 0
-    return _apply(options, job, environ, patience)
+    return 0
 
 
 def _write(text: str) -> None:
@@ -96,10 +106,10 @@ def _write(text: str) -> None:
         raise LaunchError(f"cannot write the manifests: {error.strerror}", exit_code=1) from error
 
 
-def _text(options: LaunchOptions, job: KubeJob, environ: Mapping[str, str]) -> str:
+def _text(documents: Sequence[Mapping[str, Any]]) -> str:
     try:
-        return to_yaml(manifests(options, job, environ))
-    except ValueError as error:
+        return to_yaml(documents)
+    except UnicodeEncodeError as error:
         raise LaunchError(
             "the command or a variable holds bytes that are not UTF-8, which Kubernetes does not "
             "take; pass such values in a file of the image",
@@ -110,56 +120,34 @@ def _text(options: LaunchOptions, job: KubeJob, environ: Mapping[str, str]) -> s
 def _key(environ: Mapping[str, str]) -> str:
     """The user's key where PS_JOB_KEY_FILE is exported, else a fresh one."""
     path = environ.get("PS_JOB_KEY_FILE")
-    if not path or ("PS_JOB_ID" in environ and "DMLC_TASK_ID" in environ):
-        return secrets.token_urlsafe(_KEY_BYTES)
+    if not path or is_within_a_job(environ):
+        return new_key()
     try:
-        key = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        return (read_key(Config(job_key_file=path)) or b"").decode()
+    except (ConfigError, UnicodeDecodeError) as error:
         raise LaunchError(
-            f"cannot read the key in {path} (PS_JOB_KEY_FILE): {error}; unset it to have one made",
-            exit_code=2,
+            f"cannot use PS_JOB_KEY_FILE: {error}; unset it to have a key made", exit_code=2
         ) from error
-    if len(key.encode()) not in _KEY_LENGTHS:
-        raise LaunchError(
-            f"the key in {path} (PS_JOB_KEY_FILE) must have {_KEY_LENGTHS.start} to "
-            f"{_KEY_LENGTHS.stop - 1} bytes; unset PS_JOB_KEY_FILE to have one made",
-            exit_code=2,
-        )
-    return key
-
-
-# -- without --apply --------------------------------------------------------------------------
-
-
-def _look_by_hand(kubectl: Kubectl, job: KubeJob) -> str:
-    return shlex.join(kubectl.argv("get", "pods", "-l", job.selector))
-
-
-def _delete_by_hand(kubectl: Kubectl, job: KubeJob) -> str:
-    return shlex.join(kubectl.argv("delete", _KINDS, "-l", job.selector))
 
 
 def _what_to_do_with_the_text(job: KubeJob) -> str:
-    kubectl = Kubectl({}, job.namespace)
+    where = f" --namespace={job.namespace}" if job.namespace is not None else ""
     return (
-        f"the output holds the job's key in a Secret: keep it to yourself; start the job by "
-        f"'kubectl apply -f FILE', look by '{_look_by_hand(kubectl, job)}', "
-        f"remove everything by '{_delete_by_hand(kubectl, job)}'"
+        "the output holds the job's key in a Secret: keep it to yourself; start the job by "
+        f"'kubectl apply -f FILE', look by 'kubectl{where} get pods -l {job.selector}', remove "
+        f"everything by 'kubectl{where} delete {_EVERYTHING} -l {job.selector}'"
     )
 
 
-def _commands_as_comments(options: LaunchOptions, job: KubeJob, environ: Mapping[str, str]) -> str:
-    """The commands of ``--apply``, as comments, so that the whole output stays YAML."""
+def _what_apply_does(options: LaunchOptions, job: KubeJob) -> str:
+    """For a dry run, as comments, so that the whole output stays YAML."""
     if not options.places.apply:
-        return "# Without --apply no kubectl is called.\n"
-    kubectl = find_kubectl(environ, options.places.namespace)
-    commands = [
-        (kubectl.argv("apply", "--filename=-"), "with the text above"),
-        (kubectl.argv("get", "pods,jobs", "-l", job.selector, "--output=json"), "repeatedly"),
-        (kubectl.argv("logs", "--follow", "--timestamps", "POD"), "for each pod"),
-        (kubectl.argv("delete", _KINDS, "-l", job.selector), "at the end"),
-    ]
-    return "".join(f"# {shlex.join(argv)}    ({when})\n" for argv, when in commands)
+        return "# Without --apply nothing is created.\n"
+    where = job.namespace or "of the present context"
+    return (
+        f"# With --apply this is created in the namespace {where}, the pods with the label\n"
+        f"# {job.selector} are followed, and everything that carries it is deleted at the end.\n"
+    )
 
 
 # -- with --apply -----------------------------------------------------------------------------
@@ -168,127 +156,160 @@ def _commands_as_comments(options: LaunchOptions, job: KubeJob, environ: Mapping
 def _apply(
     options: LaunchOptions, job: KubeJob, environ: Mapping[str, str], patience: Patience
 ) -> int:
-    kubectl = find_kubectl(environ, options.places.namespace)
-    job = replace(job, namespace=kubectl.namespace)
+    """Create the job, follow it to its end, delete it, and return the exit code."""
+    cluster = connect(job.namespace)
+    job = replace(job, namespace=cluster.namespace)
     patience = _with_rendezvous(options, job, environ, patience)
     log_dir, is_temporary = make_log_dir(options.log_dir)
-    with SignalPipe() as signals:
-        try:
-            # Before anything is made, so that nothing can stay.
-            with guarded(kubectl.argv(*_delete_words(job)), environ):
-                _call_apply(kubectl, job, _text(options, job, environ), signals, patience)
-                followed = _follow(options, kubectl, job, log_dir, patience, signals)
-        except LaunchError:
-            remove_logs(log_dir, is_temporary)
-            raise
-    return _conclude(followed, kubectl, job, log_dir, is_temporary)
-
-
-def _follow(
-    options: LaunchOptions,
-    kubectl: Kubectl,
-    job: KubeJob,
-    log_dir: Path,
-    patience: Patience,
-    signals: SignalPipe,
-) -> Followed:
-    """Follow the job to its end and delete it, unless the cluster has not been heard for long."""
-    specs = plan_pods(options)
+    outcome: JobReport | str | None = None
     try:
-        with closing(
-            Follower(
-                kubectl, job, specs, log_dir, patience, signals, show_status=options.show_status
-            )
-        ) as follower:
-            follower.say(f"job {job.name}: {len(specs)} pods, label {job.selector}")
-            followed = follower.follow()
-    except BaseException:
-        _delete(kubectl, job, signals, patience.delete_s)
+        # The guardian is there before anything is made, so that nothing can stay.
+        with SignalPipe() as signals, _guarded(cluster, job, environ):
+            _create(cluster, job, manifests(options, job, environ), signals, patience)
+            follower = Follower(cluster, job, plan_pods(options), log_dir, patience, signals)
+            try:
+                outcome = follower.follow(show_status=options.show_status)
+            finally:
+                if not isinstance(outcome, str):
+                    _delete(cluster, job, signals, patience.delete_s)
+    except LaunchError:
+        remove_logs(log_dir, is_temporary)
         raise
-    if followed.lost_sight is None:
-        _delete(kubectl, job, signals, patience.delete_s)
-    return followed
+    if isinstance(outcome, str):
+        say(
+            f"{outcome}; the job was left alone and may still run: look by "
+            f"'{cluster.kubectl('get', 'pods', '-l', job.selector)}', end it by "
+            f"'{_delete_by_hand(cluster, job)}'; what was printed so far: {log_dir}"
+        )
+        return 1
+    if follower.watch.verdict is not None:
+        remove_logs(log_dir, is_temporary)
+        say(f"the job was not started: {follower.watch.verdict}")
+        return 1
+    return conclude(outcome, log_dir, is_temporary)
 
 
-def _call_apply(
-    kubectl: Kubectl, job: KubeJob, text: str, signals: SignalPipe, patience: Patience
+@contextmanager
+def _guarded(cluster: KubeCluster, job: KubeJob, environ: Mapping[str, str]) -> Iterator[None]:
+    """Have another process delete the job when this one is killed within the block."""
+    guardian = GuardianProcess(job.job_id, environ)
+    package = str(Path(__file__).resolve().parents[4])
+    arguments = json.dumps([cluster.context, cluster.namespace, job.selector])
+    guardian.cancel_at_the_end([sys.executable, "-c", _DELETE, package, arguments])
+    try:
+        yield
+    finally:
+        guardian.dismiss()
+
+
+def _create(
+    cluster: KubeCluster,
+    job: KubeJob,
+    documents: Sequence[Mapping[str, Any]],
+    signals: SignalPipe,
+    patience: Patience,
 ) -> None:
-    """Create everything or nothing. Raises :class:`LaunchError` with what kubectl says."""
-    answer = kubectl.call("apply", "--filename=-", stdin=text, timeout_s=_APPLY_S)
-    if answer.is_good:
-        for line in answer.error.splitlines():
-            if line.startswith("Warning:"):  # such as of a pod security standard
-                say(line)
-        return
-    # It names what it has made; where it was ended is unknown.
-    if answer.output or answer.status < 0:
-        _delete(kubectl, job, signals, patience.delete_s)
-    raise LaunchError(f"kubectl apply failed: {answer.sentence}", exit_code=1)
+    """Create everything or nothing. Raises :class:`LaunchError` with what the cluster says.
+
+    The scheduler's Job is first and owns Secret and Service, which vanish with it: Jobs are removed
+    some time after their end (``ttlSecondsAfterFinished``), other objects never are.
+    """
+    secret, service, scheduler, *jobs = documents
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": job.job_name("scheduler")}
+    warnings: list[str] = []
+    is_reached = False
+    try:
+        cluster.version()
+        is_reached = True
+        for each in (scheduler, secret, service, *jobs):
+            if each in (secret, service):
+                each["metadata"]["ownerReferences"] = [owner]
+            uid, said = cluster.create(each)
+            owner.setdefault("uid", uid)
+            warnings += said
+    except ClusterError as error:
+        if "uid" in owner or (is_reached and error.status is None):  # something may be there
+            _delete(cluster, job, signals, patience.delete_s)
+        raise LaunchError(f"cannot create the job: {error}", exit_code=1) from error
+    for warning in dict.fromkeys(warnings):  # such as of a pod security standard
+        say(f"the cluster warns: {warning}")
 
 
 def _with_rendezvous(
     options: LaunchOptions, job: KubeJob, environ: Mapping[str, str], patience: Patience
 ) -> Patience:
     """Pods that wait for each other give up by this setting; waiting longer is useless."""
-    text = role_environment(options, job, ROLES[-1], environ)[RENDEZVOUS_NAME]
+    text = role_environment(options, job, "worker", environ)[RENDEZVOUS_NAME]
     try:
         wanted_s = float(text)
     except ValueError:
         raise LaunchError(f"{RENDEZVOUS_NAME} is {text!r}, not a number", exit_code=2) from None
-    if wanted_s == Patience.start_s:
-        return patience
-    return replace(patience, start_s=wanted_s)
+    return patience if wanted_s == Patience.start_s else replace(patience, start_s=wanted_s)
 
 
-def _delete_words(job: KubeJob) -> tuple[str, ...]:
-    timeout = f"--request-timeout={_CALL_S:g}s"
-    return ("delete", _KINDS, "-l", job.selector, "--ignore-not-found", "--wait=false", timeout)
-
-
-def _delete(kubectl: Kubectl, job: KubeJob, signals: SignalPipe, within_s: float) -> None:
+def _delete(cluster: KubeCluster, job: KubeJob, signals: SignalPipe, within_s: float) -> None:
     """Delete everything that carries the job's id; a silent cluster is asked again for a while."""
     until_s = time.monotonic() + within_s
     while True:
-        left_s = min(_CALL_S, max(1.0, until_s - time.monotonic()))
-        answer = kubectl.call(*_delete_words(job), timeout_s=left_s)
-        if answer.is_good:
+        try:
+            cluster.delete(job.selector)
             return
-        is_hurried = bool(set(signals.arrived()) & set(ENDING))
-        if time.monotonic() >= until_s or is_hurried:
-            break
+        except ClusterError as error:
+            is_hurried = bool(set(signals.arrived()) & set(ENDING))
+            if time.monotonic() >= until_s or is_hurried:
+                by_hand = _delete_by_hand(cluster, job)
+                say(f"could not delete the job: {error}; do it by '{by_hand}'")
+                return
         time.sleep(_RETRY_S)
-    say(f"could not delete the job: {answer.sentence}; do it by '{_delete_by_hand(kubectl, job)}'")
 
 
-def _conclude(
-    followed: Followed, kubectl: Kubectl, job: KubeJob, log_dir: Path, is_temporary: bool
-) -> int:
-    """Say how it ended and return the exit code."""
-    lifecycle = followed.lifecycle
-    if followed.lost_sight is not None:
-        say(
-            f"{followed.lost_sight}; the job was left alone and may still run: look by "
-            f"'{_look_by_hand(kubectl, job)}', end it by "
-            f"'{_delete_by_hand(kubectl, job)}'; what was printed so far: {log_dir}"
-        )
-        return 1
-    failures, stopped = failures_of(followed.ended, followed.specs)
-    if followed.obstacle is not None:
-        remove_logs(log_dir, is_temporary)
-        say(f"the job was not started: {followed.obstacle}")
-        return 1
-    if lifecycle.failed:
-        write_error(failure_block(failures, stopped, str(log_dir), start_s=followed.start_s))
-        if lifecycle.interrupted_by is None:
-            return exit_code(failures[0].exit)
-    if lifecycle.interrupted_by is not None:
-        if not lifecycle.failed:
-            remove_logs(log_dir, is_temporary)
-            where = "" if is_temporary else f"; logs of all processes: {log_dir}"
-            say(f"ended by {lifecycle.interrupted_by.name}{where}")
-        return 128 + lifecycle.interrupted_by
-    if lifecycle.drain_expired:
-        say(f"the workers succeeded; logs of all processes: {log_dir}")
-    else:
-        remove_logs(log_dir, is_temporary)
-    return 0
+def _delete_by_hand(cluster: KubeCluster, job: KubeJob) -> str:
+    return cluster.kubectl("delete", _EVERYTHING, "-l", job.selector)
+
+
+# -- with --check -----------------------------------------------------------------------------
+
+
+def _check_rows(options: LaunchOptions, environ: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Whether the job could run; nothing is created. Goes on after a "no" while it can."""
+    namespace = options.places.namespace
+    try:
+        manifests(options, kube_job(options, "0" * 16, "", namespace), environ)
+        yield CheckResult("options", f"image {options.places.image}", True)
+    except LaunchError as error:
+        yield CheckResult("options", str(error), False)
+    try:
+        cluster = connect(namespace)
+        version = cluster.version()
+    except (LaunchError, ClusterError) as error:
+        yield CheckResult("cluster", str(error), False)
+        return
+    wanted = ".".join(map(str, _OLDEST_VERSION))
+    is_old = _numbers(version) < _OLDEST_VERSION
+    text = f"{version} is too old: {wanted} or later is needed" if is_old else version
+    yield CheckResult("cluster", text, not is_old)
+    yield _namespace_row(cluster)
+    for verb, resource in _PERMISSIONS:
+        try:
+            is_good = cluster.allows(verb, resource)
+            text = "" if is_good else "not allowed"
+        except ClusterError as error:
+            is_good, text = False, str(error)
+        yield CheckResult(f"{verb} {resource}", text, is_good)
+
+
+def _namespace_row(cluster: KubeCluster) -> CheckResult:
+    try:
+        cluster.look_up_namespace()
+    except ClusterError as error:
+        if error.is_refusal:
+            return CheckResult("namespace", f"{cluster.namespace} (you may not look it up)", True)
+        return CheckResult("namespace", f"{cluster.namespace}: {error}", False)
+    return CheckResult("namespace", cluster.namespace, True)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """As in ``v1.31.2``; the newest for what is written in another way."""
+    with suppress(ValueError):
+        return tuple(map(int, version.removeprefix("v").split(".")[:2]))
+    return (sys.maxsize,)

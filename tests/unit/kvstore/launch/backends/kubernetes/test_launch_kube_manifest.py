@@ -8,7 +8,6 @@ import pytest
 
 from kvstore.launch.backends.kubernetes.manifest import (
     KubeJob,
-    adopted,
     escaped,
     kube_job,
     manifests,
@@ -267,18 +266,6 @@ def test_an_image_is_needed() -> None:
     with pytest.raises(LaunchError, match="needs --image IMAGE") as caught:
         manifests(bare, JOB, {})
     assert caught.value.exit_code == 2
-
-
-def test_secret_and_service_can_be_given_to_the_job_of_the_scheduler() -> None:
-    for each in adopted(JOB, "uid-1"):
-        assert each["metadata"]["ownerReferences"] == [
-            {
-                "apiVersion": "batch/v1",
-                "kind": "Job",
-                "name": "train-01234567-scheduler",
-                "uid": "uid-1",
-            }
-        ]
 
 
 def test_a_job_is_named_by_the_user_and_by_its_id() -> None:

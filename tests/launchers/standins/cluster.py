@@ -1,12 +1,13 @@
-"""A stand-in for ``kubectl`` and the cluster behind it: pods are processes of this machine.
+"""A stand-in for a cluster: a server of the Kubernetes API whose pods are processes here.
 
-Behaves, for the calls that the launcher makes, as the reference pages of kubectl and the API say:
-``apply``, ``get``, ``logs``, ``delete``, ``auth can-i``, ``version`` and ``config view``. The
-state is a directory, $KUBECTL_STANDIN; ``faults.json`` in it says what goes wrong. The Job
-controller (``backoffLimit: 0``) and the kubelet are the process ``--run-pod``, one for each pod,
-which ends when its pod does. Pods have addresses in 127.0.0.0/8, the name of a Service stands for
-the address of the scheduler's pod, and ``/run/kvstore`` is a directory of each pod. There is no
-isolation, and images are names only. Standard library and PyYAML; nothing of this project.
+Behaves, for the requests that the launcher makes, as the API reference says: lists, creates and
+deletes Jobs, pods, Services and Secrets, lists events, streams logs, reviews access. ``--serve``
+writes its port on standard output. The state is a directory, $CLUSTER_STANDIN; ``faults.json`` in
+it says what goes wrong. The Job controller (``backoffLimit: 0``) and the kubelet are the process
+``--run-pod``, one for each pod, which ends when its pod does. Pods have addresses in 127.0.0.0/8,
+the name of a Service stands for the address of the scheduler's pod, and ``/run/kvstore`` is a
+directory of each pod. There is no isolation, and images are names only. Standard library; nothing
+of this project.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import datetime, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
-STATE = Path(os.environ["KUBECTL_STANDIN"])
+STATE = Path(os.environ["CLUSTER_STANDIN"])
 KINDS = {
     "jobs": "Job",
     "pods": "Pod",
@@ -34,6 +39,7 @@ KINDS = {
     "events": "Event",
 }
 INDEX = "batch.kubernetes.io/job-completion-index"
+LOCK = threading.Lock()
 LONGEST_S = 120.0
 STEP_S = 0.02
 
@@ -52,7 +58,7 @@ def path_of(kind: str, name: str) -> Path:
 
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}.draft")
+    draft = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.draft")
     draft.write_text(text)
     draft.rename(path)
 
@@ -86,40 +92,38 @@ def selected(kind: str, selector: str | None) -> list[dict[str, Any]]:
 
 
 def now(digits: int = 0) -> str:
-    text = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f")
-    return text[:19] + "Z" if not digits else text.rstrip("0").rstrip(".") + "Z"
+    text = stamp(time.time())
+    return text if digits else text[:19] + "Z"
 
 
-def fail(text: str) -> int:
-    print(text, file=sys.stderr)
-    return 1
+def stamp(moment_s: float) -> str:
+    text = datetime.fromtimestamp(moment_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f")
+    return text.rstrip("0").rstrip(".") + "Z"
 
 
-# -- the commands -----------------------------------------------------------------------------
+# -- the API ----------------------------------------------------------------------------------
 
 
-def apply() -> int:
-    import yaml
+class Refused(Exception):
+    """A status that is not good, with its message."""
 
-    status = 0
-    for item in yaml.safe_load_all(sys.stdin.read()):
-        kind, name = item["kind"], item["metadata"]["name"]
-        there = load(kind, name)
-        if kind in faults().get("refused_kinds", ()):
-            status = fail(f"Error from server (Forbidden): you cannot create resource {kind}")
-            continue
-        if there is not None:
-            there["metadata"].update(item["metadata"])
-            save(there)
-            print(f"{kind.lower()}/{name} configured")
-            continue
-        item["metadata"]["uid"] = str(uuid.uuid4())
-        item["metadata"]["creationTimestamp"] = now()
-        save(item)
-        print(f"{kind.lower()}/{name} created")
-        if kind == "Job":
-            control(item)
-    return status
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def create(item: dict[str, Any]) -> dict[str, Any]:
+    kind, name = item["kind"], item["metadata"]["name"]
+    if kind in faults().get("refused_kinds", ()):
+        raise Refused(403, f"you cannot create resource {kind}")
+    if load(kind, name) is not None:
+        raise Refused(409, f'{kind} "{name}" already exists')
+    item["metadata"]["uid"] = str(uuid.uuid4())
+    item["metadata"]["creationTimestamp"] = now()
+    save(item)
+    if kind == "Job":
+        control(item)
+    return item
 
 
 def control(job: dict[str, Any]) -> None:
@@ -160,32 +164,18 @@ def warn(kind: str, name: str, reason: str, message: str) -> None:
     )
 
 
-def get(words: list[str], options: dict[str, str]) -> int:
-    if words[0] == "namespace":
-        if words[1] in faults().get("namespaces", [words[1]]):
-            print(f"namespace/{words[1]}")
-            return 0
-        return fail(f'Error from server (NotFound): namespaces "{words[1]}" not found')
-    items = [
-        item for kind in words[0].split(",") for item in selected(KINDS[kind], options.get("-l"))
-    ]
-    print(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
-    return 0
-
-
-def delete(words: list[str], options: dict[str, str]) -> int:
-    for kind in words[0].split(","):
-        for item in selected(KINDS[kind], options.get("-l")):
-            name = item["metadata"]["name"]
-            if kind == "pods":
-                delete_pod(item, float(options.get("--grace-period", "-1")))
-            else:
-                path_of(KINDS[kind], name).unlink(missing_ok=True)
-                for pod in all_of("Pod") if kind == "jobs" else ():
-                    if pod["job"] == name:
-                        delete_pod(pod)
-            print(f'{kind} "{name}" deleted')
-    return 0
+def delete(kind: str, name: str, grace_s: float) -> dict[str, Any]:
+    item = load(kind, name)
+    if item is None:
+        raise Refused(404, f'{kind} "{name}" not found')
+    if kind == "Pod":
+        delete_pod(item, grace_s)
+    else:
+        path_of(kind, name).unlink(missing_ok=True)
+        for pod in all_of("Pod") if kind == "Job" else ():
+            if pod["job"] == name:
+                delete_pod(pod)
+    return {"kind": "Status", "status": "Success"}
 
 
 def delete_pod(pod: dict[str, Any], grace_s: float = -1) -> None:
@@ -197,27 +187,23 @@ def delete_pod(pod: dict[str, Any], grace_s: float = -1) -> None:
     write(STATE / "leaving" / name, str(seconds))
 
 
-def logs(words: list[str], options: dict[str, str]) -> int:
-    name, since = words[0], options.get("--since-time", "")[:19]
-    pod = load("Pod", name)
-    if pod is None:
-        return fail(f'Error from server (NotFound): pods "{name}" not found')
+def log(name: str, since_s: float | None) -> Iterator[bytes]:
+    """The lines of a log until the pod has ended. Ends with an error where the log is cut."""
     cut = _take_cut()
-    path = STATE / "logs" / f"{name}.log"
+    since = stamp(time.time() - (since_s or 0))
     shown = 0
-    with path.open("rb") as file:
+    with (STATE / "logs" / f"{name}.log").open("rb") as file:
         while True:
             pod = load("Pod", name)
             is_over = pod is None or pod["status"]["phase"] in ("Succeeded", "Failed")
             for line in file.readlines():
-                if line[:19].decode() >= since:
-                    sys.stdout.buffer.write(line)
-                    sys.stdout.flush()
+                if since_s is None or line.partition(b" ")[0].decode() >= since:
+                    yield line
                     shown += 1
                     if cut is not None and shown >= cut:
-                        return fail("error: unexpected EOF")
+                        raise ConnectionAbortedError
             if is_over or faults().get("silent"):
-                return 0
+                return
             time.sleep(STEP_S)
 
 
@@ -233,33 +219,92 @@ def _take_cut() -> int | None:
     return None
 
 
-def version(options: dict[str, str]) -> int:
-    found = {"clientVersion": {"gitVersion": "v1.32.0"}}
-    if "--client" not in options:
+class Handler(BaseHTTPRequestHandler):
+    """One request: its path says what is wanted."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def _serve(self) -> None:
+        with LOCK, (STATE / "calls.log").open("a") as file:
+            file.write(f"{self.command} {self.path}\n")
+        size = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(size) or b"null")
         if faults().get("silent"):
-            return refuse()
-        found["serverVersion"] = {"gitVersion": faults().get("version", "v1.31.2")}
-    print(json.dumps(found))
-    return 0
+            self.close_connection = True
+            return
+        parts = urlsplit(self.path)
+        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        words = parts.path.strip("/").split("/")
+        try:
+            self._answer(words, query, body)
+        except Refused as error:
+            reason = {403: "Forbidden", 404: "NotFound", 409: "AlreadyExists"}[error.code]
+            status = {"kind": "Status", "status": "Failure", "reason": reason}
+            self._send({**status, "message": str(error), "code": error.code}, error.code)
+
+    do_GET = do_POST = do_DELETE = _serve  # noqa: N815 - names of the base class
+
+    def _answer(self, words: list[str], query: dict[str, str], body: Any) -> None:
+        if words == ["version"]:
+            return self._send({"gitVersion": faults().get("version", "v1.31.2")})
+        if words[-1] == "selfsubjectaccessreviews":
+            wanted = body["spec"]["resourceAttributes"]
+            names = [wanted["resource"], wanted["group"]]
+            what = f"{wanted['verb']} {'.'.join(filter(None, names))}"
+            what += f"/{wanted['subresource']}" if wanted["subresource"] else ""
+            body["status"] = {"allowed": what not in faults().get("forbidden", ())}
+            return self._send(body)
+        namespace, *rest = words[words.index("namespaces") + 1 :]
+        if not rest:
+            if namespace not in faults().get("namespaces", [namespace]):
+                raise Refused(404, f'namespaces "{namespace}" not found')
+            return self._send({"kind": "Namespace", "metadata": {"name": namespace}})
+        if rest[2:] == ["log"]:
+            return self._send_log(rest[1], query)
+        kind, name = KINDS[rest[0]], (rest[1] if len(rest) > 1 else "")
+        if self.command == "POST":
+            return self._send(create(body), 201)
+        if self.command == "DELETE":
+            return self._send(delete(kind, name, float(query.get("gracePeriodSeconds", "-1"))))
+        if f"list {rest[0]}" in faults().get("refused", ()):
+            raise Refused(403, f"you cannot list {rest[0]}")
+        items = selected(kind, query.get("labelSelector"))
+        for item in items:
+            item.pop("kind")  # as in lists of the API
+        return self._send({"kind": f"{kind}List", "items": items})
+
+    def _send(self, document: dict[str, Any], code: int = 200) -> None:
+        data = json.dumps(document).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _send_log(self, name: str, query: dict[str, str]) -> None:
+        if "log" in faults().get("refused", ()):
+            raise Refused(403, "you cannot read logs")
+        if load("Pod", name) is None:
+            raise Refused(404, f'pods "{name}" not found')
+        since = query.get("sinceSeconds")
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            for line in log(name, None if since is None else float(since)):
+                self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
+            self.wfile.write(b"0\r\n\r\n")
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
 
 
-def view() -> int:
-    context = {"name": "here", "context": {"cluster": "here", "namespace": "team"}}
-    print(json.dumps({"current-context": "here", "contexts": [context]}))
-    return 0
-
-
-def can_i(words: list[str], options: dict[str, str]) -> int:
-    what = " ".join(words) + (f"/{options['--subresource']}" if "--subresource" in options else "")
-    if what in faults().get("forbidden", ()):
-        print("no")
-        return 1
-    print("yes")
-    return 0
-
-
-def refuse() -> int:
-    return fail("The connection to the server 10.0.0.1:6443 was refused")
+def serve() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    print(server.server_port, flush=True)
+    server.serve_forever()
 
 
 # -- a pod ------------------------------------------------------------------------------------
@@ -381,8 +426,8 @@ class PodRun:
 
     def _environment(self) -> dict[str, str]:
         found = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        found["KUBECTL_STANDIN_FATE"] = str(STATE / f"fate-{self.name}")
-        found["KUBECTL_STANDIN_MARK"] = str(STATE)
+        found["CLUSTER_STANDIN_FATE"] = str(STATE / f"fate-{self.name}")
+        found["CLUSTER_STANDIN_MARK"] = str(STATE)
         services = {item["metadata"]["name"] for item in all_of("Service")}
         for variable in self.container["env"]:
             if "value" in variable:
@@ -482,54 +527,8 @@ def expanded(text: str, variables: dict[str, str]) -> str:
     return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
 
 
-# -- the command line -------------------------------------------------------------------------
-
-
-def parse(argv: list[str]) -> tuple[list[str], dict[str, str]]:
-    words, options = [], {}
-    position = 0
-    while position < len(argv):
-        word = argv[position]
-        if word == "-l":
-            options["-l"] = argv[position + 1]
-            position += 1
-        elif word.startswith("--"):
-            name, _, value = word.partition("=")
-            options[name] = value
-        else:
-            words.append(word)
-        position += 1
-    return words, options
-
-
-def main(argv: list[str]) -> int:
-    if argv[:1] == ["--run-pod"]:
-        PodRun(argv[1]).run()
-        return 0
-    with (STATE / "calls.log").open("a") as file:
-        file.write(json.dumps(argv) + "\n")
-    words, options = parse(argv)
-    command, rest = words[0], words[1:]
-    if command == "config":
-        return view()
-    if command == "version":
-        return version(options)
-    if faults().get("silent"):
-        return refuse()
-    if command in faults().get("refused_commands", ()):
-        return fail(f"Error from server (Forbidden): you cannot {command} here")
-    if command == "apply":
-        return apply()
-    if command == "get":
-        return get(rest, options)
-    if command == "logs":
-        return logs(rest, options)
-    if command == "delete":
-        return delete(rest, options)
-    if command == "auth":
-        return can_i(rest[1:], options)
-    return fail(f'error: unknown command "{command}" for "kubectl"')
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1] == "--run-pod":
+        PodRun(sys.argv[2]).run()
+    else:
+        serve()

@@ -1,4 +1,4 @@
-"""What is made of the answers of kubectl: pods, endings, obstacles, and lines of logs."""
+"""What is made of the answers of a cluster: pods, endings, obstacles, and lines of logs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from typing import Any
 
 import pytest
 
-from kvstore.launch.backends.kubernetes.logs import TimedLines
+from kvstore.launch.backends.kubernetes.follow import TimedLines
 from kvstore.launch.backends.kubernetes.manifest import KubeJob
-from kvstore.launch.backends.kubernetes.state import (
+from kvstore.launch.backends.kubernetes.pods import (
+    JobWatch,
     Obstacle,
+    Patience,
+    Pod,
     PodExit,
     Sight,
-    read_sight,
+    read_job_failures,
+    read_pods,
     read_warnings,
     status_of_exit_code,
 )
-from kvstore.launch.backends.kubernetes.watch import JobWatch, Patience
 from kvstore.launch.plan import ProcessSpec
 
 JOB = KubeJob("0123456789abcdef", "train-01234567", "key")
@@ -34,7 +37,7 @@ JOB_NAMES = [f"train-01234567-{role}" for role in ("scheduler", "server", "worke
 
 
 def pod(index: int, uid: str = "", **status: Any) -> dict[str, Any]:
-    """As ``kubectl get -o json`` shows it; ``state`` is that of its container."""
+    """As the API shows it; ``state`` is that of its container."""
     spec = SPECS[index]
     meta = {
         "name": f"{spec.role}-{spec.rank}",
@@ -50,7 +53,7 @@ def pod(index: int, uid: str = "", **status: Any) -> dict[str, Any]:
             {"name": "sidecar", "state": {"running": {}}},
             {"name": spec.role, "state": status.pop("state")},
         ]
-    return {"kind": "Pod", "metadata": meta, "spec": {"nodeName": "n7"}, "status": status}
+    return {"metadata": meta, "spec": {"nodeName": "n7"}, "status": status}
 
 
 def running(index: int, **more: Any) -> dict[str, Any]:
@@ -76,43 +79,58 @@ def jobs(failed: str = "") -> list[dict[str, Any]]:
         labels = {"kvstore-job": JOB.job_id, "kvstore-role": role}
         meta = {"name": JOB.job_name(role), "uid": f"uid-{role}", "labels": labels}
         status = {"conditions": conditions} if role == failed else {}
-        found.append({"kind": "Job", "metadata": meta, "status": status})
+        found.append({"metadata": meta, "status": status})
     return found
 
 
 def sight(*items: dict[str, Any], job: str = "") -> Sight:
-    return read_sight({"items": [*items, *jobs(job)]}, JOB.job_id, SPECS)
+    return Sight(jobs(job), items)
+
+
+def read(*items: dict[str, Any]) -> list[Pod]:
+    return read_pods(items, SPECS)
 
 
 def watch() -> JobWatch:
     return JobWatch(SPECS, JOB, PATIENCE, 0.0)
 
 
+def ended_in(seen: JobWatch, shown: Sight, now_s: float) -> list[dict[int, int]]:
+    _, ended = seen.saw(shown, now_s)
+    return ended
+
+
+def said_in(seen: JobWatch, shown: Sight, now_s: float) -> list[str]:
+    sentences, _ = seen.saw(shown, now_s)
+    return sentences
+
+
 # -- reading ----------------------------------------------------------------------------------
 
 
 def test_a_pod_is_known_by_its_role_and_its_index() -> None:
-    found = sight(running(WORKER_1), running(SCHEDULER))
-    assert {each.index: each.place for each in found.pods} == {
+    found = read(running(WORKER_1), running(SCHEDULER))
+    assert {each.index: each.place for each in found} == {
         WORKER_1: "pod worker-1 on node n7",
         SCHEDULER: "pod scheduler-0 on node n7",
     }
-    assert found.jobs["scheduler"] == "uid-scheduler"
 
 
-def test_objects_of_another_job_are_not_looked_at() -> None:
-    stranger = running(WORKER_0)
-    stranger["metadata"]["labels"]["kvstore-job"] = "other"
-    assert sight(stranger).pods == []
-
-
-@pytest.mark.parametrize("item", [{}, {"kind": "Pod"}, {"kind": "Pod", "metadata": None}])
+@pytest.mark.parametrize("item", [{}, {"status": {}}, {"metadata": None}])
 def test_an_answer_with_gaps_is_no_error(item: dict[str, Any]) -> None:
-    assert sight(item).pods == []
+    assert read(item) == []
+    assert read_job_failures([item]) == {}
+    assert list(read_warnings([item])) == ["/"]
+
+
+def test_a_pod_of_which_nothing_is_known_has_not_started() -> None:
+    (found,) = read({**pod(WORKER_0), "spec": None, "status": None})
+    assert not found.has_started
+    assert (found.ending, found.obstacle, found.place) == (None, None, "pod worker-0")
 
 
 def test_a_process_has_ended_when_its_own_container_has() -> None:
-    (found,) = sight(ended(WORKER_0, 7)).pods
+    (found,) = read(ended(WORKER_0, 7))
     assert found.ending == PodExit(7, "", "2026-01-01T00:01:00Z")
 
 
@@ -122,35 +140,31 @@ def test_a_death_by_a_signal_is_reported_as_128_and_its_number(code: int, status
 
 
 def test_memory_that_ran_out_is_named() -> None:
-    (found,) = sight(ended(WORKER_0, 137, reason="OOMKilled")).pods
+    (found,) = read(ended(WORKER_0, 137, reason="OOMKilled"))
     assert found.ending == PodExit(-9, "OOMKilled", "2026-01-01T00:01:00Z")
 
 
 def test_a_pod_that_was_evicted_has_failed_without_an_exit_code() -> None:
     item = pod(WORKER_0, phase="Failed", reason="Evicted", message="low on\n memory")
-    (found,) = sight(item).pods
+    (found,) = read(item)
     assert found.ending == PodExit(1, "Evicted: low on memory")
 
 
 def test_a_container_that_could_not_copy_the_key_is_named() -> None:
     terminated = {"exitCode": 127, "message": "no sh"}
     inits = [{"name": "key", "state": {"terminated": terminated}}]
-    (found,) = sight(pod(WORKER_0, phase="Failed", initContainerStatuses=inits)).pods
+    (found,) = read(pod(WORKER_0, phase="Failed", initContainerStatuses=inits))
     assert found.ending == PodExit(1, "its init container 'key' ended with 127: no sh")
 
 
 def test_the_last_warning_about_an_object_counts() -> None:
-    def event(message: str, at: str, kind: str = "Warning") -> dict[str, Any]:
-        about = {"kind": "Job", "name": "x"}
-        found = {"involvedObject": about, "type": kind, "reason": "FailedCreate"}
-        return {**found, "message": message, "lastTimestamp": at}
+    items = [event("second", "2026-02"), event("first", "2026-01")]
+    assert read_warnings(items) == {"job/x": Obstacle("FailedCreate", "second")}
 
-    items = [
-        event("second", "2026-02"),
-        event("first", "2026-01"),
-        event("no", "2026-03", "Normal"),
-    ]
-    assert read_warnings({"items": items}) == {"job/x": Obstacle("FailedCreate", "second")}
+
+def event(message: str, at: str = "2026-01", name: str = "x") -> dict[str, Any]:
+    found = {"involvedObject": {"kind": "Job", "name": name}, "reason": "FailedCreate"}
+    return {**found, "message": message, "lastTimestamp": at}
 
 
 # -- endings ----------------------------------------------------------------------------------
@@ -159,11 +173,9 @@ def test_the_last_warning_about_an_object_counts() -> None:
 def test_ends_between_two_looks_are_told_apart_by_the_clocks_of_the_nodes() -> None:
     seen = watch()
     later, earlier = "2026-01-01T00:00:09Z", "2026-01-01T00:00:08Z"
-    seen.saw(
-        sight(ended(WORKER_0, 1, later), ended(WORKER_1, 7, earlier), ended(SERVER, 1, later)), 1
-    )
-    assert seen.take_endings() == [{WORKER_1: 7}, {SERVER: 1, WORKER_0: 1}]
-    assert seen.take_endings() == []
+    shown = sight(ended(WORKER_0, 1, later), ended(WORKER_1, 7, earlier), ended(SERVER, 1, later))
+    assert ended_in(seen, shown, 1) == [{WORKER_1: 7}, {SERVER: 1, WORKER_0: 1}]
+    assert ended_in(seen, shown, 2) == []
 
 
 def test_what_kubernetes_removes_after_a_failure_is_not_a_failure() -> None:
@@ -178,9 +190,8 @@ def test_a_pod_that_is_removed_for_no_fault_of_the_job_is_the_failure() -> None:
     seen.saw(sight(running(WORKER_0), running(WORKER_1)), 0)
     target = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
     target["message"] = "to make room"
-    said = seen.saw(
-        sight(running(WORKER_0), running(WORKER_1, leaving=True, conditions=[target])), 1
-    )
+    leaving = sight(running(WORKER_0), running(WORKER_1, leaving=True, conditions=[target]))
+    said = said_in(seen, leaving, 1)
     assert said == ["worker 1 is being removed: PreemptionByScheduler: to make room"]
     seen.saw(sight(running(WORKER_0), ended(WORKER_1, 143, leaving=True, conditions=[target])), 2)
     assert seen.endings[WORKER_1].status == -15
@@ -188,33 +199,27 @@ def test_a_pod_that_is_removed_for_no_fault_of_the_job_is_the_failure() -> None:
     assert seen.ended_by_kubernetes == set()
 
 
-def test_a_pod_that_is_gone_twice_has_ended_and_once_has_not() -> None:
+def test_a_pod_that_is_gone_has_ended_and_one_that_was_never_seen_has_not() -> None:
     seen = watch()
-    seen.saw(sight(running(WORKER_0)), 0)
-    seen.saw(sight(), 1)
-    assert seen.take_endings() == []
-    seen.saw(sight(running(WORKER_0)), 2)
-    seen.saw(sight(), 3)
-    assert seen.take_endings() == []
-    seen.saw(sight(), 4)
-    assert seen.take_endings() == [{WORKER_0: -15}]
+    assert ended_in(seen, sight(running(WORKER_0)), 0) == []
+    assert ended_in(seen, sight(), 1) == [{WORKER_0: -15}]
     assert seen.endings[WORKER_0].reason == "its pod was deleted"
 
 
 def test_a_second_pod_for_a_process_that_ran_is_not_that_process() -> None:
     seen = watch()
+    both = sight(running(WORKER_0, uid="second"), running(WORKER_0, uid="first"))
     seen.saw(sight(running(WORKER_0, uid="first")), 0)
-    seen.saw(sight(running(WORKER_0, uid="second")), 1)
-    seen.saw(sight(running(WORKER_0, uid="second")), 2)
-    assert seen.take_endings() == [{WORKER_0: -15}]
+    assert ended_in(seen, both, 1) == []
+    assert seen.pods[WORKER_0].uid == "first"
+    assert ended_in(seen, sight(running(WORKER_0, uid="second")), 2) == [{WORKER_0: -15}]
 
 
 def test_a_job_that_somebody_deletes_has_ended() -> None:
     seen = watch()
     everything = [running(index) for index in range(4)]
     seen.saw(sight(*everything), 0)
-    for now_s in (1, 2):
-        seen.saw(read_sight({"items": []}, JOB.job_id, SPECS), now_s)
+    seen.saw(Sight([], []), 1)
     assert {each.reason for each in seen.endings.values()} == {"somebody deleted the job"}
 
 
@@ -222,9 +227,7 @@ def test_pods_that_are_gone_while_the_launcher_ends_the_job_have_ended() -> None
     seen = watch()
     seen.saw(sight(running(WORKER_0)), 0)
     seen.is_ending = True
-    for now_s in (1, 2):
-        seen.saw(read_sight({"items": []}, JOB.job_id, SPECS), now_s)
-    assert seen.take_endings() == [dict.fromkeys(range(4), -15)]
+    assert ended_in(seen, Sight([], []), 1) == [dict.fromkeys(range(4), -15)]
 
 
 def test_a_job_that_failed_without_a_pod_has_ended() -> None:
@@ -284,9 +287,8 @@ def test_a_full_cluster_is_named_and_waited_for() -> None:
 
 def test_a_quota_that_forbids_the_pods_is_named() -> None:
     seen = watch()
-    quota = Obstacle("FailedCreate", "is forbidden: exceeded quota: small")
-    seen.heard({"job/train-01234567-worker": quota})
-    seen.saw(sight(running(SCHEDULER), running(SERVER)), 1)
+    quota = event("is forbidden: exceeded quota: small", name="train-01234567-worker")
+    seen.saw(Sight(jobs(), [running(SCHEDULER), running(SERVER)], [quota]), 1)
     assert seen.gives_up(11) == (
         "worker 0 cannot start: FailedCreate: is forbidden: exceeded quota: small"
     )
@@ -298,8 +300,8 @@ def test_a_quota_that_forbids_the_pods_is_named() -> None:
 
 def test_that_all_have_started_is_said_once() -> None:
     seen = watch()
-    assert seen.saw(started_but(running(WORKER_1)), 1) == ["all 4 pods have started"]
-    assert seen.saw(started_but(running(WORKER_1)), 2) == []
+    assert said_in(seen, started_but(running(WORKER_1)), 1) == ["all 4 pods have started"]
+    assert said_in(seen, started_but(running(WORKER_1)), 2) == []
     assert seen.remarks(50) == []
     assert seen.gives_up(500) is None
 
@@ -315,7 +317,8 @@ def test_silence_is_said_at_once_and_then_now_and_then_and_so_is_its_end() -> No
     ]
     assert seen.no_answer("refused", 14) == []
     assert seen.no_answer("refused", 40) == ["no answer from the cluster for 30 s (refused)"]
-    assert seen.saw(started_but(running(WORKER_1)), 50) == ["the cluster answers again, after 40 s"]
+    said = said_in(seen, started_but(running(WORKER_1)), 50)
+    assert said == ["the cluster answers again, after 40 s"]
 
 
 def test_nothing_ends_because_of_silence_but_following_does_after_a_long_time() -> None:
@@ -324,7 +327,7 @@ def test_nothing_ends_because_of_silence_but_following_does_after_a_long_time() 
     seen.no_answer("refused", 12)
     assert seen.lost_sight(209) is None
     assert seen.lost_sight(210) == "the cluster has not answered for 200 s"
-    assert seen.take_endings() == []
+    assert seen.endings == {}
 
 
 # -- lines of logs ----------------------------------------------------------------------------
@@ -354,3 +357,12 @@ def test_a_progress_bar_shows_its_last_state() -> None:
     lines = TimedLines()
     lines.begin()
     assert lines.feed(b"2026-01-01T00:00:00Z 10%\r50%\r100%\r\n", 0) == [b"100%"]
+
+
+def test_what_a_new_call_reads_begins_well_before_the_last_line() -> None:
+    """Clocks of nodes differ; where they differ too much, everything is read."""
+    lines = TimedLines()
+    assert lines.age_s(0) is None
+    lines.feed(b"1970-01-01T00:16:40.5Z a\n", 0)
+    assert lines.age_s(1030) == 330
+    assert lines.age_s(600) is None
