@@ -28,6 +28,8 @@ _CALL_S = 15.0
 # A log that is silent for so long is asked for anew: its connection may be lost.
 _QUIET_LOG_S = 300.0
 _READ_BYTES = 64 * 1024
+# Each log has one; of those above this number urllib3 writes a warning when they end.
+_MOST_CONNECTIONS = 1000
 _FORBIDDEN, _NOT_FOUND = 403, 404
 
 
@@ -77,6 +79,7 @@ def connect(namespace: str | None, context: str | None = None) -> KubeCluster:
         except (config.ConfigException, OSError):
             raise LaunchError(f"found no cluster to use: {error}", exit_code=1) from error
     settings.retries = False  # each caller has its own way to try again
+    settings.connection_pool_maxsize = _MOST_CONNECTIONS
     return KubeCluster(client.ApiClient(settings), namespace, context)
 
 
