@@ -170,7 +170,10 @@ def _read_file(path: str, what: str) -> bytes:
 
 def _check_file(status: os.stat_result, path: str, what: str) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{what} is not a regular file; {HOW_TO_MAKE_A_KEY}")
+        raise ConfigError(
+            f"{what} is not a regular file: set PS_JOB_KEY_FILE to the job's key file, or "
+            f"{HOW_TO_MAKE_A_KEY}"
+        )
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(
             f"{what} belongs to user {status.st_uid}, who could change it; "

@@ -90,7 +90,10 @@ def write_checkpoint(
             f"{directory}: it is a regular file, expected a directory or an unused name"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"cannot create {directory}: {error.strerror}") from error
+        raise CheckpointError(
+            f"cannot create the checkpoint directory {directory}: {error.strerror}; name one that "
+            "you may write to"
+        ) from error
     name = secrets.token_hex(4)
     files = {kind: f"{kind}-{name}.safetensors" for kind in _KINDS}
     with _claimed(directory, files.values()), ExitStack() as stack:

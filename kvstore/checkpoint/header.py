@@ -155,7 +155,7 @@ def _storable(path: Path, name: object, shape: tuple[int, ...], dtype: np.dtype[
     """What the array ``name`` is in a file."""
     dtype = dtype.newbyteorder("=")
     if not isinstance(name, str):
-        raise CheckpointError(f"{path}: names must be str, got {name!r}")
+        raise CheckpointError(f"{path}: names of arrays must be str, got {name!r}")
     if (
         _tag_of(_PAIRS.get(dtype, dtype)) is None
         or name == _METADATA

@@ -454,4 +454,4 @@ def _check_name(option: str, name: str, text: str) -> None:
     if not _VARIABLE_NAME.match(name):
         raise LaunchError(f"{option} '{text}': '{name}' is not the name of an environment variable")
     if name in RESERVED_NAMES and name != text:
-        raise LaunchError(f"{option} cannot set {name}: the launcher sets it itself")
+        raise LaunchError(f"{option} cannot set {name}: the launcher sets it itself; leave it out")

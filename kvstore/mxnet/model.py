@@ -201,8 +201,7 @@ class FeedForward:
         shuffle: bool = True,
         shard: bool = True,
     ) -> None:
-        """Train until ``num_epoch`` epochs are done, counted from 0 and not from ``begin_epoch``,
-        and keep the result in ``arg_params``.
+        """Train epochs ``begin_epoch`` to ``num_epoch - 1``, and keep the result in ``arg_params``.
 
         ``X`` is (n, ...) of the dtype that the network takes, ``y`` (n,) of integers (or of floats
         that are whole numbers), NumPy arrays that are only read; or ``X`` is an ``NDArrayIter`` of

@@ -208,7 +208,7 @@ class WantedCut(NamedTuple):
 
 
 def take_cut(part: Part, payload: RowPayload) -> TakenCut:
-    """Some rows of a dense key's part as a contribution, checked."""
+    """Check a contribution of some rows to a dense key's part, and return it."""
     cut = _cut_of(part, payload)
     if payload.kind is not RowPayloadKind.ROWS:
         raise ProtocolError("a contribution of rows to a dense key has ids and values")
@@ -222,7 +222,7 @@ def take_cut(part: Part, payload: RowPayload) -> TakenCut:
 
 
 def take_cut_pull(part: Part, payload: RowPayload) -> WantedCut:
-    """A pull of some rows of a dense key's part, checked."""
+    """Check a pull of some rows of a dense key's part, and return it."""
     cut = _cut_of(part, payload)
     if payload.kind is not RowPayloadKind.WANTED or len(payload.values):
         raise ProtocolError("a pull of rows of a dense key has their ids")

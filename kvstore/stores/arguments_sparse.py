@@ -160,9 +160,9 @@ def _check_out(wanted: Wanted) -> None:
         spec = KeySpec((*wanted.shape, *spec.shape[1:]), spec.dtype)
         if adapter_for(out).shape(out) != spec.shape:
             raise ValueMismatchError(
-                f"key {key!r}: {len(wanted.ids)} rows for ids of shape {wanted.shape} have "
-                f"shape {spec.shape}, the array to fill has {adapter_for(out).shape(out)}; to get "
-                "them by id, pull into a kvstore.RowSparseArray of the key's shape"
+                f"key {key!r}: the array to fill has shape {adapter_for(out).shape(out)}, but "
+                f"rows for ids of shape {wanted.shape} need {spec.shape}: pass an array of that "
+                "shape, or a kvstore.RowSparseArray of the key's shape"
             )
     check_outs(key, spec, [out])
 

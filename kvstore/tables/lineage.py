@@ -84,7 +84,7 @@ def lines_from_plain(data: object) -> Lines:
         raise ValueError("the lineage is not a list")
     for pair in data:
         if not isinstance(pair, (list, tuple)) or [type(each) for each in pair] != [str, int]:
-            raise ValueError("the lineage does not consist of pairs of an id and a mark")
+            raise ValueError(f"expected pairs of an id and a mark in the lineage, got {pair!r:.60}")
         if not 0 < len(pair[0]) <= _MOST_CHARACTERS or not 0 <= pair[1] <= _MOST_MARK:
             raise ValueError("an id or a mark of the lineage is out of range")
     lines = tuple(Line(*pair) for pair in data)

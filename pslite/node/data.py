@@ -319,7 +319,7 @@ class Traffic:
         return self._worker.num_active + of_server
 
     def open_rounds(self, now: float) -> tuple[int, list[Wait]]:
-        """Return how many parts wait for workers, and what has waited for a while."""
+        """Return how many parts wait for workers, and the waits that have lasted for a while."""
         if self._server is None:
             return 0, []
         open_ = self._server.open_rounds()

@@ -413,7 +413,10 @@ class TestScript:
         ("command", "sentence"),
         [
             ("srun kvstore-launch", "this is one of 2 launchers that srun has started"),
-            ("kvstore-launch --queue kvstore", "--queue has no meaning in the allocation"),
+            (
+                "kvstore-launch --queue kvstore",
+                "--queue cannot be used inside the Slurm allocation",
+            ),
             ("kvstore-launch --worker-gpus 1", "GPUs on kv-node"),
         ],
     )

@@ -118,7 +118,9 @@ class FrameReader:
         try:
             found = dict(json.loads(self._rest[start + len(GREETING) : end]))
         except (ValueError, TypeError):
-            raise LinkLost("the agent's greeting cannot be read") from None
+            raise LinkLost(
+                "the agent's greeting cannot be read; install the same version of kvstore there"
+            ) from None
         del self._rest[: end + 1]
         self._finds_greeting = False
         return [[GREET, found]]

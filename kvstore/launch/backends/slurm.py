@@ -286,8 +286,8 @@ class SlurmStep(_Srun):
             if getattr(self.places, option) is not None:
                 name = option.removesuffix("_mb").replace("_", "-")
                 raise LaunchError(
-                    f"--{name} has no meaning in the allocation {within.job_id}, which this runs "
-                    "in: ask sbatch or salloc for what the job needs"
+                    f"--{name} cannot be used inside the Slurm allocation {within.job_id}, in "
+                    "which the launcher runs: leave it out, and ask sbatch or salloc for it"
                 )
 
     def submit(self, directory: Path) -> list[str]:

@@ -131,7 +131,7 @@ def _check_launcher(understood: LaunchOptions) -> None:
 
 
 def own_environment(environ: Mapping[str, str], additions: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment: this process's, without what a job around it has set."""
+    """Return this process's environment less an enclosing job's variables, with ``additions``."""
     is_in_a_job = "DMLC_ROLE" in environ
     kept = {name: text for name, text in environ.items() if not (is_in_a_job and name in _OF_A_JOB)}
     return {**kept, **additions}

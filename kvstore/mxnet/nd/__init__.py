@@ -302,7 +302,7 @@ def expand_dims(data: NDArray, axis: int) -> NDArray:
 def split(
     data: NDArray, num_outputs: int, axis: int = 1, squeeze_axis: bool = False
 ) -> NDArray | list[NDArray]:
-    """``NDArray.split``."""
+    """Split ``data`` into ``num_outputs`` equal pieces along ``axis``; see ``NDArray.split``."""
     return _dense(data).split(num_outputs, axis, squeeze_axis)
 
 

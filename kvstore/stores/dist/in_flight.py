@@ -272,9 +272,9 @@ def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterab
 
 
 def _owners(memories: Sequence[Bytes]) -> list[int] | None:
-    """Which arrays own this memory, if each is all of an array's own: then others lie elsewhere.
+    """Return the id of the array that owns each memory; None unless each is all of its owner's.
 
-    Told at a glance, at a twentieth of what addresses cost.
+    Memories with different owners cannot overlap. This costs a twentieth of comparing addresses.
     """
     found = []
     for memory in memories:

@@ -239,7 +239,7 @@ def test_a_piece_that_does_not_fit_is_refused(
         ({"v": ((1,), np.dtype("longdouble"))}, {}, "cannot be stored"),
         ({"__metadata__": ((1,), np.dtype("f4"))}, {}, "cannot be stored"),
         ({"v": ((1,) * 32, np.dtype("f4"))}, {}, "in 32 dimensions"),
-        ({3: ((1,), np.dtype("f4"))}, {}, "names must be str"),
+        ({3: ((1,), np.dtype("f4"))}, {}, "names of arrays must be str"),
         ({"\ud800": ((1,), np.dtype("f4"))}, {}, "not valid Unicode"),
         ({}, {"a": 3}, "metadata must be texts"),
         ({}, {"kvstore.complex": ""}, r"kvstore\.complex, .* are taken"),

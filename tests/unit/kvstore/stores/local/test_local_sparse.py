@@ -209,7 +209,7 @@ def test_several_keys_have_parallel_lists(store: KVStore) -> None:
         ({"row_ids": np.array([59e6])}, ArgumentTypeError, "int64"),
         ({"row_ids": [[0], [1]], "out": RowSparseArray.zeros(SHAPE)}, ValueMismatchError, "2 sets"),
         ({"row_ids": [0], "out": []}, ValueMismatchError, "0 arrays"),
-        ({"row_ids": [0], "out": np.zeros(SHAPE)}, ValueMismatchError, r"\(1, 2\).*\(6, 2\)"),
+        ({"row_ids": [0], "out": np.zeros(SHAPE)}, ValueMismatchError, r"\(6, 2\).*\(1, 2\)"),
         ({"row_ids": [0], "out": RowSparseArray.zeros((7, 2))}, ValueMismatchError, r"\(7, 2\)"),
         ({"row_ids": [0], "priority": "high"}, ArgumentTypeError, "priority"),
         ({"key": "v", "row_ids": [0]}, UnknownKeyError, "'v'"),
