@@ -259,7 +259,8 @@ class LogStream:
 
     def __init__(self, response: Any) -> None:
         self._response = response
-        response.connection.sock.settimeout(_QUIET_LOG_S)
+        with suppress(AttributeError):  # no socket is known where the server is to hang up
+            response.connection.sock.settimeout(_QUIET_LOG_S)
 
     def __iter__(self) -> Iterator[bytes]:
         with _errors():
