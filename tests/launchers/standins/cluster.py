@@ -390,8 +390,10 @@ class PodRun:
         return True
 
     def _mount_secret(self, volume: dict[str, Any]) -> None:
-        secret = load("Secret", volume["secret"]["secretName"])
-        assert secret is not None
+        # The kubelet tries again: the scheduler's pod may be earlier than its Secret.
+        while (secret := load("Secret", volume["secret"]["secretName"])) is None:
+            assert time.monotonic() < self.give_up_at
+            time.sleep(STEP_S)
         for name, text in secret["stringData"].items():
             path = self.root / "run/kvstore" / volume["name"] / name
             path.write_text(text)
