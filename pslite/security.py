@@ -7,7 +7,7 @@ only place that reads it; it never travels, is never written to a log and is in 
 What travels is derived from it by BLAKE2b (RFC 7693), differently for each mechanism, so that
 a token overheard under PLAIN opens nothing under CURVE. Opens no socket; reads one small file
 on the thread that starts the node. ``docs/security.md`` says what all this protects from; the
-options of ZeroMQ are set in ``van/zmq/sockets.py``, which also checks who knocks.
+options of ZeroMQ are set in ``van/zmq/authentication.py``, which also checks who knocks.
 """
 
 from __future__ import annotations

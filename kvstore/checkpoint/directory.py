@@ -1,7 +1,8 @@
 """Checkpoint directories: all values and optimizer states of a store.
 
 ``values-NAME.safetensors`` has an array ``KEY`` for each key, of a row-sparse one the rows that
-are there; ``states-NAME.safetensors`` is a states file (``values.py``); ``manifest.json`` names
+are there; ``states-NAME.safetensors`` is a states file (``optimizer_states.py``);
+``manifest.json`` names
 both, with their sizes and the digests of their headers, which have the checksums of all values
 (version 1 had no digests). It is written last, by rename. Each save writes files of new names and
 removes the old ones after the manifest, so a save that is interrupted leaves the checkpoint before
@@ -10,7 +11,7 @@ it as it was, and a reader beside it finds the one or the other.
 One save at a time writes into a directory: it holds the file ``.saving``, which is locked
 (flock(2)) and lists the files that may have to be removed. A save that is killed leaves it, and
 the next one does what is listed. No other file is ever removed, whatever its name. Blocking file
-I/O, on the caller's thread. Read next: ``values.py``.
+I/O, on the caller's thread. Read next: ``optimizer_states.py``.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ from kvstore.checkpoint.atomic import (
     remove_abandoned,
     write_json,
 )
-from kvstore.checkpoint.safetensors import TensorReader, TensorWriter
-from kvstore.checkpoint.values import (
+from kvstore.checkpoint.optimizer_states import (
     Content,
     FilePath,
     SavedPiece,
@@ -47,6 +47,7 @@ from kvstore.checkpoint.values import (
     key_type_of,
     stored_spec,
 )
+from kvstore.checkpoint.safetensors import TensorReader, TensorWriter
 from kvstore.errors import CheckpointError
 from kvstore.optimizer.base import Optimizer
 

@@ -20,8 +20,8 @@ import numpy as np
 from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.arrays.keys import Key, KeySpec
 from kvstore.checkpoint.atomic import checked_path
+from kvstore.checkpoint.optimizer_states import FilePath
 from kvstore.checkpoint.safetensors import TensorReader, TensorWriter
-from kvstore.checkpoint.values import FilePath
 from kvstore.compression import Compression, Residual, Residuals
 from kvstore.errors import CheckpointError
 

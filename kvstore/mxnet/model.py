@@ -72,7 +72,7 @@ from kvstore.optimizer import Optimizer
 from kvstore.optimizer import create as create_optimizer
 from kvstore.optimizer.scripted import check_travels
 from kvstore.stores.base import KVStore, KVStoreBase
-from kvstore.stores.sharding import as_int
+from kvstore.stores.samples import as_int
 from pslite.errors import ClosedError, UsageError
 
 __all__ = [

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstore.arrays.dtypes import dtype_of, dtype_text
 from kvstore.arrays.keys import Key, KeySpec
-from kvstore.protocol.layout import chunk_ranges, num_chunks
+from kvstore.protocol.placement import chunk_ranges, num_chunks
 from kvstore.sparse.partition import Stripes
 from pslite.errors import ProtocolError
 from pslite.wire.codec import pack_value, unpack_value

@@ -14,7 +14,7 @@ from typing import Any
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.serialize import from_plain, to_plain
 from kvstore.protocol.commands import run_command
-from kvstore.protocol.layout import message_bytes, most_group_bytes
+from kvstore.protocol.placement import message_bytes, most_group_bytes
 from kvstore.protocol.requests import StoreCall, pack, unpack
 from kvstore.server.dense import DenseStores
 from kvstore.server.lanes import LaneNumbers, Lanes

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvstore.arrays.keys import Generations, Key, KeySpec
 from kvstore.errors import KeyTypeError, UnknownTypeError, ValueMismatchError
-from kvstore.protocol.layout import chunk_ranges, num_chunks, place
+from kvstore.protocol.placement import chunk_ranges, num_chunks, place
 from kvstore.protocol.requests import (
     CLOSING,
     MAX_CHUNKS,

@@ -6,9 +6,9 @@ take one, and so it is with rows that are touched often, which in most tables fo
 
 Rows of a part of a dense key: its borders may lie within rows.
 
-Dense keys are cut into parts by bytes, whatever their rows (``kvstore/protocol/layout.py``). Here
-such a part is seen as rows: up to one piece of a row at each end, whole rows between. Updates are
-made element by element, so each of the three is a small table of its own. Pure; memory is the
+Dense keys are cut into parts by bytes, whatever their rows (``kvstore/protocol/placement.py``).
+Here such a part is seen as rows: up to one piece of a row at each end, whole rows between. Updates
+are made element by element, so each of the three is a small table of its own. Pure; memory is the
 caller's. Read next: ``update.py``.
 """
 

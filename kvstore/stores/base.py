@@ -391,7 +391,7 @@ class KVStore(KVStoreBase, abc.ABC):
         as synchronous training needs it: the last ones are filled up from the start of the
         order. Else they are disjoint, and differ by one sample at most.
         """
-        from kvstore.stores.sharding import deal_out
+        from kvstore.stores.samples import deal_out
 
         return deal_out(num_samples, self.rank, self.num_workers, seed, epoch, even=even)
 

@@ -5,7 +5,7 @@ asked for (``io_queue.py``), look at the clock, send what may be sent. A node is
 I/O thread (``start_thread``) or, in the simulator, by somebody who calls ``step`` and owns the
 clock. What depends on the role stands in ``member.py`` (members) and ``scheduler.py``; who is who
 in ``protocol/membership.py``; how data moves in ``plane/``; nodes of one machine in
-``shared_memory.py``; apps use ``customer.py``. Nothing on the I/O thread waits, and other threads
+``same_machine.py``; apps use ``customer.py``. Nothing on the I/O thread waits, and other threads
 may use only what says so, and futures.
 """
 
@@ -24,18 +24,18 @@ from pslite.future import Future
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_title
 from pslite.memory.heap import Bytes, Heap
 from pslite.memory.sharing import Sharing
-from pslite.node.admission import FROM_MEMBERS, Admission
 from pslite.node.customer import Customers, Handler, Reply
 from pslite.node.data import Traffic
 from pslite.node.failure_detector import FailureDetector
 from pslite.node.io_queue import Errands
 from pslite.node.links import TELL_BYTES, Delivery, Links
 from pslite.node.log import Log
+from pslite.node.message_filter import FROM_MEMBERS, Admission
 from pslite.node.office import Control
 from pslite.node.pool import InlinePool, Pool
 from pslite.node.report import Reporter
-from pslite.node.shared_memory import MESSAGES as NEARBY
-from pslite.node.shared_memory import Nearby
+from pslite.node.same_machine import MESSAGES as NEARBY
+from pslite.node.same_machine import Nearby
 from pslite.node.shutdown import Shutdown, Unheard, wait_until
 from pslite.plane import Transfer
 from pslite.protocol.membership import Membership

@@ -20,7 +20,7 @@ from kvstore import KVStore, RowSparseArray, optimizer
 from kvstore.arrays.dtypes import accumulation_dtype, bfloat16
 from kvstore.compression import make_chain
 from kvstore.errors import ArgumentTypeError, NotSupportedError
-from kvstore.protocol.layout import chunk_ranges
+from kvstore.protocol.placement import chunk_ranges
 
 CHUNK_BYTES = 512
 SHAPE = (40, 5)

@@ -16,7 +16,7 @@ from kvstore.stores.dist.store import create_dist
 from pslite import WORKER_GROUP
 from pslite.errors import NodeLostError, UsageError
 from pslite.ids import SCHEDULER_ID
-from pslite.node.admission import OUT_OF_ROLE
+from pslite.node.message_filter import OUT_OF_ROLE
 from pslite.protocol.barrier import MAX_OPEN
 from pslite.wire.messages import (
     Answer,

@@ -16,7 +16,7 @@ import kvstore
 from kvstore import KVStore, optimizer
 from kvstore.compression import Chain, make_chain
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
-from kvstore.protocol.layout import chunk_ranges
+from kvstore.protocol.placement import chunk_ranges
 from pslite.errors import ProtocolError, PSError, UsageError
 
 PARTS: dict[str, Any] = {"chunk_bytes": 1024, "credit_bytes": 4096}

@@ -12,9 +12,9 @@ import pslite
 from pslite.ids import NodeInfo
 from pslite.memory.heap import Heap
 from pslite.memory.sharing import Sharing
-from pslite.node import admission
-from pslite.node.admission import EARLY, UNLISTED
+from pslite.node import message_filter
 from pslite.node.links import Links
+from pslite.node.message_filter import EARLY, UNLISTED
 from pslite.testing.inproc import InprocVan
 from pslite.van.base import Van
 from pslite.wire.messages import (
@@ -107,7 +107,7 @@ def test_who_registers_with_a_complete_job_is_told_so() -> None:
 def test_what_comes_too_early_waits_up_to_a_limit_and_the_rest_is_not_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admission, "MAX_EARLY", 3)
+    monkeypatch.setattr(message_filter, "MAX_EARLY", 3)
     cluster = InprocCluster(2, 1)
     cluster.scheduler = cluster._start("scheduler", None)
     try:

@@ -307,17 +307,17 @@ BUGS = [
     ),
     Bug(
         "a role may send what only another one has to say",
-        "pslite/node/admission.py",
+        "pslite/node/message_filter.py",
         "return None if senders is None or role in senders else OUT_OF_ROLE",
         "return None",
         "tests/inproc/test_lies.py",
     ),
     Bug(
         "what arrives before the roster is kept without a bound",
-        "pslite/node/admission.py",
+        "pslite/node/message_filter.py",
         "has_room = len(self._early) < MAX_EARLY and nbytes <= MAX_EARLY_BYTES",
         "has_room = len(self._early) < MAX_EARLY",
-        "tests/unit/pslite/node/test_admission.py",
+        "tests/unit/pslite/node/test_message_filter.py",
     ),
     Bug(
         "the timeout of a barrier never fires",

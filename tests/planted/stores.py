@@ -91,7 +91,7 @@ BUGS = [
     ),
     Bug(
         "workers get the samples of a stretch and not those dealt out in turn",
-        "kvstore/stores/sharding.py",
+        "kvstore/stores/samples.py",
         "dealt = np.resize(order, (num_batches, num_workers, batch_size))",
         "dealt = np.resize(order, (num_workers, num_batches, batch_size)).swapaxes(0, 1)",
         "tests/unit/kvstore/mxnet/test_model_shards.py",

@@ -20,7 +20,7 @@ import pslite.errors
 from kvstore.arrays.dtypes import dtype_of
 from kvstore.arrays.keys import KeySpec
 from kvstore.checkpoint.directory import write_checkpoint
-from kvstore.checkpoint.values import Content, SavedPiece
+from kvstore.checkpoint.optimizer_states import Content, SavedPiece
 from kvstore.launch.job.lifecycle import Exit
 from kvstore.launch.job.report import EndedProcess, failure_block
 from kvstore.launch.plan import ProcessSpec

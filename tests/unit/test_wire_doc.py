@@ -17,7 +17,7 @@ from pslite.config import Config
 from pslite.ids import NodeInfo
 from pslite.memory.segment import HEADER_BYTES, NONCE_BYTES
 from pslite.memory.sharing import MAX_SEGMENTS, MIN_SHARED_BYTES
-from pslite.node.admission import SENDERS
+from pslite.node.message_filter import SENDERS
 from pslite.node.surveyor import MAX_REPORT_BYTES
 from pslite.protocol.channel import RECEIVE_WINDOW
 from pslite.protocol.surveys import ANSWER_S, FRESH_S, MAX_ASKERS

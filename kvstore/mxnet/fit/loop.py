@@ -29,7 +29,7 @@ from kvstore.mxnet.io import NDArrayIter
 from kvstore.mxnet.metric import Accuracy, BatchResult, EvalMetric
 from kvstore.mxnet.metric.base import on_host
 from kvstore.stores.dist.progress import note_step
-from kvstore.stores.sharding import as_int
+from kvstore.stores.samples import as_int
 from pslite.errors import UsageError
 
 Callback = Callable[[Progress], Any]

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from kvstore.arrays import Array
 from kvstore.errors import ArgumentTypeError
 from kvstore.mxnet.metric import EvalMetric
-from kvstore.stores.sharding import deal_out as deal_out
-from kvstore.stores.sharding import shard as shard
+from kvstore.stores.samples import deal_out as deal_out
+from kvstore.stores.samples import shard as shard
 from pslite.errors import UsageError
 
 HostArray = NDArray[Any]

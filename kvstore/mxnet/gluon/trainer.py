@@ -17,7 +17,13 @@ import numpy as np
 
 from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.keys import Key
-from kvstore.checkpoint.values import Content, FilePath, SavedPiece, SavedStates, write_states
+from kvstore.checkpoint.optimizer_states import (
+    Content,
+    FilePath,
+    SavedPiece,
+    SavedStates,
+    write_states,
+)
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.mxnet.gluon.consistency import (
     Factors,

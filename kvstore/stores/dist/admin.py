@@ -24,8 +24,8 @@ import numpy as np
 from kvstore.arrays.keys import Key, Keys, KeySpec, UpdateFunction
 from kvstore.checkpoint.atomic import checked_path
 from kvstore.checkpoint.directory import CheckpointReader, write_checkpoint
+from kvstore.checkpoint.optimizer_states import Content, SavedPiece, SavedStates, write_states
 from kvstore.checkpoint.residuals import path_beside_states, path_in_checkpoint
-from kvstore.checkpoint.values import Content, SavedPiece, SavedStates, write_states
 from kvstore.compression import Compression
 from kvstore.errors import NotSupportedError, OptimizerNotSet
 from kvstore.optimizer.base import Number, Optimizer

@@ -4,7 +4,7 @@ Values and optimizer states are the servers'. The worker that has the file asks 
 them over, piece by piece; so no node holds more of a model than its share and some pieces. Rows of
 row-sparse keys are sorted by id in files, whatever the number of servers.
 Residuals of compression are each worker's own. On the caller's thread, which waits. Read next:
-``checkpoint/values.py`` for the files, ``control_client.py`` for what is asked.
+``checkpoint/optimizer_states.py`` for the files, ``control_client.py`` for what is asked.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 
 from kvstore.arrays.keys import Key
 from kvstore.checkpoint.directory import CheckpointReader
+from kvstore.checkpoint.optimizer_states import Content, SavedPiece, SavedStates
 from kvstore.checkpoint.residuals import read_store_residuals, remove_beyond, save_store_residuals
-from kvstore.checkpoint.values import Content, SavedPiece, SavedStates
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import state_dtypes
 from kvstore.protocol.requests import KeyEntry

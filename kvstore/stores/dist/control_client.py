@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from kvstore.arrays.keys import Key, KeySpec, width_of
-from kvstore.checkpoint.values import SavedPiece
+from kvstore.checkpoint.optimizer_states import SavedPiece
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.serialize import from_plain
 from kvstore.optimizer.states import state_dtypes
-from kvstore.protocol.layout import message_bytes
+from kvstore.protocol.placement import message_bytes
 from kvstore.protocol.requests import (
     DIRECTORY_APP,
     STORE_APP,

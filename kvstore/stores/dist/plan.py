@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.protocol.layout import message_bytes, most_group_bytes
+from kvstore.protocol.placement import message_bytes, most_group_bytes
 from kvstore.protocol.requests import KeyEntry, PartEntry
 from pslite import Config
 from pslite.ids import Role, node_id

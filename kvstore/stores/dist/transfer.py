@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from kvstore.arrays.keys import Key
 from kvstore.errors import UnknownKeyError
-from kvstore.protocol.layout import message_bytes
+from kvstore.protocol.placement import message_bytes
 from kvstore.protocol.requests import KeyEntry
 from kvstore.stores.arguments import ByKeys, KeyList
 from kvstore.stores.base import Version

@@ -1,7 +1,7 @@
 """Save and load the values and states of a store in one process.
 
 Row-sparse keys are written with the rows that are there. The store's lock guards everything
-here. Read next: ``checkpoint/values.py``.
+here. Read next: ``checkpoint/optimizer_states.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvstore.arrays import adapter_for, adapter_on
 from kvstore.arrays.cpu.sums import Flat
 from kvstore.arrays.keys import Key
 from kvstore.checkpoint.directory import CheckpointReader
-from kvstore.checkpoint.values import Content, SavedPiece, SavedStates
+from kvstore.checkpoint.optimizer_states import Content, SavedPiece, SavedStates
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import create_state, has_master, restored
 from kvstore.sparse.array import RowSparseArray

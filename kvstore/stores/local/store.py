@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 from kvstore.arrays.keys import Key, Keys, UpdateFunction, Values
 from kvstore.checkpoint.atomic import read_bytes, write_bytes
 from kvstore.checkpoint.directory import CheckpointReader, write_checkpoint
+from kvstore.checkpoint.optimizer_states import SavedStates, write_states
 from kvstore.checkpoint.residuals import (
     path_beside_states,
     path_in_checkpoint,
     read_store_residuals,
     save_store_residuals,
 )
-from kvstore.checkpoint.values import SavedStates, write_states
 from kvstore.compression import Compression
 from kvstore.errors import ArgumentTypeError, OptimizerNotSet
 from kvstore.optimizer.base import Optimizer

@@ -25,12 +25,12 @@ from pslite.van.base import Received, VanEvent, size_of
 from pslite.van.cutting import Reassembly, cut, is_piece
 from pslite.van.zmq.accepted import MAX_FURTHER, further_routing_id
 from pslite.van.zmq.addresses import Endpoint, HostAddresses
+from pslite.van.zmq.authentication import Doors
 from pslite.van.zmq.flows import Silence, flow_state, in_transit
 from pslite.van.zmq.sockets import (
     BROKEN_OFF,
     REFUSED_KEY,
     WRONG_PROTOCOL,
-    Doors,
     Socket,
     SocketMaker,
     close_watched,

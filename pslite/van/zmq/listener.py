@@ -22,6 +22,7 @@ from pslite.van.base import Disconnected, Received, TurnedAway, VanEvent, size_o
 from pslite.van.cutting import PIECE_BYTES, Reassembly, cut, is_piece
 from pslite.van.zmq.accepted import AcceptedConnections, over_their_share, split_routing_id
 from pslite.van.zmq.addresses import bind_problem, listening_endpoint, resolve, without_key
+from pslite.van.zmq.authentication import Doors
 from pslite.van.zmq.flows import Silence, end_flow, flow_cookie, flow_state, in_transit
 from pslite.van.zmq.sockets import (
     ANOTHER_CURVE_KEY,
@@ -29,7 +30,6 @@ from pslite.van.zmq.sockets import (
     BROKEN_OFF,
     LOOPBACK_BUFFER_BYTES,
     WRONG_PROTOCOL,
-    Doors,
     Socket,
     close_watched,
     has_more,

@@ -50,12 +50,13 @@ from pslite.van.base import (
 from pslite.van.cutting import PIECE_BYTES
 from pslite.van.zmq.accepted import make_routing_id
 from pslite.van.zmq.addresses import HostAddresses, check_bind_address, parse_address
+from pslite.van.zmq.authentication import Doors, ZapDoor
 from pslite.van.zmq.dealer import LinkNeeds, Reader
 from pslite.van.zmq.flows import counts_bytes
 from pslite.van.zmq.link import MESSAGES_PER_POLL, Link
 from pslite.van.zmq.listener import OTHER_KEY, ROUTER_EVENTS, Listener, listen
 from pslite.van.zmq.pipes import Pipes
-from pslite.van.zmq.sockets import Doors, Socket, SocketMaker, ZapDoor, close_watched
+from pslite.van.zmq.sockets import Socket, SocketMaker, close_watched
 
 SPREAD_BYTES = 64 << 10
 """Messages of this many bytes take turns where a peer has several connections."""

@@ -18,7 +18,7 @@ from kvstore import optimizer
 from kvstore.arrays.keys import KeySpec
 from kvstore.checkpoint import directory as checkpoint
 from kvstore.checkpoint.directory import CLAIM, MANIFEST, CheckpointReader, write_checkpoint
-from kvstore.checkpoint.values import Content, SavedPiece
+from kvstore.checkpoint.optimizer_states import Content, SavedPiece
 from kvstore.errors import CheckpointError
 from kvstore.mxnet.model import load_checkpoint, save_checkpoint
 from kvstore.stores.base import KVStore

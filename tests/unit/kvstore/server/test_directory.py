@@ -13,7 +13,7 @@ import pytest
 from kvstore import optimizer as optimizers
 from kvstore.arrays import keys
 from kvstore.optimizer.serialize import from_plain, to_plain
-from kvstore.protocol.layout import chunk_ranges
+from kvstore.protocol.placement import chunk_ranges
 from kvstore.protocol.requests import (
     CLOSING,
     DIRECTORY_APP,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.protocol.layout import chunk_ranges
+from kvstore.protocol.placement import chunk_ranges
 from kvstore.protocol.requests import KeyEntry, PartEntry
 from kvstore.stores.base import KeySpec
 from kvstore.stores.dist.plan import (

@@ -7,7 +7,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pslite.van.zmq.sockets import DOMAIN, ENDPOINT, Credentials, ZapDoor, answer
+from pslite.van.zmq.authentication import DOMAIN, ENDPOINT, Credentials, ZapDoor, answer
 
 TOKEN = b"0123456789abcdef"
 PLAIN = Credentials(b"PLAIN", (b"pslite", TOKEN))

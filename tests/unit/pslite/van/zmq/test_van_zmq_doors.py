@@ -17,8 +17,8 @@ from pslite.security import Mechanism, Proofs, derive
 from pslite.van.base import MAX_FRAMES, Connected, Denied, TurnedAway, Van, VanEvent
 from pslite.van.zmq import link
 from pslite.van.zmq.accepted import make_routing_id
+from pslite.van.zmq.authentication import Doors
 from pslite.van.zmq.listener import OTHER_KEY, OTHER_MECHANISM, TAKEN_NAME, Strangers
-from pslite.van.zmq.sockets import Doors
 from pslite.van.zmq.van import ZmqVan
 
 HOST = "127.0.0.1"

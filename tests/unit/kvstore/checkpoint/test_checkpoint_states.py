@@ -15,8 +15,8 @@ import kvstore
 from kvstore import optimizer
 from kvstore.arrays.keys import KeySpec
 from kvstore.checkpoint.directory import MANIFEST, CheckpointReader, write_checkpoint
+from kvstore.checkpoint.optimizer_states import Content, SavedPiece, SavedStates, write_states
 from kvstore.checkpoint.safetensors import TensorReader, TensorWriter
-from kvstore.checkpoint.values import Content, SavedPiece, SavedStates, write_states
 from kvstore.errors import CheckpointError, OptimizerNotSet
 from kvstore.optimizer.states import state_dtypes
 

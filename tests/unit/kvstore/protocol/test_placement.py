@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.protocol.layout import chunk_ranges, place
+from kvstore.protocol.placement import chunk_ranges, place
 from kvstore.server.shares import server_shares
 
 MIB = 1 << 20

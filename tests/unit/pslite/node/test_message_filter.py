@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pslite.ids import NodeInfo
-from pslite.node import admission as gate_module
-from pslite.node.admission import EARLY, OUT_OF_ROLE, SENDERS, UNLISTED, Admission
+from pslite.node import message_filter as gate_module
 from pslite.node.links import Delivery
+from pslite.node.message_filter import EARLY, OUT_OF_ROLE, SENDERS, UNLISTED, Admission
 from pslite.wire.messages import (
     ALL_MESSAGES,
     BarrierLeave,

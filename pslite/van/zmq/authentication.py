@@ -1,0 +1,160 @@
+"""Check the job's key when a node connects: PLAIN and CURVE, and the questions of libzmq.
+
+libzmq asks (ZAP, RFC 27) before a connection that claims to know the job's key carries its first
+message. The van's own poll loop reads the questions (``ZapDoor``), on the owner's thread; a node
+too busy to answer lets its visitors wait, and they try again. Nothing that a question holds is
+trusted: whatever is not exactly as it must be is refused, and nothing raises.
+Read next: ``listener.py``; ``pslite/security.py`` derives the secrets.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Sequence
+
+import zmq
+from zmq.utils import z85
+
+from pslite.errors import ConfigError
+from pslite.security import Mechanism, Proofs
+
+CURVE_OVERHEAD_BYTES = 64
+"""A frame under CURVE is longer than its content by 33 bytes, and MAXMSGSIZE counts them."""
+USER = b"pslite"
+
+ENDPOINT = "inproc://zeromq.zap.01"
+"""Where libzmq asks who may connect (ZAP, RFC 27)."""
+DOMAIN = b"pslite"
+VERSION = b"1.0"
+ACCEPT = (b"200", b"OK")
+DENY = (b"400", b"the key differs")
+CANNOT = (b"500", b"this is not a request of RFC 27")
+_HEAD_FRAMES = 6  # version, request id, domain, address, identity, mechanism; then credentials
+_MAX_ID_BYTES = 255
+
+_Options = Sequence[tuple[int, int | bytes]]
+_ZAP_OPTIONS: _Options = ((zmq.ZAP_DOMAIN, DOMAIN), (zmq.ZAP_ENFORCE_DOMAIN, 1))
+
+
+class Credentials:
+    """What a connection of one mechanism must present, to the last bit."""
+
+    __slots__ = ("_expected", "_mechanism")
+
+    def __init__(self, mechanism: bytes, expected: Sequence[bytes]) -> None:
+        self._mechanism = mechanism
+        self._expected = tuple(expected)
+
+    def match(self, mechanism: bytes, presented: Sequence[bytes]) -> bool:
+        """Return whether these are the expected ones, in constant time."""
+        if mechanism != self._mechanism or len(presented) != len(self._expected):
+            return False
+        matches = [
+            hmac.compare_digest(given, wanted)
+            for given, wanted in zip(presented, self._expected, strict=True)
+        ]
+        return all(matches)
+
+
+def answer(
+    question: Sequence[bytes], credentials: Credentials
+) -> tuple[list[bytes] | None, str | None]:
+    """Return the reply to a question, and the address of who was turned away.
+
+    Frames as RFC 27 numbers them, without the routing frames of ROUTER. There is no reply to a
+    question without a request id: there is no telling what it belongs to.
+    """
+    if len(question) < 2 or not 0 < len(question[1]) <= _MAX_ID_BYTES:
+        return None, None
+    denied: str | None = None
+    if len(question) < _HEAD_FRAMES or question[0] != VERSION or question[2] != DOMAIN:
+        code, text = CANNOT
+    elif credentials.match(question[5], question[6:]):
+        code, text = ACCEPT
+    else:
+        code, text = DENY
+        denied = question[3].decode("ascii", "replace")[:64]
+    user_id, metadata = (b"node", b"") if code == ACCEPT[0] else (b"", b"")
+    return [VERSION, question[1], code, text, user_id, metadata], denied
+
+
+class ZapDoor:
+    """The socket that answers. ``denied`` is called with the address of each that was refused."""
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], credentials: Credentials, denied: Callable[[str], None]
+    ) -> None:
+        """Bind ``socket``, a ROUTER without limits, and own it."""
+        self.socket = socket
+        self._credentials = credentials
+        self._denied = denied
+        socket.bind(ENDPOINT)
+
+    def read(self, _events: object, limit: int) -> None:
+        """Answer up to ``limit`` questions."""
+        for _ in range(limit):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            # Before the question: who asks (a frame of ROUTER), and an empty delimiter.
+            if len(frames) < 2 or frames[1]:
+                continue
+            reply, refused = answer(frames[2:], self._credentials)
+            if reply is not None:
+                # Dropped by ROUTER where the asking connection is over.
+                self.socket.send_multipart([frames[0], b"", *reply], zmq.NOBLOCK)
+            if refused is not None:
+                self._denied(refused)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+
+class Doors:
+    """The options by which the two ends of a connection prove that they know the job's key."""
+
+    def __init__(self, mechanism: Mechanism | None, uid: str) -> None:
+        self.uid = uid
+        self.credentials: Credentials | None = None
+        self.overhead_bytes = 0
+        self.listening: _Options = ()
+        self.proofs: Proofs | None = None
+        """What both ends show before they are heard, where the mechanism alone is not enough."""
+        self._connecting: _Options = ()
+        self.description = "no job key"
+        if mechanism is None:
+            return
+        self.description = f"PS_SECURITY={mechanism.name}"
+        if mechanism.name == "plain":
+            self.proofs = Proofs(mechanism.secret)
+            self.credentials = Credentials(b"PLAIN", (USER, self.proofs.password(uid)))
+            self.listening = (*_ZAP_OPTIONS, (zmq.PLAIN_SERVER, 1))
+        else:
+            self._use_curve(mechanism.secret)
+
+    def connecting(self, peer: str) -> _Options:
+        """Return the options of a socket that connects to the node with this uid."""
+        if self.proofs is None:
+            return self._connecting
+        password = self.proofs.password(peer)
+        return ((zmq.PLAIN_USERNAME, USER), (zmq.PLAIN_PASSWORD, password))
+
+    def _use_curve(self, secret: bytes) -> None:
+        """Use one pair of keys for the whole job: who has it may listen and connect."""
+        if not zmq.has("curve"):
+            raise ConfigError(
+                "PS_SECURITY=curve needs a libzmq that was built with CURVE, and the one of this "
+                "pyzmq was not: install pyzmq from its wheel (pip install pyzmq), or, on one host "
+                "or a trusted network, set PS_SECURITY=plain on all nodes"
+            )
+        private = z85.encode(secret)
+        public = zmq.curve_public(private)
+        self.credentials = Credentials(b"CURVE", (z85.decode(public),))
+        self.overhead_bytes = CURVE_OVERHEAD_BYTES
+        self.listening = (*_ZAP_OPTIONS, (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, private))
+        self._connecting = (
+            (zmq.CURVE_SERVERKEY, public),
+            (zmq.CURVE_PUBLICKEY, public),
+            (zmq.CURVE_SECRETKEY, private),
+        )
