@@ -4,7 +4,7 @@ The one file that imports the client, and only when a cluster is wanted: the imp
 and writing manifests needs none. Context and namespace are looked up once, so switching them
 elsewhere while a job runs does not affect it. Answers are parsed JSON with the names of the
 Kubernetes API reference, because the client's own classes differ from version to version. Any
-thread may call. Used by ``run.py``, ``follow.py`` and ``kvstore/status``.
+thread may call. Used by ``run.py``, ``follow.py`` and ``kvstore/status.py``.
 """
 
 from __future__ import annotations
