@@ -268,7 +268,7 @@ SPARSE: dict[str, tuple[Misuse, type[Exception], str]] = {
     "an array that does not fit the ids": (
         lambda kv: kv.row_sparse_pull("w", out=np.zeros(3), row_ids=[1, 2]),
         ValueMismatchError,
-        "2 rows",
+        r"ids of shape \(2,\) need",
     ),
     "more sets of ids than arrays": (
         lambda kv: kv.row_sparse_pull("w", out=[ROWS], row_ids=[np.arange(2), np.arange(3)]),

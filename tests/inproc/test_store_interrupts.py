@@ -17,7 +17,8 @@ from cluster import LIMIT_S
 from workers import Workers
 
 import kvstore
-import kvstore.server
+import kvstore.server.app
+import kvstore.server.directory
 from kvstore.errors import CheckpointError, UnknownKeyError
 from kvstore.mxnet import nd
 from kvstore.server.app import ServerStores
@@ -164,8 +165,8 @@ def test_a_store_that_all_have_closed_leaves_nothing_behind_on_any_node(
 ) -> None:
     """Also when it is closed while its keys are still being made."""
     made: list[Any] = []
-    monkeypatch.setattr(kvstore.server, "ServerStores", _keeping(made, ServerStores))
-    monkeypatch.setattr(kvstore.server, "Directory", _keeping(made, Directory))
+    monkeypatch.setattr(kvstore.server.app, "ServerStores", _keeping(made, ServerStores))
+    monkeypatch.setattr(kvstore.server.directory, "Directory", _keeping(made, Directory))
     with Workers("dist_sync") as workers:
 
         def script(kv: KVStore) -> None:
