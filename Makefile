@@ -3,8 +3,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Tests are spread over so many processes; one more than two cores, since many only wait.
-JOBS ?= 3
+# Tests are spread over so many processes; twice two cores, since many only wait.
+JOBS ?= 4
 PYTEST_ARGS ?=
 # For test-launchers: which (tests/launchers/run --list), all of them when empty.
 LAUNCHERS ?=
