@@ -49,6 +49,7 @@ DEVELOPMENT = [
     "matplotlib>=3.8",
     "cloudpickle>=3.0",  # lambdas and notebooks' functions for kvstore.run
     "safetensors>=0.4.5",  # reads what our own writer has written, and the other way round
+    "expecttest>=0.2",  # which PyTorch's own tests need (tests/frameworks)
     "kubernetes>=29.0",  # the client, which asks a server that the tests start
 ]
 
@@ -84,6 +85,7 @@ KERNELS = Extension(
 setup(
     version=version(),
     packages=find_packages(include=["kvstore", "kvstore.*", "pslite", "pslite.*"]),
+    py_modules=["kvstore_torch_autoload"],
     ext_modules=[KERNELS],
     package_data={"kvstore": ["py.typed"], "kvstore.arrays.cpu": ["*.pyi"], "pslite": ["py.typed"]},
     install_requires=REQUIREMENTS,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # what is imported on first use, for type checkers and editor
     from kvstore.arrays.context import current_context as current_context
     from kvstore.arrays.context import gpu as gpu
     from kvstore.arrays.context import num_gpus as num_gpus
+    from kvstore.frameworks import torch as torch
     from kvstore.kvstore import create as create
     from kvstore.launch.run import LocalCluster as LocalCluster
     from kvstore.launch.run import run as run
@@ -82,6 +83,7 @@ _PUBLIC = {
     "opt": "kvstore.optimizer",
     "random": "kvstore.mxnet.random",
     "rnd": "kvstore.mxnet.random",
+    "torch": "kvstore.frameworks.torch",
     "training": "kvstore.mxnet.fit.network",
 }
 
@@ -106,7 +108,7 @@ _MEMBERS = {
 __all__ = [
     "__version__",
     *_OWN,
-    *(name for name in _PUBLIC if name not in ("base", "training")),
+    *(name for name in _PUBLIC if name not in ("base", "torch", "training")),
     *_MEMBERS,
 ]
 
@@ -131,7 +133,7 @@ if not TYPE_CHECKING:  # a checker that saw this would take every name, misspelt
 
 
 class _PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Lets users import names of ``_PUBLIC``: ``kvstore.gluon`` is ``kvstore.mxnet.gluon``.
+    """Import finder for names of ``_PUBLIC``: ``kvstore.gluon`` is ``kvstore.mxnet.gluon``.
 
     Both names give the same module object, also for the modules within.
     """
@@ -154,13 +156,13 @@ class _PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """The import system has just given the module this finder's spec: give its own back."""
+        """Return the spec that the import system has just given to this finder."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
 
 class _Absent:
-    """Asked last for a module: says what to use instead of one that only MXNet has."""
+    """The last import finder: it names an alternative for a module that only MXNet has."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
@@ -172,6 +174,6 @@ class _Absent:
                 raise ModuleNotFoundError(sentence(package, own), name=name)
 
 
-if str(_Absent) not in map(str, sys.meta_path):  # as when this is loaded anew
+if str(_Absent) not in map(str, sys.meta_path):  # as when this is loaded again
     sys.meta_path.insert(0, _PublicNames())
     sys.meta_path.append(_Absent)

@@ -1,4 +1,4 @@
-"""The command ``kvstore``, also ``python -m kvstore``: one door to all that can be typed.
+"""The command ``kvstore`` (also ``python -m kvstore``) with its subcommands.
 
 Each subcommand is imported when it is asked for and reads its own arguments. The old names
 (``kvstore-launch``, ``python -m kvstore.status``, ``python -m kvstore.bench``) do the same.

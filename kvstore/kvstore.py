@@ -72,7 +72,8 @@ def create(name: str = "local", **options: Any) -> KVStore:
         return create_dist(canonical, given, serve=_serve, **options)
     if options:
         raise ArgumentTypeError(
-            f"a {given} store takes no options, got {', '.join(sorted(options))}"
+            f"a {given} store does not take options, got {', '.join(sorted(options))}; leave "
+            "them out"
         )
     if canonical == "device":
         from kvstore.stores.local.device import DeviceKVStore

@@ -59,22 +59,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--key-file",
         metavar="FILE",
-        help="the job's key (default: that of PS_JOB_KEY_FILE, or of your job)",
+        help="file with the job's key (default: PS_JOB_KEY_FILE, or the key of your job)",
     )
     parser.add_argument(
         "--security",
         choices=("plain", "curve"),
-        help="what the job uses its key for (default: PS_SECURITY, or else curve)",
+        help="the job's PS_SECURITY (default: PS_SECURITY, or curve)",
     )
     parser.add_argument(
-        "--kubernetes", action="store_true", help="ask a job in the present cluster"
+        "--kubernetes", action="store_true", help="ask a job in the current Kubernetes cluster"
     )
     parser.add_argument(
-        "--namespace", metavar="NAME", help="its namespace (default: the context's)"
+        "--namespace",
+        metavar="NAME",
+        help="its Kubernetes namespace (default: that of the context)",
     )
     shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--json", action="store_true", help="as JSON, with --watch one line each")
-    shape.add_argument("--line", action="store_true", help="the job in one line")
+    shape.add_argument(
+        "--json", action="store_true", help="print JSON, with --watch one line each time"
+    )
+    shape.add_argument("--line", action="store_true", help="print one line")
     parser.add_argument(
         "--watch",
         nargs="?",
@@ -148,7 +152,7 @@ def _said(error: Exception, code: int) -> int:
 
 
 def _job(options: argparse.Namespace) -> tuple[str | None, Config]:
-    """Whom to ask, and with which key. Raises ``ConfigError``, and ``DeadlineError`` for no job.
+    """Return whom to ask, and the key. Raises ``ConfigError``, ``DeadlineError``.
 
     Where no key is given, a job that the launcher runs here for this user is asked with its own.
     """
@@ -171,15 +175,17 @@ def _job(options: argparse.Namespace) -> tuple[str | None, Config]:
 
 
 def _only_address() -> str:
-    """That of the one job of this user."""
+    """Return the address of this user's only job."""
     addresses = [job.address for job in running_jobs()]
     if len(addresses) > 1:
-        raise ConfigError(f"you run {len(addresses)} jobs, say which: {', '.join(addresses)}")
+        raise ConfigError(
+            f"you run {len(addresses)} jobs; name the scheduler of one: {', '.join(addresses)}"
+        )
     if not addresses:
         raise DeadlineError(
-            f"no job that kvstore-launch runs for you was found below {tempfile.gettempdir()} "
-            f"(TMPDIR), nor below {shared_directory()} ({SHARED_NAME}); name "
-            "its scheduler as HOST:PORT, or add --kubernetes where it runs there"
+            "found no job of yours that kvstore-launch started, neither in "
+            f"{tempfile.gettempdir()} (TMPDIR) nor in {shared_directory()} ({SHARED_NAME}); name "
+            "its scheduler as HOST:PORT, or add --kubernetes if it runs there"
         )
     return addresses[0]
 
@@ -243,7 +249,7 @@ def rates(node: NodeStatus, before: Survey | None) -> tuple[float | None, ...]:
 
 
 def summarise(survey: Survey) -> Summary:
-    """The job in a few numbers."""
+    """Return the job in a few numbers."""
     workers = [node for node in survey.nodes if node.role == "worker"]
     found = [progress for _, progress in _trained(workers)]
     return Summary(
@@ -267,7 +273,7 @@ def _trained(workers: Sequence[NodeStatus]) -> list[tuple[NodeStatus, Progressed
 
 
 def _slowest(workers: Sequence[NodeStatus]) -> str:
-    """Who is silent while others are not; else who is behind; else who waits least for others."""
+    """Return the node that is silent, else behind, else waits least for others."""
     silent = [node for node in workers if node.state == "silent"]
     if silent and len(workers) > 1:
         return max(silent, key=lambda node: node.silent_s).name
@@ -287,7 +293,7 @@ def _slowest(workers: Sequence[NodeStatus]) -> str:
 
 
 def as_line(summary: Summary) -> str:
-    """The job in one line of some 80 characters."""
+    """Return the job in one line of some 80 characters."""
     parts = [f"{summary.workers_up}/{summary.num_workers} workers"]
     if summary.state != "running":
         parts.append(summary.state)
@@ -306,7 +312,7 @@ def as_line(summary: Summary) -> str:
 
 
 def as_table(survey: Survey, before: Survey | None) -> str:
-    """The job as text of several lines; the last one ends without a line end."""
+    """Return the job as text of several lines; the last one ends without a line end."""
     sections = [_headline(survey), _grid(_NODE_HEAD, [_row(n, before) for n in survey.nodes], 2)]
     workers = [node for node in survey.nodes if node.role == "worker"]
     trained = _trained(workers)
@@ -405,7 +411,7 @@ def _remarks(survey: Survey) -> list[str]:
 
 
 def as_json(survey: Survey, before: Survey | None) -> dict[str, Any]:
-    """The job as plain data: all fields of the survey, with rates and a summary."""
+    """Return the job as plain data: all fields of the survey, with rates and a summary."""
     fields: dict[str, Any] = _plain(survey)
     for node, shown in zip(survey.nodes, fields["nodes"], strict=True):
         if shown["report"] is not None:
@@ -424,7 +430,7 @@ def _plain(value: Any) -> Any:
 
 
 def _bytes(count: float | None) -> str:
-    """``1.5 MB``: three digits, by powers of 1000."""
+    """Format bytes as ``1.5 MB``: three digits, by powers of 1000."""
     if count is None:
         return ""
     unit = 0
@@ -435,7 +441,7 @@ def _bytes(count: float | None) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, and all of them above."""
+    """Format a number with three digits, or all of them above that."""
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{digits}f}"
 
@@ -445,7 +451,7 @@ def _share(share: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """``12 s``, ``3:05 min`` or ``2:03:59 h``."""
+    """Format seconds as ``12 s``, ``3:05 min`` or ``2:03:59 h``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

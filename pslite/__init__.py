@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from pslite.apps.kv_sum import SumHandle
     from pslite.apps.observer import Observer, ask_status
     from pslite.apps.simple_app import SimpleApp, SimpleData
+    from pslite.collective.communicator import Communicator
+    from pslite.collective.mailbox import ReceivedArray
+    from pslite.collective.server import CollectiveServer
     from pslite.config import Config
     from pslite.future import Future
     from pslite.ids import ALL_GROUP, SCHEDULER_GROUP, SERVER_GROUP, WORKER_GROUP, NodeInfo, Role
@@ -34,37 +37,33 @@ if TYPE_CHECKING:
     from pslite.node.start import start
     from pslite.wire.survey import Survey
 
-_HOMES = {
-    "ALL_GROUP": "ids",
-    "SCHEDULER_GROUP": "ids",
-    "SERVER_GROUP": "ids",
-    "WORKER_GROUP": "ids",
-    "Config": "config",
-    "Future": "future",
-    "Incoming": "node.customer",
-    "KVMeta": "apps.kv_app",
-    "KVPairs": "apps.kv_pairs",
-    "KVServer": "apps.kv_app",
-    "KVWorker": "apps.kv_app",
-    "NodeInfo": "ids",
-    "Observer": "apps.observer",
-    "Postoffice": "node.postoffice",
-    "Reply": "node.customer",
-    "Role": "ids",
-    "SimpleApp": "apps.simple_app",
-    "SimpleData": "apps.simple_app",
-    "SumHandle": "apps.kv_sum",
-    "Survey": "wire.survey",
-    "ask_status": "apps.observer",
-    "start": "node.start",
+_NAMES = {
+    "collective.communicator": "Communicator",
+    "collective.server": "CollectiveServer",
+    "apps.kv_app": "KVMeta KVServer KVWorker",
+    "apps.kv_pairs": "KVPairs",
+    "apps.kv_sum": "SumHandle",
+    "collective.mailbox": "ReceivedArray",
+    "apps.observer": "Observer ask_status",
+    "apps.simple_app": "SimpleApp SimpleData",
+    "config": "Config",
+    "future": "Future",
+    "ids": "ALL_GROUP NodeInfo Role SCHEDULER_GROUP SERVER_GROUP WORKER_GROUP",
+    "node.customer": "Incoming Reply",
+    "node.postoffice": "Postoffice",
+    "node.start": "start",
+    "wire.survey": "Survey",
 }
-"""Public name -> the module that it lives in."""
+"""Module -> the public names that live in it."""
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "ALL_GROUP",
     "SCHEDULER_GROUP",
     "SERVER_GROUP",
     "WORKER_GROUP",
+    "CollectiveServer",
+    "Communicator",
     "Config",
     "Future",
     "Incoming",
@@ -75,6 +74,7 @@ __all__ = [
     "NodeInfo",
     "Observer",
     "Postoffice",
+    "ReceivedArray",
     "Reply",
     "Role",
     "SimpleApp",

@@ -12,16 +12,14 @@ import dataclasses
 import difflib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pslite.errors import ConfigError
-from pslite.ids import Role
 
 MIB = 1 << 20
 SECURITY_NAMES = ("plain", "curve")
-PLACEMENT_NAMES = ("network", "equal")
 LONGEST_S = 1e9
 """Thirty years: what a setting of ``inf`` comes to."""
 MAX_CONNECTIONS = 16
@@ -34,7 +32,7 @@ _MAX_NAME = 512
 def _flag(text: str) -> bool:
     word = text.strip().lower()
     if word not in _YES + _NO:
-        raise ValueError(f"{text!r} is neither yes nor no")
+        raise ValueError(f"{text!r} is neither 1 nor 0")
     return word in _YES
 
 
@@ -46,15 +44,16 @@ def _setting(
     above: float | None = None,
     least: float | None = None,
     most: float | None = None,
+    choices: Sequence[str] = (),
     parse: Callable[[str], Any] | None = None,
 ) -> Any:
-    """Declare a field: its name in the environment, what it means, and its range.
+    """Declare a field: its name in the environment, what it means, and its range or choices.
 
     Without ``parse``, a text is read as what the default is (``None``: as an integer).
     """
     if parse is None:
         parse = _flag if isinstance(default, bool) else int if default is None else type(default)
-    limits = {"above": above, "least": least, "most": most}
+    limits = {"above": above, "least": least, "most": most, "choices": choices}
     return field(default=default, metadata={"name": name, "parse": parse, "help": text, **limits})
 
 
@@ -62,19 +61,25 @@ def _setting(
 class Config:
     """Settings of one node. Every field can be given as an argument of ``from_env``."""
 
-    role: str = _setting("DMLC_ROLE", "worker", "worker, server or scheduler")
+    role: str = _setting(
+        "DMLC_ROLE",
+        "worker",
+        "worker, server or scheduler",
+        choices=("worker", "server", "scheduler"),
+    )
     num_workers: int = _setting(
-        "DMLC_NUM_WORKER", 0, "how many workers the job has", least=0, most=65_536
+        "DMLC_NUM_WORKER", 0, "number of workers of the job", least=0, most=65_536
     )
     num_servers: int = _setting(
-        "DMLC_NUM_SERVER", 0, "how many servers the job has", least=0, most=65_536
+        "DMLC_NUM_SERVER", 0, "number of servers of the job", least=0, most=65_536
     )
     root_uri: str = _setting("DMLC_PS_ROOT_URI", "", "host or address of the scheduler")
     root_port: int = _setting("DMLC_PS_ROOT_PORT", 0, "port of the scheduler", least=0, most=65_535)
     task_id: int | None = _setting(
         "DMLC_TASK_ID",
         None,
-        "wanted rank within the role; else order of registration",
+        "requested rank within the role; by default, nodes get ranks in the order in which they "
+        "register",
         least=0,
         most=65_535,
     )
@@ -87,9 +92,9 @@ class Config:
     machine: str = _setting(
         "PS_MACHINE",
         "",
-        "name of the machine whose network connection this node uses, where that cannot be found "
-        "out (containers of one host): nodes with equal names share one; losses are then noticed "
-        "by connections only. By default the identity of the running kernel",
+        "name of the machine that this node runs on, for containers of one host: nodes with "
+        "equal names share one network connection, and losses are then detected by connections "
+        "only. By default the identity of the running kernel",
     )
     port: int = _setting(
         "PORT", 0, "port that this node binds; 0 takes a free one", least=0, most=65_535
@@ -98,35 +103,44 @@ class Config:
         "DMLC_USE_KUBERNETES", False, "1: the scheduler binds every interface (0.0.0.0)"
     )
     van_type: str = _setting(
-        "DMLC_PS_VAN_TYPE", "zmq", "zmq; p3 is accepted and the same (priorities always work)"
+        "DMLC_PS_VAN_TYPE",
+        "zmq",
+        "zmq, or p3 as another name of it (priorities always work)",
+        choices=("zmq", "p3"),
     )
-    job_id: str = _setting("PS_JOB_ID", "", "job of this node; other jobs are refused")
+    job_id: str = _setting("PS_JOB_ID", "", "id of the job; messages of other jobs are rejected")
     listen_fd: int | None = _setting(
-        "PS_LISTEN_FD", None, "inherited listening socket that the scheduler adopts", most=2**31 - 1
+        "PS_LISTEN_FD",
+        None,
+        "file descriptor of an inherited listening socket, for the scheduler",
+        most=2**31 - 1,
     )
     job_key_file: str = _setting(
         "PS_JOB_KEY_FILE",
         "",
-        "file with the job's key, readable by its owner only; without one a node serves loopback "
-        "addresses only (security.md)",
+        "file with the job's key, readable by its owner only; without a key a node accepts only "
+        "connections from its own machine (security.md)",
     )
     job_key_fd: int | None = _setting(
         "PS_JOB_KEY_FD",
         None,
-        "inherited descriptor to read the job's key from, to its end",
+        "inherited file descriptor from which the job's key is read",
         most=2**31 - 1,
     )
     security: str = _setting(
         "PS_SECURITY",
         "",
-        "what the key is used for: plain (authentication, for one host or a trusted network) or "
-        "curve (and encryption); where there is a key, the default is curve",
+        "use of the key: plain (authentication only, for one host or a trusted network) or "
+        "curve (authentication and encryption); the default with a key is curve",
+        choices=SECURITY_NAMES,
     )
-    verbose: int = _setting("PS_VERBOSE", 0, "1 prints connections, 2 every message as well")
+    verbose: int = _setting(
+        "PS_VERBOSE", 0, "1 prints connections; 2 prints connections and all messages"
+    )
     heartbeat_interval_s: float = _setting(
         "PS_HEARTBEAT_INTERVAL",
         2.0,
-        "seconds between signs of life; 0: none, and stalls are not noticed",
+        "seconds between heartbeats; 0: no heartbeats, and stalls are not detected",
         least=0,
     )
     heartbeat_timeout_s: float = _setting(
@@ -136,56 +150,62 @@ class Config:
         least=0,
     )
     rendezvous_timeout_s: float = _setting(
-        "PS_RENDEZVOUS_TIMEOUT", 60.0, "seconds that nodes wait for each other at start", above=0
+        "PS_RENDEZVOUS_TIMEOUT",
+        60.0,
+        "seconds that nodes wait for each other at the start",
+        above=0,
     )
     roster_interval_s: float = _setting(
-        "PS_ROSTER_INTERVAL", 5.0, "seconds between lines that say who is missing", above=0
+        "PS_ROSTER_INTERVAL", 5.0, "seconds between log lines that name the missing nodes", above=0
     )
     lost_after_s: float = _setting(
         "PS_LOST_AFTER",
         5.0,
-        "seconds without a connection after which a node is lost. A process that is stopped as a "
-        "whole (Ctrl-Z, a debugger, a paused container) has none after about 5 s: what is set for "
-        "all nodes here is how much longer it is waited for",
+        "seconds without a connection after which a node is lost. A stopped process (Ctrl-Z, a "
+        "debugger, a paused container) loses its connections after about 5 s; raise this value "
+        "on all nodes to wait longer for it",
         above=0,
     )
     stall_report_s: float = _setting(
         "PS_STALL_REPORT",
         10.0,
-        "seconds after which a wait is reported, and a node that is connected and silent because "
-        "something holds its interpreter",
+        "seconds after which a wait is reported, and a node that is connected but silent "
+        "because its interpreter is busy",
         above=0,
     )
     stall_timeout_s: float = _setting(
         "PS_STALL_TIMEOUT",
         0.0,
-        "seconds after which a wait for other nodes ends with an error that says who is missing; "
-        "0: it has no end of its own",
+        "seconds after which a wait for other nodes ends with an error that names the missing "
+        "nodes; 0: no limit",
         least=0,
     )
     close_timeout_s: float = _setting(
         "PS_CLOSE_TIMEOUT",
         60.0,
-        "seconds for which a node that ends waits for peers that accept nothing of what it has "
-        "sent, before it gives that up with an error; time in which anything moves does not count. "
-        "inf: no limit",
+        "seconds that a closing node waits while its peers accept none of its sent messages; "
+        "then it drops them and reports an error. Time with progress does not count. inf: no "
+        "limit",
         above=0,
     )
     resend_timeout_s: float = _setting(
         "PS_RESEND_TIMEOUT",
         2.0,
-        "milliseconds after which what was not accepted is sent again (doubled each time)",
+        "milliseconds after which a message that was not accepted is sent again (doubled each "
+        "time)",
         above=0,
         parse=lambda text: float(text) / 1000.0,
     )
     drop_percent: float = _setting(
-        "PS_DROP_MSG", 0.0, "percent of received messages to drop, to test with", least=0, most=100
+        "PS_DROP_MSG", 0.0, "percentage of received messages to drop, for tests", least=0, most=100
     )
-    shm: bool = _setting("PS_SHM", True, "0: processes of one machine use TCP only, as others do")
+    shm: bool = _setting(
+        "PS_SHM", True, "0: processes of one machine use TCP instead of shared memory"
+    )
     shm_bytes: int = _setting(
         "PS_SHM_BYTES",
         0,
-        "bytes of memory that a node shares at most; what is beyond travels by TCP. 0: no limit",
+        "most bytes of shared memory of a node; larger values travel by TCP. 0: no limit",
         least=0,
         most=2**62,
     )
@@ -195,19 +215,21 @@ class Config:
     credit_bytes: int = _setting(
         "PS_CREDIT_BYTES",
         64 * MIB,
-        "bytes per server that may be under way, not yet accepted",
+        "most bytes in flight to one server (sent and not yet accepted)",
         most=2**62,
     )
     connections: int = _setting(
         "PS_CONNECTIONS",
         1,
-        "TCP connections between a worker and a server of another machine, 1 to 16: more than one "
-        "where the network gives a single flow less than all (`python -m kvstore.bench` finds out)",
+        "TCP connections between a worker and a server of another machine, 1 to 16: use more if "
+        "one connection does not fill the network (`python -m kvstore.bench` tells)",
+        above=0,
+        most=MAX_CONNECTIONS,
     )
     round_window: int = _setting(
         "PS_ROUND_WINDOW",
         2,
-        "rounds that a worker may push ahead of the open one",
+        "rounds that a worker may push ahead of the open round",
         least=0,
         most=1_000_000,
     )
@@ -219,8 +241,23 @@ class Config:
     placement: str = _setting(
         "KVSTORE_PLACEMENT",
         "network",
-        "network: servers get shares that keep the busiest machine's network traffic least; equal: "
-        "all servers get the same share (set it for the scheduler, which decides)",
+        "network: choose the servers' shares to minimise the network traffic of the busiest "
+        "machine; equal: give all servers equal shares (set it for the scheduler, which decides)",
+        choices=("network", "equal"),
+    )
+    torch_servers: int = _setting(
+        "KVSTORE_TORCH_SERVERS",
+        0,
+        "how many servers a PyTorch process group starts that others start (torchrun, mp.spawn); "
+        "0: one on each host",
+        least=0,
+        most=65_536,
+    )
+    torch_replaces: str = _setting(
+        "KVSTORE_TORCH_REPLACES",
+        "",
+        "names of torch.distributed backends, separated by commas (gloo,mpi), in whose place "
+        "`kvstore` is used; read when PyTorch is imported",
     )
     pool_threads: int = _setting(
         "PS_POOL_THREADS", 2, "threads that add and update on servers", above=0, most=1024
@@ -228,15 +265,15 @@ class Config:
     reduction_threads: int = _setting(
         "MXNET_KVSTORE_REDUCTION_NTHREADS",
         0,
-        "threads that add and update in `local` and `device` stores, the caller's among them; 0: "
-        "as many as there are cores for this process, at most 8",
+        "threads that add and update in `local` and `device` stores, including the caller's; 0: "
+        "one for each core of this process, at most 8",
         least=0,
         most=1024,
     )
     native: bool = _setting(
         "KVSTORE_NATIVE",
         True,
-        "0: add and update with NumPy also where the compiled kernels are; the bits are the same",
+        "0: use NumPy instead of the compiled kernels; the results are equal bit for bit",
     )
     max_message_bytes: int = _setting(
         "PS_MAX_MESSAGE_BYTES", 256 * MIB, "largest message that a node receives", most=2**40
@@ -244,8 +281,8 @@ class Config:
     stranger_bytes: int = _setting(
         "PS_STRANGER_BYTES",
         64 * MIB,
-        "bytes of memory that connections may fill together before they have shown that they know "
-        "the job's key; those that send most are ended first",
+        "most bytes of memory for all connections that have not yet proved that they know the "
+        "job's key; the largest are closed first",
         above=0,
         most=2**62,
     )
@@ -274,7 +311,7 @@ class Config:
         remarks = unknown_names(mapping)
         if config.verbose:
             remarks += [
-                f"the setting {name} has no effect here: {reason}"
+                f"the setting {name} has no effect: {reason}"
                 for name, reason in WITHOUT_EFFECT.items()
                 if mapping.get(name, "") != ""
             ]
@@ -290,7 +327,7 @@ class Config:
         (setting,) = (field for field in dataclasses.fields(cls) if field.name == name)
         text = mapping.get(setting.metadata["name"], "")
         value: Any = setting.default if text == "" else _parse(setting, text)
-        _check_range(setting, value)
+        _check_value(setting, value)
         return value
 
     def __post_init__(self) -> None:
@@ -302,24 +339,15 @@ class Config:
     def _check_ranges(self) -> None:
         """Raise ``ConfigError`` for numbers that no node could work with."""
         for setting in dataclasses.fields(self):
-            _check_range(setting, getattr(self, setting.name))
+            _check_value(setting, getattr(self, setting.name))
 
     def checked(self) -> Config:
         """Check ranges and what fields say together; return this value."""
         self._check_ranges()
-        if self.role not in {role.value for role in Role}:
-            raise ConfigError(f"DMLC_ROLE is {self.role!r}; it must be worker, server or scheduler")
         if self.heartbeat_timeout_s > 0 and self.heartbeat_interval_s == 0:
             raise ConfigError(
-                "PS_HEARTBEAT_TIMEOUT needs signs of life: set PS_HEARTBEAT_INTERVAL above 0"
+                "PS_HEARTBEAT_TIMEOUT needs heartbeats; set PS_HEARTBEAT_INTERVAL to more than 0"
             )
-        if self.security not in ("", *SECURITY_NAMES):
-            raise ConfigError(
-                f"PS_SECURITY is {self.security!r}; it must be {' or '.join(SECURITY_NAMES)}"
-            )
-        if self.placement not in PLACEMENT_NAMES:
-            names = " or ".join(PLACEMENT_NAMES)
-            raise ConfigError(f"KVSTORE_PLACEMENT is {self.placement!r}; it must be {names}")
         if len(self.machine) > _MAX_NAME or not self.machine.isprintable():
             raise ConfigError(
                 f"PS_MACHINE must be printable and have at most {_MAX_NAME} characters, got "
@@ -332,15 +360,9 @@ class Config:
             )
         if self.chunk_bytes < 64 or self.credit_bytes < self.chunk_bytes:
             raise ConfigError(
-                "PS_CHUNK_BYTES must be >= 64 and PS_CREDIT_BYTES at least as large, got "
-                f"{self.chunk_bytes} and {self.credit_bytes}"
+                "PS_CHUNK_BYTES must be at least 64 and PS_CREDIT_BYTES at least "
+                f"PS_CHUNK_BYTES, got {self.chunk_bytes} and {self.credit_bytes}"
             )
-        if not 1 <= self.connections <= MAX_CONNECTIONS:
-            raise ConfigError(
-                f"PS_CONNECTIONS must be from 1 to {MAX_CONNECTIONS}, got {self.connections}"
-            )
-        if self.van_type not in ("zmq", "p3"):
-            raise ConfigError(f"DMLC_PS_VAN_TYPE is {self.van_type!r}; this build has zmq (and p3)")
         return self
 
     @property
@@ -360,19 +382,21 @@ class Config:
             missing.append("DMLC_PS_ROOT_PORT")
         if missing:
             raise ConfigError(
-                f"a distributed store needs {', '.join(missing)}; start the job with "
-                "tools/launch.py (kvstore-launch), which sets them, or export them yourself"
+                f"a distributed store needs the environment variables {', '.join(missing)}; "
+                "start the job with kvstore-launch (tools/launch.py), which sets them, or "
+                "export them"
             )
         if self.security and not self.job_key_file and self.job_key_fd is None:
             raise ConfigError(
-                f"PS_SECURITY={self.security} needs a job key: set PS_JOB_KEY_FILE as well"
+                f"PS_SECURITY={self.security} needs a job key; set PS_JOB_KEY_FILE too"
             )
         return self
 
 
-def _check_range(setting: dataclasses.Field[Any], value: Any) -> None:
+def _check_value(setting: dataclasses.Field[Any], value: Any) -> None:
     """Raise ``ConfigError`` where a field may not have this value."""
-    above, least, most = (setting.metadata[limit] for limit in ("above", "least", "most"))
+    limits = ("above", "least", "most", "choices")
+    above, least, most, choices = map(setting.metadata.__getitem__, limits)
     expected = ""
     # "not >" rather than "<=", so that NaN is refused as well.
     if value is None:
@@ -383,6 +407,8 @@ def _check_range(setting: dataclasses.Field[Any], value: Any) -> None:
         expected = f"{least} or greater"
     elif most is not None and not value <= most:
         expected = f"at most {most}"
+    elif choices and value not in (*choices, setting.default):
+        value, expected = repr(value), " or ".join([", ".join(choices[:-1]), choices[-1]])
     if expected:
         raise ConfigError(f"{setting.metadata['name']} is {value}; it must be {expected}")
 
@@ -404,16 +430,16 @@ def _parse(setting: dataclasses.Field[Any], text: str) -> Any:
 #: How alike (``difflib``) a name must be to one of ours to be taken for it, misspelt.
 #: DMLC_PS_ROOT_URL is by 0.94 DMLC_PS_ROOT_URI; DMLC_NUM_ALL_WORKER, another's, by 0.88.
 _MISSPELT = 0.9
-_OWN_WAY = "stores share arrays out and add them up in a way of their own"
+_OWN_WAY = "stores choose by themselves how to split and add arrays"
 #: Names of the original that need no field, because they change nothing here -> why.
 WITHOUT_EFFECT = {
-    "DMLC_LOCAL": "processes of one host find their own way to exchange data",
-    "DMLC_PS_WATER_MARK": "credits bound what is under way (PS_CREDIT_BYTES)",
-    "MXNET_KVSTORE_BIGARRAY_BOUND": "arrays are cut by bytes (PS_CHUNK_BYTES)",
+    "DMLC_LOCAL": "processes of one host choose by themselves how to exchange data",
+    "DMLC_PS_WATER_MARK": "PS_CREDIT_BYTES limits the bytes in flight",
+    "MXNET_KVSTORE_BIGARRAY_BOUND": "PS_CHUNK_BYTES sets the size of the parts of an array",
     "MXNET_KVSTORE_DIST_ROW_SPARSE_VERBOSE": "PS_VERBOSE=2 shows all messages",
     "MXNET_KVSTORE_LOGTREE": _OWN_WAY,
     "MXNET_KVSTORE_SERIAL_PUSH": _OWN_WAY,
-    "MXNET_KVSTORE_SLICE_THRESHOLD": "arrays are cut by bytes (PS_CHUNK_BYTES)",
+    "MXNET_KVSTORE_SLICE_THRESHOLD": "PS_CHUNK_BYTES sets the size of the parts of an array",
     "MXNET_KVSTORE_TREE_ARRAY_BOUND": _OWN_WAY,
     "MXNET_KVSTORE_TREE_BACKTRACK": _OWN_WAY,
     "MXNET_KVSTORE_TREE_LINK_USAGE_PENALTY": _OWN_WAY,

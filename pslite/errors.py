@@ -1,10 +1,11 @@
-"""The errors of the runtime: one tree, so that one ``except`` catches what you mean.
+"""The errors of the runtime, as one tree of classes.
 
 ::
 
     PSError                     anything this project raises on purpose
     ├── UsageError              you misused it: the call, its arguments or the settings
     │   ├── ConfigError         a setting is missing, malformed or contradicts another
+    │   ├── MismatchError       ranks of a group make different calls; the text names two
     │   └── DeadlockError       workers wait for each other; the text names the call of each
     ├── PeerError               a peer misbehaved
     │   ├── ProtocolError       it sent something that the wire format does not allow
@@ -35,15 +36,19 @@ class ConfigError(UsageError, ValueError):
     """A setting is missing, malformed or contradicts another one."""
 
 
+class MismatchError(UsageError):
+    """Ranks of a group make different collective calls: each of these ends with this."""
+
+
 class DeadlockError(UsageError):
-    """All workers wait in calls that only they could end for each other: each ends with this.
+    """All workers wait for each other in calls that cannot end; each call raises this.
 
     The text names the call of every worker. What had been sent stays under way.
     """
 
 
 class PeerError(PSError):
-    """A peer did something that it must not do."""
+    """A peer violated the protocol."""
 
 
 class ProtocolError(PeerError):
@@ -51,7 +56,7 @@ class ProtocolError(PeerError):
 
 
 class RemoteError(PeerError):
-    """Code on a peer raised. ``kind`` is the name of the exception's class there."""
+    """Code on a peer raised an exception; ``kind`` is the name of its class."""
 
     def __init__(self, message: str, *, kind: str = "", where: str = "") -> None:
         super().__init__(message)
@@ -60,7 +65,7 @@ class RemoteError(PeerError):
 
 
 class NodeLostError(PSError):
-    """A node that was still needed is gone. ``role`` and ``rank`` name it."""
+    """A node that was still needed is lost. ``role`` and ``rank`` name it."""
 
     def __init__(self, message: str, *, role: str = "", rank: int = -1) -> None:
         super().__init__(message)
@@ -69,7 +74,7 @@ class NodeLostError(PSError):
 
 
 class DeadlineError(PSError, TimeoutError):
-    """Time is up. The message names who has not answered."""
+    """A call timed out. The message names the nodes that have not answered."""
 
 
 class ClosedError(PSError):
@@ -95,8 +100,8 @@ def check_unicode(what: str, text: str, error: type[UsageError] = UsageError) ->
         text.encode()
     except UnicodeEncodeError as found:
         raise error(
-            f"{what} must be valid Unicode, got {reprlib.repr(text)}: character {found.start} is "
-            f"{text[found.start]!r}, half a character (a lone surrogate); take it out"
+            f"{what} must be valid Unicode, got {reprlib.repr(text)}; remove the lone surrogate "
+            f"{text[found.start]!r} at position {found.start}"
         ) from None
     return text
 
@@ -109,14 +114,16 @@ def as_failure(error: BaseException) -> Exception:
     """
     if isinstance(error, Exception):
         return error
-    failure = RuntimeError(f"a thread of this node was to end by {type(error).__name__}: {error}")
+    failure = RuntimeError(f"a thread of this node ended with {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
 
 
-def lost_node(error: BaseException | None) -> tuple[str, int]:
-    """Return role and rank of the node whose loss an error is about, or ``("", -1)``."""
-    return (error.role, error.rank) if isinstance(error, NodeLostError) else ("", -1)
+def told(error: BaseException | None) -> tuple[str, str, str, int]:
+    """Return what messages tell of an error: kind, text, and the lost node's role and rank."""
+    kind, text = ("", "") if error is None else describe(error)
+    lost = (error.role, error.rank) if isinstance(error, NodeLostError) else ("", -1)
+    return kind, text, *lost
 
 
 def rebuild(kind: str, message: str, *, role: str = "", rank: int = -1) -> PSError:

@@ -1,4 +1,4 @@
-"""Futures: how a result of the I/O thread reaches the thread that waits for it.
+"""``Future``: passes a result from the I/O thread to the thread that waits for it.
 
 A future completes exactly once, with a value or an error; its creator sees to it that
 it does (``node/customer.py``, ``plane/worker.py``). Callbacks run on the completing thread,
@@ -20,7 +20,7 @@ U = TypeVar("U")
 
 
 class Future(Generic[T]):
-    """The result of a request that is under way."""
+    """The result of a request in flight."""
 
     # One condition serves all futures: waiters are few (usually one thread), and a lock a
     # future would cost more than it saves.
@@ -65,7 +65,7 @@ class Future(Generic[T]):
 
     @property
     def what(self) -> str:
-        """What is being waited for, and on whom."""
+        """The awaited event, and the nodes that are to answer."""
         return self.describe if isinstance(self.describe, str) else self.describe()
 
     def __repr__(self) -> str:
@@ -99,7 +99,7 @@ class Future(Generic[T]):
             with self._condition:
                 self._condition.wait_for(lambda: self._done, timeout_s)
         if not self._done:
-            raise DeadlineError(f"no answer within {timeout_s:g} s: {self.what}")
+            raise DeadlineError(f"timed out after {timeout_s:g} s waiting for {self.what}")
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[return-value]

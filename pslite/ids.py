@@ -24,7 +24,7 @@ ALL_GROUP = 7
 
 
 class Role(str, enum.Enum):
-    """What a process does in the cluster."""
+    """The role of a process in the cluster."""
 
     SCHEDULER = "scheduler"
     SERVER = "server"

@@ -1,4 +1,4 @@
-"""What a process may run out of: open files (RLIMIT_NOFILE), memory, threads. A leaf.
+"""Checks of a process's limits: open files (RLIMIT_NOFILE), memory, threads. A leaf.
 
 It is looked at before a node starts, so that the error says which limit to raise.
 
@@ -27,13 +27,13 @@ _SPARE_FILES = 40
 _FILES_PER_PEER = 8
 _PROBED_BYTES = 16 << 20
 _NO_MEMORY = (
-    "this process gets no more memory: raise its limit (ulimit -v, --memory= of a container), or "
-    "give it a machine with more"
+    "this process cannot get more memory; raise its limit (ulimit -v, --memory= of a "
+    "container), or use a machine with more memory"
 )
 
 
 class FilesNeeded(NamedTuple):
-    """Files that a node opens: without ``least`` it cannot work, ``usual`` is enough for all."""
+    """The number of files that a node opens: ``least`` is necessary, ``usual`` is enough."""
 
     least: int
     usual: int
@@ -77,8 +77,8 @@ def check_files(role: Role, num_workers: int, num_servers: int) -> str | None:
     if soft >= num_open + need.usual:
         return None
     text = (
-        f"a {role.value} of {num_workers + num_servers + 1} nodes opens up to {need.usual} files, "
-        f"and this process may open {max(soft - num_open, 0)} more: "
+        f"a {role.value} in a job of {num_workers + num_servers + 1} nodes opens up to "
+        f"{need.usual} files, but this process may open only {max(soft - num_open, 0)} more: "
         f"{_how_to_raise(num_open + need.usual)}"
     )
     if soft >= num_open + need.least:
@@ -92,7 +92,7 @@ def _how_to_raise(wanted: int) -> str:
     how = f"raise the limit with `ulimit -n {wanted}` before the start"
     if hard != resource.RLIM_INFINITY and hard < wanted:
         how += (
-            f" (the hard limit is {hard}: an administrator raises that, in limits.conf, "
+            f" (the hard limit is {hard}; ask an administrator to raise it in limits.conf, "
             "LimitNOFILE= of systemd, or --ulimit nofile= of a container)"
         )
     return f"RLIMIT_NOFILE is {soft}; {how}"
@@ -154,9 +154,9 @@ def check_threads(num_threads: int) -> None:
         raise ConfigError(_NO_MEMORY) from error
     except RuntimeError as error:
         raise ConfigError(
-            f"a node starts {num_threads} threads, and the system gave {len(started)}: raise the "
-            "limit of processes and threads (ulimit -u, pids.max of a container, TasksMax= of "
-            "systemd) or of address space (ulimit -v)"
+            f"a node needs {num_threads} threads, but only {len(started)} could be started; "
+            "raise the limit of processes and threads (ulimit -u, pids.max of a container, "
+            "TasksMax= of systemd) or of address space (ulimit -v)"
         ) from error
     finally:
         release.set()

@@ -1,4 +1,4 @@
-"""The key of a job: reading it, and what a connection's two ends derive from it. A leaf.
+"""The job's key: reading it, and deriving the keys of connections from it. A leaf.
 
 ``Proofs`` is what they show each other under PLAIN.
 
@@ -37,7 +37,7 @@ WHAT_TO_COMPARE = (
 
 @dataclass(frozen=True)
 class Mechanism:
-    """How the connections of a job are secured: the same on all of its nodes."""
+    """The security mechanism of a job's connections, the same on all nodes."""
 
     name: str
     """``plain`` (authentication) or ``curve`` (authentication and encryption)."""
@@ -61,7 +61,7 @@ def derive(key: bytes, name: str) -> Mechanism:
 
 
 class Proofs:
-    """What the two ends of a connection under PLAIN show each other (wire.md, section 13).
+    """The proofs of the two ends of a connection under PLAIN (wire.md, section 13).
 
     PLAIN alone has the visitor hand a password to any listener. So each listener has a password
     of its own, which opens no other door, and then both ends prove that they know the secret, the
@@ -147,9 +147,9 @@ def check_length(num_bytes: int, what: str) -> None:
     """Raise :class:`ConfigError` unless a key may have this many bytes."""
     if not MIN_KEY_BYTES <= num_bytes <= MAX_KEY_BYTES:
         raise ConfigError(
-            f"{what} has {'more than ' if num_bytes > MAX_KEY_BYTES else ''}"
-            f"{min(num_bytes, MAX_KEY_BYTES)} bytes; it must have {MIN_KEY_BYTES} to "
-            f"{MAX_KEY_BYTES}: {HOW_TO_MAKE_A_KEY}"
+            f"{what} must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, got "
+            f"{'more than ' if num_bytes > MAX_KEY_BYTES else ''}{min(num_bytes, MAX_KEY_BYTES)}; "
+            f"{HOW_TO_MAKE_A_KEY}"
         )
 
 
@@ -171,19 +171,18 @@ def _read_file(path: str, what: str) -> bytes:
 def _check_file(status: os.stat_result, path: str, what: str) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(
-            f"{what} is not a regular file: set PS_JOB_KEY_FILE to the job's key file, or "
+            f"{what} is not a regular file; set PS_JOB_KEY_FILE to the job's key file, or "
             f"{HOW_TO_MAKE_A_KEY}"
         )
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(
-            f"{what} belongs to user {status.st_uid}, who could change it; "
-            f"it must be yours: chown {os.geteuid()} {path}"
+            f"{what} must belong to you, but it belongs to user {status.st_uid}; run chown "
+            f"{os.geteuid()} {path}"
         )
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
-            f"{what} can be read or changed by others (its mode is "
-            f"{stat.S_IMODE(status.st_mode):04o}): chmod 600 {path}, and make a new key if others "
-            "may have seen this one"
+            f"other users can read or change {what} (mode {stat.S_IMODE(status.st_mode):04o}); "
+            f"run chmod 600 {path}, and make a new key if others may have read this one"
         )
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -59,12 +59,19 @@ THREAD_PREFIXES = ("pslite-", "kvstore-")
 # (kvstore/arrays/cpu/threads.py).
 LASTING_THREADS = "kvstore-core-"
 SEGMENT_PREFIX = "psl"
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = "/dev/shm"
 MANY_MODULES = 100
-# Started once by the standard library and meant to outlive whoever needed them.
-LASTING_CHILDREN = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+# Started once, by the standard library or by tests/process/forker.py, and meant to outlive whoever
+# needed them.
+LASTING_CHILDREN = (
+    b"multiprocessing.resource_tracker",
+    b"multiprocessing.forkserver",
+    b"prefork.py",
+)
 
 _contexts: weakref.WeakSet[zmq.Context[Any]] = weakref.WeakSet()
+#: Whether a descriptor of this process may be one of a shared-memory segment.
+_may_have_segments = True
 #: How many modules there were when what stays was last set aside.
 _num_modules = 0
 
@@ -82,6 +89,31 @@ def _record_contexts() -> None:
 
 
 _record_contexts()
+
+
+def _record_segments() -> None:
+    """Keep note of descriptors that may be shared memory: a look at all of them takes long."""
+
+    def note(name: str) -> None:
+        made: Callable[..., int] = getattr(os, name)
+
+        @wraps(made)
+        def noting(what: Any, *args: Any, **kwargs: Any) -> int:
+            global _may_have_segments
+            descriptor = made(what, *args, **kwargs)
+            # A peer's is opened through its process.
+            if name == "memfd_create" or str(what).startswith("/proc/"):
+                _may_have_segments = True
+            return descriptor
+
+        setattr(os, name, noting)
+
+    for name in "memfd_create", "open":
+        if hasattr(os, name):
+            note(name)
+
+
+_record_segments()
 
 
 def _threads() -> set[str]:
@@ -104,13 +136,21 @@ def _open_contexts() -> set[str]:
 
 def _child_processes() -> set[str]:
     found: set[str] = set()
-    for task in Path("/proc/self/task").glob("*/children"):
+    for task in _listed("/proc/self/task"):
         try:
-            pids = task.read_text().split()
+            with open(f"/proc/self/task/{task}/children", "rb", buffering=0) as file:
+                pids = file.read().decode().split()
         except OSError:  # the thread has just ended
             continue
         found.update(f"child process {pid}" for pid in pids if _is_alive(pid))
     return found
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:  # this system has none
+        return []
 
 
 def _is_alive(pid: str) -> bool:
@@ -124,18 +164,25 @@ def _is_alive(pid: str) -> bool:
 
 
 def _segments() -> set[str]:
-    found: set[str] = set()
-    if SHARED_MEMORY.is_dir():
-        names = (name for name in os.listdir(SHARED_MEMORY) if name.startswith(SEGMENT_PREFIX))
-        found.update(f"shared memory /dev/shm/{name}" for name in names)
-    for descriptor in os.listdir("/proc/self/fd") if Path("/proc/self/fd").is_dir() else ():
+    global _may_have_segments
+    named = {
+        f"shared memory {SHARED_MEMORY}/{name}"
+        for name in _listed(SHARED_MEMORY)
+        if name.startswith(SEGMENT_PREFIX)
+    }
+    if not _may_have_segments:
+        return named
+    _may_have_segments = False  # before the look, which another thread may overtake
+    found = set()
+    for descriptor in _listed("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
         except OSError:
             continue
         if target.startswith(f"/memfd:{SEGMENT_PREFIX}"):
             found.add(f"shared memory {target} at descriptor {descriptor}")
-    return found
+    _may_have_segments = _may_have_segments or bool(found)
+    return named | found
 
 
 def leaks() -> set[str]:
@@ -156,14 +203,36 @@ def _set_aside_what_stays() -> None:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A slow test says why ``make test`` may leave it out."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """A slow test says why ``make test`` may leave it out; tests that wait are spread."""
     for item in items:
         if any(not mark.kwargs.get("reason") for mark in item.iter_markers("slow")):
             raise pytest.UsageError(
                 f'{item.nodeid}: expected pytest.mark.slow(reason="..."), found a mark without a'
                 " reason; say why make test may leave the test to make test-slow"
             )
+    yield
+    items[:] = _spread(items)
+
+
+def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Put those that start processes evenly between the files of the others.
+
+    They mostly wait: at any time some of them run beside tests that compute, in each of the
+    processes of pytest-xdist, and they are not what is left in the end.
+    """
+    waiting = [item for item in items if item.get_closest_marker("process")]
+    computing = [item for item in items if not item.get_closest_marker("process")]
+    arranged: list[pytest.Item] = []
+    placed = 0
+    for number, item in enumerate(computing, start=1):
+        arranged.append(item)
+        if number == len(computing) or computing[number].path != item.path:
+            due = len(waiting) * number // len(computing)
+            arranged += waiting[placed:due]
+            placed = due
+    return arranged if computing else waiting
 
 
 def pytest_collection_finish() -> None:

@@ -79,7 +79,7 @@ class LastPush(NamedTuple):
 def run(directory: Path, kind: str, megabytes: float, paused_s: float | None = None) -> LastPush:
     """One job of real processes. With ``paused_s``, by shared memory and with a pause."""
     settings = {"PS_SHM": "0"} if paused_s is None else {}
-    job = Job(directory, 2, 2, settings)
+    job = Job(directory, 2, 2, settings, forks=False)  # the end of an interpreter is looked at
     try:
         _, servers = job.service()
         arguments = (kind, str(megabytes))

@@ -13,8 +13,8 @@ import numpy as np
 
 from kvstore.arrays import initializer
 from kvstore.optimizer import SGD
-from kvstore.tables.initial_rows import FirstValues
-from kvstore.tables.settings import TableSettings
+from kvstore.sparse.tables.initial_rows import FirstValues
+from kvstore.sparse.tables.settings import TableSettings
 
 DIM = 2
 RATE, MOMENTUM = 0.5, 0.5

@@ -31,6 +31,9 @@ _PHRASES = (
     r"\bof no use\b",
     r"\b[Ss]o many\b",
     r"\b[Nn]obody\b",
+    r"\bgoes? without\b",
+    r"\bthe like\b",
+    r"\bfrom [01] on\b",
 )
 PHRASE = re.compile("|".join(_PHRASES))
 

@@ -109,7 +109,7 @@ def check_prefix(args: argparse.Namespace, rank: int) -> None:
 
 
 def positive(text: str) -> int:
-    """A number from 1 on."""
+    """A number of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")

@@ -49,7 +49,7 @@ _registered: dict[type, Adapter] = {}
 
 
 class Adapter(Protocol):
-    """What a store needs of an array library. Shapes are any; dtypes are those of the array.
+    """The operations that a store needs from an array library.
 
     A caller's array is looked at through its adapter only: ``array.dtype`` of a tensor is
     not a dtype of NumPy. ``dtype`` is the first call for a caller's array and refuses what has no
@@ -60,64 +60,64 @@ class Adapter(Protocol):
     """
 
     def shape(self, array: Array) -> tuple[int, ...]:
-        """The array's shape."""
+        """Return the array's shape."""
 
     def dtype(self, array: Array) -> np.dtype[Any]:
-        """The array's dtype as NumPy's, in whatever byte order; it may be none for a store.
+        """Return the array's dtype as NumPy's, in whatever byte order; it may be none for a store.
 
         Raises ``ArgumentTypeError`` for an array of the library whose values cannot be had.
         """
 
     def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
-        """The array's own memory as flat, writable bytes, in the order of its elements.
+        """Return the array's own memory as flat, writable bytes, in the order of its elements.
 
         None unless values in native byte order may be written right there. The writer
         calls ``written`` afterwards.
         """
 
     def device_memory(self, array: Array) -> NativeArray | None:
-        """The array's own memory on a GPU as a C-contiguous CuPy array that may be written to.
+        """Return the array's memory on a GPU as a writable C-contiguous CuPy array.
 
         None unless elements lie there unchanged. The writer calls ``written`` afterwards.
         """
 
     def written(self, array: Array) -> None:
-        """What one of the two gave has been written to: tells the library, if it keeps count."""
+        """Tell the library, if it keeps count, that an array was written to."""
 
     def context(self, array: Array) -> Context:
-        """The device on which the array lives."""
+        """Return the device on which the array lives."""
 
     def on(self, context: Context) -> AbstractContextManager[None]:
-        """Inside the block the library works on ``context``; at the end that work is done."""
+        """Make the library work on ``context`` within the block; wait at its end."""
 
     def why_read_only(self, array: Array) -> str | None:
-        """None if elements of the array may be set; else why not and what to do, in words."""
+        """Return why elements of the array may not be set, and what to do, or None."""
 
     def view(self, array: Array) -> NativeArray:
-        """The values as NumPy's or CuPy's array, in the array's own memory where it can be."""
+        """Return the values as NumPy's or CuPy's array, without a copy where possible."""
 
     def to_host(self, array: Array) -> np.ndarray[Any, Any]:
-        """The values as a C-contiguous array in native byte order; no copy if it is one."""
+        """Return the values as a C-contiguous array in native byte order; no copy if it is one."""
 
     def from_host(self, host: np.ndarray[Any, Any], out: Array) -> None:
         """Set all of ``out`` to ``host`` (same shape), cast to ``out``'s dtype; any strides."""
 
     def assign(self, value: Array, out: Array) -> None:
-        """``from_host`` of a value of any library on any device."""
+        """Assign a value of any library on any device, as ``from_host`` does."""
 
     def to_context(self, array: Array, context: Context) -> NativeArray:
-        """The values on ``context``, which is of this library; no copy if they are there.
+        """Return the values on ``context``, which is of this library; no copy if they are there.
 
         ``array`` may belong to another library.
         """
 
     def copy(self, array: Array) -> NativeArray:
-        """A new C-contiguous array of the same dtype on the same device."""
+        """Return a new C-contiguous array of the same dtype on the same device."""
 
     def sum_in_order(
         self, arrays: Sequence[Array], context: Context, dtype: np.dtype[Any]
     ) -> NativeArray:
-        """A new array on ``context``: ((a0 + a1) + a2) + ..., cast to ``dtype`` at the end.
+        """Return a new array on ``context``: ((a0 + a1) + a2) + ..., cast to ``dtype`` at the end.
 
         The arrays share shape and dtype and may be of several libraries on several devices.
         float16 and bfloat16 are added in float32, everything else in its own dtype; the order
@@ -126,7 +126,7 @@ class Adapter(Protocol):
 
 
 class NativeAdapter:
-    """What NumPy's and CuPy's arrays say alike, as they are ndarrays both."""
+    """The part of the adapters that is the same for NumPy and CuPy arrays."""
 
     def shape(self, array: Array) -> tuple[int, ...]:
         return tuple(array.shape)
@@ -143,7 +143,7 @@ class NativeAdapter:
 
 
 def adapter_for(value: object) -> Adapter:
-    """The adapter of the library that ``value`` belongs to.
+    """Return the adapter of the library that ``value`` belongs to.
 
     Arrays of NumPy, CuPy, PyTorch and JAX are known by their classes; any other object must
     offer the buffer protocol, ``__array_interface__``, ``__cuda_array_interface__`` or DLPack.
@@ -155,7 +155,7 @@ def adapter_for(value: object) -> Adapter:
         return known
     if isinstance(value, np.ma.MaskedArray):
         raise ArgumentTypeError(
-            "a masked array would lose its mask; pass value.filled(...) instead"
+            "a store cannot keep the mask of a NumPy masked array; pass value.filled(...) instead"
         )
     for base in type(value).__mro__:
         if base in _registered:
@@ -171,8 +171,8 @@ def adapter_for(value: object) -> Adapter:
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     if hasattr(value, "named_parameters"):
         raise ArgumentTypeError(
-            f"a value must be an array, got the module {kind}; pass its parameters, each under a "
-            "key of its own: kv.init(*zip(*module.named_parameters()))"
+            f"a value must be an array, got the module {kind}; pass its parameters, with one key "
+            "for each: kv.init(*zip(*module.named_parameters()))"
         )
     raise ArgumentTypeError(
         f"a value must be an array of NumPy, CuPy, PyTorch or JAX, got {kind}; "
@@ -186,12 +186,12 @@ def register(kind: type, adapter: Adapter) -> None:
 
 
 def adapter_on(context: Context) -> Adapter:
-    """The adapter of the library that stores use on ``context``: NumPy's, or CuPy's on a GPU."""
+    """Return the adapter that stores use on ``context``: NumPy's, or CuPy's on a GPU."""
     return _adapter_of("numpy" if context.device_type == "cpu" else "cupy")
 
 
 def _library_of(kind: type) -> str | None:
-    """The library that arrays of this class belong to, by the names of its bases."""
+    """Return the library that arrays of this class belong to, by the names of its bases."""
     for base in kind.__mro__:
         package = _package_of(base)
         library = _LIBRARIES.get((package, base.__name__))

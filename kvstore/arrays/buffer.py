@@ -49,7 +49,7 @@ class NumpyAdapter(NativeAdapter):
     def why_read_only(self, array: Array) -> str | None:
         if array.flags.writeable:
             return None
-        return "NumPy may not write to its memory; pass a copy, numpy.array(value)"
+        return "NumPy cannot write to its memory; pass a copy, numpy.array(value)"
 
     def to_host(self, array: Array) -> np.ndarray[Any, Any]:
         # A subclass such as numpy.matrix reshapes in its own way, so it becomes a plain view.
@@ -85,7 +85,7 @@ class ViewAdapter(abc.ABC):
 
     @abc.abstractmethod
     def view(self, array: Array) -> NativeArray:
-        """The array as NumPy's or CuPy's."""
+        """Return the array as NumPy's or CuPy's."""
 
     def shape(self, array: Array) -> tuple[int, ...]:
         view = self.view(array)
@@ -160,7 +160,7 @@ class BufferAdapter(ViewAdapter):
         # Foreign code runs in there: it raises what it likes.
         except Exception as error:
             raise ArgumentTypeError(
-                f"the memory that {type(array).__qualname__} offers cannot be read as an array "
+                f"cannot read the memory of a {type(array).__qualname__} as an array "
                 f"({type(error).__name__}: {error}); pass a NumPy array of its values"
             ) from error
 
@@ -178,4 +178,7 @@ def _view(array: Any) -> NativeArray:
         return np.from_dlpack(array)
     if device in _CUDA_KINDS:
         return load_cupy().from_dlpack(array)
-    raise ArgumentTypeError(f"DLPack's device type {int(device)} is neither a CPU nor a CUDA GPU")
+    raise ArgumentTypeError(
+        f"an array must be on a CPU or a CUDA GPU, got DLPack device type {int(device)}; copy it "
+        "to the CPU first"
+    )

@@ -36,10 +36,12 @@ class Context:
             device_type = device_type.device_type
         if device_type not in _DEVICE_TYPES:
             raise ArgumentTypeError(
-                f"a device type is one of {', '.join(_DEVICE_TYPES)}, got {device_type!r}"
+                f"a device type must be one of {', '.join(_DEVICE_TYPES)}, got {device_type!r}"
             )
         if isinstance(device_id, bool) or not isinstance(device_id, int) or device_id < 0:
-            raise ArgumentTypeError(f"a device number is an int from 0 on, got {device_id!r}")
+            raise ArgumentTypeError(
+                f"a device number must be an int of at least 0, got {device_id!r}"
+            )
         object.__setattr__(self, "device_type", device_type)
         object.__setattr__(self, "device_id", device_id)
 
@@ -72,18 +74,18 @@ _entered: ContextVar[tuple[Context, ...]] = ContextVar("entered", default=())
 
 
 def current_context() -> Context:
-    """The device of arrays that name none: of the innermost ``with``, else ``cpu(0)``."""
+    """Return the device of arrays that name none: of the innermost ``with``, else ``cpu(0)``."""
     entered = _entered.get()
     return entered[-1] if entered else Context("cpu", 0)
 
 
 def cpu(device_id: int = 0) -> Context:
-    """The host's memory."""
+    """Return the host's memory."""
     return Context("cpu", device_id)
 
 
 def gpu(device_id: int = 0) -> Context:
-    """The CUDA device with this number.
+    """Return the CUDA device with this number.
 
     Raises ``MissingDependencyError``, which says what to install, when CuPy is missing.
     Whether the device exists shows at its first use.
@@ -94,7 +96,7 @@ def gpu(device_id: int = 0) -> Context:
 
 
 def num_gpus() -> int:
-    """How many CUDA devices CuPy can use: 0 without CuPy, a driver or a device."""
+    """Return how many CUDA devices CuPy can use: 0 without CuPy, a driver or a device."""
     from kvstore.arrays.cupy import load
 
     try:

@@ -28,7 +28,7 @@ from kvstore.errors import MissingDependencyError
 
 
 def load() -> ModuleType:
-    """The module ``cupy``. Raises ``MissingDependencyError`` when it cannot be imported."""
+    """Return the module ``cupy``. Raises ``MissingDependencyError`` when it cannot be imported."""
     try:
         import cupy
     except ImportError as error:
@@ -41,7 +41,7 @@ def load() -> ModuleType:
 
 
 def contiguous(array: NativeArray) -> NativeArray:
-    """A CuPy array in C order, on its device: itself, or a new one that is there."""
+    """Return a CuPy array in C order, on its device: itself, or a new one that is there."""
     if array.flags.c_contiguous:
         return array
     cupy = load()
@@ -131,19 +131,19 @@ Rows = Sequence[Sequence[NativeArray]]
 
 @contextmanager
 def on_device(device: int) -> Iterator[None]:
-    """Inside the block this GPU is the thread's current one."""
+    """Make this GPU the thread's current one within the block."""
     with load().cuda.Device(device):
         yield
 
 
 def current_stream(device: int) -> Any:
-    """The calling thread's current stream of this GPU."""
+    """Return the calling thread's current stream of this GPU."""
     return load().cuda.get_current_stream(device)
 
 
 @functools.cache
 def own_stream(device: int, purpose: str) -> Any:
-    """The stores' own stream of this GPU for a purpose; nothing else is queued there."""
+    """Return the stores' own stream of this GPU for a purpose; nothing else is queued there."""
     with on_device(device):
         return load().cuda.Stream(non_blocking=True)
 
@@ -170,12 +170,12 @@ def _may_reach(device: int, peer: int) -> None:
 
 
 def addresses_of(rows: Sequence[Sequence[NativeArray]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Where each of these CuPy arrays begins; rows are of one length."""
+    """Return where each of these CuPy arrays begins; rows are of one length."""
     return np.array([[array.data.ptr for array in row] for row in rows], np.uint64)
 
 
 def near(array: Array, home: Context) -> NativeArray:
-    """A caller's array as a C-contiguous CuPy array: where it is, or on ``home`` from the host.
+    """Return a C-contiguous CuPy array, copied to ``home`` if it is on the host.
 
     The caller's own memory where it can be.
     """

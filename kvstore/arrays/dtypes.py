@@ -24,7 +24,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def bfloat16() -> np.dtype[Any]:
-    """The NumPy dtype of bfloat16: the upper half of a float32.
+    """Return the NumPy dtype of bfloat16: the upper half of a float32.
 
     Raises ``MissingDependencyError`` when ``ml_dtypes`` is not installed.
     """
@@ -40,7 +40,7 @@ def bfloat16() -> np.dtype[Any]:
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
-    """Whether ``dtype`` is ``ml_dtypes.bfloat16`` in native byte order; imports nothing."""
+    """Return whether ``dtype`` is ``ml_dtypes.bfloat16`` in native byte order; imports nothing."""
     kind = dtype.type
     return (
         dtype.kind == "V"
@@ -50,7 +50,7 @@ def is_bfloat16(dtype: np.dtype[Any]) -> bool:
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """Whether values of ``dtype`` are real floats, which optimizers can update.
+    """Return whether values of ``dtype`` are real floats, which optimizers can update.
 
     True for bfloat16 too, whose NumPy kind is not ``"f"``.
     """
@@ -58,7 +58,7 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def keeps_kind(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    """Whether values may be copied from ``source`` to ``target``: NumPy's rule ``same_kind``.
+    """Return whether NumPy's rule ``same_kind`` allows a copy to ``target``.
 
     Floats may lose digits but not become integers or bool; bfloat16 counts as a float of 16 bits.
     """
@@ -75,27 +75,28 @@ def check_dtype(dtype: np.dtype[Any]) -> None:
         return
     if dtype.type.__module__ == "ml_dtypes" and dtype.type.__name__ != _BFLOAT16:
         raise ArgumentTypeError(
-            f"arrays of dtype {dtype} cannot be stored: of the dtypes of ml_dtypes only bfloat16 "
-            "can; convert the values to it, to float16 or to an integer dtype"
+            f"a store cannot hold arrays of dtype {dtype}: bfloat16 is the only dtype of "
+            "ml_dtypes that it supports; convert the values to bfloat16, float16 or an integer "
+            "dtype"
         )
     raise ArgumentTypeError(
-        f"arrays of dtype {dtype} cannot be stored; "
-        "use bool or an integer, float (bfloat16 too) or complex dtype"
+        f"a store cannot hold arrays of dtype {dtype}; use bool, bfloat16 or a NumPy integer, "
+        "float or complex dtype"
     )
 
 
 def checked_dtype(dtype: object) -> np.dtype[Any]:
-    """The dtype that a caller names. Raises ``ArgumentTypeError`` if no store can hold it."""
+    """Return a caller's dtype. Raises ``ArgumentTypeError`` if no store can hold it."""
     try:
         found = bfloat16() if dtype == _BFLOAT16 else np.dtype(cast(Any, dtype))
     except TypeError:
-        raise ArgumentTypeError(f"{dtype!r} is not a dtype; use one such as 'float32'") from None
+        raise ArgumentTypeError(f"{dtype!r} is not a dtype; use a name such as 'float32'") from None
     check_dtype(found)
     return found
 
 
 def checked_shape(shape: object) -> tuple[int, ...]:
-    """A length, or several, as a tuple. Raises ``ArgumentTypeError``."""
+    """Return a length, or several, as a tuple. Raises ``ArgumentTypeError``."""
     try:
         lengths = (shape,) if isinstance(shape, str) else tuple(cast(Any, shape))
     except TypeError:
@@ -109,7 +110,7 @@ def checked_shape(shape: object) -> tuple[int, ...]:
 
 
 def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which values of ``dtype`` are added and updated.
+    """Return the dtype in which values of ``dtype`` are added and updated.
 
     float32 for float16 and bfloat16, for all others their own.
     """
@@ -117,7 +118,7 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:
-    """A dtype as text: byte order, kind and size (NumPy's array interface protocol).
+    """Return a dtype as text: byte order, kind and size (NumPy's array interface protocol).
 
     bfloat16 has no text of its own there, so it is ``"bfloat16"``.
     """
@@ -125,7 +126,7 @@ def dtype_text(dtype: np.dtype[Any]) -> str:
 
 
 def dtype_of(text: object) -> np.dtype[Any]:
-    """The dtype that ``dtype_text`` wrote.
+    """Return the dtype that ``dtype_text`` wrote.
 
     Raises:
         ProtocolError: a store cannot hold it.

@@ -46,7 +46,7 @@ ONES = ("gamma", "var")
 
 
 class _ByName:
-    """Sets what is not a weight by its name, and leaves weights to ``weight``.
+    """The base of initializers: biases, gammas and means get fixed values by their names.
 
     The base of initializers, one's own too: they override ``weight``, or MXNet's
     ``_init_weight(name, arr)``, which fills an ``mx.nd`` array.
@@ -60,7 +60,7 @@ class _ByName:
         return self.weight(name, shape, rng).astype(np.float32)
 
     def weight(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Values:
-        """New values of a weight."""
+        """Return new values of a weight."""
         from kvstore.mxnet import nd
 
         array = nd.zeros(shape)
@@ -80,7 +80,7 @@ Initializer = _ByName
 
 @dataclass(frozen=True)
 class Uniform(_ByName):
-    """From [-scale, scale)."""
+    """Uniform numbers from [-scale, scale)."""
 
     scale: float = 0.07
 
@@ -90,7 +90,7 @@ class Uniform(_ByName):
 
 @dataclass(frozen=True)
 class Normal(_ByName):
-    """Of mean 0 and standard deviation ``sigma``."""
+    """Normal numbers of mean 0 and standard deviation ``sigma``."""
 
     sigma: float = 0.01
 
@@ -100,7 +100,7 @@ class Normal(_ByName):
 
 @dataclass(frozen=True)
 class Constant(_ByName):
-    """All weights the same."""
+    """The same number for all weights."""
 
     value: float = 0.0
 
@@ -110,21 +110,21 @@ class Constant(_ByName):
 
 @dataclass(frozen=True)
 class Zero(Constant):
-    """All weights 0."""
+    """Zero for all weights."""
 
     value: float = field(default=0.0, init=False)
 
 
 @dataclass(frozen=True)
 class One(Constant):
-    """All weights 1."""
+    """One for all weights."""
 
     value: float = field(default=1.0, init=False)
 
 
 @dataclass(frozen=True)
 class Xavier(_ByName):
-    """Scaled by sqrt(magnitude / factor), from U(-scale, scale) or N(0, scale).
+    """Random numbers from U(-scale, scale) or N(0, scale), with scale = sqrt(magnitude / factor).
 
     factor is the number of inputs (``in``), of outputs (``out``) or their mean (``avg``) of one
     unit; a weight is (outputs, inputs, ...), and what follows multiplies both. Of Glorot and
@@ -137,14 +137,17 @@ class Xavier(_ByName):
 
     def __post_init__(self) -> None:
         if self.rnd_type not in ("uniform", "gaussian"):
-            raise ArgumentValueError(f"rnd_type is uniform or gaussian, got {self.rnd_type!r}")
+            raise ArgumentValueError(f"rnd_type must be uniform or gaussian, got {self.rnd_type!r}")
         if self.factor_type not in ("in", "out", "avg"):
-            raise ArgumentValueError(f"factor_type is in, out or avg, got {self.factor_type!r}")
+            raise ArgumentValueError(
+                f"factor_type must be in, out or avg, got {self.factor_type!r}"
+            )
 
     def weight(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Values:
         if len(shape) < 2:
             raise ArgumentValueError(
-                f"{name} has the shape {shape}; Xavier needs (outputs, inputs, ...)"
+                f"Xavier needs a parameter of shape (outputs, inputs, ...), but {name} has shape "
+                f"{shape}; use another initializer for it"
             )
         area = math.prod(shape[2:])
         inputs, outputs = shape[1] * area, shape[0] * area
@@ -162,7 +165,7 @@ def MSRAPrelu(factor_type: str = "avg", slope: float = 0.25) -> Xavier:  # noqa:
 
 @dataclass(frozen=True)
 class Orthogonal(_ByName):
-    """Orthonormal rows (or columns, if there are fewer) times ``scale`` (arXiv 1312.6120)."""
+    """Orthonormal rows (or columns, if fewer) times ``scale`` (arXiv 1312.6120)."""
 
     scale: float = 1.414
     rand_type: str = "uniform"
@@ -176,7 +179,7 @@ class Orthogonal(_ByName):
 
 @dataclass(frozen=True)
 class Mixed:
-    """For each parameter the initializer of the first pattern that matches from its name's start.
+    """The initializer of the first pattern that matches the start of a parameter's name.
 
     ``patterns`` are regular expressions, such as ``[".*gate_bias", ".*"]``, and ``initializers``
     as many initializers. Raises ``ArgumentValueError`` for other numbers of them, and where no
@@ -189,8 +192,8 @@ class Mixed:
     def __post_init__(self) -> None:
         if len(self.patterns) != len(self.initializers):
             raise ArgumentValueError(
-                f"as many patterns as initializers are needed, got {len(self.patterns)} and "
-                f"{len(self.initializers)}"
+                f"Mixed needs one initializer for each pattern, got {len(self.patterns)} "
+                f"patterns and {len(self.initializers)} initializers"
             )
 
     def __call__(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Values:
@@ -198,8 +201,8 @@ class Mixed:
             if re.match(pattern, name):
                 return chosen(name, shape, rng)
         raise ArgumentValueError(
-            f"no pattern matches the parameter {name!r}: {', '.join(self.patterns)}; "
-            "add '.*' as the last one"
+            f"no pattern matches the parameter {name!r} (patterns: {', '.join(self.patterns)}); "
+            "add '.*' as the last pattern"
         )
 
 
@@ -222,13 +225,13 @@ def register(klass: _Class) -> _Class:
     Raises ``ArgumentTypeError`` for what is not a class of initializers.
     """
     if not isinstance(klass, type):
-        raise ArgumentTypeError(f"register takes a class of initializers, got {klass!r}")
+        raise ArgumentTypeError(f"register needs a subclass of Initializer, got {klass!r}")
     _BY_NAME[klass.__name__.lower()] = klass
     return klass
 
 
 def create(name: str, **numbers: Any) -> Any:
-    """The initializer of this name, in any case. Raises ``ArgumentValueError``."""
+    """Return the initializer of this name, in any case. Raises ``ArgumentValueError``."""
     maker = _BY_NAME.get(name.lower())
     if maker is None:
         raise ArgumentValueError(f"no initializer is named {name!r}; known: {', '.join(_BY_NAME)}")

@@ -51,7 +51,7 @@ class JaxAdapter(ViewAdapter):
         return None
 
     def why_read_only(self, array: Array) -> str | None:
-        return "a JAX array never changes; pull without out, or pass a NumPy array as out"
+        return "a JAX array is immutable; pull without out, or pass a NumPy array as out"
 
     def to_host(self, array: Array) -> np.ndarray[Any, Any]:
         return adapter_on(_HOST).to_host(np.asarray(array))
@@ -63,8 +63,8 @@ def _check(array: Any) -> None:
 
     if isinstance(array, jax.core.Tracer):
         raise ArgumentTypeError(
-            "a traced JAX value is not known yet, within jax.jit, jax.grad or jax.vmap; call the "
-            "store outside of the function, or from one given to jax.experimental.io_callback"
+            "a store cannot read a traced JAX value (inside jax.jit, jax.grad or jax.vmap); "
+            "call the store outside the traced function, or through jax.experimental.io_callback"
         )
     if not isinstance(array, jax.Array):
         raise ArgumentTypeError(
@@ -72,22 +72,23 @@ def _check(array: Any) -> None:
         )
     if not isinstance(array.dtype, np.dtype):
         raise ArgumentTypeError(
-            f"a JAX array of {array.dtype} cannot be stored; for random keys, pass "
+            f"a store cannot hold a JAX array of dtype {array.dtype}; for random keys, pass "
             "jax.random.key_data(keys)"
         )
     if array.is_deleted():
         raise ArgumentTypeError(
-            "this JAX array is gone: it was deleted or donated (donate_argnums); pass another"
+            "this JAX array was deleted or donated (donate_argnums) and cannot be read; pass a "
+            "live array"
         )
     if not array.is_fully_addressable:
         raise ArgumentTypeError(
-            "this JAX array is spread over several processes; pass this process's part, one of "
-            "array.addressable_shards"
+            "this JAX array is sharded over several processes; pass one of this process's "
+            "shards, array.addressable_shards[i].data"
         )
 
 
 def _gpu_of(array: Any) -> int | None:
-    """The number of the CUDA device whose memory CuPy can look at, or None."""
+    """Return the number of the CUDA device whose memory CuPy can look at, or None."""
     if len(array.devices()) != 1 or is_bfloat16(array.dtype):
         return None
     if next(iter(array.devices())).platform == "cpu":

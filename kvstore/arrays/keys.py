@@ -1,4 +1,4 @@
-"""What a key of a store is: its name, its shape and dtype, and how often it was initialised.
+"""The name, the shape and dtype, and the generation (number of initialisations) of a key.
 
 Pure types, for stores, servers and files alike. The checks of what callers pass are in
 ``kvstore/stores/arguments.py``.
@@ -25,7 +25,7 @@ _MOST_DELETED = 1000
 
 
 class KeySpec(NamedTuple):
-    """What never changes about a key."""
+    """The shape and dtype of a key, which never change."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -48,12 +48,12 @@ class KeySpec(NamedTuple):
 
 
 def width_of(shape: tuple[int, ...]) -> int:
-    """How many numbers a row has."""
+    """Return how many numbers a row has."""
     return math.prod(shape[1:])
 
 
 class Generations:
-    """How often each key of a store was initialised, which ``delete`` does not forget at once.
+    """The number of initialisations of each key, also of recently deleted ones.
 
     Only the last deleted keys are remembered, since a script may make and delete keys in every
     step. A key deleted before those continues above the numbers of all that are forgotten.
@@ -68,17 +68,17 @@ class Generations:
         return len(self._present) + len(self._deleted)
 
     def following(self, key: Key) -> int:
-        """The number of the next ``init`` of this key, which is not there."""
+        """Return the number of the next ``init`` of this key, which is not there."""
         return self._deleted.get(key, self._most_forgotten) + 1
 
     def begin(self, key: Key) -> int:
-        """The key is there now; its number."""
+        """Record that ``key`` was initialized; return its generation."""
         number = self._present[key] = self.following(key)
         self._deleted.pop(key, None)
         return number
 
     def end(self, key: Key) -> None:
-        """The key is deleted."""
+        """Record that ``key`` was deleted; does nothing if it is not initialized."""
         number = self._present.pop(key, None)
         if number is None:
             return
@@ -88,7 +88,7 @@ class Generations:
             self._most_forgotten = max(self._most_forgotten, self._deleted.pop(oldest))
 
     def undo(self, key: Key) -> None:
-        """What was just ended never was: its values could not be made."""
+        """Forget the generation that was just ended: its values could not be made."""
         number = self._deleted.pop(key, 0)
         if number > 1:
             self._deleted[key] = number - 1

@@ -1,4 +1,4 @@
-"""Track the calls that still use an array's memory: what makes ``NDArray`` lazy.
+"""Tracking of the calls that still use an array's memory, for lazy ``NDArray`` objects.
 
 A store that returns before its work is done hands ``begin`` the future of that work. From then
 on every access to one of the arrays waits as long as it must: reading for the calls that write
@@ -32,7 +32,7 @@ _lock = threading.RLock()
 
 
 class Use:
-    """One call of a store, as the arrays see it that it works in."""
+    """One call of a store that reads or writes arrays."""
 
     __slots__ = ("__weakref__", "_failure", "_is_told", "_work", "_writes")
 
@@ -92,7 +92,7 @@ class Use:
         _unfinished.pop(self, None)
 
     def note_told(self) -> None:
-        """Somebody is given its error, so ``waitall`` need not raise it."""
+        """Record that a caller got the error, so ``waitall`` need not raise it."""
         with _lock:
             self._is_told = True
             _failed.discard(self)
@@ -119,7 +119,7 @@ class Use:
 
 
 class Uses:
-    """The calls that still work in one piece of memory, which an array shares with its views."""
+    """The unfinished calls that use one piece of memory, which an array shares with its views."""
 
     __slots__ = ("reads", "writes")
 
@@ -165,7 +165,7 @@ def begin(
     reads: Iterable[Uses] = (),
     wait: Wait = Future.result,
 ) -> None:
-    """A call has begun to write to, or to read from, the memory of these arrays.
+    """Record that a call has begun to write to, or read from, these arrays.
 
     ``future`` completes when the values are there (``writes``), or when what is read is not
     needed any more (``reads``); an error of it is raised where ``writes`` are accessed.

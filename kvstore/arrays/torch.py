@@ -114,14 +114,14 @@ class TorchAdapter(ViewAdapter):
 
 
 def tensor_of(host: np.ndarray[Any, Any]) -> Array:
-    """A new tensor on the CPU with a copy of the values."""
+    """Return a new tensor on the CPU with a copy of the values."""
     import torch
 
     return torch.from_numpy(np.array(host))
 
 
 def _plain(tensor: Any) -> Any:
-    """The tensor without its history and its subclass; shares memory and version."""
+    """Return the tensor without its history and its subclass; shares memory and version."""
     import torch
 
     kind = type(tensor)
@@ -129,8 +129,8 @@ def _plain(tensor: Any) -> Any:
         return tensor.detach()
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise _refused(
-            f"a {kind.__qualname__} keeps its values in its own format; "
-            "pass the torch.Tensor that holds them"
+            f"a {kind.__qualname__} stores its values in its own format; pass a plain "
+            "torch.Tensor with the values"
         )
     if torch.nn.parameter.is_lazy(tensor):
         raise _refused("a lazy parameter has no values yet; run the module once first")
@@ -144,44 +144,50 @@ def _check(plain: Any) -> None:
     import torch
 
     if plain.layout != torch.strided:
-        raise _refused(f"one of layout {plain.layout} is not dense; pass tensor.to_dense()")
+        raise _refused(f"its layout is {plain.layout}, which is not dense; pass tensor.to_dense()")
     if plain.is_nested:
-        raise _refused("a nested one has no single shape; pass its parts, tensor.unbind()")
+        raise _refused("a nested tensor does not have one shape; pass its parts, tensor.unbind()")
     if plain.is_quantized:
-        raise _refused("a quantised one has no plain numbers; pass tensor.dequantize()")
+        raise _refused("it is quantised; pass tensor.dequantize()")
     device = plain.device.type
     if device == "meta":
-        raise _refused("one on the device meta has no values; make it on the CPU or a GPU")
+        raise _refused(
+            "it is on the device meta, which holds no values; create it on the CPU or a GPU"
+        )
     if device not in ("cpu", "cuda"):
-        raise _refused(f"one on the device {device} is out of reach; pass tensor.cpu()")
+        raise _refused(
+            f"it is on the device {device}, which stores do not support; pass tensor.cpu()"
+        )
     name = str(plain.dtype)
     if name not in _DTYPES and name != _BFLOAT16:
-        raise _refused(f"{name} cannot be stored; convert it, such as tensor.to(torch.float32)")
+        raise _refused(
+            f"its dtype {name} is not supported; convert it, such as tensor.to(torch.float32)"
+        )
     try:
         plain.data_ptr()
     except RuntimeError as error:
         raise _refused(
-            "its values are not known here, such as within torch.vmap or torch.func.grad; "
-            "call the store outside"
+            "its values cannot be read inside torch.vmap or torch.func.grad; call the store "
+            "outside the transformed function"
         ) from error
 
 
 def _refused(reason: str) -> ArgumentTypeError:
-    return ArgumentTypeError(f"this tensor cannot be a value: {reason}")
+    return ArgumentTypeError(f"a store cannot read or write this tensor: {reason}")
 
 
 def _is_on_gpu(plain: Any) -> bool:
-    """Whether CuPy can look at it there; it knows no bfloat16."""
+    """Return whether CuPy can look at it there; it knows no bfloat16."""
     return plain.device.type == "cuda" and str(plain.dtype) != _BFLOAT16
 
 
 def _is_on_host(plain: Any) -> bool:
-    """Whether NumPy sees the tensor's own memory, its elements as they are."""
+    """Return whether NumPy sees the tensor's own memory, its elements as they are."""
     return plain.device.type == "cpu" and not (plain.is_conj() or plain.is_neg())
 
 
 def _as_numpy(plain: Any) -> np.ndarray[Any, Any]:
-    """A tensor on the CPU as an array; a copy only where its elements are not as they lie."""
+    """Return a CPU tensor as an array, copied only if NumPy cannot view it."""
     import torch
 
     resolved = plain.resolve_conj().resolve_neg()

@@ -1,4 +1,4 @@
-"""``kvstore bench``: what exchanges cost on your machines, in 20 seconds.
+"""``kvstore bench``: measure the cost of an exchange on your machines in 20 seconds.
 
 Run alone it starts jobs on this machine by the launcher (with and without shared memory, and with
 one server more) and says what it has found. Started by the launcher, as the workers' command of a
@@ -107,7 +107,7 @@ def _alternatives(found: Mapping[str, Any]) -> list[Alternative]:
 def measure(
     store_type: str, seconds: float, *, tries_connections: bool = False
 ) -> dict[str, Any] | None:
-    """Times of the cluster that this worker is in; all workers must call it.
+    """Measure the cluster that this worker is in; all workers must call it.
 
     Returns a description under ``setup`` and the milliseconds of each case under ``times_ms``
     (``estimate.costs_from`` says which) on rank 0, None on the others. Where there is TCP and
@@ -185,7 +185,7 @@ def _cases(store: Any) -> dict[str, Callable[[], object]]:
 
 
 def _time(exchange: Callable[[], object], store: Any, agreement: Any, budget_ms: float) -> float:
-    """The slowest worker's median of as many rounds as the budget allows, after two."""
+    """Return the slowest worker's median of as many rounds as the budget allows, after two."""
     _once_ms(exchange, store)
     first_ms = _slowest(agreement, _once_ms(exchange, store))
     rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_ms / max(first_ms, 1e-3))))
@@ -201,12 +201,12 @@ def _once_ms(exchange: Callable[[], object], store: Any) -> float:
 
 
 def _slowest(agreement: Any, milliseconds: float) -> float:
-    """The greatest of all workers' numbers, the same on each of them."""
+    """Return the greatest of all workers' numbers, the same on each of them."""
     return float(_all(agreement, milliseconds).max())
 
 
 def _all(agreement: Any, number: float) -> np.ndarray[Any, Any]:
-    """The numbers of all workers, by rank."""
+    """Return the numbers of all workers, by rank."""
     mine = np.zeros(agreement.num_workers)
     mine[agreement.rank] = number
     agreement.pushpull("ms", mine)
@@ -282,14 +282,28 @@ def _parser() -> argparse.ArgumentParser:
         "command of kvstore-launch, in that job. Then estimate a training step of a model.",
     )
     add = parser.add_argument
-    add("-n", "--num-workers", type=int, default=2, metavar="N", help="alone: workers (2)")
-    add("-s", "--num-servers", type=int, default=1, metavar="N", help="alone: servers (1)")
+    add(
+        "-n",
+        "--num-workers",
+        type=int,
+        default=2,
+        metavar="N",
+        help="number of workers, if it starts its own job (2)",
+    )
+    add(
+        "-s",
+        "--num-servers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of servers, if it starts its own job (1)",
+    )
     add("--kv-store", choices=("dist_sync", "dist_async"), default="dist_sync")
     add("--model", choices=sorted(MODELS), help="estimate a step of this model")
     add(
         "--shapes",
         metavar="FILE",
-        help="estimate for these tensors: one shape a line, such as 64, 3, 7, 7",
+        help="estimate for these tensors: one shape per line, such as 64, 3, 7, 7",
     )
     add("--parameters", type=int, metavar="N", help="estimate for N numbers ...")
     add("--tensors", type=int, metavar="N", help="... in N tensors")
@@ -299,13 +313,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model(options: argparse.Namespace) -> Model | None:
-    """The model that was asked for; None for none. Raises ArgumentValueError."""
+    """Return the model that was asked for; None for none. Raises ArgumentValueError."""
     counts = (options.parameters, options.tensors)
     asked = [options.model is not None, options.shapes is not None, counts != (None, None)]
     if sum(asked) > 1:
-        raise ArgumentValueError(
-            "give one of --model, --shapes, and --parameters with --tensors, not several"
-        )
+        raise ArgumentValueError("give only one of: --model, --shapes, --parameters with --tensors")
     if options.model is not None:
         return MODELS[options.model]
     if options.shapes is not None:
@@ -313,7 +325,9 @@ def _model(options: argparse.Namespace) -> Model | None:
     if counts == (None, None):
         return None
     if None in counts or min(counts) < 1:
-        raise ArgumentValueError("--parameters and --tensors belong together, each at least 1")
+        raise ArgumentValueError(
+            "--parameters and --tensors must be given together, each at least 1"
+        )
     return Model("your model", *counts)
 
 
@@ -321,9 +335,9 @@ def _text_of(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ArgumentValueError(f"{path} cannot be read: {error.strerror}") from None
+        raise ArgumentValueError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ArgumentValueError(f"{path} is not text; write one shape a line") from None
+        raise ArgumentValueError(f"{path} is not a text file; write one shape per line") from None
 
 
 def _seconds(text: str) -> float:
@@ -332,7 +346,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"a number of seconds greater than 0, not {text}")
+        raise argparse.ArgumentTypeError(f"expected a number of seconds greater than 0, got {text}")
     return seconds
 
 

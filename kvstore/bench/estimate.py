@@ -1,4 +1,4 @@
-"""What an exchange of a model costs, computed from a few measured times, and what would help.
+"""Estimate of the cost of a model's exchange from a few measured times, with advice.
 
 Pure: times in, numbers and sentences out; it measures nothing. The cost of an exchange (push of
 all gradients and pull of all weights by one call) is taken as a sum of three parts: one for the
@@ -27,7 +27,7 @@ WORTH_TELLING = 0.05
 
 @dataclass(frozen=True)
 class Model:
-    """What a training step exchanges: how many float32 numbers in how many tensors."""
+    """The size of a training step's exchange: number of float32 values and of tensors."""
 
     name: str
     parameters: int
@@ -53,7 +53,7 @@ MODELS = {
 
 
 def model_from_shapes(text: str, name: str) -> Model:
-    """A model from a text with one shape a line, such as ``64, 3, 7, 7`` or ``64x3x7x7``.
+    """Return a model from a text with one shape a line, such as ``64, 3, 7, 7`` or ``64x3x7x7``.
 
     Brackets around a shape, empty lines and what follows ``#`` do not count. Raises
     ``ArgumentValueError`` that names the line which is not a shape.
@@ -66,21 +66,20 @@ def model_from_shapes(text: str, name: str) -> Model:
         parts = re.split(r"\s*[,x]\s*|\s+", shape)
         if not all(part.isdecimal() for part in parts):
             raise ArgumentValueError(
-                f"line {number} of {name} is not a shape: {line.strip()!r}; write one shape a "
-                "line, "
-                "such as 64, 3, 7, 7"
+                f"line {number} of {name} is not a shape: {line.strip()!r}; write one shape per "
+                "line, such as 64, 3, 7, 7"
             )
         sizes.append(math.prod(int(part) for part in parts))
     if not sizes:
         raise ArgumentValueError(
-            f"{name} does not contain a shape; write one a line, such as 64, 3, 7, 7"
+            f"{name} does not contain a shape; write one per line, such as 64, 3, 7, 7"
         )
     return Model(name, sum(sizes), len(sizes))
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured of one cluster, in milliseconds."""
+    """The measured times of one cluster, in milliseconds."""
 
     setup: str
     """Which cluster, for people: ``2 workers, 1 server, shared memory``."""
@@ -97,15 +96,15 @@ class Costs:
     barrier_ms: float
 
     def step_ms(self, model: Model) -> float:
-        """An exchange by one call with all keys."""
+        """Return an exchange by one call with all keys."""
         return self.call_ms + self.key_ms * (model.tensors - 1) + self.mb_ms * model.megabytes
 
     def empty_step_ms(self, model: Model) -> float:
-        """The same with gradients and weights in arrays of ``kv.empty()``."""
+        """Return the same with gradients and weights in arrays of ``kv.empty()``."""
         return self.step_ms(model) + (self.empty_mb_ms - self.mb_ms) * model.megabytes
 
     def loop_step_ms(self, model: Model) -> float:
-        """The same by a loop over the keys."""
+        """Return the same by a loop over the keys."""
         return self.loop_key_ms * model.tensors + self.mb_ms * model.megabytes
 
 
@@ -130,7 +129,7 @@ def costs_from(setup: str, times_ms: Mapping[str, float]) -> Costs:
 
 
 class Alternative(NamedTuple):
-    """Another setting that was measured as well."""
+    """Another measured setting."""
 
     advice: str
     """What to do, as in ``use 2 servers``."""
@@ -162,7 +161,7 @@ BUSY = 0.1
 
 
 def busy_share(before: str, after: str) -> float:
-    """The share of all processors in use between two readings of ``/proc/stat`` (proc(5)).
+    """Return the share of all processors in use between two readings of ``/proc/stat`` (proc(5)).
 
     0 where nothing can be told.
     """
@@ -172,14 +171,14 @@ def busy_share(before: str, after: str) -> float:
 
 
 def _idle_and_all(text: str) -> tuple[int, int]:
-    """Ticks in which the processors had nothing to do, disk or not, and all ticks."""
+    """Return the ticks in which the processors were idle, and all ticks."""
     words = text.partition("\n")[0].split()
     ticks = [int(word) for word in words[1:9]] if words[:1] == ["cpu"] else []
     return sum(ticks[3:5]), sum(ticks)
 
 
 def load_text(load: float, busy: float, processors: int) -> str:
-    """How much else the machine did before the measurement, with a warning where it is much."""
+    """Describe the machine's other load before the measurement; warn if it is high."""
     text = f"before: load {load:.2f}, others use {busy:.0%} of {processors} processors"
     if busy < BUSY:
         return text
@@ -224,6 +223,6 @@ def estimate_text(model: Model, costs: Costs, alternatives: Sequence[Alternative
 
 
 def _ms(value: float) -> str:
-    """Milliseconds with about three significant digits."""
+    """Format milliseconds with about three significant digits."""
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
     return f"{value:.{digits}f} ms"

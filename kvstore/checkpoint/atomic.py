@@ -1,4 +1,4 @@
-"""Write files atomically, whole or not at all, and JSON in them.
+"""Atomic writing of files and of JSON.
 
 A ``Replacement`` is written under another name next to its place and renamed when it is on the
 disk, so a process that is killed at any moment leaves the file of before or the one of after.
@@ -41,12 +41,12 @@ _KINDS = {
 
 
 def checked_path(path: object) -> Path:
-    """Raises ``ArgumentTypeError`` for what is neither text nor a path.
+    """Return ``path`` as a ``Path``. Raises ``ArgumentTypeError`` for other types.
 
     And ``CheckpointError`` for text that cannot name a file.
     """
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
-        raise ArgumentTypeError(f"files are named by a str or a pathlib.Path, got {path!r}")
+        raise ArgumentTypeError(f"a file name must be a str or a pathlib.Path, got {path!r}")
     text = os.fspath(path)
     try:
         encoded = os.fsencode(text)
@@ -54,13 +54,13 @@ def checked_path(path: object) -> Path:
         encoded = b""
     if not encoded or b"\0" in encoded:
         raise CheckpointError(
-            f"{text!r} is not a file name: expected non-empty text without NUL and surrogates"
+            f"a file name must be non-empty text without NUL and surrogates, got {text!r}"
         )
     return Path(path)
 
 
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
-    """The file, to be read. Raises ``CheckpointError``; never waits for a pipe."""
+    """Return the file, to be read. Raises ``CheckpointError``; never waits for a pipe."""
     try:
         file = FileIO(path, "rb", opener=_open_without_waiting)
         mode = os.fstat(file.fileno()).st_mode
@@ -68,7 +68,7 @@ def open_regular(path: str | os.PathLike[str]) -> FileIO:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if not stat.S_ISREG(mode):
         file.close()
-        raise CheckpointError(f"cannot read {path}: it is {_kind(mode)}, expected a regular file")
+        raise CheckpointError(f"cannot read {path}: expected a regular file, found {_kind(mode)}")
     return file
 
 
@@ -77,7 +77,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 class Replacement:
-    """A file that takes the place of ``path`` when it is committed, and vanishes otherwise.
+    """A temporary file that replaces ``path`` when it is committed, and is deleted otherwise.
 
     A link is followed: what it leads to is replaced, and the link stays. Raises
     ``CheckpointError``, also where something else than a regular file has the name.
@@ -104,14 +104,14 @@ class Replacement:
             raise self._failed(error) from error
 
     def read(self, at: int, length: int) -> bytes:
-        """What was written there."""
+        """Return the bytes that were written there."""
         try:
             return os.pread(self._file.fileno(), length, at)
         except OSError as error:
             raise self._failed(error) from error
 
     def commit(self) -> None:
-        """Onto the disk, then under its name; the name itself is on the disk on return."""
+        """Flush the file to the disk, then rename it; both are durable on return."""
         try:
             os.fsync(self._file.fileno())
             os.replace(self._own, self._place)
@@ -137,21 +137,20 @@ class Replacement:
 
 
 def _place_of(path: Path) -> Path:
-    """The name that a regular file has or shall have. Raises ``CheckpointError``, ``OSError``."""
+    """Return a regular file's final name. Raises ``CheckpointError``, ``OSError``."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         mode = stat.S_IFREG
     if not stat.S_ISREG(mode):
         raise CheckpointError(
-            f"cannot write {path}: it is {_kind(mode)}, and only a regular file is replaced; name "
-            "another file"
+            f"cannot write {path}: it exists and is {_kind(mode)}; choose another file name"
         )
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _new_file_for(place: Path) -> tuple[Path, FileIO]:
-    """A new file next to ``place``, and locked."""
+    """Return a new file next to ``place``, and locked."""
     while True:
         own = place.with_name(f"{place.name}.tmp-{machine_name()}-{secrets.token_hex(4)}")
         file = FileIO(own, "x+b")
@@ -196,7 +195,7 @@ def _remove_if_abandoned(path: str, machine: str, now: float) -> None:
 
 
 def machine_name() -> str:
-    """Eight digits that name the running kernel, whatever container this is."""
+    """Return eight digits that name the running kernel, in any container."""
     kernel = machine_id().partition("/")[0]
     return hashlib.blake2b(kernel.encode(), digest_size=4).hexdigest()
 
@@ -209,7 +208,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     try:
         text = json.dumps(value, indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the value cannot be written as JSON: {error}") from error
+        raise CheckpointError(f"{path}: cannot write the value as JSON: {error}") from error
     write_bytes(path, text.encode())
 
 
@@ -227,13 +226,13 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """All of the file. Raises ``CheckpointError``."""
+    """Return all of the file. Raises ``CheckpointError``."""
     with open_regular(checked_path(path)) as file:
         return file.readall()
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The value in a JSON file of at most ``max_bytes``; its form is the caller's to check.
+    """Return the value in a JSON file of at most ``max_bytes``; its form is the caller's to check.
 
     Raises ``CheckpointError`` when it cannot be read, is too long, or is not JSON. Doubled
     names and NaN are errors too.
@@ -244,14 +243,14 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> 
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if len(data) > max_bytes:
-        raise CheckpointError(f"{path} is longer than {max_bytes} bytes")
+        raise CheckpointError(f"{path} has more than {max_bytes} bytes, the limit for such a file")
     return load_json(Path(path), data)
 
 
 def load_json(
     path: Path, data: bytes, made_of: Callable[[dict[str, Any]], Any] = lambda found: found
 ) -> Any:
-    """The value that this JSON of the file ``path`` means; see ``read_json``.
+    """Return the value that this JSON of the file ``path`` means; see ``read_json``.
 
     ``made_of`` is asked for each object what to put in its place, the inner ones first.
     """
@@ -267,7 +266,7 @@ def load_json(
             data.decode(), object_pairs_hook=without_doubles, parse_constant=_refuse_constant
         )
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: its JSON cannot be read: {error}") from error
+        raise CheckpointError(f"{path} is damaged: invalid JSON: {error}") from error
 
 
 def _refuse_constant(text: str) -> None:

@@ -16,6 +16,7 @@ Source of the polynomial: RFC 1952, section 8, as ``zlib.crc32`` computes it.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from array import array
@@ -28,6 +29,10 @@ _MOST_BLOCKS = 1 << 18
 """Larger files have larger blocks, so what is kept of them stays below some MiB."""
 
 _SUM_BYTES = 4
+_FORMAT = re.compile(rf"{_KIND} (?P<block_bytes>[0-9]{{1,10}}) (?P<digits>[0-9a-fA-F]*)")
+_MOST_SHOWN = 60
+"""Of a text that is not one of checksums an error shows this many characters."""
+
 _OUT_OF_ORDER = -1
 
 
@@ -41,26 +46,37 @@ class KnownSums:
 
     @classmethod
     def of(cls, text: str, data_bytes: int) -> KnownSums:
-        """From the text in the metadata. Raises ``ValueError`` where it does not fit the values."""
-        kind, size, digits = text.split(" ")
-        block_bytes = int(size)
-        if kind != _KIND or not _LEAST_BLOCK_BYTES <= block_bytes <= _MOST_BLOCK_BYTES:
-            raise ValueError(f"cannot verify {kind} checksums over blocks of {size} bytes")
-        packed = bytes.fromhex(digits)
+        """Return the checksums that a text of the metadata has.
+
+        Raises ``ValueError`` where it does not fit ``data_bytes`` bytes of values.
+        """
+        found = _FORMAT.fullmatch(text)
+        block_bytes = int(found["block_bytes"]) if found else 0
+        if found is None or not _LEAST_BLOCK_BYTES <= block_bytes <= _MOST_BLOCK_BYTES:
+            raise _not_fitting(
+                f"'{_KIND}', a block size of {_LEAST_BLOCK_BYTES} to {_MOST_BLOCK_BYTES} bytes and "
+                "hexadecimal checksums, with a space between them",
+                repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."),
+            )
         number = _num_blocks(data_bytes, block_bytes)
-        if len(packed) != _SUM_BYTES * number:
-            raise ValueError(f"expected {number} checksums, got {len(packed) // _SUM_BYTES}")
-        return cls(block_bytes, data_bytes, array("I", struct.unpack(f">{number}I", packed)))
+        digits, wanted = found["digits"], 2 * _SUM_BYTES * number
+        if len(digits) != wanted:
+            raise _not_fitting(
+                f"{wanted} hexadecimal digits, 8 for each block of {block_bytes} bytes",
+                f"{len(digits)} digits",
+            )
+        sums = struct.unpack(f">{number}I", bytes.fromhex(digits))
+        return cls(block_bytes, data_bytes, array("I", sums))
 
     def __len__(self) -> int:
         return len(self._sums)
 
     def length(self, block: int) -> int:
-        """How many bytes a block has."""
+        """Return how many bytes a block has."""
         return min(self.block_bytes, self._data_bytes - block * self.block_bytes)
 
     def fits(self, block: int, data: memoryview) -> bool:
-        """Whether these bytes are those of which the checksum was taken."""
+        """Return whether these bytes are those of which the checksum was taken."""
         return zlib.crc32(data) == self._sums[block]
 
 
@@ -78,7 +94,7 @@ class BlockSums:
         self._reached = array("q", bytes(8 * number))
 
     def add(self, at: int, data: memoryview) -> None:
-        """These bytes were written at byte ``at`` of the values."""
+        """Add bytes that were written at byte ``at`` of the values."""
         while data:
             block, start = divmod(at, self.block_bytes)
             part = data[: self.block_bytes - start]
@@ -90,11 +106,11 @@ class BlockSums:
             at, data = at + len(part), data[len(part) :]
 
     def blank(self) -> str:
-        """A text as long as the one that ``text`` will give."""
+        """Return a text as long as the one that ``text`` will give."""
         return self._written(bytes(_SUM_BYTES * len(self._sums)))
 
     def text(self, read: Callable[[int, int], bytes]) -> str:
-        """What the metadata have; ``read(at, length)`` gives blocks that came in another order."""
+        """Return the metadata's text; ``read(at, length)`` gives unordered blocks."""
         for block, reached in enumerate(self._reached):
             at = block * self.block_bytes
             length = min(self.block_bytes, self._data_bytes - at)
@@ -108,3 +124,9 @@ class BlockSums:
 
 def _num_blocks(data_bytes: int, block_bytes: int) -> int:
     return -(-data_bytes // block_bytes)
+
+
+def _not_fitting(expected: str, found: str) -> ValueError:
+    return ValueError(
+        f"expected {expected}, got {found}; the file may be damaged or written by a newer version"
+    )

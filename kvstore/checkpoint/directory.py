@@ -23,7 +23,7 @@ import re
 import secrets
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from io import FileIO
 from pathlib import Path
@@ -62,7 +62,7 @@ _MAX_MANIFEST_BYTES = 1 << 20
 _KINDS = ("values", "states")
 _OWN_NAME = re.compile(r"(values|states)-[0-9a-f]{8}\.safetensors")
 _MOST_RETRIES = 1000
-"""A reader starts anew when another checkpoint came meanwhile; each time is some milliseconds."""
+"""A reader starts again when another checkpoint came meanwhile; each time is some milliseconds."""
 
 
 # -- writing ------------------------------------------------------------------------------
@@ -82,18 +82,18 @@ def write_checkpoint(
     specs = {str(key): content.stored for key, content in contents.items()}
     if "__metadata__" in specs:
         raise CheckpointError(
-            "the key '__metadata__' cannot be saved: the file format uses the name"
+            "cannot save the key '__metadata__', which the file format reserves; use another key"
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise CheckpointError(
-            f"{directory}: it is a regular file, expected a directory or an unused name"
+            f"{directory} must be a directory or a new name, but it is a file"
         ) from None
     except OSError as error:
         raise CheckpointError(
-            f"cannot create the checkpoint directory {directory}: {error.strerror}; name one that "
-            "you may write to"
+            f"cannot create the checkpoint directory {directory}: {error.strerror}; choose a "
+            "directory that you can write to"
         ) from error
     name = secrets.token_hex(4)
     files = {kind: f"{kind}-{name}.safetensors" for kind in _KINDS}
@@ -151,7 +151,7 @@ def _claimed(directory: Path, files: Iterable[str]) -> Iterator[None]:
 
 
 def _claim(path: Path) -> tuple[FileIO, bool]:
-    """The file ``path``, made if it is not there, and whether it is locked. Raises ``OSError``.
+    """Return the opened file, and whether it is locked. Raises ``OSError``.
 
     Raises ``CheckpointError`` where another save has it.
     """
@@ -183,13 +183,13 @@ def _taken(path: Path, holder: dict[str, Any]) -> CheckpointError:
     if "pid" in holder:
         process = f"process {holder['pid']} on {holder.get('host')}"
     return CheckpointError(
-        f"{path.parent} is being written by {process}: let one save at a time write there, or save "
-        "into another directory"
+        f"{process} is already saving into {path.parent}; wait for it, or save into another "
+        "directory"
     )
 
 
 def _holder(content: bytes | None) -> dict[str, Any]:
-    """What a claim says; empty for one that is being written."""
+    """Return the text of a claim; empty while it is being written."""
     try:
         holder = json.loads(content or b"{}")
     except (ValueError, RecursionError):
@@ -215,7 +215,7 @@ def _sweep(directory: Path, names: Iterable[str]) -> bool:
 
 
 def _named_by_manifest(directory: Path) -> list[str] | None:
-    """The files of the checkpoint that is there; None where the manifest cannot be read."""
+    """Return the files of the checkpoint that is there; None where the manifest cannot be read."""
     if not (directory / MANIFEST).exists():
         return []
     try:
@@ -227,11 +227,8 @@ def _named_by_manifest(directory: Path) -> list[str] | None:
 # -- reading ------------------------------------------------------------------------------
 
 
-class CheckpointReader(AbstractContextManager["CheckpointReader"]):
-    """A checkpoint that is open for reading. Raises ``CheckpointError``.
-
-    ``specs`` are shape and dtype of each key, ``states`` the states file.
-    """
+class CheckpointReader(SavedStates):
+    """A checkpoint that is open for reading: states with values. Raises ``CheckpointError``."""
 
     def __init__(self, directory: FilePath) -> None:
         directory = checked_path(directory)
@@ -246,56 +243,49 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
                     raise
             else:
                 return
-        raise CheckpointError(f"saves replaced {directory} faster than it could be read; try again")
+        raise CheckpointError(f"other saves replaced {directory} while it was read; try again")
 
     def _open(self, paths: Mapping[str, Path], digests: Mapping[str, Any] | None) -> None:
         with ExitStack() as stack:
             self._values = stack.enter_context(TensorReader(paths["values"]))
-            states = SavedStates(paths["states"], takes_rows=True)
-            self.states = stack.enter_context(states)
-            found = {"values": self._values.digest, "states": states.digest}
+            super().__init__(paths["states"], takes_rows=True)
+            stack.callback(super().close)
+            found = {"values": self._values.digest, "states": self.digest}
             wanted = found if digests is None else digests
             for kind in _KINDS:
                 if wanted.get(kind) != found[kind]:
                     raise CheckpointError(
-                        f"{paths[kind]} is not the file that {MANIFEST} was written for: it is of "
-                        "another save, or damaged; take an earlier checkpoint"
+                        f"{paths[kind]} does not match {MANIFEST}: it is from another save, or "
+                        "damaged; load an earlier checkpoint"
                     )
             is_int = self._values.metadata.get("key_type") == "int"
             key_spec = cache(KeySpec._make)  # one object for all keys of a shape and dtype
             try:
-                self.specs: dict[Key, KeySpec] = {
+                self.specs = {
                     (int(name) if is_int else name): key_spec(self._values.spec(name))
                     for name in self._values.names
                 }
             except ValueError as error:
                 raise CheckpointError(f"{paths['values']} has a malformed key: {error}") from error
             self._take_whole_shapes()
-            self._stack = stack.pop_all()
-
-    def is_row_sparse(self, key: Key) -> bool:
-        """Whether the key was row-sparse."""
-        return str(key) in self.states.row_shapes
+            stack.pop_all()
 
     def _take_whole_shapes(self) -> None:
         """Let ``specs`` speak of all rows, where the file has some."""
         for key, spec in self.specs.items():
-            shape = self.states.row_shapes.get(str(key))
+            shape = self.row_shapes.get(str(key))
             if shape is None:
                 continue
             whole = KeySpec(shape, spec.dtype)
-            if spec != stored_spec(whole, len(self.states.rows_of(key))):
+            if spec != stored_spec(whole, len(self.rows_of(key))):
                 raise CheckpointError(
-                    f"key {key!r} has values of shape {spec.shape} in {self.states.path.parent}, "
+                    f"key {key!r} has values of shape {spec.shape} in {self.path.parent}, "
                     "which do not fit the ids of its rows"
                 )
             self.specs[key] = whole
 
-    def check(self, contents: Mapping[Key, Content]) -> None:
-        """Whether these keys are in it, with these shapes and dtypes, and the values undamaged.
-
-        All of them are read for that, so that a store is not changed by half.
-        """
+    def check(self, contents: Mapping[Key, Content], optimizer: Optimizer | None) -> None:
+        """Check that the values of these keys are in it, with their shapes and dtypes."""
         for key, content in contents.items():
             spec = content.spec
             found = self.specs.get(key)
@@ -304,20 +294,23 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
                 raise CheckpointError(
                     f"key {key!r} of the store is {spec.shape} of {spec.dtype}, and {has}"
                 )
-            self.states.check_kind(key, content)
+            self.check_kind(key, content)
         self._values.verify()
+        super().check(contents, optimizer)
 
     def read(self, key: Key, start: int, stop: int, optimizer: Optimizer | None) -> SavedPiece:
-        """Some elements of a key."""
-        states, count = self.states.read(key, start, stop, optimizer)
-        return SavedPiece(key, start, self._values.read(str(key), start, stop), states, count)
+        """Return some elements of a key, with their values."""
+        piece = super().read(key, start, stop, optimizer)
+        return piece._replace(values=self._values.read(str(key), start, stop))
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def close(self) -> None:
+        """Close both files; idempotent."""
+        super().close()
+        self._values.close()
 
 
 class _Manifest(NamedTuple):
-    """What the manifest of a checkpoint says of its two files, by their kinds."""
+    """The contents of a manifest: names, sizes and digests of the two files."""
 
     files: dict[str, str]
     """Their names; they lie beside it."""
@@ -330,18 +323,18 @@ def _read_manifest(directory: Path) -> _Manifest:
     path = directory / MANIFEST
     if directory.is_dir() and not path.exists():
         raise CheckpointError(
-            f"{directory} is not a checkpoint: it has no {MANIFEST}, which a save writes last; "
-            "name the directory that was given to save_checkpoint"
+            f"{directory} is not a complete checkpoint: {MANIFEST} is missing; pass the "
+            "directory that you passed to save_checkpoint"
         )
     found = read_json(path, _MAX_MANIFEST_BYTES)
-    wrong = CheckpointError(f"{path} is not the manifest of a checkpoint")
+    wrong = CheckpointError(f"{path} is not a checkpoint's manifest")
     if type(found) is not dict or found.get("format") != _FORMAT:
         raise wrong
     version = found.get("version")
     if type(version) is not int or version not in (_WITHOUT_DIGESTS, _VERSION):
         raise CheckpointError(
-            f"{path} has version {version!r}; this program reads versions {_WITHOUT_DIGESTS} and "
-            f"{_VERSION}"
+            f"{path} has format version {version!r}, expected {_WITHOUT_DIGESTS} or {_VERSION}; "
+            "load it with the version of this package that saved it"
         )
     members = ("files", "sizes", "digests") if version == _VERSION else ("files", "sizes")
     if any(type(found.get(name)) is not dict for name in members):
@@ -354,7 +347,7 @@ def _read_manifest(directory: Path) -> _Manifest:
 
 
 def _files_of(directory: Path, manifest: _Manifest) -> dict[str, Path]:
-    """The two files that the manifest names, if they are there with the sizes that it has."""
+    """Return the manifest's two files, if they exist with the recorded sizes."""
     paths = {}
     for kind, name in manifest.files.items():
         path, expected = directory / name, manifest.sizes.get(kind)
@@ -362,13 +355,13 @@ def _files_of(directory: Path, manifest: _Manifest) -> dict[str, Path]:
             size = path.stat().st_size
         except OSError as error:
             raise CheckpointError(
-                f"{path} is missing ({error.strerror}), though {MANIFEST} names it; take an "
-                "earlier checkpoint, or a copy of the file"
+                f"{path}, which {MANIFEST} lists, cannot be read ({error.strerror}); load an "
+                "earlier checkpoint, or restore the file"
             ) from error
         if size != expected:
             raise CheckpointError(
-                f"{path} is damaged: it has {size} bytes, expected {expected}; take an earlier "
-                "checkpoint, or a copy of the file"
+                f"{path} is damaged: it has {size} bytes, expected {expected}; load an earlier "
+                "checkpoint, or restore the file"
             )
         paths[kind] = path
     return paths

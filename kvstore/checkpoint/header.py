@@ -1,4 +1,4 @@
-"""The header of a tensor file (safetensors format): where each array lies.
+"""The header of a tensor file (safetensors format): each array's position.
 
 Pure: bytes in, checked values out, and the other way round. No file is touched here, and
 nothing that a header says is believed before it was checked: sizes are known to fit the file
@@ -79,7 +79,7 @@ class TensorSpec(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """Where an array's values lie: from ``begin`` on, counted from the end of the header."""
+    """The position of an array's values: from ``begin``, counted from the end of the header."""
 
     spec: TensorSpec
     begin: int
@@ -88,7 +88,7 @@ class TensorEntry(NamedTuple):
 
 
 class Layout:
-    """Where the arrays of a new file go, and the first bytes of the file, up to the values.
+    """The positions of the arrays in a new file, and the bytes before the values.
 
     Raises ``CheckpointError`` for what the format cannot hold.
     """
@@ -126,13 +126,13 @@ class Layout:
             raise CheckpointError(f"{path}: {len(specs)} arrays need a header of over 100 MB")
 
     def header(self, read: Callable[[int, int], bytes]) -> bytes:
-        """The bytes before the values, once these are there; ``read`` gives some of them."""
+        """Return the bytes before the values, once these are there; ``read`` gives some of them."""
         checksums = self.sums.text(read)
         texts = {**self._texts, CHECKSUMS_KEY: checksums}
         return self._header(checksums, _checksum(self.entries, texts))
 
     def _header(self, checksums: str, checksum: str) -> bytes:
-        """The bytes before the values; these begin at a round number, as some readers like it."""
+        """Return the bytes before the values, padded to a round number for some readers."""
         texts = {**self._texts, CHECKSUMS_KEY: checksums, CHECKSUM_KEY: checksum}
         data = b'{"' + _METADATA.encode() + b'":' + _compact(texts) + self._arrays_text + b"}"
         data += b" " * (-(LENGTH_BYTES + len(data)) % _ALIGNMENT_BYTES)
@@ -145,14 +145,14 @@ def _checked_texts(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
         isinstance(text, str) for item in metadata.items() for text in item
     ):
         raise CheckpointError(
-            f"{path}: metadata must be texts by name, and the names {', '.join(taken)} are taken; "
-            f"got {dict(metadata)}"
+            f"{path}: metadata must map str to str, without the reserved names "
+            f"{', '.join(taken)}, got {dict(metadata)}"
         )
     return dict(metadata)
 
 
 def _storable(path: Path, name: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> TensorSpec:
-    """What the array ``name`` is in a file."""
+    """Return the form in which a file stores an array; refuse unsupported ones."""
     dtype = dtype.newbyteorder("=")
     if not isinstance(name, str):
         raise CheckpointError(f"{path}: names of arrays must be str, got {name!r}")
@@ -162,9 +162,9 @@ def _storable(path: Path, name: object, shape: tuple[int, ...], dtype: np.dtype[
         or len(shape) >= MAX_DIMENSIONS
     ):
         raise CheckpointError(
-            f"{path}: an array {name!r} of {dtype} in {len(shape)} dimensions cannot be "
-            f"stored; dtypes are {', '.join(map(str, (*_DTYPES.values(), *_PAIRS)))} and "
-            f"bfloat16, dimensions fewer than {MAX_DIMENSIONS}"
+            f"{path}: cannot save the array {name!r} of dtype {dtype} with {len(shape)} "
+            f"dimensions; use {', '.join(map(str, (*_DTYPES.values(), *_PAIRS)))} or bfloat16, "
+            f"and fewer than {MAX_DIMENSIONS} dimensions"
         )
     return TensorSpec(tuple(map(int, shape)), dtype)
 
@@ -174,7 +174,7 @@ def _compact(texts: Mapping[str, str]) -> bytes:
 
 
 def _arrays_text(entries: Mapping[str, TensorEntry]) -> bytes:
-    """What the header says of the arrays, behind its first member."""
+    """Return the header's text about the arrays, behind its first member."""
     said = cache(_said)
     lines = []
     for name, (spec, begin, end, _) in entries.items():
@@ -187,14 +187,14 @@ def _arrays_text(entries: Mapping[str, TensorEntry]) -> bytes:
 
 
 def _said(spec: TensorSpec) -> tuple[str | None, list[str]]:
-    """Dtype and shape of an array as they stand in a header: complex ones are pairs."""
+    """Return dtype and shape as a header has them: complex numbers are pairs."""
     shape = list(map(str, spec.shape))
     real = _PAIRS.get(spec.dtype)
     return (_tag_of(spec.dtype), shape) if real is None else (_tag_of(real), [*shape, "2"])
 
 
 class Parsed(NamedTuple):
-    """What a header says."""
+    """The contents of a header."""
 
     entries: dict[str, TensorEntry]
     metadata: dict[str, str]
@@ -203,10 +203,10 @@ class Parsed(NamedTuple):
 
 
 def parse(path: Path, header: bytes, data_bytes: int) -> Parsed:
-    """What a header says, checked against the size of the data."""
+    """Parse a header and check it against the size of the data."""
     text = header.rstrip(b" ")
     if not (text.startswith(b"{") and text.endswith(b"}")):
-        raise CheckpointError(f"{path} is not a file of tensors: its header is not a JSON object")
+        raise CheckpointError(f"{path} is not a safetensors file: its header is not a JSON object")
     known: dict[tuple[str, str], tuple[TensorSpec, int]] = {}
 
     def entry_of(found: dict[str, Any]) -> Any:
@@ -218,12 +218,14 @@ def parse(path: Path, header: bytes, data_bytes: int) -> Parsed:
     # Arrays at once: as they stand in JSON, 100,000 of them are half a million objects.
     parsed = load_json(path, text, entry_of)
     if type(parsed) is not dict:
-        raise CheckpointError(f"{path} is not a file of tensors: its header is a single array")
+        raise CheckpointError(
+            f"{path} is not a safetensors file: its header is not a mapping of names to arrays"
+        )
     metadata = parsed.pop(_METADATA, {})
     if not (
         isinstance(metadata, dict) and all(isinstance(each, str) for each in metadata.values())
     ):
-        raise CheckpointError(f"{path} is damaged: its metadata are not texts by name")
+        raise CheckpointError(f"{path} is damaged: its metadata do not map str to str")
     entries = {name: _checked_entry(path, name, value) for name, value in parsed.items()}
     checksum = metadata.pop(CHECKSUM_KEY, None)
     if checksum is None and CHECKSUMS_KEY in metadata:
@@ -239,8 +241,8 @@ def parse(path: Path, header: bytes, data_bytes: int) -> Parsed:
         end = stop
     if end != data_bytes:
         raise CheckpointError(
-            f"{path} is cut off or damaged: its header announces {end} bytes of values, and "
-            f"there are {data_bytes}"
+            f"{path} is truncated or damaged: its header announces {end} bytes of values, got "
+            f"{data_bytes}"
         )
     for name in _names_of_complex(path, metadata.pop(COMPLEX_KEY, "[]")):
         entries[name] = _joined(path, name, entries.get(name))
@@ -262,7 +264,7 @@ def _place(item: tuple[str, TensorEntry]) -> tuple[int, ...]:
 
 
 def _checked_entry(path: Path, name: str, value: Any) -> TensorEntry:
-    """What ``_parse_entry`` has made of one array; raises its error where that is nothing."""
+    """Return the entry of one array; raise the error that ``_parse_entry`` found."""
     if type(value) is TensorEntry:
         return value
     try:
@@ -272,13 +274,13 @@ def _checked_entry(path: Path, name: str, value: Any) -> TensorEntry:
 
 
 def _parse_entry(value: Any, known: dict[tuple[str, str], tuple[TensorSpec, int]]) -> TensorEntry:
-    """One array of a header; that its shape and its offsets fit together is checked.
+    """Parse one array of a header; check that its shape and offsets fit.
 
     ``known`` has the specs of the arrays before it by dtype and shape, which are few, with the
     numbers of their elements. Raises some of ``_NO_ARRAY``.
     """
     if value.keys() != _MEMBERS:
-        raise ValueError(f"it has the members {', '.join(value)}")
+        raise ValueError(f"unexpected fields {', '.join(value)}")
     begin, end = map(_natural, value["data_offsets"])
     # As text, for 3.0 and True equal whole numbers.
     kind = value["dtype"], repr(value["shape"])
@@ -300,7 +302,7 @@ def _parse_spec(tag: Any, sizes: Any) -> tuple[TensorSpec, int]:
     num_elements = math.prod(shape)
     most = num_elements or math.prod(size for size in shape if size)
     if len(shape) > MAX_DIMENSIONS or most >= 2**60:
-        raise ValueError(f"an array cannot have the shape {shape}")
+        raise ValueError(f"the shape {shape} is invalid")
     return TensorSpec(shape, dtype), num_elements
 
 
@@ -312,7 +314,7 @@ def _names_of_complex(path: Path, text: str) -> list[str]:
 
 
 def _joined(path: Path, name: str, pairs: TensorEntry | None) -> TensorEntry:
-    """The complex array that is stored as these pairs of real numbers."""
+    """Return the complex array that is stored as these pairs of real numbers."""
     dtype = None if pairs is None else _COMPLEX.get(pairs.spec.dtype)
     if pairs is None or dtype is None or pairs.spec.shape[-1:] != (2,):
         raise CheckpointError(f"{path} is damaged: {name!r} does not hold pairs of real numbers")
@@ -321,7 +323,7 @@ def _joined(path: Path, name: str, pairs: TensorEntry | None) -> TensorEntry:
 
 
 def _checksum(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> str:
-    """Of what the header says, whatever the order and the spaces with which it says it.
+    """Return the checksum of a header's contents, whatever their order and spaces.
 
     What is summed is JSON with sorted names and a space behind each comma and colon.
     """
@@ -352,5 +354,5 @@ def _dtype_of(tag: Any) -> np.dtype[Any]:
 def _natural(number: Any) -> int:
     # True is an int to Python, and 3.0 is not.
     if type(number) is not int or number < 0:
-        raise ValueError(f"expected a whole number from 0 on, got {number!r}")
+        raise ValueError(f"expected an integer of at least 0, got {number!r}")
     return number

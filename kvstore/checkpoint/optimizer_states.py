@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from operator import itemgetter
@@ -32,10 +32,12 @@ from kvstore.errors import CheckpointError, OptimizerNotSet
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.serialize import from_plain, to_plain
 from kvstore.optimizer.states import MASTER, has_master, state_dtypes, state_names
+from kvstore.sparse.array import RowSparseArray
 from kvstore.sparse.ids import Ids, check_num_rows, is_increasing
 from pslite.errors import PSError
 
 FilePath: TypeAlias = str | os.PathLike[str]
+HostValue: TypeAlias = np.ndarray[Any, Any] | RowSparseArray
 
 _INT64 = np.dtype(np.int64)
 _IDS = "row-ids/{}"
@@ -46,12 +48,12 @@ _SHAPES = "row_sparse"
 
 
 def stored_spec(spec: KeySpec, num_rows: int) -> KeySpec:
-    """Shape and dtype of the rows of a key."""
+    """Return shape and dtype of the rows of a key."""
     return KeySpec((num_rows, *spec.shape[1:]), spec.dtype)
 
 
 class Content(NamedTuple):
-    """What a store will hand over of one key."""
+    """The data of one key that a store saves."""
 
     spec: KeySpec
     num_pieces: int
@@ -65,14 +67,14 @@ class Content(NamedTuple):
 
 
 class SavedPiece(NamedTuple):
-    """Elements [start, start + len(values)) of a key, and what the optimizer keeps for them."""
+    """Elements [start, start + len(values)) of a key, and their optimizer states."""
 
     key: Key
     start: int
     values: Flat | None
     """None where only the states are meant."""
     states: list[Flat]
-    """Flat, as long as ``values``, in the order of ``optimizer.states.state_names``. Read from a
+    """Flat, of the same elements, in the order of ``optimizer.states.state_names``. Read from a
     file that has no masters, they end before the master."""
     num_updates: int
     """How many so far."""
@@ -81,7 +83,7 @@ class SavedPiece(NamedTuple):
 def _state_dtypes_of(
     contents: Mapping[Key, Content], optimizer: Optimizer | None
 ) -> dict[np.dtype[Any], list[np.dtype[Any]]]:
-    """``state_dtypes`` for each dtype of these keys."""
+    """Return ``state_dtypes`` for each dtype of these keys."""
     dtypes = {content.spec.dtype for content in contents.values()}
     return {dtype: state_dtypes(optimizer, dtype) for dtype in dtypes}
 
@@ -134,7 +136,7 @@ class StatesWriter:
 def _names_of(
     contents: Mapping[Key, Content], optimizer: Optimizer | None
 ) -> dict[Key, tuple[str, ...]]:
-    """The names of each key's states, which become names in files; ``count`` is taken there."""
+    """Return the names of each key's states in files; ``count`` is reserved there."""
     if optimizer is None:
         return dict.fromkeys(contents, ())
     dtypes = {content.spec.dtype for content in contents.values()}
@@ -143,9 +145,9 @@ def _names_of(
         wrong = [name for name in names if not name.isidentifier() or name == "count"]
         if wrong or len(set(names)) != len(names):
             raise CheckpointError(
-                f"the states of the optimizer {optimizer.name} cannot be saved: state_names() "
-                f"gives {optimizer.state_names()!r}; they must be different identifiers other than "
-                f"'count', and for float16 and bfloat16 keys other than {MASTER!r}"
+                f"cannot save the states of the optimizer {optimizer.name}: state_names() must "
+                f"return different identifiers other than 'count' (and {MASTER!r} for float16 "
+                f"and bfloat16 keys), got {optimizer.state_names()!r}"
             )
     return {key: names_of[content.spec.dtype] for key, content in contents.items()}
 
@@ -177,11 +179,13 @@ def key_type_of(keys: Iterable[Key]) -> str:
 class SavedStates(AbstractContextManager["SavedStates"]):
     """A states file that is open for reading. Raises ``CheckpointError``.
 
-    Without ``takes_rows``, also for a file with states of row-sparse keys.
+    Without ``takes_rows``, also for a file with states of row-sparse keys. ``specs`` are shape and
+    dtype of each key whose values can be read, too: none here.
     """
 
     def __init__(self, path: FilePath, *, takes_rows: bool = False) -> None:
         self.path = checked_path(path)
+        self.specs: dict[Key, KeySpec] = {}
         self._file = TensorReader(path)
         try:
             self.optimizer: Optimizer | None = self._read("optimizer", "optimizer", _optimizer_of)
@@ -192,8 +196,8 @@ class SavedStates(AbstractContextManager["SavedStates"]):
             )
             if self.row_shapes and not takes_rows:
                 raise CheckpointError(
-                    f"{path} has row-sparse keys ({', '.join(self.row_shapes)}), which only "
-                    "stores take; load it there"
+                    f"{path} has row-sparse keys ({', '.join(self.row_shapes)}), which only a "
+                    "store can load"
                 )
         except BaseException:
             self._file.close()
@@ -203,14 +207,14 @@ class SavedStates(AbstractContextManager["SavedStates"]):
         self._counts: tuple[Key, list[list[int]]] | None = None
 
     def _read(self, name: str, what: str, made_of: Callable[[Any], Any]) -> Any:
-        """What ``made_of`` makes of the JSON in the line ``name`` of the metadata, or of None."""
+        """Return ``made_of`` of the JSON in the metadata's line ``name``, or of None."""
         try:
             return made_of(json.loads(self._file.metadata.get(name, "null")))
         except (PSError, ValueError, TypeError, LookupError, RecursionError) as error:
-            raise CheckpointError(f"cannot restore the {what} from {self.path}: {error}") from error
+            raise CheckpointError(f"cannot load the {what} from {self.path}: {error}") from error
 
     def check(self, contents: Mapping[Key, Content], optimizer: Optimizer | None) -> None:
-        """Whether these are the states that ``optimizer`` keeps for all of these keys, undamaged.
+        """Check that the states are undamaged and those of ``optimizer`` for all keys.
 
         All of them are read for that, so that a store is not changed by half.
         """
@@ -226,8 +230,8 @@ class SavedStates(AbstractContextManager["SavedStates"]):
             return
         if optimizer.name != self.optimizer_name:
             raise CheckpointError(
-                f"{self.path} has states of the optimizer {self.optimizer_name or 'none'}, the "
-                f"store uses {optimizer.name}"
+                f"{self.path} has states of the optimizer {self.optimizer_name or 'none'}, but "
+                f"the store uses {optimizer.name}; set the same optimizer before you load"
             )
         dtypes_of = _state_dtypes_of(contents, optimizer)
         for key, content in contents.items():
@@ -240,7 +244,7 @@ class SavedStates(AbstractContextManager["SavedStates"]):
             for name, dtype in zip(names, dtypes, strict=False):
                 self._check_array(f"{name}/{key}", KeySpec(spec.shape, dtype))
             if f"count/{key}" not in self._file:
-                raise CheckpointError(f"{self.path} holds nothing for key {key!r}")
+                raise CheckpointError(f"{self.path} does not have key {key!r}")
 
     @property
     def digest(self) -> str:
@@ -248,17 +252,17 @@ class SavedStates(AbstractContextManager["SavedStates"]):
         return self._file.digest
 
     def rows_of(self, key: Key) -> Ids:
-        """The rows of a row-sparse key, sorted and in range. Raises ``CheckpointError``."""
+        """Return the rows of a row-sparse key, sorted and in range. Raises ``CheckpointError``."""
         name, num_rows = _IDS.format(key), self.row_shapes[str(key)][0]
         spec = self._file.spec(name)
         if len(spec.shape) == 1 and spec.dtype == np.int64:
             ids: Ids = self._file.read(name)
             if not len(ids) or (ids[0] >= 0 and int(ids[-1]) < num_rows and is_increasing(ids)):
                 return ids
-        raise CheckpointError(f"{name} in {self.path} are not sorted ids below {num_rows}")
+        raise CheckpointError(f"{name} in {self.path} must be sorted ids below {num_rows}")
 
     def check_kind(self, key: Key, content: Content) -> None:
-        """Whether a key is row-sparse here and there, or dense."""
+        """Check that a key is of the same kind in the file and the store."""
         shape = self.row_shapes.get(str(key))
         if (content.rows is None) != (shape is None):
             kinds = ("dense", "row-sparse") if shape is None else ("row-sparse", "dense")
@@ -271,8 +275,8 @@ class SavedStates(AbstractContextManager["SavedStates"]):
             found = "float16 or bfloat16"
         if found != _name(dtype):
             raise CheckpointError(
-                f"key {key!r} was {found} when {self.path} was written and is {dtype.name} here: "
-                "make it with that dtype before its states are loaded"
+                f"key {key!r} has dtype {found} in {self.path}, {dtype.name} in this store; "
+                f"initialise it with dtype {found} before you load its states"
             )
 
     def _stored_spec(self, key: Key, content: Content) -> KeySpec:
@@ -289,34 +293,41 @@ class SavedStates(AbstractContextManager["SavedStates"]):
     def _check_array(self, name: str, wanted: KeySpec) -> None:
         if name not in self._file:
             raise CheckpointError(
-                f"{self.path} has no {name}: the optimizer kept other states when it was written"
+                f"{self.path} does not have {name}: it was saved with other parameters of the "
+                "optimizer; set the same parameters before you load"
             )
         found = self._file.spec(name)
         if (found.shape, found.dtype) != tuple(wanted):
             raise CheckpointError(
-                f"{name} in {self.path} has shape {found.shape} of {found.dtype}, the store needs "
+                f"{name} in {self.path} has shape {found.shape} of {found.dtype}, expected "
                 f"{wanted.shape} of {wanted.dtype}"
             )
 
-    def read(
-        self, key: Key, start: int, stop: int, optimizer: Optimizer | None
-    ) -> tuple[list[Flat], int]:
-        """States and update count of some elements of a key that ``check`` has passed."""
+    def missing(self, keys: Container[Key]) -> dict[Key, HostValue]:
+        """Return zeros for the keys whose values it has and that are not among ``keys``."""
+        return {
+            key: (RowSparseArray.zeros if str(key) in self.row_shapes else np.zeros)(*spec)
+            for key, spec in self.specs.items()
+            if key not in keys
+        }
+
+    def read(self, key: Key, start: int, stop: int, optimizer: Optimizer | None) -> SavedPiece:
+        """Return some elements of a key that ``check`` has passed."""
         names = self._names_of(key, optimizer)
         states = [self._file.read(f"{name}/{key}", start, stop) for name in names]
         counts = self._counts_of(key)
         # Pieces cut as they were have their own count; else that of the first element.
         reached = bisect.bisect_right(counts, start, key=itemgetter(0))
-        return states, counts[reached - 1][1] if reached else 0
+        return SavedPiece(key, start, None, states, counts[reached - 1][1] if reached else 0)
 
     def _names_of(self, key: Key, optimizer: Optimizer | None) -> tuple[str, ...]:
-        """The states of a key that are wanted: with the master if there is one."""
+        """Return the states of a key that are wanted: with the master if there is one."""
         names = () if optimizer is None else optimizer.state_names()
         has_master = optimizer is not None and f"{MASTER}/{key}" in self._file
         return (*names, MASTER) if has_master and MASTER not in names else names
 
     def _counts_of(self, key: Key) -> list[list[int]]:
-        """A key's rows (first element, updates), sorted; kept for its next piece."""
+        """Return a key's rows (first element, updates), sorted; kept for its next piece."""
         if self._counts is None or self._counts[0] != key:
             rows: list[list[int]] = self._file.read(f"count/{key}").reshape(-1, 2).tolist()
             self._counts = key, rows if len(rows) == 1 else sorted(rows)
@@ -357,4 +368,4 @@ def _shapes_of(data: Any) -> dict[str, tuple[int, ...]]:
 
 @cache
 def _name(dtype: np.dtype[Any]) -> str:
-    return str(dtype.name)  # NumPy works it out anew each time, in some microseconds
+    return str(dtype.name)  # NumPy works it out again each time, in some microseconds

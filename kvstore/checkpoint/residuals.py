@@ -10,10 +10,11 @@ round of what a codec leaves out. Blocking file I/O, on the caller's thread. Rea
 from __future__ import annotations
 
 import json
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -27,63 +28,65 @@ from kvstore.errors import CheckpointError
 
 
 def path_in_checkpoint(directory: FilePath, rank: int) -> Path:
-    """The file of a worker in a checkpoint."""
+    """Return the file of a worker in a checkpoint."""
     return checked_path(directory) / f"residuals-{rank}.safetensors"
 
 
 def path_beside_states(fname: FilePath, rank: int) -> Path:
-    """The file of a worker that belongs to a file of optimizer states."""
+    """Return the file of a worker that belongs to a file of optimizer states."""
     return Path(f"{checked_path(fname)}.residuals-{rank}")
 
 
-class ResidualHolder(Protocol):
-    """The compression of a store's values, with its residuals."""
+class StoreCoding(ABC):
+    """The compression of one store on one worker, with its residuals."""
 
-    def save(self, path: Path) -> None:
-        """Write the residuals."""
+    def __init__(self, compression: Compression, num_workers: int = 1) -> None:
+        self.compression = compression
+        self.num_workers = num_workers
+        self.residuals = Residuals()
+        # Guards the residuals and what is in them: two threads may push one key.
+        self.lock = threading.Lock()
 
-    def read(self, path: Path) -> list[Residual]:
-        """Read the residuals of this file; nothing changes."""
+    @abstractmethod
+    def specs(self) -> Mapping[Key, KeySpec]:
+        """Return the present keys."""
+
+    def metadata(self, key_type: str) -> dict[str, str]:
+        """Return what has to be the same where the residuals are taken in again."""
+        return {
+            "key_type": key_type,
+            "compression": json.dumps(self.compression.plain()),
+            "num_workers": str(self.num_workers),
+        }
 
     def restore_residuals(self, saved: Iterable[Residual]) -> None:
-        """Take in those residuals that fit the present keys, and drop all others."""
+        """Take in those that fit the present keys, in size and dtype, and drop all others."""
+        wanted = {
+            key: (spec.num_elements, accumulation_dtype(spec.dtype))
+            for key, spec in self.specs().items()
+        }
+        with self.lock:
+            self.residuals.restore(
+                each
+                for each in saved
+                if wanted.get(each.key) == (len(each.values), each.values.dtype)
+            )
 
 
-def save_store_residuals(coding: ResidualHolder | None, path: Path) -> None:
-    """Write the residuals; without compression, remove the files of an earlier save.
-
-    Raises ``CheckpointError``.
-    """
-    if coding is None:
-        _remove(path)
-    else:
-        coding.save(path)
-
-
-def read_store_residuals(coding: ResidualHolder | None, path: Path) -> Callable[[], None]:
-    """Read and check the file; only a call of what is returned has the store take it in.
-
-    So that nothing has changed when the file is damaged. Raises ``CheckpointError``. Without
-    compression the file is not read.
-    """
-    if coding is None:
-        return lambda: None
-    return partial(coding.restore_residuals, coding.read(path))
-
-
-def save_residuals(
-    path: Path, compression: Compression, residuals: Residuals, num_workers: int
-) -> None:
-    """Write them, for a job of this many workers; removes a file of before where there are none.
+def save_residuals(coding: StoreCoding | None, path: Path) -> None:
+    """Write the residuals; where there are none, remove the file of an earlier save.
 
     Raises ``CheckpointError``.
     """
-    found = residuals.export()
-    if not found:
+    found: list[Residual] = []
+    if coding is not None:
+        with coding.lock:
+            found = coding.residuals.export()
+    if coding is None or not found:
         _remove(path)
         return
     is_int = all(isinstance(each.key, int) for each in found)
-    metadata = _metadata(compression, num_workers, "int" if is_int else "str")
+    metadata = coding.metadata("int" if is_int else "str")
     specs = {_name(each): KeySpec(each.values.shape, each.values.dtype) for each in found}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,40 +121,31 @@ def _remove(path: Path) -> None:
             raise CheckpointError(f"cannot remove {path}: {error.strerror}") from error
 
 
-def read_residuals(path: Path, compression: Compression, num_workers: int) -> list[Residual]:
-    """All that a file has; nothing where there is no such file.
+def read_residuals(coding: StoreCoding | None, path: Path) -> Callable[[], None]:
+    """Read and check the file; only a call of what is returned has the store take it in.
 
-    What another compression or another number of workers has lost is left out as well. Raises
-    ``CheckpointError``.
+    So that nothing has changed when the file is damaged. Without compression the file is not read.
+    Raises ``CheckpointError``.
     """
+    if coding is None:
+        return lambda: None
+    return partial(coding.restore_residuals, _read_all(coding, path))
+
+
+def _read_all(coding: StoreCoding, path: Path) -> list[Residual]:
+    """Read a file: nothing if it is missing or of another compression or number of workers."""
     if not path.exists():
         return []
     with TensorReader(path) as file:
         key_type = file.metadata.get("key_type")
         if key_type is None:
             raise CheckpointError(
-                f"{path} is not a file of residuals: its metadata lack key_type; remove it to "
-                "continue without its residuals"
+                f"{path} is not a file of residuals: its metadata do not have key_type; remove "
+                "the file to continue without it"
             )
-        if file.metadata != _metadata(compression, num_workers, key_type):
+        if file.metadata != coding.metadata(key_type):
             return []
         return [_read(file, path, name) for name in file.names]
-
-
-def fitting(saved: Iterable[Residual], specs: Mapping[Key, KeySpec]) -> list[Residual]:
-    """Those of these keys, in their sizes and dtypes."""
-    wanted = {
-        key: (spec.num_elements, accumulation_dtype(spec.dtype)) for key, spec in specs.items()
-    }
-    return [each for each in saved if wanted.get(each.key) == (len(each.values), each.values.dtype)]
-
-
-def _metadata(compression: Compression, num_workers: int, key_type: str) -> dict[str, str]:
-    return {
-        "key_type": key_type,
-        "compression": json.dumps(compression.plain()),
-        "num_workers": str(num_workers),
-    }
 
 
 def _name(residual: Residual) -> str:

@@ -81,12 +81,12 @@ class TensorWriter(AbstractContextManager["TensorWriter"]):
         entry = _find(self._path, self._entries, name)
         if array.dtype.newbyteorder("=") != entry.spec.dtype:
             raise CheckpointError(
-                f"{self._path}: {name} holds {entry.spec.dtype}, the piece is {array.dtype}"
+                f"{self._path}: {name} has dtype {entry.spec.dtype}, the piece has {array.dtype}"
             )
         stop = start_element + array.size
         if not 0 <= start_element <= stop <= entry.num_elements:
             raise CheckpointError(
-                f"{self._path}: {name} has {entry.num_elements} elements, the piece would cover "
+                f"{self._path}: {name} has {entry.num_elements} elements, the piece has elements "
                 f"{start_element} to {stop}"
             )
         at = entry.begin + start_element * entry.spec.dtype.itemsize
@@ -118,8 +118,8 @@ class TensorWriter(AbstractContextManager["TensorWriter"]):
             if entry.num_elements and self._written[name] != [(0, entry.num_elements)]:
                 pieces = ", ".join(f"{start} to {stop}" for start, stop in self._written[name][:8])
                 raise CheckpointError(
-                    f"{self._path} was not written: {name} has {entry.num_elements} elements and "
-                    f"only {pieces or 'none'} were given"
+                    f"{self._path} was not written: {name} needs {entry.num_elements} elements, "
+                    f"got {pieces or 'none'}"
                 )
 
 
@@ -153,16 +153,16 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return name in self._entries
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype of the array ``name``."""
+        """Return shape and dtype of the array ``name``."""
         return _find(self._path, self._entries, name).spec
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """A new flat array of the elements ``start`` to ``stop`` (all by default), C order."""
+        """Return a new flat array of elements [start, stop), all by default, in C order."""
         entry = _find(self._path, self._entries, name)
         last = entry.num_elements if stop is None else stop
         if not 0 <= start <= last <= entry.num_elements:
             raise CheckpointError(
-                f"{self._path}: {name} has {entry.num_elements} elements, asked for {start} to "
+                f"{self._path}: {name} has {entry.num_elements} elements, cannot read {start} to "
                 f"{last}"
             )
         dtype = entry.spec.dtype
@@ -170,12 +170,12 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         values = self._values_at(at, last - start, dtype.newbyteorder("<"))
         if dtype.kind == "b" and values.view(np.uint8).max(initial=0) > 1:
             raise CheckpointError(
-                f"{self._path}: {name} is bool but holds other bytes than 0 and 1"
+                f"{self._path} is damaged: {name} is bool but has bytes other than 0 and 1"
             )
         return values.astype(dtype, copy=False)
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """A new array: all of ``name``, in its shape."""
+        """Return a new array: all of ``name``, in its shape."""
         return self.read(name).reshape(self.spec(name).shape)
 
     def verify(self) -> None:
@@ -198,17 +198,18 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         file_bytes = os.fstat(self._file.fileno()).st_size
         prefix = bytearray(LENGTH_BYTES)
         if file_bytes < len(prefix):
-            raise CheckpointError(f"{self._path} is cut off: it has {file_bytes} bytes")
+            raise CheckpointError(f"{self._path} is truncated: it has {file_bytes} bytes")
         self._fill(0, memoryview(prefix))
         length = int.from_bytes(prefix, "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(
-                f"{self._path} is not a file of tensors, or is damaged: its header would have "
+                f"{self._path} is damaged or not a safetensors file: its header would have "
                 f"{length} bytes, more than {MAX_HEADER_BYTES}"
             )
         if len(prefix) + length > file_bytes:
             raise CheckpointError(
-                f"{self._path} is cut off: a header of {length} bytes in a file of {file_bytes}"
+                f"{self._path} is truncated: its header needs {length} bytes, the file has "
+                f"{file_bytes}"
             )
         header = bytearray(length)
         self._fill(len(prefix), memoryview(header))
@@ -217,7 +218,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return parse(self._path, bytes(header), file_bytes - data_at), data_at
 
     def _values_at(self, at: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A new array of this many elements, from byte ``at`` of the values on."""
+        """Return a new array of this many elements, from byte ``at`` of the values on."""
         sums = self._sums
         if sums is not None and count:
             block, start = divmod(at, sums.block_bytes)
@@ -244,7 +245,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             at, buffer = at + len(part), buffer[len(part) :]
 
     def _recent_block(self, sums: KnownSums, block: int) -> memoryview:
-        """All of a block; the next pieces of some arrays are likely to begin in the same one."""
+        """Return a whole block, kept: the next pieces are likely to begin in it."""
         found = self._recent.pop(block, None)
         if found is None:
             found = memoryview(bytearray(sums.length(block)))
@@ -259,8 +260,8 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         self._fill(at, buffer)
         if not sums.fits(block, buffer):
             raise CheckpointError(
-                f"{self._path} is damaged: its bytes {at} to {at + len(buffer)} are not those that "
-                "were written; take an earlier checkpoint, or a copy of the file"
+                f"{self._path} is damaged: wrong checksum of bytes {at} to {at + len(buffer)}; "
+                "load an earlier checkpoint, or restore the file"
             )
 
     def _fill(self, at: int, buffer: memoryview) -> None:
@@ -268,14 +269,16 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             while buffer:
                 count = os.preadv(self._file.fileno(), [buffer], at)
                 if not count:
-                    raise CheckpointError(f"{self._path} became shorter while it was read")
+                    raise CheckpointError(
+                        f"{self._path} was truncated while it was read; try again"
+                    )
                 at, buffer = at + count, buffer[count:]
         except OSError as error:
             raise CheckpointError(f"cannot read {self._path}: {error.strerror}") from error
 
 
 def _digest(header: bytes | bytearray) -> str:
-    """Names the contents of a file: the header has the checksums of all values."""
+    """Return a digest of the contents, from the header's checksums of all values."""
     return hashlib.blake2b(header, digest_size=16).hexdigest()
 
 
@@ -283,12 +286,12 @@ def _find(path: Path, entries: Mapping[str, TensorEntry], name: str) -> TensorEn
     entry = entries.get(name)
     if entry is None:
         known = ", ".join(list(entries)[:10]) or "none"
-        raise CheckpointError(f"{path} has no array {name!r}; its arrays are {known}")
+        raise CheckpointError(f"{path} does not have the array {name!r}; it has {known}")
     return entry
 
 
 def _merged(ranges: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """Ranges that are sorted and do not touch each other, with one more."""
+    """Add a range to sorted ranges that do not touch each other; merge neighbours."""
     apart = []
     for each in ranges:
         if each[1] < start or each[0] > stop:

@@ -6,15 +6,18 @@ number of shares can load it. The arrays: ``ids`` (int64), ``values`` (a row for
 rows that still exist and have not changed. One line of metadata, ``table``, is JSON with the fields
 of ``_HEADER`` and the ``lineage``, which tells whether a delta continues what a table has loaded.
 
-A file is checked in full before a share changes; only a disk that fails in the middle leaves the
-share empty. Files are written and read in blocks. The share's owner lets one thread in at a time.
-Read next: ``safetensors.py``.
+A file is checked in full before a table changes; only a disk that fails in the middle leaves the
+table empty. Files are written and read in blocks; of all rows at once only ids, times and marks are
+there, 25 bytes each. The rows are in this process (``ShareRows``) or on servers
+(``stores/dist/table_rows.py``). A share's owner lets one thread in at a time. Read next:
+``safetensors.py``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -27,20 +30,21 @@ from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import state_names
 from kvstore.sparse.ids import Ids, is_increasing
 from kvstore.sparse.sums import RowValues
-from kvstore.sparse.update import row_blocks
-from kvstore.tables.eviction import MOST_TIME, stamp_at
-from kvstore.tables.hash_index import Places
-from kvstore.tables.ids import shares_of
-from kvstore.tables.lineage import (
+from kvstore.sparse.tables.admission import Mask
+from kvstore.sparse.tables.ages import MOST_TIME, stamp_at
+from kvstore.sparse.tables.hash_index import Places
+from kvstore.sparse.tables.ids import shares_of
+from kvstore.sparse.tables.lineage import (
     Line,
+    Lineage,
     Lines,
     line_of,
     lines_from_plain,
     lines_to_plain,
     new_lineage,
 )
-from kvstore.tables.settings import TableSettings
-from kvstore.tables.shard import TableShare
+from kvstore.sparse.tables.settings import TableSettings
+from kvstore.sparse.tables.shard import TableShare
 
 _HEADER = ("since", "mark", "time", "count")
 """The numbers of an export: from which mark on it has the changes (0: everything), up to which,
@@ -48,97 +52,191 @@ how many pushes there had been, and how many updates."""
 
 _MOST = {"since": 2**31 - 2, "mark": 2**31 - 2, "time": MOST_TIME, "count": 2**62}
 _STATE = "states/{}"
+_BLOCK_BYTES = 16 << 20
+_MESSAGE_HEADER_BYTES = 4096
 
 
-class Contents(NamedTuple):
-    """What an export says of a table, but for the numbers of its rows."""
+class TableRows(NamedTuple):
+    """The rows of a table, sorted by id, without their values."""
 
-    settings: TableSettings
-    optimizer: Optimizer | None
-    """None as well where its states are left out."""
     ids: Ids
-    """Of all rows, sorted."""
     stamps: Ids
-    has_changed: np.ndarray[Any, np.dtype[np.bool_]]
-    """Which rows are to be written; the others of a delta are only named."""
-    since: int | None
-    """From which mark on a delta has the changes; None for a whole export."""
-    mark: int
+    """When they were touched (``tables/ages.py``); each server counts by itself."""
+    changed: Ids
+    """Since which mark they have not changed."""
+
+
+class TableCounters(NamedTuple):
+    """The counters that are equal on all shares of a table."""
+
+    next_mark: int
     time: int
+    """Pushes."""
     num_updates: int
-    lines: Lines
-    """Up to this mark."""
+    lineage: Lineage
 
 
-ReadRows = Callable[[int, int], Sequence[RowValues]]
-"""Values and states of rows [start, stop), of those that have changed."""
+class FileRows(NamedTuple):
+    """The rows of a file, sorted by id."""
+
+    ids: Ids
+    stamps: Ids
+    kept: Ids
+    """Of a delta: those that are still there and have not changed."""
+    kept_stamps: Ids
 
 
-def write_table(path: Any, share: TableShare, since: int | None, *, with_states: bool) -> int:
-    """Write the rows that have changed after the mark ``since``, None for all; the new mark."""
-    ids, places = share.held()
-    mark = share.next_mark
-    has_changed = np.ones(len(ids), np.bool_)
-    if since is not None:
-        has_changed = share.changed[places] > since
-    changed, stamps = places[has_changed], share.ages.stamps[places]
-    optimizer = share.slots.optimizer if with_states else None
-    states = share.slots.states if with_states else ()
+class TableHome(ABC):
+    """Where the rows of a table are: a share in this process, or servers."""
 
-    def read(start: int, stop: int) -> Sequence[RowValues]:
-        return [rows[changed[start:stop]] for rows in (share.slots.values, *states)]
+    title: str
+    """The table, for errors."""
+    most_bytes: int = 1 << 62
+    """What may be handed over at once."""
 
-    numbers = (since, mark, share.ages.time, share.slots.count, share.lineage.until(mark))
-    write_export(
-        path, Contents(share.settings, optimizer, ids, stamps, has_changed, *numbers), read
-    )
-    share.next_mark = mark + 1
-    return mark
+    @abstractmethod
+    def held(self) -> TableRows:
+        """Return the rows that there are."""
+
+    @abstractmethod
+    def read(self, ids: Ids, dtypes: Sequence[np.dtype[Any]]) -> tuple[Mask, list[RowValues]]:
+        """Return which of these different ids have rows, and arrays of those rows, values first.
+
+        ``dtypes`` are those of the arrays; more than one for states, too.
+        """
+
+    @abstractmethod
+    def counters(self) -> TableCounters:
+        """Return the counters that all shares have, and the lineage that they agree on."""
+
+    @abstractmethod
+    def set_mark(self, mark: int, lineage: Lineage) -> None:
+        """Let changes from now on come after this mark."""
+
+    @abstractmethod
+    def shared(self, rows: FileRows) -> Any:
+        """Return these rows as ``begin`` takes them.
+
+        Raises ``CheckpointError`` for more than can be handed over.
+        """
+
+    @abstractmethod
+    def begin(self, shared: Any, mark: int, *, is_delta: bool) -> None:
+        """Let go of what the file does not have; the table is worth nothing before ``end``."""
+
+    @abstractmethod
+    def write(self, ids: Ids, stamps: Ids, arrays: Sequence[RowValues]) -> None:
+        """Take some rows of the file, if they are chosen: values, then states."""
+
+    @abstractmethod
+    def end(self, num_updates: int | None, time: int, lines: Lines) -> None:
+        """End the load: all rows are there.
+
+        ``num_updates`` is None if the file does not say; ``lines`` are the file's.
+        """
 
 
-def write_export(path: Any, found: Contents, read: ReadRows, block_rows: int | None = None) -> None:
-    """Write an export; ``read`` is asked for ``block_rows`` at a time, or for a few."""
-    specs, metadata = _layout(found)
-    with TensorWriter(path, specs, {"table": json.dumps(metadata)}) as out:
-        out.write("ids", 0, found.ids[found.has_changed])
-        out.write("touched", 0, found.stamps[found.has_changed])
-        if found.since is not None:
-            out.write("kept", 0, found.ids[~found.has_changed])
-            out.write("kept_touched", 0, found.stamps[~found.has_changed])
+class TableFiles:
+    """Writes a table to files and reads it from them."""
+
+    def __init__(self, home: TableHome, settings: TableSettings) -> None:
+        self.home = home
+        self._settings = settings
+
+    def export(self, path: Any, optimizer: Optimizer | None, since: int | None) -> int:
+        """Write the rows that have changed after the mark ``since``, None for all; the new mark.
+
+        With states where there is an ``optimizer``. Nothing may change meanwhile; raises
+        ``CheckpointError`` where rows have gone.
+        """
+        mark, time, count, lineage = self.home.counters()
+        self.home.set_mark(mark, lineage)
+        held = self.home.held()
+        has_changed = np.ones(len(held.ids), np.bool_) if since is None else held.changed > since
+        ids, kept = held.ids[has_changed], held.ids[~has_changed]
+        numbers = (since or 0, mark, time, count)
+        specs, metadata = self._layout(len(ids), None if since is None else len(kept), optimizer)
+        metadata |= dict(zip(_HEADER, numbers, strict=True))
+        metadata["lineage"] = lines_to_plain(lineage.until(mark))
         names = ["values", *(name for name in specs if name.startswith("states/"))]
-        width, number = found.settings.dim, int(np.count_nonzero(found.has_changed))
-        blocks = row_blocks(number, width)
-        if block_rows is not None:
-            starts = range(0, number, block_rows)
-            blocks = ((start, min(start + block_rows, number)) for start in starts)
-        for start, stop in blocks:
-            for name, rows in zip(names, read(start, stop), strict=True):
-                out.write(name, start * width, rows)
+        dtypes = [specs[name][1] for name in names]
+        width = self._settings.dim
+        step = self._block_rows(width * sum(dtype.itemsize for dtype in dtypes))
+        with TensorWriter(path, specs, {"table": json.dumps(metadata)}) as out:
+            out.write("ids", 0, ids)
+            out.write("touched", 0, held.stamps[has_changed])
+            if since is not None:
+                out.write("kept", 0, kept)
+                out.write("kept_touched", 0, held.stamps[~has_changed])
+            for start in range(0, len(ids), step):
+                is_there, arrays = self.home.read(ids[start : start + step], dtypes)
+                if not is_there.all():
+                    raise CheckpointError(
+                        f"{path} was not written: rows of {self.home.title} were evicted during "
+                        "the export; do not pull or push in other threads during an export"
+                    )
+                for name, rows in zip(names, arrays, strict=True):
+                    out.write(name, start * width, rows)
+        return mark
+
+    def _layout(
+        self, num_rows: int, num_kept: int | None, optimizer: Optimizer | None
+    ) -> tuple[dict[str, tuple[tuple[int, ...], np.dtype[Any]]], dict[str, Any]]:
+        """Return the arrays of a file, and the metadata about them."""
+        long, settings = np.dtype(np.int64), self._settings
+        specs: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+            "ids": ((num_rows,), long),
+            "touched": ((num_rows,), long),
+            "values": ((num_rows, settings.dim), settings.dtype),
+        }
+        if num_kept is not None:
+            specs["kept"] = specs["kept_touched"] = ((num_kept,), long)
+        metadata = {"name": settings.name, "is_delta": num_kept is not None}
+        if optimizer is not None:
+            metadata["optimizer"] = optimizer.name or type(optimizer).__name__
+            dtype = accumulation_dtype(settings.dtype)
+            for name in state_names(optimizer, settings.dtype):
+                specs[_STATE.format(name)] = ((num_rows, settings.dim), dtype)
+        return specs, metadata
+
+    def _block_rows(self, row_bytes: int) -> int:
+        return max(min(_BLOCK_BYTES, self.home.most_bytes // 2) // (row_bytes + 16), 1)
+
+    def load(self, path: Any, optimizer: Optimizer | None) -> None:
+        """Take over an export, each share what falls to it.
+
+        Raises ``CheckpointError``: before anything has changed, for a file that does not fit; a
+        disk that fails in the middle leaves the table empty.
+        """
+        home, settings = self.home, self._settings
+        with TableFile(path) as file:
+            arrays = checked_arrays(file, settings, optimizer, home.counters().lineage.at)
+            states_bytes = (len(arrays) - 1) * accumulation_dtype(settings.dtype).itemsize
+            row_bytes = settings.dim * (settings.dtype.itemsize + states_bytes)
+            check_fits(home, "one of its rows", row_bytes)
+            shared = home.shared(FileRows(file.ids, file.stamps, file.kept, file.kept_stamps))
+            nothing = home.shared(FileRows(*[np.empty(0, np.int64)] * 4))
+            step = self._block_rows(8 * settings.dim * len(arrays))
+            try:
+                home.begin(shared, file.mark, is_delta=file.is_delta)
+                for start in range(0, len(file.ids), step):
+                    stop = min(start + step, len(file.ids))
+                    rows = [file.rows(array, start, stop) for array in arrays]
+                    home.write(file.ids[start:stop], file.stamps[start:stop], rows)
+                home.end(file.count_of_updates, file.time, file.lines)
+            except BaseException:
+                home.begin(nothing, 0, is_delta=False)
+                raise
 
 
-def _layout(
-    found: Contents,
-) -> tuple[dict[str, tuple[tuple[int, ...], np.dtype[Any]]], dict[str, Any]]:
-    long, settings = np.dtype(np.int64), found.settings
-    num_rows, num_changed = len(found.ids), int(np.count_nonzero(found.has_changed))
-    specs: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
-        "ids": ((num_changed,), long),
-        "touched": ((num_changed,), long),
-        "values": ((num_changed, settings.dim), settings.dtype),
-    }
-    if found.since is not None:
-        specs["kept"] = specs["kept_touched"] = ((num_rows - num_changed,), long)
-    numbers = (found.since or 0, found.mark, found.time, found.num_updates)
-    metadata: dict[str, Any] = dict(zip(_HEADER, numbers, strict=True))
-    metadata |= {"name": settings.name, "is_delta": found.since is not None}
-    metadata["lineage"] = lines_to_plain(found.lines)
-    optimizer = found.optimizer
-    if optimizer is not None:
-        metadata["optimizer"] = optimizer.name or type(optimizer).__name__
-        dtype = accumulation_dtype(settings.dtype)
-        for name in state_names(optimizer, settings.dtype):
-            specs[_STATE.format(name)] = ((num_changed, settings.dim), dtype)
-    return specs, metadata
+def check_fits(home: TableHome, what: str, nbytes: int) -> None:
+    """Raise ``CheckpointError`` for a file of which something is more than a message holds."""
+    if nbytes > home.most_bytes - _MESSAGE_HEADER_BYTES:
+        raise CheckpointError(
+            f"the file does not fit {home.title}: {what} would be a message of {nbytes} "
+            f"bytes, over PS_MAX_MESSAGE_BYTES ({home.most_bytes}); use more servers, or "
+            "raise PS_MAX_MESSAGE_BYTES on all nodes"
+        )
 
 
 class TableFile(AbstractContextManager["TableFile"]):
@@ -179,7 +277,7 @@ class TableFile(AbstractContextManager["TableFile"]):
         return None if self.optimizer is None else self.count
 
     def states(self, names: tuple[str, ...], dtype: np.dtype[Any]) -> list[str]:
-        """The names of these states' arrays, once they are known to fit the values."""
+        """Return the names of these states' arrays, once they are known to fit the values."""
         arrays = [_STATE.format(name) for name in names]
         for array in arrays:
             if array not in self._file:
@@ -190,12 +288,12 @@ class TableFile(AbstractContextManager["TableFile"]):
         return arrays
 
     def rows(self, array: str, start: int, stop: int) -> RowValues:
-        """Rows [start, stop) of ``values`` or of a state."""
+        """Return rows [start, stop) of ``values`` or of a state."""
         width = self.spec.shape[1]
         return self._file.read(array, start * width, stop * width).reshape(stop - start, width)
 
     def damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} is not an export of a table, or is damaged: {what}")
+        return CheckpointError(f"{self._path} is damaged or not an export of a table: {what}")
 
     def refused(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._path} does not fit the table: {what}")
@@ -213,10 +311,10 @@ class TableFile(AbstractContextManager["TableFile"]):
                 setattr(self, name, number)
             self.is_delta, self.optimizer = found["is_delta"], found.get("optimizer")
             if type(self.is_delta) is not bool or type(self.optimizer) not in (str, type(None)):
-                raise ValueError("is_delta or optimizer is of the wrong type")
+                raise ValueError("is_delta or optimizer has the wrong type")
             self.lines = lines_from_plain(found.get("lineage", []))
             if self.lines and self.lines[-1].mark != self.mark:
-                raise ValueError("the lineage does not end at the mark")
+                raise ValueError("the lineage does not end with the mark")
         except (LookupError, TypeError, ValueError, RecursionError) as error:
             raise self.damaged(f"its metadata are wrong: {error!r}") from error
 
@@ -237,78 +335,80 @@ class TableFile(AbstractContextManager["TableFile"]):
         return ids, stamps
 
 
-class FileRows(NamedTuple):
-    """Which rows a file has, all sorted by id."""
+class ShareRows(TableHome):
+    """The rows of one share. A file comes by ``begin``, ``write`` and ``end``."""
 
-    ids: Ids
-    stamps: Ids
-    kept: Ids
-    """Of a delta: those that are still there and have not changed."""
-    kept_stamps: Ids
+    def __init__(self, share: TableShare) -> None:
+        self.title = f"table {share.settings.name!r}"
+        self.share = share
+        self._chosen: Ids | None = None
+        """The rows to take, sorted; None while no file comes."""
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a file has begun to come."""
+        return self._chosen is not None
 
-class Loading:
-    """An export on its way into a share, which is worth nothing before ``finish``."""
+    def held(self) -> TableRows:
+        ids, places = self.share.held()
+        changed = self.share.changed[places].astype(np.int64)
+        return TableRows(ids, self.share.ages.stamps[places], changed)
 
-    def __init__(self, share: TableShare, rows: FileRows, mark: int, *, is_delta: bool) -> None:
-        """Let go of what the file does not have. Ids of other shares are passed over."""
-        self._share = share
-        share.lineage = new_lineage()  # no delta continues a part of a file
+    def read(self, ids: Ids, dtypes: Sequence[np.dtype[Any]]) -> tuple[Mask, list[RowValues]]:
+        is_there, arrays = self.copies(ids, with_states=len(dtypes) > 1)
+        return is_there, arrays
+
+    def copies(self, ids: Ids, *, with_states: bool) -> tuple[Mask, list[RowValues]]:
+        """Do as ``read``, with all states or without."""
+        self.share.expire()
+        places = self.share.index.look_up(ids)
+        is_there: Mask = places >= 0
+        rows = self.share.rows
+        arrays = [rows.values, *(rows.states if with_states else ())]
+        return is_there, [array[places[is_there]] for array in arrays]
+
+    def counters(self) -> TableCounters:
+        share = self.share
+        return TableCounters(share.next_mark, share.ages.time, share.rows.count, share.lineage)
+
+    def set_mark(self, mark: int, lineage: Lineage) -> None:
+        self.share.lineage = lineage
+        self.share.next_mark = max(self.share.next_mark, mark + 1)
+
+    def shared(self, rows: FileRows) -> FileRows:
+        return rows
+
+    def begin(self, shared: FileRows, mark: int, *, is_delta: bool) -> None:
+        """Begin, as in ``TableHome``; skip the ids of other shares."""
+        self.share.lineage = new_lineage()  # no delta continues a part of a file
         if is_delta:
-            _keep_only(rows, share)
+            _keep_only(shared, self.share)
         else:
-            share.clear()
-        self.chosen = rows.ids[_chosen(rows, share)]
-        """The rows to take, sorted."""
-        share.next_mark = max(share.next_mark, mark) + 1
+            self.share.clear()
+        self._chosen = shared.ids[_chosen(shared, self.share)]
+        self.share.next_mark = max(self.share.next_mark, mark) + 1
 
-    def put(self, ids: Ids, stamps: Ids, arrays: Sequence[RowValues]) -> None:
-        """Some rows of the file, of which those that are chosen are taken: values, then states."""
-        at = np.searchsorted(self.chosen, ids)
-        mine = self.chosen.take(at, mode="clip") == ids if len(self.chosen) else at < 0
+    def write(self, ids: Ids, stamps: Ids, arrays: Sequence[RowValues]) -> None:
+        chosen = self._chosen
+        assert chosen is not None
+        at = np.searchsorted(chosen, ids)
+        mine = chosen.take(at, mode="clip") == ids if len(chosen) else at < 0
         if mine.any():
             values, *states = (array[mine] for array in arrays)
-            mark = self._share.next_mark - 1
-            self._share.put(ids[mine], values, states, stamps[mine], mark)
+            self.share.put(ids[mine], values, states, stamps[mine], self.share.next_mark - 1)
 
-    def finish(self, time: int, count: int | None, lines: Lines) -> None:
-        """All rows are there; ``count`` updates were made, None if the file does not say.
-
-        ``lines`` are the file's.
-        """
-        self._share.ages.resume(time)
-        if count is not None:
-            self._share.slots.count = count
-        self._share.lineage = new_lineage(lines)
-
-
-def load_table(path: Any, share: TableShare) -> None:
-    """Take from an export what falls to this share. Raises ``CheckpointError``."""
-    with TableFile(path) as file:
-        arrays = checked_arrays(file, share.settings, share.slots.optimizer, share.lineage.at)
-        try:
-            loading = Loading(share, rows_of(file), file.mark, is_delta=file.is_delta)
-            for start, stop in row_blocks(len(file.ids), share.settings.dim):
-                ids = file.ids[start:stop]
-                low = np.searchsorted(loading.chosen, ids[0])
-                if low < len(loading.chosen) and loading.chosen[low] <= ids[-1]:
-                    rows = [file.rows(array, start, stop) for array in arrays]
-                    loading.put(ids, file.stamps[start:stop], rows)
-            loading.finish(file.time, file.count_of_updates, file.lines)
-        except BaseException:
-            share.clear()
-            raise
-
-
-def rows_of(file: TableFile) -> FileRows:
-    """Which rows a file has."""
-    return FileRows(file.ids, file.stamps, file.kept, file.kept_stamps)
+    def end(self, num_updates: int | None, time: int, lines: Lines) -> None:
+        self.share.ages.resume(time)
+        if num_updates is not None:
+            self.share.rows.count = num_updates
+        self.share.lineage = new_lineage(lines)
+        self._chosen = None
 
 
 def checked_arrays(
     file: TableFile, settings: TableSettings, optimizer: Optimizer | None, loaded: Line | None
 ) -> list[str]:
-    """The arrays to be read: values, and the states if the optimizer keeps any.
+    """Return the arrays to be read: values, and the states if the optimizer keeps any.
 
     ``loaded`` is where the file ended that the table has loaded last. Raises ``CheckpointError``.
     """
@@ -363,7 +463,7 @@ def _keep_only(file: FileRows, share: TableShare) -> None:
 
 
 def _chosen(file: FileRows, share: TableShare) -> Places:
-    """Which rows of the file to take: those of the share, as far as there is room.
+    """Return which rows of the file to take: those of the share, as far as there is room.
 
     Of these and the rows of the share that the file leaves as they are, those that were touched
     last stay; what is left out is removed.

@@ -2,7 +2,7 @@
 
 The pure core, on arrays of the host: no sockets, no stores. ``config.py`` checks what a user asks
 for; ``chain.py`` encodes and decodes one part, with the header of ``header.py``; ``codec.py``,
-``bits.py`` and ``sparsify.py`` are the codecs; ``residuals.py`` keeps what was lost, and counts.
+``value_codecs.py`` and ``sparsify.py`` are the codecs; ``residuals.py`` keeps the errors.
 Read next: ``config.py``.
 """
 

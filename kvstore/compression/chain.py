@@ -20,11 +20,11 @@ import numpy as np
 from kvstore.arrays.cpu.sums import Flat, Workspace
 from kvstore.arrays.cpu.threads import Cores, Task
 from kvstore.arrays.dtypes import accumulation_dtype
-from kvstore.compression.bits import Exact
 from kvstore.compression.codec import Payload, ValueCodec, add_to, check_finite, run, spans, widened
 from kvstore.compression.header import draw_in, dtype_code, header
 from kvstore.compression.residuals import Statistics
 from kvstore.compression.sparsify import Draw, Pick
+from kvstore.compression.value_codecs import Exact
 from pslite.errors import ProtocolError
 
 _NO_DRAW = Draw()
@@ -54,7 +54,7 @@ class Chain:
         self._header = lru_cache(_MOST_HEADERS)(partial(header, pick, self.codec))
 
     def payload_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
-        """The length of every payload of a part of this many elements, of a key of this dtype."""
+        """Return the payload length of a part of this many elements and dtype."""
         ids, count = 0, num_elements
         if self.pick is not None:
             ids, count = self.pick.ids_bytes(num_elements), self.pick.count(num_elements)
@@ -66,7 +66,7 @@ class Chain:
         return len(self._header(0, np.dtype(np.float32), _NO_DRAW))
 
     def encoded_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
-        """The length of every header with its payload behind it, of a part of this size."""
+        """Return the length of every header with its payload behind it, of a part of this size."""
         return self.header_bytes + self.payload_bytes(num_elements, dtype)
 
     def check(self, array: np.ndarray[Any, Any], cores: Cores | None = None) -> None:
@@ -83,7 +83,7 @@ class Chain:
         draw: Draw = _NO_DRAW,
         cores: Cores | None = None,
     ) -> Payload:
-        """One part, encoded into ``out`` (new memory where there is none): header, then payload.
+        """Encode one part into ``out`` or new memory: header, then payload.
 
         ``array``: floats of any shape on the host that ``check`` has passed, only read, before the
         call returns. ``out``: uint8, 1-D, of ``encoded_bytes``, the caller's. ``residual``: 1-D,
@@ -196,9 +196,9 @@ class Chain:
         wanted = self._header(num_elements, dtype, draw)
         if found != wanted:
             raise ProtocolError(
-                f"an encoded part has the header {found.hex()}, expected {wanted.hex()} for "
-                f"{num_elements} elements of {dtype} by {self.name} with {self.plain()}: the "
-                "workers of a job must all set the same compression"
+                f"an encoded part has header {found.hex()}, expected {wanted.hex()} for "
+                f"{num_elements} elements of {dtype} by {self.name} with {self.plain()}; set the "
+                "same compression on all workers"
             )
         if len(data) != self.encoded_bytes(num_elements, dtype):
             raise ProtocolError(
@@ -213,7 +213,7 @@ class Chain:
         self.codec.check_payload(payload, count, dtype)
 
     def is_of_non_finite(self, data: Payload, num_elements: int, dtype: np.dtype[Any]) -> bool:
-        """Whether ``encode`` was given NaN or infinity that this chain cannot carry.
+        """Return whether ``encode`` was given NaN or infinity that this chain cannot carry.
 
         For chains without a pick. ``data`` is of ``encoded_bytes`` and otherwise unchecked.
         """
@@ -221,7 +221,7 @@ class Chain:
         return self.codec.is_of_non_finite(payload, num_elements, dtype)
 
     def plain(self) -> dict[str, Any]:
-        """Everything that decides what it writes and reads, as plain data."""
+        """Return all parameters that determine its format, as plain data."""
         parameters: dict[str, Any] = {"type": self.name, "feedback": self.has_feedback}
         for each in (self.pick, self.codec):
             if each is not None:

@@ -1,15 +1,13 @@
 """The base class of codecs, and the checks of their parameters.
 
 A ``CodecParameter`` checks one value and gives it its plain form (bool, int, float), which is what
-travels and is compared. Numbers may come as text, as MXNet's do ("0.5"). Pure; any thread may
-call. Read next: ``config.py``, which takes a user's dictionary apart.
-
-What a codec of values is, and how it goes through an array: in spans that stay in the cache.
+travels and is compared. Numbers may come as text, as MXNet's do ("0.5").
 
 A codec turns numbers into fewer bytes and back. What it makes of n numbers is always equally
 long (``payload_bytes``), so that messages can be planned before there is anything to send. A
-subclass says how one span is packed and unpacked (``bits.py``); this
-file does what they have in common: adding the residual, error feedback, threads, dtypes.
+subclass says how one span is packed and unpacked (``value_codecs.py``); this file has the rest:
+going through an array in spans that stay in the cache, adding the residual, error feedback,
+threads, dtypes.
 
 **Error feedback.** With a residual e, what is packed is p = g + e, and e becomes p - decoded(p):
 what was lost comes back with the next gradient (Seide et al., Interspeech 2014; Karimireddy et
@@ -21,7 +19,7 @@ float32, and float64 for float64. A residual has that dtype.
 
 **Bits.** Spans begin at fixed elements and every operation concerns one unit of a codec, so
 neither threads nor the size of spans can change a bit. Any thread may call, with different
-arrays. Read next: ``bits.py``, the codecs themselves; then ``chain.py``, which checks and calls.
+arrays. Read next: ``value_codecs.py``, the codecs themselves; then ``chain.py``, which calls.
 """
 
 from __future__ import annotations
@@ -55,58 +53,60 @@ class CodecParameter(NamedTuple):
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False; also as 0 and 1."""
+    """Check a flag: True or False, also as 1 or 0."""
     if type(value) is bool or (type(value) is int and value in (0, 1)):
         return bool(value)
-    raise ArgumentTypeError(f"the compression parameter {name!r} is True or False, got {value!r}")
+    raise ArgumentTypeError(
+        f"the compression parameter {name!r} must be True or False, got {value!r}"
+    )
 
 
 def finite(name: str, value: Any) -> float:
-    """Any number that a float32 can hold."""
+    """Check a number: any that a float32 can hold."""
     number = _number(name, value)
     if not abs(number) <= _MOST_FLOAT32:
         raise ArgumentValueError(
-            f"the compression parameter {name!r} is a finite number, got {value!r}"
+            f"the compression parameter {name!r} must be a finite number, got {value!r}"
         )
     return number
 
 
 def positive(name: str, value: Any) -> float:
-    """A number above 0, also when it is rounded to float32."""
+    """Return a number above 0, also when it is rounded to float32."""
     number = finite(name, value)
     if number < _LEAST_FLOAT32:
         raise ArgumentValueError(
-            f"the compression parameter {name!r} is a number greater than 0, got {value!r}: it is "
-            "the size of the steps in which gradients are sent"
+            f"the compression parameter {name!r} must be greater than 0, got {value!r}; it is "
+            "the step size of the encoded gradients"
         )
     return number
 
 
 def ratio(name: str, value: Any) -> float:
-    """A share: above 0, at most 1."""
+    """Return a share: above 0, at most 1."""
     number = _number(name, value)
     if not 0.0 < number <= 1.0:
         raise ArgumentValueError(
-            f"the compression parameter {name!r} is a number above 0 and at most 1, got {value!r}: "
-            "the share of the numbers that are sent (for a count there is 'k')"
+            f"the compression parameter {name!r} must be greater than 0 and at most 1, got "
+            f"{value!r}; use 'k' to give a count instead of a fraction"
         )
     return number
 
 
 def count(name: str, value: Any) -> int | None:
-    """A whole number from 1 on, or None for none."""
+    """Return an integer of at least 1, or None."""
     if value is None:
         return None
     return _whole(name, value, 1, _MOST)
 
 
 def size(name: str, value: Any) -> int:
-    """A whole number from 0 on."""
+    """Return an integer of at least 0."""
     return _whole(name, value, 0, _MOST)
 
 
 def block(name: str, value: Any) -> int:
-    """How many numbers share a scale."""
+    """Return how many numbers share a scale."""
     return _whole(name, value, 8, 65536)
 
 
@@ -119,13 +119,12 @@ def _whole(name: str, value: Any, least: int, most: int) -> int:
     # NumPy's integers too, but no floats.
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ArgumentTypeError(
-            f"the compression parameter {name!r} is a whole number, got {value!r}"
+            f"the compression parameter {name!r} must be an integer, got {value!r}"
         )
     number = operator.index(value)
     if not least <= number <= most:
         raise ArgumentValueError(
-            f"the compression parameter {name!r} is a whole number from {least} to {most}, "
-            f"got {number}"
+            f"the compression parameter {name!r} must be from {least} to {most}, got {number}"
         )
     return number
 
@@ -137,7 +136,7 @@ def _number(name: str, value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise ArgumentTypeError(
-            f"the compression parameter {name!r} is a number, got {value!r}"
+            f"the compression parameter {name!r} must be a number, got {value!r}"
         ) from None
     return number
 
@@ -165,7 +164,7 @@ class Span(NamedTuple):
 
 
 class Coder(ABC):
-    """What codecs of numbers have in common with those that pick some of them (``Pick``)."""
+    """The base class of codecs of numbers and of codecs that select numbers (``Pick``)."""
 
     name: ClassVar[str]
     """In parameters and statistics."""
@@ -181,11 +180,11 @@ class Coder(ABC):
     """Whether a residual is kept unless the parameters say otherwise."""
 
     def numbers(self) -> tuple[float, ...]:
-        """The values of ``in_header``."""
+        """Return the values of ``in_header``."""
         return tuple(getattr(self, name) for name in self.in_header)
 
     def plain(self) -> dict[str, Any]:
-        """Its parameters with their values, as plain data."""
+        """Return its parameters with their values, as plain data."""
         return {name: getattr(self, name) for name in self.parameters}
 
 
@@ -205,17 +204,17 @@ class ValueCodec(Coder):
 
     @abstractmethod
     def payload_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
-        """How many bytes it makes of this many elements of a key of this dtype."""
+        """Return how many bytes it makes of this many elements of a key of this dtype."""
 
     @abstractmethod
     def pack(
         self, wide: Flat, span: Span, payload: Payload, workspace: Workspace, *, rest: bool
     ) -> None:
-        """Write what becomes of a span into its place in the whole payload.
+        """Write the encoding of a span into its slice of the whole payload.
 
         ``wide`` has the span's numbers in float32 or float64. With ``rest`` it is left as what
-        was lost (number - decoded number); else it is only read. Slots of ``workspace`` from 1
-        on are free.
+        was lost (number - decoded number); else it is only read. The slots of ``workspace`` above
+        0 are free.
         """
 
     @abstractmethod
@@ -229,7 +228,7 @@ class ValueCodec(Coder):
         """Raise ``ProtocolError`` if a payload of the right length cannot be what we wrote."""
 
     def is_of_non_finite(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> bool:
-        """Whether a payload of the right length was made of NaN or infinity, unchecked.
+        """Return whether a payload of the right length was made of NaN or infinity, unchecked.
 
         Never where ``carries_all``.
         """
@@ -337,12 +336,12 @@ def run(tasks: Sequence[Task], nbytes: int, cores: Cores | None) -> None:
 
 
 def add_to(wide: Flat, values: Flat, workspace: Workspace) -> None:
-    """``wide += values``, values of the same or a narrower dtype."""
+    """Compute ``wide += values``; the values' dtype is the same or narrower."""
     np.add(wide, widened(values, workspace), out=wide)
 
 
 def widened(values: Flat, workspace: Workspace) -> Flat:
-    """The values in the dtype that is worked in: themselves, or a copy in slot 0."""
+    """Return the values in the dtype that is worked in: themselves, or a copy in slot 0."""
     working = accumulation_dtype(values.dtype)
     if values.dtype == working and values.flags.aligned:
         return values
@@ -352,7 +351,7 @@ def widened(values: Flat, workspace: Workspace) -> Flat:
 
 
 def convert(values: Flat, target: Flat) -> None:
-    """``target[...] = values``, rounded; by compiled kernels, which are quicker with float16."""
+    """Set ``target[...] = values``, rounded; compiled kernels speed up float16."""
     if not kernels.apply(target, ((values,),), None, (), 0):
         np.copyto(target, values, casting="unsafe")
 
@@ -389,7 +388,6 @@ def _check_span(name: str, values: Flat) -> None:
         is_fine = bool(magnitudes.max(initial=0) < exponent)
     if not is_fine:
         raise ArgumentValueError(
-            f"the gradient holds NaN or infinity, which {name} cannot carry; nothing was sent or "
-            "kept of it: skip the step, or compress with fp16, bf16, topk or randomk, which carry "
-            "them"
+            f"the gradient has NaN or infinity, which {name} cannot encode, so it was not sent; "
+            "skip the step, or compress with fp16, bf16, topk or randomk"
         )

@@ -24,15 +24,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
-
-from kvstore.arrays.keys import Key
-from kvstore.compression.bits import Bf16, Fp16, Int8, OneBit, TwoBit
+from kvstore.arrays.keys import Key, KeySpec
 from kvstore.compression.chain import Chain
 from kvstore.compression.codec import CodecParameter, ValueCodec, flag, size
 from kvstore.compression.header import can_encode
 from kvstore.compression.residuals import Statistics
 from kvstore.compression.sparsify import Pick, RandomK, TopK
+from kvstore.compression.value_codecs import Bf16, Fp16, Int8, OneBit, TwoBit
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.errors.hints import did_you_mean
 from pslite.errors import ProtocolError, UsageError, check_unicode
@@ -50,7 +48,7 @@ def make_chain(
     statistics: Statistics | None = None,
     others: Sequence[str] = (),
 ) -> Chain:
-    """The chain that ``{"type": "topk+fp16", "ratio": 0.01}`` means.
+    """Return the chain that ``{"type": "topk+fp16", "ratio": 0.01}`` means.
 
     ``type`` has the names of codecs, joined by ``+``; the rest are their parameters. ``others`` are
     named in errors as parameters that may be given, too.
@@ -71,13 +69,14 @@ def make_chain(
         elif parameter != "type":
             names = [*known, *others]
             raise ArgumentValueError(
-                f"the compression {name!r} has no parameter {parameter!r}; it has "
+                f"the compression {name!r} does not have the parameter {parameter!r}; known: "
                 f"{', '.join(map(repr, names))}{did_you_mean(parameter, names)}"
             )
     # A ratio of 1, which says nothing, is the plain form with a count.
     if given.get("k") is not None and given.setdefault("ratio", 1.0) != 1.0:
         raise ArgumentValueError(
-            "the compression parameters 'ratio' and 'k' are two ways to say the same; give one"
+            "the compression parameters 'ratio' and 'k' both set how many numbers are sent; "
+            "give one"
         )
     made: list[Any] = [
         None
@@ -92,22 +91,22 @@ def _classes(name: object) -> tuple[type[Pick] | None, type[ValueCodec] | None]:
     known = [*VALUE_CODECS, *PICKS]
     if not isinstance(name, str):
         raise ArgumentTypeError(
-            f"the compression parameter 'type' is the name of a codec, one of "
+            "the compression parameter 'type' must be the name of a codec, one of "
             f"{', '.join(map(repr, known))}, got {name!r}"
         )
     names = name.split("+")
     for each in names:
         if each not in known:
             raise ArgumentValueError(
-                f"unknown compression {each!r}; the codecs are "
+                f"unknown codec {each!r}; known: "
                 f"{', '.join(map(repr, known))}{did_you_mean(each, known)}"
             )
     if len(names) == 1:
         return PICKS.get(name), VALUE_CODECS.get(name)
     if len(names) != 2 or names[0] not in PICKS or names[1] not in VALUE_CODECS:
         raise ArgumentValueError(
-            f"{name!r} is not a chain of codecs: expected one of {', '.join(map(repr, PICKS))}, "
-            f"then one of {', '.join(map(repr, VALUE_CODECS))}, as in 'topk+fp16'"
+            f"a chain of codecs must be one of {', '.join(map(repr, PICKS))}, then one of "
+            f"{', '.join(map(repr, VALUE_CODECS))}, as in 'topk+fp16'; got {name!r}"
         )
     return PICKS[names[0]], VALUE_CODECS[names[1]]
 
@@ -121,7 +120,7 @@ _ALLOWED = "a dictionary such as {'type': '2bit', 'threshold': 0.5}, or a list o
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Some keys, and what becomes of them."""
+    """The compression of some keys."""
 
     chain: Chain | None
     """From workers to servers; None: unchanged."""
@@ -132,13 +131,13 @@ class Rule:
     min_bytes: int
 
     def is_for(self, key: Key, nbytes: int) -> bool:
-        """Whether this rule applies to a key with a value of this many bytes."""
+        """Return whether this rule applies to a key with a value of this many bytes."""
         if nbytes < self.min_bytes or _is_among(key, self.exclude):
             return False
         return self.only is None or _is_among(key, self.only)
 
     def plain(self) -> dict[str, Any]:
-        """All of it as plain data, with the values of what was not given."""
+        """Return the whole configuration as plain data, defaults included."""
         return {
             **(self.chain.plain() if self.chain is not None else {"type": _NONE}),
             "pull": None if self.pull is None else self.pull.plain(),
@@ -146,6 +145,10 @@ class Rule:
             "exclude": list(self.exclude),
             "min_bytes": self.min_bytes,
         }
+
+
+UNCHANGED = Rule(None, None, None, (), 0)
+"""What there is for keys without a rule."""
 
 
 class Compression:
@@ -157,7 +160,7 @@ class Compression:
 
     @classmethod
     def of(cls, parameters: object) -> Compression:
-        """What a user asked for; None and ``{"type": "none"}`` mean no compression.
+        """Return the configuration that a user asks for; None means no compression.
 
         Raises:
             ArgumentTypeError: this is not a dictionary, or a value is of the wrong kind.
@@ -168,13 +171,13 @@ class Compression:
             return cls()
         given = [parameters] if isinstance(parameters, Mapping) else parameters
         if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-            raise ArgumentTypeError(f"compression is {_ALLOWED}, got {parameters!r}")
+            raise ArgumentTypeError(f"compression must be {_ALLOWED}, got {parameters!r}")
         statistics = Statistics()
         return cls([_rule(each, statistics) for each in given], statistics)
 
     @classmethod
     def from_plain(cls, data: object) -> Compression:
-        """What ``plain`` wrote. Raises ``ProtocolError`` for anything else."""
+        """Parse the output of ``plain``. Raises ``ProtocolError`` if it is malformed."""
         if type(data) is not list:
             raise ProtocolError("the compression of a store is malformed")
         try:
@@ -186,39 +189,35 @@ class Compression:
         return made
 
     def plain(self) -> list[dict[str, Any]]:
-        """The rules as plain data (for msgpack, or JSON): equal for equal rules only."""
+        """Return the rules as plain data (for msgpack, or JSON): equal for equal rules only."""
         return [rule.plain() for rule in self.rules]
 
-    def chain_for(self, key: Key, nbytes: int, dtype: np.dtype[Any]) -> Chain | None:
-        """How values of this key travel from workers to servers; None: unchanged.
+    def rule_for(self, key: Key, spec: KeySpec) -> Rule:
+        """Return the encoding rule for values of this key."""
+        if not can_encode(spec.dtype):
+            return UNCHANGED
+        nbytes = spec.nbytes
+        return next((rule for rule in self.rules if rule.is_for(key, nbytes)), UNCHANGED)
 
-        ``nbytes`` are those of the whole value, in the key's dtype.
-        """
-        rule = self._rule_for(key, nbytes, dtype)
-        return None if rule is None else rule.chain
+    def number_of(self, rule: Rule) -> int:
+        """Return the number by which ``rule`` gives it; -1 for ``UNCHANGED``."""
+        return -1 if rule is UNCHANGED else self.rules.index(rule)
 
-    def pull_chain_for(self, key: Key, nbytes: int, dtype: np.dtype[Any]) -> Chain | None:
-        """How values of this key travel from servers to workers; None: unchanged."""
-        rule = self._rule_for(key, nbytes, dtype)
-        return None if rule is None else rule.pull
-
-    def rule_number(self, key: Key, nbytes: int, dtype: np.dtype[Any]) -> int:
-        """Which of ``rules`` is for a key; -1: none."""
-        rule = self._rule_for(key, nbytes, dtype)
-        return -1 if rule is None else self.rules.index(rule)
-
-    def _rule_for(self, key: Key, nbytes: int, dtype: np.dtype[Any]) -> Rule | None:
-        if not can_encode(dtype):
-            return None
-        return next((rule for rule in self.rules if rule.is_for(key, nbytes)), None)
+    def rule(self, number: object) -> Rule:
+        """Return the rule with a number that came in a message. Raises ``ProtocolError``."""
+        if number == -1:
+            return UNCHANGED
+        if type(number) is not int or not 0 <= number < len(self.rules):
+            raise ProtocolError("the compression rule of a part is missing")
+        return self.rules[number]
 
 
 def _rule(parameters: object, statistics: Statistics) -> Rule:
     if not isinstance(parameters, Mapping):
-        raise ArgumentTypeError(f"compression is {_ALLOWED}, got {parameters!r}")
+        raise ArgumentTypeError(f"compression must be {_ALLOWED}, got {parameters!r}")
     if "type" not in parameters:
         raise ArgumentValueError(
-            "compression needs the parameter 'type', the name of a codec, as in "
+            "the compression parameter 'type' is missing; pass the name of a codec, as in "
             "{'type': '2bit', 'threshold': 0.5}"
         )
     own = {name: parameters[name] for name in _OWN if name in parameters}
@@ -227,7 +226,9 @@ def _rule(parameters: object, statistics: Statistics) -> Rule:
     if rest["type"] != _NONE:
         chain = make_chain(rest, statistics, _OWN)
     elif len(rest) > 1:
-        raise ArgumentValueError(f"the compression 'none' has no parameter {list(rest)[1]!r}")
+        raise ArgumentValueError(
+            f"the compression 'none' does not have the parameter {list(rest)[1]!r}; remove it"
+        )
     only = own.get("only")
     return Rule(
         chain,
@@ -243,22 +244,22 @@ def _pull(parameters: object, statistics: Statistics) -> Chain | None:
         return None
     if not isinstance(parameters, Mapping):
         raise ArgumentTypeError(
-            "the compression parameter 'pull' is a dictionary such as {'type': 'fp16'}, "
-            f"got {parameters!r}"
+            "the compression parameter 'pull' must be a dict such as {'type': 'fp16'}, got "
+            f"{parameters!r}"
         )
     if parameters.get("type") == _NONE:
         return None
     if parameters.get(FEEDBACK):
         raise ArgumentValueError(
-            "the compression parameter 'pull' has no feedback: what servers send are values, not "
-            "gradients that add up"
+            "the compression parameter 'pull' does not support error feedback, since servers "
+            "send values and not gradients; remove 'feedback' from it"
         )
     chain = make_chain({**parameters, FEEDBACK: False}, statistics)
     if chain.name not in _FOR_VALUES:
         raise ArgumentValueError(
-            f"the compression parameter 'pull' must have a codec for values, one of "
+            "the compression parameter 'pull' must have one of the codecs "
             f"{', '.join(map(repr, _FOR_VALUES))}, got {chain.name!r}, which is for gradients "
-            "and would lose part of the values"
+            "only"
         )
     return chain
 
@@ -267,11 +268,11 @@ def _keys(name: str, value: object) -> tuple[Key, ...]:
     keys = [value] if isinstance(value, str | int) else value
     if not isinstance(keys, Sequence) or any(type(key) not in (str, int) for key in keys):
         raise ArgumentTypeError(
-            f"the compression parameter {name!r} is a list of keys or patterns, got {value!r}"
+            f"the compression parameter {name!r} must be a list of keys or patterns, got {value!r}"
         )
     if any(isinstance(key, int) and not -(1 << 63) <= key < 1 << 63 for key in keys):
         raise ArgumentValueError(
-            f"the compression parameter {name!r} has a key beyond 64 bits, got {value!r}"
+            f"the compression parameter {name!r} must have keys of at most 64 bits, got {value!r}"
         )
     for key in keys:
         check_unicode(f"a key of the compression parameter {name!r}", str(key), ArgumentValueError)
@@ -286,16 +287,16 @@ def _is_among(key: Key, patterns: Sequence[Key]) -> bool:
 
 
 def rows_refused(key: Key) -> str:
-    """Why rows of this key are not pushed."""
+    """Return the error text for pushing rows of this key."""
     return (
-        f"row-sparse values cannot be compressed: leave key {key!r} out of the compression with "
-        "its parameter 'exclude'"
+        f"row-sparse values cannot be compressed; exclude key {key!r} with the compression "
+        "parameter 'exclude'"
     )
 
 
 def value_refused(key: Key, chain: Chain) -> str:
-    """Why the value of this key is not pulled."""
+    """Return the error text for a value that ``chain`` cannot encode."""
     return (
-        f"key {key!r} holds NaN or infinity, which {chain.name} cannot carry: set the compression "
-        "parameter 'pull' to fp16 or bf16, or leave it out, to see the values as they are"
+        f"key {key!r} has NaN or infinity, which {chain.name} cannot encode; set the compression "
+        "parameter 'pull' to fp16 or bf16, or remove it, to pull the values"
     )

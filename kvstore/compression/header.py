@@ -12,8 +12,8 @@ Little-endian, without gaps::
     2bit, 1bit:     f64  the threshold
     int8:           u32  how many numbers share a scale
 
-The layout of payloads stands in ``bits.py`` and ``sparsify.py``. Their length follows from the
-header. Pure; any thread may call. Read next: ``chain.py``.
+``value_codecs.py`` and ``sparsify.py`` have the layout of payloads. The header gives their length.
+Pure; any thread may call. Read next: ``chain.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def header(
     dtype: np.dtype[Any],
     draw: Draw,
 ) -> bytes:
-    """The header of a part of a key of this dtype. Raises what ``dtype_code`` raises."""
+    """Return the header of a part of a key of this dtype. Raises what ``dtype_code`` raises."""
     codes = (dtype_code(dtype), 0 if pick is None else pick.code, codec.code)
     made = struct.pack("<BBBBQ", VERSION, *codes, num_elements)
     if pick is not None:
@@ -54,19 +54,20 @@ def header(
 
 
 def draw_in(data: bytes) -> Draw:
-    """What ``randomk`` chose by, in a header of the right length."""
+    """Return the draw of ``randomk``, from a header of the right length."""
     return Draw(*struct.unpack_from("<QQ", data, _DRAW_AT))
 
 
 def dtype_code(dtype: np.dtype[Any]) -> int:
-    """The number of a key's dtype. Raises ``ArgumentTypeError`` for what cannot be encoded."""
+    """Return the number of a key's dtype. Raises ``ArgumentTypeError``."""
     if can_encode(dtype):
         return _DTYPES.get(dtype, _BFLOAT16)
     raise ArgumentTypeError(
-        f"values of dtype {dtype} cannot be compressed; float16, bfloat16, float32 and float64 can"
+        f"values of dtype {dtype} cannot be compressed; use float16, bfloat16, float32 or "
+        "float64, or exclude the key"
     )
 
 
 def can_encode(dtype: np.dtype[Any]) -> bool:
-    """Whether keys of this dtype can be compressed."""
+    """Return whether keys of this dtype can be compressed."""
     return dtype in _DTYPES or is_bfloat16(dtype)

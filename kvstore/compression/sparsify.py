@@ -41,7 +41,7 @@ _SAMPLE = 4096
 
 
 class Draw(NamedTuple):
-    """What random choices depend on besides the seed; equal on all workers."""
+    """The inputs of a random choice apart from the seed; equal on all workers."""
 
     stream: int = 0
     """Which part."""
@@ -49,7 +49,7 @@ class Draw(NamedTuple):
 
 
 class Pick(Coder):
-    """Chooses which numbers are sent. Immutable; any thread may use it."""
+    """A codec that selects the numbers to send. Immutable; any thread may use it."""
 
     draws: ClassVar[bool] = False
     """Whether it depends on the seed, the stream and the round."""
@@ -60,21 +60,21 @@ class Pick(Coder):
         self.k = k
 
     def count(self, num_elements: int) -> int:
-        """How many of this many numbers are sent."""
+        """Return how many of this many numbers are sent."""
         wanted = max(int(self.ratio * num_elements), 1) if self.k is None else self.k
         return min(wanted, num_elements)
 
     @abstractmethod
     def ids_bytes(self, num_elements: int) -> int:
-        """How many bytes of a payload are ids."""
+        """Return how many bytes of a payload are ids."""
 
     @abstractmethod
     def choose(self, wide: Flat, draw: Draw) -> Ids:
-        """The places to send, of float32 or float64 numbers, which are only read."""
+        """Return the indices to send; the float32 or float64 numbers are only read."""
 
     @abstractmethod
     def read_ids(self, payload: Payload, num_elements: int, draw: Draw) -> Ids:
-        """The places that were sent, as a payload of the right length has them.
+        """Return the indices that were sent, from a payload of the right length.
 
         Raises ``ProtocolError`` if they cannot be what we wrote.
         """
@@ -83,12 +83,12 @@ class Pick(Coder):
         """Raise what ``read_ids`` raises."""
 
     def weights(self, ids: Ids, num_elements: int) -> Flat | None:
-        """What to multiply the numbers by where there is no error feedback; None: nothing."""
+        """Return factors for numbers without error feedback; None for no scaling."""
         return None
 
 
 class TopK(Pick):
-    """The numbers of the largest magnitude."""
+    """A codec that sends the numbers of the largest magnitude."""
 
     name = "topk"
     code = 16
@@ -113,7 +113,7 @@ class TopK(Pick):
         ids: Ids = payload[: self.ids_bytes(num_elements)].view(dtype)
         if len(ids) and not (ids[-1] < num_elements and (ids[1:] > ids[:-1]).all()):
             raise ProtocolError(
-                f"a topk payload has ids that are not in rising order below {num_elements}"
+                f"the ids of a topk payload must increase and be below {num_elements}"
             )
         return ids
 
@@ -122,7 +122,7 @@ class TopK(Pick):
 
 
 class RandomK(Pick):
-    """The numbers at random places."""
+    """A codec that sends numbers at random positions."""
 
     name = "randomk"
     code = 17
@@ -160,7 +160,7 @@ class RandomK(Pick):
 
 
 def largest(magnitudes: Ids, wanted: int) -> Ids:
-    """The places of the ``wanted`` largest unsigned numbers, rising; of equal ones the first.
+    """Return the rising indices of the ``wanted`` largest numbers; first of equals.
 
     A sample gives a bound that most are below, so that only the rest need be put in order; the
     result does not depend on it.
@@ -177,7 +177,7 @@ def largest(magnitudes: Ids, wanted: int) -> Ids:
 
 
 def _candidates(magnitudes: Ids, wanted: int) -> Ids | None:
-    """The places of all numbers from some bound on, at least ``wanted``; None for all."""
+    """Return the indices of all numbers from some bound on; None for all."""
     step = len(magnitudes) // _SAMPLE
     if step < 2 or wanted > len(magnitudes) // 4:
         return None
@@ -189,7 +189,7 @@ def _candidates(magnitudes: Ids, wanted: int) -> Ids | None:
 
 
 def split_mix(state: int, length: int) -> Ids:
-    """The first ``length`` numbers of SplitMix64 from this state: uint64."""
+    """Return the first ``length`` numbers of SplitMix64 from this state: uint64."""
     words: Ids = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(state)
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
@@ -200,12 +200,12 @@ def split_mix(state: int, length: int) -> Ids:
 
 
 def _mixed(word: int) -> int:
-    """SplitMix64's first number from this state."""
+    """Return SplitMix64's first number from this state."""
     return int(split_mix(word & _MASK, 1)[0])
 
 
 def _borders(stretches: int, num_elements: int) -> Ids:
-    """Where each stretch begins, and the end: uint64."""
+    """Return where each stretch begins, and the end: uint64."""
     if stretches == 0:
         return np.zeros(1, np.uint64)
     each, more = divmod(num_elements, stretches)

@@ -44,7 +44,7 @@ class JobFailed(PSError):
 
 
 class WorkerFailed(JobFailed):
-    """A worker of ``kvstore.run`` died, or raised or returned what cannot be handed over.
+    """A worker of ``kvstore.run`` died, or its result or error could not be transferred.
 
     Also the ``__cause__`` of what a worker raised and the caller raises again; then the text is
     the worker's traceback.
@@ -56,7 +56,7 @@ class UnknownTypeError(UsageError, ValueError):
 
 
 class KeyTypeError(UsageError, TypeError):
-    """A key is neither ``int`` nor ``str``, or a store's keys would be of both kinds."""
+    """A key is neither ``int`` nor ``str``, or a store would have keys of both types."""
 
 
 class UnknownKeyError(UsageError, LookupError):
@@ -64,27 +64,27 @@ class UnknownKeyError(UsageError, LookupError):
 
 
 class DuplicateKeyError(UsageError):
-    """The key is initialised already, or stands twice in one call of ``init``."""
+    """The key is already initialised, or appears twice in one call of ``init``."""
 
 
 class ArgumentTypeError(UsageError, TypeError):
-    """An argument is not of a kind that the call can take: no array, no optimizer, no name."""
+    """An argument has the wrong type, such as a list in place of an array."""
 
 
 class ArgumentValueError(UsageError, ValueError):
-    """An argument has a value that the call cannot take; the text lists what it can."""
+    """An argument has an invalid value; the text lists the valid ones."""
 
 
 class ValueMismatchError(UsageError, ValueError):
-    """Shape, dtype or number of the values does not fit the keys; the text holds both sides."""
+    """The shape, dtype or number of the values does not fit the keys; the text has both."""
 
 
 class OptimizerNotSet(UsageError):
-    """The call needs an optimizer on the store and none was set."""
+    """The call needs an optimizer, but the store does not have one."""
 
 
 class OptimizerMismatch(UsageError):
-    """Two workers of one store asked for different optimizers."""
+    """Two workers of one store set different optimizers."""
 
 
 class UnknownOptimizerError(UsageError, ValueError):
@@ -92,16 +92,16 @@ class UnknownOptimizerError(UsageError, ValueError):
 
 
 class OptimizerParameterError(UsageError, ValueError):
-    """A parameter of an optimizer is unknown, or its value is not of a kind that it takes."""
+    """A parameter of an optimizer is unknown, or its value is invalid."""
 
 
 class CheckpointError(UsageError):
-    """A file of saved arrays or states cannot be read or written; the text names it and why."""
+    """A file of saved arrays or states cannot be read or written; the text says why."""
 
 
 class NotSupportedError(UsageError, NotImplementedError):
-    """This store, or this version, cannot do this; the text says what to do instead."""
+    """This store, or this version, does not support the call; the text names an alternative."""
 
 
 class MissingDependencyError(UsageError, ImportError):
-    """An optional package is needed for this; the text says what to install."""
+    """An optional package is missing; the text has the command that installs it."""

@@ -103,7 +103,7 @@ INSTEAD: dict[str, dict[str, str]] = {
 
 
 def missing(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
-    """The error for a name that ``module`` does not have; ``known`` are those that it has.
+    """Return the error for a name that ``module`` does not have; ``known`` are those that it has.
 
     To be called by the module's own ``__getattr__``.
     """
@@ -117,7 +117,7 @@ def missing(module: str, name: str, known: Iterable[str]) -> AttributeError | Im
 
 
 def _is_import(frame: FrameType) -> bool:
-    """Whether a frame is in the middle of ``from module import name``.
+    """Return whether a frame is in the middle of ``from module import name``.
 
     There Python replaces an ``AttributeError`` by an ``ImportError`` that has lost the text, and
     lets every other error pass.
@@ -126,12 +126,12 @@ def _is_import(frame: FrameType) -> bool:
 
 
 def sentence(module: str, name: str) -> str:
-    """What to use instead of a name of ``INSTEAD``."""
+    """Return advice on a replacement for a name of ``INSTEAD``."""
     return f"there is no {shown(module, name)} here: {INSTEAD[module][name]}"
 
 
 def shown(module: str, name: str) -> str:
-    """``mx.gluon.nn`` for the name ``nn`` of ``kvstore.gluon``."""
+    """Return the user's name: ``mx.gluon.nn`` for ``nn`` of ``kvstore.gluon``."""
     return ".".join(["mx", *module.split(".")[1:], name])
 
 
@@ -140,7 +140,7 @@ MOST_NAMES = 2000
 
 
 def nearest(name: object, known: Iterable[object]) -> str | None:
-    """The known name that looks most like ``name``, or None when there is none like it."""
+    """Return the known name that looks most like ``name``, or None when there is none like it."""
     if not isinstance(name, str):
         return None
     names = (each for each in known if isinstance(each, str))
@@ -149,6 +149,6 @@ def nearest(name: object, known: Iterable[object]) -> str | None:
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """``"; did you mean 'weight'?"``, or an empty text."""
+    """Return ``"; did you mean 'weight'?"``, or an empty text."""
     found = nearest(name, known)
     return "" if found is None else f"; did you mean {found!r}?"

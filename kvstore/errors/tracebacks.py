@@ -20,7 +20,7 @@ _INTERNAL = tuple(os.path.join(directory, "") for directory in _OURS)
 
 
 def shorten_tracebacks() -> None:
-    """From now on, an error of ours that ends the script is shown without frames of ours."""
+    """Show errors of this project that end the script without the project's own frames."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
 
@@ -39,7 +39,7 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def call_of(frame: FrameType | None) -> str:
-    """The call of ours that a thread is in, and the line of the script that makes it."""
+    """Return the call of ours that a thread is in, and the line of the script that makes it."""
     name = "a call"
     while frame is not None:
         code = frame.f_code
@@ -52,7 +52,7 @@ def call_of(frame: FrameType | None) -> str:
 
 
 def without_internal_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """The same frames but those of files of this project, as a new chain."""
+    """Return the same frames but those of files of this project, as a new chain."""
     kept = []
     while traceback is not None:
         if not traceback.tb_frame.f_code.co_filename.startswith(_INTERNAL):

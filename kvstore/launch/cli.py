@@ -24,18 +24,6 @@ from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
 from kvstore.launch.plan import JobFacts, brings_a_key, plan_job, scheduler_address
 from kvstore.launch.service import missing_packages
 
-# Each further launcher is a module of its own with a function run(options, environ,
-# service_command, timing) -> exit code, and is imported when it is asked for.
-_MODULES = {
-    "ssh": "kvstore.launch.backends.ssh",
-    "mpi": "kvstore.launch.backends.mpi",
-    "slurm": "kvstore.launch.backends.slurm",
-    "sge": "kvstore.launch.backends.sge",
-    "ray": "kvstore.launch.backends.ray",
-    "yarn": "kvstore.launch.backends.yarn",
-    "kubernetes": "kvstore.launch.backends.kubernetes.run",
-}
-
 
 def main(
     argv: Sequence[str] | None = None,
@@ -61,7 +49,10 @@ def main(
         if missing is not None:
             raise LaunchError(missing, exit_code=2)
         check_forwarded(options.forwarded_names, os.environ)
-        run = _runner(options)
+        run: Callable[..., int] = run_local
+        if options.launcher != "local":  # each is a module, imported when it is asked for
+            name = "kubernetes.run" if options.launcher == "kubernetes" else options.launcher
+            run = importlib.import_module(f"kvstore.launch.backends.{name}").run
         return run(options, os.environ, service, timing or Timing())
     except LaunchError as error:
         say(str(error))
@@ -73,20 +64,13 @@ def main(
             tie.clean_up()
 
 
-def _runner(options: LaunchOptions) -> Callable[..., int]:
-    if options.launcher == "local":
-        return run_local
-    run: Callable[..., int] = importlib.import_module(_MODULES[options.launcher]).run
-    return run
-
-
 def run_local(
     options: LaunchOptions,
     environ: Mapping[str, str],
     service_command: Sequence[str],
     timing: Timing,
 ) -> int:
-    """As :func:`kvstore.launch.job.run.run_job`."""
+    """Run a job, as :func:`kvstore.launch.job.run.run_job` does."""
     if options.check or options.dry_run:
         return _rehearse(options, environ, service_command)
     host, port = scheduler_address(environ)
@@ -100,7 +84,7 @@ def run_local(
 def _rehearse(
     options: LaunchOptions, environ: Mapping[str, str], service_command: Sequence[str]
 ) -> int:
-    """``--check`` and ``--dry-run``: what would run, and whether it could; starts no job.
+    """Run ``--check`` or ``--dry-run``: show what would run; start no job.
 
     Prints to standard output. Returns 0, or with ``--check`` 1 when something is missing.
     Raises :class:`LaunchError` as a job would, but for what the table of ``--check`` says.

@@ -27,7 +27,7 @@ _OTHER_FILES = 256
 
 
 def available_cores() -> list[int]:
-    """The numbers of the processors that this process may use."""
+    """Return the numbers of the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -38,7 +38,7 @@ def available_cpu_count() -> int:
 
 
 def network_id() -> str:
-    """Names what this process sees of networks: equal for processes that have the same addresses.
+    """Return a name of this process's network: equal where addresses are equal.
 
     Containers on one machine may have processes in common and addresses of their own, and the
     other way round.
@@ -74,7 +74,7 @@ def checkout_root() -> str | None:
 
 
 def gpu_count() -> int:
-    """NVIDIA's device files, without loading any of its libraries."""
+    """Count NVIDIA's device files, without loading any of its libraries."""
     return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
 
 
@@ -82,7 +82,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them."""
     if VISIBLE not in environ:
         return [str(number) for number in range(gpu_count())]
     names = [name.strip() for name in environ[VISIBLE].split(",")]
@@ -92,7 +92,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 def share_gpus(
     members: Sequence[tuple[str, int]], greetings: Sequence[Mapping[str, Any]], each: int
 ) -> dict[tuple[str, int], dict[str, str]]:
-    """The variables that give ``each`` GPUs of its host to every worker, and none to a server.
+    """Return the variables that give ``each`` GPUs to every worker, none to a server.
 
     ``greetings`` are those of the members' agents. Raises :class:`LaunchError` where a host has
     too few.
@@ -109,8 +109,8 @@ def share_gpus(
         given[host] = first + each
         if given[host] > len(names):
             raise LaunchError(
-                f"this job has {len(names)} GPUs on {host}, and each of its workers there "
-                f"needs {each} (--worker-gpus): ask for more GPUs, or for more hosts",
+                f"each worker on {host} needs {each} GPUs (--worker-gpus), but the job has "
+                f"{len(names)} there; request more GPUs or more hosts",
                 exit_code=1,
             )
         found[member] = {VISIBLE: ",".join(names[first : given[host]])}
@@ -166,7 +166,7 @@ def _refusal(host: str, port: int, error: OSError) -> str:
 
 
 def listening_processes(port: int) -> list[int]:
-    """The processes that listen on a TCP port of this machine, as far as they can be seen."""
+    """Return the visible processes that listen on a TCP port of this machine."""
     names = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     if not names:
         return []

@@ -12,44 +12,17 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvstore.errors.hints import did_you_mean
 from pslite.version import __version__
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "ray", "yarn", "kubernetes")
 
-# Where an option means something; with any other launcher it is an error.
-_CLUSTERS = ("slurm", "sge", "ray", "yarn", "kubernetes")
-# An array job of sge asks the same for all, and each cell has names of its own for memory.
-_TWO_KINDS = ("slurm", "ray", "yarn", "kubernetes")
-_MEANT_FOR: dict[str, tuple[str, ...]] = {
-    "--hostfile": ("ssh", "mpi"),
-    "--python": ("ssh", "mpi", "slurm", "sge", "ray", "yarn", "kubernetes"),
-    "--launcher-args": ("ssh", "mpi", "slurm", "sge", "ray", "yarn"),
-    "--jobname": _CLUSTERS,
-    "--queue": ("slurm", "sge", "yarn"),
-    "--worker-cores": _CLUSTERS,
-    "--server-cores": _TWO_KINDS,
-    "--worker-memory": _TWO_KINDS,
-    "--server-memory": _TWO_KINDS,
-    "--worker-gpus": ("slurm", "sge", "ray", "kubernetes"),
-    "--image": ("kubernetes",),
-    "--namespace": ("kubernetes",),
-    "--apply": ("kubernetes",),
-}
-
-# The least that each number may be.
-_LEAST = {
-    "--num-workers": 1,
-    "--num-servers": 1,
-    "--worker-cores": 1,
-    "--server-cores": 1,
-    "--worker-gpus": 0,
-}
+_LEAST = {"--worker-gpus": 0}  # of other numbers 1
 
 # The launcher decides these; a value given by hand would contradict the other processes.
 RESERVED_NAMES = frozenset(
@@ -98,7 +71,7 @@ Assignment = tuple[str, str]
 
 
 class LaunchError(Exception):
-    """The launcher cannot do what was asked; the text says what to do.
+    """The launcher cannot run the job as requested; the text says what to do.
 
     ``exit_code`` is how it ends: 2 where the words make no sense, wherever they are typed.
 
@@ -134,7 +107,7 @@ class Places:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What the user asked for. ``command`` is the workers' argument vector, untouched."""
+    """The user's request. ``command`` is the workers' argument vector, untouched."""
 
     num_workers: int
     num_servers: int
@@ -184,24 +157,21 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
     found = parser.parse_args(own_arguments)
     if not command:
         raise LaunchError(
-            "no command given: write the workers' command after the options, "
-            "as in: -n 2 python train.py"
+            "the workers' command is missing; write it after the options, as in: -n 2 python "
+            "train.py"
         )
     if found.num_servers is None:
         found.num_servers = found.num_workers
     found.launcher = _launcher(found.launcher, found.hostfile)
-    _check_counts(found)
-    _check_meaning(found, parser)
+    _check(found, parser)
     notes = []
     if found.sync_dst_dir is not None and found.launcher != "ssh":
         notes.append(
-            f"--sync-dst-dir has no effect with --launcher {found.launcher}: nothing is copied"
+            f"--sync-dst-dir has no effect with --launcher {found.launcher}, which copies no files"
         )
     if found.p3:
-        notes.append(
-            "--p3 changes nothing: messages are always sent in the order of their priority"
-        )
-    found.launcher_args = tuple(found.launcher_args)
+        notes.append("--p3 has no effect: messages are always sent in order of priority")
+    found.launcher_args = tuple(word for words in found.launcher_args for word in words)
     return LaunchOptions(
         **{name: getattr(found, name) for name in _AS_GIVEN},
         command=tuple(command),
@@ -223,7 +193,7 @@ def check_word(word: str) -> None:
         encoded = b"\0"
     if b"\0" in encoded:
         raise LaunchError(
-            f"{word!r} cannot be given to a process: expected text without NUL and surrogates"
+            f"an argument of a process must be text without NUL and surrogates, got {word!r}"
         )
 
 
@@ -247,7 +217,7 @@ def _split_command(
         name = argument.partition("=")[0]
         if name not in known and not _WITH_ITS_VALUE.match(argument):
             raise LaunchError(
-                f"there is no option '{name}'{did_you_mean(name, known)} (--help lists the options)"
+                f"unknown option '{name}'{did_you_mean(name, known)} (--help lists the options)"
             )
         position += 2 if argument in known and known[argument].nargs != 0 else 1
     return list(argv[:position]), list(argv[position:])
@@ -262,196 +232,200 @@ def _build_parser() -> _OptionParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--version", action="version", version=f"kvstore-launch {__version__}")
-    add("-n", "--num-workers", type=int, required=True, metavar="N", help="how many workers")
-    add("-s", "--num-servers", type=int, metavar="N", help="how many servers (default: as workers)")
-    add("-H", "--hostfile", metavar="FILE", help="hosts, for launchers that reach other machines")
-    add("--sync-dst-dir", metavar="DIR", help="directory on the hosts to copy this one to (ssh)")
-    add(
-        "--launcher",
-        metavar="NAME",
-        help=f"how processes are started: {', '.join(LAUNCHERS)} (default: local, everything on "
-        "this machine; with --hostfile ssh)",
-    )
-    add("--check", action="store_true", help="look whether the job could run; start nothing")
-    add("--dry-run", action="store_true", help="print exactly what would run; start nothing")
-    add(
-        "--timeout",
-        metavar="SECONDS",
-        type=_timeout,
-        help="end what waits longer than this for other processes (a round, an init, a barrier) "
-        "with an error that names who is missing; sets PS_STALL_TIMEOUT (default: no limit)",
-    )
-    add(
-        "--no-status",
-        action="store_false",
-        dest="show_status",
-        help="no line about the job's progress",
-    )
-    add(
-        "--env",
-        type=_variable,
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="set this variable for all processes; without a value pass on the one that is set "
-        "here (local: all are inherited anyway)",
-    )
-    for role in "server", "worker":
-        add(
-            f"--env-{role}",
-            type=partial(_assignment, f"--env-{role}"),
-            action="append",
-            default=[],
-            metavar="NAME=VALUE",
-            help=f"set this variable for {role}s only; NAME:VALUE means the same",
-        )
-    add(
-        "--server-import",
-        type=_module,
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="module (or .py file) that servers and the scheduler import when they start, such as "
-        "the one that registers your own optimizers; may be repeated",
-    )
-    add("--p3", action="store_true", help="accepted for old scripts: priorities are always on")
-    add(
-        "--log-dir",
-        metavar="DIR",
-        help="keep one log file per process here (default: a temporary directory, "
-        "which is kept only when the job fails)",
-    )
-    add("--tied", metavar="FD:DIRECTORY", help=argparse.SUPPRESS)  # see signals.py
-    _add_places(parser)
+    parser.add_argument("--version", action="version", version=f"kvstore-launch {__version__}")
+    group = parser.add_argument_group("for clusters")
+    for names, launchers, value, text in _OPTIONS:
+        name = names.split()[-1]
+        more: dict[str, Any] = {"action": "store_true"}
+        if value:
+            read = partial(_READERS[value], name) if value in _READERS else str
+            more = {"metavar": value, "type": int if value == "N" else read}
+        if value in _SEVERAL:
+            more |= {"action": "append", "default": []}
+        more |= _MORE.get(name, {})
+        add = (parser if launchers is LAUNCHERS else group).add_argument
+        add(*names.split(), help=text, **more)
     return parser
 
 
-def _add_places(parser: argparse.ArgumentParser) -> None:
-    """The options of single launchers; ``_MEANT_FOR`` says of which."""
-    add = parser.add_argument_group("for clusters").add_argument
-    add("--python", metavar="PATH", help="Python on the hosts (default: this one's path)")
-    add(
-        "--launcher-args",
-        type=_words,
-        action="extend",
-        default=[],
-        metavar="WORDS",
-        help="further options of ssh, mpirun, srun, qsub, yarn or a Ray job, as in "
-        "--launcher-args='-p gpu'",
-    )
-    add("--jobname", metavar="NAME", help="the job's name in the cluster's lists")
-    add("--queue", metavar="NAME", help="queue or partition")
-    add("--worker-cores", type=int, metavar="N", help="processors of each worker")
-    add("--server-cores", type=int, metavar="N", help="processors of each server")
-    add(
-        "--worker-memory",
-        type=partial(_memory_mb, "--worker-memory"),
-        dest="worker_memory_mb",
-        metavar="SIZE",
-        help="memory of each worker, as in 4g or 512m",
-    )
-    add(
-        "--server-memory",
-        type=partial(_memory_mb, "--server-memory"),
-        dest="server_memory_mb",
-        metavar="SIZE",
-        help="memory of each server",
-    )
-    add("--worker-gpus", type=int, metavar="N", help="GPUs of each worker; servers get none")
-    add("--image", metavar="IMAGE", help="container image (kubernetes)")
-    add("--namespace", metavar="NAME", help="namespace (kubernetes)")
-    add("--apply", action="store_true", help="start the job and follow it (kubernetes)")
-
-
-def _check_counts(found: argparse.Namespace) -> None:
-    for option, least in _LEAST.items():
-        count = getattr(found, option.removeprefix("--").replace("-", "_"))
-        if count is not None and count < least:
-            raise LaunchError(f"{option} must be at least {least}, not {count}")
-
-
 def _memory_mb(option: str, text: str) -> int:
-    """MiB of '4g', '512m' or '4096' (MiB, as in YARN)."""
+    """Parse '4g', '512m' or '4096' (MiB, as in YARN) as MiB."""
     found = _MEMORY.match(text)
     if found is None or int(found[1]) == 0:
-        raise LaunchError(f"{option} needs a size such as 4g or 512m, not '{text}'")
+        raise LaunchError(f"{option} must be a size such as 4g or 512m, got '{text}'")
     return int(found[1]) * (1024 if found[2].lower() == "g" else 1)
 
 
-def _words(text: str) -> list[str]:
+def _words(option: str, text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise LaunchError(f"--launcher-args '{text}': {error}") from error
+        raise LaunchError(f"{option} '{text}': {error}") from error
 
 
-def _timeout(text: str) -> Assignment:
+def _timeout(option: str, text: str) -> Assignment:
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise LaunchError(f"--timeout needs a number of seconds greater than 0, not '{text}'")
+        raise LaunchError(f"{option} must be a number of seconds greater than 0, got '{text}'")
     return "PS_STALL_TIMEOUT", f"{seconds:g}"
 
 
 def _launcher(launcher: str | None, hostfile: str | None) -> str:
-    """MXNet's default is ssh, which means nothing without hosts; so it is local then."""
+    """Choose the launcher: MXNet's default, ssh, means local without hosts."""
     if launcher is None:
         launcher = "local" if hostfile is None else "ssh"
     if launcher not in LAUNCHERS:
         raise LaunchError(
-            f"--launcher is one of {', '.join(LAUNCHERS)}; got '{launcher}'"
-            f"{did_you_mean(launcher, LAUNCHERS)}"
+            f"--launcher must be one of {', '.join(LAUNCHERS)}, got "
+            f"'{launcher}'{did_you_mean(launcher, LAUNCHERS)}"
         )
     if launcher == "local" and hostfile is not None:
         raise LaunchError(
-            "--launcher local starts everything on this machine and takes no --hostfile; "
-            "leave one of the two out"
+            "--launcher local starts all processes on this machine and cannot use --hostfile; "
+            "remove one of the two"
         )
     return launcher
 
 
-def _check_meaning(found: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    for option, launchers in _MEANT_FOR.items():
+def _check(found: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse numbers that are too small, and what means nothing to the launcher."""
+    for names, launchers, value, _ in _OPTIONS:
+        option = names.split()[-1]
         action = parser._option_string_actions[option]
-        if getattr(found, action.dest) != action.default and found.launcher not in launchers:
+        given = getattr(found, action.dest)
+        if value == "N" and given is not None and given < (least := _LEAST.get(option, 1)):
+            raise LaunchError(f"{option} must be at least {least}, got {given}")
+        if given != action.default and found.launcher not in launchers:
             raise LaunchError(
-                f"{option} is for --launcher {', '.join(launchers)}; {found.launcher} does not "
-                "use it"
+                f"{option} works only with --launcher {', '.join(launchers)}, got "
+                f"{found.launcher}; remove it"
             )
 
 
-def _variable(text: str) -> Assignment | str:
-    """Of ``--env``: a name is that of a variable with the value that it has here."""
+def _variable(option: str, text: str) -> Assignment | str:
+    """Parse ``--env``: a bare name stands for the variable's value here."""
     if _ASSIGNMENT.match(text):
-        return _assignment("--env", text)
-    _check_name("--env", text, text)
+        return _assignment(option, text)
+    _check_name(option, text, text)
     return text
 
 
 def _assignment(option: str, text: str) -> Assignment:
-    """NAME=VALUE, or NAME:VALUE as MXNet's launcher wants it; the first of both signs counts."""
+    """Parse NAME=VALUE, or MXNet's NAME:VALUE; the first of both signs counts."""
     parts = _ASSIGNMENT.match(text)
     if parts is None:
-        raise LaunchError(f"{option} needs NAME=VALUE, not '{text}'")
+        raise LaunchError(f"{option} must be NAME=VALUE, got '{text}'")
     _check_name(option, parts[1], text)
     return parts[1], parts[3]
 
 
-def _module(name: str) -> str:
+def _module(option: str, name: str) -> str:
     is_file = name.endswith(".py") and "," not in name
     if not (is_file or _MODULE_NAME.match(name)):
         raise LaunchError(
-            f"--server-import needs a module's name or .py file, without commas; not '{name}'"
+            f"{option} must be a module's name or .py file, without commas, got '{name}'"
         )
     return name
 
 
 def _check_name(option: str, name: str, text: str) -> None:
     if not _VARIABLE_NAME.match(name):
-        raise LaunchError(f"{option} '{text}': '{name}' is not the name of an environment variable")
+        raise LaunchError(
+            f"{option} '{text}': '{name}' is not a valid name of an environment variable"
+        )
     if name in RESERVED_NAMES and name != text:
-        raise LaunchError(f"{option} cannot set {name}: the launcher sets it itself; leave it out")
+        raise LaunchError(f"{option} cannot set {name}, since the launcher sets it; remove it")
+
+
+_REACHING = ("ssh", "mpi")
+_CLUSTERS = ("slurm", "sge", "ray", "yarn", "kubernetes")
+# An array job of sge asks the same for all, and each cell has names of its own for memory.
+_TWO_KINDS = ("slurm", "ray", "yarn", "kubernetes")
+_KUBERNETES = ("kubernetes",)
+
+# Each option: its names, the launchers for which it is not an error, how its value is called, and
+# what it means.
+_OPTIONS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+    ("-n --num-workers", LAUNCHERS, "N", "number of workers"),
+    ("-s --num-servers", LAUNCHERS, "N", "number of servers (default: number of workers)"),
+    ("-H --hostfile", _REACHING, "FILE", "file with one host on each line"),
+    (
+        *("--sync-dst-dir", LAUNCHERS, "DIR"),
+        "copy the current directory to this directory on the hosts (ssh)",
+    ),
+    (
+        *("--launcher", LAUNCHERS, "NAME"),
+        f"how to start processes: {', '.join(LAUNCHERS)} (default: local, all on this "
+        "machine; with --hostfile: ssh)",
+    ),
+    ("--check", LAUNCHERS, "", "check whether the job could run, without starting it"),
+    ("--dry-run", LAUNCHERS, "", "print the exact commands without running them"),
+    (
+        *("--timeout", LAUNCHERS, "SECONDS"),
+        "end calls that wait longer than this for other processes (a round, an init, a "
+        "barrier) with an error that names the missing processes; sets PS_STALL_TIMEOUT "
+        "(default: no limit)",
+    ),
+    ("--no-status", LAUNCHERS, "", "do not show the line with the job's progress"),
+    (
+        *("--env", LAUNCHERS, "NAME[=VALUE]"),
+        "set this variable for all processes; without a value, pass on its value here (with "
+        "local, processes inherit all variables)",
+    ),
+    *(
+        (
+            *(f"--env-{role}", LAUNCHERS, "NAME=VALUE"),
+            f"set this variable for {role}s only; NAME:VALUE means the same",
+        )
+        for role in ("server", "worker")
+    ),
+    (
+        *("--server-import", LAUNCHERS, "MODULE"),
+        "module (or .py file) that servers and the scheduler import at their start, such as "
+        "the module that registers your optimizers; may be repeated",
+    ),
+    ("--p3", LAUNCHERS, "", "no effect (for old scripts): priorities are always on"),
+    (
+        *("--log-dir", LAUNCHERS, "DIR"),
+        "directory for one log file per process (default: a temporary directory, kept only "
+        "if the job fails)",
+    ),
+    ("--tied", LAUNCHERS, "FD:DIRECTORY", argparse.SUPPRESS),  # see signals.py
+    ("--python", LAUNCHERS[1:], "PATH", "Python on the hosts (default: the path of this Python)"),
+    (
+        *("--launcher-args", LAUNCHERS[1:-1], "WORDS"),
+        "further options of ssh, mpirun, srun, qsub, yarn or a Ray job, as in "
+        "--launcher-args='-p gpu'",
+    ),
+    ("--jobname", _CLUSTERS, "NAME", "the job's name in the cluster's lists"),
+    ("--queue", ("slurm", "sge", "yarn"), "NAME", "queue or partition"),
+    ("--worker-cores", _CLUSTERS, "N", "processors of each worker"),
+    ("--server-cores", _TWO_KINDS, "N", "processors of each server"),
+    ("--worker-memory", _TWO_KINDS, "SIZE", "memory of each worker, as in 4g or 512m"),
+    ("--server-memory", _TWO_KINDS, "SIZE", "memory of each server"),
+    (
+        *("--worker-gpus", ("slurm", "sge", "ray", "kubernetes"), "N"),
+        "GPUs of each worker",
+    ),
+    ("--image", _KUBERNETES, "IMAGE", "container image (kubernetes)"),
+    ("--namespace", _KUBERNETES, "NAME", "namespace (kubernetes)"),
+    ("--apply", _KUBERNETES, "", "start the job and follow it (kubernetes)"),
+)
+_MORE: dict[str, dict[str, Any]] = {
+    "--num-workers": {"required": True},
+    "--no-status": {"action": "store_false", "dest": "show_status"},
+    "--worker-memory": {"dest": "worker_memory_mb"},
+    "--server-memory": {"dest": "server_memory_mb"},
+}
+_READERS: dict[str, Callable[[str, str], object]] = {
+    "SECONDS": _timeout,
+    "NAME[=VALUE]": _variable,
+    "NAME=VALUE": _assignment,
+    "MODULE": _module,
+    "WORDS": _words,
+    "SIZE": _memory_mb,
+}
+_SEVERAL = ("NAME[=VALUE]", "NAME=VALUE", "MODULE", "WORDS")

@@ -49,13 +49,15 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What the plan needs to know of this machine and this run.
+    """The facts about this machine and this run that the plan needs.
 
     ``checkout_root`` is the directory that makes ``kvstore`` importable, or None where the
     package is installed: adding a ``site-packages`` to PYTHONPATH would give a worker that
     runs under another interpreter the wrong libraries. ``key_file`` is the file with the job's
     key, or None where the user has given one. The scheduler inherits the socket ``listen_fd``, and
-    writes a line to ``joined_fd`` once all have joined.
+    writes a line to ``joined_fd`` once all have joined. ``worker_hosts`` are the names of the
+    workers' machines by rank; empty, this machine has them all. On that of worker 0,
+    ``store_port`` is free for the store of a framework, such as PyTorch's.
     """
 
     job_id: str
@@ -66,6 +68,8 @@ class JobFacts:
     listen_fd: int = -1
     key_file: str | None = None
     joined_fd: int = -1
+    worker_hosts: tuple[str, ...] = ()
+    store_port: int = 0
 
 
 def plan_job(
@@ -95,36 +99,68 @@ def plan_job(
         **worker_threads(options, environ, facts.cpu_count),
         **dict(options.worker_environment),
     }
-    if facts.checkout_root is not None:
-        root = facts.checkout_root
-        service["PYTHONPATH"] = _joined_path(root, service, environ, root_first=True)
-        server["PYTHONPATH"] = _joined_path(root, server, environ, root_first=True)
-        worker["PYTHONPATH"] = _joined_path(root, worker, environ, root_first=False)
-    descriptors = {"PS_LISTEN_FD": str(facts.listen_fd)}
-    inherited: tuple[int, ...] = (facts.listen_fd,)
-    if facts.joined_fd >= 0:
-        descriptors["PS_JOINED_FD"] = str(facts.joined_fd)
-        inherited += (facts.joined_fd,)
-
-    def spec(
-        role: str,
-        rank: int,
-        argv: Sequence[str],
-        environment: Mapping[str, str],
-        fds: tuple[int, ...] = (),
-    ) -> ProcessSpec:
-        identity = {"DMLC_ROLE": role, "DMLC_TASK_ID": str(rank)}
-        return ProcessSpec(role, rank, tuple(argv), {**environment, **job, **identity}, fds)
-
+    fds = {"PS_LISTEN_FD": facts.listen_fd, "PS_JOINED_FD": facts.joined_fd}
+    fds = {name: fd for name, fd in fds.items() if fd >= 0}
+    scheduler = {**service, **{name: str(fd) for name, fd in fds.items()}}
+    roles: dict[str, tuple[int, Sequence[str], dict[str, str]]] = {
+        "scheduler": (1, service_command, scheduler),
+        "server": (options.num_servers, service_command, server),
+        "worker": (options.num_workers, options.command, worker),
+    }
+    for role, (_, _, environment) in roles.items():
+        if facts.checkout_root is not None:
+            given = environment.get("PYTHONPATH", environ.get("PYTHONPATH", ""))
+            path = [facts.checkout_root, given][:: -1 if role == "worker" else 1]
+            environment["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
+    ranks = _torch_variables(options, facts, {**environ, **worker})
     return [
-        spec("scheduler", 0, service_command, {**service, **descriptors}, inherited),
-        *(spec("server", rank, service_command, server) for rank in range(options.num_servers)),
-        *(spec("worker", rank, options.command, worker) for rank in range(options.num_workers)),
+        ProcessSpec(
+            role,
+            rank,
+            tuple(argv),
+            {
+                **environment,
+                **job,
+                "DMLC_ROLE": role,
+                "DMLC_TASK_ID": str(rank),
+                **(ranks[rank] if role == "worker" else {}),
+            },
+            tuple(fds.values()) if role == "scheduler" else (),
+        )
+        for role, (count, argv, environment) in roles.items()
+        for rank in range(count)
+    ]
+
+
+def _torch_variables(
+    options: LaunchOptions, facts: JobFacts, given: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """Return what each worker is told in the words of torchrun, so that its scripts run here.
+
+    An address of the user's own stays; that of a job around this one does not.
+    """
+    if options.launcher == "kubernetes":  # all its workers have one list of variables
+        return [{}] * options.num_workers
+    hosts = facts.worker_hosts or (facts.host,) * options.num_workers
+    groups = [*dict.fromkeys(hosts)]
+    store = {}
+    if not (given.get("MASTER_ADDR") and given.get("MASTER_PORT")) or is_within_a_job(given):
+        store = {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(facts.store_port)}
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(options.num_workers),
+            "LOCAL_RANK": str(hosts[:rank].count(host)),
+            "LOCAL_WORLD_SIZE": str(hosts.count(host)),
+            "GROUP_RANK": str(groups.index(host)),
+            **store,
+        }
+        for rank, host in enumerate(hosts)
     ]
 
 
 def script_of(command: Sequence[str]) -> str:
-    """The file that a command such as ``python -u train.py`` runs; "" where nothing says."""
+    """Return the file that a command such as ``python -u train.py`` runs, or ""."""
     if not _PYTHON.match(os.path.basename(command[0])):
         return ""
     words = iter(command[1:])
@@ -154,7 +190,7 @@ def _job_variables(options: LaunchOptions, facts: JobFacts) -> dict[str, str]:
 
 
 def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment as the children may see it."""
+    """Return the launcher's environment as the children may see it."""
     return {name: value for name, value in environ.items() if name not in _FOREIGN_NAMES}
 
 
@@ -168,7 +204,7 @@ def scheduler_address(environ: Mapping[str, str]) -> tuple[str, int]:
         return "127.0.0.1", 0
     port = environ.get("DMLC_PS_ROOT_PORT") or "0"
     if not port.strip().isdecimal() or int(port) > 65535:
-        raise LaunchError(f"DMLC_PS_ROOT_PORT is not a port number: {port!r}")
+        raise LaunchError(f"DMLC_PS_ROOT_PORT must be a port number, got {port!r}")
     return environ.get("DMLC_PS_ROOT_URI") or "127.0.0.1", int(port)
 
 
@@ -180,13 +216,13 @@ def brings_a_key(options: LaunchOptions, environ: Mapping[str, str]) -> bool:
 
 
 def security(environ: Mapping[str, str]) -> dict[str, str]:
-    """The mechanism, unless the user chose: on one host data need not be hidden."""
+    """Return the mechanism, plain on one host, unless the user chose one."""
     chosen = bool(environ.get("PS_SECURITY")) and not is_within_a_job(environ)
     return {} if chosen else {"PS_SECURITY": "plain"}
 
 
 def is_within_a_job(environ: Mapping[str, str]) -> bool:
-    """Whether these are the variables of another job's worker."""
+    """Return whether these are the variables of another job's worker."""
     return "PS_JOB_ID" in environ and "DMLC_TASK_ID" in environ
 
 
@@ -195,19 +231,11 @@ def worker_threads(
 ) -> dict[str, str]:
     """Share the processors out: W workers that each start one BLAS thread per core crawl.
 
-    A user who has set any of these variables knows better; then nothing is added.
+    A user who has set any of these variables knows better; then nothing is added, as where the
+    processors are not known (0).
     """
     given = {name for name, _ in options.environment + options.worker_environment}
-    if any(name in environ or name in given for name in THREAD_COUNT_NAMES):
+    if not cpu_count or any(name in environ or name in given for name in THREAD_COUNT_NAMES):
         return {}
     threads = max(1, cpu_count // options.num_workers)
     return dict.fromkeys(THREAD_COUNT_NAMES, str(threads))
-
-
-def _joined_path(
-    root: str, additions: Mapping[str, str], environ: Mapping[str, str], *, root_first: bool
-) -> str:
-    given = additions.get("PYTHONPATH", environ.get("PYTHONPATH", ""))
-    if not given:
-        return root
-    return os.pathsep.join((root, given) if root_first else (given, root))

@@ -3,8 +3,8 @@
 Run by its path, because ``-m kvstore.server`` imports the package and NumPy before any code of
 ours runs, and an interrupt in that fifth of a second would end in a traceback. The launcher
 passes interrupts on to all processes, so users would see many. With ``--check-imports`` it only
-imports what servers shall (``launch/job/checks.py``); ``--joined-fd 1`` has a scheduler write a
-line on its standard output once all have joined.
+imports what servers shall (``launch/job/checks.py``). A scheduler in a pod says on its standard
+output that all have joined: there ``PS_JOINED_FD`` is 1.
 
 Standard library only, and no import of this project before it serves: ``tools/launch.py`` runs this
 file as well, to ask :func:`missing_packages` before anything is imported that needs them.
@@ -22,7 +22,7 @@ _PACKAGES = {"numpy": "numpy", "zmq": "pyzmq", "msgpack": "msgpack"}
 
 
 def missing_packages() -> str | None:
-    """A sentence about what is not installed here and what to do, or None if nothing is."""
+    """Return a sentence about missing packages and the remedy, or None."""
     import importlib.util
 
     missing = [
@@ -38,7 +38,7 @@ def missing_packages() -> str | None:
 
 
 def _end_quietly(number: int, frame: FrameType | None) -> None:
-    """Nothing has been opened or started yet."""
+    """End quietly: nothing has been opened or started yet."""
     os._exit(128 + number)
 
 
@@ -66,10 +66,8 @@ if __name__ == "__main__":
 
     # Only this process shall hold the pipe, and none that a module of the user starts.
     joined_fd = int(os.environ.pop("PS_JOINED_FD", "-1"))
-    if joined_fd >= 0:
+    if joined_fd > 2:
         os.set_inheritable(joined_fd, False)
-    if sys.argv[1:2] == ["--joined-fd"]:  # in a pod
-        joined_fd = int(sys.argv[2])
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main((), joined_fd=joined_fd))

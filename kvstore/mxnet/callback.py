@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 
 
 class BatchEndParam(NamedTuple):
-    """What a loop of one's own gives to these callbacks, in MXNet's form."""
+    """The argument of batch callbacks, as in MXNet."""
 
     epoch: int
     nbatch: int
@@ -51,7 +51,7 @@ class BatchEndParam(NamedTuple):
 
 
 class _BatchEnd(Protocol):
-    """What these callbacks read."""
+    """The attributes that these callbacks read."""
 
     @property
     def epoch(self) -> int: ...
@@ -64,7 +64,7 @@ class _BatchEnd(Protocol):
 
 
 class Speedometer:
-    """Logs samples per second and the metrics of the last ``frequent`` batches, so often.
+    """Logs samples per second and metrics after every ``frequent`` batches.
 
     ``batch_size`` is the samples per batch of this worker. With ``auto_reset`` the metrics are
     those since the last line, else those of the epoch so far.
@@ -109,7 +109,7 @@ class Speedometer:
 
 
 class ProgressBar:
-    """Draws how much of an epoch is done, over itself, ``length`` characters wide.
+    """Draws a progress bar of the epoch, ``length`` characters wide.
 
     ``total`` is the number of batches of an epoch, and only batches that change what is seen
     are drawn.
@@ -141,7 +141,7 @@ class LogValidationMetricsCallback:
 
 
 def log_train_metric(period: int, auto_reset: bool = False) -> Callable[[_BatchEnd], None]:
-    """A ``batch_end_callback`` that logs the training metrics every ``period`` batches."""
+    """Return a ``batch_end_callback`` that logs the training metrics every ``period`` batches."""
     _at_least_one("period", period)
 
     def log(param: _BatchEnd) -> None:
@@ -180,7 +180,7 @@ class Checkpoint:
             save_checkpoint(self.prefix, iter_no + 1, sym, arg, aux)
 
     def end_epoch(self, progress: Progress, save: Callable[[str | Path, int], None]) -> None:
-        """What a fit calls; ``save(prefix, epoch)`` is its own."""
+        """Handle the end of an epoch; ``save(prefix, epoch)`` belongs to the fit."""
         if self._is_due(progress.epoch):
             save(self.prefix, progress.epoch + 1)
 
@@ -196,7 +196,7 @@ def do_checkpoint(prefix: str | Path, period: int = 1) -> Checkpoint:
 def module_checkpoint(
     mod: Any, prefix: str | Path, period: int = 1, save_optimizer_states: bool = False
 ) -> Callable[..., None]:
-    """An ``epoch_end_callback`` that has ``mod`` save itself every ``period`` epochs.
+    """Return an ``epoch_end_callback`` that has ``mod`` save itself every ``period`` epochs.
 
     ``mod`` has MXNet's ``save_checkpoint(prefix, epoch, save_optimizer_states)``, or it is a
     ``FeedForward``, whose ``save(prefix, epoch)`` writes the states always. Raises

@@ -104,21 +104,22 @@ class NDArrayIter:
         is_small = last_batch_handle == "pad" or batch_size <= first.shape[0]
         if not first.shape[0] or batch_size < 1 or not is_small:
             raise ArgumentValueError(
-                f"data must be (n, ...) with n of at least the batch size, got the shape "
-                f"{first.shape} and batches of {batch_size}; last_batch_handle='pad' fills up"
+                f"batch_size must be from 1 to the number of samples, got {batch_size} for data "
+                f"of shape {first.shape}; use last_batch_handle='pad' to fill a batch"
             )
         for name, each in (self._data | self._label).items():
             if each.values.shape[0] != first.shape[0]:
                 raise ArgumentValueError(
-                    f"data and label need equally many rows, got {first.shape} and "
-                    f"{each.values.shape} of {name!r}"
+                    "data and label must have the same number of samples, got shapes "
+                    f"{first.shape} and {each.values.shape} ({name!r})"
                 )
         if last_batch_handle not in HANDLINGS:
             raise ArgumentValueError(
-                f"last_batch_handle is one of {', '.join(HANDLINGS)}, got {last_batch_handle!r}"
+                f"last_batch_handle must be one of {', '.join(HANDLINGS)}, got "
+                f"{last_batch_handle!r}"
             )
         if not layout.startswith("N"):
-            raise NotSupportedError(f"the first axis must be that of samples, got {layout!r}")
+            raise NotSupportedError(f"the first axis of layout must be N (samples), got {layout!r}")
         self.batch_size = batch_size
         self.num_data = first.shape[0]
         self.shuffle = shuffle
@@ -157,7 +158,7 @@ class NDArrayIter:
         return DataBatch(data, label, pad, chosen)
 
     def next(self) -> DataBatch:
-        """The next batch; raises ``StopIteration`` at the end of a pass."""
+        """Return the next batch; raises ``StopIteration`` at the end of a pass."""
         return next(self)
 
     def reset(self) -> None:
@@ -175,14 +176,14 @@ class NDArrayIter:
     # -- for FeedForward -------------------------------------------------------------------
 
     def sources(self) -> tuple[HostArray, HostArray | None]:
-        """The array of samples and that of labels as they were given, in NumPy's memory.
+        """Return the array of samples and that of labels as they were given, in NumPy's memory.
 
         Raises ``ArgumentValueError`` where there are several of one kind.
         """
         for what, arrays in (("data", self._data), ("label", self._label)):
             if len(arrays) > 1:
                 raise ArgumentValueError(
-                    f"FeedForward takes an iterator with one array of data and one of labels; "
+                    "FeedForward needs an iterator with one data array and one label array; "
                     f"{what} has {len(arrays)}: {', '.join(map(repr, arrays))}"
                 )
         labels = [each.values for each in self._label.values()]
@@ -197,7 +198,7 @@ class NDArrayIter:
     # -- inside ----------------------------------------------------------------------------
 
     def _pass(self) -> Iterator[tuple[NDArray[np.int64], int]]:
-        """Which samples each batch has, and how many of them are there to fill it only."""
+        """Yield which samples each batch has, and how many of them are there to fill it only."""
         size = self.batch_size
         order = np.concatenate([self._left, self.idx])
         self._left = np.zeros(0, np.int64)
@@ -223,7 +224,7 @@ class ResizeIter:
 
     def __init__(self, data_iter: Any, size: int, reset_internal: bool = True) -> None:
         if operator.index(size) < 1:
-            raise ArgumentValueError(f"size must be a number of batches from 1 up, got {size}")
+            raise ArgumentValueError(f"size must be at least 1 batch, got {size}")
         self.data_iter = data_iter
         self.size = size
         self.reset_internal = reset_internal
@@ -244,7 +245,10 @@ class ResizeIter:
             self.data_iter.reset()
             batch = next(self.data_iter, None)
             if batch is None:
-                raise ArgumentValueError("data_iter has no batches, not even after its reset()")
+                raise ArgumentValueError(
+                    "data_iter returned no batch, not even after reset(); pass an iterator with "
+                    "at least one batch"
+                )
         self.cur += 1
         return cast(DataBatch, batch)
 
@@ -274,7 +278,7 @@ class _Source(NamedTuple):
 
 
 def _named(what: str, given: Any, name: str) -> dict[str, _Source]:
-    """The arrays of ``data`` or ``label`` by their names, which are in order."""
+    """Return the arrays of ``data`` or ``label`` by their names, which are in order."""
     if isinstance(given, Mapping):
         arrays = dict(sorted(given.items()))
     elif isinstance(given, list | tuple) and given and all(hasattr(one, "shape") for one in given):
@@ -290,7 +294,9 @@ def _named(what: str, given: Any, name: str) -> dict[str, _Source]:
     }
     for key, source in sources.items():
         if not source.values.ndim:
-            raise ArgumentValueError(f"{what} must be (n, ...), got a single number as {key!r}")
+            raise ArgumentValueError(
+                f"{what} must have shape (n, ...), got a single number for {key!r}"
+            )
     return sources
 
 

@@ -128,8 +128,8 @@ class FeedForward:
     ) -> None:
         if isinstance(optimizer, Optimizer) and optimizer_params:
             raise UsageError(
-                f"{', '.join(optimizer_params)} would have no effect on a ready optimizer; give "
-                f"its name instead, or the numbers when you create it"
+                f"{', '.join(optimizer_params)} can be used only with the name of an optimizer, "
+                "got an Optimizer; set them when you create it"
             )
         for name, number in (
             ("num_epoch", num_epoch),
@@ -224,14 +224,13 @@ class FeedForward:
         """
         if monitor is not None:
             raise NotSupportedError(
-                "monitor must be None: networks show their loss and metrics only; use "
-                "eval_metric and batch_end_callback"
+                "monitor is not supported and must be None; use eval_metric and batch_end_callback"
             )
         if isinstance(X, NDArrayIter):
             self.numpy_batch_size, shuffle = X.batch_size, X.shuffle
         data = checked_pair(X, y)
         if self.num_epoch is None:
-            raise UsageError("fit needs num_epoch, the number of epochs after which training stops")
+            raise UsageError("fit needs num_epoch, the number of epochs; pass it to FeedForward")
         slices = self._slices(work_load_list)
         metric = create_metric(eval_metric)
         # Another object: the training metric is still to be read when this one is reset.
@@ -279,7 +278,7 @@ class FeedForward:
         """The value of a metric, accuracy by default: the share of the samples whose most likely
         class is their label. A list of values for a list of metrics.
 
-        ``X`` is an ``NDArrayIter``, or any iterator of such batches, which is begun anew unless
+        ``X`` is an ``NDArrayIter``, or any iterator of such batches, which is begun again unless
         ``reset`` is False; or it is an array, whose labels are ``y``. ``model.score(X, y)`` will
         do too, since no metric is an array. ``num_batch`` stops earlier. Raises ``UsageError``
         when there are no parameters yet, and for what does not fit.
@@ -311,7 +310,7 @@ class FeedForward:
         samples = self._samples(X, limit=num_batch, reset=reset)
         parts = [(replica.predict(x), x, y) for x, y in samples.batches()]
         if not parts:
-            raise UsageError("the iterator is at its end and gives no batch; leave reset=True")
+            raise UsageError("the iterator is at its end and returned no batch; keep reset=True")
         predictions = np.concatenate([part for part, _, _ in parts])
         if not return_data:
             return predictions
@@ -330,8 +329,8 @@ class FeedForward:
         epoch = self.num_epoch if epoch is None else epoch
         if epoch is None or epoch < 0 or self.arg_params is None:
             raise UsageError(
-                f"there must be parameters (from fit or given) and an epoch of at least 0 to "
-                f"save, got epoch {epoch}"
+                "save needs parameters (from fit or arg_params) and an epoch of at least 0, got "
+                f"epoch {epoch}"
             )
         if self._rank != 0:
             return
@@ -379,8 +378,8 @@ class FeedForward:
         loads = [1.0] * len(self.ctx) if work_load_list is None else list(work_load_list)
         if len(loads) != len(self.ctx):
             raise UsageError(
-                f"work_load_list has {len(loads)} numbers for {len(self.ctx)} devices; give one "
-                f"for each"
+                f"work_load_list must have one number for each of the {len(self.ctx)} devices, "
+                f"got {len(loads)}"
             )
         return split_input_slice(self.numpy_batch_size, loads)
 
@@ -397,12 +396,14 @@ class FeedForward:
 
     def _first_device(self) -> Replica:
         if self.arg_params is None:
-            raise UsageError("there are no parameters yet: call fit first, or give arg_params")
+            raise UsageError(
+                "the model does not have parameters yet; call fit first, or pass arg_params"
+            )
         aux = self.aux_params or {}
         return Replica(self.ctx[0], self.symbol, slice(None), self.arg_params, aux)
 
     def _updates(self, store: KVStoreBase) -> Updates:
-        """Where updates happen: on the store when it is one of ours and can."""
+        """Return where updates happen: on the store when it is one of ours and can."""
         self._rank = store.rank
         if isinstance(store, KVStore) and store.is_capable(KVStore.OPTIMIZER):
             return OnStore(store, self._make_optimizer(store))
@@ -441,7 +442,7 @@ class FeedForward:
         )
 
     def _save_states(self, prefix: Prefix, epoch: int) -> bool:
-        """Whether there was a store to save the optimizer's states from."""
+        """Return whether there was a store to save the optimizer's states from."""
         if self._states is None:
             return False
         try:

@@ -82,7 +82,8 @@ def _drawn(
     lengths = target.shape if shape is None else checked_shape(shape)
     if (lengths, wanted) != (target.shape, target.dtype):
         raise ValueMismatchError(
-            f"out has shape {target.shape} of {target.dtype}, the call wants {lengths} of {wanted}"
+            f"out must have shape {lengths} and dtype {wanted}, got {target.shape} and "
+            f"{target.dtype}"
         )
     target[:] = draw(lengths)
     return target

@@ -25,7 +25,7 @@ BETAS = ("learning_rate", "beta1", "beta2", "epsilon")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MomentsOptimizer(ClippedOptimizer):
-    """What Adam and its kin share: running means of the gradient and of its square."""
+    """The base class of Adam and its variants: running means of the gradient and its square."""
 
     rate_counts = "always"
     states = ("mean", "var")
@@ -40,7 +40,7 @@ class MomentsOptimizer(ClippedOptimizer):
         average_square(state[1], grad, self.beta2, scratch)
 
     def _corrected(self, rate: float, count: int) -> tuple[float, float]:
-        """The rate that corrects the bias of both means, and the factor of a corrected epsilon.
+        """Return the bias-corrected rate, and the factor of a corrected epsilon.
 
         a / (sqrt(v) / c + e) = a * c / (sqrt(v) + e * c), and this c is the factor.
         """
@@ -66,7 +66,7 @@ class MomentsOptimizer(ClippedOptimizer):
 @register
 @dataclasses.dataclass(frozen=True)
 class Adam(MomentsOptimizer):
-    """For update number t (``count``) of an element::
+    """Adam. For update number t (``count``) of an element::
 
         grad = clip(rescale_grad * grad + wd * weight, clip_gradient)
         mean = beta1 * mean + (1 - beta1) * grad
@@ -110,7 +110,7 @@ def _compiled(adam: Adam, count: int) -> kernels.Formula:
 @register
 @dataclasses.dataclass(frozen=True)
 class AdamW(MomentsOptimizer):
-    """Adam with decoupled decay. For update number t (``count``) of an element::
+    """AdamW, Adam with decoupled decay. For update number t (``count``) of an element::
 
         grad = clip(rescale_grad * grad, clip_gradient)
         mean = beta1 * mean + (1 - beta1) * grad
@@ -169,7 +169,7 @@ def step_into(out: Flat, mean: Flat, var: Flat, rate: float, epsilon: float, scr
 @register
 @dataclasses.dataclass(frozen=True)
 class Adamax(MomentsOptimizer):
-    """For update number t (``count``) of an element::
+    """AdaMax. For update number t (``count``) of an element::
 
         grad = clip(rescale_grad * grad + wd * weight, clip_gradient)
         mean = beta1 * mean + (1 - beta1) * grad
@@ -202,7 +202,7 @@ class Adamax(MomentsOptimizer):
 @register
 @dataclasses.dataclass(frozen=True)
 class Nadam(MomentsOptimizer):
-    """For update number t (``count``) of an element::
+    """Nadam. For update number t (``count``) of an element::
 
         grad = clip(rescale_grad * grad + wd * weight, clip_gradient)
         mu(t) = beta1 * (1 - 0.5 * 0.96 ** (t * schedule_decay))

@@ -27,7 +27,7 @@ from kvstore.optimizer.parameters import not_negative, unit
 @register
 @dataclasses.dataclass(frozen=True)
 class AdaGrad(ClippedOptimizer):
-    """For each element::
+    """AdaGrad. For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient)
         history = history + grad * grad
@@ -65,7 +65,7 @@ class AdaGrad(ClippedOptimizer):
 @register
 @dataclasses.dataclass(frozen=True)
 class AdaDelta(ClippedOptimizer):
-    """For each element::
+    """AdaDelta. For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient)
         square = rho * square + (1 - rho) * grad * grad
@@ -109,7 +109,7 @@ class AdaDelta(ClippedOptimizer):
 @register
 @dataclasses.dataclass(frozen=True)
 class RMSProp(ClippedOptimizer):
-    """For each element::
+    """RMSProp. For each element::
 
         grad = clip(rescale_grad * grad + wd * weight, clip_gradient)
         square = gamma1 * square + (1 - gamma1) * grad * grad

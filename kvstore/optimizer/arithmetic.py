@@ -22,7 +22,7 @@ DEVICE_NORM_ELEMENTS = 1 << 22
 
 
 def is_on_host(array: Flat) -> bool:
-    """Whether blocks should fit a processor's cache: the array is NumPy's."""
+    """Return whether blocks should fit a processor's cache: the array is NumPy's."""
     return isinstance(array, np.ndarray)
 
 
@@ -84,7 +84,7 @@ def root(square: Flat, epsilon: float, is_inside: bool, out: Flat) -> None:
 
 
 def norm(values: Flat) -> float:
-    """The Euclidean norm of a 1-D array, a function of its elements and their order only.
+    """Return the Euclidean norm of a 1-D array, a function of its elements and their order only.
 
     Squares are taken in float64 and added within blocks of ``NORM_ELEMENTS`` by NumPy's
     pairwise sum, and the sums of the blocks one after the other, so neither threads nor the

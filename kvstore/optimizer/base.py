@@ -59,12 +59,12 @@ _Self = TypeVar("_Self", bound="Optimizer")
 
 
 class ImmutableOptimizerError(NotSupportedError, dataclasses.FrozenInstanceError):
-    """An attribute of an optimizer was set; the text says what changes one that is in use."""
+    """A script tried to set an attribute of an optimizer; optimizers are immutable."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Optimizer(metaclass=OptimizerKind):
-    """Base of all optimizers. Subclasses are frozen dataclasses whose fields are the parameters.
+    """The base class of optimizers: frozen dataclasses whose fields are the parameters.
 
     ::
 
@@ -152,7 +152,7 @@ class Optimizer(metaclass=OptimizerKind):
         super().__init_subclass__()
         if cls.scope not in ("element", "row", "key"):
             raise ArgumentTypeError(
-                f"the scope of {cls.__name__} is 'element', 'row' or 'key', got {cls.scope!r}"
+                f"the scope of {cls.__name__} must be 'element', 'row' or 'key', got {cls.scope!r}"
             )
         if "__repr__" not in vars(cls):
             cls.__repr__ = Optimizer.__repr__  # type: ignore[method-assign]
@@ -165,14 +165,15 @@ class Optimizer(metaclass=OptimizerKind):
         convert_fields(self)
         if self.lazy_update is None and set(self.lazy_stypes) == {"default", "row_sparse"}:
             object.__setattr__(self, "lazy_update", True)
-        for needed, given in (
-            ("learning_rate", self.lr_scheduler is not None or self.lr_mult),
-            ("wd", self.wd_mult),
+        for needed, argument, is_given in (
+            ("learning_rate", "lr_scheduler", self.lr_scheduler is not None),
+            ("learning_rate", "lr_mult", bool(self.lr_mult)),
+            ("wd", "wd_mult", bool(self.wd_mult)),
         ):
-            if given and needed not in parameter_names(type(self)):
+            if is_given and needed not in parameter_names(type(self)):
                 raise OptimizerParameterError(
-                    f"{type(self).__name__} has no {needed}, so it takes no schedule of it "
-                    "and no multipliers"
+                    f"{type(self).__name__} does not have a {needed}, so it cannot use "
+                    f"{argument}; remove {argument}"
                 )
         self._settle_base()
         rates: dict[Key, float] = dict(self.lr_mult)
@@ -196,7 +197,7 @@ class Optimizer(metaclass=OptimizerKind):
     # -- parameters --------------------------------------------------------------------
 
     def params(self) -> dict[str, Any]:
-        """The parameters by name; ``create(optimizer.name, **params)`` makes an equal one.
+        """Return the parameters by name; ``create(optimizer.name, **params)`` makes an equal one.
 
         Schedule and multipliers are there when they are set, ``lazy_update`` and
         ``multi_precision`` when they are not the default. What travels is ``to_plain``.
@@ -212,14 +213,16 @@ class Optimizer(metaclass=OptimizerKind):
         return values
 
     def replace(self: _Self, **numbers: Any) -> _Self:
-        """The same optimizer with other numbers; ``lr`` is short for ``learning_rate``.
+        """Return the same optimizer with other numbers; ``lr`` is short for ``learning_rate``.
 
         A new schedule that has a ``base_lr`` brings its learning rate along. Raises
         ``OptimizerParameterError``, which lists what is known.
         """
         if "lr" in numbers:
             if "learning_rate" in numbers:
-                raise OptimizerParameterError("lr and learning_rate are the same; give one")
+                raise OptimizerParameterError(
+                    "lr is another name of learning_rate, got both; give one"
+                )
             numbers["learning_rate"] = numbers.pop("lr")
         check_known(type(self), numbers)
         schedule = numbers.get("lr_scheduler")
@@ -240,14 +243,14 @@ class Optimizer(metaclass=OptimizerKind):
         raise NotSupportedError(_immutable("set_wd_mult", "wd_mult={key: factor}"))
 
     def rate(self, count: int) -> float:
-        """The learning rate of update number ``count``, from 1 on."""
+        """Return the learning rate of update number ``count``, from 1."""
         base = self._base_rate()
         if self.lr_scheduler is None:
             return base
         return float(self.lr_scheduler.rate(count, base))
 
     def multipliers(self, key: Key) -> tuple[float, float]:
-        """What ``key`` multiplies learning rate and decay with: 1.0 where nothing is given."""
+        """Return the factors of ``key`` for learning rate and weight decay, 1.0 by default."""
         return self._factors.get(key, (1.0, 1.0))
 
     def for_rows(self, width: int) -> Optimizer:
@@ -264,7 +267,7 @@ class Optimizer(metaclass=OptimizerKind):
         return max(length, 1) if self.scope == "key" else elements
 
     def for_key(self, key: Key, width: int | None = None) -> Optimizer:
-        """The optimizer of one key: itself, unless the key has multipliers.
+        """Return the optimizer of one key: itself, unless the key has multipliers.
 
         With multipliers, one of the same class with both numbers multiplied (the rates of a
         schedule too) and no multipliers left: the same object for every call and for all keys
@@ -278,7 +281,7 @@ class Optimizer(metaclass=OptimizerKind):
         return found if width is None else found.for_rows(width)
 
     def _variant(self, name: object, make: Callable[[], Optimizer]) -> Optimizer:
-        """What ``make`` gives, the same object for every call of this ``name``."""
+        """Return the result of ``make``, the same object for every call of this ``name``."""
         found = self._variants.get(name)
         if found is None:
             # Two threads may get here at once; both leave with the one that was first.
@@ -302,7 +305,7 @@ class Optimizer(metaclass=OptimizerKind):
     def _base_rate(self) -> float:
         base = self._values().get("learning_rate")
         if base is None:
-            raise OptimizerParameterError(f"{type(self).__name__} has no learning_rate")
+            raise OptimizerParameterError(f"{type(self).__name__} does not have a learning_rate")
         return float(base)
 
     # -- arrays ------------------------------------------------------------------------
@@ -314,18 +317,18 @@ class Optimizer(metaclass=OptimizerKind):
         """
         if not self.multi_precision and accumulation_dtype(dtype) != dtype:
             raise NotSupportedError(
-                f"multi_precision=False: weights of {dtype} are always updated in a float32 master "
-                "here, without which most of a small step would be rounded away; leave it out, or "
-                "say multi_precision=True"
+                f"multi_precision=False is not supported: {dtype} weights are always updated "
+                "through a float32 master weight, since small updates would be lost to "
+                "rounding; remove it, or pass multi_precision=True"
             )
         if not is_float(dtype):
             raise ArgumentTypeError(
-                f"the optimizer {self.name or type(self).__name__} updates float weights, not "
-                f"{dtype}; keep such keys in a store without an optimizer"
+                f"the optimizer {self.name or type(self).__name__} needs float weights, got "
+                f"{dtype}; keep {dtype} keys in a store without an optimizer"
             )
 
     def is_lazy(self, stype: str) -> bool:
-        """Whether a row-sparse gradient leaves the other rows of a key of this kind alone.
+        """Return whether a row-sparse gradient leaves the other rows of a key of this kind alone.
 
         ``stype`` is the key's, ``"default"`` (dense) or ``"row_sparse"``. Never with norms over
         the whole key.
@@ -346,7 +349,7 @@ class Optimizer(metaclass=OptimizerKind):
         return tuple(f"state{index}" for index in range(len(made)))
 
     def create_state(self, weight: Flat) -> tuple[Flat, ...]:
-        """The arrays that the optimizer keeps for ``weight`` between updates.
+        """Return the arrays that the optimizer keeps for ``weight`` between updates.
 
         New 1-D arrays, one for each of ``state_names``, zero, as long as ``weight``, on its
         device, owned by the caller, in the accumulation dtype: a float16 weight has float32
@@ -363,14 +366,14 @@ class Optimizer(metaclass=OptimizerKind):
         and ``scratch`` have the accumulation dtype (see ``kvstore/arrays/cpu/sums.py``), in which
         all arithmetic is done: for a float16 key, ``weight`` is its float32 master. ``grad`` and
         ``scratch`` may be overwritten; ``scratch`` holds nothing at entry. ``count`` is the number
-        of this update of this part, from 1 on.
+        of this update of this part, from 1.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define update()")
+        raise NotImplementedError(f"{type(self).__name__} must define update()")
 
     def take_over(
         self, previous: Optimizer | None, weight: Flat, state: State, count: int
     ) -> tuple[tuple[Flat, ...], int]:
-        """State and update count of a part of which this optimizer takes charge.
+        """Return state and update count of a part that this optimizer takes over.
 
         From one of the same class both stay, whatever the numbers; arrays that only one of
         the two needs (momentum 0 keeps none) begin at zero or are dropped. From any other,
@@ -386,7 +389,7 @@ class Optimizer(metaclass=OptimizerKind):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ClippedOptimizer(Optimizer):
-    """What most optimizers take: a decay, and how gradients are rescaled and clipped."""
+    """The parameters of most optimizers: weight decay, gradient rescaling and clipping."""
 
     wd: float = dataclasses.field(default=0.0, kw_only=True)
     rescale_grad: float = dataclasses.field(default=1.0, kw_only=True)
@@ -410,12 +413,14 @@ class ClippedOptimizer(Optimizer):
 
 
 def _immutable(what: str, change: str) -> str:
-    change_it = f"kv.set_optimizer_params({change}) changes the one that a store uses"
+    change_it = f"call kv.set_optimizer_params({change}) to change the optimizer of a store"
     if "mult" in change:
-        change_it = f"kv.set_optimizer(optimizer.replace({change})) changes the one of a store"
+        change_it = (
+            f"call kv.set_optimizer(optimizer.replace({change})) to change the optimizer of a store"
+        )
     return (
-        f"{what} is not possible, since optimizers are values, which stores and servers share; "
-        f"{change_it}, optimizer.replace({change}) makes another"
+        f"{what} is not possible: optimizers are immutable, since stores and servers share them; "
+        f"{change_it}, and optimizer.replace({change}) returns a changed copy"
     )
 
 
@@ -425,7 +430,7 @@ def _refuse_to_set(self: Optimizer, name: str, value: object) -> NoReturn:
 
 
 def _refuse_to_delete(self: Optimizer, name: str) -> NoReturn:
-    raise ImmutableOptimizerError(f"optimizers are values; {name} cannot be deleted")
+    raise ImmutableOptimizerError(f"optimizers are immutable; {name} cannot be deleted")
 
 
 _Class = TypeVar("_Class", bound=type)
@@ -436,12 +441,12 @@ _registry: dict[str, type[Optimizer]] = {}
 def register(klass: _Class) -> _Class:
     """Class decorator: make an optimizer known under its class name, lower-cased.
 
-    The same class may be registered again (a module that is loaded anew); another class of the
+    The same class may be registered again (a module that is loaded again); another class of the
     same name raises ``ArgumentTypeError``, as does a class that is not a frozen dataclass itself.
     One that is written MXNet's way (``scripted.py``) takes the place of one of its name.
     """
     if not isinstance(klass, type):
-        raise ArgumentTypeError(f"register takes a class, got {klass!r}")
+        raise ArgumentTypeError(f"register needs a class, got {klass!r}")
     name = klass.__name__.lower()
     if issubclass(klass, ScriptedOptimizer) and name not in _registry:
         register_scripted(klass)
@@ -454,7 +459,7 @@ def register(klass: _Class) -> _Class:
 
 
 def create(name: str, **params: Any) -> Optimizer:
-    """The optimizer registered under ``name`` (case does not matter), with these numbers.
+    """Return the optimizer registered under ``name`` (case does not matter), with these numbers.
 
     ``"ccsgd"``, which MXNet still has, is ``"sgd"``. Raises ``UnknownOptimizerError`` or
     ``OptimizerParameterError``, which list what is known. Source of the names:

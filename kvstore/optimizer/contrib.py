@@ -1,4 +1,4 @@
-"""GroupAdaGrad: AdaGrad with one sum of squares for each row, where MXNet has it.
+"""GroupAdaGrad: AdaGrad with one sum of squares for each row (``mx.optimizer.contrib``).
 
 Pure formulas; see ``base.py`` for the contract. Sees whole rows (scope ``"row"``). Read next:
 ``adaptive.py``.
@@ -22,7 +22,7 @@ __all__ = ["GroupAdaGrad"]
 @register
 @dataclasses.dataclass(frozen=True)
 class GroupAdaGrad(ClippedOptimizer):
-    """For each row, which is everything behind the first axis::
+    """GroupAdaGrad. For each row, which is everything behind the first axis::
 
         grad = clip(rescale_grad * grad, clip_gradient)
         history = history + mean(grad * grad over the row)
@@ -50,12 +50,12 @@ class GroupAdaGrad(ClippedOptimizer):
         super().__post_init__()
         if self.wd != 0.0:
             raise OptimizerParameterError(
-                f"GroupAdaGrad has no weight decay, so wd must be 0, got {self.wd!r}; use AdaGrad, "
-                "or add the decay to the gradient"
+                f"GroupAdaGrad does not support weight decay, so wd must be 0, got {self.wd!r}; "
+                "use AdaGrad, or add the decay to the gradient"
             )
 
     def for_rows(self, width: int) -> Optimizer:
-        """As in ``Optimizer``. Rows without numbers count as rows of one."""
+        """Return itself, as in ``Optimizer``. Rows without numbers count as rows of one."""
         width = max(width, 1)
         if width == self._width:
             return self
@@ -68,15 +68,15 @@ class GroupAdaGrad(ClippedOptimizer):
         return self._variant(("width", width), with_width)
 
     def block_length(self, length: int, elements: int) -> int:
-        """As in ``Optimizer``: a multiple of the row's length."""
+        """Return a multiple of the row's length, as in ``Optimizer``."""
         width = max(self._width, 1)
         return max(elements // width, 1) * width
 
     def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         if not self._width or len(grad) % self._width:
             raise NotSupportedError(
-                f"groupadagrad updates whole rows, got {len(grad)} numbers and rows of "
-                f"{self._width}; optimizer.for_rows(width) gives one that knows the rows"
+                f"groupadagrad needs whole rows of {self._width} numbers, got a gradient of "
+                f"{len(grad)}; use the optimizer that optimizer.for_rows(width) returns"
             )
         (history,) = state
         self._clip(grad)

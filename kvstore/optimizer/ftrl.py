@@ -1,6 +1,6 @@
 """Follow-the-leader optimizers: FTRL-Proximal and FTML.
 
-Both keep sums from which the weight follows anew at each update. Pure formulas; see ``base.py``
+Both keep sums from which the weight follows again at each update. Pure formulas; see ``base.py``
 for the contract. Read next: ``sgd.py``.
 """
 
@@ -19,7 +19,7 @@ from kvstore.optimizer.parameters import not_negative, unit
 @register
 @dataclasses.dataclass(frozen=True)
 class Ftrl(ClippedOptimizer):
-    """For each element::
+    """FTRL-Proximal. For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient)
         sigma = (sqrt(n + grad * grad) - sqrt(n)) / learning_rate
@@ -73,7 +73,7 @@ class Ftrl(ClippedOptimizer):
 @register
 @dataclasses.dataclass(frozen=True)
 class FTML(ClippedOptimizer):
-    """For update number t (``count``) of an element::
+    """Follow the moving leader. For update number t (``count``) of an element::
 
         grad = clip(rescale_grad * grad + wd * weight, clip_gradient)
         v = beta2 * v + (1 - beta2) * grad * grad

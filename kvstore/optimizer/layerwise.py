@@ -28,7 +28,7 @@ UNSCALED = ("gamma", "beta", "bias")
 @register
 @dataclasses.dataclass(frozen=True)
 class LARS(MomentumOptimizer):
-    """For update number t (``count``) of a key, with norms over the whole key::
+    """LARS. For update number t (``count``) of a key, with norms over the whole key::
 
         grad = rescale_grad * grad
         ratio = eta * norm(weight) / (norm(grad) + wd * norm(weight) + eps)
@@ -90,7 +90,7 @@ class LARS(MomentumOptimizer):
 @register
 @dataclasses.dataclass(frozen=True)
 class LAMB(MomentsOptimizer):
-    """For update number t (``count``) of a key, with norms over the whole key::
+    """LAMB. For update number t (``count``) of a key, with norms over the whole key::
 
         grad = clip(rescale_grad * grad, clip_gradient)
         mean = beta1 * mean + (1 - beta1) * grad
@@ -194,7 +194,7 @@ class LBSGD(ClippedOptimizer):
     num_epochs: int = not_negative(60)
 
     def state_names(self) -> tuple[str, ...]:
-        """The ``sum`` of gradients, where any are added, and ``mom``, with a momentum."""
+        """Return the ``sum`` of gradients, where any are added, and ``mom``, with a momentum."""
         adds, moves = self.batch_scale != 1, self.momentum != 0.0
         return ("sum",) * adds + ("mom",) * moves
 

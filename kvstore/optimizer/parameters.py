@@ -33,13 +33,15 @@ ALIASES = {"lr": "learning_rate", "weight_decay": "wd", "mom": "momentum", "eps"
 """What parameters are called elsewhere; only ``replace`` takes one of them, ``lr``."""
 
 NOT_TAKEN = {
-    "begin_num_update": "leave it out; each key counts its own updates from 1 on, and "
-    "load_optimizer_states or load_checkpoint brings saved counts back",
-    "param_idx2name": "leave it out; lr_mult and wd_mult name the keys of the store",
-    "param_dict": "leave it out; lr_mult and wd_mult name the keys of the store",
-    "sym": "leave it out; lr_mult and wd_mult name the keys of the store",
-    "use_fused_step": "leave it out; there is one way to compute an update",
-    "aggregate_num": "leave it out; give many keys in one call, and they are updated together",
+    "begin_num_update": (
+        "remove it; each key counts its updates from 1, and load_optimizer_states or "
+        "load_checkpoint restores the counts"
+    ),
+    "param_idx2name": "remove it; lr_mult and wd_mult use the keys of the store",
+    "param_dict": "remove it; lr_mult and wd_mult use the keys of the store",
+    "sym": "remove it; lr_mult and wd_mult use the keys of the store",
+    "use_fused_step": "remove it; there is one implementation of each update",
+    "aggregate_num": "remove it; the keys of one call are updated together",
 }
 """Parameters of MXNet's optimizers that none has here, and what to do instead."""
 
@@ -50,17 +52,17 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def unit(default: float) -> Any:
-    """A field whose numbers lie in [0, 1)."""
+    """Return a field whose numbers are in [0, 1)."""
     return _ranged(default, "must lie in [0, 1)", lambda number: 0.0 <= number < 1.0)
 
 
 def not_negative(default: float) -> Any:
-    """A field of numbers from 0 on."""
+    """Return a field of numbers of at least 0."""
     return _ranged(default, "must not be negative", lambda number: number >= 0)
 
 
 def positive(default: float) -> Any:
-    """A field of numbers above 0."""
+    """Return a field of numbers above 0."""
     return _ranged(default, "must be more than 0", lambda number: number > 0)
 
 
@@ -69,7 +71,7 @@ def _ranged(default: float, text: str, holds: Callable[[float], bool]) -> Any:
 
 
 def parameter_names(cls: type) -> list[str]:
-    """The parameters of an optimizer or schedule: its own first, then those of its bases."""
+    """Return the parameters of an optimizer or schedule: its own first, then those of its bases."""
     bases = enumerate(cls.__mro__)
     depth = {name: index for index, base in bases for name in inspect.get_annotations(base)}
     fields = [field for field in dataclasses.fields(cls) if field.init]
@@ -78,7 +80,7 @@ def parameter_names(cls: type) -> list[str]:
 
 
 def positions(cls: type) -> tuple[str, ...]:
-    """The parameters of an optimizer or schedule that may be given by position, in order."""
+    """Return the parameters of an optimizer or schedule that may be given by position, in order."""
     fields = (field.name for field in dataclasses.fields(cls) if field.init and not field.kw_only)
     return tuple(vars(cls).get("positional", fields))
 
@@ -94,13 +96,15 @@ def _take_positions(cls: type[Any]) -> None:
     def take(self: Any, *args: Any, **params: Any) -> None:
         if len(args) > len(names):
             raise OptimizerParameterError(
-                f"{cls.__name__} takes {len(names)} values by position ({', '.join(names)}), "
-                f"got {len(args)}; give the others by name"
+                f"{cls.__name__} takes {len(names)} positional arguments ({', '.join(names)}), "
+                f"got {len(args)}; pass the others by name"
             )
         by_position = dict(zip(names, args, strict=False))
         twice = ", ".join(name for name in by_position if name in params)
         if twice:
-            raise OptimizerParameterError(f"{cls.__name__} got {twice} by position and by name")
+            raise OptimizerParameterError(
+                f"{cls.__name__} got {twice} both by position and by name; pass it once"
+            )
         init(self, **by_position, **params)
 
     own = dict(inspect.signature(init).parameters)
@@ -125,7 +129,7 @@ def convert_fields(owner: Any) -> None:
 
 
 def converted(owner: str, field: str, value: object, hint: Any) -> Any:
-    """``value`` as the annotation ``hint`` wants it; raises ``OptimizerParameterError``.
+    """Convert ``value`` to the annotation ``hint``; raise if it does not fit.
 
     A plain Python number keeps the weight's dtype in NumPy's arithmetic; a numpy.float64
     would turn float32 blocks into float64 ones.
@@ -182,7 +186,7 @@ def _pairs(owner: str, field: str, value: object) -> tuple[tuple[Key, float], ..
     for row in rows:
         if not (isinstance(row, list | tuple) and len(row) == 2):
             raise OptimizerParameterError(
-                f"{field} of {owner} must be a mapping of keys to numbers, got {_shown(value)}"
+                f"{field} of {owner} must be a dict of keys to numbers, got {_shown(value)}"
             )
         key = converted(owner, f"a key in {field}", row[0], Key)
         if key in found:
@@ -202,7 +206,7 @@ def _shown(value: object) -> str:
 def register_in(registry: dict[str, type[Any]], cls: _Class, name: str, what: str) -> _Class:
     """Enter ``cls`` as ``name`` and set ``cls.name``.
 
-    The same class may come again (a module that is loaded anew); another class of the same
+    The same class may come again (a module that is loaded again); another class of the same
     name raises ``ArgumentTypeError``, as does a class that is not a frozen dataclass itself.
     """
     options = vars(cls).get("__dataclass_params__")
@@ -225,7 +229,7 @@ def register_in(registry: dict[str, type[Any]], cls: _Class, name: str, what: st
 
 
 def build(cls: type[Any], params: Mapping[str, Any]) -> Any:
-    """``cls(**params)``. Raises ``OptimizerParameterError`` for unknown or missing ones."""
+    """Build ``cls(**params)``. Raises ``OptimizerParameterError`` for wrong ones."""
     check_known(cls, params)
     missing = [
         field.name
@@ -236,7 +240,9 @@ def build(cls: type[Any], params: Mapping[str, Any]) -> Any:
         and field.name not in params
     ]
     if missing:
-        raise OptimizerParameterError(f"{cls.name} needs a value for {', '.join(missing)}")
+        raise OptimizerParameterError(
+            f"{cls.name} needs a value for {', '.join(missing)}; pass it as a keyword argument"
+        )
     return cls(**params)
 
 

@@ -76,7 +76,7 @@ class Schedule:
             self.check_base(self.base_lr)
 
     def rate(self, count: int, base_lr: float) -> float:
-        """The learning rate of update number ``count``, from 1 on."""
+        """Return the learning rate of update number ``count``, from 1."""
         if count >= self.warmup_steps:
             return self.decayed(count, base_lr)
         if self.warmup_mode == "constant":
@@ -89,13 +89,14 @@ class Schedule:
 
     def decayed(self, count: int, base_lr: float) -> float:
         """The rate after the warm-up. A function of its arguments and the parameters only."""
-        raise NotImplementedError(f"{type(self).__name__} does not define decayed()")
+        raise NotImplementedError(f"{type(self).__name__} must define decayed()")
 
     def check_base(self, base_lr: float) -> None:
         """Raise ``OptimizerParameterError`` if a warm-up would begin above ``base_lr``."""
         self._require(
             self.warmup_steps == 0 or self.warmup_begin_lr <= base_lr,
-            f"warmup_begin_lr {self.warmup_begin_lr} lies above the learning rate {base_lr}",
+            f"warmup_begin_lr must not exceed the learning rate {base_lr}, got "
+            f"{self.warmup_begin_lr}",
         )
 
     def _require(self, holds: bool, text: str) -> None:
@@ -117,7 +118,7 @@ def register(cls: _Class) -> _Class:
 
 
 def create(name: str, **params: Any) -> Schedule:
-    """The schedule registered under ``name`` (``"factor"``, ``"cosine"``, ...).
+    """Return the schedule registered under ``name`` (``"factor"``, ``"cosine"``, ...).
 
     Raises ``OptimizerParameterError``, which lists what is known.
     """
@@ -182,7 +183,8 @@ class MultiFactorScheduler(Schedule):
         rising = all(a < b for a, b in zip(self.step, self.step[1:], strict=False))
         self._require(
             len(self.step) > 0 and self.step[0] >= 1 and rising,
-            "step must be a list of update numbers from 1 on, each larger than the one before",
+            "step must be an increasing list of update numbers of at least 1, got "
+            f"{list(self.step)}",
         )
         self._require(0.0 <= self.factor <= 1.0, f"factor must lie in [0, 1], got {self.factor}")
 
@@ -192,7 +194,7 @@ class MultiFactorScheduler(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class _UntilMaximum(Schedule):
-    """From the base rate after the warm-up to ``final_lr`` at update number ``max_update``.
+    """A schedule that ends with ``final_lr`` at update number ``max_update``.
 
     MXNet's compute with the ``base_lr`` that they were made with, whatever the optimizer's rate.
     """
@@ -205,7 +207,7 @@ class _UntilMaximum(Schedule):
         super().__post_init__()
         self._require(
             self.max_update > self.warmup_steps and self.max_update >= 1,
-            f"max_update must be larger than warmup_steps ({self.warmup_steps}) and at least 1, "
+            f"max_update must be at least 1 and greater than warmup_steps ({self.warmup_steps}), "
             f"got {self.max_update}",
         )
 

@@ -60,10 +60,12 @@ class ScriptedOptimizer:
         param_dict: Mapping[Any, Any] | None = None,
     ) -> None:
         if sym is not None:
-            raise OptimizerParameterError("sym is not supported; use set_lr_mult")
+            raise OptimizerParameterError(
+                "the parameter sym is not supported; remove it and call set_lr_mult or set_wd_mult"
+            )
         if not isinstance(lr_scheduler, Schedule | None):
             raise OptimizerParameterError(
-                f"lr_scheduler must be one of kvstore.lr_scheduler, got {lr_scheduler!r}"
+                f"lr_scheduler must be a schedule of kvstore.lr_scheduler, got {lr_scheduler!r}"
             )
         if (
             lr_scheduler is not None
@@ -88,11 +90,11 @@ class ScriptedOptimizer:
     # -- what a subclass defines -----------------------------------------------------------
 
     def create_state(self, index: Any, weight: Any) -> Any:
-        """What is kept for a weight: NDArrays, numbers, lists and tuples of them, or None."""
+        """Return the state of a weight: NDArrays, numbers, lists and tuples of them, or None."""
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Change ``weight`` and ``state`` in place."""
-        raise NotImplementedError(f"{type(self).__name__} does not define update()")
+        raise NotImplementedError(f"{type(self).__name__} must define update()")
 
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
         """``create_state``; for float16 with ``multi_precision``, of a float32 copy, and that."""
@@ -122,15 +124,18 @@ class ScriptedOptimizer:
     def set_learning_rate(self, lr: float) -> None:
         """Set ``lr``. Raises ``NotSupportedError`` where a schedule decides."""
         if self.lr_scheduler is not None:
-            raise NotSupportedError("cannot set the learning rate: the lr_scheduler decides it")
+            raise NotSupportedError(
+                "cannot set the learning rate of an optimizer with an lr_scheduler; create it "
+                "without one"
+            )
         self.lr = lr
 
     def set_lr_mult(self, args_lr_mult: Mapping[Any, float]) -> None:
-        """Factors for the rate, by index or by name in ``param_idx2name``."""
+        """Set factors for the rate, by index or by name in ``param_idx2name``."""
         self.lr_mult = dict(args_lr_mult)
 
     def set_wd_mult(self, args_wd_mult: Mapping[Any, float]) -> None:
-        """Factors for the decay; 0 for what ``param_idx2name`` calls no weight and no gamma."""
+        """Set factors for the decay; 0 for names that are not weights or gammas."""
         names = self.idx2name.values()
         self.wd_mult = {name: 0.0 for name in names if not name.endswith(("_weight", "_gamma"))}
         self.wd_mult.update(args_wd_mult)
@@ -176,8 +181,8 @@ class OptimizerKind(type):
         wrong = [base.__name__ for base in ours if type(base.__base__) is OptimizerKind]
         if wrong:
             raise NotSupportedError(
-                f"{name} extends {wrong[0]}, whose methods take no index here: extend "
-                "mx.optimizer.Optimizer and write the formula out, or write a frozen dataclass "
+                f"{name} extends {wrong[0]}, whose methods do not take an index here; extend "
+                "mx.optimizer.Optimizer and write out the formula, or write a frozen dataclass "
                 "(docs/optimizers.md, Your own)"
             )
         swapped = (ScriptedOptimizer if base in ours else base for base in bases)
@@ -200,7 +205,7 @@ def register_scripted(cls: type[ScriptedOptimizer]) -> None:
 
 
 def create_scripted(name: str, params: Mapping[str, Any]) -> ScriptedOptimizer | None:
-    """An optimizer that was registered; None if there is none of this name."""
+    """Return an optimizer that was registered; None if there is none of this name."""
     cls = _scripted.get(name.lower())
     return None if cls is None else cls(**params)
 
@@ -210,15 +215,15 @@ def check_travels(optimizer: object) -> None:
     if isinstance(optimizer, ScriptedOptimizer):
         name = type(optimizer).__name__
         raise NotSupportedError(
-            f"{name} is written MXNet's way and runs in a local or device store, or in an "
-            "Updater. For servers, and for a Trainer, write it as a frozen dataclass "
-            "(docs/optimizers.md, Your own), register it in a module that this process and, by "
-            "--server-import MODULE, the servers import"
+            f"{name} extends mx.optimizer.Optimizer, which only local and device stores and "
+            "Updaters can run. For servers or a Trainer, write it as a frozen dataclass "
+            "(docs/optimizers.md, Your own) and register it in a module that this process and "
+            "the servers (--server-import MODULE) import"
         )
 
 
 class ScriptedStates:
-    """A scripted optimizer with what it keeps for each weight."""
+    """A scripted optimizer with its state for each weight."""
 
     def __init__(self, optimizer: ScriptedOptimizer) -> None:
         self.optimizer = optimizer
@@ -235,7 +240,7 @@ class ScriptedStates:
         self.optimizer.update_multi_precision(index, weight, grad, self.states[index])
 
     def count(self, index: Any) -> int:
-        """The updates of a weight so far."""
+        """Return the updates of a weight so far."""
         return self.optimizer._index_update_count.get(index, 0)
 
     def restore(self, entries: Mapping[Any, tuple[int, Any]]) -> None:

@@ -47,31 +47,31 @@ MAX_ITEMS = 1 << 20
 """How many parameters, multipliers or steps one list may hold."""
 
 HINT = (
-    "if it is one of your own, the module that registers it must be imported in this process "
-    "too; servers do so with --server-import MODULE (KVSTORE_SERVER_IMPORT in the environment)"
+    "if you defined it, import the module that registers it in this process too; on servers, "
+    "use --server-import MODULE (or set KVSTORE_SERVER_IMPORT)"
 )
 
 
 def check_optimizer(optimizer: object) -> Optimizer:
-    """``optimizer`` itself. Raises ``ArgumentTypeError`` unless it is an ``Optimizer``.
+    """Return ``optimizer``. Raises ``ArgumentTypeError`` for other types.
 
     And ``NotSupportedError`` for one that is written MXNet's way: it cannot travel.
     """
     check_travels(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(
-            f"set_optimizer takes an Optimizer, got {what_was_given(optimizer)}; make one with "
+            f"set_optimizer needs an Optimizer, got {what_was_given(optimizer)}; create one with "
             "kvstore.optimizer.create('sgd', learning_rate=0.1)"
         )
     return optimizer
 
 
 def what_was_given(value: object) -> str:
-    """What was given in the place of an optimizer, for the text of an error."""
+    """Describe an argument that is not an optimizer, for the text of an error."""
     if isinstance(value, type):
-        return f"the class {value.__name__}, not an object of it"
+        return f"the class {value.__name__} instead of an instance"
     if hasattr(value, "param_groups"):
-        return f"{type(value).__name__} of PyTorch, which updates where it was made"
+        return f"{type(value).__name__} of PyTorch, which a store cannot run"
     return type(value).__name__
 
 
@@ -108,7 +108,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_plain(data: Any) -> Optimizer:
-    """The optimizer that ``to_plain`` wrote. A parameter that is missing has its default.
+    """Return the optimizer that ``to_plain`` wrote. A parameter that is missing has its default.
 
     Raises:
         ProtocolError: the data does not describe an optimizer.
@@ -126,7 +126,7 @@ def from_plain(data: Any) -> Optimizer:
 
 def _schedule(data: list[Any], depth: int) -> Schedule:
     if depth > MAX_DEPTH:
-        raise ProtocolError(f"schedules are nested more than {MAX_DEPTH} deep")
+        raise ProtocolError(f"schedules may be nested at most {MAX_DEPTH} deep")
     name, params = _split(data, "learning-rate schedule")
     cls = schedule._registry.get(name)
     if cls is None:
@@ -175,7 +175,7 @@ _DTYPES = {
 
 
 def to_bytes(entries: Mapping[Any, tuple[int, Any]], optimizer: list[Any] | None) -> bytes:
-    """Counts and states by key, and an optimizer as plain data.
+    """Return counts and states by key, and an optimizer as plain data.
 
     Arrays are NumPy's or have ``asnumpy``. Raises ``ArgumentTypeError`` for a state that holds
     anything but arrays, numbers, text, None, lists and tuples.
@@ -187,12 +187,12 @@ def to_bytes(entries: Mapping[Any, tuple[int, Any]], optimizer: list[Any] | None
 
 
 def from_bytes(data: bytes) -> tuple[dict[Any, tuple[int, Any]], Any]:
-    """What ``to_bytes`` was given; arrays are new. Raises ``CheckpointError``."""
+    """Return the argument of ``to_bytes``, with new arrays. Raises ``CheckpointError``."""
     start = len(_FORMAT) + _LENGTH
     if not data.startswith(_FORMAT) or len(data) < start:
         raise CheckpointError(
-            "these bytes do not come from Updater.get_states; states pickled by MXNet cannot "
-            "be read"
+            "set_states needs bytes from Updater.get_states of this package; it cannot read "
+            "states that MXNet pickled"
         )
     stop = start + int.from_bytes(data[len(_FORMAT) : start], "little")
     try:
@@ -202,7 +202,7 @@ def from_bytes(data: bytes) -> tuple[dict[Any, tuple[int, Any]], Any]:
         entries = {}
         for key, count, layout in rows:
             if type(key) not in (int, str) or type(count) is not int or count < 0:
-                raise ValueError("a key or a count")
+                raise ValueError("a key or an update count is invalid")
             entries[key] = count, reader.state(layout)
         reader.check_end()
     except (ProtocolError, ValueError, TypeError, RecursionError) as error:
@@ -220,8 +220,8 @@ def _layout(key: Any, state: Any, frames: list[bytes]) -> Any:
     array = state.asnumpy() if hasattr(state, "asnumpy") else state
     if not isinstance(array, np.ndarray) or array.dtype.str not in _DTYPES:
         raise ArgumentTypeError(
-            f"the state of key {key!r} contains {type(state).__name__}; only arrays of "
-            "numbers, numbers, text, None, and lists and tuples of these can be saved"
+            f"cannot save the state of key {key!r}: it contains {type(state).__name__}; use "
+            "arrays of numbers, numbers, text, None, or lists and tuples of these"
         )
     frames.append(array.tobytes())
     return ["array", array.dtype.str, list(array.shape)]
@@ -244,22 +244,22 @@ class _Reader:
         if kind == "number" and type(value) in _NUMBERS:
             return value
         if kind not in ("list", "tuple") or type(value) is not list:
-            raise ValueError("a state of an unknown kind")
+            raise ValueError("unknown kind of state")
         states = [self.state(each) for each in value]
         return states if kind == "list" else tuple(states)
 
     def _array(self, dtype: Any, shape: Any) -> Any:
         if dtype not in _DTYPES or any(type(size) is not int or size < 0 for size in shape):
-            raise ValueError("an array's dtype or shape")
+            raise ValueError("the dtype or shape of an array is invalid")
         count = 1
         for size in shape:
             count *= size
         start, self._at = self._at, self._at + count * np.dtype(dtype).itemsize
         if self._at > len(self._data):
-            raise ValueError("the bytes of arrays are missing")
+            raise ValueError("the data end before the last array")
         found = np.frombuffer(self._data[start : self._at], dtype)
         return found.reshape(shape).copy()
 
     def check_end(self) -> None:
         if self._at != len(self._data):
-            raise ValueError("there are more bytes than arrays")
+            raise ValueError("there are extra bytes after the last array")

@@ -33,14 +33,14 @@ class MomentumOptimizer(ClippedOptimizer):
     momentum: float = 0.0
 
     def state_names(self) -> tuple[str, ...]:
-        """The velocity ``mom``; nothing when momentum is 0."""
+        """Return the velocity ``mom``; nothing when momentum is 0."""
         return ("mom",) if self.momentum != 0.0 else ()
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class SGD(MomentumOptimizer):
-    """For each element::
+    """Stochastic gradient descent. For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient) + wd * weight
         mom = momentum * mom - learning_rate * grad
@@ -171,13 +171,13 @@ def step_by_sign(
 @register
 @dataclasses.dataclass(frozen=True)
 class SGLD(ClippedOptimizer):
-    """For each element::
+    """Stochastic gradient Langevin dynamics. For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient)
         weight = weight - learning_rate / 2 * (grad + wd * weight)
         weight = weight + sqrt(learning_rate) * noise
 
-    noise is normal, of mean 0 and variance 1, drawn anew for each element and update. Welling and
+    noise is normal, of mean 0 and variance 1, drawn again for each element and update. Welling and
     Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics" (ICML 2011), with names,
     defaults and formula of MXNet 1.9.1 (``python/mxnet/optimizer/optimizer.py``), which names a
     later paper. MXNet draws from the generator of ``mx.random.seed``. Here another ``seed`` gives
@@ -235,7 +235,7 @@ def _draw(generator: np.random.Generator, out: Any) -> None:
 @register
 @dataclasses.dataclass(frozen=True)
 class DCASGD(ClippedOptimizer):
-    """For each element::
+    """Delay-compensated asynchronous SGD. For each element::
 
         grad = clip(rescale_grad * grad, clip_gradient)
         grad = grad + wd * weight + lamda * grad * grad * moved
@@ -258,7 +258,7 @@ class DCASGD(ClippedOptimizer):
     lamda: float = 0.04
 
     def state_names(self) -> tuple[str, ...]:
-        """What the last update did, ``moved``; with a momentum the velocity ``mom``, too."""
+        """Return ``moved`` (the last update) and, with momentum, ``mom`` (the velocity)."""
         return ("moved",) if self.momentum == 0.0 else ("moved", "mom")
 
     def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
@@ -283,7 +283,7 @@ class DCASGD(ClippedOptimizer):
 @register
 @dataclasses.dataclass(frozen=True)
 class Test(Optimizer):
-    """For each element::
+    """The rule of MXNet's store tests. For each element::
 
         weight = weight - learning_rate * (rescale_grad * grad + wd * weight)
         weight_copy = weight

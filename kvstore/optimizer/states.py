@@ -34,18 +34,18 @@ _BLOCK_ELEMENTS = 65536
 
 
 def has_master(dtype: np.dtype[Any]) -> bool:
-    """Whether weights of ``dtype`` have a master."""
+    """Return whether weights of ``dtype`` have a master."""
     return accumulation_dtype(dtype) != dtype
 
 
 def state_names(optimizer: Optimizer, dtype: np.dtype[Any]) -> tuple[str, ...]:
-    """Names of the arrays that are kept for weights of ``dtype``, in order."""
+    """Return names of the arrays that are kept for weights of ``dtype``, in order."""
     names = optimizer.state_names()
     return (*names, MASTER) if has_master(dtype) else names
 
 
 def create_state(optimizer: Optimizer, weight: Flat) -> tuple[Flat, ...]:
-    """New arrays for ``weight``, which is 1-D, on its device: one for each of ``state_names``."""
+    """Return a new array for each of ``state_names``, on the device of ``weight``."""
     if not has_master(weight.dtype):
         return optimizer.create_state(weight)
     master = _widened(weight)
@@ -53,7 +53,7 @@ def create_state(optimizer: Optimizer, weight: Flat) -> tuple[Flat, ...]:
 
 
 def state_dtypes(optimizer: Optimizer | None, dtype: np.dtype[Any]) -> list[np.dtype[Any]]:
-    """The dtypes of the states that an optimizer keeps for values of ``dtype``."""
+    """Return the dtypes of the states that an optimizer keeps for values of ``dtype``."""
     if optimizer is None:
         return []
     return [array.dtype for array in create_state(optimizer, np.zeros(1, dtype))]
@@ -66,7 +66,7 @@ def take_over(
     state: Sequence[Flat],
     count: int,
 ) -> tuple[tuple[Flat, ...], int]:
-    """State and update count of a weight of which ``optimizer`` takes charge.
+    """Return state and update count of a weight that ``optimizer`` takes over.
 
     As ``Optimizer.take_over``. A master stays, whatever the optimizers; it is made from the weight
     where ``state`` is empty.
@@ -79,7 +79,7 @@ def take_over(
 
 
 def restored(optimizer: Optimizer | None, weight: Flat, saved: Sequence[Flat]) -> tuple[Flat, ...]:
-    """The state of ``weight``, on the host, from arrays that were saved.
+    """Return the state of ``weight``, on the host, from arrays that were saved.
 
     A master that was not saved is made from the weight, and one of another weight is corrected
     (``follow``). Arrays of ``saved`` are only read; all others are new.

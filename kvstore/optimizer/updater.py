@@ -32,7 +32,7 @@ class Updater:
 
     A key's state is made at its first update; keys have counts of their own. ``optimizer`` may
     be set to another at any time: of the same class keeps state and counts, any other begins
-    anew, as in the stores. One that is written MXNet's way (``scripted.py``) stays; it is called
+    again, as in the stores. One that is written MXNet's way (``scripted.py``) stays; it is called
     for each array, on the host, and keeps what it likes. float16 and bfloat16 weights have a
     float32 master here; where the caller has changed a weight since its last update, the weight
     counts and not the master.
@@ -44,7 +44,7 @@ class Updater:
             self._scripted = ScriptedStates(optimizer)
         elif not isinstance(optimizer, Optimizer):
             raise ArgumentTypeError(
-                f"an Updater takes an Optimizer, got {type(optimizer).__name__}; make one with "
+                f"an Updater needs an Optimizer, got {type(optimizer).__name__}; create one with "
                 "kvstore.optimizer.create('sgd', learning_rate=0.1)"
             )
         self.optimizer: Any = optimizer
@@ -66,7 +66,8 @@ class Updater:
             return
         if not (len(key) == len(grad) == len(weight)):
             raise ValueMismatchError(
-                f"{len(key)} keys come with {len(grad)} gradients and {len(weight)} weights"
+                f"a call with {len(key)} keys needs {len(key)} gradients and weights, got "
+                f"{len(grad)} and {len(weight)}"
             )
         for row in zip(key, grad, weight, strict=True):
             self._update(*row)
@@ -105,11 +106,13 @@ class Updater:
             self.optimizer = from_plain(plain)
         for key, (_, arrays) in entries.items():
             if type(arrays) is not tuple or not all(type(each) is np.ndarray for each in arrays):
-                raise ValueMismatchError(f"the state of key {key!r} is not a tuple of arrays")
+                raise ValueMismatchError(
+                    f"the state of key {key!r} must be a tuple of arrays, got {arrays!r:.60}"
+                )
         self.set_states(entries)
 
     def set_states(self, states: bytes | Mapping[Key, tuple[int, Sequence[Flat]]]) -> None:
-        """Go on from what ``states`` or ``get_states`` gave, of an optimizer of the same kind.
+        """Load states from ``states`` or ``get_states`` of an optimizer of the same class.
 
         Bytes that hold an optimizer bring it along; malformed ones raise ``CheckpointError``.
         Keeps copies.
@@ -127,8 +130,9 @@ class Updater:
         for key, (count, arrays) in states.items():
             if len(arrays) - len(names) not in (0, 1) or count < 0:
                 raise ValueMismatchError(
-                    f"key {key!r} has {len(arrays)} arrays and {count} updates; "
-                    f"{self.optimizer.name} keeps {len(names)} ({', '.join(names)})"
+                    f"the state of key {key!r} has {len(arrays)} arrays and {count} updates, but "
+                    f"{self.optimizer.name} keeps {len(names)} arrays ({', '.join(names)}); load "
+                    "states of the same optimizer"
                 )
             copies = tuple(np.array(array).reshape(-1) for array in arrays)
             entries[key] = self.optimizer, int(count), copies
@@ -137,21 +141,20 @@ class Updater:
     def _update(self, key: Key, grad: Array, weight: Array) -> None:
         if "row_sparse" in (getattr(grad, "stype", ""), getattr(weight, "stype", "")):
             raise NotSupportedError(
-                f"key {key!r} comes with a row-sparse array, and an Updater takes dense ones: "
-                "give array.to_dense(), or let a store update by rows, with kv.set_optimizer and "
-                "an optimizer that is a value"
+                f"an Updater needs dense arrays, got a row-sparse array for key {key!r}; pass "
+                "array.to_dense(), or update by rows in a store with kv.set_optimizer"
             )
         source, target = adapter_for(grad), adapter_for(weight)
         shape, dtype = target.shape(weight), target.dtype(weight).newbyteorder("=")
         offered = source.shape(grad), source.dtype(grad).newbyteorder("=")
         if offered != (shape, dtype):
             raise ValueMismatchError(
-                f"the gradient of key {key!r} has shape {offered[0]} and dtype {offered[1]}, "
-                f"its weight {shape} and {dtype}"
+                f"the gradient of key {key!r} must have the shape and dtype of its weight, "
+                f"{shape} and {dtype}, got {offered[0]} and {offered[1]}"
             )
         refusal = target.why_read_only(weight)
         if refusal is not None:
-            raise ArgumentTypeError(f"the weight of key {key!r} cannot be updated: {refusal}")
+            raise ArgumentTypeError(f"cannot update the weight of key {key!r}: {refusal}")
         if self._scripted is None:
             self.optimizer.check_dtype(dtype)
         memory = target.memory(weight)
@@ -180,8 +183,8 @@ class Updater:
         num_masters = len(state) - len(previous.state_names())
         if not is_fit or num_masters > has_master(weight.dtype):
             raise ValueMismatchError(
-                f"the state of key {key!r} does not fit a weight of {len(weight)} elements and "
-                f"dtype {weight.dtype}"
+                f"the state of key {key!r} does not fit its weight of {len(weight)} elements of "
+                f"dtype {weight.dtype}; load states of the same model"
             )
         if num_masters:
             follow(weight, state[-1])

@@ -29,19 +29,19 @@ def register_command(head: int) -> Callable[[Command], Command]:
     """Decorator: let servers answer the command ``head`` with this function.
 
     The function gets the command's text and may return a text, which the worker gets. What it
-    raises is raised at the worker. A module that is loaded anew may register its own again;
+    raises is raised at the worker. A module that is loaded again may register its own again;
     another function for the same number raises ``ArgumentTypeError``.
     """
     if isinstance(head, bool) or not isinstance(head, int) or head < 0:
-        raise ArgumentTypeError(f"a command's head must be a number from 0 on, got {head!r}")
+        raise ArgumentTypeError(f"a command's head must be an int of at least 0, got {head!r}")
 
     def register(function: Command) -> Command:
         if not callable(function):
-            raise ArgumentTypeError(f"a command is a function, got {function!r}")
+            raise ArgumentTypeError(f"a command must be a function, got {function!r}")
         taken_by = _name(_commands.get(head, function))
         if taken_by != _name(function):
             raise ArgumentTypeError(
-                f"the command {head} is taken by {taken_by}; choose another number"
+                f"the command {head} is already registered by {taken_by}; choose another number"
             )
         _commands[head] = function
         return function
@@ -58,14 +58,14 @@ def _name(function: Command) -> str:
 def check_command(head: object, body: object) -> None:
     """Raise ``ArgumentTypeError`` or ``ArgumentValueError`` unless a worker can send this."""
     if isinstance(head, bool) or not isinstance(head, int | np.integer) or not 0 <= head < 2**63:
-        raise ArgumentTypeError(f"a command's head must be a number from 0 on, got {head!r}")
+        raise ArgumentTypeError(f"a command's head must be an int of at least 0, got {head!r}")
     if not isinstance(body, str):
         raise ArgumentTypeError(f"a command's body must be a str, got {type(body).__name__}")
     check_unicode("a command's body", body, ArgumentValueError)
 
 
 def run_command(head: int, body: str) -> str:
-    """What the registered function answers; an empty text for None.
+    """Return the registered function's answer; an empty text for None.
 
     Raises:
         UsageError: no function is registered for ``head``, or it did not return a text.
@@ -74,10 +74,12 @@ def run_command(head: int, body: str) -> str:
     if function is None:
         known = ", ".join(str(number) for number in sorted(_commands)) or "none"
         raise UsageError(
-            f"no command {head} is registered on this server (registered: {known}); register it "
-            "with kvstore.register_command in a module that the servers import (--server-import)"
+            f"this server has no command {head} (registered: {known}); register it with "
+            "kvstore.register_command in a module that servers import (--server-import)"
         )
     answer = function(body)
     if answer is not None and not isinstance(answer, str):
-        raise UsageError(f"the command {head} returned {type(answer).__name__}, not a str or None")
+        raise UsageError(
+            f"the command {head} must return a str or None, got {type(answer).__name__}"
+        )
     return answer or ""

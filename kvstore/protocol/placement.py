@@ -1,8 +1,8 @@
 """Cut keys into chunks, and place each part of a store on a server.
 
 Pure arithmetic: the same arguments give the same answer on every node; nothing here keeps
-state. Decided once, when keys are initialised. Read next: ``kvstore/stores/dist/store.py``, which
-calls it.
+state. Decided once, when keys are initialised, by ``kvstore/server/directory.py``, which calls
+``place``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHUNK_BYTES = 1 << 20
 def chunk_ranges(
     num_elements: int, itemsize: int, chunk_bytes: int = CHUNK_BYTES
 ) -> list[tuple[int, int]]:
-    """The parts of a flat array as ``(start, stop)`` element ranges, in order.
+    """Return the parts of a flat array as ``(start, stop)`` element ranges, in order.
 
     All but the last hold ``chunk_bytes // itemsize`` elements (at least one). The borders
     depend on these arguments only, never on the number of servers, so that sums, states and
@@ -31,7 +31,7 @@ def chunk_ranges(
 
 
 def num_chunks(num_elements: int, itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """How many parts ``chunk_ranges`` gives, without making them."""
+    """Return how many parts ``chunk_ranges`` gives, without making them."""
     step = _step(itemsize, chunk_bytes)
     return max(-(-num_elements // step), 1)
 
@@ -41,12 +41,12 @@ def _step(itemsize: int, chunk_bytes: int) -> int:
 
 
 def message_bytes(config: Config, *, by_tcp: bool) -> int:
-    """How large messages of gathered values should be; over TCP larger ones are slower."""
+    """Return how large messages of gathered values should be; over TCP larger ones are slower."""
     return min((2 if by_tcp else 4) * config.chunk_bytes, config.max_message_bytes)
 
 
 def most_group_bytes(config: Config) -> int:
-    """How much of any keys' values goes in one message between processes of one machine.
+    """Return how much of any keys' values goes in one message between processes of one machine.
 
     There it only says where they lie.
     """
@@ -56,7 +56,7 @@ def most_group_bytes(config: Config) -> int:
 def place(
     parts: Sequence[int], loads: Sequence[int], shares: Sequence[float] | None = None
 ) -> list[int]:
-    """The server index of each part, so that bytes end up in proportion to ``shares``.
+    """Return the server index of each part, so that bytes end up in proportion to ``shares``.
 
     ``parts`` are sizes in bytes, in the order of keys; ``loads`` the bytes that each server
     holds already; ``shares`` the wanted proportions (equal ones when None; a share of 0 gets
@@ -96,7 +96,7 @@ def place(
 def _room_below_level(
     num_bytes: int, loads: Sequence[int], shares: Sequence[float], filling: Sequence[int]
 ) -> list[float]:
-    """Bytes that each server must get for all to reach one level of load per share.
+    """Return the bytes that bring all servers to one level of load per share.
 
     ``filling`` holds the servers with a share, by rising load per share: water reaches them
     in this order.

@@ -19,6 +19,7 @@ from kvstore.arrays.keys import Key, KeySpec
 from kvstore.protocol.placement import chunk_ranges, num_chunks
 from kvstore.sparse.partition import Stripes
 from pslite.errors import ProtocolError
+from pslite.plane import Piece
 from pslite.wire.codec import pack_value, unpack_value
 
 #: App numbers, far away from those that users of ``pslite`` choose.
@@ -36,7 +37,7 @@ MAX_CHUNKS = 1 << 20
 
 
 class DirectoryCall(enum.IntEnum):
-    """What a worker asks the directory."""
+    """The requests of a worker to the directory."""
 
     DECLARE = 1
     INITIALISED = 2
@@ -48,7 +49,7 @@ class DirectoryCall(enum.IntEnum):
 
 
 class StoreCall(enum.IntEnum):
-    """What a worker asks a server."""
+    """The requests of a worker to a server."""
 
     INIT = 1
     SET_OPTIMIZER = 2
@@ -81,7 +82,7 @@ class Declared(NamedTuple):
 
 
 class KeyEntry(NamedTuple):
-    """Where a key lives: the directory's entry."""
+    """The location of a key: the directory's entry."""
 
     key: Key
     spec: KeySpec
@@ -106,18 +107,18 @@ class KeyEntry(NamedTuple):
 
     @property
     def stripes(self) -> Stripes:
-        """Where the rows of a row-sparse key are."""
+        """The servers that have the rows of a row-sparse key."""
         return Stripes(self.spec.shape[0], len(self.servers))
 
     def part_bytes(self) -> list[int]:
-        """The size of each part; of a row-sparse key that of all its rows."""
+        """Return the size of each part; of a row-sparse key that of all its rows."""
         if self.is_row_sparse:
             row_bytes = self.spec.nbytes // max(self.spec.shape[0], 1)
             return [self.stripes.rows_of(part) * row_bytes for part in range(len(self.servers))]
         return [(stop - start) * self.spec.dtype.itemsize for start, stop in self.chunks()]
 
     def chunks(self) -> list[tuple[int, int]]:
-        """The element range of each part of a dense key."""
+        """Return the element range of each part of a dense key."""
         return chunk_ranges(self.spec.num_elements, self.spec.dtype.itemsize, self.chunk_bytes)
 
 
@@ -134,7 +135,7 @@ class PartEntry(NamedTuple):
     """Numbers in a row of the key, 1 at least; a row may be cut."""
 
     def serves(self, scope: str) -> bool:
-        """Whether optimizers of this scope can work on it."""
+        """Return whether optimizers of this scope can work on it."""
         if scope == "row":
             # All parts but the last are of one size, so a multiple begins and ends with rows.
             return self.is_whole or self.num_elements % self.width == 0
@@ -154,7 +155,7 @@ class RowPartEntry(NamedTuple):
     dtype: np.dtype[Any]
 
     def serves(self, scope: str) -> bool:
-        """Whether optimizers of this scope can work on it."""
+        """Return whether optimizers of this scope can work on it."""
         return scope != "key" or self.is_whole
 
     @property
@@ -163,13 +164,18 @@ class RowPartEntry(NamedTuple):
         return self.width * self.dtype.itemsize
 
 
+def bytes_of(piece: Piece) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return a piece of a message as an array, which shares its memory."""
+    return np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]
+
+
 def pack(*fields: Any) -> bytes:
-    """The body of a request."""
+    """Return the body of a request."""
     return pack_value(list(fields))
 
 
 def unpack(body: bytes, *kinds: type) -> list[Any]:
-    """The fields of a body, each of the wanted type.
+    """Return the fields of a body, each of the wanted type.
 
     Raises:
         ProtocolError: another number of fields, or another type.
@@ -178,9 +184,9 @@ def unpack(body: bytes, *kinds: type) -> list[Any]:
 
 
 def _checked(data: Any, what: str, *kinds: type | Callable[[Any], bool]) -> list[Any]:
-    """A list of fields, each of a type, or as a function says."""
+    """Check a list of fields, each of a type, or as a function says."""
     if type(data) is not list or len(data) != len(kinds):
-        raise ProtocolError(f"{what} has {len(kinds)} fields, got {data!r:.100}")
+        raise ProtocolError(f"{what} must have {len(kinds)} fields, got {data!r:.100}")
     for field, kind in zip(data, kinds, strict=True):
         if not (type(field) is kind if isinstance(kind, type) else kind(field)):
             raise ProtocolError(f"a field of {what} is malformed: {field!r:.100}")
@@ -197,12 +203,12 @@ def _is_key(field: Any) -> bool:
 
 def _table(data: Any) -> list[Any]:
     if type(data) is not list:
-        raise ProtocolError(f"a request has a table of rows, got {data!r:.100}")
+        raise ProtocolError(f"a request must have a list of rows, got {data!r:.100}")
     return data
 
 
 def pack_specs(specs: Sequence[Declared]) -> list[Any]:
-    """Keys with shapes and dtypes, as plain data."""
+    """Return keys with shapes and dtypes, as plain data."""
     return [
         [key, list(spec.shape), dtype_text(spec.dtype), is_row_sparse]
         for key, spec, is_row_sparse in specs
@@ -210,7 +216,7 @@ def pack_specs(specs: Sequence[Declared]) -> list[Any]:
 
 
 def unpack_specs(data: Any) -> list[Declared]:
-    """What ``pack_specs`` wrote, checked."""
+    """Parse and check the output of ``pack_specs``."""
     known: dict[str, KeySpec] = {}
     return [_declared(_checked(row, "a key's entry", *_DECLARED), known) for row in _table(data)]
 
@@ -233,7 +239,7 @@ def _declared(row: list[Any], known: dict[str, KeySpec]) -> Declared:
 
 
 def pack_entries(entries: Sequence[KeyEntry]) -> bytes:
-    """Directory entries, as the directory answers them."""
+    """Return directory entries as bytes."""
     return pack(
         [
             [
@@ -249,7 +255,7 @@ def pack_entries(entries: Sequence[KeyEntry]) -> bytes:
 
 
 def unpack_entries(body: bytes) -> list[KeyEntry]:
-    """What ``pack_entries`` wrote, checked."""
+    """Parse and check the output of ``pack_entries``."""
     (rows,) = unpack(body, list)
     kinds = (*_DECLARED, _is_natural, _is_natural, list, _is_natural)
     known: dict[str, KeySpec] = {}
@@ -265,13 +271,13 @@ def unpack_entries(body: bytes) -> list[KeyEntry]:
             key, spec, first_part, chunk_bytes, tuple(servers), generation, is_row_sparse
         )
         if chunk_bytes < 1 or not _fits(entry):
-            raise ProtocolError(f"the placement of key {key!r} does not fit its size")
+            raise ProtocolError(f"the placement of key {key!r} does not match its number of parts")
         entries.append(entry)
     return entries
 
 
 def _fits(entry: KeyEntry) -> bool:
-    """Whether the entry has as many parts as there can be."""
+    """Return whether the entry has as many parts as there can be."""
     spec, num_parts = entry.spec, len(entry.servers)
     if entry.is_row_sparse:
         return 1 <= num_parts <= max(spec.shape[0], 1)
@@ -279,7 +285,7 @@ def _fits(entry: KeyEntry) -> bool:
 
 
 def pack_parts(parts: Sequence[PartEntry]) -> list[Any]:
-    """Parts to create, as plain data."""
+    """Return parts to create, as plain data."""
     return [
         [part.part, part.key, part.is_whole, part.num_elements, dtype_text(part.dtype), part.width]
         for part in parts
@@ -287,24 +293,24 @@ def pack_parts(parts: Sequence[PartEntry]) -> list[Any]:
 
 
 def unpack_parts(data: Any) -> list[PartEntry]:
-    """What ``pack_parts`` wrote, checked."""
+    """Parse and check the output of ``pack_parts``."""
     kinds = _is_natural, _is_key, bool, _is_natural, str, _is_natural
     parts = []
     for row in _table(data):
         part, key, is_whole, num_elements, dtype, width = _checked(row, "a part's entry", *kinds)
         if width < 1:
-            raise ProtocolError(f"a row of key {key!r} has one number at least, got {width}")
+            raise ProtocolError(f"a row of key {key!r} must have at least one number, got {width}")
         parts.append(PartEntry(part, key, is_whole, num_elements, dtype_of(dtype), width))
     return parts
 
 
 def pack_row_part(entry: RowPartEntry) -> list[Any]:
-    """A part of a row-sparse key to create, as plain data."""
+    """Return a part of a row-sparse key to create, as plain data."""
     return [*entry[:-1], dtype_text(entry.dtype)]
 
 
 def unpack_row_part(data: Any) -> RowPartEntry:
-    """What ``pack_row_part`` wrote, checked."""
+    """Parse and check the output of ``pack_row_part``."""
     kinds = _is_natural, _is_key, bool, _is_natural, _is_natural, str
     part, key, is_whole, num_rows, width, dtype = _checked(data, "a part's entry", *kinds)
     return RowPartEntry(part, key, is_whole, num_rows, width, dtype_of(dtype))

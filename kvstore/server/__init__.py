@@ -18,7 +18,7 @@ from pathlib import Path
 from kvstore.protocol.requests import DIRECTORY_APP, STORE_APP
 from kvstore.server.malloc import keep_freed_memory
 from kvstore.server.shares import describe, server_shares
-from pslite import Config, Postoffice, Role, start
+from pslite import CollectiveServer, Config, Postoffice, Role, start
 from pslite.errors import ConfigError, PSError
 from pslite.node.log import try_to_stderr
 from pslite.scarcity import allow_files
@@ -36,9 +36,11 @@ def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
     """
     if node.role is Role.SERVER:
         from kvstore.server.app import OneForAll, ServerStores
+        from kvstore.server.collective import add_up
 
         stores = ServerStores(node, import_errors)
         node.customers.add(STORE_APP, OneForAll(node, stores.handle).handle)
+        CollectiveServer(node, add_up)
     elif node.role is Role.SCHEDULER:
         from kvstore.server.directory import Directory
 
@@ -57,7 +59,7 @@ def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
 
 
 def _shares(node: Postoffice) -> Sequence[float] | None:
-    """What each server is to hold of all bytes, once the roster is there; None: the same."""
+    """Return each server's share of all bytes, once the roster is known, or None."""
     if node.config.placement == "equal":
         return None
     machines: dict[str, list[str]] = {role.value: [] for role in Role}
@@ -84,7 +86,7 @@ def import_modules(names: str, source: str = _SOURCE) -> list[str]:
 
 
 def import_failures(names: str, source: str) -> list[str]:
-    """The same in one line for each failure, without its traceback: for the launcher."""
+    """Return the same in one line for each failure, without its traceback: for the launcher."""
     texts = [error.strip().splitlines() for error in import_modules(names, source)]
     return [f"{lines[0]} {lines[-1]}" for lines in texts]
 
@@ -95,7 +97,7 @@ def _import(name: str) -> None:
         return
     spec = importlib.util.spec_from_file_location(Path(name).stem, name)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{name} cannot be loaded")
+        raise ImportError(f"cannot import {name}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -172,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, *, joined_fd: int = -1) -> int:
-    """``python -m kvstore.server``: a scheduler or a server, by DMLC_ROLE.
+    """Run ``python -m kvstore.server``: a scheduler or a server, by DMLC_ROLE.
 
     ``arguments`` are the command line without the program's name (default: this process's).
     """
@@ -183,8 +185,8 @@ def main(arguments: Sequence[str] | None = None, *, joined_fd: int = -1) -> int:
             try_to_stderr(f"warning: {sentence}")
         if config.role == Role.WORKER.value:
             raise ConfigError(
-                "DMLC_ROLE is 'worker', which is also its default; kvstore.server "
-                "needs server or scheduler"
+                "kvstore.server needs DMLC_ROLE=server or DMLC_ROLE=scheduler, got 'worker' "
+                "(the default)"
             )
     except ConfigError as error:
         try_to_stderr(str(error))

@@ -61,7 +61,7 @@ class OneForAll:
         self._handle = handle
 
     def handle(self, incoming: Incoming) -> None:
-        """A request of ``StoreCall``."""
+        """Handle a request of ``StoreCall``."""
         if incoming.head in ONCE_FOR_ALL and self._first() < rank_of(incoming.sender):
             self._wait(incoming, GOODBYE_S)
         else:
@@ -89,8 +89,8 @@ class OneForAll:
         else:
             call = StoreCall(incoming.head).name
             raise UsageError(
-                f"{call} came from worker {rank}, but only the lowest rank present, worker "
-                f"{first}, may ask: all workers have to make the same calls of a store"
+                f"{call} came from worker {rank}, expected worker {first}, the lowest rank in "
+                "the job; make the same calls on all workers"
             )
 
 
@@ -135,12 +135,12 @@ class ServerStores:
         }
 
     def name_of(self, part: int) -> str | None:
-        """The key or table that a part belongs to, for reports (``pslite/node/data.py``)."""
+        """Return the key or table that a part belongs to, for reports (``pslite/node/data.py``)."""
         found = self._parts.get(part) or self._rows.get(part)
         return None if found is None else found.title
 
     def send_joined(self) -> None:
-        """A server holds nothing back."""
+        """Send nothing: a server does not hold messages back."""
 
     # -- rounds ------------------------------------------------------------------------
 
@@ -162,17 +162,17 @@ class ServerStores:
         return self._rows.apply(job, self._parts.get(job.parts[0]))
 
     def take(self, part: int, form: int, piece: Piece, *, is_push: bool) -> Formed:
-        """Rows, which are pushed or wanted; see ``row_part.py``."""
+        """Take rows that are pushed or requested; see ``row_part.py``."""
         found = self._rows.get(part) or self._parts.get(part)
         if form != ROWS_FORM or found is None:
-            raise UsageError(f"part {part} is not known to this server, or not in form {form}")
-        if is_push and isinstance(found, Part) and found.codecs.push is not None:
-            raise UsageError(f"part {part} is pushed encoded, and not in rows")
+            raise UsageError(f"this server does not have part {part} in form {form}")
+        if is_push and isinstance(found, Part) and found.rule.chain is not None:
+            raise UsageError(f"part {part} is compressed and cannot be pushed by rows")
         rows: Formed = taken(found, piece, is_push=is_push)
         return rows
 
     def answer(self, part: int, wanted: Any) -> Any:
-        """Rows that are wanted, copied: others may change them as soon as this returns."""
+        """Answer with copies of rows: others may change them when this returns."""
         most_bytes = self._node.config.max_message_bytes
         rows = self._rows.get(part)
         if rows is not None:
@@ -185,10 +185,10 @@ class ServerStores:
     # -- requests ----------------------------------------------------------------------
 
     def handle(self, incoming: Incoming) -> None:
-        """A request of ``StoreCall``. On the I/O thread."""
+        """Handle a request of ``StoreCall``. On the I/O thread."""
         call = self._calls.get(incoming.head)
         if call is None:
-            raise ProtocolError(f"a server does not know the call {incoming.head}")
+            raise ProtocolError(f"unknown call {incoming.head}")
         call(incoming)
 
     def _store(self, number: int, synchronous: bool) -> StoreState:
@@ -229,8 +229,8 @@ class ServerStores:
         if cut_keys:
             names = ", ".join(repr(key) for key in list(cut_keys)[:5])
             raise UsageError(
-                f"the optimizer {wanted.name} needs whole {wanted.scope}s, but {names} were cut in "
-                "parts by init: call set_optimizer before init"
+                f"the optimizer {wanted.name} needs whole {wanted.scope}s, but init split "
+                f"{names} into parts; call set_optimizer before init"
             )
         if not only_check and store.optimizer != wanted:
             store.optimizer = wanted
@@ -271,7 +271,7 @@ class ServerStores:
         )
 
     def _compression_stats(self) -> dict[str, Any]:
-        """What was decoded and encoded, by the numbers of the stores that do that."""
+        """Return the compression statistics of each store, by its number."""
         found = {
             str(number): store.compression.statistics.plain()
             for number, store in self._stores.items()

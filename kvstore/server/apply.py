@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from kvstore.arrays.cpu.sums import Flat, apply_round
+from kvstore.arrays.cpu.sums import Flat, Workspace, apply_round
 from kvstore.arrays.cpu.threads import Cores
 from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.compression import Chain
 from kvstore.errors import OptimizerNotSet
 from kvstore.optimizer.base import Optimizer
+from kvstore.protocol.requests import bytes_of
 from kvstore.server.memory import Arena, Part
 from pslite.plane import Piece, cuts_of, piece_of
 
@@ -51,21 +50,25 @@ class Stretch(NamedTuple):
     @property
     def chain(self) -> Chain | None:
         """By which contributions to it, a single part, are encoded."""
-        return self.parts[0].codecs.push
+        return self.parts[0].rule.chain
 
     def is_followed_by(self, part: Part, optimizer: Optimizer | None, index: int) -> bool:
-        """Whether a part, the ``index``-th of the list, continues this."""
+        """Return whether a part, the ``index``-th of the list, continues this."""
+        is_next = index == self.first + len(self.parts)
+        return is_next and self.goes_with(part, optimizer, self.parts[-1].stop)
+
+    def goes_with(self, part: Part, optimizer: Optimizer | None, start: int) -> bool:
+        """Return whether a part is updated as these are, and begins at ``start``."""
         return (
-            part.arena is self.arena
-            and part.codecs.push is self.chain is None
+            part.start == start
+            and part.arena is self.arena
+            and part.rule.chain is self.chain is None
             and optimizer is self.optimizer
-            and part.start == self.parts[-1].stop
-            and index == self.first + len(self.parts)
             and (optimizer is None or optimizer.scope != "key")
         )
 
     def of_one_count(self) -> Iterable[Stretch]:
-        """This stretch; part by part where some have seen more updates than others."""
+        """Split a stretch where parts have seen different numbers of updates."""
         count = self.parts[0].count
         if all(part.count == count for part in self.parts):
             return (self,)
@@ -81,31 +84,24 @@ class Stretch(NamedTuple):
 class PartRun:
     """Neighbouring parts whose contributions are neighbours too: worked on as one array."""
 
-    arena: Arena
-    optimizer: Optimizer | None
-    start: int
+    stretch: Stretch
+    """The first of them."""
     stop: int
+    """Where they end in their arena."""
     count: int
     pieces: list[Piece]
     members: list[tuple[int, range]]
     """(index of a job, some of its parts): whom an error concerns."""
     out: Flat | None
     """Bytes to which the new values are copied."""
-    chain: Chain | None = None
-    """By which the contributions are encoded."""
 
     def extend(self, stretch: Stretch, count: int, pieces: Sequence[Piece]) -> bool:
         """Add parts if they continue this run."""
         if (
-            stretch.arena is not self.arena
-            or stretch.optimizer is not self.optimizer
-            or stretch.parts[0].start != self.stop
-            or count != self.count
+            count != self.count
             or len(pieces) != len(self.pieces)
             or self.out is not None
-            or self.chain is not None
-            or stretch.chain is not None
-            or (stretch.optimizer is not None and stretch.optimizer.scope == "key")
+            or not self.stretch.goes_with(stretch.parts[0], stretch.optimizer, self.stop)
         ):
             return False
         for mine, theirs in zip(self.pieces, pieces, strict=True):
@@ -120,16 +116,16 @@ class PartRun:
 
     def apply(self) -> None:
         """Add the contributions up and update."""
-        arena, optimizer = self.arena, self.optimizer
+        arena, optimizer, chain = self.stretch.arena, self.stretch.optimizer, self.stretch.chain
         arena.changes += 1
         if optimizer is None and arena.store.ranks is None:
             raise OptimizerNotSet("dist_async needs an optimizer: call set_optimizer before push")
         if optimizer is not None:
             optimizer.check_dtype(arena.weight.dtype)
-        weight = arena.weight[self.start : self.stop]
-        state = [array[self.start : self.stop] for array in arena.state(None)]
-        if self.chain is not None:
-            total = self._decoded(self.chain, weight.dtype)
+        whole = slice(self.stretch.parts[0].start, self.stop)
+        weight, state = arena.weight[whole], [array[whole] for array in arena.state(None)]
+        if chain is not None:
+            total = self._decoded(chain, weight, arena.workspace)
             apply_round(weight, [total], optimizer, state, self.count + 1, arena.workspace)
             return
         itemsize = weight.itemsize
@@ -138,7 +134,7 @@ class PartRun:
         for end in [*cuts_of(self.pieces), weight.nbytes]:
             some = slice(begin // itemsize, end // itemsize)
             contributions = [
-                _flat(piece_of(piece, begin, end)).view(weight.dtype) for piece in self.pieces
+                bytes_of(piece_of(piece, begin, end)).view(weight.dtype) for piece in self.pieces
             ]
             mine = [array[some] for array in state]
             apply_round(
@@ -148,30 +144,26 @@ class PartRun:
                 mine,
                 self.count + 1,
                 arena.workspace,
-                out=None if self.out is None else self.out[begin:end].view(weight.dtype),
+                outs=() if self.out is None else (self.out[begin:end].view(weight.dtype),),
             )
             begin = end
 
-    def _decoded(self, chain: Chain, dtype: np.dtype[Any]) -> Flat:
-        """The sum of encoded contributions, in rank order, in the dtype of sums.
+    def _decoded(self, chain: Chain, weight: Flat, workspace: Workspace) -> Flat:
+        """Return the sum of encoded contributions, in rank order, in the dtype of sums.
 
         Valid until the arena's next. Raises ``ProtocolError`` before anything has changed.
         """
-        length = self.stop - self.start
-        total = self.arena.workspace.block(_SUM_SLOT, accumulation_dtype(dtype), length)
+        dtype = weight.dtype
+        total = workspace.block(_SUM_SLOT, accumulation_dtype(dtype), len(weight))
         for index, piece in enumerate(self.pieces):
-            chain.decode(_flat(piece), total, dtype=dtype, add=index > 0, cores=_ALONE)
+            chain.decode(bytes_of(piece), total, dtype=dtype, add=index > 0, cores=_ALONE)
         return total
-
-
-def _flat(piece: Piece) -> Flat:
-    return np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]
 
 
 def add_run(
     runs: list[PartRun], index: int, stretch: Stretch, payloads: Sequence[Piece], out: Flat | None
 ) -> None:
-    """One more stretch of a job to be updated."""
+    """Add a stretch to a job of updates."""
     start, nbytes = stretch.offset, stretch.nbytes
     pieces = [piece_of(piece, start, start + nbytes) for piece in payloads]
     count = stretch.parts[0].count
@@ -181,18 +173,5 @@ def add_run(
     if out is None and runs and runs[-1].extend(stretch, count, pieces):
         runs[-1].members.append(member)
         return
-    first, last = stretch.parts[0], stretch.parts[-1]
     mine = None if out is None else out[start : start + nbytes]
-    runs.append(
-        PartRun(
-            stretch.arena,
-            stretch.optimizer,
-            first.start,
-            last.stop,
-            count,
-            pieces,
-            [member],
-            mine,
-            stretch.chain,
-        )
-    )
+    runs.append(PartRun(stretch, stretch.parts[-1].stop, count, pieces, [member], mine))

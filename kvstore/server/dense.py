@@ -16,12 +16,11 @@ import numpy as np
 
 from kvstore.arrays.cpu.sums import Flat
 from kvstore.compression import Compression
-from kvstore.protocol.requests import PartEntry, StoreCall, pack, unpack, unpack_parts
+from kvstore.protocol.requests import PartEntry, StoreCall, bytes_of, pack, unpack, unpack_parts
 from kvstore.server.lanes import LaneNumbers, Lanes
 from kvstore.server.malloc import LateReturn
-from kvstore.server.memory import Arena, Part, StoreState, codecs_of
+from kvstore.server.memory import Arena, Part, StoreState
 from kvstore.server.part_table import PartTable
-from kvstore.server.row_part import bytes_of
 from pslite import Incoming, Postoffice
 from pslite.errors import ProtocolError, UsageError
 from pslite.plane import Ints, Job, Outcome, Piece, ServerPlane, cut
@@ -70,7 +69,7 @@ class DenseStores:
         }
 
     def remove(self, number: int) -> Part | None:
-        """A part is gone; returns it, if it was there."""
+        """Remove a part; return it, if it was there."""
         self._copies.clear()
         return self.parts.remove(number)
 
@@ -89,7 +88,7 @@ class DenseStores:
         return outcomes
 
     def _room_for_copy(self, job: Job) -> Flat | None:
-        """Where asynchronous values go that are to be sent; others are sent as they lie."""
+        """Return room for asynchronous values to send; others are sent uncopied."""
         part = self.parts.get(job.parts[0])
         if part is None or part.arena.store.ranks is not None:
             return None
@@ -98,13 +97,13 @@ class DenseStores:
         return self._allocate(sum(job.sizes))
 
     def check(self, part: int, piece: Piece) -> None:
-        """An encoded contribution; see ``memory.py``."""
+        """Check an encoded contribution; see ``memory.py``."""
         found = self.parts.get(part)
         if found is not None:
             found.check_push(bytes_of(piece))
 
     def read(self, parts: Sequence[int]) -> list[Any]:
-        """The parts' values in order, neighbours as one frame."""
+        """Return the parts' values in order, neighbours as one frame."""
         copied = self._copies.pop(tuple(parts), None)
         if copied is not None and copied.is_current:
             return [copied.values.data]
@@ -130,11 +129,11 @@ class DenseStores:
         number, synchronous, table, rules = unpack(incoming.body, int, bool, list, list)
         entries = unpack_parts(table)
         if len(rules) != len(entries):
-            raise ProtocolError("each part needs the number of a rule")
+            raise ProtocolError("the rule of a part is missing")
         sizes = [entry.num_elements * entry.dtype.itemsize for entry in entries]
         pieces = cut(sizes, incoming.frames)
         store = self._store_of(number, synchronous)
-        codecs = [codecs_of(store.compression, rule) for rule in rules]
+        chosen = [store.compression.rule(number) for number in rules]
         store.check_cuts(entries)
         # A rank that stands in for one that left half-way finds some parts there; they stay.
         new = [index for index, entry in enumerate(entries) if entry.part not in self.parts]
@@ -144,7 +143,7 @@ class DenseStores:
             lane = self._numbers.shared(sum(map(len, values)))
             arena = Arena(store, lane, mine, values, self._allocate)
             for index, part in zip(group, arena.parts, strict=True):
-                part.set_codecs(codecs[index])
+                part.set_rule(chosen[index])
                 self.parts.add(part)
                 self._plane.open_part(
                     part.entry.part,
@@ -152,7 +151,7 @@ class DenseStores:
                     store.ranks,
                     arena.lane,
                     part.push_bytes,
-                    is_checked=part.codecs.push is not None,
+                    is_checked=part.rule.chain is not None,
                 )
                 store.has_part(part.entry)
         incoming.respond()
@@ -160,34 +159,34 @@ class DenseStores:
         self._late_return.ask()
 
     def _set_compression(self, incoming: Incoming) -> None:
-        """All workers are here, and nothing is in flight."""
+        """Set the compression: all workers are here, and nothing is in flight."""
         number, synchronous, only_check, plain, rows = unpack(
             incoming.body, int, bool, bool, list, list
         )
         store = self._store_of(number, synchronous)
         compression = Compression.from_plain(plain)
-        codecs = {}
+        chosen = {}
         for row in rows:
             if type(row) is not list or len(row) != 2 or type(row[0]) is not int:
                 raise ProtocolError("a part's rule is malformed")
-            codecs[row[0]] = codecs_of(compression, row[1])
-        mine = [part for part in self.parts if part.store is store and part.entry.part in codecs]
+            chosen[row[0]] = compression.rule(row[1])
+        mine = [part for part in self.parts if part.store is store and part.entry.part in chosen]
         for part in mine:
             if not self._plane.is_quiet(part.entry.part):
                 raise UsageError(
-                    f"the key {part.entry.key!r} is pushed or pulled while its compression is set: "
-                    "no thread may do that meanwhile"
+                    f"key {part.entry.key!r} was pushed or pulled during "
+                    "set_gradient_compression; wait until that call returns"
                 )
         if not only_check:
             store.compression = compression
             self._copies.clear()
             for part in mine:
-                part.set_codecs(codecs[part.entry.part])
+                part.set_rule(chosen[part.entry.part])
                 self._plane.resize_part(
                     part.entry.part,
                     part.pull_bytes,
                     part.push_bytes,
-                    is_checked=part.codecs.push is not None,
+                    is_checked=part.rule.chain is not None,
                 )
             self.parts.forget_lists()
         incoming.respond()
@@ -216,7 +215,7 @@ class DenseStores:
         numbers, counts, has_values = unpack(incoming.body, list, list, bool)
         parts = self._found(numbers)
         if len(counts) != len(parts) or not all(type(n) is int and n >= 0 for n in counts):
-            raise ProtocolError("a count is malformed, or there are too few")
+            raise ProtocolError("the update counts are malformed or incomplete")
         rest = iter(incoming.frames)
         rows = [list(itertools.islice(rest, has_values + part.num_states)) for part in parts]
         if rows:
@@ -236,13 +235,13 @@ class DenseStores:
         for number in numbers:
             part = self.parts.get(number) if type(number) is int else None
             if part is None:
-                raise UsageError(f"part {number!r} is not known to this server")
+                raise UsageError(f"this server does not have part {number!r}")
             parts.append(part)
         return parts
 
 
 def _same_dtype(entries: Sequence[PartEntry], indices: Sequence[int]) -> Iterator[list[int]]:
-    """The indices, in groups of neighbours of one dtype."""
+    """Yield the indices, in groups of neighbours of one dtype."""
     group: list[int] = []
     for index in indices:
         if group and entries[group[-1]].dtype != entries[index].dtype:

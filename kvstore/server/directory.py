@@ -108,17 +108,18 @@ class Directory:
         """Take one request; the answer may come later."""
         call = self._calls.get(incoming.head)
         if call is None:
-            raise ProtocolError(f"the directory does not know the call {incoming.head}")
+            raise ProtocolError(f"unknown call {incoming.head} to the directory")
         rank, first = rank_of(incoming.sender), self._deciding_rank()
         if incoming.head in _DECISIONS and rank > first:
             name = DirectoryCall(incoming.head).name
             raise UsageError(
-                f"{name} came from worker {rank}, but only worker {first} may decide it"
+                f"{name} came from worker {rank}, but only worker {first} (the lowest rank) may "
+                "send it"
             )
         call(incoming)
 
     def departed(self) -> None:
-        """A worker is gone; the next rank may have to decide now."""
+        """Handle the loss of a worker; the next rank may have to decide now."""
         live = list(self._live_ranks())
         decider = min(live, default=0)
         for store in self._stores.values():
@@ -132,13 +133,14 @@ class Directory:
                 self._take_declaration(number, store, entry)
             store.optimizers.fail_waiting(
                 UsageError(
-                    "the worker whose set_optimizer counts has left the job before it called it; "
-                    "the lowest rank that is left has to call set_optimizer"
+                    "the worker with the lowest rank left the job before it called "
+                    "set_optimizer; call set_optimizer on the worker that now has the lowest "
+                    "rank"
                 )
             )
 
     def deadlocked(self, error: DeadlockError) -> None:
-        """What is waited for here will not come."""
+        """Fail all waits with ``error``: the awaited events will not come."""
         for store in self._stores.values():
             waiting, store.waiting = store.waiting, []
             for entry in waiting:
@@ -151,7 +153,7 @@ class Directory:
     def _declare(self, incoming: Incoming) -> None:
         number, kind, scope, table = unpack(incoming.body, int, str, str, list)
         if scope not in SCOPES:
-            raise ProtocolError(f"a scope is one of {', '.join(SCOPES)}, got {scope!r}")
+            raise ProtocolError(f"a scope must be one of {', '.join(SCOPES)}, got {scope!r}")
         store = self._stores.setdefault(number, _Store(kind))
         if store.kind != kind:
             raise UnknownTypeError(
@@ -217,7 +219,7 @@ class Directory:
         return [store.entries[each.key] for each in specs]
 
     def _chunk_bytes_of(self, spec: KeySpec, scope: str) -> int:
-        """How large parts may be at most so that they cut nothing that has to stay whole."""
+        """Return how large parts may be at most so that they cut nothing that has to stay whole."""
         if scope == "key":
             return max(self._chunk_bytes, spec.nbytes)
         if scope == "row":
@@ -226,19 +228,19 @@ class Directory:
         return self._chunk_bytes
 
     def _num_stripes(self, spec: KeySpec, chunk_bytes: int) -> int:
-        """The parts of a row-sparse key: one on each server, or a single one for a small key."""
+        """Return the number of parts of a row-sparse key: one a server, or 1 if small."""
         if spec.nbytes <= chunk_bytes:
             return 1
         return max(min(len(self._loads), spec.shape[0]), 1)
 
     def _wanted_shares(self) -> Sequence[float]:
-        """What each server should hold of all bytes: the same for all keys of the job."""
+        """Return each server's share of all bytes, the same for all keys of the job."""
         if self._shares is None:
             self._shares = self._find_shares() or [1.0] * len(self._loads)
         return self._shares
 
     def _check_sizes(self, store: _Store, specs: Sequence[Declared], scope: str) -> None:
-        """Whether new keys of these sizes can travel at all."""
+        """Check that new keys of these sizes can be sent."""
         for key, spec, is_row_sparse in specs:
             if key in store.entries or is_row_sparse:
                 continue
@@ -250,15 +252,17 @@ class Directory:
                 whole = "it" if scope == "key" else "each of its rows"
                 raise ValueMismatchError(
                     f"key {key!r} has {spec.nbytes} bytes, and the optimizer needs {whole} whole "
-                    "in one message, of which PS_MAX_MESSAGE_BYTES allows "
-                    f"{self._max_message_bytes}: raise that on all nodes, or use an optimizer "
-                    "that can do with parts"
+                    f"in one message, over PS_MAX_MESSAGE_BYTES ({self._max_message_bytes}); "
+                    "raise PS_MAX_MESSAGE_BYTES on all nodes, or use an optimizer that can "
+                    "update parts"
                 )
             if num_chunks(spec.num_elements, spec.dtype.itemsize, chunk_bytes) > MAX_CHUNKS:
-                raise ValueMismatchError(f"key {key!r} has more than {MAX_CHUNKS} parts")
+                raise ValueMismatchError(
+                    f"key {key!r} would have more than {MAX_CHUNKS} parts; raise PS_CHUNK_BYTES"
+                )
 
     def _initialised(self, incoming: Incoming) -> None:
-        """The deciding rank's values are on the servers, or could not be put there."""
+        """Record that the deciding rank has stored the values, or failed to."""
         number, keys, kind, text = unpack(incoming.body, int, list, str, str)
         store = self._store(number)
         if kind:
@@ -286,7 +290,7 @@ class Directory:
     def _store(self, number: int) -> _Store:
         store = self._stores.get(number)
         if store is None:
-            raise UsageError(f"the directory does not know the store {number}")
+            raise UsageError(f"unknown store {number}")
         return store
 
     # -- what all ranks do together ----------------------------------------------------
@@ -299,7 +303,7 @@ class Directory:
         store.meetings.arrive(call, name, incoming, list(self._live_ranks()), error)
 
     def _done_together(self, incoming: Incoming) -> None:
-        """The deciding rank has done it; the keys that it has deleted are gone."""
+        """Handle the deciding rank's completion; forget the keys that it deleted."""
         number, call, deleted, kind, text = unpack(incoming.body, int, int, list, str, str)
         store = self._store(number)
         error = rebuild(kind, text) if kind else None
@@ -313,15 +317,15 @@ class Directory:
         if what == CLOSING and error is None:
             del self._stores[number]
             for waiting in [entry.incoming for entry in store.waiting]:
-                waiting.fail(UsageError("the store was closed before its keys were made"))
-            closed = UsageError("worker 0 has closed the store without this optimizer")
+                waiting.fail(UsageError("the store was closed before its keys were initialised"))
+            closed = UsageError("worker 0 closed the store before it called set_optimizer")
             store.optimizers.fail_waiting(closed)
         incoming.respond(news)
 
     # -- optimizers --------------------------------------------------------------------
 
     def _optimizer_is_set(self, incoming: Incoming) -> None:
-        """The deciding rank's call has reached all servers, or failed."""
+        """Record that the deciding rank's call reached all servers, or failed."""
         number, kind, optimizer, error_kind, text = unpack(incoming.body, int, str, list, str, str)
         store = self._stores.setdefault(number, _Store(kind))
         error = rebuild(error_kind, text) if error_kind else None
@@ -344,7 +348,7 @@ class Directory:
 
 
 def _refuse(store: _Store, keys: Sequence[Key], error: PSError) -> None:
-    """These keys came to nothing, also for those who wait for them."""
+    """Refuse these keys, also for those who wait for them."""
     waiting, store.waiting = store.waiting, []
     for entry in waiting:
         if any(each.key in keys for each in entry.specs):
@@ -360,17 +364,18 @@ def _check_same(store: _Store, specs: Sequence[Declared]) -> None:
             first = next(iter(store.entries), key)
             if isinstance(first, str) != isinstance(key, str):
                 raise KeyTypeError(
-                    f"a store's keys are all int or all str: another worker has {first!r}, "
-                    f"this call names {key!r}"
+                    "the keys of a store must be all int or all str: another worker has "
+                    f"{first!r}, this call names {key!r}"
                 )
         elif known.spec != spec:
             raise ValueMismatchError(
-                f"key {key!r} holds shape {known.spec.shape} of {known.spec.dtype}, "
-                f"this worker's value has shape {spec.shape} of {spec.dtype}"
+                f"key {key!r} has shape {known.spec.shape} of {known.spec.dtype} on another "
+                f"worker, this worker's value has shape {spec.shape} of {spec.dtype}; init it "
+                "with the same shape and dtype on all workers"
             )
         elif known.is_row_sparse != is_row_sparse:
             kinds = ("row-sparse", "dense") if known.is_row_sparse else ("dense", "row-sparse")
             raise ValueMismatchError(
-                f"key {key!r} is {kinds[0]}, this worker's value is {kinds[1]}; init it with the "
-                "same kind of value on all workers"
+                f"key {key!r} is {kinds[0]} on another worker, this worker's value is "
+                f"{kinds[1]}; init it with the same kind of value on all workers"
             )

@@ -24,7 +24,7 @@ class LaneNumbers:
         self._lane_bytes = 0
 
     def shared(self, nbytes: int) -> int:
-        """A lane for this many bytes; small ones share it, so that they can be updated together."""
+        """Return a lane for this many bytes; small ones share it for joint updates."""
         if self._lane_bytes + nbytes > self._most_bytes:
             self._lane += 1
             self._lane_bytes = 0
@@ -32,7 +32,7 @@ class LaneNumbers:
         return self._lane
 
     def own(self) -> int:
-        """A lane that nothing shares."""
+        """Return a lane that nothing shares."""
         self._lane += 2
         self._lane_bytes = 0
         return self._lane - 1

@@ -57,14 +57,14 @@ class LateReturn:
         self._due = 0.0
 
     def ask(self) -> None:
-        """Some memory is free now that is not needed again."""
+        """Ask for a trim: memory was freed that is not needed again."""
         self._due = self._clock() + _RETURN_AFTER_S
         if not self._is_asked_for:
             self._is_asked_for = True
             self._look_after_each_step(self._look)
 
     def _look(self) -> bool:
-        """Whether it is done."""
+        """Return whether it is done."""
         if self._clock() < self._due:
             return False
         self._is_asked_for = False

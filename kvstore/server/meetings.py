@@ -43,27 +43,27 @@ class Meetings:
         live: Sequence[int],
         error: BaseException | None = None,
     ) -> None:
-        """A rank has come to its ``call``-th call; with ``error`` it cannot take part in it."""
+        """Handle a rank's ``call``-th call; with ``error`` it cannot take part."""
         meeting = self._open.setdefault(call, _Meeting(name))
         rank = rank_of(incoming.sender)
         if meeting.error is None and meeting.name != name:
             meeting.error = UsageError(
-                f"worker {rank} calls {name} where worker {min(meeting.arrived)} calls "
-                f"{meeting.name}; all workers have to make these calls in the same order"
+                f"worker {rank} called {name}, but worker {min(meeting.arrived)} called "
+                f"{meeting.name}; make these calls in the same order on all workers"
             )
         meeting.error = meeting.error or error
         meeting.arrived[rank] = incoming
         self._look_at(call, meeting, live)
 
     def departed(self, live: Sequence[int]) -> None:
-        """A rank is gone: stop waiting for it; another may have to decide."""
+        """Stop waiting for a rank that is gone; another may have to decide."""
         for call, meeting in list(self._open.items()):
             if meeting.carried_out_by is not None and meeting.carried_out_by not in live:
                 meeting.carried_out_by = None
             self._look_at(call, meeting, live)
 
     def fail(self, error: UsageError, live: Sequence[int]) -> None:
-        """Some of those who are to come never will: also those who do hear of it.
+        """Fail all open meetings: some ranks will never come.
 
         No worker waits for the end of a store, which its workers may reach still.
         """
@@ -73,7 +73,7 @@ class Meetings:
                 self._look_at(call, meeting, live)
 
     def done(self, call: int, news: bytes, error: BaseException | None) -> str:
-        """The deciding rank has carried it out, or failed. Returns what it was."""
+        """Record that the deciding rank has finished or failed; return the call's name."""
         meeting = self._open.pop(call, None)
         if meeting is None:
             return ""

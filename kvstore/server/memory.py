@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
 from kvstore.arrays.cpu.sums import Flat, Workspace
 from kvstore.arrays.cpu.threads import Cores
 from kvstore.arrays.keys import Key
-from kvstore.compression import Chain, Compression
+from kvstore.compression import Chain, Compression, Rule
+from kvstore.compression.config import UNCHANGED
 from kvstore.errors import ValueMismatchError
 from kvstore.optimizer import states
 from kvstore.optimizer.base import Optimizer
@@ -29,7 +30,7 @@ _ALONE = Cores(1)
 
 @dataclass(eq=False, slots=True)
 class StoreState:
-    """What the parts of one store share."""
+    """The state that the parts of one store share."""
 
     ranks: tuple[int, ...] | None
     """Worker ranks that every round needs; None: each push is applied by itself."""
@@ -40,13 +41,13 @@ class StoreState:
     compression: Compression = field(default_factory=Compression)
 
     def has_part(self, entry: PartEntry | RowPartEntry) -> None:
-        """A part is here from now on."""
+        """Record that a part was added."""
         for scope, cut_keys in self.cut_keys.items():
             if not entry.serves(scope):
                 cut_keys[entry.key] = cut_keys.get(entry.key, 0) + 1
 
     def lost_part(self, entry: PartEntry | RowPartEntry) -> None:
-        """A part is not here any more."""
+        """Record that a part was removed."""
         for scope, cut_keys in self.cut_keys.items():
             if not entry.serves(scope):
                 cut_keys[entry.key] -= 1
@@ -62,29 +63,9 @@ class StoreState:
         if cut_keys:
             raise UsageError(
                 f"the optimizer {optimizer.name} needs whole {optimizer.scope}s, but "
-                f"{cut_keys[0]!r} is cut in parts: worker 0 has to return from set_optimizer "
-                "before it calls init"
+                f"{cut_keys[0]!r} is split into parts; on worker 0, let set_optimizer return "
+                "before you call init"
             )
-
-
-class Codecs(NamedTuple):
-    """How a part's values travel."""
-
-    push: Chain | None = None
-    """None: unchanged."""
-    pull: Chain | None = None
-
-
-_AS_THEY_ARE = Codecs()
-
-
-def codecs_of(compression: Compression, rule: object) -> Codecs:
-    """What a rule says, by its number; -1 for none. Raises ``ProtocolError`` for no number."""
-    if rule == -1:
-        return _AS_THEY_ARE
-    if type(rule) is not int or not 0 <= rule < len(compression.rules):
-        raise ProtocolError("a part's rule of compression is missing")
-    return Codecs(compression.rules[rule].chain, compression.rules[rule].pull)
 
 
 class Arena:
@@ -122,7 +103,7 @@ class Arena:
             start = stop
 
     def state(self, optimizer: Optimizer | None) -> tuple[Flat, ...]:
-        """The state for ``optimizer``, taken over from the one before; None: unchanged.
+        """Return the state for ``optimizer``, taken over from the one before; None: unchanged.
 
         On the lane's thread.
         """
@@ -144,7 +125,7 @@ class Arena:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Where one part lies: elements [start, stop) of its arena."""
+    """The location of one part: elements [start, stop) of its arena."""
 
     ending: ClassVar[str] = "deleted"
     """What happens to a key that is forgotten."""
@@ -154,24 +135,25 @@ class Part:
     stop: int
     count: int = 0
     """Updates by the present optimizer."""
-    codecs: Codecs = _AS_THEY_ARE
+    rule: Rule = UNCHANGED
+    """How its values travel."""
     _encoded: tuple[int, Flat] | None = None
     """How often the arena had been written, and the value as it travelled then."""
 
-    def set_codecs(self, codecs: Codecs) -> None:
-        """From now on its values travel so."""
-        self.codecs = codecs
+    def set_rule(self, rule: Rule) -> None:
+        """Set the encoding rule for its values from now on."""
+        self.rule = rule
         self._encoded = None  # by the codec of before
 
     @property
     def push_bytes(self) -> int:
         """The bytes of a contribution."""
-        return self._bytes(self.codecs.push)
+        return self._bytes(self.rule.chain)
 
     @property
     def pull_bytes(self) -> int:
-        """The bytes of its value as it travels."""
-        return self._bytes(self.codecs.pull)
+        """The bytes of its value as it is sent."""
+        return self._bytes(self.rule.pull)
 
     def _bytes(self, chain: Chain | None) -> int:
         num_elements: int = self.stop - self.start
@@ -185,7 +167,7 @@ class Part:
 
         So only its sender hears of it; when its round is applied, that would fail for all.
         """
-        chain = self.codecs.push
+        chain = self.rule.chain
         if chain is None:
             return
         try:
@@ -194,8 +176,8 @@ class Part:
             raise ProtocolError(f"key {self.entry.key!r}: {error}") from error
 
     def encoded(self, buffer: Callable[[int], Flat]) -> Flat:
-        """Its value as it travels, where it has a codec for that; the same for all who ask."""
-        chain = self.codecs.pull
+        """Return its value as it is sent, encoded once for all who ask."""
+        chain = self.rule.pull
         assert chain is not None
         if self._encoded is None or self._encoded[0] != self.arena.changes:
             memory = buffer(self.pull_bytes)
@@ -210,7 +192,7 @@ class Part:
 
     @property
     def store(self) -> StoreState:
-        """What it shares with the other parts of its store."""
+        """The state that it shares with the other parts of its store."""
         return self.arena.store
 
     @property
@@ -224,7 +206,7 @@ class Part:
         return self.arena.weight[self.start : self.stop]
 
     def state(self, optimizer: Optimizer | None) -> list[Flat]:
-        """Its share of the optimizer's state, shared. On the lane's thread."""
+        """Return its share of the optimizer's state, shared. On the lane's thread."""
         return [array[self.start : self.stop] for array in self.arena.state(optimizer)]
 
     @property
@@ -248,8 +230,8 @@ class Part:
         lengths = [len(frame) for frame in frames]
         if lengths != sizes and (master is None or lengths != [*sizes[:-1], 0]):
             raise ValueMismatchError(
-                f"the values and states for key {self.entry.key!r} do not fit: "
-                f"expected {len(arrays)} arrays, got {len(frames)}"
+                f"the values and states for key {self.entry.key!r} must be {len(arrays)} arrays, "
+                f"got {len(frames)}"
             )
         self.arena.changes += 1
         for array, frame in zip(arrays, frames, strict=True):

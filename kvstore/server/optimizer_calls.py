@@ -48,7 +48,7 @@ class OptimizerCalls:
         self._num_before_meeting = 0
 
     def decided(self, optimizer: list[Any], error: BaseException | None, decider: int) -> None:
-        """The deciding rank's next call has reached all servers, or failed there."""
+        """Handle the deciding rank's next call, which reached all servers or failed."""
         self.num += 1
         self._last.append(_Decided(optimizer, error))
         if error is None:
@@ -60,7 +60,7 @@ class OptimizerCalls:
     def made(
         self, incoming: Incoming, rank: int, call: int, optimizer: list[Any], decider: int
     ) -> None:
-        """Another rank's ``call``-th call, which is answered when it can be compared."""
+        """Handle another rank's ``call``-th call; answer it when it can be compared."""
         self._compare(incoming, rank, max(call + self._shifts.get(rank, 0), 1), optimizer, decider)
 
     def _compare(
@@ -99,15 +99,15 @@ class OptimizerCalls:
         )
 
     def _shift(self, rank: int, by: int) -> None:
-        """A rank has left out calls, or made one that does not count."""
+        """Shift a rank's count for calls that it left out or that do not count."""
         self._shifts[rank] = self._shifts.get(rank, 0) + by
 
     def meeting_begins(self) -> None:
-        """The ranks come together (``meetings.py``); the deciding one may set an optimizer."""
+        """Begin a meeting (``meetings.py``); the deciding rank may set an optimizer."""
         self._num_before_meeting = self.num
 
     def meeting_ended(self, *, failed: bool, others: Iterable[int]) -> None:
-        """All ranks go on with ``num``; after a failure ``others`` have not heard of it."""
+        """End a meeting: all ranks continue with ``num``; ``others`` missed a failure."""
         if not failed:
             self._shifts.clear()
             return
@@ -115,7 +115,7 @@ class OptimizerCalls:
             self._shift(rank, self.num - self._num_before_meeting)
 
     def fail_waiting(self, error: UsageError) -> None:
-        """The call that some wait for will not come; theirs do not count."""
+        """Fail the calls that wait: the awaited call will not come."""
         waiting, self._waiting = self._waiting, []
         for incoming, rank, *_ in waiting:
             self._shift(rank, -1)
@@ -123,7 +123,7 @@ class OptimizerCalls:
 
 
 def _text(data: Sequence[Any]) -> str:
-    """An optimizer's plain form for people; never raises."""
+    """Return an optimizer's plain form for people; never raises."""
     name = data[0] if data else "nothing"
     numbers = data[1] if len(data) > 1 and type(data[1]) is dict else {}
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in numbers.items())})"

@@ -22,7 +22,7 @@ _MAX_COMPILED = 1024
 
 
 class Frame(NamedTuple):
-    """What is sent as one: neighbouring values, or one that is encoded."""
+    """Data sent as one: neighbouring values, or one that is encoded."""
 
     arena: Arena
     start: int
@@ -53,31 +53,31 @@ class PartTable:
         return iter(list(self._parts.values()))
 
     def get(self, number: int) -> Part | None:
-        """A part, if it is there."""
+        """Return a part, if it is there."""
         return self._parts.get(number)
 
     def add(self, part: Part) -> None:
-        """A part is there from now on. Numbers are never used again."""
+        """Add a part; its number is never used again."""
         self._parts[part.entry.part] = part
 
     def remove(self, number: int) -> Part | None:
-        """A part is gone; returns it, if it was there."""
+        """Remove a part; return it, if it was there."""
         # What a pool thread has just compiled may stay, and is never asked for again.
         self.forget_lists()
         return self._parts.pop(number, None)
 
     def forget_lists(self) -> None:
-        """Something has changed that lists of parts were compiled with."""
+        """Drop the compiled lists of parts: one of their inputs has changed."""
         self._compiled.clear()
         self._frames.clear()
 
     def frames(self, numbers: Ints) -> list[Frame]:
-        """Where these parts' values lie, neighbours as one. On the I/O thread."""
+        """Return the frames of these parts' values, neighbours joined. On the I/O thread."""
         found = self._frames.get(numbers)
         if found is None:
             found = []
             for part in map(self._parts.__getitem__, numbers):
-                if part.codecs.pull is not None:
+                if part.rule.pull is not None:
                     found.append(Frame(part.arena, part.start, part.stop, part))
                 elif found and _continues(part, found[-1]):
                     found[-1] = found[-1]._replace(stop=part.stop)
@@ -114,7 +114,7 @@ class PartTable:
         outs: Sequence[Flat | None],
         failed: Callable[[int, range, BaseException], None],
     ) -> list[PartRun]:
-        """The jobs, neighbours joined; their parts count as updated from here on."""
+        """Return the jobs, neighbours joined; their parts count as updated from here on."""
         runs: list[PartRun] = []
         # Read once: the I/O thread may set another optimizer while this runs.
         chosen: dict[StoreState, Optimizer | None] = {}
@@ -137,7 +137,7 @@ class PartTable:
         chosen: dict[StoreState, Optimizer | None],
         failed: Callable[[int, range, BaseException], None],
     ) -> list[Stretch]:
-        """The parts of a job, neighbours as one; ``chosen`` is filled for their stores."""
+        """Return the parts of a job, neighbours as one; ``chosen`` is filled for their stores."""
         compiled = self._compiled.get(job.parts)
         if compiled is not None:
             base, stretches = compiled
@@ -169,5 +169,5 @@ class PartTable:
 
 
 def _continues(part: Part, frame: Frame) -> bool:
-    """Whether a part's value lies behind what a frame has."""
+    """Return whether a part's value is stored right behind a frame."""
     return frame.encoded is None and frame.arena is part.arena and frame.stop == part.start

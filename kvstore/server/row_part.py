@@ -22,7 +22,6 @@ from kvstore.sparse.ids import Ids, is_increasing
 from kvstore.sparse.payload import Bytes, RowPayload, RowPayloadKind
 from kvstore.sparse.sums import Contribution, RowValues
 from pslite.errors import ProtocolError, UsageError
-from pslite.plane import Piece
 
 Allocate = Callable[[int], Bytes]
 """Gives memory to send from."""
@@ -81,21 +80,23 @@ class RowPart(abc.ABC):
     # -- rounds and pulls --------------------------------------------------------------
 
     def take(self, payload: RowPayload) -> TakenRows:
-        """A contribution, checked."""
+        """Return a contribution, checked."""
         count, nbytes = payload.num_rows, self._bytes_of(payload)
         if len(payload.values) != nbytes:
-            raise ProtocolError(f"{len(payload.values)} bytes are not the values of {count} rows")
+            raise ProtocolError(
+                f"the values of {count} rows have the wrong size: {len(payload.values)} bytes"
+            )
         values = payload.values.view(self.dtype).reshape(count, self.width)
         return TakenRows(Contribution(self._pushed_ids(payload), values), nbytes)
 
     def take_pull(self, payload: RowPayload) -> WantedRows:
-        """What a pull wants, checked."""
+        """Return the checked request of a pull."""
         if len(payload.values):
             raise ProtocolError(f"a pull of rows of the {self.title} has values")
         return self._wanted(payload)
 
     def answer(self, wanted: WantedRows, allocate: Allocate, most_bytes: int) -> Any:
-        """A frame with the values that are wanted.
+        """Return a frame with the values that are wanted.
 
         Raises ``ValueMismatchError`` where it would have more than ``most_bytes``.
         """
@@ -107,10 +108,10 @@ class RowPart(abc.ABC):
         return memory.data
 
     def _bytes_of(self, payload: RowPayload) -> int:
-        """The size of the rows that a payload is about."""
+        """Return the size of the rows that a payload is about."""
         if payload.width != self.width:
             raise ProtocolError(
-                f"rows of {payload.width} numbers for the {self.title}, which has {self.width}"
+                f"the {self.title} needs rows of {self.width} numbers, got {payload.width}"
             )
         if payload.offset:
             raise ProtocolError(f"expected whole rows of the {self.title}, got an offset")
@@ -122,11 +123,11 @@ class RowPart(abc.ABC):
 
     @abc.abstractmethod
     def _pushed_ids(self, payload: RowPayload) -> Ids:
-        """The ids of a contribution, checked."""
+        """Return the ids of a contribution, checked."""
 
     @abc.abstractmethod
     def _wanted(self, payload: RowPayload) -> WantedRows:
-        """What a pull wants, checked but for values."""
+        """Return the checked request of a pull, but for values."""
 
     @abc.abstractmethod
     def _read(self, wanted: WantedRows, out: RowValues) -> None:
@@ -136,7 +137,7 @@ class RowPart(abc.ABC):
 
     @abc.abstractmethod
     def nbytes(self) -> tuple[int, int]:
-        """The size of the rows, and of what the optimizer keeps for them."""
+        """Return the size of the rows, and of what the optimizer keeps for them."""
 
     @abc.abstractmethod
     def held(self) -> tuple[int, Sequence[Ids]]:
@@ -144,7 +145,7 @@ class RowPart(abc.ABC):
 
     @abc.abstractmethod
     def copies(self, ids: Ids, *, with_states: bool) -> list[np.ndarray[Any, Any]]:
-        """Which of these ids have rows, then copies of these rows and of their states."""
+        """Return which of these ids have rows, then copies of these rows and of their states."""
 
     @abc.abstractmethod
     def begin(self, fields: Sequence[Any], columns: Sequence[Ids]) -> None:
@@ -156,27 +157,27 @@ class RowPart(abc.ABC):
 
     @abc.abstractmethod
     def end(self, num_updates: int, fields: Sequence[Any]) -> None:
-        """All rows of the file are there; -1 leaves the number of updates as it is."""
+        """End the loading: all rows of the file are there; -1 keeps the update count."""
 
 
 def check_fits(title: str, num_rows: int, nbytes: int, most_bytes: int) -> None:
     """Raise ``ValueMismatchError`` for an answer that no message can hold."""
     if nbytes > most_bytes:
         raise ValueMismatchError(
-            f"{title}: {num_rows} rows of a part are {nbytes} bytes in a message, of which "
-            f"PS_MAX_MESSAGE_BYTES allows {most_bytes}: pull them by row_sparse_pull, fewer at "
-            "once, or raise that on all nodes"
+            f"{title}: {num_rows} rows of a part make a message of {nbytes} bytes, over "
+            f"PS_MAX_MESSAGE_BYTES ({most_bytes}); pull fewer rows at once with row_sparse_pull, "
+            "or raise PS_MAX_MESSAGE_BYTES on all nodes"
         )
 
 
 def check_ids(ids: Ids, num_rows: int) -> None:
     """Raise ``ProtocolError`` unless ids are rising and below ``num_rows``."""
     if len(ids) and not (ids[0] >= 0 and ids[-1] < num_rows and is_increasing(ids)):
-        raise ProtocolError(f"expected rising ids of a part with {num_rows} rows, got {ids}")
+        raise ProtocolError(f"expected increasing ids of a part with {num_rows} rows, got {ids}")
 
 
 def longs(frame: Any) -> Ids:
-    """A frame of ids, or of other numbers of 8 bytes."""
+    """Return a frame of ids, or of other numbers of 8 bytes."""
     if memoryview(frame).nbytes % 8:
         raise ProtocolError(f"expected numbers of 8 bytes, got {memoryview(frame).nbytes} bytes")
     numbers: Ids = np.frombuffer(frame, "<i8").astype(np.int64, copy=False)
@@ -186,13 +187,12 @@ def longs(frame: Any) -> Ids:
 def rows_in(
     title: str, num_rows: int, width: int, frames: Sequence[Any], dtypes: Sequence[np.dtype[Any]]
 ) -> list[RowValues]:
-    """Frames as rows of these dtypes, one each. Raises ``ValueMismatchError``."""
+    """Return frames as rows of these dtypes. Raises ``ValueMismatchError``."""
     sizes = [num_rows * width * dtype.itemsize for dtype in dtypes]
     found = [memoryview(frame).nbytes for frame in frames]
     if found != sizes:
         raise ValueMismatchError(
-            f"the values and states for {title} do not fit: expected arrays of {sizes} bytes, "
-            f"got {found}"
+            f"the values and states for {title} must be arrays of {sizes} bytes, got {found}"
         )
     pairs = zip(frames, dtypes, strict=True)
     return [
@@ -202,10 +202,5 @@ def rows_in(
 
 
 def not_loading(title: str) -> UsageError:
-    """What rows of a file get that nothing announced."""
+    """Return the error text for rows of a file that no call announced."""
     return UsageError(f"the {title} is not being loaded")
-
-
-def bytes_of(piece: Piece) -> Bytes:
-    """A piece as an array, which shares its memory."""
-    return np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]

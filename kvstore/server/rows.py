@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvstore.optimizer.base import Optimizer
-from kvstore.protocol.requests import StoreCall, pack, unpack, unpack_row_part
+from kvstore.protocol.requests import StoreCall, bytes_of, pack, unpack, unpack_row_part
 from kvstore.server.lanes import Lanes
 from kvstore.server.memory import Part, StoreState
-from kvstore.server.row_part import RowPart, bytes_of, longs
+from kvstore.server.row_part import RowPart, longs
 from kvstore.server.sparse import KeyPart, apply_cuts, take_cut, take_cut_pull
 from kvstore.server.tables import TablePart
 from kvstore.sparse.payload import read_payload
-from kvstore.tables.settings import checked_table_optimizer, settings_from_plain
-from kvstore.tables.shard import TableShare
+from kvstore.sparse.tables.settings import checked_table_optimizer, settings_from_plain
+from kvstore.sparse.tables.shard import TableShare
 from pslite import Incoming
 from pslite.errors import ProtocolError, UsageError
 from pslite.plane import NO_SIZE, Job, Outcome, Piece, ServerPlane
@@ -34,7 +34,7 @@ Answered = tuple[bytes, list[bytes]] | None
 
 
 def taken(found: RowPart | Part, piece: Piece, *, is_push: bool) -> Any:
-    """A payload of rows for a part, checked and ready for its round or its answer."""
+    """Return a payload of rows for a part, checked and ready for its round or its answer."""
     payload = read_payload(bytes_of(piece))
     if isinstance(found, Part):
         return take_cut(found, payload) if is_push else take_cut_pull(found, payload)
@@ -78,7 +78,7 @@ class RowStores:
         return iter(list(self._parts.values()))
 
     def get(self, number: int) -> RowPart | None:
-        """A part, if it is there."""
+        """Return a part, if it is there."""
         return self._parts.get(number)
 
     def remove(self, number: int) -> RowPart | None:
@@ -90,7 +90,7 @@ class RowStores:
         self._plane.open_part(part.number, NO_SIZE, part.store.ranks, part.lane)
 
     def apply(self, job: Job, dense: Part | None) -> Outcome:
-        """A round with rows of one part, which is ``dense`` or here. On the lane's thread."""
+        """Apply a round with rows of one part. On the lane's thread."""
         part = self._parts.get(job.parts[0])
         try:
             if part is not None:
@@ -98,7 +98,7 @@ class RowStores:
             elif dense is not None:
                 apply_cuts(dense, job.batch.payloads)
             else:  # its round was complete before
-                raise UsageError("the key was deleted, or the table closed")
+                raise UsageError("the key was deleted, or the table was closed")
         except BaseException as error:  # an optimizer may call sys.exit
             return [error]
         return None
@@ -125,9 +125,9 @@ class RowStores:
         """The number of updates, and columns about the first rows above an id, sorted by id."""
         number, after, most = unpack(incoming.body, int, list, int)
         if len(after) > 1 or any(type(id_) is not int for id_ in after) or most < 1:
-            raise ProtocolError("the place where a list of ids continues is malformed")
+            raise ProtocolError("the start of a page of ids is malformed")
         if after and not -(2**63) <= after[0] < 2**63:
-            raise ProtocolError("the place where a list of ids continues is not an id")
+            raise ProtocolError("the start of a page of ids is not an id")
 
         def look(part: RowPart) -> tuple[bytes, list[bytes]]:
             num_updates, columns = part.held()
@@ -139,7 +139,7 @@ class RowStores:
         self._run(incoming, self._found(number), look)
 
     def _read(self, incoming: Incoming) -> None:
-        """Which of some ids have rows (a byte for each), those rows, and with states theirs."""
+        """Return which ids have rows (a byte each), the rows, and their states."""
         number, with_states = unpack(incoming.body, int, bool)
         (ids,) = _columns(incoming, 1)
 
@@ -157,7 +157,7 @@ class RowStores:
         (number,) = unpack(incoming.body, int)
         frames = incoming.frames
         if not frames:
-            raise ProtocolError("rows come with a frame of their ids")
+            raise ProtocolError("a message with rows needs a frame of ids")
         self._run(incoming, self._found(number), lambda part: part.write(frames))
 
     def _end(self, incoming: Incoming) -> None:
@@ -187,7 +187,7 @@ class RowStores:
         return checked_table_optimizer(self._optimizer_of(plain), dtype) if plain else None
 
     def _set_optimizer(self, incoming: Incoming) -> None:
-        """All workers are here, and nothing is in flight."""
+        """Set the optimizer: all workers are here, and nothing is in flight."""
         number, only_check, plain = unpack(incoming.body, int, bool, list)
         table = self._table(number)
         chosen = self._checked_optimizer(plain, table.dtype)
@@ -229,18 +229,18 @@ class RowStores:
     def _found(self, number: int) -> RowPart:
         part = self._parts.get(number)
         if part is None:
-            raise UsageError(f"part {number} with rows is not known to this server")
+            raise UsageError(f"this server does not have part {number} with rows")
         return part
 
     def _table(self, number: int) -> TablePart:
         part = self._parts.get(number)
         if not isinstance(part, TablePart):
-            raise UsageError(f"this server knows no table with the part {number}")
+            raise UsageError(f"this server does not have a table with part {number}")
         return part
 
 
 def _columns(incoming: Incoming, number: int) -> list[Any]:
-    """The frames of a request, as many as expected, as numbers of 8 bytes."""
+    """Return the frames of a request, as many as expected, as numbers of 8 bytes."""
     if len(incoming.frames) != number:
         raise ProtocolError(f"expected {number} frames of ids, got {len(incoming.frames)}")
     return [longs(frame) for frame in incoming.frames]

@@ -52,7 +52,7 @@ class Machine(NamedTuple):
 
 
 def best_shares(machines: Sequence[Machine]) -> list[Fraction]:
-    """The share of the model for each machine (all its servers together); they add up to 1.
+    """Return the share of the model for each machine (all its servers together); they add up to 1.
 
     There is one server at least.
     """
@@ -63,7 +63,7 @@ def best_shares(machines: Sequence[Machine]) -> list[Fraction]:
 
 
 def _limits(machines: Sequence[Machine], kinds: Counter[Machine]) -> dict[Machine, Fraction]:
-    """What a machine of each kind may hold at the least level that can be reached."""
+    """Return each kind of machine's limit at the least level that can be reached."""
     num_workers = sum(machine.num_workers for machine in machines)
     slopes = {kind: num_workers - 2 * kind.num_workers for kind in kinds}
     if min(slopes.values()) < 0:
@@ -89,7 +89,7 @@ def _total(kinds: Counter[Machine], values: dict[Machine, Fraction]) -> Fraction
 
 
 def _level_out(kinds: Counter[Machine], limits: dict[Machine, Fraction]) -> dict[Machine, Fraction]:
-    """Equal shares for all servers, but for machines that may not hold so much."""
+    """Level the shares of all servers, within the limits of their machines."""
     left = Fraction(1)
     servers_left = sum(count * kind.num_servers for kind, count in kinds.items())
     shares = {}
@@ -101,7 +101,7 @@ def _level_out(kinds: Counter[Machine], limits: dict[Machine, Fraction]) -> dict
 
 
 def server_shares(workers: Sequence[str], servers: Sequence[str]) -> list[float]:
-    """The share of each server, from the names of the machines of all workers and servers.
+    """Return the share of each server, from the names of the machines of all workers and servers.
 
     Servers of one machine share what it holds equally.
     There is one at least.
@@ -114,7 +114,7 @@ def server_shares(workers: Sequence[str], servers: Sequence[str]) -> list[float]
 
 
 def describe(shares: Sequence[float]) -> str:
-    """Shares of servers in words: ``14.3 % on servers 0, 1, 2, 3; 42.9 % on server 4``."""
+    """Describe shares in words: ``14.3 % on servers 0, 1; 42.9 % on server 4``."""
     ranks: dict[str, list[int]] = {}
     for rank, share in enumerate(shares):
         ranks.setdefault(f"{100 * share:.3g} %", []).append(rank)

@@ -16,15 +16,13 @@ import numpy as np
 from kvstore.arrays.cpu.sums import Flat, Workspace
 from kvstore.arrays.keys import KeySpec
 from kvstore.errors import OptimizerNotSet
-from kvstore.optimizer.base import Optimizer
-from kvstore.optimizer.states import has_master, state_dtypes
-from kvstore.protocol.requests import RowPartEntry
+from kvstore.optimizer.states import has_master
+from kvstore.protocol.requests import RowPartEntry, bytes_of
 from kvstore.server.memory import Part, StoreState
 from kvstore.server.row_part import (
     Allocate,
     RowPart,
     WantedRows,
-    bytes_of,
     check_fits,
     check_ids,
     longs,
@@ -49,7 +47,7 @@ NO_OPTIMIZER = "dist_async needs an optimizer: call set_optimizer before push"
 
 
 class _Arriving(NamedTuple):
-    """What rows have that are on their way from a file or from ``init``."""
+    """The rows that are on their way from a file or from ``init``."""
 
     has_values: bool
     has_states: bool
@@ -66,20 +64,18 @@ class KeyPart(RowPart):
         self.entry = entry
         self.table = RowTable(KeySpec((entry.num_rows, entry.width), entry.dtype), is_whole=is_full)
         self.arriving: _Arriving | None = _Arriving(True, False)
-        self._count = 0
-        self._optimizer: Optimizer | None = None
         self._workspace = Workspace()
 
     def needs_rows(self) -> bool:
-        """Whether the first rows are to come; some that a lost worker has sent are forgotten."""
+        """Return whether first rows are needed; forget those of a lost worker."""
         if self.arriving is None or self.arriving.has_states:
             return False
-        self.table.clear()
+        self.table.begin_afresh()
         return True
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
         base = self.store.optimizer  # read once: the I/O thread may set another one
-        self._use(base)
+        self.table.set_optimizer(base)
         if base is None:
             if self.store.ranks is None:
                 raise OptimizerNotSet(NO_OPTIMIZER)
@@ -87,17 +83,7 @@ class KeyPart(RowPart):
             return
         base.check_dtype(self.dtype)
         optimizer = base.for_key(self.entry.key, self.width)
-        self.table.update(contributions, optimizer, self._count + 1, self._workspace)
-        self._count += 1
-
-    def _use(self, optimizer: Optimizer | None) -> None:
-        """Take states over for ``optimizer`` from the one before."""
-        if optimizer is None or optimizer is self._optimizer:
-            return
-        if self.table.states is not None:
-            states, self._count = self.table.take_over(self._optimizer, optimizer, self._count)
-            self.table.keep_states(states)
-        self._optimizer = optimizer
+        self.table.update(contributions, optimizer, self._workspace)
 
     def _pushed_ids(self, payload: RowPayload) -> Ids:
         if payload.kind is RowPayloadKind.ALL and payload.num_rows == self.entry.num_rows:
@@ -115,7 +101,7 @@ class KeyPart(RowPart):
         held = range(payload.offset, payload.offset + payload.num_rows)
         if payload.kind is not RowPayloadKind.HELD or held.stop > num_rows:
             raise ProtocolError(
-                f"a pull of a part with {num_rows} rows names none of them: {payload.kind.name} "
+                f"a pull of a part with {num_rows} rows names no valid row: {payload.kind.name} "
                 f"from row {held.start} to {held.stop}"
             )
         return WantedRows(payload.kind, payload.ids, 0, held)
@@ -147,20 +133,22 @@ class KeyPart(RowPart):
         return self.table.nbytes, self.table.state_bytes
 
     def held(self) -> tuple[int, Sequence[Ids]]:
-        return self._count, [self.table.ids()]
+        return self.table.count, [self.table.ids()]
 
     def copies(self, ids: Ids, *, with_states: bool) -> list[np.ndarray[Any, Any]]:
         check_ids(ids, self.entry.num_rows)
-        optimizer = self.store.optimizer
-        self._use(optimizer)
-        states = self.table.read_states(ids, optimizer) if with_states else []
+        self.table.set_optimizer(self.store.optimizer)
+        states = self.table.read_states(ids) if with_states else []
         return [np.ones(len(ids), np.bool_), self.table.read(ids), *states]
 
     def begin(self, fields: Sequence[Any], columns: Sequence[Ids]) -> None:
         if len(fields) != 1 or type(fields[0]) is not bool or columns:
-            raise ProtocolError(f"expected whether values come for the {self.title}, got {fields}")
+            raise ProtocolError(
+                f"expected one field (whether values follow) for the {self.title}, got {fields}"
+            )
         self.arriving = _Arriving(fields[0], True)
         self.table.begin_afresh(keeps_values=not fields[0])
+        self.table.set_optimizer(self.store.optimizer)
 
     def write(self, frames: Sequence[Any]) -> None:
         if self.arriving is None:
@@ -168,23 +156,22 @@ class KeyPart(RowPart):
         has_values, has_states = self.arriving
         ids, frames = longs(frames[0]), frames[1:]
         check_ids(ids, self.entry.num_rows)
-        optimizer = self.store.optimizer if has_states else None
         dtypes = [self.dtype] * has_values
         if has_states:
-            dtypes += state_dtypes(optimizer, self.dtype)
+            dtypes += [state.dtype for state in self.table.states]
             if has_master(self.dtype) and len(frames) == len(dtypes) - 1:
                 del dtypes[-1]  # a file of before there were masters
         arrays = rows_in(self.title, len(ids), self.width, frames, dtypes)
         values = arrays.pop(0) if has_values else None
-        self.table.merge(ids, values, arrays, optimizer)
+        self.table.merge(ids, values, arrays if has_states else None)
 
     def end(self, num_updates: int, fields: Sequence[Any]) -> None:
         if fields:
-            raise ProtocolError(f"expected nothing about the {self.title}, got {fields}")
+            raise ProtocolError(f"expected no fields for the {self.title}, got {fields}")
         if self.arriving is None:
             raise not_loading(self.title)
-        if self.arriving.has_states and num_updates >= 0 and self.store.optimizer is not None:
-            self._optimizer, self._count = self.store.optimizer, num_updates
+        if self.arriving.has_states and num_updates >= 0:
+            self.table.count = num_updates
         self.arriving = None
 
 
@@ -211,11 +198,12 @@ def take_cut(part: Part, payload: RowPayload) -> TakenCut:
     """Check a contribution of some rows to a dense key's part, and return it."""
     cut = _cut_of(part, payload)
     if payload.kind is not RowPayloadKind.ROWS:
-        raise ProtocolError("a contribution of rows to a dense key has ids and values")
+        raise ProtocolError("a contribution of rows to a dense key must have ids and values")
     dtype = part.entry.dtype
     if len(payload.values) != cut.elements(payload.ids) * dtype.itemsize:
         raise ProtocolError(
-            f"{len(payload.values)} bytes are not the values of {payload.num_rows} rows"
+            f"the values of {payload.num_rows} rows have the wrong size: {len(payload.values)} "
+            "bytes"
         )
     rows = PartRows(payload.ids, payload.values.view(dtype))
     return TakenCut(cut, rows, len(payload.values))
@@ -225,27 +213,29 @@ def take_cut_pull(part: Part, payload: RowPayload) -> WantedCut:
     """Check a pull of some rows of a dense key's part, and return it."""
     cut = _cut_of(part, payload)
     if payload.kind is not RowPayloadKind.WANTED or len(payload.values):
-        raise ProtocolError("a pull of rows of a dense key has their ids")
+        raise ProtocolError("a pull of rows of a dense key must have their ids")
     return WantedCut(cut, payload.ids, cut.elements(payload.ids) * part.entry.dtype.itemsize)
 
 
 def _cut_of(part: Part, payload: RowPayload) -> Cut:
     if not (0 <= payload.offset < payload.width) or not part.entry.num_elements:
-        raise ProtocolError("a row of a dense key has one number at least, and begins in its part")
+        raise ProtocolError(
+            "a row of a dense key must have at least one number and begin in its part"
+        )
     cut = Cut(part.entry.num_elements, payload.width, payload.offset)
     check_ids(payload.ids, cut.num_rows)
     return cut
 
 
 def apply_cuts(part: Part, payloads: Sequence[TakenCut | Piece]) -> None:
-    """One round of a dense key's part to which some workers give rows. On the lane's thread."""
+    """Apply a round of a dense key's part with some rows. On the lane's thread."""
     arena = part.arena
     base = arena.store.optimizer  # read once: the I/O thread may set another one
     if base is None and arena.store.ranks is None:
         raise OptimizerNotSet(NO_OPTIMIZER)
     cuts = {payload.cut for payload in payloads if isinstance(payload, TakenCut)}
     if len(cuts) != 1:
-        raise ProtocolError(f"workers see the rows of {part.title} differently")
+        raise ProtocolError(f"the workers disagree on the rows of {part.title}")
     dtype = part.entry.dtype
     contributions = [
         each.rows if isinstance(each, TakenCut) else bytes_of(each).view(dtype) for each in payloads
@@ -269,7 +259,7 @@ def apply_cuts(part: Part, payloads: Sequence[TakenCut | Piece]) -> None:
 
 
 def answer_cut(part: Part, wanted: WantedCut, allocate: Allocate, most_bytes: int) -> Any:
-    """A frame with the values that are wanted of a dense key's part.
+    """Return a frame with the values that are wanted of a dense key's part.
 
     Raises ``ValueMismatchError`` where it would have more than ``most_bytes``.
     """

@@ -1,7 +1,7 @@
 """``TablePart``: a server's share of a growing table, as a part with rows.
 
 A pull may make and evict rows; a lock keeps rounds and requests out meanwhile. Read next:
-``tables/shard.py`` for how rows come and go, ``rows.py`` for the requests.
+``sparse/tables/shard.py`` for how rows come and go, ``rows.py`` for the requests.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.checkpoint.tables import FileRows, Loading
+from kvstore.checkpoint.tables import FileRows, ShareRows
 from kvstore.server.memory import StoreState
 from kvstore.server.row_part import RowPart, WantedRows, longs, not_loading, rows_in
 from kvstore.sparse.ids import Ids, is_increasing
 from kvstore.sparse.payload import RowPayload, RowPayloadKind
 from kvstore.sparse.sums import Contribution, RowValues
-from kvstore.tables.eviction import MOST_TIME, stamp_at
-from kvstore.tables.settings import checked_lines, lineage_from_plain, lineage_to_plain
-from kvstore.tables.shard import TableShare
+from kvstore.sparse.tables.ages import MOST_TIME, stamp_at
+from kvstore.sparse.tables.settings import checked_lines, lineage_from_plain, lineage_to_plain
+from kvstore.sparse.tables.shard import TableShare
 from pslite.errors import ProtocolError
 
 MOST_MARKS = 2**31 - 2
@@ -36,7 +36,7 @@ class TablePart(RowPart):
         title = f"table {settings.name!r}"
         super().__init__(store, lane, number, title, settings.dim, settings.dtype)
         self.share = share
-        self._loading: Loading | None = None
+        self._rows = ShareRows(share)
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
         with self.lock:
@@ -59,40 +59,32 @@ class TablePart(RowPart):
     # -- the table as a whole: with the lock, on the lane's thread ---------------------
 
     def mark(self, mark: int, plain: list[Any]) -> list[Any]:
-        """The next mark, the counts of pushes and updates, and the lineage.
+        """Return the next mark, the counts of pushes and updates, and the lineage.
 
         Unless ``mark`` is 0, what changes from now on is after it, and ``plain`` is the lineage.
         """
-        share = self.share
         _check_mark(mark)
         if mark:
-            share.lineage = lineage_from_plain(plain)
-            share.next_mark = max(share.next_mark, mark + 1)
-        lineage = lineage_to_plain(share.lineage)
-        return [share.next_mark, share.ages.time, share.slots.count, lineage]
+            self._rows.set_mark(mark, lineage_from_plain(plain))
+        *numbers, lineage = self._rows.counters()
+        return [*numbers, lineage_to_plain(lineage)]
 
     # -- for files ---------------------------------------------------------------------
 
     def nbytes(self) -> tuple[int, int]:
-        slots = self.share.slots
-        return slots.values.nbytes, sum(state.nbytes for state in slots.states)
+        rows = self.share.rows
+        return rows.values.nbytes, rows.memory_bytes - rows.values.nbytes
 
     def held(self) -> tuple[int, Sequence[Ids]]:
-        """With when each row was touched, and after which mark it has changed."""
-        ids, places = self.share.held()
-        changed = self.share.changed[places].astype(np.int64)
-        return self.share.slots.count, [ids, self.share.ages.stamps[places], changed]
+        """Return the rows with the time of each one's touch and its last mark."""
+        return self.share.rows.count, self._rows.held()
 
     def copies(self, ids: Ids, *, with_states: bool) -> list[np.ndarray[Any, Any]]:
-        share = self.share
-        share.expire()
-        places = share.index.look_up(ids)
-        is_there = places >= 0
-        arrays = [share.slots.values, *(share.slots.states if with_states else ())]
-        return [is_there, *(array[places[is_there]] for array in arrays)]
+        is_there, arrays = self._rows.copies(ids, with_states=with_states)
+        return [is_there, *arrays]
 
     def begin(self, fields: Sequence[Any], columns: Sequence[Ids]) -> None:
-        """An export comes, or without marks nothing: the share is empty then."""
+        """Begin to load an export; without marks, empty the share."""
         if len(columns) != 4 or [type(field) for field in fields] != [bool, int]:
             raise ProtocolError("the rows of an export are malformed")
         is_delta, mark = fields
@@ -100,37 +92,36 @@ class TablePart(RowPart):
         rows = FileRows(*columns)
         _check_rows(rows.ids, rows.stamps)
         _check_rows(rows.kept, rows.kept_stamps)
-        self._loading = Loading(self.share, rows, mark, is_delta=is_delta)
+        self._rows.begin(rows, mark, is_delta=is_delta)
 
     def write(self, frames: Sequence[Any]) -> None:
         if len(frames) < 3:
             raise ProtocolError("the rows of an export are malformed")
         ids, stamps, *_ = map(longs, frames[:2])
         _check_rows(ids, stamps)
-        if self._loading is None:
+        if not self._rows.is_loading:
             raise not_loading(self.title)
-        slots, arrays = self.share.slots, frames[2:]
-        dtypes = [array.dtype for array in (slots.values, *slots.states)]
+        own, arrays = self.share.rows, frames[2:]
+        dtypes = [array.dtype for array in (own.values, *own.states)]
         some = dtypes[:1] if len(arrays) == 1 else dtypes
-        self._loading.put(ids, stamps, rows_in(self.title, len(ids), self.width, arrays, some))
+        self._rows.write(ids, stamps, rows_in(self.title, len(ids), self.width, arrays, some))
 
     def end(self, num_updates: int, fields: Sequence[Any]) -> None:
         if [type(field) for field in fields] != [int, list] or not 0 <= fields[0] <= MOST_TIME:
             raise ProtocolError("the counts of an export are malformed")
         time, lines = fields[0], checked_lines(fields[1])
-        if self._loading is None:
+        if not self._rows.is_loading:
             raise not_loading(self.title)
-        self._loading.finish(time, None if num_updates < 0 else num_updates, lines)
-        self._loading = None
+        self._rows.end(None if num_updates < 0 else num_updates, time, lines)
 
 
 def _check_mark(mark: int) -> None:
     if not 0 <= mark < MOST_MARKS:
-        raise ProtocolError(f"a mark of a table is a number below {MOST_MARKS}, got {mark}")
+        raise ProtocolError(f"a mark of a table must be below {MOST_MARKS}, got {mark}")
 
 
 def _check_rows(ids: Ids, stamps: Ids) -> None:
     """Raise ``ProtocolError`` unless these ids are sorted and have as many proper stamps."""
     is_fine = len(ids) == len(stamps) and is_increasing(ids)
     if not is_fine or ((stamps < 0) | (stamps >= stamp_at(MOST_TIME + 1))).any():
-        raise ProtocolError("the rows of an export are not sorted, or have no proper times")
+        raise ProtocolError("the rows of an export are not sorted, or have invalid times")

@@ -31,7 +31,7 @@ def computed(
     inputs: Sequence[Any],
     options: dict[str, Any],
 ) -> Any:
-    """What ``ufunc`` makes of inputs of which some are of ``kind``; see NEP 13."""
+    """Return ``ufunc`` of inputs of which some are of ``kind``; see NEP 13."""
     # A number of NumPy changes no dtype, like one of Python.
     inputs = [each.item() if isinstance(each, np.generic) else each for each in inputs]
     is_plain = method == "__call__" and not set(options) - {"out"}
@@ -57,7 +57,7 @@ def computed(
 def _changes_rows_only(
     kind: type[RowSparseArray], ufunc: np.ufunc, inputs: Sequence[Any], into: Any
 ) -> bool:
-    """Whether this is ``dense += rows`` or ``dense -= rows``."""
+    """Return whether this is ``dense += rows`` or ``dense -= rows``."""
     return (
         ufunc in _IN_PLACE
         and into is not None
@@ -75,7 +75,7 @@ def _change_rows(ufunc: np.ufunc, dense: Any, rows: RowSparseArray) -> None:
 def _rows_of(
     kind: type[RowSparseArray], ufunc: np.ufunc, inputs: Sequence[Any]
 ) -> RowSparseArray | None:
-    """The result, where it is row-sparse."""
+    """Return the result, where it is row-sparse."""
     first, *others = inputs
     if not others:
         is_kept = ufunc in _OF_ONE and isinstance(first, kind)
@@ -100,7 +100,7 @@ def _with_values(array: RowSparseArray, compute: Any) -> RowSparseArray:
 
 
 def _of_both(ufunc: np.ufunc, one: RowSparseArray, other: RowSparseArray) -> RowSparseArray:
-    """Row by row; each array has the ids of the other with zeros."""
+    """Combine two arrays row by row; missing rows count as zeros."""
     ids = union_of([one.ids, other.ids])
     # The one with a class of its own says of which class the result is.
     lead = other if issubclass(type(other), type(one)) else one
@@ -122,7 +122,7 @@ def _dense_of(
     inputs: Sequence[Any],
     options: dict[str, Any],
 ) -> Any:
-    """The result of dense forms; in ``out`` already where that is a dense array."""
+    """Return the result of dense forms; in ``out`` already where that is a dense array."""
     dense = [each.dense_operand() if isinstance(each, kind) else each for each in inputs]
     outs = options.get("out", ())
     given = {name: value for name, value in options.items() if name != "out"}

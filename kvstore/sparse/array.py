@@ -69,16 +69,18 @@ class RowSparseArray(NDArrayOperatorsMixin):
 
     @classmethod
     def zeros(cls, shape: Iterable[int], dtype: Any = np.float32) -> RowSparseArray:
-        """An array of which no row is there: all zero."""
+        """Return an array of which no row is there: all zero."""
         shape = _checked_shape(shape)
         return cls([], np.empty((0, *shape[1:]), dtype), shape)
 
     @classmethod
     def from_dense(cls, array: Array) -> RowSparseArray:
-        """The rows of an array of any library that are not all zero, copied; NaN is not zero."""
+        """Return copies of the rows of an array that are not all zero; NaN is not zero."""
         host = adapter_for(array).to_host(array)
         if host.ndim == 0:
-            raise ValueMismatchError("an array without dimensions has no rows")
+            raise ValueMismatchError(
+                "a scalar does not have rows; pass an array of at least one dimension"
+            )
         kept = np.flatnonzero((host != 0).reshape(len(host), -1).any(axis=1))
         return cls(kept, host[kept], host.shape)
 
@@ -131,7 +133,7 @@ class RowSparseArray(NDArrayOperatorsMixin):
     # -- other forms ---------------------------------------------------------------------
 
     def unique(self: Self) -> Self:
-        """The same with sorted ids, each there once: rows of one id are added, in their order.
+        """Return sorted, distinct ids: rows of one id are added, in their order.
 
         The array itself if it is so already. Sums of 16-bit floats are made in float32.
         """
@@ -142,15 +144,15 @@ class RowSparseArray(NDArrayOperatorsMixin):
         return self.like(ids, values.reshape(len(ids), *self._shape[1:]))
 
     def copy(self: Self) -> Self:
-        """The same in memory of its own."""
+        """Return a copy in memory of its own."""
         return self.like(self._indices.copy(), self._values.copy())
 
     def like(self: Self, ids: Ids, values: np.ndarray[Any, Any]) -> Self:
-        """Other rows of an array of the same shape and class; nothing is copied."""
+        """Return other rows of an array of this shape and class, without a copy."""
         return type(self)(ids, values, self._shape)
 
     def to_dense(self) -> np.ndarray[Any, Any]:
-        """All rows, as a new NumPy array of the whole shape."""
+        """Return all rows, as a new NumPy array of the whole shape."""
         unique = self.unique()
         dense = np.zeros(self._shape, self.dtype)
         dense[unique._indices] = unique._values
@@ -161,14 +163,16 @@ class RowSparseArray(NDArrayOperatorsMixin):
         return self.to_dense()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
-        raise ArgumentTypeError("a RowSparseArray is not a dense array; use its to_dense()")
+        raise ArgumentTypeError(
+            "NumPy cannot use a RowSparseArray as a dense array; call its to_dense()"
+        )
 
     def dense_operand(self) -> Any:
         """``to_dense`` in the class of array that dense results have."""
         return self.to_dense()
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        """NumPy's ufuncs on row-sparse arrays; see NEP 13 for the arguments."""
+        """Apply NumPy's ufuncs to row-sparse arrays; see NEP 13 for the arguments."""
         return arithmetic.computed(RowSparseArray, ufunc, method, inputs, options)
 
     # -- for the stores ------------------------------------------------------------------
@@ -204,8 +208,8 @@ class RowSparseArray(NDArrayOperatorsMixin):
         wanted = (len(ids), *self._shape[1:])
         if values.shape != wanted:
             raise ValueMismatchError(
-                f"{len(ids)} rows of an array of shape {self._shape} have shape {wanted}, "
-                f"got values of shape {values.shape}"
+                f"the values of {len(ids)} rows of an array of shape {self._shape} must have "
+                f"shape {wanted}, got {values.shape}"
             )
         return ids, values
 
@@ -214,10 +218,11 @@ def _checked_shape(shape: Iterable[int]) -> tuple[int, ...]:
     try:
         sizes = tuple(map(operator.index, shape))
     except TypeError as error:
-        raise ArgumentTypeError(f"a shape is a list of ints, got {shape!r}") from error
+        raise ArgumentTypeError(f"a shape must be a list of ints, got {shape!r}") from error
     if not sizes or any(size < 0 for size in sizes):
         raise ArgumentValueError(
-            f"a row-sparse array must have dimensions, none of negative size, got {sizes}"
+            "the shape of a row-sparse array must have at least one dimension and no negative "
+            f"size, got {sizes}"
         )
     check_num_rows(sizes[0])
     return sizes

@@ -32,7 +32,7 @@ def is_row_sparse(value: object) -> bool:
 
 
 def row_sparse(value: Any) -> RowSparseArray:
-    """A value that ``is_row_sparse`` as a ``RowSparseArray``; itself if it is one.
+    """Return a value that ``is_row_sparse`` as a ``RowSparseArray``; itself if it is one.
 
     Of a matrix with single elements (SciPy's, or a tensor whose rows are sparse too), the rows
     that hold any are taken whole. A tensor may stand on a GPU, and repeat ids, as gradients of
@@ -46,7 +46,7 @@ def row_sparse(value: Any) -> RowSparseArray:
 
 
 def _library_of(kind: type) -> str | None:
-    """Whose class this is: of values that are row-sparse, or may be."""
+    """Return the library of row-sparse values, or of values that may be."""
     if kind not in _libraries:
         _libraries[kind] = _library_by_name(kind)
     return _libraries[kind]
@@ -66,7 +66,7 @@ def _library_by_name(kind: type) -> str | None:
 def _from_scipy(matrix: Any) -> RowSparseArray:
     if len(matrix.shape) != 2:
         raise ArgumentTypeError(
-            f"a sparse array of SciPy must have two dimensions, got the shape {matrix.shape}"
+            f"a SciPy sparse array must have two dimensions, got shape {matrix.shape}"
         )
     by_row = matrix.tocsr()
     ids = np.flatnonzero(np.diff(by_row.indptr))
@@ -92,7 +92,7 @@ def _from_torch(tensor: Any) -> RowSparseArray:
 
 
 def _summed(tensor: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Places (one column each, sorted) and elements, each place once.
+    """Sum elements of equal indices; return sorted indices, a column each, and sums.
 
     Of repeated places the elements are added in the order they stand, as rows of one id are:
     PyTorch's ``coalesce`` would add 16-bit floats in 16 bits.

@@ -30,7 +30,7 @@ _MOST_ROWS = 2**63
 
 
 def checked_ids(ids: object, num_rows: int, owner: str) -> Ids:
-    """The ids as flat int64, in the caller's order, repeated ones kept.
+    """Return the ids as flat int64, in the caller's order, repeated ones kept.
 
     ``ids`` is an array of any library and any shape, or an int, or a list of ints. ``owner`` has
     ``num_rows`` rows and is named in errors. The result may share the memory of ``ids`` and is
@@ -43,11 +43,11 @@ def checked_ids(ids: object, num_rows: int, owner: str) -> Ids:
         adapter = adapter_for(ids)
     except ArgumentTypeError:
         raise ArgumentTypeError(
-            f"row ids are an array or a list of ints, got {type(ids).__name__}: {short(ids)}"
+            f"row ids must be an array or a list of ints, got {type(ids).__name__}: {short(ids)}"
         ) from None
     dtype = adapter.dtype(ids)
     if dtype.kind not in "iu" and not is_float(dtype):
-        raise ArgumentTypeError(f"row ids are integers, got {dtype}; pass an int64 array")
+        raise ArgumentTypeError(f"row ids must be integers, got {dtype}; pass an int64 array")
     flat = adapter.to_host(ids).reshape(-1)
     if is_float(dtype):
         _check_whole(flat)
@@ -60,22 +60,24 @@ def checked_ids(ids: object, num_rows: int, owner: str) -> Ids:
 def check_num_rows(num_rows: int) -> None:
     """Raise ``ArgumentValueError`` for more rows than int64 ids can name."""
     if num_rows > _MOST_ROWS:
-        raise ArgumentValueError(f"ids are int64, so there can be 2**63 rows, not {num_rows}")
+        raise ArgumentValueError(
+            f"an array can have at most 2**63 rows, since row ids are int64, got {num_rows}"
+        )
 
 
 def is_increasing(ids: Ids) -> bool:
-    """Whether ids are sorted, and each there once."""
+    """Return whether ids are sorted, and each there once."""
     return bool((ids[1:] > ids[:-1]).all())
 
 
 def unique_ids(ids: Ids) -> Ids:
-    """The different ids, sorted; ``ids`` itself if it is that already."""
+    """Return the different ids, sorted; ``ids`` itself if it is that already."""
     # numpy.unique of NumPy 2.3 and later hashes, at ten times the price.
     return ids if is_increasing(ids) else _different(np.sort(ids))
 
 
 def union_of(several: Sequence[Ids]) -> Ids:
-    """The different ids of sorted arrays, sorted."""
+    """Return the different ids of sorted arrays, sorted."""
     # Stable, since that is a merge where sorted stretches follow each other.
     return _different(np.sort(np.concatenate(several), kind="stable"))
 
@@ -85,7 +87,7 @@ def _different(ordered: Ids) -> Ids:
 
 
 def sorted_with_places(ids: Ids) -> tuple[Ids, Ids]:
-    """The ids in order, and where each of them stood; of equal ones the earlier comes first.
+    """Return the ids in order, and where each of them stood; of equal ones the earlier comes first.
 
     Not negative, and at least one.
     """
@@ -100,7 +102,7 @@ def sorted_with_places(ids: Ids) -> tuple[Ids, Ids]:
 
 
 def starts_of(ordered: Ids) -> Ids:
-    """Where each of the different ids begins in a sorted array of at least one."""
+    """Return where each of the different ids begins in a sorted array of at least one."""
     is_new = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
     return np.flatnonzero(is_new)
@@ -111,7 +113,8 @@ def _of_numbers(ids: Any, num_rows: int, owner: str) -> Ids:
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, _INTEGERS):
             raise ArgumentTypeError(
-                f"row ids are an array or a list of ints, got {type(number).__name__}: {number!r}"
+                f"row ids must be an array or a list of ints, got {type(number).__name__}: "
+                f"{number!r}"
             )
         _check_range(int(number), num_rows, owner)
     return np.array(numbers, np.int64)
@@ -134,6 +137,6 @@ def _check_whole(flat: np.ndarray[Any, Any]) -> None:
     if not is_exact.all():
         worst = float(flat[~is_exact][0])
         raise ArgumentTypeError(
-            f"row ids are integers; of {flat.dtype} only whole numbers below {limit} are taken, "
-            f"since larger ones may have been rounded, got {worst}; pass an int64 array"
+            f"row ids must be integers; of {flat.dtype}, whole numbers below {limit} are "
+            f"accepted (larger ones may have been rounded), got {worst}; pass an int64 array"
         )

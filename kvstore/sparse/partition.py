@@ -1,15 +1,13 @@
-"""Map rows of a row-sparse key to its parts: rows are dealt out in turn.
+"""Map the rows of a key to its parts.
 
-Row r is row r // n of part r % n, of n parts; so every part has as many rows as any other, give or
-take one, and so it is with rows that are touched often, which in most tables follow each other
-(``docs/decisions/0020-rows-over-servers.md``). Pure arithmetic. Read next: ``payload.py``.
+**Row-sparse keys**: rows are dealt out in turn. Row r is row r // n of part r % n, of n parts; so
+every part has as many rows as any other, give or take one, and so it is with rows that are touched
+often, which in most tables follow each other (``docs/decisions/0020-rows-over-servers.md``).
 
-Rows of a part of a dense key: its borders may lie within rows.
-
-Dense keys are cut into parts by bytes, whatever their rows (``kvstore/protocol/placement.py``).
+**Dense keys** are cut into parts by bytes, whatever their rows (``kvstore/protocol/placement.py``).
 Here such a part is seen as rows: up to one piece of a row at each end, whole rows between. Updates
 are made element by element, so each of the three is a small table of its own. Pure; memory is the
-caller's. Read next: ``update.py``.
+caller's. Read next: ``payload.py``, ``update.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from kvstore.sparse.update import assign, update_all, update_lazily
 
 
 class Share(NamedTuple):
-    """What one part gets of some ids."""
+    """The share of one part in a list of ids."""
 
     at: Any
     """An index of their places among the ids: a slice, or an array."""
@@ -38,17 +36,17 @@ class Share(NamedTuple):
 
 
 class Stripes(NamedTuple):
-    """The rows of a key, dealt out to its parts."""
+    """The placement of the rows of a key on its parts."""
 
     num_rows: int
     num_parts: int
 
     def rows_of(self, part: int) -> int:
-        """How many rows a part has."""
+        """Return how many rows a part has."""
         return max(self.num_rows - part + self.num_parts - 1, 0) // self.num_parts
 
     def split(self, ids: Ids) -> list[Share]:
-        """The share of each part of sorted ids."""
+        """Return the share of each part of sorted ids."""
         n = self.num_parts
         if n == 1:
             return [Share(slice(None), ids, len(ids) == self.num_rows)]
@@ -62,7 +60,7 @@ class Stripes(NamedTuple):
         return shares
 
     def ids_of(self, part: int, rows: Ids) -> Ids:
-        """The ids of rows that a part numbers itself."""
+        """Return the ids of rows that a part numbers itself."""
         return rows if self.num_parts == 1 else rows * self.num_parts + part
 
 
@@ -75,7 +73,7 @@ class RowSegment(NamedTuple):
     width: int
 
     def of(self, array: Flat) -> RowValues:
-        """These rows of an array of the part's elements, sharing its memory."""
+        """Return these rows of an array of the part's elements, sharing its memory."""
         num_rows = self.stop - self.first
         return array[self.start : self.start + num_rows * self.width].reshape(num_rows, self.width)
 
@@ -103,18 +101,18 @@ class Cut(NamedTuple):
         return -(-(self.skip + self.num_elements) // self.width)
 
     def trim(self, ids: Ids) -> tuple[int, int]:
-        """How many numbers of the first and of the last of these rows lie outside of the part."""
+        """Return how many numbers of the first and last row are outside of the part."""
         if not len(ids):
             return 0, 0
         behind = self.num_rows * self.width - self.skip - self.num_elements
         return self.skip if ids[0] == 0 else 0, behind if ids[-1] == self.num_rows - 1 else 0
 
     def elements(self, ids: Ids) -> int:
-        """How many numbers these rows have in the part."""
+        """Return how many numbers these rows have in the part."""
         return len(ids) * self.width - sum(self.trim(ids))
 
     def segments(self) -> Iterator[RowSegment]:
-        """The part as tables of rows of one width each."""
+        """Yield the part as tables of rows of one width each."""
         num_rows, width = self.num_rows, self.width
         is_cut = (num_rows * width - self.skip - self.num_elements) > 0
         if num_rows == 1:
@@ -132,7 +130,7 @@ class Cut(NamedTuple):
             yield RowSegment(stop, num_rows, start, self.num_elements - start)
 
     def within(self, rows: PartRows, segment: RowSegment) -> Contribution:
-        """What of these rows lies in a segment, by its own numbers of rows."""
+        """Return the part of these rows in a segment, with its own row numbers."""
         low, high = map(int, np.searchsorted(rows.ids, (segment.first, segment.stop)))
         start = low * self.width - (self.trim(rows.ids)[0] if low else 0)
         values = rows.values[start : start + (high - low) * segment.width]

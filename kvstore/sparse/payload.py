@@ -32,7 +32,7 @@ _ID_TYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<i8")}
 
 
 class RowPayloadKind(enum.IntEnum):
-    """What a payload says."""
+    """The kind of a payload of rows."""
 
     ROWS = 1
     """These rows have these values."""
@@ -50,7 +50,7 @@ _WITH_IDS = frozenset({RowPayloadKind.ROWS, RowPayloadKind.WANTED, RowPayloadKin
 
 
 class RowPayload(NamedTuple):
-    """A payload, read."""
+    """A decoded payload of rows."""
 
     kind: RowPayloadKind
     num_rows: int
@@ -65,12 +65,12 @@ class RowPayload(NamedTuple):
 
 
 def id_bytes_for(num_rows: int) -> int:
-    """In how many bytes an id of a part with this many rows travels."""
+    """Return the bytes in which an id of a part with this many rows is sent."""
     return 4 if num_rows <= _SHORT_IDS else 8
 
 
 def payload_bytes(num_ids: int, id_bytes: int, value_bytes: int) -> int:
-    """The size of a payload."""
+    """Return the size of a payload."""
     return HEADER_BYTES + _padded(num_ids * id_bytes) + value_bytes
 
 
@@ -100,7 +100,7 @@ def write_payload(
 
 
 def read_payload(memory: Bytes) -> RowPayload:
-    """What ``write_payload`` wrote, checked as far as it can be without knowing the part."""
+    """Parse the output of ``write_payload``, checked without knowing the part."""
     if len(memory) < HEADER_BYTES:
         raise ProtocolError(f"a payload of rows has {len(memory)} bytes, too few for its header")
     number, size, *unused, count, width, offset = _HEADER.unpack(memory[:HEADER_BYTES].tobytes())

@@ -32,7 +32,7 @@ _FEW = 32
 
 
 class Contribution(NamedTuple):
-    """What one device, or one worker, adds: ids sorted, each there once, and their rows."""
+    """The contribution of one device or worker: sorted different ids and their rows."""
 
     ids: Ids
     values: RowValues
@@ -67,7 +67,7 @@ class Picked(NamedTuple):
         out[found[is_there]] = self.sums[is_there]
 
     def whole(self) -> Contribution:
-        """The rows by themselves, in order: the caller's own array where they stand so."""
+        """Return the rows by themselves, in order: the caller's own array where they stand so."""
         if self.at is None:
             return Contribution(self.ids, self.values)
         rows = self.values[self.at]
@@ -77,7 +77,7 @@ class Picked(NamedTuple):
 
 
 def pick(ids: Ids, values: RowValues) -> Picked:
-    """Rows as a contribution: those of one id are added in the order they stand.
+    """Return rows as a contribution; those of one id are added in their order.
 
     In the accumulation dtype, rounded once to the dtype of ``values``. Copies no others.
     """
@@ -97,12 +97,12 @@ def pick(ids: Ids, values: RowValues) -> Picked:
 
 
 def sum_repeated(ids: Ids, values: RowValues) -> Contribution:
-    """``pick``, with the rows by themselves; the arrays as they are where nothing is to do."""
+    """Sum rows of equal ids; return the arrays themselves if none repeats."""
     return pick(ids, values).whole()
 
 
 def _sums(values: RowValues, order: Ids, starts: Ids, ends: Ids) -> RowValues:
-    """The sums of stretches of at least two rows, each in its order."""
+    """Return the sums of stretches of at least two rows, each in its order."""
     total: RowValues = values[order[starts]].astype(accumulation_dtype(values.dtype), copy=False)
     longer = np.arange(len(starts))
     for step in range(1, _FEW):
@@ -163,7 +163,7 @@ class Sum:
         self._shared.rows(start, stop, out)
 
     def whole(self) -> RowValues:
-        """All rows, as a new array."""
+        """Return all rows, as a new array."""
         out = np.empty((len(self.ids), self.width), self.dtype)
         with np.errstate(all="ignore"):
             self.rows(0, len(self.ids), out)

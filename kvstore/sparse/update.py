@@ -37,7 +37,7 @@ _EACH = 2
 def over_cores(num_rows: int, width: int, work: Callable[[int, int, int], None]) -> None:
     """Call ``work(number, start, stop)`` for spans that cover all rows, at the same time.
 
-    Numbers are those of the spans, from 0 on. Returns when all are done; raises what the first
+    Numbers are those of the spans, from 0. Returns when all are done; raises what the first
     has raised.
     """
     cores = shared()
@@ -127,7 +127,7 @@ def assign(weight: RowValues, places: Ids, total: Sum, workspace: Workspace) -> 
 
 
 def keeps_zero(optimizer: Optimizer, dtype: np.dtype[np.generic], count: int) -> bool:
-    """Whether update number ``count`` leaves a weight of zero, never touched, unchanged.
+    """Return whether update number ``count`` leaves a weight of zero, never touched, unchanged.
 
     Then rows that were never pushed need no memory, even where updates are not lazy.
     """
@@ -143,7 +143,7 @@ def keeps_zero(optimizer: Optimizer, dtype: np.dtype[np.generic], count: int) ->
 def row_blocks(
     num_rows: int, width: int, elements: int = BLOCK_ELEMENTS
 ) -> Iterator[tuple[int, int]]:
-    """Stretches of rows of about this many numbers, which fit the cache, as (start, stop)."""
+    """Return blocks of rows, as (start, stop), that fit the cache."""
     step = max(elements // max(width, 1), 1)
     for start in range(0, num_rows, step):
         yield start, min(start + step, num_rows)

@@ -46,8 +46,8 @@ _look_to_read = attrgetter("shape", "dtype", "flags.c_contiguous")
 _look_to_write = attrgetter("shape", "dtype", "flags.carray")
 
 ROWS_REFUSED = (
-    "this store takes no row-sparse values; give it dense arrays, such as value.to_dense(), and "
-    "pull whole keys"
+    "this store does not support row-sparse values; pass dense arrays, such as "
+    "value.to_dense(), and pull whole keys"
 )
 
 #: Results are kept for lists of this many keys altogether.
@@ -55,7 +55,7 @@ _MOST_KEPT_KEYS = 100_000
 
 
 def spec_of(array: Array) -> KeySpec:
-    """Shape and dtype of a ``RowSparseArray``, or of an array that ``adapter_for`` accepts.
+    """Return the spec of an array: a ``RowSparseArray``, or one with an adapter.
 
     Raises ``ArgumentTypeError`` for a dtype that cannot be stored.
     """
@@ -68,24 +68,26 @@ def spec_of(array: Array) -> KeySpec:
 
 
 def normalise_keys(key: object) -> tuple[list[Key], bool]:
-    """The keys of a call in its order, and whether it named a single one.
+    """Return the keys of a call in its order, and whether it named a single one.
 
     NumPy integers become ``int``. Raises ``KeyTypeError``.
     """
     single = not isinstance(key, _LISTS)
     keys = [_checked_key(item) for item in ([key] if single else key)]  # type: ignore[attr-defined]
     if len({isinstance(item, str) for item in keys}) > 1:
-        raise KeyTypeError(f"the keys of a call must be all int or all str, got {keys}")
+        raise KeyTypeError(
+            f"the keys of one call must be all int or all str, got {keys}; call once for each type"
+        )
     return keys, single
 
 
 def single_key(key: object) -> Key:
-    """The key of a call that takes exactly one. Raises ``KeyTypeError``."""
+    """Return the key of a call that takes exactly one. Raises ``KeyTypeError``."""
     return _checked_key(key)
 
 
 def checked_timeout(timeout: object) -> float | None:
-    """A limit as users give it: seconds, or None for that of PS_STALL_TIMEOUT.
+    """Return a limit as users give it: seconds, or None for that of PS_STALL_TIMEOUT.
 
     Raises ``ArgumentTypeError`` and ``ArgumentValueError``.
     """
@@ -94,12 +96,12 @@ def checked_timeout(timeout: object) -> float | None:
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise ArgumentTypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
     if not float(timeout) > 0:
-        raise ArgumentValueError(f"timeout must be more than 0 seconds, got {timeout!r}")
+        raise ArgumentValueError(f"timeout must be greater than 0 seconds, got {timeout!r}")
     return float(timeout)
 
 
 def futures_in(what: Any) -> list[Future[Any]] | None:
-    """The futures that a call of ``wait`` names; None when it names keys, or nothing."""
+    """Return the futures that a call of ``wait`` names; None when it names keys, or nothing."""
     if isinstance(what, Future):
         return [what]
     if isinstance(what, list | tuple) and what and all(isinstance(f, Future) for f in what):
@@ -111,7 +113,7 @@ def check_priority(priority: object) -> None:
     """Raise ``ArgumentTypeError`` unless this is an integer."""
     if type(priority) is not int and not isinstance(priority, _INTEGERS):
         raise ArgumentTypeError(
-            f"priority must be an int (the higher the sooner), got {priority!r}"
+            f"priority must be an int (higher values are sent first), got {priority!r}"
         )
 
 
@@ -126,15 +128,20 @@ def group_values(key: object, value: object, *, takes_rows: bool = False) -> dic
     values = [value] if single else value
     if not isinstance(values, _LISTS):
         raise ValueMismatchError(
-            f"a list of {len(keys)} keys needs a list of as many values, got {type(value).__name__}"
+            f"a call with a list of {len(keys)} keys needs a list of {len(keys)} values, got "
+            f"{type(value).__name__}"
         )
     if len(keys) != len(values):
-        raise ValueMismatchError(f"{len(keys)} keys need as many values, got {len(values)}")
+        raise ValueMismatchError(
+            f"expected one value for each key, got {len(keys)} keys and {len(values)} values"
+        )
     groups: dict[Key, list[Array]] = {}
     for item, arrays in zip(keys, values, strict=True):
         several = arrays if isinstance(arrays, _LISTS) else [arrays]
         if not several:
-            raise ValueMismatchError(f"key {item!r} needs at least one array, got an empty list")
+            raise ValueMismatchError(
+                f"the value of key {item!r} is an empty list; give at least one array"
+            )
         for array in several:
             if not is_row_sparse(array):
                 check_dtype(adapter_for(array).dtype(array))
@@ -145,7 +152,7 @@ def group_values(key: object, value: object, *, takes_rows: bool = False) -> dic
 
 
 class KeyList:
-    """Keys that calls name together, each once, and what is the same for all these calls."""
+    """A list of different keys that calls use again and again, with cached facts about them."""
 
     __slots__ = ("_looks", "has_rows", "keys", "nbytes", "specs")
 
@@ -175,13 +182,13 @@ class KeyList:
         )
 
     def fits_first(self, array: object, *, are_written: bool) -> bool:
-        """``fit``, for the array of the first key alone."""
+        """Return ``fit`` for the array of the first key alone."""
         look = _look_to_write if are_written else _look_to_read
         return type(array) is np.ndarray and look(array) == self._looks[0]
 
 
 class ByKeys(Generic[K, T]):
-    """What was worked out for lists of keys (or of what names keys), until a key changes.
+    """A cache of results by list of keys, cleared when a key changes.
 
     Any thread may ask. Bounded, since a script may shuffle its keys.
     """
@@ -192,11 +199,11 @@ class ByKeys(Generic[K, T]):
         self._num_keys = 0
 
     def get(self, keys: tuple[K, ...]) -> T | None:
-        """The result for these keys if it is known."""
+        """Return the result for these keys if it is known."""
         return self._kept.get(keys)
 
     def of(self, keys: tuple[K, ...]) -> T:
-        """The result for these keys, worked out if it is not known. Raises what that raises."""
+        """Return the result for these keys, computed if it is not known yet."""
         kept = self._kept  # before anything is looked at, see ``forget``
         found = kept.get(keys)
         if found is None:
@@ -209,14 +216,14 @@ class ByKeys(Generic[K, T]):
         return found
 
     def forget(self) -> None:
-        """A key has changed, or is gone."""
+        """Forget a key that has changed or was deleted."""
         # Another one: a thread that works something out at this moment fills the one before.
         self._kept = {}
         self._num_keys = 0
 
 
 class KeyTable:
-    """What a store knows of its keys; the checks of a call against it.
+    """The keys of a store with their shapes and dtypes, and the checks of a call against them.
 
     The ``check_`` methods change nothing; ``add`` does and expects what ``check_init``
     returned. Calls that only look may come from any thread.
@@ -238,11 +245,11 @@ class KeyTable:
         return len(self._specs)
 
     def keys(self) -> list[Key]:
-        """All keys in order of ``init``."""
+        """Return all keys in order of ``init``."""
         return list(self._specs)
 
     def spec(self, key: Key) -> KeySpec:
-        """Raises ``UnknownKeyError``, or ``KeyTypeError`` for a key of the other kind."""
+        """Return a key's spec. Raises ``UnknownKeyError``, ``KeyTypeError``."""
         found = self._specs.get(key)
         if found is None:
             self._check_kind(key)
@@ -250,17 +257,17 @@ class KeyTable:
         return found
 
     def is_row_sparse(self, key: Key) -> bool:
-        """Whether a key was added as a row-sparse one."""
+        """Return whether a key was added as a row-sparse one."""
         return key in self._row_sparse
 
     def listed(self, keys: tuple[Key, ...]) -> KeyList:
-        """What is known of different keys. Raises as ``spec`` does."""
+        """Return the ``KeyList`` of different keys. Raises as ``spec`` does."""
         return self._lists.of(keys)
 
     def usual(self, key: object) -> KeyList | None:
-        """The keys of a call if they are usual ones: dense, each once, plain str or int.
+        """Return the keys of a call if they are dense, each once, plain str or int.
 
-        None for everything else, be it right or wrong: then the checks decide.
+        None otherwise: then the slower checks accept or refuse them.
         """
         # Kinds are looked at since True and 1.0 would be found in place of 1.
         kind = type(key)
@@ -282,37 +289,39 @@ class KeyTable:
         return None if found is None or found.has_rows else found
 
     def check_init(self, key: object, value: object) -> dict[Key, Array]:
-        """The one array of each new key."""
+        """Return the one array of each new key."""
         keys, _ = normalise_keys(key)
         groups = self._grouped(key, value)
         for item, arrays in groups.items():
             self._check_kind(item)
             if item in self._specs:
                 raise DuplicateKeyError(
-                    f"key {item!r} is initialised already; init and broadcast take a key once"
+                    f"key {item!r} is already initialised; use push to change its value, or "
+                    "delete it first"
                 )
             if len(arrays) > 1:
                 twice = (
                     "appears twice in the call" if keys.count(item) > 1 else "has several values"
                 )
-                raise DuplicateKeyError(f"key {item!r} {twice}; init takes one array for each key")
+                raise DuplicateKeyError(f"key {item!r} {twice}; give init one array for each key")
         return {item: arrays[0] for item, arrays in groups.items()}
 
     def check_push(self, key: object, value: object) -> dict[Key, list[Array]]:
-        """The arrays of each key; all have exactly its shape and dtype."""
+        """Return the arrays of each key; all have exactly its shape and dtype."""
         groups = self._grouped(key, value)
         for item, arrays in groups.items():
             spec = self.spec(item)
             for array in arrays:
                 if spec_of(array) != spec:
                     raise ValueMismatchError(
-                        f"key {item!r} holds {_described(spec)}, "
-                        f"the pushed array is {_described(spec_of(array))}"
+                        f"key {item!r} has {_described(spec)}, the pushed array has "
+                        f"{_described(spec_of(array))}; push an array of the key's shape and "
+                        "dtype"
                     )
         return groups
 
     def check_out(self, key: object, out: object) -> dict[Key, list[Array]]:
-        """The arrays to fill for each key; all have its shape and can be written."""
+        """Return the arrays to fill for each key; all have its shape and can be written."""
         groups = group_values(key, out, takes_rows=True)
         for item, arrays in groups.items():
             check_outs(item, self.spec(item), arrays)
@@ -321,7 +330,7 @@ class KeyTable:
     def check_broadcast(
         self, key: object, value: object, out: object
     ) -> tuple[dict[Key, Array], dict[Key, list[Array]]]:
-        """The one array of each new key, and the arrays to fill."""
+        """Return the one array of each new key, and the arrays to fill."""
         values = self.check_init(key, value)
         filled = group_values(key, out, takes_rows=True)
         for item, arrays in filled.items():
@@ -334,14 +343,14 @@ class KeyTable:
         self._specs.update(specs)
 
     def remove(self, keys: Iterable[Key]) -> None:
-        """Forget keys; those that are not there are no error."""
+        """Forget keys; unknown keys are ignored."""
         for key in keys:
             self._specs.pop(key, None)
             self._row_sparse.discard(key)
         self._lists.forget()
 
     def _grouped(self, key: object, value: object) -> dict[Key, list[Array]]:
-        """The arrays of values that callers give; row-sparse ones of any library as ours."""
+        """Return the arrays of values that callers give; row-sparse ones of any library as ours."""
         groups = group_values(key, value, takes_rows=True)
         return {
             item: [row_sparse(array) if is_row_sparse(array) else array for array in arrays]
@@ -362,7 +371,8 @@ class KeyTable:
         first = next(iter(self._specs), key)
         if isinstance(first, str) != isinstance(key, str):
             raise KeyTypeError(
-                f"a store's keys are all int or all str: it has {first!r}, the call names {key!r}"
+                f"the keys of a store must be all int or all str: the store has {first!r}, the "
+                f"call names {key!r}"
             )
 
 
@@ -371,14 +381,15 @@ def check_outs(key: Key, spec: KeySpec, outs: Sequence[Array]) -> None:
     for out in outs:
         if is_row_sparse(out) and not isinstance(out, RowSparseArray):
             raise ArgumentTypeError(
-                f"a {type(out).__name__} cannot be filled; pull into a kvstore.RowSparseArray and "
-                "make another library's array from its indices and values"
+                f"a store cannot write into a {type(out).__name__}; pull into a "
+                "kvstore.RowSparseArray and make the other array from its indices and values"
             )
         adapter = None if isinstance(out, RowSparseArray) else adapter_for(out)
         shape, dtype = spec_of(out) if adapter is None else (adapter.shape(out), adapter.dtype(out))
         if shape != spec.shape:
             raise ValueMismatchError(
-                f"key {key!r} has shape {spec.shape}, the array to fill has {shape}"
+                f"key {key!r} has shape {spec.shape}, the array to fill has {shape}; pass an "
+                f"array of shape {spec.shape}"
             )
         check_cast(f"key {key!r}", spec.dtype, dtype)
         reason = None if adapter is None else adapter.why_read_only(out)
@@ -390,8 +401,9 @@ def check_cast(what: str, stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:
     """Raise ``ValueMismatchError`` where values would lose their kind in an array of ``wanted``."""
     if not keeps_kind(stored, wanted):
         raise ValueMismatchError(
-            f"{what} is {stored}, the array to fill is {wanted}, which cannot hold its values; "
-            f"pull into an array of {stored} and convert that: array.astype({str(wanted)!r})"
+            f"{what} has dtype {stored}, and the array to fill has {wanted}, which cannot hold "
+            f"such values; pull into an array of {stored}, then convert it with "
+            f"array.astype({str(wanted)!r})"
         )
 
 
@@ -402,7 +414,9 @@ def _checked_key(key: object) -> Key:
         number = int(key)
         if -(2**63) <= number < 2**63:
             return number
-        raise KeyTypeError(f"an int key must fit 64 bits, got {number}")
+        raise KeyTypeError(
+            f"an int key must fit in 64 bits (signed), got {number}; use a smaller number or a str"
+        )
     raise KeyTypeError(f"a key must be an int or a str, got {type(key).__name__}: {key!r}")
 
 

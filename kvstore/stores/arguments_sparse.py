@@ -29,13 +29,13 @@ from kvstore.stores.arguments import check_outs, normalise_keys
 _LISTS = (list, tuple)
 
 IGNORED = (
-    "pull does not fill a RowSparseArray (key {key!r}): use row_sparse_pull with row_ids, or "
-    "pull with ignore_sparse=False for all rows"
+    "pull left the RowSparseArray of key {key!r} unchanged: use row_sparse_pull with row_ids, or "
+    "pull(..., ignore_sparse=False) for all rows"
 )
 
 
 class Wanted(NamedTuple):
-    """Rows of a key that a call asks for."""
+    """The rows of a key that a call requests."""
 
     key: Key
     spec: KeySpec
@@ -54,18 +54,18 @@ class Wanted(NamedTuple):
 
 
 def plain_rows(out: Array, spec: KeySpec) -> RowValues | None:
-    """NumPy's array by rows, if rows can be taken right into it."""
+    """Return NumPy's array by rows, if rows can be copied right into it."""
     is_plain = type(out) is np.ndarray and out.dtype == spec.dtype and out.flags.carray
     return out.reshape(-1, width_of(spec.shape)) if is_plain and out.size else None
 
 
 def flat_rows(values: RowValues) -> RowValues:
-    """Rows as a 2-D array, sharing memory."""
+    """Return rows as a 2-D array, sharing memory."""
     return values.reshape(len(values), width_of(values.shape))
 
 
 def contribution_of(value: Array) -> Contribution:
-    """A caller's array as rows on the host, dense ones with all their rows."""
+    """Return a caller's array as rows on the host, dense ones with all their rows."""
     if isinstance(value, RowSparseArray):
         unique = value.unique()
         rows = unique.values.reshape(len(unique.ids), width_of(value.shape))
@@ -75,20 +75,20 @@ def contribution_of(value: Array) -> Contribution:
 
 
 def row_sparse_of(ids: Ids, rows: RowValues, spec: KeySpec) -> RowSparseArray:
-    """Rows of a key as what callers get, in its dtype."""
+    """Return rows of a key in the form that callers get, in its dtype."""
     with np.errstate(all="ignore"):
         values = rows.astype(spec.dtype, copy=False)
     return RowSparseArray(ids, values.reshape(len(ids), *spec.shape[1:]), spec.shape)
 
 
 class SparseOuts:
-    """What ``pull`` does with ``RowSparseArray`` among the arrays to fill."""
+    """The ``RowSparseArray`` objects among the arrays that a ``pull`` fills."""
 
     def __init__(self) -> None:
         self._warned: set[Key] = set()
 
     def ignored(self, groups: Mapping[Key, Sequence[Array]], level: int) -> dict[Key, list[Array]]:
-        """The other arrays; warns once for a key, with ``level`` for the ``stacklevel``."""
+        """Return the other arrays; warns once for a key, with ``level`` for the ``stacklevel``."""
         kept: dict[Key, list[Array]] = {}
         for key, arrays in groups.items():
             dense = [array for array in arrays if not isinstance(array, RowSparseArray)]
@@ -105,22 +105,24 @@ def check_dense_outs(groups: Mapping[Key, Sequence[Array]]) -> None:
     for key, arrays in groups.items():
         if any(isinstance(array, RowSparseArray) for array in arrays):
             raise NotSupportedError(
-                f"key {key!r}: pushpull and broadcast fill dense arrays only; give out=array, or "
-                "push (or init) and then row_sparse_pull the rows you need"
+                f"key {key!r}: pushpull and broadcast cannot fill a RowSparseArray; pass a dense "
+                "array as out, or call push (or init) and then row_sparse_pull"
             )
 
 
 def check_wanted(
     spec_of: Callable[[Key], KeySpec], key: object, out: Any, row_ids: Any
 ) -> tuple[list[Wanted], bool]:
-    """What a call of ``row_sparse_pull`` asks for, and whether it is a single thing.
+    """Return the requests of ``row_sparse_pull``, and whether it is a single one.
 
     ``spec_of`` raises for keys that are not there. Raises what ``KVStore.row_sparse_pull`` says;
     nothing is read or changed.
     """
     keys, is_single = normalise_keys(key)
     if row_ids is None:
-        raise ArgumentValueError("row_sparse_pull needs row_ids: the ids of the rows to pull")
+        raise ArgumentValueError(
+            "row_sparse_pull needs row_ids, got None; pass the ids of the rows to pull"
+        )
     outs = [out] if is_single else _parallel(keys, [None] * len(keys) if out is None else out)
     id_sets = [row_ids] if is_single else _parallel(keys, row_ids)
     wanted: list[Wanted] = []
@@ -130,9 +132,9 @@ def check_wanted(
 
 
 def _wanted_of(key: Key, spec: KeySpec, out: Any, row_ids: Any) -> list[Wanted]:
-    """What is wanted of one key: an array or a list of them, and ids or a list of those."""
+    """Return the arrays and the ids that are requested of one key, as lists."""
     if not spec.shape:
-        raise ValueMismatchError(f"key {key!r} is a scalar and has no rows")
+        raise ValueMismatchError(f"key {key!r} is a scalar and has no rows; use pull")
     has_sets = isinstance(row_ids, _LISTS) and not _is_of_ints(row_ids)
     id_sets = list(row_ids) if has_sets else [row_ids]
     outs = list(out) if isinstance(out, _LISTS) else [out] * (len(id_sets) if out is None else 1)
@@ -144,8 +146,8 @@ def _wanted_of(key: Key, spec: KeySpec, out: Any, row_ids: Any) -> list[Wanted]:
         checked *= len(outs)
     if len(checked) != len(outs) or not outs:
         raise ValueMismatchError(
-            f"key {key!r}: {len(id_sets)} sets of row_ids do not fit {len(outs)} arrays; "
-            "give one set for all, or one for each"
+            f"key {key!r}: got {len(id_sets)} lists of row_ids for {len(outs)} arrays; give one "
+            "list for all arrays, or one for each"
         )
     wanted = [Wanted(key, spec, into, *ids) for into, ids in zip(outs, checked, strict=True)]
     for one in wanted:
@@ -161,8 +163,8 @@ def _check_out(wanted: Wanted) -> None:
         if adapter_for(out).shape(out) != spec.shape:
             raise ValueMismatchError(
                 f"key {key!r}: the array to fill has shape {adapter_for(out).shape(out)}, but "
-                f"rows for ids of shape {wanted.shape} need {spec.shape}: pass an array of that "
-                "shape, or a kvstore.RowSparseArray of the key's shape"
+                f"row_ids of shape {wanted.shape} need {spec.shape}; pass an array of that "
+                "shape, or a kvstore.RowSparseArray with the key's shape"
             )
     check_outs(key, spec, [out])
 
@@ -170,7 +172,8 @@ def _check_out(wanted: Wanted) -> None:
 def _parallel(keys: Sequence[Key], values: Any) -> list[Any]:
     if not isinstance(values, _LISTS) or len(values) != len(keys):
         raise ValueMismatchError(
-            f"a list of {len(keys)} keys needs lists of as many arrays and row_ids"
+            f"a call with a list of {len(keys)} keys needs {len(keys)} arrays and {len(keys)} "
+            "lists of row_ids"
         )
     return list(values)
 

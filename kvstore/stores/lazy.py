@@ -20,12 +20,12 @@ _uses = attrgetter("_uses")
 
 
 def _module() -> Any:
-    """``kvstore.ndarray`` if it was imported: else there is no such array."""
+    """Return ``kvstore.ndarray`` if it was imported, or None."""
     return sys.modules.get("kvstore.mxnet.nd.ndarray")
 
 
 def lazy_arrays(groups: Mapping[Any, Sequence[Array]]) -> list[Array] | None:
-    """All arrays to fill, if each of them is lazy; else None. None as well for no array."""
+    """Return all arrays to fill if each of them is lazy, or None; None for none."""
     module = _module()
     if module is None:
         return None
@@ -36,13 +36,13 @@ def lazy_arrays(groups: Mapping[Any, Sequence[Array]]) -> list[Array] | None:
 
 
 def wrapped_one(value: object) -> Array | None:
-    """``wrapped``, for a single value."""
+    """Return ``wrapped`` for a single value."""
     module = sys.modules.get("kvstore.mxnet.nd.ndarray")
     return value._array if module is not None and type(value) is module.NDArray else None  # type: ignore[attr-defined]
 
 
 def wrapped(values: Sequence[object]) -> list[Array] | None:
-    """What lazy arrays wrap, if all of these are lazy; values may still be on their way there."""
+    """Return the wrapped arrays, if all of these are lazy; values may be pending."""
     module = _module()
     if module is None or not values or type(values[0]) is not module.NDArray:
         return None
@@ -64,7 +64,7 @@ def wait_to_write(arrays: Iterable[Array]) -> None:
 
 
 def unwrapped(arrays: Iterable[Array]) -> list[Array]:
-    """The arrays that lazy ones wrap, once these may be written; others as they are.
+    """Return the arrays that lazy ones wrap, once these may be written; others as they are.
 
     Work that continues when a call has returned must use these: the I/O thread, which would
     bring what a lazy array waits for, must not wait for it.
@@ -80,5 +80,5 @@ def unwrapped(arrays: Iterable[Array]) -> list[Array]:
 def begin_writing(
     future: Future[Any], arrays: Sequence[Array], wait: Callable[[Future[Any]], Any]
 ) -> None:
-    """From now on accesses to these lazy arrays wait for ``future``."""
+    """Make accesses to these lazy arrays wait for ``future``."""
     begin(future, map(_uses, arrays), (), wait)

@@ -1,9 +1,9 @@
-"""Define what a store must offer, and find stores of others by their name.
+"""``KVStoreBase``, the interface of stores and plug-ins, with the registry of plug-in names.
 
 ``KVStoreBase`` is what a plug-in implements, and the base of this package's own stores as well.
 ``create("teststore")`` is the smallest plug-in, for tests of code that takes any store: one
-process, no optimizer, nothing is kept; ``broadcast`` copies and ``pushpull`` adds up. Names and
-meaning are those of MXNet (python/mxnet/kvstore/base.py). Read next: ``base.py``, what the
+process, without an optimizer or stored values; ``broadcast`` copies and ``pushpull`` adds. Names
+and meaning are those of MXNet (python/mxnet/kvstore/base.py). Read next: ``base.py``, what the
 stores of this package offer.
 """
 
@@ -36,7 +36,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 class KVStoreBase:
-    """What training code needs of a store, and the base of stores that others plug in.
+    """The interface of a store for training code, and the base class of plug-in stores.
 
     ::
 
@@ -65,7 +65,7 @@ class KVStoreBase:
         not a class.
         """
         if not isinstance(klass, builtins.type):
-            raise ArgumentTypeError(f"register takes a class, got {klass!r}")
+            raise ArgumentTypeError(f"register needs a class, got {klass!r}")
         name = klass.__name__.lower()
         known = KVStoreBase.kv_registry.get(name)
         if known is not None and known is not klass:
@@ -84,7 +84,7 @@ class KVStoreBase:
 
     @property
     def rank(self) -> int:
-        """This worker's number, from 0 on; 0 for stores in one process."""
+        """This worker's rank, counted from 0; 0 for stores in one process."""
         raise NotImplementedError
 
     @property
@@ -93,13 +93,13 @@ class KVStoreBase:
         raise NotImplementedError
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
-        """``init`` and then ``pull``: every worker gets rank 0's value. Once for each key."""
+        """Init and then pull, once for each key: every worker gets rank 0's value."""
         raise NotImplementedError
 
     def pushpull(
         self, key: Keys, value: Values, out: Values | None = None, priority: int = 0
     ) -> None:
-        """``push`` and then ``pull`` in one round; without an optimizer, an all-reduce.
+        """Push and then pull in one round; without an optimizer, an all-reduce.
 
         ``out`` has one array or a list for each key. Without it the result is written into
         the arrays of ``value``.
@@ -107,7 +107,7 @@ class KVStoreBase:
         raise NotImplementedError
 
     def is_capable(self, capability: str) -> bool:
-        """Whether the store can do it; the one that is known is ``KVStoreBase.OPTIMIZER``.
+        """Return whether the store can do it; the one that is known is ``KVStoreBase.OPTIMIZER``.
 
         Raises ``ArgumentValueError`` for an unknown one.
         """
@@ -186,10 +186,10 @@ class KVStoreBase:
         return self._create_table(name, dim, optimizer, dtype=dtype, seed=seed, **options)
 
     def _create_table(self, name: object, dim: object, optimizer: object, **options: Any) -> Table:
-        """``create_table``, for stores that have it."""
+        """Create a table, for stores that have them."""
         raise NotSupportedError(
-            f"a {self.type} store has no growing tables: create a store of type local, device or "
-            "dist_sync for them"
+            f"a {self.type} store does not support growing tables; create a store of type local, "
+            "device or dist_sync"
         )
 
     def set_gradient_compression(self, compression_params: CompressionParams) -> None:
@@ -204,8 +204,8 @@ class KVStoreBase:
         Raises ``ArgumentTypeError`` and ``ArgumentValueError``, which list what there is.
         """
         raise NotSupportedError(
-            f"a {self.type} store cannot compress gradients; leave the call out, or push float16 "
-            "values"
+            f"a {self.type} store cannot compress gradients; do not call "
+            "set_gradient_compression, or push float16 values"
         )
 
 
@@ -249,7 +249,9 @@ class TestStore(KVStoreBase):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """False: there is no optimizer. Raises ``ArgumentValueError`` for what is unknown."""
+        """Return False: no optimizer. Raises ``ArgumentValueError`` for other names."""
         if capability.lower() != KVStoreBase.OPTIMIZER:
-            raise ArgumentValueError(f"unknown capability: {capability!r}")
+            raise ArgumentValueError(
+                f"unknown capability: {capability!r}; known: {KVStoreBase.OPTIMIZER!r}"
+            )
         return False

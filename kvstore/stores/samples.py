@@ -1,4 +1,4 @@
-"""Deal the samples of a data set out to the workers, alike on every worker.
+"""Sharding of the samples of a data set over the workers.
 
 Pure arithmetic on indices. ``kv.shard`` and ``FeedForward`` call.
 """
@@ -27,7 +27,7 @@ def shard(
     epoch: int = 0,
     shuffle: bool = True,
 ) -> NDArray[np.int64]:
-    """The samples that worker ``rank`` visits in ``epoch``: one batch a row.
+    """Return the samples that worker ``rank`` visits in ``epoch``: one batch a row.
 
     Returns int64 indices, (num_batches, batch_size). Every worker shuffles all samples alike
     (by ``seed`` and ``epoch``) and deals them out batch by batch, so without an argument
@@ -41,8 +41,8 @@ def shard(
     if num_samples < 1 or batch_size < 1 or not 0 <= rank < num_workers:
         raise UsageError(
             f"cannot shard {num_samples} samples for rank {rank} of {num_workers} in batches of "
-            f"{batch_size}: there must be a sample, a batch size of at least 1, and a rank from "
-            f"0 to the number of workers less one"
+            f"{batch_size}: need at least 1 sample, a batch size of at least 1, and a rank from "
+            "0 to the number of workers minus 1"
         )
     order: np.ndarray[Any, Any] = np.arange(num_samples)
     if shuffle:
@@ -63,7 +63,7 @@ def deal_out(
     *,
     even: bool = True,
 ) -> NDArray[np.int64]:
-    """The samples of worker ``rank`` in ``epoch``: new int64 indices, (n,).
+    """Return the samples of worker ``rank`` in ``epoch``: new int64 indices, (n,).
 
     All workers shuffle alike, by ``seed`` and ``epoch`` (None: not at all), and the samples are
     dealt out in turn, so that the shards cover everything. With ``even`` all are equally long:
@@ -73,7 +73,10 @@ def deal_out(
     num_samples, epoch = as_int("num_samples", num_samples), as_int("epoch", epoch)
     seed = None if seed is None else as_int("seed", seed)
     if not 0 <= rank < num_workers:
-        raise UsageError(f"rank {rank} is out of range: the job has {num_workers} workers")
+        raise UsageError(
+            f"rank must be from 0 to {num_workers - 1} (the job has {num_workers} workers), got "
+            f"{rank}"
+        )
     of, among = (rank, num_workers) if even else (0, 1)
     rows = shard(num_samples, of, among, seed=seed or 0, epoch=epoch, shuffle=seed is not None)
     dealt: NDArray[np.int64] = rows.reshape(-1)
@@ -81,7 +84,7 @@ def deal_out(
 
 
 def as_int(name: str, value: Any) -> int:
-    """The argument ``name``, also NumPy's integers. Raises ``ArgumentTypeError``."""
+    """Return the argument ``name``, also NumPy's integers. Raises ``ArgumentTypeError``."""
     try:
         return operator.index(value)
     except TypeError:

@@ -1,15 +1,14 @@
 """``Table``: a growing table of any store; its calls, with arguments checked.
 
 Where the rows are the two subclasses know: ``local/tables.py`` and ``dist/tables.py``, to be read
-next; how rows come and go says ``kvstore/tables/``. Arrays are the caller's.
+next; how rows come and go says ``kvstore/sparse/tables/``. Arrays are the caller's.
 """
 
 from __future__ import annotations
 
 import abc
-import pathlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any, Generic, TypeVar
@@ -18,6 +17,7 @@ import numpy as np
 
 from kvstore.arrays import Array, adapter_for
 from kvstore.checkpoint.atomic import checked_path
+from kvstore.checkpoint.tables import TableFiles, TableHome
 from kvstore.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -27,10 +27,10 @@ from kvstore.errors import (
 from kvstore.optimizer.base import Optimizer
 from kvstore.sparse.ids import Ids
 from kvstore.sparse.sums import RowValues
+from kvstore.sparse.tables.ids import checked_table_ids
+from kvstore.sparse.tables.settings import TableSettings, checked_settings, checked_table_optimizer
+from kvstore.sparse.tables.shard import TableStatistics
 from kvstore.stores.arguments import check_cast
-from kvstore.tables.ids import checked_table_ids
-from kvstore.tables.settings import TableSettings, checked_settings, checked_table_optimizer
-from kvstore.tables.shard import TableStatistics
 
 Path = str | PathLike[str]
 
@@ -46,9 +46,13 @@ class Table(abc.ABC):
     A call may come from any thread; they run one at a time. One that raises has changed nothing.
     """
 
-    def __init__(self, settings: TableSettings) -> None:
+    def __init__(
+        self, settings: TableSettings, optimizer: Optimizer | None, home: TableHome
+    ) -> None:
         self._settings = settings
-        self.title = f"table {settings.name!r}"
+        self._optimizer = optimizer
+        self._files = TableFiles(home, settings)
+        self.title = home.title
 
     @property
     def name(self) -> str:
@@ -76,7 +80,7 @@ class Table(abc.ABC):
     # -- rows ----------------------------------------------------------------------------
 
     def pull(self, ids: Any, out: Array | None = None, *, touch: bool = True) -> Any:
-        """The rows of ids, in their order: shape ``(*shape of ids, dim)``.
+        """Return the rows of ids, in their order: shape ``(*shape of ids, dim)``.
 
         An id without a row gets one, with its first value, where it is admitted; where it is not,
         the result has the first value all the same. With ``touch`` False (for evaluation) the call
@@ -99,7 +103,7 @@ class Table(abc.ABC):
             return None
 
     def push(self, ids: Any, gradients: Array) -> None:
-        """One update by the table's optimizer: a gradient for each id.
+        """Update once by the table's optimizer: a gradient for each id.
 
         ``gradients`` has shape ``(*shape of ids, dim)`` and the table's dtype; it is only read.
         Those of one id are added first, in their order. Without an optimizer the sums are the new
@@ -118,7 +122,7 @@ class Table(abc.ABC):
         if shape != wanted:
             raise ValueMismatchError(
                 f"{self.title}: the rows of these ids have shape {wanted}, the array to fill has "
-                f"{shape}"
+                f"{shape}; pass an array of shape {wanted}"
             )
         check_cast(self.title, self.dtype, adapter.dtype(out))
         why = adapter.why_read_only(out)
@@ -126,7 +130,7 @@ class Table(abc.ABC):
             raise ValueMismatchError(f"{self.title}: the array to fill is read-only: {why}")
 
     def _checked_gradients(self, shape: tuple[int, ...], gradients: Array) -> RowValues:
-        """Gradients for ids of this shape, as rows on the host. Raises ``ValueMismatchError``."""
+        """Return gradients as rows on the host. Raises ``ValueMismatchError``."""
         adapter = adapter_for(gradients)
         dtype = adapter.dtype(gradients)
         wanted = (*shape, self.dim)
@@ -138,9 +142,10 @@ class Table(abc.ABC):
         return adapter.to_host(gradients).reshape(-1, self.dim)
 
     @property
-    @abc.abstractmethod
     def optimizer(self) -> Optimizer | None:
         """The optimizer of the table."""
+        with self._call():
+            return self._optimizer
 
     def set_optimizer(self, optimizer: Optimizer | str) -> None:
         """Update by this one from now on.
@@ -150,19 +155,24 @@ class Table(abc.ABC):
         """
         chosen = checked_table_optimizer(optimizer, self.dtype)
         if chosen is None:
-            raise ArgumentTypeError("set_optimizer of a table takes an optimizer or its name")
+            raise ArgumentTypeError(
+                "set_optimizer of a table needs an optimizer or its name, got None"
+            )
         with self._call():
             self._use(chosen)
+            self._optimizer = chosen
 
     # -- all of them ---------------------------------------------------------------------
 
     @abc.abstractmethod
     def statistics(self) -> TableStatistics:
-        """Rows, hits, evictions and more."""
+        """Return rows, hits, evictions and more."""
 
-    @abc.abstractmethod
     def ids(self) -> Ids:
-        """The ids of all rows, int64, sorted."""
+        """Return the ids of all rows, int64, sorted."""
+        with self._call():
+            self._settle()
+            return self._files.home.held().ids
 
     def rows(self, block_rows: int = 65536) -> Iterator[tuple[Ids, np.ndarray[Any, Any]]]:
         """All rows in pieces, sorted by id: pairs of ids and a new array of their rows.
@@ -170,14 +180,16 @@ class Table(abc.ABC):
         Each piece is read when it is asked for; rows that are gone by then are left out.
         """
         if block_rows < 1:
-            raise ArgumentValueError(f"block_rows is 1 or more, got {block_rows}")
+            raise ArgumentValueError(f"block_rows must be at least 1, got {block_rows}")
         return self._blocks(self.ids(), block_rows)
 
     def _blocks(self, ids: Ids, block_rows: int) -> Iterator[tuple[Ids, np.ndarray[Any, Any]]]:
         for start in range(0, len(ids), block_rows):
             with self._call():
-                block = self._rows_there(ids[start : start + block_rows])
-            yield block
+                self._settle()
+                some = ids[start : start + block_rows]
+                is_there, (rows,) = self._files.home.read(some, [self.dtype])
+            yield some[is_there], rows
 
     def export(self, path: Path, *, states: bool = True) -> int:
         """Write all rows to a file; returns its mark, for ``export_delta``.
@@ -188,21 +200,30 @@ class Table(abc.ABC):
         same file, in whatever directory. Raises ``CheckpointError``.
         """
         with self._call():
-            return self._export(checked_path(path), None, states=states)
+            return self._export(path, None, states=states)
 
     def export_delta(self, mark: int, path: Path, *, states: bool = True) -> int:
-        """Write what has changed since the export that returned ``mark``; returns the new mark.
+        """Write the changes since the export that returned ``mark``; return the new mark.
 
         That is the rows which were made or pushed since, and the ids of all others that are still
         there. Raises ``ArgumentValueError`` for a mark that is not one of this table's.
         """
         with self._call():
-            if type(mark) is not int or not 0 <= mark < self._next_mark():
+            if type(mark) is not int or not 0 <= mark < self._files.home.counters().next_mark:
                 raise ArgumentValueError(
-                    f"{mark!r} is not a mark of {self.title}: pass what export or export_delta "
-                    "returned"
+                    f"{mark!r} is not a mark of {self.title}; pass the return value of export or "
+                    "export_delta"
                 )
-            return self._export(checked_path(path), mark, states=states)
+            return self._export(path, mark, states=states)
+
+    def _export(self, path: Path, since: int | None, *, states: bool) -> int:
+        """Write the changes since a mark (None: all rows); return the new mark."""
+        file, optimizer = checked_path(path), self._optimizer if states else None
+        self._together(
+            f"export of {self.title} to {file.name!r} (since mark {since}, states={bool(states)})",
+            lambda _: self._files.export(file, optimizer, since),
+        )
+        return self._files.home.counters().next_mark - 1
 
     def load(self, path: Path) -> None:
         """Take the rows of an export in place of all that are there, or apply a delta.
@@ -214,7 +235,11 @@ class Table(abc.ABC):
         does not fit.
         """
         with self._call():
-            self._load(checked_path(path))
+            file = checked_path(path)
+            self._together(
+                f"load of {self.title} from {file.name!r}",
+                lambda _: self._files.load(file, self._optimizer),
+            )
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -232,27 +257,19 @@ class Table(abc.ABC):
 
     @abc.abstractmethod
     def _push(self, ids: Ids, gradients: RowValues) -> None:
-        """One update; ids in any order, repeated or not."""
+        """Update once; ids in any order, repeated or not."""
 
     @abc.abstractmethod
     def _use(self, optimizer: Optimizer) -> None:
         """Update by this one from now on."""
 
     @abc.abstractmethod
-    def _rows_there(self, ids: Ids) -> tuple[Ids, RowValues]:
-        """Those of different ids that have rows, and their rows."""
+    def _settle(self) -> None:
+        """Wait for own pushes and pulls: what is asked goes another way."""
 
     @abc.abstractmethod
-    def _next_mark(self) -> int:
-        """The mark of the next export."""
-
-    @abc.abstractmethod
-    def _export(self, path: pathlib.Path, since: int | None, *, states: bool) -> int:
-        """Write what has changed since a mark, None for all; the new mark."""
-
-    @abc.abstractmethod
-    def _load(self, path: pathlib.Path) -> None:
-        """Take the rows of an export."""
+    def _together(self, name: str, act: Callable[[int], Any]) -> Any:
+        """Have one worker ``act`` once all are here, and nothing is in flight."""
 
 
 T = TypeVar("T", bound=Table)
@@ -273,8 +290,8 @@ class StoreTables(Generic[T]):
         chosen = checked_table_optimizer(optimizer, settings.dtype)
         if settings.name in self._tables:
             raise DuplicateKeyError(
-                f"there is a table {settings.name!r} already; close() it first, or choose another "
-                "name"
+                f"a table named {settings.name!r} already exists; close() it first, or choose "
+                "another name"
             )
         return settings, chosen
 
@@ -282,12 +299,12 @@ class StoreTables(Generic[T]):
         """Warn, from the caller of the store's method, that a checkpoint has no tables."""
         if self._tables:
             warnings.warn(
-                f"a checkpoint has no growing tables ({', '.join(self._tables)}): save them with "
-                "table.export",
+                f"this checkpoint does not include the growing tables {', '.join(self._tables)}; "
+                "save each with table.export",
                 stacklevel=3,
             )
 
     def forget(self, table: T) -> None:
-        """A table is closed."""
+        """Forget a closed table."""
         if self._tables.get(table.name) is table:
             del self._tables[table.name]

@@ -1,4 +1,4 @@
-"""How an app asks apps of other nodes: what ``SimpleApp`` and ``KVWorker`` share.
+"""``Asker``: requests from an app to apps of other nodes, for ``SimpleApp`` and ``KVWorker``.
 
 An ``Asker`` sends one request to each of some nodes and completes one future when all have
 answered. It checks at the caller what could not be sent, so that nothing fails later on the
@@ -46,7 +46,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 class Asker:
-    """The asking half of an app on one node."""
+    """The sender of an app's requests on one node."""
 
     def __init__(self, node: Postoffice, app: int, customer: int = 0) -> None:
         self.node = node
@@ -84,13 +84,11 @@ class Asker:
             UsageError: the cluster is not complete yet, or the request is too large.
         """
         if self.node.info is None and self.node.error is None:
-            raise UsageError(
-                "cannot send requests before the cluster is complete: wait for `ready`"
-            )
+            raise UsageError("requests need a complete cluster; wait for node.ready first")
         head = as_int64(head, "a request's head (cmd)")
         priority = operator.index(priority)
         for payload in frames.values():
-            check_sizes(self.node, body, payload, "ask for less at a time")
+            check_sizes(self.node, body, payload, "request fewer keys at once")
         send = ask_one or (lambda node: self.request(node, head, body, frames[node]))
         open_: dict[int, Future[dict[int, Reply]]] = {}
         # The future refers to the frames until it is done, and the open requests to the future.
@@ -127,8 +125,8 @@ class Asker:
         """
         if self.node.errands.is_io_thread and not future.done():
             raise UsageError(
-                "a callback must not wait: it runs on the thread that receives the answer; "
-                "continue in the callback of the other request"
+                "a callback must not wait: it runs on the I/O thread, which receives the "
+                "answers; continue in the callback of the request that you wait for"
             )
         return future.result(timeout_s)
 
@@ -156,12 +154,16 @@ class Asker:
         everybody = group_members(ALL_GROUP, config.num_workers, config.num_servers)
         members = group_members(receiver, config.num_workers, config.num_servers) & everybody
         if not members:
-            raise UsageError(f"{receiver} is neither a node nor a group of this cluster")
+            raise UsageError(
+                f"the receiver must be a node or a group of this cluster, got {receiver}"
+            )
         own = None if self.node.info is None else self.node.info.node_id
         count = config.num_workers if role is Role.WORKER else config.num_servers
         peers = {node_id(role, rank) for rank in range(count)} - {own}
         if role is not Role.SCHEDULER and peers & members:
-            raise UsageError(f"a {role.value} has no connection to other {role.value}s")
+            raise UsageError(
+                f"a {role.value} cannot send to other {role.value}s; send to the other roles"
+            )
         return sorted(members, key=lambda node: (node == 1, node % 2, node))
 
     def _start_first(self) -> None:
@@ -184,7 +186,7 @@ def as_int64(number: int, what: str) -> int:
     except TypeError:
         plain = None
     if plain is None or plain not in _INT64:
-        raise UsageError(f"{what} must be a 64-bit integer, not {number!r}")
+        raise UsageError(f"{what} must be a 64-bit integer, got {number!r}")
     return int(plain)
 
 
@@ -195,12 +197,14 @@ def check_sizes(node: Postoffice, body: bytes, frames: Sequence[Any], advice: st
         UsageError: names the limit and what to do.
     """
     if len(body) > MAX_BODY_BYTES:
-        raise UsageError(f"the body has {len(body)} bytes; the limit is {MAX_BODY_BYTES}: {advice}")
+        raise UsageError(
+            f"the body must have at most {MAX_BODY_BYTES} bytes, got {len(body)}; {advice}"
+        )
     limit = node.config.max_message_bytes
     size = sum(len(frame) for frame in frames) + len(body)
     if size > limit:
         raise UsageError(
-            f"the message has {size} bytes; the limit is {limit} (PS_MAX_MESSAGE_BYTES): "
+            f"the message must have at most {limit} bytes (PS_MAX_MESSAGE_BYTES), got {size}; "
             f"{advice}, or raise the limit on all nodes"
         )
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pslite.apps.asking import Ask, Asker, new_array
-from pslite.apps.kv_lists import MAX_BYTES, MIN_KEYS, NO_LIST, SentList, SentLists
+from pslite.apps.kv_lists import MAX_BYTES, MIN_KEYS, NO_LIST, ListedKeys, SentLists
 from pslite.apps.kv_pairs import (
     Empty,
     KVPairs,
@@ -94,7 +94,7 @@ class KVWorker:
     ) -> None:
         if node.role is not Role.WORKER:
             raise UsageError(
-                f"a KVWorker needs the node of a worker, got that of a {node.role.value}"
+                f"a KVWorker needs the node of a worker, got the node of a {node.role.value}"
             )
         self.node = node
         self._asker = Asker(node, app, customer)
@@ -105,7 +105,7 @@ class KVWorker:
         self._empty: Empty = partial(new_array, node)
 
     def set_slicer(self, slicer: Slicer) -> None:
-        """Share the keys otherwise than by ranges; all workers must do it alike.
+        """Share the keys otherwise than by ranges, identically on all workers.
 
         ``slicer(keys, ranges)`` gets the keys of a call and the servers' ranges and returns one
         slice per server, in the order of ranks. Each key must be in exactly one of them. The
@@ -212,7 +212,7 @@ class KVWorker:
         """
         return self._asker.wait(future, timeout_s)
 
-    def _list_of(self, keys: ArrayLike, copy: bool) -> SentList:
+    def _list_of(self, keys: ArrayLike, copy: bool) -> ListedKeys:
         """Check a call's keys, and return them with each server's slice; known lists are cached."""
         array = as_keys(keys)
         lists = self._lists if array.nbytes <= MAX_BYTES and len(array) >= MIN_KEYS else None
@@ -228,10 +228,10 @@ class KVWorker:
         parts = self._slicer(own, self._ranges)
         if self._slicer is not slice_by_range:
             parts = checked_slices(parts, len(own), len(self._ranges))
-        return SentList(own, parts) if lists is None else lists.add(own, parts)
+        return ListedKeys(own, parts) if lists is None else lists.add(own, parts)
 
     def _checked_pairs(
-        self, listed: SentList, values: ArrayLike, lens: ArrayLike | None, copy: bool
+        self, listed: ListedKeys, values: ArrayLike, lens: ArrayLike | None, copy: bool
     ) -> KVPairs:
         empty = self._empty if copy else None
         pairs = KVPairs(
@@ -246,7 +246,7 @@ class KVWorker:
 
     def _exchange(
         self,
-        listed: SentList,
+        listed: ListedKeys,
         pairs: KVPairs,
         cmd: int,
         push: bool,
@@ -274,7 +274,7 @@ class KVWorker:
 
     def _by_list(
         self,
-        listed: SentList,
+        listed: ListedKeys,
         cmd: int,
         body: bytes,
         frames: Mapping[int, Sequence[memoryview]],
@@ -282,16 +282,11 @@ class KVWorker:
         """Ask servers that have the list without its keys; who lacks it, again with them."""
 
         def ask(node: int) -> Future[dict[int, Reply]]:
-            full = frames[node]
-            if node not in listed.told:
-                listed.told.add(node)
-                asked = self._asker.request(node, cmd, body, full)
-                return asked.then(partial(self._unless_missing, node, listed, None))
-
-            def again() -> Future[dict[int, Reply]]:
-                return self._asker.request(node, cmd, body, full)
-
-            asked = self._asker.request(node, cmd, body, full[1:])
+            is_told = node in listed.told
+            listed.told.add(node)
+            whole = partial(self._asker.request, node, cmd, body, frames[node])
+            asked = self._asker.request(node, cmd, body, frames[node][1:]) if is_told else whole()
+            again = whole if is_told else None
             return asked.then(partial(self._unless_missing, node, listed, again))
 
         return ask
@@ -299,7 +294,7 @@ class KVWorker:
     def _unless_missing(
         self,
         node: int,
-        listed: SentList,
+        listed: ListedKeys,
         again: Callable[[], Future[dict[int, Reply]]] | None,
         replies: dict[int, Reply],
     ) -> Future[dict[int, Reply]]:
@@ -312,7 +307,8 @@ class KVWorker:
             return completed(replies)
         if again is None:
             raise ProtocolError(
-                f"{self.node.membership.title(node)} still lacks the keys that it was sent"
+                f"{self.node.membership.title(node)} still asks for a key list that was already "
+                "sent"
             )
         return again().then(partial(self._unless_missing, node, listed, None))
 
@@ -330,7 +326,7 @@ class KVWorker:
         return sorted(answers, key=lambda answer: int(answer.keys[0]))
 
     def _bad_answer(self, node: int, error: ProtocolError) -> ProtocolError:
-        return ProtocolError(f"{self.node.membership.title(node)} sent a bad answer: {error}")
+        return ProtocolError(f"{self.node.membership.title(node)} sent an invalid answer: {error}")
 
 
 def _nothing(_: Sequence[KVPairs]) -> None:

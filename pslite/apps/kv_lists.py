@@ -1,4 +1,4 @@
-"""Lists of keys that both ends remember, so that a long one travels once. Pure.
+"""Key lists that both ends remember, so that each is sent once. Pure.
 
 Training asks for the same keys again and again, or pulls what it has just pushed; then the
 keys are most of what travels. A worker numbers each long list of keys. The first request for a
@@ -17,7 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 from pslite.apps.kv_pairs import Keys, fault_in, same_keys
 from pslite.errors import ProtocolError
@@ -30,7 +30,7 @@ MAX_BYTES = 256 << 20
 
 
 class ListName(NamedTuple):
-    """What a list is called between a worker and a server."""
+    """The name of a key list between a worker and a server."""
 
     series: int
     """Drawn at random by each ``KVWorker``, so that no number comes again after a restart."""
@@ -41,38 +41,43 @@ class ListName(NamedTuple):
 NO_LIST = ListName(0, 0)
 
 
-class _HasKeys(Protocol):
-    @property
-    def keys(self) -> Keys: ...
+@dataclass(frozen=True, slots=True, eq=False)
+class ListedKeys:
+    """The keys of a call, and how the servers share them; on a server, the keys alone."""
+
+    keys: Keys
+    """Checked; if it has a name, a copy that never changes."""
+    parts: Sequence[slice] = ()
+    """Which of them each server gets, in the order of ranks."""
+    name: ListName = NO_LIST
+    told: set[int] = field(default_factory=set)
+    """The servers (node ids) that were sent its keys. On the I/O thread only."""
 
 
-ListT = TypeVar("ListT", bound=_HasKeys)
-
-
-class RecentLists(Generic[ListT]):
+class RecentLists:
     """The lists that were used last, within ``MAX_LISTS`` and ``MAX_BYTES``."""
 
     def __init__(self, max_lists: int = MAX_LISTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_lists = max_lists
         self._max_bytes = max_bytes
-        self._lists: OrderedDict[Hashable, ListT] = OrderedDict()
+        self._lists: OrderedDict[Hashable, ListedKeys] = OrderedDict()
         self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._lists)
 
-    def all(self) -> Sequence[ListT]:
+    def all(self) -> Sequence[ListedKeys]:
         """Return what is there, the least recently used first."""
         return list(self._lists.values())
 
-    def use(self, name: Hashable) -> ListT | None:
+    def use(self, name: Hashable) -> ListedKeys | None:
         """Return the list of this name, if it is there, and count it as used last."""
         found = self._lists.get(name)
         if found is not None:
             self._lists.move_to_end(name)
         return found
 
-    def add(self, name: Hashable, new: ListT) -> None:
+    def add(self, name: Hashable, new: ListedKeys) -> None:
         """Remember a list under a name that is not in use; the oldest make room."""
         self._lists[name] = new
         self.nbytes += new.keys.nbytes
@@ -84,30 +89,17 @@ class RecentLists(Generic[ListT]):
 # -- a worker's -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SentList:
-    """The keys of a call, and how the servers share them."""
-
-    keys: Keys
-    """Checked; if it has a name, a copy that never changes."""
-    parts: Sequence[slice]
-    """Which of them each server gets, in the order of ranks."""
-    name: ListName = NO_LIST
-    told: set[int] = field(default_factory=set)
-    """The servers (node ids) that were sent its keys. On the I/O thread only."""
-
-
 class SentLists:
-    """The lists that one ``KVWorker`` has numbered."""
+    """The numbered key lists of one ``KVWorker``."""
 
     def __init__(self) -> None:
         self._series = secrets.randbelow((1 << 62) - 1) + 1
         self._count = 0
         self._lock = threading.Lock()
         """Guards the count and the lists; nothing slow happens under it."""
-        self._recent: RecentLists[SentList] = RecentLists()
+        self._recent: RecentLists = RecentLists()
 
-    def find(self, keys: Keys) -> SentList | None:
+    def find(self, keys: Keys) -> ListedKeys | None:
         """Return the list with the same keys, if any; reads all keys where that is likely."""
         with self._lock:
             candidates = self._recent.all()
@@ -118,16 +110,16 @@ class SentLists:
                 return known
         return None
 
-    def add(self, keys: Keys, parts: Sequence[slice]) -> SentList:
+    def add(self, keys: Keys, parts: Sequence[slice]) -> ListedKeys:
         """Number a list. ``keys`` are this object's from now on."""
         with self._lock:
             self._count += 1
-            new = SentList(keys, parts, ListName(self._series, self._count))
+            new = ListedKeys(keys, parts, ListName(self._series, self._count))
             self._recent.add(new.name, new)
             return new
 
     def forget(self) -> None:
-        """Begin anew; numbers go on."""
+        """Begin again; numbers go on."""
         with self._lock:
             self._recent = RecentLists()
 
@@ -135,19 +127,12 @@ class SentLists:
 # -- a server's -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KeptList:
-    """Keys that a worker sent under a number: a copy, read-only."""
-
-    keys: Keys
-
-
 class ReceivedLists:
-    """The lists that workers sent to one app, separately remembered for each worker."""
+    """The key lists that one app received, kept separately for each worker."""
 
-    def __init__(self, new: Callable[[], RecentLists[KeptList]] = RecentLists) -> None:
+    def __init__(self, new: Callable[[], RecentLists] = RecentLists) -> None:
         self._new = new
-        self._of_sender: dict[int, RecentLists[KeptList]] = {}
+        self._of_sender: dict[int, RecentLists] = {}
 
     def resolve(self, sender: int, name: ListName, keys: Keys | None) -> Keys | None:
         """Return the checked keys of a request; None if their list is not here (any more).
@@ -169,10 +154,10 @@ class ReceivedLists:
             if known is None:
                 copy = _checked(keys).copy()
                 copy.flags.writeable = False
-                known = KeptList(copy)
+                known = ListedKeys(copy)
             lists.add(name, known)
         elif not same_keys(known.keys, keys):
-            raise ProtocolError(f"key list {name.number} exists already with other keys")
+            raise ProtocolError(f"key list {name.number} already exists with other keys")
         return known.keys
 
     def forget(self, senders: Iterable[int]) -> None:
@@ -182,15 +167,15 @@ class ReceivedLists:
 
     @property
     def nbytes(self) -> int:
-        """What the lists occupy together; those that workers have in common count once."""
+        """The bytes of all lists; those that workers have in common count once."""
         arrays = {id(known.keys): known.keys.nbytes for known in self._all()}
         return sum(arrays.values())
 
-    def _twin(self, keys: Keys) -> KeptList | None:
+    def _twin(self, keys: Keys) -> ListedKeys | None:
         """Find the same keys under another name, so that workers share the memory."""
         return next((known for known in self._all() if same_keys(known.keys, keys)), None)
 
-    def _all(self) -> Iterator[KeptList]:
+    def _all(self) -> Iterator[ListedKeys]:
         for lists in self._of_sender.values():
             yield from lists.all()
 

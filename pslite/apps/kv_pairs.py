@@ -1,4 +1,4 @@
-"""Keys with values: what makes them valid, how servers share them, how answers join. Pure.
+"""Keys with values: validation, slicing by server, and joining of answers. Pure.
 
 A value's length is the same for all keys (1-D values of a whole number of elements per key,
 or 2-D values of one row per key), or stands in ``lens``, one entry per key. One list of rules
@@ -59,7 +59,7 @@ class KVPairs:
             UsageError: the keys have lengths of their own.
         """
         if self.lens is not None:
-            raise UsageError("the values of these keys differ in length: use lens")
+            raise UsageError("the values of these keys have different lengths; pass lens")
         return self.values.size // len(self.keys) if len(self.keys) else 0
 
     def rows(self) -> Values:
@@ -110,14 +110,14 @@ def checked_slices(slices: Sequence[slice], num_keys: int, num_servers: int) -> 
         UsageError: they do not hand every key to exactly one server.
     """
     if len(slices) != num_servers or not all(isinstance(part, slice) for part in slices):
-        raise UsageError(f"the slicer must return {num_servers} slices, one for each server")
+        raise UsageError(f"the slicer must return one slice for each of the {num_servers} servers")
     plain = [slice(*part.indices(num_keys)) for part in slices]
     parts = sorted((part.start, part.stop) for part in plain if part.stop > part.start)
     ends = [0, *(stop for _, stop in parts)]
     starts = [*(start for start, _ in parts), num_keys]
     if starts != ends or any(part.step != 1 for part in plain):
         raise UsageError(
-            "the slicer must hand every key to exactly one server, in runs of neighbours"
+            "the slicer must assign each key to exactly one server, as consecutive runs of keys"
         )
     return plain
 
@@ -149,8 +149,8 @@ def as_keys(keys: ArrayLike) -> Keys:
     array = _key_list(keys) if isinstance(keys, list | tuple) else _as_array(keys, "keys")
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise UsageError(
-            "keys must be a 1-D array of unsigned 64-bit integers (numpy.uint64), "
-            f"not {array.ndim}-D {array.dtype}"
+            "keys must be a 1-D array of unsigned 64-bit integers (numpy.uint64), got "
+            f"{array.ndim}-D {array.dtype}"
         )
     if array.dtype.kind == "i":
         if array.size and (smallest := array.min()) < 0:
@@ -179,7 +179,7 @@ def as_values(values: ArrayLike, empty: Empty | None) -> Values:
     """
     array = _as_array(values, "values")
     if array.dtype.kind not in VALUE_KINDS:
-        raise UsageError(f"values must be bool, integers, floats or complex, not {array.dtype}")
+        raise UsageError(f"values must be bool, integers, floats or complex, got {array.dtype}")
     return owned(array, array.dtype.newbyteorder("="), empty)
 
 
@@ -193,7 +193,7 @@ def as_lens(lens: ArrayLike, empty: Empty | None) -> Lens:
     if not array.size and not isinstance(lens, np.ndarray):
         array = array.astype(np.int64)
     if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
-        raise UsageError(f"lens must be int32 or int64, not {array.dtype}")
+        raise UsageError(f"lens must be int32 or int64, got {array.dtype}")
     return owned(array, array.dtype, empty)
 
 
@@ -222,11 +222,11 @@ def check_result(array: Any, num_keys: int) -> None:
     _check_writable(array, "the array for the values")
     if array.ndim not in (1, 2) or (array.ndim == 2 and len(array) != num_keys):
         raise UsageError(
-            f"the array for the values of {num_keys} keys must be 1-D, or 2-D with one row a "
-            f"key, not of shape {array.shape}"
+            f"the array for the values of {num_keys} keys must be 1-D, or 2-D with one row for "
+            f"each key, got shape {array.shape}"
         )
     if array.size and not num_keys:
-        raise UsageError(f"got {array.size} values and no keys")
+        raise UsageError(f"got {array.size} values and no keys; pass keys, or an empty array")
 
 
 def check_lens_result(array: Any, num_keys: int) -> None:
@@ -234,14 +234,14 @@ def check_lens_result(array: Any, num_keys: int) -> None:
     _check_writable(array, "the array for the lens")
     if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)) or array.shape != (num_keys,):
         raise UsageError(
-            f"the array for the lens must be int32 or int64 of shape ({num_keys},), "
-            f"not {array.dtype} of shape {array.shape}"
+            f"the array for the lens must be int32 or int64 of shape ({num_keys},), got "
+            f"{array.dtype} of shape {array.shape}"
         )
 
 
 def _check_writable(array: Any, what: str) -> None:
     if not isinstance(array, np.ndarray):
-        raise UsageError(f"{what} must be a NumPy array, not {type(array).__name__}")
+        raise UsageError(f"{what} must be a NumPy array, got {type(array).__name__}")
     if not (array.flags.c_contiguous and array.flags.writeable):
         raise UsageError(f"{what} must be writable and C-contiguous")
 
@@ -299,24 +299,24 @@ def fault_in_values(num_keys: int, values: Values, lens: Lens | None) -> str | N
     if fits:
         return None
     return (
-        f"values of shape {values.shape} do not fit {num_keys} keys: they must be 1-D with the "
-        "same number of elements for every key, 2-D with one row a key, or come with lens"
+        f"values of shape {values.shape} do not fit {num_keys} keys; pass a 1-D array with "
+        "equally many elements for each key, a 2-D array with one row for each key, or lens"
     )
 
 
 def _fault_in_lens(num_keys: int, values: Values, lens: Lens) -> str | None:
     if lens.shape != (num_keys,):
-        return f"lens must have one length for each of the {num_keys} keys, not shape {lens.shape}"
+        return f"lens must have one length for each of the {num_keys} keys, got shape {lens.shape}"
     if values.ndim != 1:
-        return f"values must be 1-D where lens are given, not of shape {values.shape}"
+        return f"values must be 1-D if lens are given, got shape {values.shape}"
     # Bounded one by one first, so that the sum cannot wrap around.
     if (lens < 0).any() or (lens > len(values)).any():
-        return f"each of lens must be from 0 to the number of values, {len(values)}"
+        return f"each length in lens must be from 0 to the number of values, {len(values)}"
     total = int(lens.sum(dtype=np.int64))
     return (
         None
         if total == len(values)
-        else f"lens add up to {total}, but there are {len(values)} values"
+        else f"the sum of lens must be the number of values, {len(values)}, got {total}"
     )
 
 
@@ -345,8 +345,8 @@ def assemble(answers: Sequence[KVPairs], out: Values | None, lens_out: Lens | No
     total = sum(answer.values.size for answer in answers)
     if out.size != total or out.dtype not in dtypes:
         raise ProtocolError(
-            f"the servers hold {total} values of {answers[0].values.dtype} under these keys, "
-            f"the array for them is {out.size} of {out.dtype}"
+            f"the servers have {total} values of {answers[0].values.dtype} for these keys, the "
+            f"array to fill has {out.size} of {out.dtype}"
         )
     np.concatenate([answer.values.reshape(-1) for answer in answers], out=out.reshape(-1))
     if lens_out is not None:

@@ -1,4 +1,4 @@
-"""``KVServer``: hands the requests of ``KVWorker`` to a handle and sends what it returns.
+"""``KVServer``: passes the requests of ``KVWorker`` to a handle and sends its results.
 
 Requests arrive on the I/O thread and go to a pool thread, one of an app at a time; handles run
 there. Nothing of a request is referred to once it is answered, since it may lie in the worker's
@@ -26,7 +26,7 @@ from pslite.node.postoffice import Postoffice
 
 
 class KVMeta(NamedTuple):
-    """What the handle learns of a request besides the pairs."""
+    """The properties of a request, passed to the handle with the pairs."""
 
     cmd: int
     push: bool
@@ -51,7 +51,7 @@ they lie in the worker's memory, where they are valid only until the request is 
 
 
 class KVServer:
-    """A server's side: hands requests to ``handle``, one at a time, and sends what it returns.
+    """The server's side: passes requests to ``handle``, one at a time, and sends its results.
 
     What the handle raises arrives at the worker as ``RemoteError`` with the traceback (errors
     of ``pslite.errors`` arrive as they are), and the server continues.
@@ -72,7 +72,7 @@ class KVServer:
     def __init__(self, node: Postoffice, app: int, handle: KVHandle, *, copy: bool = True) -> None:
         if node.role is not Role.SERVER:
             raise UsageError(
-                f"a KVServer needs the node of a server, got that of a {node.role.value}"
+                f"a KVServer needs the node of a server, got the node of a {node.role.value}"
             )
         self.node = node
         self.app = as_int64(app, "the app's number")
@@ -144,13 +144,13 @@ class KVServer:
         if not isinstance(result, KVPairs):
             raise ProtocolError(f"{whose} {type(result).__name__} instead of KVPairs")
         if result.keys is not asked.keys and not np.array_equal(result.keys, asked.keys):
-            raise ProtocolError(f"{whose} other keys than the request asked for")
+            raise ProtocolError(f"{whose} different keys from those requested")
         try:
             empty = self._empty if self._copy and not result.fresh else None
             values = as_values(result.values, empty)
             lens = None if result.lens is None else as_lens(result.lens, empty)
         except UsageError as error:
-            raise ProtocolError(f"{whose} values that cannot be sent: {error}") from error
+            raise ProtocolError(f"{whose} values of an unsupported type: {error}") from error
         fault = fault_in_values(len(asked.keys), values, lens)
         if fault is not None:
             raise ProtocolError(f"{whose} values that do not fit the keys: {fault}")
@@ -158,7 +158,7 @@ class KVServer:
 
 
 def _lasting(frames: Sequence[Any]) -> list[Any]:
-    """Copy the frames that lie in a peer's memory, so that all last."""
+    """Copy the frames that are in a peer's memory, so that all last."""
     return [
         bytes(frame)
         if isinstance(frame, memoryview) and isinstance(frame.obj, mmap.mmap)

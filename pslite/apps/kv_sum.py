@@ -1,4 +1,4 @@
-"""A ready-made handle for ``KVServer``: pushes are added up, pulls read the sums.
+"""``SumHandle``: a ready-made handle for ``KVServer`` that adds pushes; pulls read the sums.
 
 Values lie in the order of their arrival in one growing array; beside it stands a sorted index
 of the keys. So a request costs one binary search over all its keys together, and new keys
@@ -28,7 +28,7 @@ Known: TypeAlias = "NDArray[np.bool_]"
 
 
 class SumHandle:
-    """Adds what is pushed to what is stored; a key that was never pushed is zero.
+    """Adds pushed values to the stored values; a key that was never pushed is zero.
 
     Args:
         width: elements a key. None: one, and pulls are answered with 1-D values; a number:
@@ -47,7 +47,7 @@ class SumHandle:
             raise UsageError(f"width must be at least 1, got {width}")
         if np.dtype(dtype).kind not in VALUE_KINDS:
             raise UsageError(
-                f"values must be bool, integers, floats or complex, not {np.dtype(dtype)}"
+                f"values must be bool, integers, floats or complex, got {np.dtype(dtype)}"
             )
         self._flat = width is None
         self._width = 1 if width is None else width
@@ -78,11 +78,10 @@ class SumHandle:
         num_keys = len(pairs.keys)
         lens_fit = pairs.lens is None or bool((pairs.lens == self._width).all())
         if not lens_fit or pairs.values.size != num_keys * self._width:
-            raise UsageError(f"this store keeps {self._width} elements for each key")
+            raise UsageError(f"this store needs {self._width} elements for each key")
         if pairs.values.dtype != self._values.dtype:
             raise UsageError(
-                f"this store keeps {self._values.dtype}, but the pushed values are "
-                f"{pairs.values.dtype}"
+                f"this store needs values of {self._values.dtype}, got {pairs.values.dtype}"
             )
         rows, known = self._find(pairs.keys)
         if known is not None:
@@ -158,7 +157,7 @@ def _merged(
 
 
 class _SeenLists:
-    """Where the keys of lists lie that a ``KVServer`` remembers: those come as the same array."""
+    """The positions of the keys of remembered lists, which arrive as the same array."""
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[weakref.ref[Keys], Rows]] = {}

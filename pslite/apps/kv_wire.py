@@ -1,4 +1,4 @@
-"""Pushes and pulls as bodies and frames, and back. Pure, runs on any thread.
+"""Encoding and decoding of pushes and pulls as bodies and frames. Pure, runs on any thread.
 
 The layout is section 14 of ``docs/wire.md``. A request's body is ``[push, pull, dtype, columns,
 has lens, series, number]`` and its frames are the keys, then, of a push, values and lens; the
@@ -28,7 +28,7 @@ Resolve = Callable[[ListName, "Keys | None"], "Keys | None"]
 
 
 class Asked(NamedTuple):
-    """A request as it arrived."""
+    """A decoded request."""
 
     push: bool
     pull: bool
@@ -37,7 +37,7 @@ class Asked(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """A request that cannot be read without its keys."""
+    """A request whose key list is unknown, so it cannot be decoded."""
 
     number: int
     """Of the list that is not here."""

@@ -1,4 +1,4 @@
-"""Asks the scheduler of a running job how the job is, without taking part in it.
+"""``Observer``: asks the scheduler of a running job for its status, without joining the job.
 
 ::
 
@@ -99,11 +99,10 @@ class Observer:
                     return survey
         text = f"the scheduler at {self.where} did not answer within {timeout_s:g} s: "
         if self._is_heard:
-            raise DeadlineError(f"{text}it is stopped, or its host is busy")
+            raise DeadlineError(f"{text}its process is stopped, or its host is overloaded")
         # Under CURVE, the other end does not say that the key differs.
         raise DeadlineError(
-            f"{text}is it the scheduler of a running job, of version {__version__}, with the "
-            f"same key? {WHAT_TO_COMPARE}"
+            f"{text}check that a job of version {__version__} runs there; {WHAT_TO_COMPARE}"
         )
 
     def _zmq_van(self, config: Config) -> Callable[[str], Van]:
@@ -113,7 +112,7 @@ class Observer:
         mechanism = mechanism_of(config)
         if mechanism is None and config.security:
             raise ConfigError(
-                f"PS_SECURITY={config.security} needs a job key: set PS_JOB_KEY_FILE as well"
+                f"PS_SECURITY={config.security} needs a job key; set PS_JOB_KEY_FILE too"
             )
         began_at = time.monotonic()
         try:
@@ -125,8 +124,8 @@ class Observer:
         except OSError as error:
             reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
             raise DeadlineError(
-                f"no scheduler is at {self.where} ({reason or error}): is the job running, and is "
-                "this its address?"
+                f"cannot connect to a scheduler at {self.where} ({reason or error}); check that "
+                "the job is running and that the address is right"
             ) from None
         self._spent_s = time.monotonic() - began_at
         return lambda uid: ZmqVan(
@@ -155,7 +154,7 @@ class Observer:
             survey = unpacked(Survey, message.body)
         except ProtocolError as error:
             raise ConfigError(
-                f"cannot read the answer of {self.where} ({error}): it is not a scheduler of "
+                f"cannot read the answer of {self.where} ({error}); expected a scheduler of "
                 f"version {__version__}"
             ) from None
         self._is_heard = True
@@ -198,7 +197,7 @@ def _host_and_port(address: str | None, config: Config) -> tuple[str, int]:
             ) from None
     if not config.root_uri or not config.root_port:
         raise ConfigError(
-            "say which scheduler to ask, as host:port, or set DMLC_PS_ROOT_URI and "
+            "the scheduler's address is missing; pass host:port, or set DMLC_PS_ROOT_URI and "
             "DMLC_PS_ROOT_PORT"
         )
     return config.root_uri, config.root_port

@@ -1,4 +1,4 @@
-"""``SimpleApp``: a number and some bytes to a node or a group, and what each answers.
+"""``SimpleApp``: requests of a number and some bytes to nodes or groups, and their answers.
 
 For commands and settings, not for bulk data (``kv_app.py``). An app is a number that both
 ends agree on. Handles run one at a time: on a server's pool thread, elsewhere on the I/O
@@ -43,7 +43,7 @@ SimpleHandle: TypeAlias = Callable[[SimpleData], "bytes | str | None"]
 
 
 class SimpleApp:
-    """Asks apps of the same number on other nodes, and answers them.
+    """Sends requests to apps of the same number on other nodes, and answers theirs.
 
     Args:
         node: a running node, or one that is being prepared.
@@ -59,7 +59,7 @@ class SimpleApp:
         self, node: Postoffice, app: int, handle: SimpleHandle | None = None, customer: int = 0
     ) -> None:
         if customer and handle is not None:
-            raise UsageError(f"only customer 0 takes a handle, this is customer {customer}")
+            raise UsageError(f"only customer 0 may have a handle, this is customer {customer}")
         self.node = node
         self._asker = Asker(node, app, customer)
         self._handle = handle
@@ -120,7 +120,7 @@ class SimpleApp:
             body = answer.encode() if isinstance(answer, str) else answer
             if not isinstance(body, bytes | bytearray | None):
                 raise TypeError(
-                    f"a handle must return bytes, str or None, not {type(body).__name__}"
+                    f"a handle must return bytes, str or None, got {type(body).__name__}"
                 )
             content = bytes(body or b"")
             check_sizes(self.node, content, (), "send a shorter answer")

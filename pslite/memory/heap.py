@@ -1,4 +1,4 @@
-"""A node's buffers: pooled, and shared with the peers on the same machine where that works.
+"""``Heap``: a node's buffers, pooled and (if possible) shared with peers on the same machine.
 
 A buffer comes from a *segment*, a stretch of memory that another process of the same machine
 can map (``segment.py``). A frame that lies in one travels to such a peer as a descriptor (which
@@ -247,7 +247,7 @@ class Heap:
 
     @property
     def used_bytes(self) -> int:
-        """What buffers occupy now."""
+        """The bytes that buffers occupy now."""
         with self._lock:
             return sum(
                 stretch.segment.nbytes
@@ -296,5 +296,7 @@ class Heap:
             return shared_segment(wanted)
         except OSError as error:
             self._shared = False
-            self._warn(f"no shared memory ({error}): values travel by TCP")
+            self._warn(
+                f"cannot create shared memory ({error}), so values travel by TCP, which is slower"
+            )
             return private_segment(wanted)

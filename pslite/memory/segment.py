@@ -1,4 +1,4 @@
-"""Memory that other processes of this machine can map. Shell code: it asks the operating system.
+"""Shared-memory segments that other processes of this machine can map. Calls the operating system.
 
 A segment is a memfd (memfd_create(2)): it has no name in any file system, so nothing is left
 behind however a process ends, and no limit of /dev/shm applies. It is sealed against shrinking,
@@ -31,7 +31,7 @@ _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
 
 
 class Ticket(NamedTuple):
-    """What a peer needs to map a segment; the process id is the roster's."""
+    """The data that a peer needs to map a segment; the process id is in the roster."""
 
     fd: int
     nbytes: int
@@ -97,7 +97,7 @@ def map_segment(pid: int, ticket: Ticket) -> memoryview:
         found = os.fstat(fd)
         is_whole = stat.S_ISREG(found.st_mode) and found.st_size == ticket.nbytes
         if not is_whole or not fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK:
-            raise OSError(f"{path} does not have {ticket.nbytes} bytes, or may shrink")
+            raise OSError(f"{path} must have {ticket.nbytes} bytes and a sealed size")
         if not hmac.compare_digest(os.pread(fd, NONCE_BYTES, 0), ticket.nonce):
             raise OSError(f"{path} is another segment: its nonce differs")
         memory = mmap.mmap(fd, ticket.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)

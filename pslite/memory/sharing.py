@@ -1,4 +1,4 @@
-"""What a node and its peers can read of each other's memory. On the I/O thread.
+"""``Sharing``: the shared memory between a node and its peers. On the I/O thread.
 
 Each segment of the heap is offered to the peers on the same machine (``SegmentOffer``). A peer
 that could map it says so (``SegmentTaken``), and from then on frames that lie in it travel to
@@ -8,7 +8,6 @@ not answer soon. Who maps a segment keeps it as long as the peer is there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -62,13 +61,6 @@ class Sharing:
         awaited = self._awaited.get(peer)
         return awaited is not None and max(awaited.values()) > now
 
-    def next_due(self, now: float) -> float:
-        """Return when ``awaits`` changes by itself."""
-        if not self._awaited:
-            return math.inf
-        times = [until for each in self._awaited.values() for until in each.values() if until > now]
-        return min(times, default=math.inf)
-
     def map(self, peer: str, pid: int, offer: SegmentOffer) -> SegmentTaken:
         """Map what ``peer``, whose process id the roster has, offers; the answer to it."""
         windows = self._windows.setdefault(peer, {})
@@ -117,7 +109,7 @@ class Sharing:
     # -- frames ------------------------------------------------------------------------
 
     def describe(self, peer: str, frames: Frames) -> tuple[Frames, Ints]:
-        """Return the frames that travel as bytes, and descriptors of the others.
+        """Return the frames that are sent as bytes, and descriptors of the others.
 
         A descriptor is four numbers: which frame of the message, segment, offset, bytes.
         """
@@ -155,7 +147,8 @@ class Sharing:
         windows = self._windows.get(peer, {})
         if len(shared) % _FIELDS:
             raise ProtocolError(
-                f"expected {_FIELDS} numbers for each descriptor, got {len(shared)} in all"
+                f"expected {_FIELDS} numbers for each descriptor, got {len(shared)} numbers in "
+                "total"
             )
         resolved = list(frames)
         last = -1

@@ -1,4 +1,4 @@
-"""Which address a node binds and advertises. Shell code: it asks the operating system.
+"""The address that a node binds and advertises. Calls the operating system.
 
 The order: DMLC_NODE_HOST wins; else DMLC_INTERFACE (an interface's name, an address or a
 network); else the local address on the route to the scheduler. Never every interface.
@@ -46,14 +46,15 @@ def interface_address(interface: str) -> str:
     network = _network(interface)
     if network is None:
         raise ConfigError(
-            f"DMLC_INTERFACE={interface}: no such interface with an address; this host has "
-            f"{listing}"
+            f"DMLC_INTERFACE={interface}: this host does not have such an interface with an "
+            f"address; choose one of {listing}"
         )
     for address in (address for found in addresses.values() for address in found):
         if ipaddress.ip_address(address) in network:
             return address
     raise ConfigError(
-        f"DMLC_INTERFACE={interface}: this host has no address in it; it has {listing}"
+        f"DMLC_INTERFACE={interface}: this host does not have an address in this network; choose "
+        f"one of {listing}"
     )
 
 
@@ -103,7 +104,9 @@ def route_address(host: str, port: int) -> str:
     try:
         found = socket.getaddrinfo(host, port or 9, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise ConfigError(f"DMLC_PS_ROOT_URI={host} cannot be resolved: {error}") from None
+        raise ConfigError(
+            f"cannot resolve DMLC_PS_ROOT_URI={host}: {error}; correct the name, or use an address"
+        ) from None
     family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as probe:
         try:

@@ -1,4 +1,4 @@
-"""What the controls of both roles share: gathering, who is gone, the goodbye. On the I/O thread."""
+"""The base class of the controls: joining, lost nodes, leaving. On the I/O thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VERDICT_S = 2.0
 
 
 class ControlOffice(Office, Protocol):
-    """A node, as its control sees it: with the parts that move data, watch and report."""
+    """The interface of a node for its control, with the parts for data, liveness and reports."""
 
     traffic: Traffic
     watch: FailureDetector
@@ -36,12 +36,16 @@ class ControlOffice(Office, Protocol):
 
 
 class NodeControl(abc.ABC):
-    """The control of a node (``office.Control``), as far as its role does not matter."""
+    """The part of a node's control (``office.Control``) that is the same for all roles."""
 
     def __init__(self, office: ControlOffice) -> None:
         self._office = office
-        #: While the cluster gathers, when to give up, to say who is missing, and to beat.
-        self._deadline = self._roster_at = self._beat_at = math.inf
+        #: While the cluster gathers: give up, say who is missing, and beat.
+        self._deadline = office.errands.timers.new(lambda now: self._give_up(self._too_late(), now))
+        self._roster_line = office.errands.timers.new(self._say_who_is_missing)
+        self._beats = office.errands.timers.new(self._beat)
+        #: The peers that hear signs of life though there is no roster yet.
+        self._listeners: Iterable[str] = (SCHEDULER,)
         self._barrier_rounds: Counter[int] = Counter()
         self._hearsay = Hearsay()
 
@@ -49,16 +53,18 @@ class NodeControl(abc.ABC):
 
     def begin(self, now: float) -> None:
         config = self._office.config
-        self._deadline = now + config.rendezvous_timeout_s
-        self._roster_at = now + config.roster_interval_s
-        self._beat_at = beat_at(config, now)
+        self._deadline.set(now + config.rendezvous_timeout_s)
+        self._roster_line.set(now + config.roster_interval_s)
+        self._beats.set(beat_at(config, now))
 
     def _stop_waiting(self) -> None:
-        self._deadline = self._roster_at = self._beat_at = math.inf
+        for timer in (self._deadline, self._roster_line, self._beats):
+            timer.set(math.inf)
 
-    @abc.abstractmethod
-    def _who_waits(self) -> Iterable[str]:
-        """Return the peers that hear signs of life though there is no roster yet."""
+    def _beat(self, now: float) -> None:
+        self._beats.set(beat_at(self._office.config, now))
+        for peer in self._listeners:
+            self._office.links.send(peer, Beat(), (), 0, now)
 
     @abc.abstractmethod
     def _say_who_is_missing(self, now: float) -> None: ...
@@ -71,24 +77,17 @@ class NodeControl(abc.ABC):
     def _give_up(self, error: Exception, now: float) -> None:
         """End this node: the cluster cannot come about."""
 
-    # -- time --------------------------------------------------------------------------
-
-    def tick(self, now: float) -> None:
-        if now >= self._deadline:
-            self._give_up(self._too_late(), now)
-        elif now >= self._roster_at:
-            self._say_who_is_missing(now)
-        if now >= self._beat_at:
-            self._beat_at = beat_at(self._office.config, now)
-            for peer in self._who_waits():
-                self._office.links.send(peer, Beat(), (), 0, now)
-        for node, reason in self._hearsay.ended(now):
-            self._depart(node, left=False, reason=reason)
-
-    def next_due(self) -> float:
-        return min(self._deadline, self._roster_at, self._beat_at, self._hearsay.next_due())
-
     # -- who is gone -------------------------------------------------------------------
+
+    def _heard_of(self, speaker: int, lost: tuple[int, str], until: float) -> None:
+        """Note that a member says which other one is lost; until then its own end may wait."""
+        about, reason = lost
+        self._hearsay.note(speaker, about, reason, self._office.membership.title(about), until)
+        self._office.errands.timers.add(until, self._end_hearsay)
+
+    def _end_hearsay(self) -> None:
+        for node, reason in self._hearsay.ended(self._office.clock()):
+            self._depart(node, left=False, reason=reason)
 
     def _depart(self, node: int, *, left: bool, reason: str) -> None:
         """Note that a node is gone, and act on it if that is new."""

@@ -1,4 +1,4 @@
-"""Requests between apps: who asked what, who has answered, which app an arrival belongs to.
+"""``Customers``: open requests between apps, their answers, and the routing to apps.
 
 An app is a number that both ends agree on. ``Customers`` lives on the I/O thread: it hands
 arriving requests to the app's handler and arriving responses to the future of the request.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from pslite.errors import RemoteError, UsageError, describe, lost_node, rebuild
+from pslite.errors import RemoteError, UsageError, rebuild, told
 from pslite.future import Future
 from pslite.wire.messages import Request, Response
 
@@ -23,8 +23,6 @@ SendTo = Callable[[int, Request | Response, Sequence[Any]], None]
 #: Requests that may wait for apps that are not there yet.
 _MAX_EARLY = 4096
 _MAX_EARLY_BYTES = 256 << 20
-#: How often requests are looked at that wait for an app which never comes.
-_LOOK_INTERVAL_S = 1.0
 
 
 @dataclass(slots=True)
@@ -93,43 +91,36 @@ class Pending:
         for entry in entries.values():
             entry.future.set_error(error)
 
-    def waiting_for(self, request_id: int) -> tuple[int, ...]:
-        """Return the nodes that have not answered yet."""
-        entry = self._entries.get(request_id)
-        return tuple(sorted(entry.waiting)) if entry else ()
-
     def __len__(self) -> int:
         return len(self._entries)
 
 
 class Reply(NamedTuple):
-    """What a node answered."""
+    """The answer of a node."""
 
     body: bytes
     frames: Sequence[Any]
 
 
+@dataclass(slots=True, eq=False)
 class Incoming:
-    """A request that arrived. Exactly one of ``respond`` and ``fail`` counts, from any thread."""
+    """A received request. Call ``respond`` or ``fail`` once, from any thread."""
 
-    __slots__ = ("_answered", "_respond", "body", "frames", "head", "request", "sender")
+    sender: int
+    request: Request
+    #: Read-only payload frames; valid until this is answered, and empty from then on: they
+    #: may lie in the asker's memory.
+    frames: Sequence[Any]
+    _respond: Callable[[Incoming, Response, Sequence[Any]], None]
+    _answered: bool = False
 
-    def __init__(
-        self,
-        sender: int,
-        request: Request,
-        frames: Sequence[Any],
-        respond: Callable[[Incoming, Response, Sequence[Any]], None],
-    ) -> None:
-        self.sender = sender
-        self.request = request
-        self.head = request.head
-        self.body = request.body
-        #: Read-only payload frames; valid until this is answered, and empty from then on: they
-        #: may lie in the asker's memory.
-        self.frames = frames
-        self._respond = respond
-        self._answered = False
+    @property
+    def head(self) -> int:
+        return self.request.head
+
+    @property
+    def body(self) -> bytes:
+        return self.request.body
 
     @property
     def nbytes(self) -> int:
@@ -150,9 +141,7 @@ class Incoming:
         self._answered = True
         self.frames = ()
         r = self.request
-        kind, text = ("", "") if error is None else describe(error)
-        role, rank = lost_node(error)
-        response = Response(r.app, r.customer, r.request_id, r.head, kind, text, role, rank, body)
+        response = Response(r.app, r.customer, r.request_id, r.head, *told(error), body)
         self._respond(self, response, frames)
 
 
@@ -173,8 +162,6 @@ class Customers:
         #: How many requests each app has not answered.
         self._open: Counter[int] = Counter()
         self._waiting_apps: set[int] = set()
-        #: When ``run`` has something to do.
-        self.look_at = 0.0
 
     @property
     def is_at_work(self) -> bool:
@@ -190,7 +177,7 @@ class Customers:
         if waits_for_others:
             self._waiting_apps.add(app)
         if app in self._handlers:
-            raise UsageError(f"this node already has an app {app}")
+            raise UsageError(f"this node already has an app {app}; choose another number")
         self._handlers[app] = handler
         early, self._early = self._early, []
         for arrived_at, incoming in early:
@@ -245,16 +232,13 @@ class Customers:
         handler = self._handlers.get(message.app)
         if handler is not None:
             self._handle(handler, incoming)
-        elif self._has_room(incoming):
+            return
+        nbytes = self._early_bytes + incoming.nbytes
+        if len(self._early) < _MAX_EARLY and nbytes <= _MAX_EARLY_BYTES:
             self._early.append((now, incoming))
-            self._early_bytes += incoming.nbytes
+            self._early_bytes = nbytes
         else:
             incoming.fail(UsageError(f"this node does not have an app {message.app}"))
-
-    def _has_room(self, incoming: Incoming) -> bool:
-        """Return whether a request may wait for its app."""
-        nbytes = self._early_bytes + incoming.nbytes
-        return len(self._early) < _MAX_EARLY and nbytes <= _MAX_EARLY_BYTES
 
     def response_arrived(self, sender: int, message: Response, frames: Sequence[Any]) -> None:
         if not message.kind:
@@ -265,18 +249,15 @@ class Customers:
             error.where = f"node {sender}"
         self.pending.refuse(message.request_id, sender, error)
 
-    def run(self, now: float, limit_s: float) -> None:
-        """Refuse what has waited longer than ``limit_s`` for its app."""
-        self.look_at = now + _LOOK_INTERVAL_S
-        self.expire(now - limit_s)
-
     def expire(self, before: float) -> None:
         """Refuse what has waited for its app since before ``before``."""
         for arrived_at, incoming in self._early:
             if arrived_at < before:
                 app = incoming.request.app
                 self._early_bytes -= incoming.nbytes
-                incoming.fail(UsageError(f"the node that was asked does not have an app {app}"))
+                incoming.fail(
+                    UsageError(f"the receiver does not have an app {app}; create it there first")
+                )
         self._early = [entry for entry in self._early if entry[0] >= before]
 
     @staticmethod
@@ -294,8 +275,7 @@ class Customers:
             try:
                 self._send(incoming.sender, response, frames)
             except Exception as error:
-                kind, text = describe(error)
-                role, rank = lost_node(error)
+                kind, text, role, rank = told(error)
                 refusal = replace(response, kind=kind, error=text, role=role, rank=rank, body=b"")
                 self._send(incoming.sender, refusal, ())
 

@@ -1,4 +1,4 @@
-"""The data plane's place in a node: messages in, effects out. On the I/O thread.
+"""``Traffic``: connects the data plane with the messages of a node. On the I/O thread.
 
 ``plane/`` decides; this file hands it what arrives, sends what it wants sent as far as credits
 go, and lets the pool run a server's work. A worker has a ``WorkerPlane``; a server gets its
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from pslite.errors import NodeLostError, ProtocolError, PSError, UsageError, describe
+from pslite.errors import NodeLostError, ProtocolError, PSError, UsageError, told
 from pslite.ids import SCHEDULER_ID, Role, node_id, rank_of, role_of
 from pslite.node.links import Delivery
 from pslite.node.office import Office
@@ -45,8 +45,8 @@ _SLOW_S = 0.005
 _SLOW_IN_A_ROW = 3
 #: It is remembered for at most this many lanes.
 _MOST_LANES = 4096
-#: How often a server looks for rounds that have been open for long.
-_TICK_INTERVAL_S = 1.0
+#: How often ``tick`` is to be called.
+TICK_INTERVAL_S = 1.0
 
 
 class PartOwner(Protocol):
@@ -66,10 +66,8 @@ class Traffic:
         self._office = office
         window = office.config.round_window
         #: On a server and the scheduler, which push and pull nothing, it stays empty.
-        self._worker = WorkerPlane(window)
+        self.worker = WorkerPlane(window)
         self._server: ServerPlane | None = None
-        self._tick_at = 0.0
-        self._tick_interval_s = min(_TICK_INTERVAL_S, office.config.report_after_s / 2)
         #: When a job was last done here, or handed to the pool.
         self._worked_at = 0.0
         #: Lane -> how many of its jobs in a row took long though they were small.
@@ -102,7 +100,7 @@ class Traffic:
         if self._office.role is not Role.WORKER:
             raise UsageError("only workers push and pull")
         for transfer in transfers:
-            self._worker.submit(transfer)
+            self.worker.submit(transfer)
 
     def arrived(self, delivery: Delivery, node: int) -> None:
         """Handle one of ``MESSAGES``, from a node of the roster."""
@@ -122,11 +120,11 @@ class Traffic:
                 raise
             self.carry_out(effects)
         elif isinstance(message, Answer):
-            self._worker.answered(message, delivery.frames)
+            self.worker.answered(message, delivery.frames)
         elif isinstance(message, PartsFailed):
-            self._worker.refused(message)
+            self.worker.refused(message)
         elif isinstance(message, StaleEpoch):
-            self._worker.stale(message)
+            self.worker.stale(message)
             self._adopt_epoch()
         elif isinstance(message, RoundWaits):
             self._report(message)
@@ -135,14 +133,14 @@ class Traffic:
         """Return why a server that has failed takes and gives no values."""
         if not message.parts or not isinstance(error, NodeLostError):
             return error
-        text = f"{error}; {self._name_of(message.parts[0])} is no longer read or written"
+        text = f"{error}; this call no longer accesses {self._name_of(message.parts[0])}"
         return NodeLostError(text, role=error.role, rank=error.rank)
 
     def send_queued(self, now: float) -> None:
         """Hand the worker's messages to the van, as far as credits go."""
-        plane, office = self._worker, self._office
+        plane, office = self.worker, self._office
         credit_bytes = office.config.credit_bytes
-        for server in plane.queued_servers():
+        for server in list(plane.outbox):
             peer = office.membership.uids.get(server)
             if peer is not None and office.sharing.awaits(peer, now):
                 continue
@@ -155,54 +153,30 @@ class Traffic:
 
     def forget(self, parts: Iterable[int]) -> None:
         """Forget these parts: a worker will never ask for them again."""
-        self._worker.forget(parts)
-
-    @property
-    def everything_sent(self) -> bool:
-        """Whether nothing is held back any more."""
-        return self._worker.everything_sent
-
-    @property
-    def everything_answered(self) -> bool:
-        """Whether a worker waits for nothing that it has pushed or pulled."""
-        return self._worker.idle
+        self.worker.forget(parts)
 
     @property
     def is_applying(self) -> bool:
         """Whether a server is at work on what was pushed."""
         return self._server is not None and self._server.is_applying
 
-    @property
-    def num_unsent(self) -> int:
-        """A worker's messages that wait until peers have accepted others."""
-        return self._worker.num_unsent
-
-    def waiting_for(self) -> list[int]:
-        """Return the servers that have still to answer a worker."""
-        return self._worker.waiting_for()
-
     def awaits(self, peer: str) -> bool:
         """Return whether a worker waits for an answer of this peer."""
-        return self._office.membership.node_ids.get(peer) in self.waiting_for()
+        return self._office.membership.node_ids.get(peer) in self.worker.waiting_for()
 
     def has_waiting(self, node: int) -> bool:
         """Return whether this worker waits for an answer of this server."""
         is_worker = role_of(node) is Role.WORKER
         return self._server is not None and is_worker and self._server.has_waiting(rank_of(node))
 
-    def tell_failures(self, tell: Callable[[BaseException], None]) -> None:
-        """Tell of each push that fails from now on. On the I/O thread."""
-        self._worker.tell_failures(tell)
-
-    def run(self, now: float) -> None:
-        """Do what time asks for."""
-        if self._server is not None and now >= self._tick_at:
-            self._tick_at = now + self._tick_interval_s
+    def tick(self, now: float) -> None:
+        """Look for rounds of a server that have been open for long."""
+        if self._server is not None:
             self.carry_out(self._server.tick(now))
 
     def departed(self, node: int, error: BaseException, *, left: bool) -> None:
         """Act on the end of a node; with ``left``, it may still be there for answers."""
-        self._worker.depart(node, error)
+        self.worker.depart(node, error)
         if self._server is not None and role_of(node) is Role.WORKER:
             depart = self._server.leave if left else self._server.depart
             self.carry_out(depart(rank_of(node), error))
@@ -212,18 +186,14 @@ class Traffic:
     def begin_epoch(self, epoch: int) -> None:
         """Begin a later epoch, which the scheduler has announced."""
         self._office.membership.epoch = epoch
-        self._worker.begin_epoch(epoch)
+        self.worker.begin_epoch(epoch)
         if self._server is not None:
             self.carry_out(self._server.begin_epoch(epoch))
-
-    def fail(self, error: BaseException) -> None:
-        """End all pushes and pulls with ``error``."""
-        self._worker.fail(error)
 
     def close(self) -> None:
         """Release the app, and the memory that it and others hold: the node has ended."""
         self._server = None
-        self._worker.close()
+        self.worker.close()
 
     # -- inside ------------------------------------------------------------------------
 
@@ -244,11 +214,9 @@ class Traffic:
             if not isinstance(answer, Answer):
                 raise
             title = self._office.membership.title(worker)
-            text = f"an answer to {title} cannot be sent: {error}"
+            text = f"cannot send an answer to {title}: {error}"
             self._office.log.warn_seldom(f"unsendable answer to {title}", text)
-            failed = PartsFailed(
-                answer.pushed, True, answer.parts, answer.rounds, *describe(error), "", -1
-            )
+            failed = PartsFailed(answer.pushed, True, answer.parts, answer.rounds, *told(error))
             self._office.send(worker, failed)
 
     def _run_jobs(self, run: Run) -> None:
@@ -292,7 +260,7 @@ class Traffic:
     def _adopt_epoch(self) -> None:
         """Take over the servers' epoch where no scheduler announces epochs."""
         office = self._office
-        epoch = self._worker.awaited_epoch
+        epoch = self.worker.awaited_epoch
         is_alone = SCHEDULER_ID in office.membership.gone or office.membership.has_said_goodbye
         if is_alone and epoch > office.membership.epoch:
             self.begin_epoch(epoch)
@@ -316,7 +284,7 @@ class Traffic:
     def num_requests(self) -> int:
         """A worker's pushes and pulls, or a server's parts, that are not answered yet."""
         of_server = 0 if self._server is None else self._server.num_waiting + self._server.num_pulls
-        return self._worker.num_active + of_server
+        return self.worker.num_active + of_server
 
     def open_rounds(self, now: float) -> tuple[int, list[Wait]]:
         """Return how many parts wait for workers, and the waits that have lasted for a while."""

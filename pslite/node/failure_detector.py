@@ -1,4 +1,4 @@
-"""Keeps an eye on a node's peers: signs of life out, losses and stalls in. On the I/O thread.
+"""``FailureDetector``: heartbeats to peers, and detection of losses and stalls. On the I/O thread.
 
 ``protocol/liveness.py`` decides; this file feeds it with what the van and the operating system
 say, tells ``control`` of losses, and drops the connections of nodes that ``control`` declares gone.
@@ -41,7 +41,7 @@ def beat_at(config: Config, now: float) -> float:
 
 
 class FailureDetector:
-    """The peers of one node, as far as they live."""
+    """The failure detector of one node."""
 
     def __init__(self, office: Office, traffic: Traffic) -> None:
         config = office.config
@@ -56,15 +56,19 @@ class FailureDetector:
             config.heartbeat_timeout_s,
             config.rendezvous_timeout_s,
         )
+        #: To be called with a peer and the time when something of its own code has arrived.
+        self.heard = self._liveness.heard
+        self.silent_s = self._liveness.silent_s
         self._headway = Headway()
         #: Whom the van has a connection with, watched or not.
         self._connected: set[str] = set()
         #: The peers that are known, by the van's name.
         self._nodes: dict[str, NodeInfo] = {}
-        self._beat_at = 0.0
+        #: When time alone is looked at next.
         self._judge_at = 0.0
-        self._process_at = 0.0
-        self._suspect_at = math.inf
+        self._beats = office.errands.timers.new(self._beat)
+        self._judgement = office.errands.timers.new(self._judge_by_time)
+        self._suspicion = office.errands.timers.new(self._look_at_suspects)
         #: How many strangers the van has turned away, as far as it told.
         self.turned_away = 0
         #: Called after a node is gone.
@@ -72,9 +76,10 @@ class FailureDetector:
 
     def begin(self, now: float) -> None:
         """Start the timers."""
-        self._beat_at = beat_at(self._office.config, now)
-        self._judge_at = now + _JUDGE_INTERVAL_S
-        self._process_at = now + _PROCESS_INTERVAL_S
+        self._beats.set(beat_at(self._office.config, now))
+        self._judge_at = now
+        self._judge_by_time(now)
+        self._office.errands.timers.every(_PROCESS_INTERVAL_S, self._look_at_processes)
 
     def add(self, peer: str, now: float, node: NodeInfo | None = None) -> None:
         """Watch a peer, whose loss matters from now on; ``node`` once it is known."""
@@ -83,20 +88,12 @@ class FailureDetector:
         connected = peer in self._connected
         self._liveness.watch(peer, now, connected=connected)
         if not connected:
-            self._suspect_at = min(self._suspect_at, now + _SUSPECT_INTERVAL_S)
+            self._suspicion.set(min(self._suspicion.due, now + _SUSPECT_INTERVAL_S))
 
     def forget(self, peer: str) -> None:
         """Stop watching a peer whose loss does not matter any more."""
         self._liveness.forget(peer)
         self._headway.forget(peer)
-
-    def heard(self, peer: str, now: float) -> None:
-        """Note that something of the peer's own code arrived."""
-        self._liveness.heard(peer, now)
-
-    def silent_s(self, peer: str, now: float) -> float:
-        """Return how long nothing of the peer's own code has arrived."""
-        return self._liveness.silent_s(peer, now)
 
     def told(self, event: VanEvent, now: float) -> None:
         """Act on what the van tells of a connection."""
@@ -156,7 +153,7 @@ class FailureDetector:
             self._ended_after_goodbye(peer)
         self._office.control.disconnected(peer)
         self._liveness.disconnected(peer, now)
-        self._suspect_at = now
+        self._suspicion.set(now)
         self._look_at_headway(peer, now, moved_bytes)
 
     def _look_at_headway(self, peer: str, now: float, moved_bytes: int) -> None:
@@ -182,36 +179,24 @@ class FailureDetector:
             return False
         return office.links.everything_accepted((peer,)) and not self._traffic.has_waiting(node)
 
-    def run(self, now: float) -> None:
-        """Do what time asks for."""
-        if now >= self._suspect_at:
-            self._look_at_suspects(now)
-        if now >= self._process_at:
-            self._process_at = now + _PROCESS_INTERVAL_S
-            self._look_at_processes(now)
-        if now >= self._beat_at:
-            self._beat_at = beat_at(self._office.config, now)
-            self._beat(now)
-        if now >= self._judge_at:
-            if now - self._judge_at > _LATE_S:
-                # This node itself was held up: what its peers sent meanwhile is still to be read.
-                self._liveness.forgive(now)
-            self._judge_at = now + _JUDGE_INTERVAL_S
-            self._judge(now)
-
-    def next_due(self) -> float:
-        """Return when ``run`` has something to do."""
-        return min(self._beat_at, self._judge_at, self._process_at, self._suspect_at)
+    def _judge_by_time(self, now: float) -> None:
+        if now - self._judge_at > _LATE_S:
+            # This node itself was held up: what its peers sent meanwhile is still to be read.
+            self._liveness.forgive(now)
+        self._judge_at = now + _JUDGE_INTERVAL_S
+        self._judgement.set(self._judge_at)
+        self._judge(now)
 
     def _beat(self, now: float) -> None:
         office = self._office
+        self._beats.set(beat_at(office.config, now))
         for node in office.membership.listeners():
             office.links.send(node.uid, Beat(), (), office.membership.epoch, now)
 
     def _look_at_suspects(self, now: float) -> None:
         """Look whether the processes of peers without a connection are gone."""
         suspects = self._liveness.suspects()
-        self._suspect_at = now + _SUSPECT_INTERVAL_S if suspects else math.inf
+        self._suspicion.set(now + _SUSPECT_INTERVAL_S if suspects else math.inf)
         for peer in suspects:
             if self._has_ended(peer):
                 for lost in self._liveness.died(peer, PROCESS_GONE):

@@ -1,4 +1,4 @@
-"""What a node does later: commands and when they are due. On the I/O thread. A leaf.
+"""The queue and the timers of a node's I/O thread. A leaf.
 
 What other threads have a node's I/O thread do: now, later, or after each step of its loop.
 
@@ -22,25 +22,83 @@ from pslite.errors import UsageError
 from pslite.future import Future
 
 
+class Timer:
+    """A command that is due at one time after the other. Made by ``Timers.new``."""
+
+    __slots__ = ("_timers", "command", "due", "is_errand")
+
+    def __init__(
+        self, timers: Timers, command: Callable[[float], None], *, is_errand: bool = False
+    ) -> None:
+        self._timers = timers
+        self.command = command
+        #: Whether it is called once, at the end of the node if that comes before.
+        self.is_errand = is_errand
+        #: When it is called next; inf: not until ``set``.
+        self.due = math.inf
+
+    def set(self, due: float) -> None:
+        """Have the command called from ``due`` on, and not when it was due before; inf: never."""
+        self.due = due
+        if due < math.inf:
+            self._timers.push(self)
+
+
 class Timers:
-    """Commands that wait for their time, by the node's clock."""
+    """Commands with due times, by the node's clock."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._waiting: list[tuple[float, int, Callable[[], None]]] = []
+        #: Where a timer was set again, its earlier entries are here still, with another time.
+        self._waiting: list[tuple[float, int, Timer]] = []
+
+    def new(self, command: Callable[[float], None]) -> Timer:
+        """Make a timer, which is not set; ``command`` gets the time."""
+        return Timer(self, command)
 
     def add(self, due: float, command: Callable[[], None]) -> None:
-        """Have ``run`` call ``command`` from ``due`` on; equal times in this order."""
-        heapq.heappush(self._waiting, (due, next(self._numbers), command))
+        """Have ``command`` called once from ``due`` on, or by ``end``; those due first go first."""
+        Timer(self, lambda _: command(), is_errand=True).set(due)
+
+    def every(self, interval_s: float, command: Callable[[float], None]) -> None:
+        """Have ``run`` call ``command`` at once, and again in each such interval."""
+
+        def again(now: float) -> None:
+            timer.set(now + interval_s)
+            command(now)
+
+        timer = self.new(again)
+        timer.set(-math.inf)
+
+    def push(self, timer: Timer) -> None:
+        """Note when a timer is due. For ``Timer.set``."""
+        heapq.heappush(self._waiting, (timer.due, next(self._numbers), timer))
 
     def next_due(self) -> float:
         """Return when ``run`` has something to do."""
-        return self._waiting[0][0] if self._waiting else math.inf
+        waiting = self._waiting
+        while waiting and waiting[0][0] != waiting[0][2].due:
+            heapq.heappop(waiting)
+        return waiting[0][0] if waiting else math.inf
 
     def run(self, now: float) -> None:
         """Call what is due."""
         while self._waiting and self._waiting[0][0] <= now:
-            heapq.heappop(self._waiting)[2]()
+            due, _, timer = heapq.heappop(self._waiting)
+            if due == timer.due:
+                timer.due = math.inf
+                timer.command(now)
+
+    def errands(self) -> list[Timer]:
+        """Return those that were added and have not been called, in the order of their times."""
+        return [timer for _, _, timer in sorted(self._waiting) if timer.is_errand]
+
+    def end(self) -> None:
+        """Call what was added, now; what becomes due again is over."""
+        errands = self.errands()
+        self._waiting.clear()
+        for timer in errands:
+            timer.command(math.inf)
 
 
 # Which process this is. Kept, since ``os.getpid`` asks the kernel, and each call of a store asks.
@@ -56,7 +114,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class Errands:
-    """Those of one node. ``wake`` ends its poll; ``clock`` is the node's."""
+    """The queue of calls for one node's I/O thread. ``wake`` ends the poll of that thread."""
 
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float]) -> None:
         self._wake = wake
@@ -120,8 +178,8 @@ class Errands:
         """Raise ``UsageError`` in a forked child, which has no I/O thread."""
         if _pid != self._pid:
             raise UsageError(
-                f"this node belongs to process {self._pid}; a forked child cannot use it: "
-                "create stores in the child itself, or do not fork"
+                f"this node belongs to process {self._pid}, and a forked child cannot use it; "
+                "create stores in the child, or do not fork"
             )
 
     @property
@@ -158,12 +216,12 @@ class Errands:
 
     @property
     def has_work(self) -> bool:
-        """Whether something is to be done now or later."""
-        return bool(self.commands or self.looks) or self.timers.next_due() < math.inf
+        """Whether a caller wants something done now or later."""
+        return bool(self.commands or self.looks or self.timers.errands())
 
     def end(self) -> None:
-        """Run all that is left after the last step, the timers too, and keep nothing."""
+        """Run all that callers wanted after the last step, what was for later too."""
         self._ended = True
         self.run()
-        self.timers.run(math.inf)
+        self.timers.end()
         self.looks.clear()

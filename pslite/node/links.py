@@ -1,4 +1,4 @@
-"""Messages to and from peers, each exactly once, over any van. Runs on the I/O thread.
+"""``Links``: exactly-once messages to and from peers over any van. On the I/O thread.
 
 A ``Links`` owns one ``Channel`` per peer (``protocol/channel.py``) and turns messages into
 frames and back (``wire/codec.py``). It checks what every transmission must have - version,
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pslite.errors import ConfigError, ProtocolError, UsageError
@@ -30,11 +31,11 @@ TELL_BYTES = 8 << 20
 #: At most this many conversations with nodes that are not vouched for (``know``) are kept.
 MAX_STRANGERS = 4096
 #: What is dropped is counted under these, so that no peer can invent further reasons.
-MALFORMED = "no message of this protocol"
+MALFORMED = "not a valid message of this protocol"
 FROM_LOST = "from a node that was declared lost"
 OTHER_JOB = "another job"
-OTHER_RECEIVER = "meant for a process that was here before"
-OTHER_SENDER = "another process under a known name"
+OTHER_RECEIVER = "addressed to an earlier process of this name"
+OTHER_SENDER = "sent by another process with a known name"
 _MAX_REMARK = 200
 
 Objection = Callable[[str, Message, Sequence[Any]], "str | None"]
@@ -51,30 +52,21 @@ class Delivery(NamedTuple):
     frames: Sequence[Any]
 
 
+@dataclass(slots=True)
 class _PeerTraffic:
-    __slots__ = (
-        "channel",
-        "incarnation",
-        "progress",
-        "received_bytes",
-        "sent_bytes",
-        "untold_bytes",
-    )
-
-    def __init__(self, incarnation: int, channel: Channel) -> None:
-        self.incarnation = incarnation
-        self.channel = channel
-        #: What went through the van: headers and repetitions too, shared memory not.
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        #: How much has got through, in either direction: messages, each once.
-        self.progress = 0
-        #: Payload that is accepted here, and the peer does not know it.
-        self.untold_bytes = 0
+    channel: Channel
+    incarnation: int = 0
+    #: What went through the van: headers and repetitions too, shared memory not.
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    #: How much has got through, in either direction: messages, each once.
+    progress: int = 0
+    #: Payload that is accepted here, and the peer does not know it.
+    untold_bytes: int = 0
 
 
 class Links:
-    """The conversations of one node with all its peers."""
+    """The channels of one node to all its peers."""
 
     def __init__(
         self,
@@ -123,14 +115,14 @@ class Links:
         """
         if peer in self._closed or (peer in self._released and message.RELIABLE):
             return
-        entry = self._entry(peer)
+        entry = self._peers.get(peer) or self._entry(peer)
         if message.RELIABLE:
             self._strangers.pop(peer, None)
             if len(frames) >= MAX_FRAMES:
                 raise UsageError(
-                    f"the message has {len(frames)} frames; there must be fewer than {MAX_FRAMES}"
+                    f"a message must have fewer than {MAX_FRAMES} frames, got {len(frames)}"
                 )
-            nbytes = sum(size_of(frame) for frame in frames)
+            nbytes = sum(map(size_of, frames))
             nbytes = nbytes if nbytes >= _SMALL_BYTES else 0
             outgoing = entry.channel.number(message, frames, nbytes, epoch, now)
             try:
@@ -275,8 +267,8 @@ class Links:
         """Refuse a message of another job, without telling this job's id."""
         refusal = Refused(
             ConfigError.__name__,
-            f"this node does not belong to job {theirs[:_MAX_REMARK]!r}, as the message does; "
-            "two jobs use the same address: start each with a port of its own",
+            f"this node does not belong to the job {theirs[:_MAX_REMARK]!r} of the message: two "
+            "jobs use the same address; give each job its own port",
         )
         self._send_unnumbered(peer, refusal, "")
 
@@ -288,7 +280,7 @@ class Links:
     def _entry(self, peer: str) -> _PeerTraffic:
         entry = self._peers.get(peer)
         if entry is None:
-            entry = self._peers[peer] = _PeerTraffic(0, Channel(self._resend_timeout_s))
+            entry = self._peers[peer] = _PeerTraffic(Channel(self._resend_timeout_s))
         return entry
 
     def _new_stranger(self, peer: str) -> _PeerTraffic:

@@ -1,4 +1,4 @@
-"""Lines for people, in the shape that users of ps-lite recognise.
+"""``Log``: the log lines of a node, in the format of ps-lite.
 
 Level 1 (PS_VERBOSE=1) shows connections, level 2 every message as well; warnings and errors
 always appear. A ``Log`` belongs to one node, so two clusters in one process do not mix. Lines go

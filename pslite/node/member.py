@@ -1,4 +1,4 @@
-"""What workers and servers do in the cluster besides moving data. Runs on the I/O thread.
+"""``MemberControl``: joining, barriers and leaving of workers and servers. On the I/O thread.
 
 Joining (with a deadline and a line every few seconds that says who is missing), barriers,
 goodbyes, and what follows when another node is gone. ``scheduler.py`` is the other side.
@@ -7,7 +7,6 @@ goodbyes, and what follows when another node is gone. ``scheduler.py`` is the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from pslite.errors import ConfigError, DeadlineError, NodeLostError, UsageError, rebuild
 from pslite.future import Future
@@ -57,7 +56,7 @@ class MemberControl(NodeControl):
         self._waiting: Waiting | None = None
         self._barriers: dict[tuple[int, int], Future[None]] = {}
         self._scheduler_error: NodeLostError | None = None
-        self._warn_at = math.inf
+        self._warning = office.errands.timers.new(self._warn)
         self._leaving = False
         #: Workers that have left, as the scheduler says, and whose own goodbye is on its way.
         self._goodbyes: set[str] = set()
@@ -116,9 +115,6 @@ class MemberControl(NodeControl):
         office.log.info(1, f"{office.log.name} is connected to others")
         office.join(mine[0], message.members, now)
 
-    def _who_waits(self) -> Iterable[str]:
-        return (SCHEDULER,)
-
     def _give_up(self, error: Exception, now: float) -> None:
         self._office.fail(error)
 
@@ -128,11 +124,11 @@ class MemberControl(NodeControl):
         # The scheduler speaks, so its clock decides: a node that gave up a moment before it
         # would look like a lost one to all the others.
         left_s = self._office.config.rendezvous_timeout_s - message.waited_s
-        self._deadline = now + max(left_s, 0.0) + _GRACE_S
+        self._deadline.set(now + max(left_s, 0.0) + _GRACE_S)
         if is_answer:
             # To the registration: from here on the scheduler's loss is ours, and it speaks.
             self._office.watch.add(SCHEDULER, now)
-            self._roster_at = now + 2 * self._office.config.roster_interval_s
+            self._roster_line.set(now + 2 * self._office.config.roster_interval_s)
         else:
             self._say_who_is_missing(now)
 
@@ -140,32 +136,33 @@ class MemberControl(NodeControl):
         config, office = self._office.config, self._office
         # Once the scheduler speaks, at the same interval, only its silence makes us repeat it.
         intervals = 1 if self._waiting is None else 2
-        self._roster_at = now + intervals * config.roster_interval_s
+        self._roster_line.set(now + intervals * config.roster_interval_s)
         waited_s = now - self._began_at
         if self._waiting is None:
             office.log.info(
                 0,
-                f"waiting for the scheduler at {config.root_uri}:{config.root_port}, "
-                f"which has not answered for {waited_s:.0f} s",
+                f"waiting for the scheduler at {config.root_uri}:{config.root_port}; no answer "
+                f"for {waited_s:.0f} s",
             )
             return
         there = ", ".join(self._waiting.present) or "none"
         missing = ", ".join(self._waiting.missing)
-        office.log.info(0, f"waiting for {missing} since {waited_s:.0f} s; there: {there}")
+        office.log.info(0, f"waiting for {missing} for {waited_s:.0f} s; connected: {there}")
 
     def _too_late(self) -> DeadlineError:
         config = self._office.config
         limit = f"{config.rendezvous_timeout_s:g} s (PS_RENDEZVOUS_TIMEOUT)"
         trouble = self._office.van.trouble(SCHEDULER)
         if self._waiting is None and trouble:
-            return DeadlineError(f"the scheduler was not reached within {limit}: {trouble}")
+            return DeadlineError(f"cannot reach the scheduler within {limit}: {trouble}")
         if self._waiting is None:
             return DeadlineError(
-                f"no scheduler answered at {config.root_uri}:{config.root_port} within {limit}: "
-                "is it running, and is DMLC_PS_ROOT_URI / DMLC_PS_ROOT_PORT the same everywhere?"
+                f"no scheduler answered at {config.root_uri}:{config.root_port} within {limit}; "
+                "check that it is running and that DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT are "
+                "the same in all processes"
             )
         missing = ", ".join(self._waiting.missing)
-        return DeadlineError(f"the cluster was not complete within {limit}: {missing} missing")
+        return DeadlineError(f"the cluster was not complete within {limit}: missing {missing}")
 
     # -- barriers ----------------------------------------------------------------------
 
@@ -175,7 +172,9 @@ class MemberControl(NodeControl):
             future.set_error(self._scheduler_error)
             return
         if office.info is None:
-            future.set_error(UsageError("a barrier needs a complete cluster: wait for `ready`"))
+            future.set_error(
+                UsageError("a barrier needs a complete cluster; wait for node.ready first")
+            )
             return
         self._barrier_rounds[group] += 1
         round_ = self._barrier_rounds[group]
@@ -206,7 +205,7 @@ class MemberControl(NodeControl):
             # It may end as soon as it has heard our goodbye: only what it was asked is lost.
             for info in office.membership.roster:
                 if info.uid == peer:
-                    sentence = f"{info.title} has ended without an answer: {reason}"
+                    sentence = f"{info.title} ended without an answer: {reason}"
                     error = NodeLostError(sentence, role=info.role, rank=info.rank)
                     office.customers.pending.depart(info.node_id, error)
             office.links.shut(peer)
@@ -234,10 +233,7 @@ class MemberControl(NodeControl):
             self._office.membership.ending.add(speaker)
         lost = loss_in(message, speaker)
         if lost is not None:
-            about, reason = lost
-            title = self._office.membership.title(about)
-            until = now + self._office.config.lost_after_s + VERDICT_S
-            self._hearsay.note(speaker, about, reason, title, until)
+            self._heard_of(speaker, lost, now + self._office.config.lost_after_s + VERDICT_S)
         if self._scheduler_error is not None:
             self._believe()
 
@@ -323,7 +319,7 @@ class MemberControl(NodeControl):
         self._scheduler_error = error
         if is_news:
             # What ends a whole job ends the scheduler, too: this node may be the next.
-            self._warn_at = self._office.clock() + _WARN_AFTER_S
+            self._warning.set(self._office.clock() + _WARN_AFTER_S)
         self._end_barriers(error)
         self._believe()
 
@@ -331,12 +327,12 @@ class MemberControl(NodeControl):
 
     def say_goodbye(self) -> None:
         self._leaving = True
-        self._warn_at = math.inf
+        self._warning.set(math.inf)
         super().say_goodbye()
 
     def fail(self, error: BaseException) -> None:
         self._stop_waiting()
-        self._warn_at = math.inf
+        self._warning.set(math.inf)
         self._end_barriers(error)
 
     def _end_barriers(self, error: BaseException) -> None:
@@ -344,13 +340,7 @@ class MemberControl(NodeControl):
         for future in barriers.values():
             future.set_error(error)
 
-    def tick(self, now: float) -> None:
-        super().tick(now)
-        if now >= self._warn_at:
-            self._warn_at = math.inf
-            self._office.log.warn(
-                "push and pull go on; barriers, init and joins no longer work without the scheduler"
-            )
-
-    def next_due(self) -> float:
-        return min(super().next_due(), self._warn_at)
+    def _warn(self, _now: float) -> None:
+        self._office.log.warn(
+            "push and pull go on; barriers, init and joins no longer work without the scheduler"
+        )

@@ -1,4 +1,4 @@
-"""Whose messages a node takes in, before its roster is there and afterwards. Pure.
+"""``Admission``: the senders whose messages a node accepts, before and after the roster. Pure.
 
 Before: what members will turn out to have sent waits here, so much and no more; the rest is not
 accepted, so its senders come back to it. Afterwards: who is not in the roster is not heard, and
@@ -11,72 +11,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pslite.ids import Role
 from pslite.node.data import MESSAGES as DATA_MESSAGES
 from pslite.node.links import Delivery
+from pslite.node.same_machine import MESSAGES as NEARBY_MESSAGES
 from pslite.van.base import size_of
-from pslite.wire.messages import (
-    Answer,
-    BarrierEnter,
-    BarrierLeave,
-    BarrierWaits,
-    Deadlock,
-    Exchange,
-    LongWait,
-    Message,
-    PartsFailed,
-    PipeOffer,
-    Register,
-    Request,
-    Response,
-    Roster,
-    RoundWaits,
-    SegmentOffer,
-    SegmentTaken,
-    StaleEpoch,
-    StatusQuestion,
-    StatusReport,
-    StatusSurvey,
-    Waiting,
-)
+from pslite.wire.messages import SENDERS, Message, Register, Request, Response, StatusQuestion
 
 #: What only nodes of the roster may send, besides what ``control`` handles.
 FROM_MEMBERS: frozenset[type[Message]] = frozenset(
-    {Request, Response, SegmentOffer, SegmentTaken, PipeOffer, *DATA_MESSAGES}
+    {Request, Response, *NEARBY_MESSAGES, *DATA_MESSAGES}
 )
-_SCHEDULER, _SERVER, _WORKER = (role.value for role in (Role.SCHEDULER, Role.SERVER, Role.WORKER))
-#: Who may send a message (``docs/wire.md``, section 7); those that are not here, anybody.
-SENDERS: dict[type[Message], frozenset[str]] = {
-    Register: frozenset({_SERVER, _WORKER}),
-    Roster: frozenset({_SCHEDULER}),
-    Waiting: frozenset({_SCHEDULER}),
-    BarrierEnter: frozenset({_SERVER, _WORKER}),
-    BarrierLeave: frozenset({_SCHEDULER}),
-    BarrierWaits: frozenset({_SCHEDULER}),
-    Exchange: frozenset({_WORKER}),
-    Answer: frozenset({_SERVER}),
-    PartsFailed: frozenset({_SERVER}),
-    StaleEpoch: frozenset({_SERVER}),
-    RoundWaits: frozenset({_SERVER}),
-    SegmentOffer: frozenset({_SERVER, _WORKER}),
-    SegmentTaken: frozenset({_SERVER, _WORKER}),
-    StatusQuestion: frozenset({_SCHEDULER}),
-    StatusReport: frozenset({_SERVER, _WORKER}),
-    StatusSurvey: frozenset({_SCHEDULER}),
-    LongWait: frozenset({_WORKER}),
-    Deadlock: frozenset({_SCHEDULER}),
-}
 MAX_EARLY = 16_384
 MAX_EARLY_BYTES = 256 << 20
 
 # Reasons, as ``Links`` counts them.
-EARLY = "no room before the roster"
+EARLY = "too many messages before the roster arrived"
 UNLISTED = "from a node that the roster does not list"
 OUT_OF_ROLE = "from a node whose role does not send it"
 
 
 class Admission:
-    """Decides who is heard, and keeps what came too early."""
+    """Accepts or drops messages by sender, and keeps early ones."""
 
     def __init__(self, *, takes_registrations: bool) -> None:
         self._takes_registrations = takes_registrations

@@ -1,4 +1,4 @@
-"""What a node gives its parts, as types. A leaf: the parts import this and not ``Postoffice``."""
+"""The interfaces of a node for its parts, which import this and not ``Postoffice``. A leaf."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pslite.wire.messages import Message
 
 
 class Control(Protocol):
-    """What a node does in the cluster besides moving data."""
+    """The control of a node: joining, barriers, lost nodes."""
 
     def begin(self, now: float) -> None:
         """Join (or, on the scheduler, gather) the cluster."""
@@ -43,15 +43,9 @@ class Control(Protocol):
     def fail(self, error: BaseException) -> None:
         """End every wait with ``error``: nothing can be done any more."""
 
-    def tick(self, now: float) -> None:
-        """Do what time asks for."""
-
-    def next_due(self) -> float:
-        """Return when ``tick`` has something to do."""
-
 
 class Office(Protocol):
-    """A node, as its parts see it: what at least two of them need. I/O thread only."""
+    """The interface of a node for its parts. I/O thread only."""
 
     config: Config
     log: Log
@@ -72,7 +66,7 @@ class Office(Protocol):
 
     @property
     def role(self) -> Role:
-        """What this node is in the cluster."""
+        """The role of this node in the cluster."""
 
     def send(self, node: int, message: Message, frames: Sequence[Any] = ()) -> None:
         """Send to a node of the roster; nothing happens when it is gone."""

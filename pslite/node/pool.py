@@ -1,4 +1,4 @@
-"""Where a server's work runs: a few threads, each with its lanes, or right here.
+"""The thread pool of a server: each thread has its own lanes.
 
 Work of one lane runs in order and never at the same time as other work of that lane, so what
 belongs to a lane (a part's memory) needs no lock. Results are handed over by ``done``, which
@@ -17,7 +17,7 @@ Work = Callable[[], None]
 
 
 class Pool(Protocol):
-    """Runs work by lanes."""
+    """The interface of a pool: work in lanes."""
 
     def submit(self, lane: int, work: Work) -> None:
         """Run ``work`` after all earlier work of ``lane``. Work must not raise."""

@@ -1,4 +1,4 @@
-"""A node: where the pure protocol meets a van. One I/O thread owns everything in here.
+"""``Postoffice``: a node, which connects the pure protocol with a van on one I/O thread.
 
 ``step`` is the whole life of a node: take what the van has, carry out what other threads
 asked for (``io_queue.py``), look at the clock, send what may be sent. A node is driven by its own
@@ -25,7 +25,7 @@ from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_title
 from pslite.memory.heap import Bytes, Heap
 from pslite.memory.sharing import Sharing
 from pslite.node.customer import Customers, Handler, Reply
-from pslite.node.data import Traffic
+from pslite.node.data import TICK_INTERVAL_S, Traffic
 from pslite.node.failure_detector import FailureDetector
 from pslite.node.io_queue import Errands
 from pslite.node.links import TELL_BYTES, Delivery, Links
@@ -46,6 +46,8 @@ from pslite.wire.messages import Accepted, Beat, LongWait, Message, Request, Res
 _ACCEPTANCE_S = 5.0
 #: Once all is done, a node's threads end at once, but for work of a server that cannot be ended.
 _STOP_S = 10.0
+#: How often requests are looked at that wait for an app which never comes.
+_EARLY_S = 1.0
 
 
 class Postoffice:
@@ -112,7 +114,7 @@ class Postoffice:
 
     @property
     def role(self) -> Role:
-        """What this node is in the cluster."""
+        """The role of this node in the cluster."""
         return self.membership.role
 
     @property
@@ -123,7 +125,9 @@ class Postoffice:
             UsageError: the cluster is not complete yet.
         """
         if self.info is None:
-            raise UsageError("the rank is known once the cluster is complete: wait for `ready`")
+            raise UsageError(
+                "the rank is not known before the cluster is complete; wait for node.ready first"
+            )
         return self.info.rank
 
     def join(self, info: NodeInfo, roster: tuple[NodeInfo, ...], now: float) -> None:
@@ -172,7 +176,7 @@ class Postoffice:
 
     @staticmethod
     def whole_of(buffer: Bytes) -> tuple[int, int, object] | None:
-        """Return where a buffer's stretch of memory lies: (address, bytes, owner).
+        """Return the segment that holds a buffer: (address, bytes, owner).
 
         The buffer may be a part of one. Stretches begin and end with a page; the owner keeps its
         own mapped, and goes with the last buffer in it, not before the node ends. None for memory
@@ -276,7 +280,7 @@ class Postoffice:
             while not self._closing:
                 self.step(None)
         except BaseException as error:
-            self.log.error(f"the I/O thread ends: {type(error).__name__}: {error}")
+            self.log.error(f"the I/O thread failed: {type(error).__name__}: {error}")
             self.fail(as_failure(error))
         finally:
             self.links.flush(self.membership.epoch, self.clock(), at_once=True)
@@ -285,20 +289,20 @@ class Postoffice:
 
     def begin(self) -> None:
         """Start the clocks and join; the first thing to call on the I/O thread."""
-        now = self.clock()
+        now, config = self.clock(), self.config
         self.watch.begin(now)
         self.control.begin(now)
+        self.errands.timers.every(
+            min(TICK_INTERVAL_S, config.report_after_s / 2), self.traffic.tick
+        )
+        limit_s = config.rendezvous_timeout_s
+        self.errands.timers.every(_EARLY_S, lambda now: self.customers.expire(now - limit_s))
 
     def step(self, timeout_s: float | None) -> bool:
         """Do what there is to do, waiting for it at most ``timeout_s``. Whether there was."""
-        due = -math.inf
-        if self.errands.commands:
-            timeout_s = 0.0
-        else:
-            due = self.next_due()
-            wait_s = max(0.0, due - self.clock())
-            timeout_s = wait_s if timeout_s is None else min(timeout_s, wait_s)
-        events = self.van.poll(timeout_s)
+        due = self.next_due()
+        wait_s = 0.0 if self.errands.commands else max(0.0, due - self.clock())
+        events = self.van.poll(wait_s if timeout_s is None else min(timeout_s, wait_s))
         now = self.clock()
         worked = bool(events)
         for event in events:
@@ -311,9 +315,11 @@ class Postoffice:
                 self.watch.told(event, now)
         worked |= self.errands.run()
         if now >= due:  # what became due meanwhile has its turn in the next step
-            self._run_timers(now)
+            self.links.resend(now)
+            self.errands.timers.run(now)
             self.errands.run()
-        self.traffic.send_queued(now)
+        if self.traffic.worker.outbox:
+            self.traffic.send_queued(now)
         self.links.flush(self.membership.epoch, now)
         if self.errands.looks:
             self.errands.look()
@@ -322,23 +328,10 @@ class Postoffice:
     def next_due(self) -> float:
         """Return when ``step`` has something to do though nothing arrives."""
         return min(
-            self.customers.look_at,
-            self.watch.next_due(),
-            self.links.next_due(),
             self.errands.timers.next_due(),
+            self.links.next_due(),
             self.van.next_due(),
-            self.sharing.next_due(self.clock()),
-            self.control.next_due(),
         )
-
-    def _run_timers(self, now: float) -> None:
-        self.links.resend(now)
-        self.watch.run(now)
-        self.traffic.run(now)
-        self.errands.timers.run(now)
-        if now >= self.customers.look_at:
-            self.customers.run(now, self.config.rendezvous_timeout_s)
-        self.control.tick(now)
 
     # -- messages ----------------------------------------------------------------------
 
@@ -356,31 +349,26 @@ class Postoffice:
         self.send(node, message, frames)
 
     def _dispatch(self, delivery: Delivery, now: float) -> None:
-        kind = type(delivery.message)
-        node = self.membership.node_ids.get(delivery.peer)
+        message, peer, frames = delivery.message, delivery.peer, delivery.frames
+        kind, node = type(message), self.membership.node_ids.get(peer)
         try:
             if kind is Accepted or kind is Beat:
                 return
             if kind not in FROM_MEMBERS:
                 self.control.handle(delivery, now)
-            elif node is not None:
-                self._from_member(delivery, node, now)
-            else:
+            elif node is None:
                 self.gate.keep(delivery)
+            elif isinstance(message, Request):
+                self.customers.request_arrived(node, message, frames, now)
+            elif isinstance(message, Response):
+                self.customers.response_arrived(node, message, frames)
+            elif isinstance(message, NEARBY):
+                self.nearby.arrived(peer, node, message)
+            else:
+                self.traffic.arrived(delivery, node)
         except PSError as error:
-            text = f"bad message from {self.membership.peer_title(delivery.peer)}: {error}"
-            self.log.warn_seldom(f"bad message from {delivery.peer}", text)
-
-    def _from_member(self, delivery: Delivery, node: int, now: float) -> None:
-        message = delivery.message
-        if isinstance(message, Request):
-            self.customers.request_arrived(node, message, delivery.frames, now)
-        elif isinstance(message, Response):
-            self.customers.response_arrived(node, message, delivery.frames)
-        elif isinstance(message, NEARBY):
-            self.nearby.arrived(delivery.peer, node, message)
-        else:
-            self.traffic.arrived(delivery, node)
+            text = f"invalid message from {self.membership.peer_title(peer)}: {error}"
+            self.log.warn_seldom(f"invalid message from {peer}", text)
 
     # -- the end -----------------------------------------------------------------------
 
@@ -389,7 +377,7 @@ class Postoffice:
         if self.error is not None:
             return
         self.error = error
-        self.traffic.fail(error)
+        self.traffic.worker.fail(error)
         self.customers.fail(error)
         self.control.fail(error)
         self.ready.set_error(error)
@@ -431,7 +419,7 @@ class Postoffice:
             self.errands.call(self._stop)
             thread.join(_STOP_S)
             if not self.pool.close(_STOP_S):
-                self.log.warn("closed though the pool still works on what was pushed")
+                self.log.warn("the node was closed while its thread pool still applied pushes")
         error = self.unheard.take() if goodbye else None
         if error is not None:
             raise error

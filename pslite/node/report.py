@@ -1,4 +1,4 @@
-"""What a node says about itself when the scheduler asks. On the I/O thread.
+"""``Reporter``: a node's status reports for the scheduler. On the I/O thread.
 
 Everything is read from counters and tables that are there anyway, at the moment of the question:
 a job that is not asked about pays nothing. Next: ``surveyor.py``, which collects the reports.
@@ -27,7 +27,7 @@ class Reporter:
         self.progress: ProgressSource | None = None
 
     def report(self, now: float, waits: Sequence[Wait] = ()) -> NodeReport:
-        """The node at this moment; ``waits`` are those that the node's control knows of."""
+        """Return the node at this moment; ``waits`` are those that the node's control knows of."""
         office, traffic, source = self._office, self._traffic, self.progress
         counts = office.links.byte_counts().values()
         open_rounds, round_waits = traffic.open_rounds(now)
@@ -60,7 +60,7 @@ class Reporter:
         return (
             office.pool.num_jobs > 0
             or office.errands.has_work
-            or traffic.num_unsent > 0
+            or traffic.worker.num_unsent > 0
             or traffic.is_applying
             or office.customers.is_at_work
             or office.error is not None
@@ -70,5 +70,5 @@ class Reporter:
         )
 
     def answer(self, question: int, now: float) -> StatusReport:
-        """The message with a member's report."""
+        """Return the message with a member's report."""
         return StatusReport(question, packed(self.report(now)))

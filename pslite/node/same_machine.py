@@ -1,4 +1,4 @@
-"""Nodes on this machine: their memory is read where it lies, and small messages go by pipes.
+"""``Nearby``: shared memory and pipes between nodes of one machine.
 
 What is offered and what is taken. ``memory/`` has the memory itself, ``van/zmq/pipes.py`` the
 pipes. On the I/O thread.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pslite.ids import NodeInfo, Role
+from pslite.ids import SCHEDULER_ID, NodeInfo, Role
+from pslite.memory.sharing import PATIENCE_S
 from pslite.node.office import Office
 from pslite.van.base import PipeTicket
 from pslite.wire.messages import Message, PipeOffer, SegmentOffer, SegmentTaken
@@ -18,11 +19,13 @@ MESSAGES = (SegmentOffer, SegmentTaken, PipeOffer)
 
 
 class Nearby:
-    """One node's dealings with those on its machine."""
+    """The shared memory and pipes of one node."""
 
     def __init__(self, office: Office) -> None:
         self._office = office
-        #: The nodes on this machine, if memory may be shared at all.
+        #: The nodes on this machine by their ids, if memory may be shared at all.
+        self._here: dict[int, NodeInfo] = {}
+        #: Those of them that this one may exchange values with.
         self.near: frozenset[int] = frozenset()
         #: Whether all nodes that this one exchanges values with can share its memory.
         self.is_on_one_machine = False
@@ -30,9 +33,9 @@ class Nearby:
     def begin(self, info: NodeInfo, roster: Sequence[NodeInfo]) -> None:
         """Find out who is on this machine; ``info`` is this node's entry."""
         if self._office.config.shm:
-            peers = [node for node in roster if node.role != Role.SCHEDULER.value]
-            self.near = frozenset(node.node_id for node in peers if node.machine == info.machine)
-            self.is_on_one_machine = len(self.near) == len(peers)
+            self._here = {each.node_id: each for each in roster if each.machine == info.machine}
+            self.near = frozenset(self._here) - {SCHEDULER_ID}
+            self.is_on_one_machine = len(self.near) == len(roster) - 1
 
     def spread(self, connections: int) -> None:
         """Use this many TCP connections to each server that is not on this machine."""
@@ -64,22 +67,19 @@ class Nearby:
 
     def offer_segments(self) -> None:
         """Offer the peers here the memory that values are sent from, new one too."""
-        office = self._office
-        if office.info is None or not office.config.shm:
-            return
-        now = office.clock()
+        office, now = self._office, self._office.clock()
         for node in office.membership.neighbours():
-            if node.machine == office.info.machine and node.role != Role.SCHEDULER.value:
+            if node.node_id in self.near:
                 for offer in office.sharing.offers(node.uid, now):
                     office.send(node.node_id, offer)
+                    # A step at that time: from then on values do not wait for the answer.
+                    office.errands.timers.add(now + PATIENCE_S, lambda: None)
 
     def _segment_offered(self, peer: str, node: int, offer: SegmentOffer) -> None:
-        office = self._office
-        info = office.membership.node(node)
-        if not office.config.shm:
-            answer = SegmentTaken(offer.segment, False, "")
-        elif office.info is None or info is None or info.machine != office.info.machine:
-            answer = SegmentTaken(offer.segment, False, "it is on another machine")
+        office, info = self._office, self._here.get(node)
+        if info is None:
+            reason = "it is on another machine" if office.config.shm else ""
+            answer = SegmentTaken(offer.segment, False, reason)
         else:
             answer = office.sharing.map(peer, info.pid, offer)
         office.send(node, answer)
@@ -89,24 +89,19 @@ class Nearby:
         office.sharing.taken(peer, answer)
         if not answer.taken and answer.reason:
             whom = office.membership.peer_title(peer)
-            text = f"{whom} cannot share memory with this node: values travel by TCP"
+            text = f"cannot share memory with {whom}, so values travel by TCP, which is slower"
             office.log.warn_seldom(f"no shared memory with {peer}", f"{text} ({answer.reason})")
 
     def offer_pipes(self) -> None:
         """Begin to exchange small messages with them by pipes."""
         office = self._office
-        if office.info is None or not office.config.shm:
-            return
         for node in office.membership.neighbours():
-            if node.machine == office.info.machine:
+            if node.node_id in self._here:
                 ticket = office.van.offer_pipe(node.uid)
                 if ticket is not None:
                     office.send(node.node_id, PipeOffer(*ticket))
 
     def _pipe_offered(self, peer: str, node: int, offer: PipeOffer) -> None:
-        office = self._office
-        info = office.membership.node(node)
-        if not office.config.shm or office.info is None or info is None:
-            return
-        if info.machine == office.info.machine:
-            office.van.take_pipe(peer, info.pid, PipeTicket(offer.fd, offer.inode))
+        info = self._here.get(node)
+        if info is not None:
+            self._office.van.take_pipe(peer, info.pid, PipeTicket(offer.fd, offer.inode))

@@ -1,4 +1,4 @@
-"""The scheduler's control: gathers the cluster, keeps barriers, says who is gone.
+"""``SchedulerControl``: joining of nodes, barriers, and news of lost nodes.
 
 Runs on the scheduler node's I/O thread. Data never passes through here. The decisions are
 pure (``protocol/membership.py``, ``protocol/barrier.py``); this file carries them out.
@@ -7,16 +7,15 @@ pure (``protocol/membership.py``, ``protocol/barrier.py``); this file carries th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from pslite.errors import (
     ConfigError,
     DeadlineError,
     DeadlockError,
     NodeLostError,
-    describe,
-    lost_node,
     rebuild,
+    told,
 )
 from pslite.future import Future
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_members, node_id
@@ -28,8 +27,6 @@ from pslite.protocol.membership import Gone, Rendezvous
 from pslite.security import WHAT_TO_COMPARE
 from pslite.wire.messages import (
     BarrierEnter,
-    BarrierLeave,
-    BarrierWaits,
     Deadlock,
     Leave,
     LongWait,
@@ -41,6 +38,9 @@ from pslite.wire.messages import (
     StatusReport,
     Waiting,
 )
+
+#: How often barriers are looked at that have been open for long.
+_LOOK_INTERVAL_S = 0.5
 
 
 class SchedulerControl(NodeControl):
@@ -65,13 +65,16 @@ class SchedulerControl(NodeControl):
             office, node, package, self._rendezvous, self._barriers, self._deadlocked
         )
         #: Van names of the nodes that wait for the roster.
-        self._waiting: dict[str, NodeInfo] = {}
+        self._listeners = self._waiting = dict[str, NodeInfo]()
+        #: When the patience of the next one who waits in a barrier ends.
+        self._impatience = office.errands.timers.new(self._give_up_barriers)
 
     # -- gathering ---------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
         super().begin(now)
         self._rendezvous.begin(now)
+        self._office.errands.timers.every(_LOOK_INTERVAL_S, self._report_barriers)
 
     def handle(self, delivery: Delivery, now: float) -> None:
         message = delivery.message
@@ -101,14 +104,14 @@ class SchedulerControl(NodeControl):
         if node.uid != delivery.peer or node.incarnation != delivery.incarnation:
             return
         if self._rendezvous.roster or office.error is not None:
-            reason = "this job is complete and takes no further nodes"
-            office.links.send_unnumbered(delivery.peer, _refusal(ConfigError(reason)))
+            reason = "this job is complete and does not accept further nodes"
+            office.links.send_unnumbered(delivery.peer, Refused(*told(ConfigError(reason))))
             return
         refusal = self._rendezvous.register(
             node, message.num_workers, message.num_servers, message.package
         )
         if refusal is not None:
-            office.links.send_unnumbered(delivery.peer, _refusal(ConfigError(refusal.reason)))
+            office.links.send_unnumbered(delivery.peer, Refused(*told(ConfigError(refusal.reason))))
             if refusal.fatal:
                 self._give_up(ConfigError(refusal.reason), now)
             return
@@ -139,27 +142,26 @@ class SchedulerControl(NodeControl):
         )
         office.join(self._node, roster, now)
 
-    def _who_waits(self) -> Iterable[str]:
-        return self._waiting
-
     def _waiting_message(self, now: float) -> Waiting:
         rendezvous = self._rendezvous
         return Waiting(rendezvous.present(), rendezvous.missing(), rendezvous.waited_s(now))
 
     def _say_who_is_missing(self, now: float) -> None:
         office = self._office
-        self._roster_at = now + office.config.roster_interval_s
+        self._roster_line.set(now + office.config.roster_interval_s)
         waiting = self._waiting_message(now)
         for peer in self._waiting:
             office.links.send(peer, waiting, (), 0, now)
         there, missing = ", ".join(waiting.present) or "none", ", ".join(waiting.missing)
-        office.log.info(0, f"waiting for {missing} since {waiting.waited_s:.0f} s; there: {there}")
+        office.log.info(
+            0, f"waiting for {missing} for {waiting.waited_s:.0f} s; connected: {there}"
+        )
 
     def _give_up(self, error: Exception, now: float) -> None:
         """Tell all who came why the cluster cannot come about, and end."""
         office = self._office
         for peer in self._waiting:
-            office.links.send(peer, _refusal(error), (), 0, now)
+            office.links.send(peer, Refused(*told(error)), (), 0, now)
         office.fail(error)
 
     # -- barriers ----------------------------------------------------------------------
@@ -179,16 +181,27 @@ class SchedulerControl(NodeControl):
         until = now + timeout_s if timeout_s > 0 else math.inf
         self._office.log.info(1, f"Barrier round {round_} of group {group}: node {node}")
         self._release(self._barriers.enter(node, group, round_, members, until))
+        if until < self._impatience.due:
+            self._impatience.set(until)
+
+    def _give_up_barriers(self, now: float) -> None:
+        self._release(self._barriers.tick(now))
+        self._impatience.set(self._barriers.next_due())
+
+    def _report_barriers(self, now: float) -> None:
+        """Tell those who wait for long in a barrier who has not come."""
+        for nodes, waits in self._barriers.overdue(now, self._office.config.report_after_s):
+            for node in nodes:
+                self._office.send(node, waits)
 
     def _release(self, releases: list[Release]) -> None:
-        for release in releases:
-            if release.node != SCHEDULER_ID:
-                message = BarrierLeave(release.group, release.round, release.kind, release.error)
-                self._office.send(release.node, message)
+        for node, over in releases:
+            if node != SCHEDULER_ID:
+                self._office.send(node, over)
                 continue
-            future = self._own_barriers.pop((release.group, release.round), None)
-            if future is not None and release.kind:
-                future.set_error(rebuild(release.kind, release.error))
+            future = self._own_barriers.pop((over.group, over.round), None)
+            if future is not None and over.kind:
+                future.set_error(rebuild(over.kind, over.error))
             elif future is not None:
                 future.set_result(None)
 
@@ -220,11 +233,10 @@ class SchedulerControl(NodeControl):
         """Note that a member has lost others, and may end. Its word ends only itself."""
         membership, lost = self._office.membership, loss_in(message, speaker)
         if lost is not None:
-            about, reason = lost
             # Where this node has a connection with them, its own verdict would be here by now.
-            is_there = self._office.watch.is_connected(membership.uids.get(about, ""))
+            is_there = self._office.watch.is_connected(membership.uids.get(lost[0], ""))
             wait_s = VERDICT_S if is_there else VERDICT_S + self._office.config.lost_after_s
-            self._hearsay.note(speaker, about, reason, membership.title(about), now + wait_s)
+            self._heard_of(speaker, lost, now + wait_s)
         if not ends_itself(message, speaker):
             return
         membership.ending.add(speaker)
@@ -264,27 +276,11 @@ class SchedulerControl(NodeControl):
         for future in own.values():
             future.set_error(error)
 
-    def tick(self, now: float) -> None:
-        super().tick(now)
-        self._surveyor.tick(now)
-        self._release(self._barriers.tick(now))
-        for overdue in self._barriers.overdue(now, self._office.config.report_after_s):
-            waits = BarrierWaits(overdue.group, overdue.round, overdue.missing, overdue.waited_s)
-            for node in overdue.nodes:
-                self._office.send(node, waits)
-
     def _too_late(self) -> DeadlineError:
         office = self._office
         missing = ", ".join(self._rendezvous.missing())
         limit = f"{office.config.rendezvous_timeout_s:g} s (PS_RENDEZVOUS_TIMEOUT)"
-        text = f"the cluster was not complete within {limit}: {missing} missing"
+        text = f"the cluster was not complete within {limit}: missing {missing}"
         if office.watch.turned_away:
             text += f"; {office.watch.turned_away} connections were refused: {WHAT_TO_COMPARE}"
         return DeadlineError(text)
-
-    def next_due(self) -> float:
-        return min(super().next_due(), self._barriers.next_due(), self._surveyor.next_due())
-
-
-def _refusal(error: BaseException) -> Refused:
-    return Refused(*describe(error), *lost_node(error))

@@ -1,4 +1,4 @@
-"""How a node ends without leaving anything behind. Runs on the I/O thread but where it says so.
+"""``Shutdown``: the orderly end of a node. On the I/O thread unless stated otherwise.
 
 A node that is done waits until its peers have accepted what it sent, says goodbye, and stays until
 that is accepted and all that it has pushed or pulled is answered: so a push that is not applied is
@@ -39,7 +39,7 @@ _LOOK_S = 0.5
 
 
 class Push(Future[T]):
-    """Future of an app's push; knows whether its failure was reported.
+    """The future of an app's push, with a flag whether its failure was reported.
 
     That is who has got the error from it, or has it call something when it is done.
     """
@@ -137,7 +137,7 @@ class Shutdown:
 
     def __init__(self, node: Office, traffic: Traffic, unheard: Unheard) -> None:
         #: Completes when the node may stop. What failed is in ``unheard``.
-        self.done: Future[None] = Future("the peers to accept what was sent")
+        self.done: Future[None] = Future("the peers to accept the sent messages")
         self._node = node
         self._traffic = traffic
         self._unheard = unheard
@@ -147,7 +147,7 @@ class Shutdown:
     def begin(self) -> None:
         """Let nothing wait for company any more, and look from now on."""
         node = self._node
-        self._traffic.tell_failures(self._unheard.note)
+        self._traffic.worker.tell_failures(self._unheard.note)
         self._traffic.send_joined()
         node.errands.look_after_each_step(self._look)
         self._look_again()
@@ -175,12 +175,12 @@ class Shutdown:
     def _is_over(self) -> bool:
         """Return whether all is accepted and, after the goodbye, answered."""
         node = self._node
-        is_accepted = not node.errands.commands and self._traffic.everything_sent
+        is_accepted = not node.errands.commands and self._traffic.worker.everything_sent
         if not is_accepted or not node.links.everything_accepted():
             return False
         if node.role is Role.SERVER:
             return node.pool.num_jobs == 0 and not self._traffic.is_applying
-        is_answered = self._traffic.everything_answered and not self._unheard.pushes
+        is_answered = self._traffic.worker.idle and not self._unheard.pushes
         return not node.membership.has_said_goodbye or is_answered
 
     def _wait(self) -> None:
@@ -198,15 +198,15 @@ class Shutdown:
         what = self._describe(unaccepted)
         limit = f"{name}={limit_s:g}"
         if is_over:
-            fate = "it is lost" if unaccepted else "it may never be applied"
-            text = f"closed, though {what}: nothing moved for so long ({limit} s); {fate}"
+            fate = "these messages are lost" if unaccepted else "they may never be applied"
+            text = f"closed, but {what}: no progress for {limit_s:g} s ({name}); {fate}"
             self._unheard.note(DeadlineError(text))
             self.done.set_result(None)
         elif unaccepted:
-            hint = f"{limit} says for how many seconds nothing may move"
-            node.log.warn(f"ending for {waited_s:.0f} s, because {what} ({hint})")
+            hint = f"the limit without progress is {limit} s"
+            node.log.warn(f"still closing after {waited_s:.0f} s: {what} ({hint})")
         else:
-            node.log.warn(f"ending for {waited_s:.0f} s, because {what}")
+            node.log.warn(f"still closing after {waited_s:.0f} s: {what}")
 
     def _describe(self, unaccepted: dict[str, tuple[int, int]]) -> str:
         """Return what is waited for, in words."""
@@ -216,18 +216,19 @@ class Shutdown:
                 f"{node.membership.peer_title(peer)} has not accepted {_amount(count, nbytes)}"
                 for peer, (count, nbytes) in unaccepted.items()
             ]
-            unsent = self._traffic.num_unsent
-            waits += [f"{unsent} further messages wait for their turn"] if unsent else []
+            unsent = self._traffic.worker.num_unsent
+            waits += [f"{unsent} further messages wait to be sent"] if unsent else []
             return ", ".join(waits)
         if node.role is not Role.WORKER:
-            return "what was pushed is still being applied"
+            return "pushes are still being applied"
         pushes = list(self._unheard.pushes)
         if pushes:
-            return f"{len(pushes)} pushes are not answered: {pushes[0].what}"
-        servers = ", ".join(map(node.membership.title, self._traffic.waiting_for()))
+            return f"{_unanswered(len(pushes), 'push', 'pushes')}: {pushes[0].what}"
+        servers = ", ".join(map(node.membership.title, self._traffic.worker.waiting_for()))
+        count = self._traffic.num_requests
         return (
-            f"{self._traffic.num_requests} requests to {servers} are not answered: the servers are "
-            "at work on them, or the same round needs pushes of other workers"
+            f"{_unanswered(count, f'request to {servers}', f'requests to {servers}')}: the servers "
+            "are busy, or wait for pushes of other workers in the same round"
         )
 
     def _say_last_words(self) -> None:
@@ -240,6 +241,12 @@ class Shutdown:
         ending = {node.membership.uids[each] for each in node.membership.ending}
         if not node.links.unaccepted().keys() - ending or now >= self._last_words_until:
             self.done.set_result(None)
+
+
+def _unanswered(count: int, one: str, many: str) -> str:
+    return (
+        f"1 {one} has not been answered" if count == 1 else f"{count} {many} have not been answered"
+    )
 
 
 def _amount(count: int, nbytes: int) -> str:

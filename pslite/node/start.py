@@ -1,4 +1,4 @@
-"""Making nodes: from settings to a running ``Postoffice``.
+"""The start of a node: from settings to a running ``Postoffice``.
 
 ``start`` is what programs call; ``make_node`` is the part that it shares with the simulator.
 Importing this module starts nothing.
@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pslite.config import Config
 from pslite.errors import ConfigError, DeadlineError, as_failure, describe
@@ -138,7 +137,7 @@ def _begun(
 
 def _pool_failed(node: Postoffice, error: BaseException) -> None:
     """End the node: work of the pool has raised, so somebody gets no answer."""
-    node.log.error(f"a task of the pool failed: {describe(error)[1]}")
+    node.log.error(f"a task of the thread pool failed: {describe(error)[1]}")
     node.errands.call(lambda: node.fail(as_failure(error)))
 
 
@@ -254,9 +253,9 @@ def wait_for_address(config: Config, log: Log) -> HostAddresses:
         problem = "no name server answers" if place.problem is None else str(place.problem)
         if place.known is None and now - began_at >= limit_s:
             raise DeadlineError(
-                f"the scheduler's name did not resolve within {limit_s:g} s "
-                f"(PS_RENDEZVOUS_TIMEOUT): DMLC_PS_ROOT_URI={name}: {problem}; correct it, or "
-                "use an address"
+                f"cannot resolve the scheduler's name within {limit_s:g} s "
+                f"(PS_RENDEZVOUS_TIMEOUT): DMLC_PS_ROOT_URI={name}: {problem}; correct the name, "
+                "or use an address"
             )
         if place.known is None and now >= say_at:
             say_at = now + config.roster_interval_s
@@ -279,10 +278,6 @@ def _beyond_this_machine(config: Config) -> ConfigError:
     return ConfigError(f"the scheduler is at {where}: {without_key(config.root_uri)}")
 
 
-if TYPE_CHECKING:
-    from pslite.node.postoffice import Postoffice
-
-
 def leave_at_exit(node: Postoffice) -> None:
     """Have the interpreter's end close this node, unless it is closed by then."""
     atexit.register(_leave, weakref.ref(node))
@@ -303,7 +298,7 @@ def _leave(known: weakref.ref[Postoffice]) -> None:
     try:
         node.close(goodbye=not failed)
     except Exception as error:
-        node.log.error(f"a push was not applied: {type(error).__name__}: {error}")
+        node.log.error(f"a push could not be applied: {type(error).__name__}: {error}")
         _end_with_failure()
 
 

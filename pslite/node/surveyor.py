@@ -1,4 +1,4 @@
-"""The scheduler's side of the status of a job: asks the nodes, answers those who asked. I/O thread.
+"""``Surveyor``: collects the nodes' status and answers observers. On the scheduler's I/O thread.
 
 An observer has a connection and nothing else: it is in no roster, has no rank, counts in no
 barrier, and nothing is kept of it. When whom to ask is decided in ``protocol/surveys.py``; here
@@ -40,7 +40,7 @@ _GROUPS = {1: "the scheduler", 2: "all servers", 4: "all workers", 7: "all nodes
 
 
 class Surveyor:
-    """Answers observers of one job."""
+    """The surveyor of one job."""
 
     def __init__(
         self,
@@ -59,14 +59,15 @@ class Surveyor:
         self._surveys: Surveys[NodeReport] = Surveys()
         self._looks = Looks()
         self._on_deadlock = on_deadlock
+        self._timer = office.errands.timers.new(self.tick)
 
     def asked(self, peer: str, message: StatusQuestion, now: float) -> None:
-        """Somebody who knows the job's key wants to know how it is."""
+        """Handle a question about the job's state, by somebody who has its key."""
         if message.package != self._package:
             theirs = clean(message.package[:64])
             text = (
-                f"the job runs version {self._package}, and this command is of version {theirs}; "
-                "ask with the job's version"
+                f"the job runs version {self._package}, this command has version {theirs}; "
+                "install the job's version"
             )
             self._office.links.send_unnumbered(peer, Refused(ConfigError.__name__, text))
             return
@@ -81,20 +82,20 @@ class Surveyor:
                 self._office.send(node, StatusQuestion(number, self._package))
 
     def long_wait(self, worker: int, now: float) -> None:
-        """A thread of a worker has waited for long."""
+        """Handle the long wait of a worker's thread."""
         if len(self._office.membership.live(Role.WORKER)) == self._office.config.num_workers:
             self._looks.long_wait(worker, self._office.config.num_workers, now)
         self.tick(now)
 
     def reported(self, node: int, message: StatusReport, now: float) -> None:
-        """A node has answered."""
+        """Handle a node's answer."""
         if len(message.body) > MAX_REPORT_BYTES:
-            raise ProtocolError(f"a report of {len(message.body)} bytes is too long")
+            raise ProtocolError(f"a status report has {len(message.body)} bytes, over the limit")
         self._surveys.answer(node, message.question, unpacked(NodeReport, message.body))
         self.tick(now)
 
     def departed(self, node: int, now: float) -> None:
-        """A node is gone."""
+        """Handle the loss of a node."""
         self._surveys.depart(node)
         self.tick(now)
 
@@ -109,16 +110,13 @@ class Surveyor:
             body = body_of(self._survey(now))
             for peer, question in served.items():
                 self._office.links.send_unnumbered(peer, StatusSurvey(question, body))
-
-    def next_due(self) -> float:
-        """Return when ``tick`` has something to do."""
         times = (self._surveys.next_due(), self._looks.due_at)
-        return min((time for time in times if time is not None), default=math.inf)
+        self._timer.set(min((time for time in times if time is not None), default=math.inf))
 
     # -- whether the workers wait for each other ---------------------------------------
 
     def _look(self, now: float) -> None:
-        """All have answered, or had time to."""
+        """Conclude a survey: all nodes have answered, or had time to."""
         roster, reports = self._rendezvous.roster, self._reports(now)
         gone = self._office.membership.gone
         moved: dict[int, int] = {
@@ -136,7 +134,7 @@ class Surveyor:
     # -- what is told ------------------------------------------------------------------
 
     def _reports(self, now: float) -> dict[int, NodeReport]:
-        """Those of the last survey by node id, and the scheduler's own of this moment."""
+        """Return the last survey's reports by node id, and the scheduler's own."""
         names = {node.node_id: node.name for node in (self._node, *self._rendezvous.roster)}
         waits = [
             Wait(
@@ -145,7 +143,7 @@ class Surveyor:
                 tuple(names.get(NodeId(node), f"node {node}") for node in each.missing),
                 each.waited_s,
             )
-            for each in self._barriers.waits(now)
+            for _, each in self._barriers.waits(now)
             if each.waited_s >= LEAST_WAIT_S
         ]
         return {SCHEDULER_ID: self._office.reporter.report(now, waits), **self._surveys.reports}
@@ -195,16 +193,16 @@ def explained(calls: Mapping[int, Sequence[str]], lacking: Sequence[Wait]) -> st
         said.append(f"worker {', '.join(map(str, together))} {verb} in {call}")
     for wait in lacking[:_MOST_LACKING]:
         of_round = f"round {wait.round} of " if wait.round else ""
-        said.append(f"{of_round}{wait.what} lacks {', '.join(wait.missing)}")
+        said.append(f"{of_round}{wait.what} waits for {', '.join(wait.missing)}")
     return (
-        "the workers wait for each other, and nothing is under way that could end that: "
+        "deadlock: all workers wait for each other: "
         + "; ".join(said)
-        + "; have all workers make these calls, and in the same order"
+        + "; make the same calls in the same order on all workers"
     )
 
 
 def body_of(survey: Survey) -> bytes:
-    """For the wire. Where the nodes have too much to say, it goes without their waits or reports.
+    """Pack reports for the wire; leave out waits or whole reports if too long.
 
     Nodes choose the lengths, and a message that is too long would end the scheduler.
     """

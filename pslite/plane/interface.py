@@ -1,4 +1,4 @@
-"""What the two halves of the data plane and their callers share: parts, effects, the app.
+"""The types of the data plane and its callers: parts, effects, the app's interface.
 
 Pure. The contract as a whole stands in the package's docstring (``pslite/plane``).
 """
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 class Row:
-    """Several frames, one behind the other, as if they were one; nothing is copied.
+    """Several consecutive frames as one, without a copy.
 
     Args:
         frames: buffers of single bytes.
@@ -96,7 +96,7 @@ Outcome = Sequence[BaseException | None] | None
 
 
 class Formed(Protocol):
-    """What an app makes of a payload in a form of its own; the plane only hands it on."""
+    """An app's own form of a payload, which the plane passes on unchanged."""
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +104,7 @@ class Formed(Protocol):
 
 
 class ServerApp(Protocol):
-    """What a server does with rounds. ``apply`` runs on pool threads, the rest on I/O's."""
+    """The server's app. ``apply`` runs on pool threads, the rest on the I/O thread."""
 
     def apply(self, jobs: Sequence[Job]) -> Sequence[Outcome]:
         """Apply each job's contributions to its parts, in order; one outcome for each job.
@@ -157,7 +157,7 @@ Effect = Send | Run
 
 
 def cut(sizes: Sequence[int], frames: Sequence[Buffer]) -> list[Piece]:
-    """Return where each part lies in the payload.
+    """Return the slice of each part in the payload.
 
     Raises:
         ProtocolError: the sizes do not add up to frames of whole parts.

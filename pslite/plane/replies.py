@@ -1,4 +1,4 @@
-"""``Replies``: what one event of a server's plane has to tell the workers, in few messages.
+"""``Replies``: the answers to workers that follow from one event, in few messages.
 
 Pure; used by ``server.py`` on the I/O thread.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from typing import NamedTuple
 
-from pslite.errors import describe, lost_node
+from pslite.errors import told
 from pslite.plane.interface import Buffer, Formed, Send, ServerApp
 from pslite.wire.messages import Answer, Ints, PartsFailed
 
@@ -18,7 +18,7 @@ _MAX_PARTS = 4096
 
 
 class Value(NamedTuple):
-    """Parts that are answered alike."""
+    """Parts with the same answer."""
 
     parts: Ints
     sizes: Ints
@@ -29,7 +29,7 @@ class Value(NamedTuple):
 
 
 class Replies:
-    """Collects what one event answers, so that each worker gets few messages."""
+    """Collects the answers of one event, so that each worker gets few messages."""
 
     def __init__(self) -> None:
         #: (rank, pushed, with value) -> what is answered.
@@ -69,7 +69,7 @@ class Replies:
         for (rank, pushed, value), entries in self.answers.items():
             yield from _answers(app, message_bytes, rank, pushed, value, entries)
         for rank, entries in self.formed.items():
-            yield from _formed_answers(app, message_bytes, rank, entries)
+            yield from _answers(app, message_bytes, rank, False, True, entries)
 
 
 def _answers(
@@ -82,50 +82,49 @@ def _answers(
 ) -> Iterator[Send]:
     """Answer one worker, in messages of at most ``message_bytes``."""
     group: list[Value] = []
+    frames: list[Buffer] = []
     nbytes = count = 0
     for entry in entries:
+        made: list[Buffer] = []
+        if entry.wanted is not None:
+            try:
+                made = [app.answer(entry.parts[0], entry.wanted)]
+            except Exception as error:
+                yield Send(rank, _failure(False, True, entry.parts, (entry.round,), error))
+                continue
+            entry = entry._replace(sizes=(memoryview(made[0]).nbytes,))
         size = sum(entry.sizes) if value else 0
         if group and (nbytes + size > message_bytes or count + len(entry.parts) > _MAX_PARTS):
-            yield _answer(app, rank, pushed, value, group)
-            group, nbytes, count = [], 0, 0
+            yield _answer(app, rank, pushed, value, group, frames)
+            group, frames, nbytes, count = [], [], 0, 0
         group.append(entry)
+        frames += made
         nbytes += size
         count += len(entry.parts)
-    yield _answer(app, rank, pushed, value, group)
-
-
-def _formed_answers(
-    app: ServerApp, message_bytes: int, rank: int, entries: Sequence[Value]
-) -> Iterator[Send]:
-    """Answer pulls in forms of the app's own, cut as ``_answers`` does."""
-    group: list[Value] = []
-    frames: list[Buffer] = []
-    nbytes = 0
-    for entry in entries:
-        try:
-            frame = app.answer(entry.parts[0], entry.wanted)
-        except Exception as error:
-            yield Send(rank, _failure(False, True, entry.parts, (entry.round,), error))
-            continue
-        size = memoryview(frame).nbytes
-        if group and (nbytes + size > message_bytes or len(group) >= _MAX_PARTS):
-            yield _formed_answer(rank, group, frames)
-            group, frames, nbytes = [], [], 0
-        group.append(entry)
-        frames.append(frame)
-        nbytes += size
     if group:
-        yield _formed_answer(rank, group, frames)
+        yield _answer(app, rank, pushed, value, group, frames)
 
 
-def _answer(app: ServerApp, rank: int, pushed: bool, value: bool, entries: Sequence[Value]) -> Send:
-    parts = tuple(chain.from_iterable(entry.parts for entry in entries))
-    rounds = _repeated(entries, [entry.round for entry in entries])
-    versions = _repeated(entries, [entry.version for entry in entries])
+def _answer(
+    app: ServerApp,
+    rank: int,
+    pushed: bool,
+    value: bool,
+    entries: Sequence[Value],
+    frames: list[Buffer],
+) -> Send:
+    """Make one message; ``frames`` hold what is not the parts' plain values."""
+    if len(entries) == 1:
+        parts, sizes, round_, version, _ = entries[0]
+        rounds, versions = (round_,) * len(parts), (version,) * len(parts)
+    else:
+        parts = tuple(chain.from_iterable(entry.parts for entry in entries))
+        sizes = tuple(chain.from_iterable(entry.sizes for entry in entries))
+        rounds = _repeated(entries, [entry.round for entry in entries])
+        versions = _repeated(entries, [entry.version for entry in entries])
     if not value:
         return Send(rank, Answer(pushed, parts, rounds, versions, ()))
-    sizes = tuple(chain.from_iterable(entry.sizes for entry in entries))
-    return Send(rank, Answer(pushed, parts, rounds, versions, sizes), app.read(parts))
+    return Send(rank, Answer(pushed, parts, rounds, versions, sizes), frames or app.read(parts))
 
 
 def _repeated(entries: Sequence[Value], numbers: Sequence[int]) -> Ints:
@@ -134,15 +133,7 @@ def _repeated(entries: Sequence[Value], numbers: Sequence[int]) -> Ints:
     return tuple(chain.from_iterable(repeat(number, len(entry.parts)) for entry, number in pairs))
 
 
-def _formed_answer(rank: int, entries: Sequence[Value], frames: list[Buffer]) -> Send:
-    parts = tuple(entry.parts[0] for entry in entries)
-    rounds = tuple(entry.round for entry in entries)
-    versions = tuple(entry.version for entry in entries)
-    sizes = tuple(memoryview(frame).nbytes for frame in frames)
-    return Send(rank, Answer(False, parts, rounds, versions, sizes), frames)
-
-
 def _failure(
     pushed: bool, consumed: bool, parts: Ints, rounds: Ints, error: BaseException
 ) -> PartsFailed:
-    return PartsFailed(pushed, consumed, parts, rounds, *describe(error), *lost_node(error))
+    return PartsFailed(pushed, consumed, parts, rounds, *told(error))

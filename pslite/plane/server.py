@@ -1,4 +1,4 @@
-"""A server's half of the data plane. Pure; runs on the node's I/O thread.
+"""``ServerPlane``: the server's half of the data plane. Pure; on the node's I/O thread.
 
 What arrives is looked at here, and goes to the units that its parts belong to (``unit.py``). The
 rules stand in the package's docstring; ``worker.py`` is the other half, and ``protocol/rounds.py``
@@ -26,7 +26,7 @@ from pslite.plane.interface import (
 from pslite.plane.replies import Replies
 from pslite.plane.unit import NO_SIZE, OpenRound, Parts, Unit
 from pslite.protocol.rounds import AsyncRounds, Rounds, SyncRounds
-from pslite.wire.messages import Exchange, Ints, StaleEpoch
+from pslite.wire.messages import Exchange, StaleEpoch
 
 #: Requests of epochs that this node has not heard of: the scheduler's news is on its way.
 _MAX_EARLY = 65_536
@@ -81,8 +81,8 @@ class ServerPlane:
             rounds = SyncRounds(ranks, self._window)
             for rank in self._gone:
                 rounds.abandon(rank)
-        push_sizes = None if push_size is None else (push_size,)
-        self._parts.put(Unit((part,), (size,), rounds, lane, push_sizes, is_checked=is_checked))
+        push_sizes = (size if push_size is None else push_size,)
+        self._parts.put(Unit((part,), (size,), rounds, lane, push_sizes, is_checked))
 
     def is_quiet(self, part: int) -> bool:
         """Return whether a part is there and no push or pull of it is under way."""
@@ -157,7 +157,9 @@ class ServerPlane:
             return [Send(rank, stale)]
         if epoch > self.epoch:
             if len(self._early) >= _MAX_EARLY:
-                raise ProtocolError(f"too many requests of epoch {epoch}, which was not announced")
+                raise ProtocolError(
+                    f"too many requests for epoch {epoch}, which the scheduler has not announced"
+                )
             self._early.append((rank, epoch, message, frames))
             return []
         replies = Replies()
@@ -178,8 +180,8 @@ class ServerPlane:
         most = (1 + self._window) * len(self._parts.units)
         if is_stale and len(noted) > most:
             raise ProtocolError(
-                f"{len(noted)} pushes of earlier epochs are under way; {most} are the most, "
-                f"{1 + self._window} of each part of this server"
+                f"{len(noted)} pushes of earlier epochs are open, over the limit of {most} "
+                f"({1 + self._window} for each part of this server)"
             )
         self._stale[rank] = noted
 
@@ -280,7 +282,7 @@ class ServerPlane:
             raise ProtocolError(
                 f"a push needs a size for each of its {len(parts)} parts, got {len(sizes)}"
             )
-        if frames and _is_uniform(rounds):
+        if frames and rounds and rounds.count(rounds[0]) == len(rounds):
             unit = self._parts.whole(parts)
             is_fit = unit is not None and unit.push_sizes == sizes
             piece = _whole_piece(unit, frames) if unit is not None and is_fit else None
@@ -296,7 +298,7 @@ class ServerPlane:
             elif unit.nbytes != size:
                 text = f"a push of part {part} must have {unit.nbytes} bytes, got {size}"
                 if unit.nbytes == NO_SIZE:
-                    text = f"part {part} does not take plain values, and one was pushed"
+                    text = f"part {part} cannot be pushed as a plain value"
                 unit.refuse(rank, round_, UsageError(text), replies)
             elif (error := self._why_malformed(unit, part, piece)) is not None:
                 unit.refuse(rank, round_, error, replies)
@@ -335,7 +337,8 @@ class ServerPlane:
         is_push = message.push
         if len(message.sizes) != len(message.parts) or (is_push and message.pull):
             raise ProtocolError(
-                "a formed exchange needs a size for each part, and must push or pull, not both"
+                "an exchange in another form needs a size for each part, and must either push "
+                "or pull"
             )
         pieces = cut(message.sizes, frames)
         for part, round_, piece in zip(message.parts, message.rounds, pieces, strict=True):
@@ -365,7 +368,7 @@ class ServerPlane:
             if unit is None or unit.nbytes == NO_SIZE:
                 error = _unknown(parts[start])
                 if unit is not None:
-                    error = UsageError(f"part {parts[start]} does not have a plain value to pull")
+                    error = UsageError(f"part {parts[start]} cannot be pulled as a plain value")
                 replies.fail(rank, False, True, error, parts[start : start + 1], rounds[start])
                 start += 1
                 continue
@@ -392,10 +395,6 @@ class ServerPlane:
         return effects
 
 
-def _is_uniform(rounds: Ints) -> bool:
-    return bool(rounds) and rounds.count(rounds[0]) == len(rounds)
-
-
 def _whole_piece(unit: Unit, frames: Sequence[Buffer]) -> Piece | None:
     """Return the value of a unit, if these frames are whole parts of it."""
     if len(frames) == 1:
@@ -407,4 +406,4 @@ def _whole_piece(unit: Unit, frames: Sequence[Buffer]) -> Piece | None:
 
 
 def _unknown(part: int) -> BaseException:
-    return UsageError(f"this server does not know part {part}: was its key deleted?")
+    return UsageError(f"this server does not know part {part}; its key may have been deleted")

@@ -1,4 +1,4 @@
-"""``Transfer``: what a worker asks of one server. Pure; on the node's I/O thread once submitted.
+"""``Transfer``: a worker's push or pull to one server. Pure; on the I/O thread once submitted.
 
 Used by ``worker.py``, which decides when it goes out and what an answer belongs to.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from pslite.errors import ProtocolError, PSError, UsageError
 from pslite.ids import rank_of, role_of
@@ -121,8 +122,8 @@ class Transfer:
         parts = ", ".join(str(self.parts[index]) for index in indices[:5])
         more = f" and {len(indices) - 5} more" if len(indices) > 5 else ""
         found = ProtocolError(
-            f"the answer of {role_of(self.server).value} {rank_of(self.server)} about part "
-            f"{parts}{more} cannot be used: {error or type(error).__name__}"
+            f"{role_of(self.server).value} {rank_of(self.server)} sent an invalid answer for "
+            f"part {parts}{more}: {error or type(error).__name__}"
         )
         found.__cause__ = error
         return found
@@ -191,6 +192,7 @@ Request = tuple[Transfer, "int | None"]
 """A transfer and the index of one of its parts; None stands for all of them."""
 
 
+@dataclass(slots=True, eq=False)
 class Requested:
     """A worker's view of a part, or of parts that are in the same state (as ``unit.py`` has it).
 
@@ -198,20 +200,17 @@ class Requested:
     are then exactly these, in this order.
     """
 
-    __slots__ = ("freed", "held", "inflight", "parts", "pulling", "pushed")
-
-    def __init__(self, parts: Ints) -> None:
-        self.parts = parts
-        #: The highest round that counts, and the lower ones that were refused: those are
-        #: given to the next pushes, since a round without them would never be complete.
-        self.pushed = 0
-        self.freed: list[int] = []
-        #: Round -> the push that is not answered yet.
-        self.inflight: dict[int, Request] = {}
-        #: The request whose value is awaited: a pull, or a push with pull; and its round.
-        self.pulling: tuple[Request, int] | None = None
-        #: Requests that wait for their turn, oldest first.
-        self.held: deque[Request] = deque()
+    parts: Ints
+    #: The highest round that counts, and the lower ones that were refused: those are
+    #: given to the next pushes, since a round without them would never be complete.
+    pushed: int = 0
+    freed: list[int] = field(default_factory=list)
+    #: Round -> the push that is not answered yet.
+    inflight: dict[int, Request] = field(default_factory=dict)
+    #: The request whose value is awaited: a pull, or a push with pull; and its round.
+    pulling: tuple[Request, int] | None = None
+    #: Requests that wait for their turn, oldest first.
+    held: deque[Request] = field(default_factory=deque)
 
     def split(self) -> list[Requested]:
         """Return the same state, once for each part."""

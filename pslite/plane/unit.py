@@ -1,4 +1,4 @@
-"""Parts that have seen the same so far, kept as one: why a model costs little more than a tensor.
+"""``Unit``: parts of a server in the same state, kept as one to save time. Pure.
 
 A model's small tensors travel in one message round after round, and are in the same state all
 the time. A server then keeps that state once, in one ``Unit``, instead of once for each part.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -36,57 +37,48 @@ class OpenRound(NamedTuple):
     """When ``overdue`` saw it first; None if it has not yet."""
 
 
+class WaitingPull(NamedTuple):
+    """A pull of some parts of a unit that cannot be answered yet."""
+
+    rank: int
+    parts: Ints
+    sizes: Ints
+    after_round: int
+    pushed: bool
+    wanted: Formed | None = None
+    """What the app made of the request, which is for a single part; None for plain values."""
+
+
+@dataclass(slots=True, eq=False)
 class Unit:
     """A server's view of parts that are in the same state. The payloads are ``Piece`` values."""
 
-    __slots__ = (
-        "is_checked",
-        "lane",
-        "nbytes",
-        "opened_at",
-        "parts",
-        "pulls",
-        "push_sizes",
-        "refused",
-        "reported_at",
-        "rounds",
-        "sizes",
-        "stops",
-        "wanted",
-    )
+    parts: Ints
+    sizes: Ints
+    """Of the parts' values."""
+    rounds: Rounds
+    lane: int
+    push_sizes: Ints
+    """Of what is pushed."""
+    is_checked: bool = False
+    """Whether the app looks at what is pushed to some of them (``ServerApp.check``)."""
+    stops: frozenset[int] = field(init=False)
+    """Where each part's bytes end in a push of the unit."""
+    nbytes: int = field(init=False)
+    """``NO_SIZE`` of a part without a plain value, which is always alone."""
+    #: (rank, round) of the pushes whose sender wants the value.
+    wanted: set[tuple[int, int]] = field(default_factory=set)
+    #: Pulls that wait to be readable.
+    pulls: list[WaitingPull] = field(default_factory=list)
+    #: Rank -> its rounds that were refused, and why: pulls that count on one end likewise.
+    refused: dict[int, dict[int, BaseException]] = field(default_factory=dict)
+    #: The open round and when ``overdue`` saw it first, and when it last was worth a report.
+    opened_at: tuple[int, float] | None = None
+    reported_at: float = 0.0
 
-    def __init__(
-        self,
-        parts: Ints,
-        sizes: Ints,
-        rounds: Rounds,
-        lane: int,
-        push_sizes: Ints | None = None,
-        *,
-        is_checked: bool = False,
-    ) -> None:
-        self.parts = parts
-        self.is_checked = is_checked
-        """Whether the app looks at what is pushed to some of them (``ServerApp.check``)."""
-        self.sizes = sizes
-        """Of the parts' values."""
-        self.push_sizes = sizes if push_sizes is None else push_sizes
-        """Of what is pushed."""
+    def __post_init__(self) -> None:
         self.stops = frozenset(accumulate(self.push_sizes))
-        """Where each part's bytes end in a push of the unit."""
         self.nbytes = sum(self.push_sizes)
-        """``NO_SIZE`` of a part without a plain value, which is always alone."""
-        self.rounds = rounds
-        self.lane = lane
-        #: (rank, round) of the pushes whose sender wants the value.
-        self.wanted: set[tuple[int, int]] = set()
-        #: Pulls that wait to be readable.
-        self.pulls: list[WaitingPull] = []
-        #: Rank -> its rounds that were refused, and why: pulls that count on one end likewise.
-        self.refused: dict[int, dict[int, BaseException]] = {}
-        #: The open round and when ``overdue`` saw it first, and when it last was worth a report.
-        self.opened_at: tuple[int, float] | None = None
-        self.reported_at = 0.0
 
     @property
     def is_quiet(self) -> bool:
@@ -122,7 +114,9 @@ class Unit:
                 value = Value(self.parts, self.sizes, round_, self.rounds.version)
                 replies.answer(rank, True, False, value)
         elif verdict is Verdict.TOO_FAR:
-            error = ProtocolError(f"round {round_} of part {self.parts[0]} is beyond the window")
+            error = ProtocolError(
+                f"round {round_} of part {self.parts[0]} is too far ahead of the open round"
+            )
             self.refuse(rank, round_, error, replies)
         elif verdict is Verdict.HOPELESS:
             self.refuse(rank, round_, gone[self.rounds.blocked_by or 0], replies)
@@ -149,20 +143,12 @@ class Unit:
             else:
                 replies.formed.setdefault(rank, []).append(value)
         else:
-            self.pulls.append(WaitingPull(rank, after_round, pushed, parts, sizes, wanted))
+            self.pulls.append(WaitingPull(rank, parts, sizes, after_round, pushed, wanted))
 
     def _answer_pulls(self, replies: Replies) -> None:
         waiting, self.pulls = self.pulls, []
         for pull in waiting:
-            self.pull(
-                pull.rank,
-                pull.parts,
-                pull.sizes,
-                pull.after_round,
-                pull.pushed,
-                replies,
-                pull.wanted,
-            )
+            self.pull(*pull[:5], replies, pull.wanted)
 
     def refuse(self, rank: int, round_: int, error: BaseException, replies: Replies) -> None:
         """Refuse a contribution, and the pulls that count on it."""
@@ -240,11 +226,7 @@ class Unit:
 
     def resized(self, size: int, push_size: int, *, is_checked: bool) -> Unit:
         """Make the unit of the same part, which is quiet, with other sizes."""
-        unit = Unit(
-            self.parts, (size,), self.rounds, self.lane, (push_size,), is_checked=is_checked
-        )
-        unit.refused = self.refused
-        return unit
+        return replace(self, sizes=(size,), push_sizes=(push_size,), is_checked=is_checked)
 
     def split(self) -> list[Unit]:
         """Return the same state, once for each part."""
@@ -258,43 +240,22 @@ class Unit:
             def share(_: int, __: int, piece: Piece, start: int = start, stop: int = stop) -> Piece:
                 return piece_of(piece, start, stop)
 
-            rounds = self.rounds.copy(share)
-            unit = Unit(
-                (part,), (size,), rounds, self.lane, (push_size,), is_checked=self.is_checked
+            single = replace(
+                self,
+                parts=(part,),
+                sizes=(size,),
+                push_sizes=(push_size,),
+                rounds=self.rounds.copy(share),
+                wanted=set(self.wanted),
+                refused={rank: dict(rounds) for rank, rounds in self.refused.items()},
+                pulls=[
+                    pull._replace(parts=(part,), sizes=(size,))
+                    for pull in self.pulls
+                    if part in pull.parts
+                ],
             )
-            unit.wanted = set(self.wanted)
-            unit.refused = {rank: dict(rounds) for rank, rounds in self.refused.items()}
-            unit.pulls = [
-                WaitingPull(pull.rank, pull.after_round, pull.pushed, (part,), (size,))
-                for pull in self.pulls
-                if part in pull.parts
-            ]
-            unit.opened_at, unit.reported_at = self.opened_at, self.reported_at
-            units.append(unit)
+            units.append(single)
         return units
-
-
-class WaitingPull:
-    """A pull of some parts of a unit that cannot be answered yet."""
-
-    __slots__ = ("after_round", "parts", "pushed", "rank", "sizes", "wanted")
-
-    def __init__(
-        self,
-        rank: int,
-        after_round: int,
-        pushed: bool,
-        parts: Ints,
-        sizes: Ints,
-        wanted: Formed | None = None,
-    ) -> None:
-        self.rank = rank
-        self.after_round = after_round
-        self.pushed = pushed
-        self.parts = parts
-        self.sizes = sizes
-        self.wanted = wanted
-        """What the app made of the request, which is for a single part; None for plain values."""
 
 
 def joined(units: Sequence[Unit]) -> Unit | None:
@@ -319,9 +280,8 @@ def joined(units: Sequence[Unit]) -> Unit | None:
     push_sizes = tuple(size for unit in units for size in unit.push_sizes)
     rounds = first.rounds.copy(lambda rank, round_, _: pieces[rank, round_])
     is_checked = any(unit.is_checked for unit in units)
-    unit = Unit(parts, sizes, rounds, first.lane, push_sizes, is_checked=is_checked)
-    unit.wanted = set(first.wanted)
-    return unit
+    wanted = set(first.wanted)
+    return Unit(parts, sizes, rounds, first.lane, push_sizes, is_checked, wanted=wanted)
 
 
 def _neighbours(pieces: Sequence[Any]) -> Piece | None:

@@ -1,4 +1,4 @@
-"""A worker's half of the data plane. Pure; runs on the node's I/O thread.
+"""``WorkerPlane``: the worker's half of the data plane. Pure; on the node's I/O thread.
 
 The rules stand in the package's docstring; ``server.py`` is the other half. Read next:
 ``transfer.py``.
@@ -44,7 +44,8 @@ class WorkerPlane:
         self._lists: Counter[Ints] = Counter()
         #: Transfers that are not complete, in order of submission.
         self._active: dict[Transfer, None] = {}
-        self._outbox: dict[int, list[tuple[int, int, _QueuedMessage]]] = {}
+        #: Server -> what waits to be sent there, a heap.
+        self.outbox: dict[int, list[tuple[int, int, _QueuedMessage]]] = {}
         self._sequence = 0
         self._stale: list[StaleEpoch] = []
         self._error: BaseException | None = None
@@ -78,26 +79,15 @@ class WorkerPlane:
             return
         self._active[transfer] = None
         whole = self._whole(transfer.parts)
-        if whole is not None:
-            self._start(whole, (transfer, None))
-            return
+        requests: Iterable[tuple[int | None, Requested]] = ((None, whole),) if whole else ()
         ready = []
-        for index, part in enumerate(transfer.parts):
-            state = self._single(part)
+        for index, state in requests or enumerate(map(self._single, transfer.parts)):
             if state.held or not state.may_send(transfer, self._window):
                 state.held.append((transfer, index))
             else:
                 ready.append((index, self._claim(state, (transfer, index))))
         if ready:
             self._queue_send(transfer, ready)
-
-    def _start(self, state: Requested, request: Request) -> None:
-        """Send or hold a request for all parts of a unit."""
-        transfer, _ = request
-        if state.held or not state.may_send(transfer, self._window):
-            state.held.append(request)
-        else:
-            self._queue_whole(transfer, self._claim(state, request))
 
     def answered(self, message: Answer, frames: Sequence[Buffer]) -> None:
         """Take in an answer: a server has applied rounds, or sends values.
@@ -117,7 +107,7 @@ class WorkerPlane:
         if self._answered_whole(message, pieces):
             return
         found: dict[Transfer, tuple[list[int], list[Piece], list[int]]] = {}
-        freed = []
+        freed: list[Requested] = []
         for part, round_, version, piece in zip(
             message.parts, message.rounds, message.versions, pieces, strict=True
         ):
@@ -126,7 +116,7 @@ class WorkerPlane:
                 continue
             transfer, index = request
             indices, values, versions = found.setdefault(transfer, ([], [], []))
-            freed.append(part)
+            freed.append(self._parts[part])
             is_plain = transfer.pull and not transfer.form
             if is_plain and piece.stop - piece.start != transfer.sizes[index]:
                 size = ValueError(
@@ -157,20 +147,8 @@ class WorkerPlane:
             return False
         state.answered(request, rounds[0], message.pushed)
         transfer.deliver(range(len(parts)), pieces, message.versions)
-        if transfer.complete:
-            self._active.pop(transfer, None)
-        self._send_held(state)
+        self._advance((state,), (transfer,))
         return True
-
-    def _send_held(self, state: Requested) -> None:
-        """Send what waited for this answer; each that is sent may hold back the next."""
-        while state.held and state.may_send(state.held[0][0], self._window):
-            request = state.held.popleft()
-            round_ = self._claim(state, request)
-            if request[1] is None:
-                self._queue_whole(request[0], round_)
-            else:
-                self._queue_send(request[0], [(request[1], round_)])
 
     def refused(self, message: PartsFailed) -> None:
         """End what a server could not do."""
@@ -187,7 +165,7 @@ class WorkerPlane:
     ) -> None:
         """End what waits for these parts; pushes of open rounds free their numbers."""
         touched: set[Transfer] = set()
-        freed = []
+        freed: list[Requested] = []
         for part, round_ in zip(message.parts, message.rounds, strict=True):
             request = self._match(part, round_, message.pushed)
             if request is None:
@@ -196,7 +174,7 @@ class WorkerPlane:
                 self._parts[part].free(round_)
             request[0].fail(request[1], why(*request))
             touched.add(request[0])
-            freed.append(part)
+            freed.append(self._parts[part])
         self._advance(freed, touched)
 
     def stale(self, message: StaleEpoch) -> None:
@@ -204,9 +182,9 @@ class WorkerPlane:
         if message.epoch > self.epoch:
             self._stale.append(message)
             return
-        again: dict[Transfer, list[tuple[int, int]]] = {}
+        again: dict[Transfer, list[tuple[int | None, int]]] = {}
         for part, round_ in zip(message.parts, message.rounds, strict=True):
-            request = self._find(part, round_, message.pushed)
+            request = self._match(part, round_, message.pushed, is_answered=False)
             if request is not None:
                 again.setdefault(request[0], []).append((request[1], round_))
         for transfer, entries in again.items():
@@ -227,14 +205,14 @@ class WorkerPlane:
     def depart(self, server: int, error: BaseException) -> None:
         """End what waits for a server that is gone, and what comes, with ``error``."""
         self._departed[server] = error
-        self._outbox.pop(server, None)
+        self.outbox.pop(server, None)
         for transfer in [t for t in self._active if t.server == server]:
             self._drop(transfer, error)
 
     def fail(self, error: BaseException) -> None:
         """End everything with ``error``: nothing can be done any more."""
         self._error = error
-        self._outbox.clear()
+        self.outbox.clear()
         for transfer in list(self._active):
             self._drop(transfer, error)
 
@@ -260,18 +238,14 @@ class WorkerPlane:
 
     # -- what may be sent --------------------------------------------------------------
 
-    def queued_servers(self) -> list[int]:
-        """Return the servers for which something waits to be sent."""
-        return list(self._outbox)
-
     def take(self, server: int) -> Send | None:
         """Return the next message for a server, highest priority first; make its frames."""
-        queue = self._outbox.get(server)
+        queue = self.outbox.get(server)
         if not queue:
             return None
         transfer, message, indices, frames = heapq.heappop(queue)[2]
         if not queue:
-            del self._outbox[server]
+            del self.outbox[server]
         if frames is None:
             transfer.make_frames()
             frames = transfer.frames_of(indices)
@@ -285,14 +259,14 @@ class WorkerPlane:
     @property
     def everything_sent(self) -> bool:
         """Whether no request is held back any more."""
-        if self._outbox or self._stale:
+        if self.outbox or self._stale:
             return False
         return not any(state.held for state in self._parts.values())
 
     @property
     def num_unsent(self) -> int:
         """Messages that may be sent, and for which there were no credits yet."""
-        return sum(map(len, self._outbox.values()))
+        return sum(map(len, self.outbox.values()))
 
     def waiting_for(self) -> list[int]:
         """Return the servers that have still to answer."""
@@ -328,34 +302,32 @@ class WorkerPlane:
             self._parts.update(dict.fromkeys(parts, whole))
         return whole
 
-    def _match(self, part: int, round_: int, pushed: bool) -> tuple[Transfer, int] | None:
-        """Find the request that an answer belongs to, and count it as answered."""
+    def _match(
+        self, part: int, round_: int, pushed: bool, *, is_answered: bool = True
+    ) -> tuple[Transfer, int] | None:
+        """Find the request for one part that a message belongs to; count it as answered."""
         if part not in self._parts:
             return None
         state = self._single(part)
         request = state.find(round_, pushed)
         if request is None:
             return None
-        state.answered(request, round_, pushed)
+        if is_answered:
+            state.answered(request, round_, pushed)
         return request[0], request[1] or 0
 
-    def _find(self, part: int, round_: int, pushed: bool) -> tuple[Transfer, int] | None:
-        request = self._single(part).find(round_, pushed) if part in self._parts else None
-        return None if request is None else (request[0], request[1] or 0)
-
-    def _advance(self, parts: Sequence[int], answered: Iterable[Transfer]) -> None:
-        """Send what waited for these parts, and forget transfers that are complete."""
+    def _advance(self, states: Iterable[Requested], answered: Iterable[Transfer]) -> None:
+        """Send what waited for these answers, and forget transfers that are complete."""
         for transfer in answered:
             if transfer.complete:
                 self._active.pop(transfer, None)
-        ready: dict[Transfer, list[tuple[int, int]]] = {}
-        for part in parts:
-            state = self._single(part)
+        ready: dict[Transfer, list[tuple[int | None, int]]] = {}
+        for state in states:
             # One at a time: each that is sent may hold back the next.
             while state.held and state.may_send(state.held[0][0], self._window):
                 request = state.held.popleft()
                 round_ = self._claim(state, request)
-                ready.setdefault(request[0], []).append((request[1] or 0, round_))
+                ready.setdefault(request[0], []).append((request[1], round_))
         for transfer, entries in ready.items():
             self._queue_send(transfer, entries)
 
@@ -371,39 +343,33 @@ class WorkerPlane:
             state.pulling = (request, round_)
         return round_
 
-    def _queue_whole(self, transfer: Transfer, round_: int) -> None:
-        """Put a transfer into one message, all its parts in the same round."""
-        rounds = (round_,) * len(transfer.parts)
-        self._put(transfer, transfer.parts, rounds, transfer.push_sizes, None)
+    def _queue_send(self, transfer: Transfer, entries: Sequence[tuple[int | None, int]]) -> None:
+        """Put these (index, round) of a transfer into one message for its server.
 
-    def _queue_send(self, transfer: Transfer, entries: Sequence[tuple[int, int]]) -> None:
-        """Put these (index, round) of a transfer into one message for its server."""
+        The index None stands for all parts, in the same round.
+        """
+        parts, sizes = transfer.parts, transfer.push_sizes
         rounds = tuple(round_ for _, round_ in entries)
-        if len(entries) == len(transfer.parts):
-            self._put(transfer, transfer.parts, rounds, transfer.push_sizes, None)
-            return
-        indices = [index for index, _ in entries]
-        parts = tuple(transfer.parts[index] for index in indices)
-        sizes = tuple(transfer.push_sizes[index] for index in indices)
-        has_payload = transfer.push or transfer.form
-        self._put(transfer, parts, rounds, sizes, indices if has_payload else None)
-
-    def _put(
-        self, transfer: Transfer, parts: Ints, rounds: Ints, sizes: Ints, indices: list[int] | None
-    ) -> None:
-        form = transfer.form
+        indices = [index for index, _ in entries if index is not None]
+        if not indices:
+            rounds *= len(parts)
+        elif len(indices) < len(parts):
+            parts = tuple(parts[index] for index in indices)
+            sizes = tuple(sizes[index] for index in indices)
+        has_payload = bool(transfer.push or transfer.form)
         message = Exchange(
             transfer.push,
             transfer.pull,
             parts,
             rounds,
-            sizes if transfer.push or form else (),
-            form,
+            sizes if has_payload else (),
+            transfer.form,
         )
         self._sequence += 1
-        frames = transfer.frames_of(indices) if transfer.has_frames else None
-        queued = _QueuedMessage(transfer, message, indices, frames)
-        queue = self._outbox.setdefault(transfer.server, [])
+        chosen = indices if has_payload and len(parts) < len(transfer.parts) else None
+        frames = transfer.frames_of(chosen) if transfer.has_frames else None
+        queued = _QueuedMessage(transfer, message, chosen, frames)
+        queue = self.outbox.setdefault(transfer.server, [])
         heapq.heappush(queue, (-transfer.priority, self._sequence, queued))
 
     def _drop(self, transfer: Transfer, error: BaseException) -> None:

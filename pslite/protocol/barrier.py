@@ -1,4 +1,4 @@
-"""Barriers, as the scheduler keeps them: by sets of nodes and numbered rounds. Pure.
+"""``Barriers``: the scheduler's barriers, by sets of nodes and numbered rounds. Pure.
 
 Every node counts its own barriers of a group, so a request that is sent again cannot count
 twice and cannot leak into the next barrier (ps-lite counted messages, ``src/van.cc``). A
@@ -14,28 +14,12 @@ from dataclasses import dataclass
 
 from pslite.errors import DeadlineError, NodeLostError, UsageError
 from pslite.ids import group_title
+from pslite.wire.messages import BarrierLeave, BarrierWaits
 
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Tell ``node``: the barrier is over; ``kind`` and ``error`` are empty when it was reached."""
-
-    node: int
-    group: int
-    round: int
-    kind: str = ""
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Overdue:
-    """Tell ``nodes``: their barrier has been open for long, and ``missing`` have not come."""
-
-    nodes: tuple[int, ...]
-    group: int
-    round: int
-    missing: tuple[int, ...]
-    waited_s: float
+Release = tuple[int, BarrierLeave]
+"""Tell a node (its id): the barrier is over; kind and error are empty when it was reached."""
+Overdue = tuple[tuple[int, ...], BarrierWaits]
+"""Tell these nodes: their barrier has been open for long, and some have not come."""
 
 
 #: At most this many failed barriers are remembered, for those who come late.
@@ -44,7 +28,7 @@ MAX_GIVEN_UP = 4096
 
 @dataclass(slots=True)
 class _GivenUp:
-    """A barrier that failed, and the members that have not been told because they did not come."""
+    """A failed barrier, and the members that will get its error when they reach it."""
 
     kind: str
     error: str
@@ -53,7 +37,7 @@ class _GivenUp:
 
 @dataclass(slots=True)
 class _Wait:
-    """One barrier that somebody has reached and not everybody."""
+    """One open barrier: some members have reached it, others have not."""
 
     members: frozenset[int]
     arrived: dict[int, float]
@@ -67,7 +51,7 @@ class _Wait:
 
     def report(self, group: int, round_: int, waited_s: float) -> Overdue:
         nodes, missing = tuple(sorted(self.arrived)), tuple(self.missing())
-        return Overdue(nodes, group, round_, missing, waited_s)
+        return nodes, BarrierWaits(group, round_, missing, waited_s)
 
 
 #: How many barriers a node may wait in at a time.
@@ -94,17 +78,17 @@ class Barriers:
         given_up = self._given_up.get((group, round_))
         if given_up is not None:
             self._told((group, round_), given_up, node)
-            return [Release(node, group, round_, given_up.kind, given_up.error)]
+            return [(node, BarrierLeave(group, round_, given_up.kind, given_up.error))]
         member_set = frozenset(members)
         if node not in member_set:
             reason = f"{self._title(node)} is not a member of barrier group {group}"
-            return [Release(node, group, round_, UsageError.__name__, reason)]
+            return [(node, BarrierLeave(group, round_, UsageError.__name__, reason))]
         if sum(node in wait.arrived for wait in self._open.values()) >= MAX_OPEN:
             text = (
-                f"{self._title(node)} waits in {MAX_OPEN} barriers, which is the limit; wait for "
+                f"{self._title(node)} already waits in {MAX_OPEN} barriers, the limit; wait for "
                 "one of them before you enter another"
             )
-            return [Release(node, group, round_, UsageError.__name__, text)]
+            return [(node, BarrierLeave(group, round_, UsageError.__name__, text))]
         wait = self._open.setdefault((group, round_), _Wait(member_set, {}))
         wait.arrived.setdefault(node, until)
         if wait.arrived.keys() >= wait.members:
@@ -131,7 +115,7 @@ class Barriers:
         for (group, round_), wait in list(self._open.items()):
             if min(wait.arrived.values()) <= now:
                 missing = ", ".join(self._title(node) for node in wait.missing())
-                text = f"the barrier of {group_title(group)} was not reached in time by {missing}"
+                text = f"the barrier of {group_title(group)} timed out: {missing} did not reach it"
                 releases += self._end(group, round_, wait, DeadlineError, text)
         return releases
 
@@ -184,7 +168,8 @@ class Barriers:
         ended = self._ended.setdefault(group, {})
         for node in wait.arrived:
             ended[node] = max(round_, ended.get(node, 0))
-        return [Release(node, group, round_, kind, text) for node in sorted(wait.arrived)]
+        over = BarrierLeave(group, round_, kind, text)
+        return [(node, over) for node in sorted(wait.arrived)]
 
     def _told(self, barrier: tuple[int, int], given_up: _GivenUp, node: int) -> None:
         """Note that ``node`` knows that a barrier failed, or will never ask."""

@@ -29,7 +29,7 @@ RECEIVE_WINDOW = 1 << 20
 
 @dataclass(slots=True)
 class Outgoing:
-    """A message that is not accepted yet."""
+    """A sent message that the peer has not accepted yet."""
 
     sequence: int
     epoch: int
@@ -46,7 +46,7 @@ class Outgoing:
 
 
 class Channel:
-    """One end of the conversation with one incarnation of a peer."""
+    """One end of the channel to one incarnation of a peer."""
 
     def __init__(self, resend_timeout_s: float) -> None:
         self._timeout_s = resend_timeout_s

@@ -1,4 +1,4 @@
-"""Who is lost and who is stalled: two different things. Pure; time comes in as an argument.
+"""``Liveness``: the rules by which a peer counts as lost or stalled. Pure; time is an argument.
 
 Lost: the transport says that the connection is gone and it does not come back within
 ``lost_after_s``, or never came about within ``reach_s``, or the process is known to be dead
@@ -27,7 +27,7 @@ PROCESS_GONE = "its process is gone"
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The peer is gone for good."""
+    """The peer is lost for good."""
 
     peer: str
     reason: str
@@ -35,7 +35,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """The peer is connected and silent."""
+    """The peer is connected but silent."""
 
     peer: str
     silent_s: float
@@ -56,7 +56,7 @@ class _PeerState:
 
 @dataclass(slots=True)
 class _VainConnections:
-    """Connections of one peer, one after the other, that brought nothing to its end."""
+    """Consecutive connections of one peer that broke before a message was complete."""
 
     progress: int
     since: float
@@ -69,7 +69,7 @@ VAIN_S = 30.0
 
 
 class Headway:
-    """Notices connections that come and go while nothing gets through.
+    """Detects connections that break again and again before a message is complete.
 
     Each attempt begins a message from its start, so without this a job would go on for ever, and
     no peer would ever be lost: the connection always comes back in time.
@@ -97,12 +97,11 @@ class Headway:
             return None
         speed = 8e-6 * stretch.moved_bytes / took_s
         return (
-            f"{stretch.connections} connections one after the other ended before one message was "
-            f"through: {stretch.moved_bytes} bytes moved in {took_s:.0f} s ({speed:.2f} Mbit/s), "
-            f"and {unaccepted_bytes} bytes wait. A connection must last until a message is there: "
-            "find out what ends it (a firewall, a proxy, a faulty cable, an MTU that is larger "
-            "than what the network carries), or make messages smaller (PS_CHUNK_BYTES, fewer rows "
-            "at once)"
+            f"{stretch.connections} connections in a row broke before one message was complete: "
+            f"{stretch.moved_bytes} bytes moved in {took_s:.0f} s ({speed:.2f} Mbit/s), and "
+            f"{unaccepted_bytes} bytes wait. Find out why connections break (a firewall, a "
+            "proxy, a faulty cable, an MTU that is too large), or make messages smaller "
+            "(PS_CHUNK_BYTES, fewer rows at once)"
         )
 
     def forget(self, peer: str) -> None:
@@ -209,10 +208,10 @@ class Liveness:
         if entry.gone_since < math.inf:
             return self._judge_gone(peer, now - entry.gone_since, now - entry.answered_at)
         if now - entry.unreached_since >= self._reach_s:
-            return Lost(peer, f"no connection with it came about within {self._reach_s:g} s")
+            return Lost(peer, f"it could not be connected within {self._reach_s:g} s")
         silent_s = now - entry.heard_at
         if 0 < self._fatal_after_s <= silent_s:
-            return Lost(peer, f"connected, but no sign of life for {silent_s:.0f} s")
+            return Lost(peer, f"it is connected, but sent no heartbeat for {silent_s:.0f} s")
         if now - entry.reported_at >= self._stall_report_s:
             entry.reported_at = now
             return Stalled(peer, silent_s)
@@ -226,7 +225,8 @@ class Liveness:
         reason = f"its connection has been gone for {gone_s:.1f} s"
         if unanswered_s < gone_s:
             reason += (
-                f". Somebody answered attempts to connect until {unanswered_s:.1f} s ago, but no "
-                "connection came about: the network loses too much, or another program is there"
+                f". Its address answered until {unanswered_s:.1f} s ago, but no connection was "
+                "established: the network loses too many packets, or another program uses the "
+                "address"
             )
         return Lost(peer, reason)

@@ -1,4 +1,4 @@
-"""How a cluster gathers, and who is in it. Pure; time comes in as an argument.
+"""``Rendezvous`` and ``Membership``: joining and members of a cluster. Pure; time is an argument.
 
 ``Rendezvous`` is the scheduler's side: it collects registrations, gives ranks, and says who is
 missing. Ranks are stable: a node that names its rank (the launcher's order) gets it; others
@@ -9,7 +9,6 @@ them). ``Membership`` is every node's view afterwards: who is who, the epoch, an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,14 +16,14 @@ from pslite.errors import NodeLostError, UsageError
 from pslite.ids import NodeInfo, Role, role_of
 
 _SAME_ROUNDS = (
-    "all workers of a synchronous store must push the same number of rounds "
-    "(kv.shard, FeedForward.fit see to it)"
+    "all workers of a synchronous store must push equally often (kv.shard and FeedForward.fit "
+    "ensure it)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a registration cannot be taken."""
+    """The reason why a registration is refused."""
 
     reason: str
     fatal: bool = False
@@ -54,7 +53,7 @@ class Rendezvous:
         for known in self.registered:
             if known.incarnation == node.incarnation or known.uid == node.uid:
                 is_same = (known.incarnation, known.uid) == (node.incarnation, node.uid)
-                return None if is_same else Refusal("another node has this one's name")
+                return None if is_same else Refusal("another node has the same name")
         refusal = self._mismatch(node, num_workers, num_servers, package)
         if refusal is not None:
             return refusal
@@ -88,8 +87,8 @@ class Rendezvous:
         same = [known for known in self.registered if known.role == node.role]
         if len(same) >= self._wanted[role]:
             return Refusal(
-                f"all {self._wanted[role]} {role.value}s of this job are there already; "
-                f"the {role.value} on {node.host} (pid {node.pid}) is one too many"
+                f"this job already has all its {self._wanted[role]} {role.value}s; the "
+                f"{role.value} on {node.host} (pid {node.pid}) is one too many"
             )
         if node.rank >= self._wanted[role]:
             return Refusal(
@@ -99,8 +98,8 @@ class Rendezvous:
         twin = next((known for known in same if known.rank == node.rank >= 0), None)
         if twin is not None:
             return Refusal(
-                f"two {role.value}s have DMLC_TASK_ID={node.rank} (pid {twin.pid} on {twin.host}, "
-                f"pid {node.pid} on {node.host}); start each with a number of its own",
+                f"two {role.value}s have DMLC_TASK_ID={node.rank} (pid {twin.pid} on "
+                f"{twin.host}, pid {node.pid} on {node.host}); give each its own number",
                 fatal=True,
             )
         return None
@@ -135,7 +134,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A node that is no longer there."""
+    """A node that has left or is lost."""
 
     node: NodeInfo
     left: bool
@@ -158,7 +157,7 @@ class Gone:
 
 @dataclass(slots=True)
 class Membership:
-    """A node's view of the cluster: who is in it, by which names, the epoch, who is gone."""
+    """A node's view of the cluster: members, their names, lost nodes and the epoch."""
 
     role: Role
     """This node's."""
@@ -239,7 +238,7 @@ class Membership:
     ) -> NodeLostError | UsageError | None:
         """Return why the node ``own`` cannot ask these; None where it can."""
         if own is None:
-            return UsageError("requests can be made once the cluster is complete: wait for `ready`")
+            return UsageError("requests need a complete cluster; wait for node.ready first")
         for node in nodes:
             gone = self.gone.get(node)
             if gone is not None:
@@ -247,7 +246,9 @@ class Membership:
             info = self.node(node)
             is_neighbour = info is not None and info.role != self.role.value
             if not is_neighbour and node != own.node_id:
-                return UsageError(f"{own.title} has no connection to {self.title(node)}")
+                return UsageError(
+                    f"{own.title} cannot send to {self.title(node)}: they are not connected"
+                )
         return None
 
     def live(self, role: Role) -> tuple[int, ...]:
@@ -270,7 +271,7 @@ class _Said:
 
 
 class Hearsay:
-    """Which members say that they have lost others, and whose own ends wait for that.
+    """The members' reports of lost nodes, and the members whose own loss is put off for them.
 
     Who is lost is decided by the scheduler, by what it sees itself, so that no member can end
     another. But a member that has lost another one ends, and should not be named as the cause if
@@ -308,8 +309,3 @@ class Hearsay:
     def words(self) -> list[tuple[int, int, str]]:
         """Return who says that a member is lost, which one, and why, in their order."""
         return [(speaker, said.about, said.reason) for speaker, said in self._said.items()]
-
-    def next_due(self) -> float:
-        """Return when ``ended`` has something to say."""
-        times = [said.until for said in self._said.values() if said.ended is not None]
-        return min(times, default=math.inf)

@@ -1,4 +1,4 @@
-"""Rounds of one part: who has contributed, what is complete, who waits for which version.
+"""The rounds of one part: contributions, complete rounds, waiting pulls.
 
 Pure: no socket, thread or clock; payloads are opaque. Two machines share one interface:
 
@@ -20,11 +20,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 
 class Verdict(enum.Enum):
-    """What became of a contribution that arrived."""
+    """The verdict on a received contribution."""
 
     TAKEN = "taken"
     REPEATED = "repeated"
@@ -48,7 +49,7 @@ class Batch:
 
 
 class SyncRounds:
-    """Rounds that need every expected rank."""
+    """Synchronous rounds: each needs all expected ranks."""
 
     def __init__(self, expected: Iterable[int], window: int) -> None:
         self._expected = frozenset(expected)
@@ -118,8 +119,8 @@ class SyncRounds:
         self._running = True
         ranks = sorted(contributions)
         return Batch(
-            tuple((rank, self.version + 1) for rank in ranks),
-            tuple(contributions[rank] for rank in ranks),
+            tuple(zip(ranks, repeat(self.version + 1))),
+            tuple(map(contributions.__getitem__, ranks)),
         )
 
     def finish(self) -> None:
@@ -177,78 +178,66 @@ class SyncRounds:
 
 
 class AsyncRounds:
-    """Contributions that are applied one by one."""
+    """Contributions that are applied one by one: each rank has rounds that need it alone."""
 
     def __init__(self, window: int) -> None:
         #: How many contributions of a rank may wait for an earlier one of it.
         self.window = window
-        self._waiting: dict[int, dict[int, Any]] = {}
-        self._applied: dict[int, int] = {}
+        self._ranks: dict[int, SyncRounds] = {}
+        #: The ranks of what waits, in the order of arrival.
         self._order: list[int] = []
-        self._running: tuple[int, int] | None = None
+        #: The rank whose contribution is being applied.
+        self._running: int | None = None
         self.blocked_by: int | None = None
         self.version = 0
 
+    def _of(self, rank: int) -> SyncRounds:
+        return self._ranks.get(rank) or SyncRounds((rank,), self.window)
+
     def signature(self) -> object:
         """Return a value that is equal for parts that have seen the same."""
-        waiting = [(rank, sorted(found)) for rank, found in sorted(self._waiting.items()) if found]
-        return self.version, self._running, sorted(self._applied.items()), self._order, waiting
+        ranks = [(rank, rounds.signature()) for rank, rounds in sorted(self._ranks.items())]
+        return self.version, self._running, self._order, ranks
 
     def copy(self, payload: Callable[[int, int, Any], Any]) -> AsyncRounds:
         """Copy the state with other payloads: ``payload(rank, round, present one)``."""
         copy = AsyncRounds(self.window)
-        copy._waiting = {
-            rank: {round_: payload(rank, round_, found) for round_, found in waiting.items()}
-            for rank, waiting in self._waiting.items()
-        }
-        copy._applied = dict(self._applied)
-        copy._order = list(self._order)
-        copy._running = self._running
+        copy._ranks = {rank: rounds.copy(payload) for rank, rounds in self._ranks.items()}
+        copy._order, copy._running = list(self._order), self._running
         copy.version = self.version
         return copy
 
     def payload(self, rank: int, round_: int) -> Any:
-        """Return what a rank contributed to a round that is not begun yet."""
-        return self._waiting[rank][round_]
+        """Return what a rank contributed to a round that is not applied yet."""
+        return self._ranks[rank].payload(rank, round_)
 
     def contribute(self, rank: int, round_: int, payload: Any) -> Verdict:
         """Take one contribution in."""
-        applied = self._applied.get(rank, 0)
-        if round_ <= applied:
-            return Verdict.APPLIED
-        if round_ > applied + 1 + self.window:
-            return Verdict.TOO_FAR
-        waiting = self._waiting.setdefault(rank, {})
-        if round_ in waiting or self._running == (rank, round_):
-            return Verdict.REPEATED
-        waiting[round_] = payload
-        self._order.append(rank)
-        return Verdict.TAKEN
+        rounds = self._ranks[rank] = self._of(rank)
+        verdict = rounds.contribute(rank, round_, payload)
+        if verdict is Verdict.TAKEN:
+            self._order.append(rank)
+        return verdict
 
     def knows(self, rank: int, round_: int) -> bool:
         """Return whether this contribution is here, or applied."""
-        is_waiting = round_ in self._waiting.get(rank, ())
-        return is_waiting or round_ <= self.applied(rank) or self._running == (rank, round_)
+        return self._of(rank).knows(rank, round_)
 
     def start(self) -> Batch | None:
         """Return the longest-waiting contribution whose turn it is, if none is applied."""
-        if self._running is not None:
-            return None
-        for position, rank in enumerate(self._order):
-            round_ = self._applied.get(rank, 0) + 1
-            if round_ in self._waiting[rank]:
+        for position, rank in enumerate(self._order if self._running is None else ()):
+            batch = self._ranks[rank].start()
+            if batch is not None:
                 del self._order[position]
-                payload = self._waiting[rank].pop(round_)
-                self._running = (rank, round_)
-                return Batch(((rank, round_),), (payload,))
+                self._running = rank
+                return batch
         return None
 
     def finish(self) -> None:
         """Note that the running contribution has been applied, or has failed for good."""
         if self._running is None:
             raise ValueError("nothing is running")
-        rank, round_ = self._running
-        self._applied[rank] = round_
+        self._ranks[self._running].finish()
         self._running = None
         self.version += 1
 
@@ -258,11 +247,11 @@ class AsyncRounds:
 
     def applied(self, rank: int) -> int:
         """Return how many contributions of this rank have been applied."""
-        return self._applied.get(rank, 0)
+        return self._of(rank).version
 
     def readable(self, rank: int, after_round: int) -> bool:
         """Return whether a pull of this rank may be answered now."""
-        return self._running is None and after_round <= self._applied.get(rank, 0)
+        return self._running is None and after_round <= self.applied(rank)
 
     def missing(self) -> tuple[int, tuple[int, ...]] | None:
         """Return None: no worker waits for another here."""
@@ -270,23 +259,14 @@ class AsyncRounds:
 
     def waiting(self) -> list[tuple[int, int]]:
         """Return (rank, round) of all contributions that are here and not applied."""
-        running = [] if self._running is None else [self._running]
-        return running + [
-            (rank, round_)
-            for rank, waiting in sorted(self._waiting.items())
-            for round_ in sorted(waiting)
-        ]
+        return [entry for _, rounds in sorted(self._ranks.items()) for entry in rounds.waiting()]
 
     def abandon(self, rank: int) -> list[tuple[int, int]]:
         """Drop what a gone worker sent whose turn never comes; the rest stays valid."""
-        waiting = self._waiting.get(rank, {})
-        is_running = self._running is not None and self._running[0] == rank
-        next_ = self._applied.get(rank, 0) + 1 + is_running
-        while next_ in waiting:
-            next_ += 1
-        for round_ in [found for found in waiting if found > next_]:
-            del waiting[round_]
+        rounds = self._of(rank)
+        for _ in rounds.abandon(rank):
             self._order.remove(rank)
+        rounds._dead_from = None  # no other worker waits for these rounds
         return []
 
 

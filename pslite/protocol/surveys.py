@@ -1,4 +1,4 @@
-"""When the scheduler asks its nodes how they are, and what it concludes. Pure.
+"""``Surveys``: the scheduler's status requests and the detection of deadlocks. Pure.
 
 ``Surveys`` decides for observers, ``Looks`` for the search of deadlocks, which asks like an
 observer. Used by ``pslite/node/surveyor.py``.
@@ -39,7 +39,7 @@ AGAIN_S = 10.0
 
 
 class Surveys(Generic[T]):
-    """The survey that is under way, or the last one."""
+    """The open or last survey of a job's status."""
 
     def __init__(self) -> None:
         #: What each node has answered.
@@ -53,7 +53,7 @@ class Surveys(Generic[T]):
         self._due_at: float | None = None
 
     def ask(self, asker: str, question: int, nodes: Iterable[int], now: float) -> int | None:
-        """Somebody asks. Returns the number by which these nodes are to be asked, if they are."""
+        """Handle a question. Return the number of the survey that it starts, if any."""
         if asker not in self._askers and len(self._askers) >= MAX_ASKERS:
             del self._askers[next(iter(self._askers))]
         self._askers[asker] = question
@@ -67,17 +67,17 @@ class Surveys(Generic[T]):
         return self._number
 
     def answer(self, node: int, number: int, report: T) -> None:
-        """A node has answered. What belongs to an earlier survey, or was not asked for, is not."""
+        """Handle a node's answer; ignore it if it was not asked for."""
         if number == self._number and node in self._waiting:
             self._waiting.discard(node)
             self.reports[node] = report
 
     def depart(self, node: int) -> None:
-        """A node is gone, and will not answer."""
+        """Handle the loss of a node, which will not answer."""
         self._waiting.discard(node)
 
     def take_served(self, now: float) -> list[tuple[str, int]]:
-        """Those who are to get the survey now, each with its own question."""
+        """Return and remove the askers that get the survey now, with their questions."""
         if not self._askers and self._due_at is None:
             return []
         if self._due_at is not None and self._waiting and now < self._due_at:
@@ -98,7 +98,7 @@ class Surveys(Generic[T]):
 
 
 class Looks:
-    """Whether all workers of a job wait for each other."""
+    """The detection that all workers of a job wait for each other."""
 
     def __init__(self) -> None:
         #: When the next question is to be asked.

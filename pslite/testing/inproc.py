@@ -1,4 +1,4 @@
-"""The van without sockets: nodes of one process exchange frames through a hub.
+"""``InprocVan``: a van without sockets, for nodes of one process.
 
 It keeps the whole contract of ``van/base.py``: what works here works over TCP. A hub
 (:class:`InprocNetwork`) is a world of its own; any number may exist at once. Vans may have a
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pslite.errors import ClosedError, ConfigError, UsageError
@@ -38,34 +39,29 @@ _Frames: TypeAlias = list["bytes | memoryview"]
 _Address: TypeAlias = tuple[str, int]
 
 
+@dataclass(slots=True, eq=False)
 class _End:
     """One side of a connection. A message goes from an end into the inbox of ``far.van``.
 
     ``closed`` means that this side's owner hears and says nothing more on the connection.
     """
 
-    __slots__ = ("closed", "far", "link", "peer", "van")
-
-    far: _End
-
-    def __init__(self, van: InprocVan, peer: str, link: _Link | None) -> None:
-        self.van = van
-        self.peer = peer
-        self.link = link
-        self.closed = False
+    van: InprocVan
+    peer: str
+    link: _Link | None
+    far: _End = field(init=False)
+    closed: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class _Link:
     """One peer of ``connect``: its present connection, or what waits for the next one."""
 
-    __slots__ = ("address", "backlog", "end", "peer", "van")
-
-    def __init__(self, van: InprocVan, peer: str, address: _Address) -> None:
-        self.van = van
-        self.peer = peer
-        self.address = address
-        self.end: _End | None = None
-        self.backlog: list[_Frames] = []
+    van: InprocVan
+    peer: str
+    address: _Address
+    end: _End | None = None
+    backlog: list[_Frames] = field(default_factory=list)
 
 
 _Item: TypeAlias = "tuple[_End, _Frames | str | None]"
@@ -73,7 +69,7 @@ _Item: TypeAlias = "tuple[_End, _Frames | str | None]"
 
 
 class InprocNetwork:
-    """The hub: who listens where, and who waits for a listener.
+    """The hub of the vans: listeners, and connections that wait for one.
 
     ``on_ready(van)`` is called, without a lock, whenever the inbox of ``van`` becomes non-empty,
     in the thread whose call filled it. The other methods are for vans, with :attr:`lock` held;
@@ -97,8 +93,8 @@ class InprocNetwork:
             self._next_port += 1
         if (host, port) in self._listeners:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: the port is in use; choose another, "
-                "or close the van that has it"
+                f"cannot listen on {host}:{port}: the port is in use; choose another, or close "
+                "the van that uses it"
             )
         self._listeners[host, port] = van
         waiting, self._waiting = self._waiting, []
@@ -157,7 +153,10 @@ class InprocVan(Van):
         with self._lock:
             self._check_open("bind")
             if self._bound:
-                raise UsageError("this van listens already: one van has one address")
+                raise UsageError(
+                    f"this van is already listening, so it cannot bind {host}:{port}; "
+                    "use a separate van for each address"
+                )
             port = self._network.listen(self, host, port, filled)
             self._bound = True
         self._network.tell(filled)
@@ -269,7 +268,7 @@ class InprocVan(Van):
         events.append(Connected(end.peer))
 
     def _lose(self, end: _End, reason: str, events: list[VanEvent]) -> None:
-        """End a connection; open one of ``connect`` anew once somebody listens."""
+        """End a connection; reopen one of ``connect`` once its peer listens again."""
         filled: list[InprocVan] = []
         with self._lock:
             self._ends.pop(end, None)

@@ -1,4 +1,4 @@
-"""Whole clusters in one thread, under a virtual clock and a seeded network.
+"""The simulator: a whole cluster in one thread, with virtual time and a faulty network.
 
 The nodes are the real ones (``node/postoffice.py``), on in-process vans wrapped in fault injectors;
 only the clock, the pool and who steps when belong to the simulation. Everything random comes
@@ -44,12 +44,12 @@ _MAX_STEPS_AT_ONE_TIME = 100_000
 
 
 class HangError(PSError):
-    """Nothing more can happen, or not in time, and a script still waits."""
+    """A script still waits although nothing more can happen, or time is up."""
 
 
 @dataclass(frozen=True)
 class Faults(FaultPlan):
-    """What the network does to messages, and how often connections are cut."""
+    """The faults of the network: lost messages, delays, broken connections."""
 
     delay_s: tuple[float, float] = (0.001, 0.5)
     cuts: int = 0

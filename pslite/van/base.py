@@ -1,4 +1,4 @@
-"""The transport's contract: a van moves lists of frames between named nodes, and nothing else.
+"""``Van``: the interface of transports, which move lists of frames between named nodes.
 
 A van knows no ranks, keys, rounds or retries and never looks into a frame. What it promises is
 little on purpose: the layer above numbers its messages, acknowledges them and sends them again.
@@ -18,7 +18,7 @@ What every van promises
       where they are ``spread``. Messages that had
       arrived when a connection ended come before its ``Disconnected``. An owner that calls
       ``disconnect`` or ``close`` hears nothing more of that connection; the other end does.
-    * **One connection a uid.** When a uid connects anew while its old connection still seems
+    * **One connection a uid.** When a uid connects again while its old connection still seems
       alive (a node was restarted, its old machine froze), the accepting end sees
       ``Disconnected`` and then ``Connected``; the old connection is never heard again.
     * **Loss.** A message may be lost with its connection, and the sender is not told which.
@@ -86,7 +86,7 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """What listens at the address of ``peer`` does not let this van in.
+    """The listener at the address of ``peer`` rejects this van.
 
     Comes once a ``connect``, before any ``Connected``, and only when waiting longer would be no
     use: another key, another mechanism, or an address that may not be connected to. ``reason``
@@ -99,7 +99,7 @@ class Denied:
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """Strangers who wanted to connect were turned away, ``count`` since this was last said.
+    """Connections of strangers were rejected, ``count`` since the last event.
 
     No more than one such event for each address and reason in a while.
     """
@@ -114,7 +114,7 @@ VanEvent: TypeAlias = Received | Connected | Disconnected | Denied | TurnedAway
 
 
 class PipeTicket(NamedTuple):
-    """What a peer needs to open a pipe; the process id is the roster's."""
+    """The data that a peer needs to open a pipe; the process id is in the roster."""
 
     fd: int
     inode: int
@@ -244,7 +244,7 @@ def as_buffers(frames: Sequence[Buffer]) -> list[bytes | memoryview]:
     """Return a message's frames as ``bytes`` or views; check what can be sent."""
     buffers = [frame if type(frame) is bytes else _as_view(frame) for frame in frames]
     if len(buffers) < 2 and not (buffers and size_of(buffers[0])):
-        raise UsageError("a message must have at least one byte or two frames")
+        raise UsageError("a message must not be a single empty frame")
     return buffers
 
 

@@ -1,4 +1,4 @@
-"""Large frames cut into pieces, and put together again: what a connection carries is small. Pure.
+"""Splitting of large frames into pieces, and their reassembly. Pure.
 
 No connection carries a frame of more than ``PIECE_BYTES``. So a stranger who has not proven yet
 that it knows the key can have a node allocate no more than that, heartbeats get through between
@@ -48,7 +48,7 @@ def is_piece(frames: Sequence[bytes | memoryview]) -> bool:
 
 
 class Reassembly:
-    """Puts together what one connection brings in pieces.
+    """Reassembles the messages of one connection from pieces.
 
     Args:
         max_frame_bytes: the largest frame.
@@ -79,7 +79,7 @@ class Reassembly:
         if len(head) > 1:
             self._begin(bytes(head[1:]))
         elif not self._sizes:
-            raise ProtocolError("a piece came before the first one of its message")
+            raise ProtocolError("a piece of a message arrived before the first piece")
         self._add(memoryview(piece).cast("B"))
         self._skip_empty()
         if self._sizes:
@@ -89,7 +89,9 @@ class Reassembly:
 
     def _begin(self, packed: bytes) -> None:
         if self._sizes:
-            raise ProtocolError("a message in pieces began before the previous one was complete")
+            raise ProtocolError(
+                "a message in pieces began before the previous message was complete"
+            )
         count, rest = divmod(len(packed), 8)
         if rest or count > MAX_FRAMES:
             raise ProtocolError(
@@ -102,7 +104,7 @@ class Reassembly:
             )
         if not 0 < sum(sizes) <= self._max_total_bytes:
             raise ProtocolError(
-                f"expected 1 to {self._max_total_bytes} bytes in all, got {sum(sizes)}"
+                f"expected 1 to {self._max_total_bytes} bytes in total, got {sum(sizes)}"
             )
         sizes.reverse()
         self._sizes = sizes

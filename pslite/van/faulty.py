@@ -1,7 +1,7 @@
-"""Wraps a van and loses, repeats, delays and reorders messages on purpose, repeatably.
+"""``FaultyVan``: loses, repeats, delays and reorders messages of another van, for tests.
 
 The same seed, plan and calls give the same faults: every wrapper has its own random generator,
-seeded once. (ps-lite's PS_DROP_MSG seeds anew for each message from the wall clock in seconds,
+seeded once. (ps-lite's PS_DROP_MSG seeds again for each message from the wall clock in seconds,
 so that all messages of one second share one fate; ``src/van.cc``.) Time comes from the caller's
 clock, so the simulator's virtual one will do. Knows nothing of what the frames mean; runs on the
 owner's thread. Read next: the simulator, or the tests of the injector's statistics.
@@ -104,7 +104,7 @@ class FaultyVan(Van):
         self._cuts[peer] = until
         self._discard_held(peer)
         if peer in self._up:
-            self._news.append(Disconnected(peer, "cut by the fault injector"))
+            self._news.append(Disconnected(peer, "closed by the fault injector"))
 
     def send(self, peer: str, frames: Sequence[Buffer]) -> None:
         counts, plan = self.counts, self._plan

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 import sys
 import typing
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import partial
 from typing import Any
 
 import msgpack
 
 from pslite.errors import ProtocolError, UsageError
 from pslite.ids import NodeInfo
-from pslite.wire.messages import ALL_MESSAGES, Ints, Message, Nodes, Texts
+from pslite.wire.messages import ALL_MESSAGES, Ints, Message, Natural, Naturals, Nodes, Texts
 
 VERSION = 5
 MAX_HEADER_BYTES = 16 << 20
@@ -36,7 +37,6 @@ MAX_NAME_BYTES = 512
 """Bytes of each text in a node's entry."""
 MAX_JOB_BYTES = 4096
 _MAX_NUMBER = (1 << 63) - 1
-_MAX_LARGE = 8
 _ENVELOPE_FIELDS = 10
 
 Buffer = bytes | bytearray | memoryview
@@ -44,7 +44,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What surrounds every message."""
+    """The envelope of every message."""
 
     job: str
     epoch: int
@@ -70,16 +70,15 @@ def _pack_ints(values: Sequence[int]) -> bytes:
     return words.tobytes()
 
 
-def _unpack_ints(field: Any) -> Ints:
+def _unpack_ints(field: Any, *, is_natural: bool = False) -> Ints:
     if type(field) is not bytes or len(field) % 8:
         raise ProtocolError(f"expected packed 64-bit integers, got {field!r:.60}")
     if len(field) > 8 * MAX_INTEGERS:
         raise ProtocolError(f"expected at most {MAX_INTEGERS} integers, got {len(field) // 8}")
-    words = array("q")
-    words.frombytes(field)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return tuple(words)
+    values: Ints = struct.unpack(f"<{len(field) // 8}q", field)
+    if is_natural and values and min(values) < 0:
+        raise ProtocolError(f"expected numbers of at least 0, got {values!r:.60}")
+    return values
 
 
 def _unpack_texts(field: Any) -> Texts:
@@ -119,13 +118,16 @@ def _unpack_node(entry: Any) -> NodeInfo:
     return node
 
 
-def _exactly(wanted: type) -> Callable[[Any], Any]:
-    def check(field: Any) -> Any:
-        if type(field) is not wanted:
-            raise ProtocolError(f"expected {wanted.__name__}, got {type(field).__name__}")
-        return field
+def _exactly(wanted: type, field: Any) -> Any:
+    if type(field) is not wanted:
+        raise ProtocolError(f"expected {wanted.__name__}, got {type(field).__name__}")
+    return field
 
-    return check
+
+def _unpack_natural(field: Any) -> int:
+    if type(field) is not int or field < 0:
+        raise ProtocolError(f"expected an int of at least 0, got {field!r:.60}")
+    return field
 
 
 def _unpack_time(field: Any) -> float:
@@ -134,90 +136,59 @@ def _unpack_time(field: Any) -> float:
     return field
 
 
-def _natural(unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Have ``unpack`` refuse negative numbers, too."""
-
-    def check(field: Any) -> Any:
-        value = unpack(field)
-        if min(value, default=0) < 0 if type(value) is tuple else value < 0:
-            raise ProtocolError(f"a number must not be negative, got {value!r:.60}")
-        return value
-
-    return check
-
-
-def _is(kind: Any) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]:
-    """Return how a field of this annotation is packed (None: unchanged) and unpacked."""
-    if kind == Ints:
-        return _pack_ints, _unpack_ints
-    if kind == Texts:
-        return list, _unpack_texts
-    if kind == Nodes:
-        return list, _unpack_nodes
-    if kind is float:
-        return None, _unpack_time
-    return None, _exactly(kind)
+#: Annotation of a field -> how it is unpacked.
+_UNPACKERS: dict[Any, Callable[[Any], Any]] = {
+    Ints: _unpack_ints,
+    Naturals: partial(_unpack_ints, is_natural=True),
+    Natural: _unpack_natural,
+    Texts: _unpack_texts,
+    Nodes: _unpack_nodes,
+    float: _unpack_time,
+    **{kind: partial(_exactly, kind) for kind in (bool, int, str, bytes)},
+}
+#: How it is packed, where msgpack needs help.
+_PACKERS: dict[Any, Callable[[Any], Any]] = {
+    Ints: _pack_ints,
+    Naturals: _pack_ints,
+    Texts: list,
+    Nodes: list,
+}
 
 
 class _MessageLayout:
     """How one message type is packed; built once from its annotations."""
 
     def __init__(self, number: int, kind: type[Message]) -> None:
-        hints = typing.get_type_hints(kind)
-        annotated = typing.get_type_hints(kind, include_extras=True)
-        names = [field.name for field in dataclasses.fields(kind)]
-        naturals = {name for name in names if annotated[name] != hints[name]}
+        hints = typing.get_type_hints(kind, include_extras=True)
+        self._names = [field.name for field in dataclasses.fields(kind)]
+        kinds = [hints[name] for name in self._names]
         self.number = number
         self.kind = kind
-        self.count = len(names)
-        self._values = _getter(names)
-        self._packers = [
-            (index, pack)
-            for index, name in enumerate(names)
-            if (pack := _is(hints[name])[0]) is not None
-        ]
-        self._unpackers = [
-            _natural(unpack) if name in naturals else unpack
-            for name in names
-            for unpack in (_is(hints[name])[1],)
-        ]
+        self._unpackers = [_UNPACKERS[each] for each in kinds]
+        self._packers = [(at, _PACKERS[each]) for at, each in enumerate(kinds) if each in _PACKERS]
         #: Numbers and times that are checked on the way out, too: what no receiver accepts
         #: would be sent again for ever.
-        self._bounded = [
-            (index, name)
-            for index, name in enumerate(names)
-            if hints[name] is float or (hints[name] is int and name in naturals)
-        ]
-        self._parallel = [names.index(name) for name in kind.PARALLEL]
+        self._bounded = [at for at, each in enumerate(kinds) if each in (float, Natural)]
+        self._parallel = [self._names.index(name) for name in kind.PARALLEL]
 
     def fields(self, message: Message) -> list[Any]:
-        values = self._values(message)
-        for index, name in self._bounded:
+        values = [getattr(message, name) for name in self._names]
+        for index in self._bounded:
             if not 0 <= values[index] < math.inf:
-                raise UsageError(f"{self.kind.__name__}.{name} cannot be {values[index]}")
+                name = f"{self.kind.__name__}.{self._names[index]}"
+                raise UsageError(f"{name} cannot be {values[index]}")
         for index, pack in self._packers:
             values[index] = pack(values[index])
         return values
 
     def build(self, fields: Sequence[Any]) -> Message:
-        if len(fields) != self.count:
-            raise ProtocolError(
-                f"{self.kind.__name__} needs {self.count} fields, got {len(fields)}"
-            )
+        count = len(self._names)
+        if len(fields) != count:
+            raise ProtocolError(f"{self.kind.__name__} needs {count} fields, got {len(fields)}")
         values = [unpack(field) for unpack, field in zip(self._unpackers, fields, strict=True)]
-        if len({len(values[index]) for index in self._parallel}) > 1:
+        if self._parallel and len({len(values[index]) for index in self._parallel}) > 1:
             raise ProtocolError(f"the lists of {self.kind.__name__} have different lengths")
         return self.kind(*values)
-
-
-def _getter(names: list[str]) -> Callable[[Message], list[Any]]:
-    if not names:
-        return lambda message: []
-    if len(names) == 1:
-        one = attrgetter(names[0])
-        return lambda message: [one(message)]
-    several = attrgetter(*names)
-    return lambda message: list(several(message))
 
 
 _BY_NUMBER = {number: _MessageLayout(number, kind) for number, kind in ALL_MESSAGES.items()}
@@ -244,8 +215,8 @@ def encode(envelope: Envelope) -> bytes:
     packed: bytes = msgpack.packb(header)
     if len(packed) > MAX_HEADER_BYTES:
         raise UsageError(
-            f"the header has {len(packed)} bytes; the limit is {MAX_HEADER_BYTES}: send what is "
-            "large as frames"
+            f"a header must have at most {MAX_HEADER_BYTES} bytes, got {len(packed)}; send large "
+            "data as frames"
         )
     return packed
 
@@ -309,12 +280,14 @@ def unpack_value(data: Buffer) -> Any:
     """
     if len(data) > MAX_HEADER_BYTES:
         raise ProtocolError(
-            f"the plain data has {len(data)} bytes; the limit is {MAX_HEADER_BYTES}"
+            f"plain data must have at most {MAX_HEADER_BYTES} bytes, got {len(data)}"
         )
-    data = bytes(data)
-    if sum(map(data.count, _LARGE)) > _MAX_LARGE:
-        _check_structure(data)
+    # An array reserves memory for as many elements as it claims to have, at every level. Who walks
+    # over the data first and finds all of them there reserves no more than there are bytes.
+    walker = msgpack.Unpacker(read_size=len(data) or 1, max_buffer_size=MAX_HEADER_BYTES)
+    walker.feed(data)
     try:
+        walker.skip()
         return msgpack.unpackb(
             data, strict_map_key=False, max_ext_len=0, ext_hook=_refuse_extension
         )
@@ -324,70 +297,3 @@ def unpack_value(data: Buffer) -> Any:
 
 def _refuse_extension(code: int, data: bytes) -> None:
     raise ProtocolError(f"plain data contains a msgpack extension of type {code}")
-
-
-# msgpack reserves memory for as many elements as an array or map claims to have, at every level,
-# though never for more than there are bytes. Data with few of these marks, wherever they stand,
-# cannot have many large ones in each other; the rest is looked at.
-_LARGE = (b"\xdc", b"\xdd", b"\xde", b"\xdf")
-#: Mark -> bytes of the length field, for binary data and texts.
-_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-#: Mark -> bytes of a value of fixed size.
-_FIXED = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-#: Mark -> (bytes of the count field, elements per count), for arrays and maps.
-_COUNTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-
-
-def _check_structure(data: bytes) -> None:
-    """Walk over msgpack data without building anything.
-
-    Raises:
-        ProtocolError: an extension, a container that claims more than there is, or too many
-            large ones in each other. Small ones reserve next to nothing; msgpack itself limits
-            their depth.
-    """
-    position = 0
-    large = 0
-    # Of each open container: elements to come, and whether it can be large (16-bit counts).
-    open_containers = [(1, False)]
-    while open_containers:
-        elements, is_large = open_containers.pop()
-        if elements == 0:
-            large -= is_large
-            continue
-        open_containers.append((elements - 1, is_large))
-        if position >= len(data):
-            raise ProtocolError("malformed msgpack: it ends too early")
-        is_large = data[position] in _COUNTED
-        position, elements = _skip(data, position)
-        if elements > len(data) - position:
-            raise ProtocolError("malformed msgpack: it announces more elements than it has bytes")
-        if elements:
-            large += is_large
-            if large > _MAX_LARGE:
-                raise ProtocolError(f"more than {_MAX_LARGE} large containers are nested")
-            open_containers.append((elements, is_large))
-
-
-def _skip(data: bytes, position: int) -> tuple[int, int]:
-    """Return the position behind the head of a value, and how many elements follow."""
-    mark = data[position]
-    position += 1
-    if mark <= 0x7F or mark >= 0xE0 or mark in (0xC0, 0xC2, 0xC3):
-        return position, 0
-    if mark <= 0x8F:
-        return position, 2 * (mark & 0x0F)
-    if mark <= 0x9F:
-        return position, mark & 0x0F
-    if mark <= 0xBF:
-        return position + (mark & 0x1F), 0
-    if mark in _FIXED:
-        return position + _FIXED[mark], 0
-    if mark in _SIZED:
-        body = position + _SIZED[mark]
-        return body + int.from_bytes(data[position:body], "big"), 0
-    if mark in _COUNTED:
-        width, per_count = _COUNTED[mark]
-        body = position + width
-        return body, per_count * int.from_bytes(data[position:body], "big")
-    raise ProtocolError(f"plain data contains a msgpack extension or an unknown mark: {mark:#04x}")

@@ -211,7 +211,7 @@ class PartsFailed(Message):
 
 @dataclass(frozen=True, slots=True)
 class StaleEpoch(Message):
-    """An ``Exchange`` came from an older epoch and was not looked at; send it anew."""
+    """An ``Exchange`` came from an older epoch and was not looked at; send it again."""
 
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
     epoch: Natural
@@ -239,7 +239,7 @@ class SegmentOffer(Message):
     """Memory of the sender's process that the receiver may map (``pslite/memory``)."""
 
     segment: Natural
-    """The sender's number of it, from 1 on."""
+    """The sender's number of it, from 1."""
     fd: Natural
     """The descriptor by which the sender's process holds it."""
     nbytes: Natural
@@ -378,3 +378,13 @@ ALL_MESSAGES: dict[int, type[Message]] = {
     26: Deadlock,
 }
 """By their numbers on the wire."""
+
+_SENT_BY: list[tuple[set[str], tuple[type[Message], ...]]] = [
+    ({"scheduler"}, (Roster, Waiting, BarrierLeave, BarrierWaits, Deadlock)),
+    ({"scheduler"}, (StatusQuestion, StatusSurvey)),
+    ({"server"}, (Answer, PartsFailed, StaleEpoch, RoundWaits)),
+    ({"worker"}, (Exchange, LongWait)),
+    ({"server", "worker"}, (Register, BarrierEnter, SegmentOffer, SegmentTaken, StatusReport)),
+]
+SENDERS = {kind: frozenset(roles) for roles, kinds in _SENT_BY for kind in kinds}
+"""The roles that may send a message (``docs/wire.md``, section 7); for others, all may."""

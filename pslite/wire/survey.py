@@ -1,4 +1,4 @@
-"""What a running job is like, as values: a ``Survey`` has a ``NodeStatus`` for every node.
+"""The status of a running job: a ``Survey`` has a ``NodeStatus`` for each node.
 
 Nodes report about themselves (``NodeReport``, made in ``node/report.py``), the scheduler collects
 them (``node/surveyor.py``) and the asker gets a ``Survey`` (``apps/observer.py``). Here are
@@ -42,7 +42,7 @@ class Wait(NamedTuple):
 
 
 class Progressed(NamedTuple):
-    """How far a worker's training has come."""
+    """The progress of a worker's training."""
 
     steps: int
     """Of a ``Trainer`` or of ``FeedForward.fit``; else rounds: pushes of the key with most."""
@@ -58,7 +58,7 @@ class Progressed(NamedTuple):
 
 
 class NodeReport(NamedTuple):
-    """What a node says about itself."""
+    """A node's report about itself."""
 
     version: str
     uptime_s: float
@@ -125,14 +125,14 @@ class Survey(NamedTuple):
 
 
 class ProgressSource(Protocol):
-    """Who knows how far a worker has come. Called on the I/O thread, only when somebody asks."""
+    """The source of a worker's progress. Called on the I/O thread for each status request."""
 
     def progressed(self) -> Progressed: ...
 
     def waits(self) -> list[Wait]: ...
 
     def stuck(self) -> tuple[int, list[str]] | None:
-        """The calls that all threads of the script wait in, without a limit and for long.
+        """Return the calls that all threads of the script wait in, without a limit and for long.
 
         Before them, how many such waits have begun. None where a thread may go on by itself.
         """
@@ -159,7 +159,7 @@ def unpacked(kind: type[Value], body: bytes) -> Value:
 
 
 def clean(text: str) -> str:
-    """``text`` as it can be shown in one line."""
+    """Return ``text`` in a form that can be shown in one line."""
     shown = "".join(char if char.isprintable() else "?" for char in text[: MAX_TEXT + 1])
     return shown if len(shown) <= MAX_TEXT else shown[: MAX_TEXT - 3] + "..."
 

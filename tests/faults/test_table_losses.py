@@ -14,9 +14,9 @@ from kvstore.optimizer.serialize import to_plain
 from kvstore.protocol.requests import StoreCall, unpack
 from kvstore.server import install
 from kvstore.sparse.payload import RowPayloadKind
+from kvstore.sparse.tables.settings import checked_settings, settings_to_plain
 from kvstore.stores.dist.store import create_dist
 from kvstore.stores.dist.tables import DistTable
-from kvstore.tables.settings import checked_settings, settings_to_plain
 from pslite import Postoffice
 from pslite.testing.simulator import Faults, Simulation
 

@@ -69,24 +69,23 @@ def ready(workers: Workers, key: Any = "w") -> Workers:
     return workers
 
 
-def misused(
-    workers: Workers, misuse: Misuse, error: Any, text: str, *, by: str, key: Any = "w"
-) -> None:
+def misused(workers: Workers, misuse: Misuse, error: Any, text: str, *, key: Any = "w") -> None:
     """``misuse`` raises ``error`` at who does it, and all go on as if nothing had been.
 
-    ``by`` is "all" or "one": then the other worker is pushing already.
+    One worker does it first, when the others are pushing already, and then all of them.
     """
-    before = workers.stores[0].pull(key)
+    num_workers = workers.stores[0].num_workers
+    for first in sorted({num_workers - 1, 0}, reverse=True):
+        before = workers.stores[0].pull(key)
 
-    def script(kv: KVStore) -> Any:
-        if by == "all" or kv.rank == kv.num_workers - 1:
-            with pytest.raises(error, match=text):
-                misuse(kv)
-        return grown(kv, key)
+        def script(kv: KVStore, first: int = first) -> Any:
+            if kv.rank >= first:
+                with pytest.raises(error, match=text):
+                    misuse(kv)
+            return grown(kv, key)
 
-    expected = before + workers.stores[0].num_workers
-    for value in workers.run(script):
-        np.testing.assert_array_equal(value, expected)
+        for value in workers.run(script):
+            np.testing.assert_array_equal(value, before + num_workers)
 
 
 def grown(kv: KVStore, key: Any = "w") -> Any:

@@ -98,12 +98,12 @@ def load(kv: KVStore) -> None:
     ("first", "second", "words"),
     [
         (push_and_pull, init, ["worker 0 waits in pull", "worker 1 waits in init", "'b'"]),
-        (pushpull, init, ["worker 0 waits in pushpull", "round 1 of key 'v' lacks worker 1"]),
-        (barrier, init, ["worker 0 waits in barrier", "barrier of all workers lacks worker 1"]),
+        (pushpull, init, ["worker 0 waits in pushpull", "round 1 of key 'v' waits for worker 1"]),
+        (barrier, init, ["worker 0 waits in barrier", "barrier of all workers waits for worker 1"]),
         (delete, init, ["worker 0 waits in delete", "worker 1 waits in init"]),
         (barrier, delete, ["worker 0 waits in barrier", "worker 1 waits in delete"]),
         (load, set_optimizer, ["in load_checkpoint", "in set_optimizer"]),
-        (barrier, pushpull, ["worker 0 waits in barrier", "round 1 of key 'v' lacks worker 0"]),
+        (barrier, pushpull, ["worker 0 waits in barrier", "round 1 of key 'v' waits for worker 0"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

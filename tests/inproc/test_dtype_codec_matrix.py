@@ -109,7 +109,7 @@ def error_of(kind: str, dtype: np.dtype[Any], codec: str, form: str) -> Any:
     if form == "row-sparse" and codec != "none" and dtype.kind != "i":
         return NotSupportedError, "row-sparse values cannot be compressed"
     if kind == "dist_async" and dtype.kind == "i":
-        return ArgumentTypeError, "updates float weights, not int"
+        return ArgumentTypeError, "needs float weights, got int"
     return None
 
 

@@ -327,9 +327,9 @@ def test_keys_that_were_never_pushed_are_zero() -> None:
 @pytest.mark.parametrize(
     ("values", "lens", "match"),
     [
-        (np.ones(2), None, "keeps float32, but the pushed values are float64"),
-        (np.ones((2, 2), np.float32), None, "keeps 1 elements for each key"),
-        (np.ones(2, np.float32), np.array([0, 2]), "keeps 1 elements for each key"),
+        (np.ones(2), None, "needs values of float32, got float64"),
+        (np.ones((2, 2), np.float32), None, "needs 1 elements for each key"),
+        (np.ones(2, np.float32), np.array([0, 2]), "needs 1 elements for each key"),
     ],
 )
 def test_sums_refuse_values_of_another_kind_and_stay_as_they_are(
@@ -362,11 +362,11 @@ def test_sums_refuse_values_of_another_kind_and_stay_as_they_are(
         ([1, 2], 5.0, None, "do not fit 2 keys"),
         ([], [1], None, "do not fit 0 keys"),
         ([1, 2], ["a", "b"], None, "values must be bool"),
-        ([1, 2], [1, 1, 1], [1, 1], "lens add up to 2, but there are 3 values"),
-        ([1, 2], [1, 1, 1], [4, -1], "each of lens must be from 0"),
+        ([1, 2], [1, 1, 1], [1, 1], "the sum of lens must be the number of values, 3, got 2"),
+        ([1, 2], [1, 1, 1], [4, -1], "each length in lens must be from 0"),
         ([1, 2], [1, 1, 1], [3], "one length for each"),
         ([1, 2], [1, 1], [1.0, 1.0], "int32 or int64"),
-        ([1, 2], np.ones((2, 1)), [1, 1], "must be 1-D where lens are given"),
+        ([1, 2], np.ones((2, 1)), [1, 1], "must be 1-D if lens are given"),
     ],
 )
 def test_misuse_is_refused_at_the_caller(keys: Any, values: Any, lens: Any, match: str) -> None:
@@ -381,7 +381,7 @@ def test_misuse_is_refused_at_the_caller(keys: Any, values: Any, lens: Any, matc
     ("values", "lens", "match"),
     [
         ([1.0, 2.0], None, "must be a NumPy array"),
-        (np.ones((3, 1)), None, "one row a key"),
+        (np.ones((3, 1)), None, "one row for each key"),
         (np.ones(4)[::2], None, "writable and C-contiguous"),
         (np.broadcast_to(1.0, (2,)), None, "writable and C-contiguous"),
         (None, np.zeros(3, np.int64), "int32 or int64 of shape"),
@@ -413,9 +413,13 @@ def test_a_message_over_the_limit_is_refused_at_the_caller_both_ways() -> None:
 
 def test_each_side_wants_a_node_of_its_role() -> None:
     with InprocCluster(1, 1) as cluster:
-        with pytest.raises(UsageError, match="needs the node of a worker, got that of a server"):
+        with pytest.raises(
+            UsageError, match="needs the node of a worker, got the node of a server"
+        ):
             KVWorker(cluster.servers[0], 0)
-        with pytest.raises(UsageError, match="needs the node of a server, got that of a worker"):
+        with pytest.raises(
+            UsageError, match="needs the node of a server, got the node of a worker"
+        ):
             KVServer(cluster.workers[0], 0, echo)
 
 
@@ -446,12 +450,15 @@ def test_a_failing_handle_is_an_error_with_its_traceback_and_the_next_push_is_ri
     ("answer", "match"),
     [
         (lambda pairs: None, "NoneType instead of KVPairs"),
-        (lambda pairs: KVPairs(pairs.keys + np.uint64(1), np.ones(2)), "other keys"),
-        (lambda pairs: KVPairs(pairs.keys[:1], np.ones(1)), "other keys"),
+        (lambda pairs: KVPairs(pairs.keys + np.uint64(1), np.ones(2)), "different keys"),
+        (lambda pairs: KVPairs(pairs.keys[:1], np.ones(1)), "different keys"),
         (lambda pairs: KVPairs(pairs.keys, np.ones(3)), "values that do not fit the keys"),
-        (lambda pairs: KVPairs(pairs.keys, np.ones(3), np.array([1, 1])), "lens add up to 2"),
-        (lambda pairs: KVPairs(pairs.keys, np.array([None, None])), "cannot be sent"),
-        (lambda pairs: KVPairs(pairs.keys, np.ones(4)), "4 values of float64 under these keys"),
+        (
+            lambda pairs: KVPairs(pairs.keys, np.ones(3), np.array([1, 1])),
+            "the sum of lens must be .* got 2",
+        ),
+        (lambda pairs: KVPairs(pairs.keys, np.array([None, None])), "unsupported type"),
+        (lambda pairs: KVPairs(pairs.keys, np.ones(4)), "4 values of float64 for these keys"),
         (lambda pairs: KVPairs(pairs.keys, np.ones(2, np.int32)), "values of int32"),
     ],
 )

@@ -307,7 +307,7 @@ def test_a_name_that_is_used_for_other_keys_is_refused() -> None:
         node = job.cluster.workers[0]
         body = [False, True, "", -1, False, 5, 3]
         assert len(ask_raw(node, body, [np.uint64(1).tobytes()]).frames) == 1
-        with pytest.raises(ProtocolError, match="key list 3 exists already with other keys"):
+        with pytest.raises(ProtocolError, match="key list 3 already exists with other keys"):
             ask_raw(node, body, [np.uint64(2).tobytes()])
 
 
@@ -321,7 +321,7 @@ def test_a_push_that_does_not_fit_its_list_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("number", "match"),
-    [(1, "still lacks the keys that it was sent"), (2, r"about key list 1, got 2")],
+    [(1, "still asks for a key list that was already sent"), (2, r"about key list 1, got 2")],
 )
 @pytest.mark.parametrize("pull", [True, False])
 def test_a_server_that_asks_for_the_wrong_list_is_a_protocol_error(

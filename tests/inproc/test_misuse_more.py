@@ -37,7 +37,6 @@ from pslite.ids import rank_of
 
 ONES = np.ones(LARGE)
 DIST = ["dist_sync", "dist_async"]
-BOTH = pytest.mark.parametrize("by", ["all", "one"])
 
 
 @pytest.fixture
@@ -70,7 +69,10 @@ class Descent:
     param_groups: list[Any] = []
 
 
-NOT_CUT = (ValueMismatchError, "is float64, the array to fill is (int32|uint8|bool|int64), which")
+NOT_CUT = (
+    ValueMismatchError,
+    "has dtype float64, and the array to fill has (int32|uint8|bool|int64), which",
+)
 
 MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
     # values that are none
@@ -81,7 +83,7 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
     "a NumPy number": (lambda kv: kv.init("v", np.float32(1)), ArgumentTypeError, "float32"),
     "a text": (lambda kv: kv.push("w", "ones"), ArgumentTypeError, "got str"),
     "objects": (lambda kv: kv.push("w", objects()), ArgumentTypeError, "object"),
-    "texts": (lambda kv: kv.init("v", np.array(["a"])), ArgumentTypeError, "cannot be stored"),
+    "texts": (lambda kv: kv.init("v", np.array(["a"])), ArgumentTypeError, "a store cannot hold"),
     "a generator": (lambda kv: kv.push("w", (x for x in [ONES])), ArgumentTypeError, "generator"),
     "a masked array": (
         lambda kv: kv.push("w", np.ma.masked_array(ONES, ONES > 0)),
@@ -156,7 +158,7 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
     "keys of both kinds": (lambda kv: kv.push(["w", 1], [ONES, ONES]), KeyTypeError, "all int or"),
     "nested keys": (lambda kv: kv.pull([["w"]]), KeyTypeError, "got list"),
     "an int that is too large": (lambda kv: kv.init(2**63, ONES), KeyTypeError, "64 bits"),
-    "half a character": (lambda kv: kv.init("v\udc80", ONES), KeyTypeError, "Unicode"),
+    "lone surrogate": (lambda kv: kv.init("v\udc80", ONES), KeyTypeError, "Unicode"),
     "info of a list": (lambda kv: kv.info(["w"]), KeyTypeError, "got list"),
     "info of a bool": (lambda kv: kv.info(True), KeyTypeError, "got bool"),
     "wait for a float": (lambda kv: kv.wait(1.5), KeyTypeError, "got float"),
@@ -208,7 +210,7 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
     "a checkpoint from nowhere": (
         lambda kv: kv.load_checkpoint(None),
         ArgumentTypeError,
-        "files are named by a str or a pathlib.Path, got None",
+        "a file name must be a str or a pathlib.Path, got None",
     ),
     "states in bytes": (
         lambda kv: kv.save_optimizer_states(b"states"),
@@ -229,56 +231,56 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
         "a shape must be an int",
     ),
     "an array of no dtype": (lambda kv: kv.zeros(3, "nope"), ArgumentTypeError, "is not a dtype"),
-    "files without a name": (lambda kv: kv.save_checkpoint(""), CheckpointError, "'' is not"),
+    "files without a name": (lambda kv: kv.save_checkpoint(""), CheckpointError, "got ''"),
     "a checkpoint without a name": (
         lambda kv: kv.load_checkpoint(""),
         CheckpointError,
-        "'' is not a file name",
+        "a file name must be non-empty text.*got ''",
     ),
     "states without a name": (
         lambda kv: kv.save_optimizer_states(""),
         CheckpointError,
-        "'' is not a file name",
+        "a file name must be non-empty text.*got ''",
     ),
     "states from a file without a name": (
         lambda kv: kv.load_optimizer_states(""),
         CheckpointError,
-        "'' is not a file name",
+        "a file name must be non-empty text.*got ''",
     ),
     "NUL in a checkpoint's name": (
         lambda kv: kv.save_checkpoint("a\0b"),
         CheckpointError,
-        "is not a file name: expected non-empty text",
+        "a file name must be non-empty text",
     ),
     "a checkpoint from a name with NUL": (
         lambda kv: kv.load_checkpoint("a\0b"),
         CheckpointError,
-        "is not a file name: expected non-empty text",
+        "a file name must be non-empty text",
     ),
     "NUL in the name of states": (
         lambda kv: kv.save_optimizer_states("a\0b"),
         CheckpointError,
-        "is not a file name: expected non-empty text",
+        "a file name must be non-empty text",
     ),
     "states from a name with NUL": (
         lambda kv: kv.load_optimizer_states("a\0b"),
         CheckpointError,
-        "is not a file name: expected non-empty text",
+        "a file name must be non-empty text",
     ),
     "a barrier without time": (
         lambda kv: kv.barrier(timeout=0),
         ArgumentValueError,
-        "timeout must be more than 0 seconds, got 0",
+        "timeout must be greater than 0 seconds, got 0",
     ),
     "a barrier until yesterday": (
         lambda kv: kv.barrier(timeout=-1.5),
         ArgumentValueError,
-        r"more than 0 seconds, got -1\.5",
+        r"greater than 0 seconds, got -1\.5",
     ),
     "a barrier of NaN seconds": (
         lambda kv: kv.barrier(timeout=float("nan")),
         ArgumentValueError,
-        "more than 0 seconds, got nan",
+        "greater than 0 seconds, got nan",
     ),
     "a barrier with a time in words": (
         lambda kv: kv.barrier(timeout="30"),
@@ -293,12 +295,12 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
     "a wait without time": (
         lambda kv: kv.wait(timeout=0),
         ArgumentValueError,
-        "timeout must be more than 0 seconds, got 0",
+        "timeout must be greater than 0 seconds, got 0",
     ),
     "a wait for a key until yesterday": (
         lambda kv: kv.wait("w", timeout=-1),
         ArgumentValueError,
-        "more than 0 seconds, got -1",
+        "greater than 0 seconds, got -1",
     ),
     "a wait with a time in words": (
         lambda kv: kv.wait("w", timeout="30"),
@@ -308,12 +310,12 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
     "one argument of an optimizer too many": (
         lambda kv: kv.set_optimizer(optimizer.SGD(*range(20))),
         OptimizerParameterError,
-        "SGD takes 2 values by position .*, got 20; give the others by name",
+        "SGD takes 2 positional arguments .*, got 20; pass the others by name",
     ),
     "an argument of an optimizer twice": (
         lambda kv: kv.set_optimizer(optimizer.SGD(0.9, momentum=0.5)),
         OptimizerParameterError,
-        "SGD got momentum by position and by name",
+        "SGD got momentum both by position and by name",
     ),
     "a command in words": (
         lambda kv: kv.send_command_to_servers("stop", ""),
@@ -322,22 +324,22 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
     ),
     "a negative command": (lambda kv: kv.send_command_to_servers(-1), ArgumentTypeError, "head"),
     "a huge command": (lambda kv: kv.send_command_to_servers(2**70), ArgumentTypeError, "head"),
-    "half a character in a command": (
+    "lone surrogate in a command": (
         lambda kv: kv.send_command_to_servers(1, "v\udc80"),
         ArgumentValueError,
         "a command's body must be valid Unicode",
     ),
-    "half a character in a key of a factor": (
+    "lone surrogate in a key of a factor": (
         lambda kv: kv.set_optimizer(optimizer.SGD(lr_mult={"v\udc80": 0.5})),
         OptimizerParameterError,
-        "a key in lr_mult of SGD must be valid Unicode, got .*: character 1 is",
+        "a key in lr_mult of SGD must be valid Unicode, got .*; remove the lone surrogate",
     ),
-    "half a character in a setting of an optimizer": (
+    "lone surrogate in a setting of an optimizer": (
         lambda kv: kv.set_optimizer(optimizer.LBSGD(warmup_strategy="\udc80")),
         OptimizerParameterError,
         "warmup_strategy of LBSGD must be valid Unicode",
     ),
-    "half a character in a key of a compression": (
+    "lone surrogate in a key of a compression": (
         lambda kv: kv.set_gradient_compression({"type": "2bit", "exclude": ["\udc80"]}),
         ArgumentValueError,
         "a key of the compression parameter 'exclude' must be valid Unicode",
@@ -350,13 +352,12 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
 }
 
 
-@BOTH
 @pytest.mark.parametrize("case", MISUSES)
 def test_a_call_that_makes_no_sense_is_refused_and_has_no_effect(
-    workers: Workers, case: str, by: str
+    workers: Workers, case: str
 ) -> None:
     misuse, error, text = MISUSES[case]
-    misused(workers, misuse, error, text, by=by)
+    misused(workers, misuse, error, text)
     assert workers.stores[0].keys() == ["w"]
     assert workers.stores[0].current_optimizer() == optimizer.create("test")
 
@@ -377,7 +378,7 @@ def test_a_wait_that_times_out_names_what_it_waits_for_and_the_value_still_comes
     with Workers("dist_sync", **PARTS) as workers:
         first, second = ready(workers).stores
         pushed = first.push_async("w", ONES)
-        with pytest.raises(DeadlineError, match=r"0\.05 s: the servers' answer for 'w'"):
+        with pytest.raises(DeadlineError, match=r"0\.05 s waiting for the servers' answer for 'w'"):
             pushed.result(0.05)
         second.push("w", ONES)
         assert pushed.result(LIMIT_S) is None
@@ -417,9 +418,9 @@ def test_an_error_of_one_push_is_none_of_another_that_travels_with_it() -> None:
         both = kv.push_async(["f", "j"], [np.ones(3), np.ones(3, np.int8)])
         all_called.set()
         assert kv.wait(good) is None
-        with pytest.raises(ArgumentTypeError, match="not int32"):
+        with pytest.raises(ArgumentTypeError, match="got int32"):
             kv.wait(bad)
-        with pytest.raises(ArgumentTypeError, match="not int8"):
+        with pytest.raises(ArgumentTypeError, match="got int8"):
             kv.wait(both)
         assert kv.pull("f")[0] == 2.0
 
@@ -504,7 +505,7 @@ def test_a_closed_store_says_so_and_others_go_on(kind: str, case: str) -> None:
         for kv in others:
             kv.close()
             kv.close()
-            with pytest.raises(ClosedError, match="closed; create a new one"):
+            with pytest.raises(ClosedError, match="closed; call"):
                 CLOSED[case](kv)
         assert workers.run(grown)[0][0] == workers.stores[0].num_workers
 
@@ -612,7 +613,9 @@ def test_either_all_servers_take_an_optimizer_or_none() -> None:
             kv.delete("x")
             kv.init(["a", "b", "c"], [np.zeros(32)] * 3)
             servers = [rank for rank, keys in kv.placement().items() if "cut" in keys]
-            with pytest.raises(UsageError, match="needs whole keys, but 'cut'"):
+            with pytest.raises(
+                UsageError, match="needs whole keys, but init split 'cut' into parts"
+            ):
                 kv.set_optimizer(optimizer.create("lamb"))
             with pytest.raises(OptimizerNotSet):
                 kv.current_optimizer()
@@ -645,7 +648,7 @@ def test_workers_that_do_different_things_together_all_hear_of_it(num_workers: i
         for sentence in workers.run(script):
             assert "delete(['a'])" in sentence
             assert "delete(['b'])" in sentence
-            first, second = sentence.split(" where ")
+            first, second = sentence.split(", but ")
             assert first.split()[:2] != second.split()[:2]
 
 

@@ -318,7 +318,7 @@ def test_older_files_of_states_tell_a_dtype_by_their_masters(tmp_path: Path, kin
         kv.delete("h")
         kv.init("h", np.ones(3, np.float32))
         with pytest.raises(
-            CheckpointError, match=r"'h' was float16 or bfloat16 .* is float32 here"
+            CheckpointError, match=r"'h' has dtype float16 or bfloat16 in .* float32 in this store"
         ):
             kv.load_optimizer_states(tmp_path / "states")
         kv.push("h", np.ones(3, np.float32))
@@ -335,7 +335,7 @@ def test_malformed_dtypes_in_a_file_are_an_error(tmp_path: Path, text: str) -> N
     kv.init("h", np.ones(3, HALF))
     kv.save_optimizer_states(tmp_path / "states")
     rewrite(tmp_path / "states", metadata={"dtypes": text})
-    with pytest.raises(CheckpointError, match="cannot restore the dtypes"):
+    with pytest.raises(CheckpointError, match="cannot load the dtypes"):
         kv.load_optimizer_states(tmp_path / "states")
 
 

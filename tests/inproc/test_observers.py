@@ -92,7 +92,7 @@ def test_a_job_that_nobody_asks_pays_nothing() -> None:
     with InprocCluster(1, 1, prepare=install, verbose=2, heartbeat_interval_s=0.05) as cluster:
         eventually(lambda: sum("Beat()" in line for line in cluster.lines) > 20)
         control: Any = cluster.scheduler.control
-        assert control._surveyor.next_due() == math.inf
+        assert control._surveyor._timer.due == math.inf
         assert not any("Status" in line for line in cluster.lines)
         with observer(cluster) as one:
             one.ask(LIMIT_S)
@@ -237,7 +237,7 @@ def test_another_version_is_told_in_a_sentence(
     monkeypatch.setattr("pslite.apps.observer.__version__", "0.0.1")
     with (
         observer(cluster) as one,
-        pytest.raises(ConfigError, match=rf"version {pslite.__version__}, and .* version 0\.0\.1"),
+        pytest.raises(ConfigError, match=rf"version {pslite.__version__}, .* version 0\.0\.1"),
     ):
         one.ask(LIMIT_S)
 
@@ -247,7 +247,7 @@ def test_a_question_for_another_job_is_refused_by_its_id(cluster: InprocCluster)
     config = pslite.Config(root_uri="127.0.0.1", root_port=9091, job_id="another")
     with (
         pslite.Observer(config=config, make_van=lambda uid: InprocVan(network, uid)) as one,
-        pytest.raises(ConfigError, match="does not belong to job 'another'"),
+        pytest.raises(ConfigError, match="does not belong to the job 'another'"),
     ):
         one.ask(LIMIT_S)
 
@@ -345,7 +345,7 @@ def test_a_report_that_makes_no_sense_is_ignored(cluster: InprocCluster) -> None
     worker.call(send)
     with observer(cluster) as one:
         assert one.ask(LIMIT_S).state == "running"
-    eventually(lambda: any("bad message from worker 0" in line for line in cluster.lines))
+    eventually(lambda: any("invalid message from worker 0" in line for line in cluster.lines))
 
 
 def test_a_numbered_question_of_a_stranger_begins_no_conversation(

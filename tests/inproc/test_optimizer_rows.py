@@ -97,7 +97,7 @@ def test_keys_that_init_has_cut_within_rows_are_named() -> None:
             return str(caught.value)
 
         for sentence in workers.run(script):
-            assert "groupadagrad needs whole rows, but 'torn' were cut" in sentence
+            assert "groupadagrad needs whole rows, but init split 'torn' into parts" in sentence
 
 
 def test_a_row_that_no_message_can_carry_is_refused() -> None:

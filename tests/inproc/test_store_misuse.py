@@ -314,12 +314,12 @@ def test_a_bug_in_the_work_of_a_pool_ends_the_node_and_every_wait_for_it() -> No
             raise SystemExit(0)
 
         server.pool.submit(0, bug)
-        with pytest.raises(RuntimeError, match="a thread of this node was to end by SystemExit: 0"):
+        with pytest.raises(RuntimeError, match="a thread of this node ended with SystemExit: 0"):
             server.finished.result(LIMIT_S)
         cluster.kill(server)
         with pytest.raises(NodeLostError, match="server 0"):
             kv.pull("w")
-        assert any("a task of the pool failed: Traceback" in line for line in cluster.lines)
+        assert any("a task of the thread pool failed: Traceback" in line for line in cluster.lines)
 
 
 class NoRoomVan(InprocVan):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from table_model import DIM, OPTIMIZER, Model, settings_of
 from workers import Workers
 
-from kvstore.tables.ids import shares_of
+from kvstore.sparse.tables.ids import shares_of
 
 POOL = [0, 1, -1, 2**63 - 1, -(2**63), 7, 8, 9, 10, 2**53 + 1, 2**53, -12]
 IDS = st.lists(st.sampled_from(POOL), max_size=8)

@@ -106,7 +106,7 @@ def test_one_worker_alone_and_asynchronous_ones_are_told_too() -> None:
         trainer.step(1)
         trainer.step(1)
         set_one(params)
-        with pytest.raises(UsageError, match="the weights of 'b' were set or loaded since"):
+        with pytest.raises(UsageError, match="the weights of 'b' were changed after the last step"):
             trainer.step(1)
 
     for kind, size in (("dist_sync", 1), ("dist_async", 2)):

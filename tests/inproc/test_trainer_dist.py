@@ -365,7 +365,7 @@ def test_asynchronous_workers_leave_out_what_has_no_gradient_but_get_its_weights
 def test_an_asynchronous_store_updates_by_itself_and_refuses_anything_else() -> None:
     def train(kv: KVStore) -> tuple[bool, float]:
         params = {"w": Parameter(np.zeros(2), np.ones(2))}
-        with pytest.raises(ArgumentValueError, match="applies each push by itself"):
+        with pytest.raises(ArgumentValueError, match="applies each push at once"):
             Trainer(params, "sgd", None, kv, update_on_kvstore=False).step(1)
         trainer = Trainer(params, "sgd", {"learning_rate": 1.0}, kv)
         for batch_size, rate in (2, 1.0), (4, 1.0), (4, 10.0):

@@ -99,7 +99,9 @@ def test_who_registers_with_a_complete_job_is_told_so() -> None:
         heard: list[Message] = []
         while not any(isinstance(message, Refused) for message in heard):
             heard += stranger.hear()
-        refusal = Refused("ConfigError", "this job is complete and takes no further nodes", "", -1)
+        refusal = Refused(
+            "ConfigError", "this job is complete and does not accept further nodes", "", -1
+        )
         assert refusal in heard
         stranger.van.close()
 

@@ -35,7 +35,7 @@ def test_a_round_that_lacks_a_worker_ends_with_its_name_and_can_be_waited_for_ag
 
 def test_a_barrier_ends_for_all_with_the_names_of_those_who_have_not_come() -> None:
     with Workers("dist_sync", 3, 1, **LIMIT) as workers:
-        sentence = "^the barrier of the workers was not reached in time by worker 2 \\(pid "
+        sentence = "^the barrier of the workers timed out: worker 2 \\(pid "
 
         def wait(kv: KVStore) -> None:
             if kv.rank < 2:
@@ -51,7 +51,7 @@ def test_a_barrier_ends_for_all_with_the_names_of_those_who_have_not_come() -> N
 def test_a_barrier_may_have_a_limit_of_its_own() -> None:
     with (
         Workers("dist_sync", 2, 1, heartbeat_interval_s=0.02) as workers,
-        pytest.raises(DeadlineError, match="by worker 1 \\(pid "),
+        pytest.raises(DeadlineError, match="timed out: worker 1 \\(pid "),
     ):
         workers.stores[0].barrier(timeout=0.2)
 

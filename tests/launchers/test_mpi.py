@@ -84,9 +84,9 @@ def test_a_host_that_cannot_be_reached_is_a_sentence(
 @pytest.mark.parametrize(
     ("lines", "words", "sentence"),
     [
-        (None, [], "there is no hosts file"),
-        (["one"], [], "has 1 slot on 1 host, and 2 workers were asked for"),
-        (["ann@one", "two"], [], "user= is for --launcher ssh"),
+        (None, [], "cannot read the hosts file"),
+        (["one"], [], "2 workers need 2 slots, but"),
+        (["ann@one", "two"], [], "user= works only with --launcher ssh"),
     ],
 )
 def test_hosts_that_are_no_good_are_a_sentence(

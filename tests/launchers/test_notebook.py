@@ -97,7 +97,7 @@ def test_cells_run_functions_show_their_output_and_can_be_interrupted(
     )
     assert [line.partition(":")[0] for line in shown] == ["KeyboardInterrupt"]
     assert notebook.cell("cluster.run(work)") == [
-        "ClosedError: this cluster has ended: a call was interrupted; make a new one"
+        "ClosedError: this cluster has ended: a call was interrupted; create a new one"
     ]
 
 

@@ -164,7 +164,7 @@ class TestQueue:
                 code = job.wait(SENTENCE_S)
             finally:
                 job.kill()
-        assert "no nodes of its partition can give what was asked for" in line
+        assert "no node of its partition satisfies the request" in line
         assert code == 130
         assert launcher.nothing_runs()
 
@@ -263,7 +263,7 @@ class TestOptions:
         ("words", "sentence"),
         [
             (["--queue", "nowhere"], "there is no such partition"),
-            (["--worker-gpus", "9"], "no node of it can give what was asked for"),
+            (["--worker-gpus", "9"], "no node of the partition satisfies the request"),
             (["--launcher-args=--no-such-option"], "unrecognized option '--no-such-option'"),
             (["--python", "/no/python"], "the agent could not start"),
         ],
@@ -412,12 +412,15 @@ class TestScript:
     @pytest.mark.parametrize(
         ("command", "sentence"),
         [
-            ("srun kvstore-launch", "this is one of 2 launchers that srun has started"),
+            ("srun kvstore-launch", "srun started 2 launchers"),
             (
                 "kvstore-launch --queue kvstore",
                 "--queue cannot be used inside the Slurm allocation",
             ),
-            ("kvstore-launch --worker-gpus 1", "GPUs on kv-node"),
+            (
+                "kvstore-launch --worker-gpus 1",
+                "needs 1 GPUs (--worker-gpus), but the job has 0 there",
+            ),
         ],
     )
     def test_what_has_no_sense_there_is_a_sentence(

@@ -224,13 +224,13 @@ def test_a_host_that_cannot_be_reached_is_a_sentence(
 @pytest.mark.parametrize(
     ("own", "code", "sentence"),
     [
-        (["-n", "3", "true"], 2, "has 2 slots on 2 hosts, and 3 workers were asked for"),
+        (["-n", "3", "true"], 2, "has 2 slots on 2 hosts"),
         (
             ["-n", "2", "--python", "/no/python", "true"],
             1,
             "has no /no/python, or you may not run it",
         ),
-        (["-n", "2", "-H", "none", "true"], 2, "there is no hosts file 'none'"),
+        (["-n", "2", "-H", "none", "true"], 2, "cannot read the hosts file 'none'"),
         (["-n", "2", "--sync-dst-dir", "/proc/no", "true"], 1, "/proc/no"),
     ],
 )

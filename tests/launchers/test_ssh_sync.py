@@ -111,7 +111,7 @@ def test_addresses_homes_and_the_root_are_written_as_rsync_wants_them() -> None:
 
 @pytest.mark.parametrize("destination", ["", "a\nb", "a\0b"])
 def test_a_destination_that_is_no_name_is_refused(destination: str) -> None:
-    with pytest.raises(LaunchError, match="--sync-dst-dir needs the name") as caught:
+    with pytest.raises(LaunchError, match="--sync-dst-dir must be a directory") as caught:
         rsync_argv(Host("a"), "/x", destination, [])
     assert caught.value.exit_code == 2
 
@@ -232,9 +232,8 @@ def test_a_launcher_that_is_ended_while_it_copies_leaves_nothing_running(
         launcher.communicate()
     assert launcher.returncode == code
     said = errors.splitlines()[1:]  # after "copying ..."
-    sentence = (
-        f"[launcher] ended by {number.name} while copying; what the hosts have got stays there"
-    )
+    copied = "files that were already copied stay on the hosts"
+    sentence = f"[launcher] interrupted by {number.name} while copying; {copied}"
     assert said == ([] if number is signal.SIGKILL else [sentence])
 
 

@@ -197,8 +197,8 @@ BUGS = [
     Bug(
         "a user's variable takes the place of what the job says",
         "kvstore/launch/plan.py",
-        "{**environment, **job, **identity}",
-        "{**job, **identity, **environment}",
+        "                **environment,\n                **job,\n",
+        "                **job,\n                **environment,\n",
         "tests/unit/kvstore/launch/test_launch_plan.py",
     ),
     Bug(
@@ -253,8 +253,8 @@ BUGS = [
     Bug(
         "a delta has rows again that the export before has",
         "kvstore/checkpoint/tables.py",
-        "has_changed = share.changed[places] > since",
-        "has_changed = share.changed[places] >= since",
+        "else held.changed > since",
+        "else held.changed >= since",
         "tests/unit/kvstore/checkpoint/test_checkpoint_tables.py",
     ),
     Bug(
@@ -315,7 +315,7 @@ BUGS = [
     ),
     Bug(
         "a secret of a job may be read by all users of a machine",
-        "kvstore/launch/agents/ticket.py",
+        "kvstore/launch/job/registry.py",
         "os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600",
         "os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644",
         "tests/unit/kvstore/launch/agents/test_launch_gate.py",

@@ -8,6 +8,7 @@ job's mark in its environment, and so do its children. Make one by the fixture `
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import secrets
@@ -18,9 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
+from forker import Forked, Forker
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
@@ -73,6 +76,9 @@ They leave the processors a moment for the test whose background they are.
 SHORT = {"PS_RENDEZVOUS_TIMEOUT": "3", "PS_ROSTER_INTERVAL": "0.5"}
 """Settings for jobs that never become complete."""
 
+CAN_FORK = Path("/proc/self/mem").exists() and "COVERAGE_PROCESS_CONFIG" not in os.environ
+"""Whether this system shows what ``prefork.py`` needs; it does not measure coverage."""
+
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looks for processes and sockets in /proc"
 )
@@ -106,6 +112,14 @@ def clean_environment() -> dict[str, str]:
     return environment
 
 
+@cache
+def forker() -> Forker:
+    """The one of this process, which ends with it."""
+    made = Forker(clean_environment())
+    atexit.register(made.close)
+    return made
+
+
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
     give_up_at = time.monotonic() + timeout_s
     while not condition():
@@ -118,7 +132,7 @@ class Process:
     """A started process. Its standard output and error go to one file, in their order."""
 
     name: str
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | Forked
     output: Path
 
     @property
@@ -168,6 +182,8 @@ class Job:
     port: int = field(default_factory=free_port)
     processes: list[Process] = field(default_factory=list)
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
+    forks: bool = CAN_FORK
+    """Whether processes may be forks of one that has imported the packages (``prefork.py``)."""
     _uses_port: bool = False
 
     def environment(self, role: str, task_id: int | None) -> dict[str, str]:
@@ -242,16 +258,20 @@ class Job:
 
     def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Process:
         output = self.directory / f"{len(self.processes)}-{name.replace(' ', '-')}.txt"
+        popen: subprocess.Popen[bytes] | Forked
         with output.open("wb") as file:
-            popen = subprocess.Popen(
-                command,
-                env=environment,
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            if self.forks and forker().can_start(command, environment):
+                popen = forker().start(command, environment, self.directory, output)
+            else:
+                popen = subprocess.Popen(
+                    command,
+                    env=environment,
+                    cwd=self.directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
         process = Process(name, popen, output)
         self.processes.append(process)
         return process

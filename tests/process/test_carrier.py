@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore.launch.agents.cluster import Cluster
-from kvstore.launch.agents.command import Carrier
+from kvstore.launch.agents.cluster_job import Carrier
 from kvstore.launch.agents.remote import AgentPlace
 from kvstore.launch.agents.wire import AgentLink
 from kvstore.launch.job.guardian import GuardianProcess
@@ -69,7 +69,6 @@ class Run:
         self.cluster = cluster or OfShell()
         guardian = cast(GuardianProcess, self.guardian)
         self.carrier = Carrier(self.cluster, ["sh", "-c", script], self.places, guardian)
-        self.selector = selectors.PollSelector()
         self.links: list[AgentLink] = []
 
     def until(self, happened: Callable[[], bool]) -> list[Event]:
@@ -77,12 +76,15 @@ class Run:
         events: list[Event] = []
         until_s = time.monotonic() + LIMIT_S
         while not happened() and time.monotonic() < until_s:
-            self.carrier.adjust(self.selector, paused=False)
-            for key, _ in self.selector.select(0.02):
-                events += key.data(0.0)
-            events += self.carrier.sweep()
+            events += self.turn()
         assert happened()
         return events
+
+    def turn(self) -> list[Event]:
+        with selectors.PollSelector() as selector:
+            self.carrier.adjust(selector, paused=False)
+            ready = [key for key, _ in selector.select(0.02)]
+        return [event for key in ready for event in key.data(0.0)] + self.carrier.sweep()
 
     def admit(self, greeting: dict[str, Any]) -> list[Event]:
         here, there = os.pipe()
@@ -94,7 +96,6 @@ class Run:
         self.carrier.close()
         for link in self.links:
             link.close()
-        self.selector.close()
 
 
 @pytest.fixture
@@ -224,11 +225,7 @@ def test_after_the_start_its_lines_and_its_end_are_notes(start: Start) -> None:
     run.carrier.start([], {})
     events: list[Event] = []
     while len(texts(events)) < 2:
-        events += run.until(lambda: True)
-        run.carrier.adjust(run.selector, paused=False)
-        for key, _ in run.selector.select(0.02):
-            events += key.data(0.0)
-        events += run.carrier.sweep()
+        events += run.turn()
     assert sorted(texts(events)) == ["sh ended with exit code 4", "sh: fatal now"]
     assert run.carrier.failure is None
 
@@ -236,7 +233,7 @@ def test_after_the_start_its_lines_and_its_end_are_notes(start: Start) -> None:
 def test_closing_ends_a_command_that_does_not_want_to(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.launch.agents.command._ENDING_S", 0.2)
+    monkeypatch.setattr("kvstore.launch.agents.cluster_job._ENDING_S", 0.2)
     run = start("trap '' TERM; echo there; exec sleep 60")
     run.until(lambda: bool(run.carrier._said))
     run.carrier.close()
@@ -296,7 +293,7 @@ def test_closing_waits_until_it_is_known_how_to_cancel(start: Start) -> None:
 def test_a_command_that_clears_up_is_asked_to_before_its_job_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("kvstore.launch.agents.command._ENDING_S", 0.5)
+    monkeypatch.setattr("kvstore.launch.agents.cluster_job._ENDING_S", 0.5)
     mark = tmp_path / "cancelled"
     cancel = ["sh", "-c", f"echo >> {mark}"]
 

@@ -33,8 +33,9 @@ else:
     assert codes[-2:] == [1, 1], job.output()
     for process in (first, second):
         assert re.search(
-            r"DeadlockError: the workers wait for each other, .*worker 0 waits in pull \(\S+:\d+\) "
-            r"for .*worker 1 waits in init \(\S+:\d+\) for .*round 1 of key 'w' lacks worker 1",
+            r"DeadlockError: deadlock: all workers wait for each other: .*worker 0 waits in pull "
+            r"\(\S+:\d+\) for .*worker 1 waits in init \(\S+:\d+\) for .*round 1 of key 'w' waits "
+            r"for worker 1",
             process.text,
         ), process.text
 

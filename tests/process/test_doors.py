@@ -190,10 +190,10 @@ def write_key(path: Path, key: bytes, mode: int = 0o600) -> str:
 @pytest.mark.parametrize(
     ("ours", "theirs", "sentence"),
     [
-        ("plain", ("plain", OTHER), "does not accept the job key of this one"),
-        ("curve", ("curve", OTHER), "ends each connection during the handshake"),
-        ("plain", ("curve", None), "ends each connection|secured in another way"),
-        ("curve", ("", b""), "ends each connection|secured in another way"),
+        ("plain", ("plain", OTHER), "rejected this node's job key"),
+        ("curve", ("curve", OTHER), "closes each connection during the handshake"),
+        ("plain", ("curve", None), "closes each connection|uses another PS_SECURITY"),
+        ("curve", ("", b""), "closes each connection|uses another PS_SECURITY"),
     ],
     ids=["another key, plain", "another key, curve", "another mechanism", "no key"],
 )
@@ -231,7 +231,7 @@ def test_a_scheduler_that_waits_in_vain_says_that_it_refused_connections(
     scheduler, worker = job.scheduler(), job.worker(0, JOIN, {"PS_JOB_KEY_FILE": other})
     assert [scheduler.wait(), worker.wait()] == [1, 1]
     assert f"refused a connection from {HOST}: it does not know the job key" in scheduler.text
-    assert re.search(r"1 of 1 worker.* missing; 1 connections were refused: compare the job key",
+    assert re.search(r"missing 1 of 1 worker.*; 1 connections were refused: compare the job key",
                      scheduler.lines[-1])  # fmt: skip
 
 
@@ -271,7 +271,10 @@ def test_without_a_key_nobody_leaves_this_machine(make_job: MakeJob) -> None:
     job.worker(0, JOIN)
     assert job.wait_all() == [1, 1, 1]
     for process in job.processes:
-        assert f"the scheduler is at {address}:{job.port}: without a job key" in process.lines[-1]
+        assert (
+            f"the scheduler is at {address}:{job.port}: a node without a job key"
+            in process.lines[-1]
+        )
         assert "set PS_JOB_KEY_FILE" in process.lines[-1]
     everywhere = make_job(1, 1, DMLC_USE_KUBERNETES="1")
     scheduler = everywhere.scheduler()
@@ -286,5 +289,7 @@ def test_a_key_that_others_can_read_ends_the_process_with_the_command_to_mend_it
     key = write_key(tmp_path / "job.key", b"the key of this very job", 0o644)
     scheduler = make_job(1, 1, PS_JOB_KEY_FILE=key).scheduler()
     assert scheduler.wait() == 1
-    assert scheduler.lines[-1].startswith("ConfigError: the job key ")
+    assert scheduler.lines[-1].startswith(
+        "ConfigError: other users can read or change the job key "
+    )
     assert f"chmod 600 {key}" in scheduler.lines[-1]

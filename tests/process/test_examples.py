@@ -78,8 +78,9 @@ def test_the_page_of_examples_has_a_command_for_each() -> None:
         for path in (ROOT / "examples").rglob("*.py")
         if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
     ]
-    assert len(runnable) == 11
-    assert [path for path in runnable if f"python {path}" not in page] == []
+    assert len(runnable) == 13
+    starters = r"(python|torchrun --nproc-per-node \d)"
+    assert [path for path in runnable if not re.search(f"{starters} {path}", page)] == []
     for path in re.findall(r"\]\(([^)]+)\)", page):
         assert (ROOT / "examples" / path).exists()
 
@@ -297,6 +298,26 @@ def test_pytorch_with_the_store_as_an_all_reduce_reads_digits(make_job: MakeJob)
     accuracies = [lines[rank][-1].partition(f"worker {rank} of 2: accuracy ")[2] for rank in (0, 1)]
     assert accuracies[0] == accuracies[1]
     assert float(accuracies[0]) >= 0.97
+
+
+@slow
+@needs_torch
+def test_distributed_data_parallel_reads_digits(make_job: MakeJob) -> None:
+    lines = launch(make_job, "examples/pytorch/ddp_mnist.py", "--epochs", "2")
+    share = re.fullmatch(r"test accuracy (0\.\d+) on 2 ranks", lines[0][-1])
+    assert share is not None, lines
+    assert float(share[1]) > 0.9
+    assert lines[1] == []
+
+
+@slow
+@needs_torch
+def test_the_first_steps_of_torch_distributed(make_job: MakeJob) -> None:
+    assert launch(make_job, "examples/pytorch/ptdist.py")[0] == [
+        "the token came back with 1, the sum of all ranks",
+        "all_reduce: [3.0, 3.0], reduce(MAX): 1",
+        "all_gather: [0.0, 1.0]",
+    ]
 
 
 @slow

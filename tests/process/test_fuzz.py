@@ -16,7 +16,7 @@ MOST_KIB = 8 * 1024
 one allocation that happens to come late weighs as much as a leak would, which does so each time."""
 
 
-HEARD = ("no message of this protocol", "that the roster does not list", "another job")
+HEARD = ("not a valid message of this protocol", "that the roster does not list", "another job")
 NOT_HEARD = ("it does not know the job key",)
 
 

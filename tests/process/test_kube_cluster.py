@@ -207,14 +207,14 @@ def test_what_carries_the_label_is_deleted_and_what_is_gone_is_no_error(server: 
 
 
 def test_a_log_that_hangs_is_ended_by_another_thread(server: ApiServer) -> None:
-    stream = connect(None).log("x-0", "worker", 30)
+    stream = connect(None).log("x-0", "worker")
     closer = threading.Timer(0.3, stream.close)
     read = []
     closer.start()
     with pytest.raises(ClusterError):
         read += stream
     closer.join()
-    assert "sinceSeconds=30" in server.asked[0]
+    assert "follow=true&timestamps=true" in server.asked[0]
 
 
 def test_the_schedulers_pod_of_the_only_job_or_of_the_one_that_is_named(server: ApiServer) -> None:

@@ -72,7 +72,9 @@ def test_a_last_push_that_the_handle_refuses_ends_the_script_with_an_error(
 ) -> None:
     codes, said = end(make_job, "worker.push([3], vector(1), cmd=1)\n")
     assert codes == [0, 0, 120, 0], said
-    assert re.search(r"error: a push was not applied: RemoteError: [\s\S]*ValueError: boom", said)
+    assert re.search(
+        r"error: a push could not be applied: RemoteError: [\s\S]*ValueError: boom", said
+    )
 
 
 def test_a_refused_push_that_nobody_has_looked_at_is_raised_by_close(make_job: MakeJob) -> None:
@@ -104,5 +106,5 @@ def test_a_last_push_that_is_answered_only_after_others_that_never_come_is_an_er
     pushes = job.worker(0, WORK + "worker.push([3], vector(1), cmd=2)\n")
     assert job.wait_all() == [0, 0, 120], job.output()
     assert re.search(
-        r"error: a push was not applied: NodeLostError: server 0 .* has ended", pushes.text
+        r"error: a push could not be applied: NodeLostError: server 0 .* ended without", pushes.text
     )

@@ -273,8 +273,8 @@ def test_workers_that_never_joined_end_the_job_at_once_with_a_question(job: Job)
     assert done.returncode == 1
     assert done.stdout.count("by myself") == 2
     assert done.stderr == (
-        "[launcher] the workers ended without joining the job: does the script create a dist_... "
-        "store? (each of them ran by itself)\n"
+        "[launcher] the workers ended without joining the job, so each ran alone; check that the "
+        "script creates a dist_... store\n"
     )
     assert job.logs() == []
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from kvstore.launch.agents.cluster import Cluster
-from kvstore.launch.agents.command import Carrier
+from kvstore.launch.agents.cluster_job import Carrier
 from kvstore.launch.agents.remote import AgentPlace
 from kvstore.launch.agents.wire import AgentLink
 from kvstore.launch.job.guardian import GuardianProcess
@@ -74,11 +74,11 @@ def ready(place: AgentPlace) -> list[Event]:
     """What the place makes of what there is to read."""
     with selectors.PollSelector() as selector:
         place.adjust(selector, paused=False)
-        found: list[Event] = []
-        for key, _ in selector.select(5.0):
-            found += key.data(time.monotonic())
+        found = [event for key, _ in selector.select(5.0) for event in key.data(time.monotonic())]
+    with selectors.PollSelector() as selector:
+        place.adjust(selector, paused=False)
         assert not selector.get_map() or place.is_connected
-        return found
+    return found
 
 
 @pytest.mark.parametrize("places", [True], indirect=True)
@@ -120,4 +120,4 @@ def test_where_nothing_starts_another_a_loss_ends_the_wait(
     assert agents.there[1].recv(1) == b""
     agents.there[0].close()
     ready(places[0])
-    assert carrier.failure == "node1 was lost: the connection was closed"
+    assert places[0].failure == "node1 was lost: the connection was closed"

@@ -74,8 +74,8 @@ def _scheduler(job: Job) -> tuple[int, dict[str, str]]:
     [
         (
             True,
-            "this node does not belong to job 'job-of-its-own', as the message does; two jobs use "
-            "the same address: start each with a port of its own",
+            "this node does not belong to the job 'job-of-its-own' of the message: two jobs use "
+            "the same address; give each job its own port",
         ),
         (
             False,

@@ -118,8 +118,8 @@ except DeadlineError as error:
 
 def test_a_machine_without_a_free_port_is_told_as_the_cause() -> None:
     told = run_alone(USED_UP)
-    assert "the scheduler was not reached within 2 s (PS_RENDEZVOUS_TIMEOUT)" in told
-    assert "no local port left for a connection to 127.0.0.1:30000 (EADDRNOTAVAIL)" in told
+    assert "cannot reach the scheduler within 2 s (PS_RENDEZVOUS_TIMEOUT)" in told
+    assert "no local port left to connect to 127.0.0.1:30000 (EADDRNOTAVAIL)" in told
     assert "net.ipv4.ip_local_port_range" in told
 
 

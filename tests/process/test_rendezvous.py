@@ -33,7 +33,7 @@ OFTEN = "0.1"
 def wait_until_registered(scheduler: Process, *processes: Process) -> None:
     """Needs a short roster interval, and that the job is not complete with them."""
     for process in processes:
-        scheduler.wait_for(rf"there: .*\(pid {process.pid}\)")
+        scheduler.wait_for(rf"connected: .*\(pid {process.pid}\)")
 
 
 def test_without_a_scheduler_all_end_by_the_deadline_and_say_what_to_check(
@@ -46,13 +46,11 @@ def test_without_a_scheduler_all_end_by_the_deadline_and_say_what_to_check(
     assert 3 <= float(ended_after_s) < AT_ALL_S
     address = f"{HOST}:{job.port}"
     for process in server, worker:
-        assert (
-            f"waiting for the scheduler at {address}, which has not answered for " in process.text
-        )
+        assert f"waiting for the scheduler at {address}; no answer for " in process.text
         assert process.lines[-1].endswith(
             f"DeadlineError: no scheduler answered at {address} within 3 s "
-            "(PS_RENDEZVOUS_TIMEOUT): is it running, and is DMLC_PS_ROOT_URI / "
-            "DMLC_PS_ROOT_PORT the same everywhere?"
+            "(PS_RENDEZVOUS_TIMEOUT); check that it is running and that DMLC_PS_ROOT_URI and "
+            "DMLC_PS_ROOT_PORT are the same in all processes"
         )
     assert_no_traceback(server)
 
@@ -72,14 +70,14 @@ def test_who_is_missing_is_said_on_every_waiting_node_and_all_end_by_the_deadlin
     assert 5.5 < time.monotonic() - begun_at < AT_ALL_S
     for process in scheduler, server, worker:
         said = re.findall(
-            r"waiting for 2 of 3 workers, 1 of 2 servers since \d s; there: (.*)", process.text
+            r"waiting for 2 of 3 workers, 1 of 2 servers for \d s; connected: (.*)", process.text
         )
         # Every second for six seconds, or less often on a busy machine; never more often.
         assert 1 <= len(said) <= 6, process.text
         assert all(f"(pid {other.pid})" in said[-1] for other in (server, worker))
         assert process.lines[-1].endswith(
             "the cluster was not complete within 6 s (PS_RENDEZVOUS_TIMEOUT): "
-            "2 of 3 workers, 1 of 2 servers missing"
+            "missing 2 of 3 workers, 1 of 2 servers"
         )
         assert "DeadlineError: " in process.lines[-1]  # on those who were told, too
     assert_no_traceback(scheduler, server)
@@ -111,7 +109,7 @@ def test_a_busy_port_ends_the_scheduler_at_once_with_its_name(make_job: MakeJob)
     assert scheduler.lines == [
         f"ConfigError: the scheduler cannot listen at DMLC_PS_ROOT_URI={HOST}, "
         f"DMLC_PS_ROOT_PORT={port}: cannot listen on {HOST}:{port}: the port is in use; choose "
-        "another, or stop the process that has it"
+        "another, or stop the process that uses it"
     ]
 
 
@@ -131,8 +129,8 @@ def test_launched_workers_without_a_store_are_told_that_each_ran_by_itself(
     launcher = make_job(2, 2).launch('mx.kvstore.create("local")\n')
     assert launcher.wait() == 1, launcher.text
     assert launcher.lines == [
-        "[launcher] the workers ended without joining the job: does the script create a dist_... "
-        "store? (each of them ran by itself)"
+        "[launcher] the workers ended without joining the job, so each ran alone; check that the "
+        "script creates a dist_... store"
     ]
 
 
@@ -157,13 +155,17 @@ def test_each_missing_variable_is_named_with_the_way_to_set_it(make_job: MakeJob
     nothing = job.worker(0, JOIN, dict.fromkeys(names))
     assert job.wait_all() == [1, 1, 1, 1, 2, 2, 1]
     advice = (
-        "; start the job with tools/launch.py (kvstore-launch), which sets them, or export them "
-        "yourself"
+        "; start the job with kvstore-launch (tools/launch.py), which sets them, or export them"
     )
     for process, name in zip([*workers, *schedulers], [*names, *names[:2]], strict=True):
-        assert process.lines[-1].endswith(f"a distributed store needs {name}{advice}")
+        assert process.lines[-1].endswith(
+            f"a distributed store needs the environment variables {name}{advice}"
+        )
     assert [len(scheduler.lines) for scheduler in schedulers] == [1, 1]
-    assert "needs DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, " in nothing.lines[-1]
+    assert (
+        "needs the environment variables DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, "
+        in nothing.lines[-1]
+    )
     assert_no_traceback(*schedulers)
 
 
@@ -173,8 +175,8 @@ def test_malformed_settings_are_refused_by_name(make_job: MakeJob) -> None:
     wrong = {
         "DMLC_NUM_WORKER": ("-1", "DMLC_NUM_WORKER is -1; it must be 0 or greater"),
         "DMLC_ROLE": ("serv", "DMLC_ROLE is 'serv'; it must be worker, server or scheduler"),
-        "PS_VERBOSE": ("loud", "PS_VERBOSE is 'loud'; expected: 1 prints connections, 2 every "),
-        "DMLC_TASK_ID": ("first", "DMLC_TASK_ID is 'first'; expected: wanted rank within the "),
+        "PS_VERBOSE": ("loud", "PS_VERBOSE is 'loud'; expected: 1 prints connections; 2 "),
+        "DMLC_TASK_ID": ("first", "DMLC_TASK_ID is 'first'; expected: requested rank within the "),
     }
     servers = [job.server(0, {name: text}) for name, (text, _) in wrong.items()]
     worker_as_server = job.server(0, {"DMLC_ROLE": None})
@@ -183,7 +185,7 @@ def test_malformed_settings_are_refused_by_name(make_job: MakeJob) -> None:
         (line,) = server.lines
         assert line.startswith(sentence)
     assert worker_as_server.lines == [
-        "DMLC_ROLE is 'worker', which is also its default; kvstore.server needs server or scheduler"
+        "kvstore.server needs DMLC_ROLE=server or DMLC_ROLE=scheduler, got 'worker' (the default)"
     ]
 
 
@@ -199,7 +201,7 @@ def test_two_workers_with_one_task_id_end_the_job_at_once_with_the_reason_on_all
     for process in job.processes:
         assert re.search(
             rf"two workers have DMLC_TASK_ID=0 \(pid {first.pid} on \S+, pid {second.pid} on "
-            r"\S+\); start each with a number of its own$",
+            r"\S+\); give each its own number$",
             process.lines[-1],
         ), process.text
     assert_no_traceback(scheduler, server)
@@ -230,7 +232,7 @@ def test_one_worker_too_many_is_refused_before_and_after_the_job_is_complete(
     early = job.worker(None, JOIN)
     assert early.wait() == 1
     assert re.search(
-        r"all 1 workers of this job are there already; the worker on \S+ "
+        r"this job already has all its 1 workers; the worker on \S+ "
         rf"\(pid {early.pid}\) is one too many$",
         early.lines[-1],
     )
@@ -238,7 +240,7 @@ def test_one_worker_too_many_is_refused_before_and_after_the_job_is_complete(
     member.wait_for("rank 0")
     late = job.worker(None, JOIN)
     assert late.wait() == 1
-    assert late.lines[-1].endswith("this job is complete and takes no further nodes")
+    assert late.lines[-1].endswith("this job is complete and does not accept further nodes")
     job.allow("go")
     assert member.wait() == 0
     assert scheduler.wait() == 0
@@ -252,8 +254,8 @@ def test_a_worker_of_another_job_is_refused_and_the_right_one_still_gets_in(
     stranger = job.worker(0, JOIN, {"PS_JOB_ID": "another"})
     assert stranger.wait() == 1
     assert stranger.lines[-1].endswith(
-        "this node does not belong to job 'another', as the message does; two jobs use the same "
-        "address: start each with a port of its own"
+        "this node does not belong to the job 'another' of the message: two jobs use the same "
+        "address; give each job its own port"
     )
     assert job.worker(0, JOIN).wait() == 0
     assert scheduler.wait() == 0

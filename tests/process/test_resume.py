@@ -102,12 +102,11 @@ def test_a_new_job_with_more_servers_goes_on_to_the_bits_of_the_one_that_never_s
     model = f"PREFIX = {prefix}\n{model}"
     lines = []
     for job, code in ((first, WHOLE), (second, RESUMED)):
-        launcher = job.launch(model + code)
-        assert launcher.wait(40) == 0, job.output()
-        assert_no_traceback(launcher)
-        # On a busy machine the launcher and the service have something to say about the start.
-        said = [line for line in launcher.lines if line.startswith("[worker ")]
-        lines.append(sorted(line.partition("] ")[2] for line in said))
+        job.service()
+        workers = job.workers(model + code)
+        assert set(job.wait_all(40)) == {0}, job.output()
+        assert_no_traceback(*job.processes)
+        lines.append(sorted(line for worker in workers for line in worker.lines))
     files = sorted(path.name for path in first.directory.glob("model*"))
     assert files == ["model-0002.params", "model-0002.states"]
     whole, resumed = lines

@@ -274,7 +274,7 @@ def test_a_cluster_makes_several_calls_on_the_same_workers(
         with pytest.raises(ZeroDivisionError) as raised:
             cluster.run(lambda: 1 / 0)
         assert "as did worker" in str(raised.value.__cause__)
-        with pytest.raises(WorkerFailed, match=r"returned cannot be sent back: .*lock"):
+        with pytest.raises(WorkerFailed, match=r"cannot send back the function.s result: .*lock"):
             cluster.run(threading.Lock)
         with pytest.raises(WorkerFailed, match="raised SystemExit"):
             cluster.run(sys.exit)
@@ -284,7 +284,7 @@ def test_a_cluster_makes_several_calls_on_the_same_workers(
         with pytest.raises(DeadlineError, match=r"after 0\.01 s workers 0 and 1 had not"):
             slow.result(0.01)
         assert slow.result(30) == [None, None]
-    with pytest.raises(ClosedError, match="it was closed; make a new one"):
+    with pytest.raises(ClosedError, match="it was closed; create a new one"):
         cluster.run(rank)
 
 

@@ -246,8 +246,8 @@ def test_a_server_that_cannot_map_its_workers_says_so_in_one_line_and_uses_tcp(
         told = [line for line in worker.lines if "memory" in line]
         assert len(told) == 1, worker.text
         assert re.search(
-            rf"warning: server 0 \(pid {server.pid} on .*\) cannot share memory with this node: "
-            r"values travel by TCP \(PermissionError: .*/proc/\d+/fd/\d+'\)$",
+            rf"warning: cannot share memory with server 0 \(pid {server.pid} on .*\), so values "
+            r"travel by TCP, which is slower \(PermissionError: .*/proc/\d+/fd/\d+'\)$",
             told[0],
         )
     assert_no_traceback(*job.processes)

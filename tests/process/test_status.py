@@ -166,7 +166,7 @@ def test_a_job_with_a_key_is_shown_to_who_has_it_and_to_nobody_else(
     elsewhere = ask(job, "--line", settings={**settings, "PS_JOB_ID": "another"})
     assert survey_in(answered)["state"] == "running"
     assert named.wait() == 0
-    assert "this node does not belong to job 'another'" in sentence(elsewhere)
+    assert "this node does not belong to the job 'another'" in sentence(elsewhere)
     for command in refused:
         assert "the job key (PS_JOB_KEY_FILE)" in sentence(command)
     ends_well(job)
@@ -188,9 +188,9 @@ def test_nobody_there_is_said_in_time(make_job: MakeJob, tmp_path: Path) -> None
     with socket.create_server((HOST, 0)) as silent:
         address = f"{HOST}:{silent.getsockname()[1]}"
         said = {
-            "no scheduler is at": ask(job, f"{HOST}:{free_port()}"),
+            "cannot connect to a scheduler at": ask(job, f"{HOST}:{free_port()}"),
             "did not answer within 4.5 s": ask(job, address, "--key-file", str(key)),
-            f"runs for you was found below {job.directory} (TMPDIR)": ask(job),
+            f"neither in {job.directory} (TMPDIR)": ask(job),
         }
         senseless = {
             "address as host:port, got '127.0.0.1'": ask(job, HOST),
@@ -230,7 +230,7 @@ def test_a_worker_that_is_stopped_is_listed_as_silent(make_job: MakeJob) -> None
 def test_a_job_that_gathers_says_who_is_missing(make_job: MakeJob) -> None:
     job = make_job(2, 1, PS_ROSTER_INTERVAL="0.1")
     scheduler, server = job.scheduler(), job.server()
-    scheduler.wait_for("there: server")
+    scheduler.wait_for("connected: server")
     found = surveyed(job, f"{HOST}:{job.port}")
     assert (found["state"], found["missing"]) == ("gathering", ["2 of 2 workers"])
     assert [node["role"] for node in found["nodes"]] == ["scheduler", "server"]
@@ -262,7 +262,7 @@ def test_jobs_of_the_launcher_need_no_address_and_no_key(make_job: MakeJob) -> N
         launcher.wait_for("joined")
     several = sentence(ask(job), 2)
     addresses = re.findall(rf"{HOST}:\d+", several)
-    assert several.startswith("kvstore status: you run 2 jobs, say which: ")
+    assert several.startswith("kvstore status: you run 2 jobs; name the scheduler of one: ")
     found = [ask(job, address, "--line") for address in addresses]
     assert [each.wait() for each in found] == [0, 0]
     launchers[1].send(signal.SIGTERM)
@@ -272,7 +272,7 @@ def test_jobs_of_the_launcher_need_no_address_and_no_key(make_job: MakeJob) -> N
     assert json.loads(only.text)["num_workers"] == 2
     launchers[0].send(signal.SIGTERM)
     assert launchers[0].wait() == 128 + signal.SIGTERM
-    assert "no job that kvstore-launch runs" in sentence(ask(job))
+    assert "found no job of yours that kvstore-launch" in sentence(ask(job))
 
 
 # -- the launcher's line ----------------------------------------------------------------------

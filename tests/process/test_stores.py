@@ -62,7 +62,7 @@ kv.close()
 kv.close()
 """,
     )
-    closed = "ClosedError: this dist_sync store is closed; create a new one"
+    closed = "ClosedError: this dist_sync store is closed; call kvstore.create again"
     turns = [f"[{20.0 * turn}] [{1.0 * turn}, {1.0 * turn}]" for turn in range(3)]
     assert lines == [line for turn in turns for line in (turn, closed)] + ["[7.0]"]
 

@@ -177,7 +177,7 @@ def test_a_scheduler_that_is_killed_before_all_have_joined_ends_the_job(make_job
     job = make_job(2, 1, PS_ROSTER_INTERVAL="0.2", PS_LOST_AFTER="0.5")
     late = 'if os.environ["DMLC_TASK_ID"] == "1": time.sleep(60)\n'
     launcher = job.launch(late + SYNC)
-    launcher.wait_for(r"\[worker 0\] .* waiting for 1 of 2 workers since ")
+    launcher.wait_for(r"\[worker 0\] .* waiting for 1 of 2 workers for ")
     victim = job.launched("scheduler")
     os.kill(victim, signal.SIGKILL)
     assert launcher.wait() == 137, launcher.text

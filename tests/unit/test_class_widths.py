@@ -26,9 +26,7 @@ WIDE = {
     ),
     "TableShare": (17, "one array for each thing that is known of a row"),
     "Carrier": (16, "the command of the launcher and all its agents in one loop"),
-    "Follower": (15, "one command on a job, with its settings, signals and logs"),
-    "JobWatch": (17, "what is known of a job in Kubernetes, from one look to the next"),
-    "Supervisor": (18, "the processes of one job, their places, signals and records"),
+    "Supervisor": (17, "the processes of one job, their places, signals and records"),
 }
 
 

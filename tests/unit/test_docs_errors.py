@@ -30,6 +30,7 @@ from kvstore.server import install
 from kvstore.stores.dist.store import create_dist
 from pslite.errors import PSError
 from pslite.node.surveyor import explained
+from pslite.protocol.collective import CallKey, CallMatcher, CollectiveCall, GroupKey, Refuse
 from pslite.testing.inproc import InprocNetwork, InprocVan
 from pslite.wire.survey import Wait
 
@@ -194,6 +195,16 @@ def deadlock() -> None:
     raise pslite.errors.DeadlockError(explained(calls, [Wait("key 'w'", 7, ("worker 1",), 11.0)]))
 
 
+def different_calls() -> None:
+    """What a server makes of the first calls of two workers."""
+    matcher: CallMatcher[int] = CallMatcher()
+    key, shapes = CallKey(GroupKey("", (0, 1), 0), "", 1), ((4,),)
+    matcher.arrive(key, 0, CollectiveCall("all_reduce", "sum", "float32", shapes), 0, 0)
+    (refusal,) = matcher.arrive(key, 1, CollectiveCall("broadcast", "", "float32", shapes, 0), 0, 1)
+    assert isinstance(refusal, Refuse)
+    raise refusal.error
+
+
 MISTAKES: dict[str, list[Callable[[], object]]] = {
     "UsageError": [lambda: kvstore.protocol.commands.run_command(17, "")],
     "ConfigError": [
@@ -203,6 +214,7 @@ MISTAKES: dict[str, list[Callable[[], object]]] = {
     "ProtocolError": [lambda: dtype_of("<q4")],
     "RemoteError": [failing_server_code],
     "NodeLostError": [lost_server],
+    "MismatchError": [different_calls],
     "DeadlockError": [deadlock],
     "DeadlineError": [lambda: pslite.Future("the servers' answer for 'w'").result(0.01)],
     "ClosedError": [closed],

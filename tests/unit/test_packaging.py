@@ -49,7 +49,7 @@ def test_commands_are_installed() -> None:
         (["--help"], 0, "usage: kvstore COMMAND [ARGUMENT ...]\n"),
         ([], 2, "usage: kvstore COMMAND [ARGUMENT ...]\n"),
         (["staus"], 2, "kvstore: there is no command 'staus'; did you mean 'status'?\n"),
-        (["launch", "-n", "0", "true"], 2, "[launcher] --num-workers must be at least 1, not 0\n"),
+        (["launch", "-n", "0", "true"], 2, "[launcher] --num-workers must be at least 1, got 0\n"),
         (["status", "host"], 2, "kvstore status: "),
     ],
 )
@@ -120,5 +120,5 @@ def test_a_compiled_part_of_another_version_is_said(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels, "INTERFACE", kernels.INTERFACE + 1)
     expected = kernels.INTERFACE
     assert kernels.why_missing().startswith(
-        f"the compiled kernels have version {expected - 1}, expected {expected}, NumPy does"
+        f"the compiled kernels have version {expected - 1}, expected {expected}, so NumPy"
     )

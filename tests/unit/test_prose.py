@@ -50,7 +50,13 @@ if nobody is None:  # of no use
     [
         ("page.md", PAGE, [(4, "is no"), (11, "comes to nothing")]),
         ("code.py", CODE, [(1, "nobody"), (4, "of no use"), (5, "is no")]),
-        ("code.py", "number = 1  # how many there are\n", []),
+        (
+            "page.md",
+            "It goes without\na key, from 0 on.\n",
+            [(1, "goes without"), (2, "from 0 on")],
+        ),
+        ("code.py", "number = 1  # srun and the like\n", [(1, "the like")]),
+        ("code.py", "number = 1  # how many there are, from 0 to 9\n", []),
     ],
 )
 def test_a_planted_phrase_is_found_with_its_line(

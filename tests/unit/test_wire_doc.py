@@ -7,19 +7,31 @@ import enum
 import re
 import types
 import typing
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.protocol.requests import DIRECTORY_APP, STORE_APP, DirectoryCall, StoreCall
+from pslite.collective.mailbox import WINDOW_BYTES
+from pslite.collective.wire import (
+    CALL,
+    COLLECTIVE_APP,
+    GIVE_UP,
+    JOIN,
+    KINDS,
+    MAILBOX_APP,
+    RECEIVE,
+    SEND,
+)
 from pslite.config import Config
 from pslite.ids import NodeInfo
 from pslite.memory.segment import HEADER_BYTES, NONCE_BYTES
 from pslite.memory.sharing import MAX_SEGMENTS, MIN_SHARED_BYTES
-from pslite.node.message_filter import SENDERS
 from pslite.node.surveyor import MAX_REPORT_BYTES
 from pslite.protocol.channel import RECEIVE_WINDOW
+from pslite.protocol.mailbox import BOX_BYTES
 from pslite.protocol.surveys import ANSWER_S, FRESH_S, MAX_ASKERS
 from pslite.van import base as van
 from pslite.van.base import TOTAL_PER_FRAME
@@ -36,7 +48,16 @@ from pslite.wire.codec import (
     decode,
     encode,
 )
-from pslite.wire.messages import ALL_MESSAGES, Accepted, Exchange, Ints, Message, Nodes, Texts
+from pslite.wire.messages import (
+    ALL_MESSAGES,
+    SENDERS,
+    Accepted,
+    Exchange,
+    Ints,
+    Message,
+    Nodes,
+    Texts,
+)
 from pslite.wire.survey import (
     MAX_NAMED,
     MAX_TEXT,
@@ -122,6 +143,19 @@ def test_lists_that_belong_together_are_named(number: int, kind: type[Message]) 
     found = re.findall(r"^Parallel: (.*)\.$", section(f"{number} {kind.__name__}"), re.M)
     named = [tuple(re.findall(r"`(\w+)`", line)) for line in found]
     assert named == ([kind.PARALLEL] if kind.PARALLEL else [])
+
+
+def test_the_collective_calls_are_those_of_the_app() -> None:
+    text = section("19 Collective calls")
+    assert re.findall(r"app (\d+)", text) == [str(COLLECTIVE_APP), str(MAILBOX_APP)]
+    calls, kinds, letters = (
+        [tuple(row[:2]) for row in group] for _, group in groupby(rows(text), len)
+    )
+    assert calls == [(f"{CALL}", "CALL"), (f"{GIVE_UP}", "GIVE_UP"), (f"{JOIN}", "JOIN")]
+    assert {kind for kind, _ in kinds} == KINDS
+    assert letters == [(f"{SEND}", "SEND"), (f"{RECEIVE}", "RECEIVE")]
+    assert f"keeps {BOX_BYTES} bytes" in text
+    assert f"more than {WINDOW_BYTES} bytes" in text
 
 
 # -- what surrounds them ------------------------------------------------------------------

@@ -63,7 +63,7 @@ _LEAST_LIMIT = 1e-30
 
 
 class Formula(NamedTuple):
-    """The numbers of one update; those that a rule does not know are left as they are."""
+    """The parameters of one update; a rule ignores those that it does not have."""
 
     rule: int
     rescale: float = 1.0
@@ -101,7 +101,7 @@ def formula_of(cls: type) -> Callable[[_Numbers], _Numbers]:
 
 @cache
 def native() -> ModuleType | None:
-    """The compiled module; None if there is none, or not for this version, or it is unwanted.
+    """Return the compiled module; None if it is missing, outdated or unwanted.
 
     Looked for once, at the first use.
     """
@@ -118,17 +118,20 @@ def why_missing() -> str:
     try:
         from kvstore.arrays.cpu import _kernels
     except ImportError as error:
-        return f"the compiled kernels are missing ({error}), NumPy does their work: {remedy}"
+        return (
+            f"the compiled kernels are missing ({error}), so NumPy is used instead, which is "
+            f"slower: {remedy}"
+        )
     if _kernels.INTERFACE != INTERFACE:
         return (
-            f"the compiled kernels have version {_kernels.INTERFACE}, expected {INTERFACE}, NumPy "
-            f"does their work: {remedy}"
+            f"the compiled kernels have version {_kernels.INTERFACE}, expected {INTERFACE}, so "
+            f"NumPy is used instead, which is slower: {remedy}"
         )
     return ""
 
 
 def instructions() -> str:
-    """What sums and updates are computed with: ``"avx2"``, ``"plain"`` (any), or ``"numpy"``."""
+    """Return what computes sums: ``"avx2"``, ``"plain"`` (any) or ``"numpy"``."""
     module = native()
     return "numpy" if module is None else str(module.INSTRUCTIONS[0])
 
@@ -154,7 +157,7 @@ def apply(
     count: int,
     outs: Sequence[Row] = (),
 ) -> bool:
-    """``aggregate.apply_round`` for neighbouring keys; returns whether that was done.
+    """Apply a round to neighbouring keys; return whether that was done.
 
     Each row has the contributions to one key. The keys' elements are those of ``weight``, one
     after the other; ``state`` is as long, and for weights of 16 bits its last array is the master.
@@ -181,7 +184,7 @@ def apply(
 
 
 def merge_ids(several: Sequence[Array]) -> tuple[Array, list[Array]] | None:
-    """The different ids of sorted int64 arrays, sorted, and the place of each array's ids there.
+    """Return the sorted distinct ids of sorted arrays, and each array's indices there.
 
     None if that was not done.
     """
@@ -247,7 +250,7 @@ def encode(
     start: int,
     stop: int,
 ) -> bool:
-    """The elements [start, stop) of a ``ValueCodec.encode``; returns whether that was done.
+    """Encode elements [start, stop) of a ``ValueCodec``; return whether that was done.
 
     ``codec`` is a code of ``CODED``, ``number`` the one parameter that its rule depends on.
     ``source`` has the key's dtype, ``residual`` that in which it is added. One of them may be None;
@@ -268,7 +271,7 @@ def encode(
 def decode(
     codec: int, number: float, payload: Array, out: Array, start: int, stop: int, *, add: bool
 ) -> bool:
-    """The elements [start, stop) of a ``ValueCodec.decode``; returns whether that was done.
+    """Decode elements [start, stop) of a ``ValueCodec``; return whether that was done.
 
     ``out`` is float32 or float64, whole as is ``payload``, which was checked and is only read.
     """
@@ -283,14 +286,14 @@ def decode(
 
 
 def _formula(optimizer: object, count: int) -> Formula | None:
-    """The numbers of an update; None where the kernels do not cover it."""
+    """Return the numbers of an update; None where the kernels do not cover it."""
     numbers = _formulas.get(type(optimizer))
     formula = None if numbers is None else numbers(optimizer, count)
     return None if formula is None or 0.0 < formula.limit < _LEAST_LIMIT else formula
 
 
 def _meet(kind: int | None, weight_kind: int | None, weight: Array, state: Sequence[Array]) -> bool:
-    """Whether the kernels take contributions of ``kind`` with this weight and state."""
+    """Return whether the kernels take contributions of ``kind`` with this weight and state."""
     working = accumulation_dtype(weight.dtype)
     return (kind, weight_kind) in _COMBINED and all(array.dtype == working for array in state)
 

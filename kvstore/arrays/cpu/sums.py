@@ -41,7 +41,7 @@ and long enough that two threads rarely wait for each other's interpreter lock."
 
 
 class UpdateRule(Protocol):
-    """What sums and updates use of an optimizer (``kvstore/optimizer/base.py``)."""
+    """The part of the interface of ``Optimizer`` that sums and updates use."""
 
     def block_length(self, length: int, elements: int) -> int: ...
 
@@ -51,7 +51,7 @@ class UpdateRule(Protocol):
 
 
 class Workspace:
-    """Scratch blocks that are made once and used again, so that steady work allocates nothing.
+    """Scratch blocks that are reused, to avoid allocations in each update.
 
     Belongs to one thread at a time. What ``block`` returns is overwritten by the next call
     with the same slot and dtype.
@@ -68,7 +68,7 @@ class Workspace:
         return self._others.setdefault(number, Workspace())
 
     def block(self, slot: int, dtype: np.dtype[Any], length: int) -> Flat:
-        """An uninitialised 1-D array of ``length`` elements, owned by the workspace."""
+        """Return an uninitialised 1-D array of ``length`` elements, owned by the workspace."""
         found = self._blocks.get((slot, dtype))
         if found is None or len(found) < length:
             found = np.empty(length, dtype)
@@ -77,7 +77,7 @@ class Workspace:
 
 
 class Workspaces:
-    """Scratch memory for as many threads as ever worked for a store at the same time."""
+    """The scratch memory of all threads that work for a store."""
 
     def __init__(self) -> None:
         self._free: list[Workspace] = []  # append and pop are atomic
@@ -90,7 +90,7 @@ class Workspaces:
             return Workspace()
 
     def give(self, workspace: Workspace) -> None:
-        """It may be taken again."""
+        """Return a workspace for reuse."""
         self._free.append(workspace)
 
 
@@ -132,7 +132,7 @@ def apply_round(
     count: int,
     workspace: Workspace,
     *,
-    out: Flat | None = None,
+    outs: Sequence[Flat] = (),
     block_elements: int = BLOCK_ELEMENTS,
 ) -> None:
     """Apply one complete round to a key or to one part of it, in place.
@@ -140,23 +140,25 @@ def apply_round(
     Without an optimizer ``weight`` is set to the sum; it never accumulates. With one, each
     block of the sum goes to ``optimizer.update`` with the same block of ``weight`` (for 16 bits
     of the master, the last of ``state``, which is rounded to ``weight``) and of each array of
-    ``state``, in one pass. ``count`` is the update's own number, from 1 on.
+    ``state``, in one pass. ``count`` is the update's own number, from 1.
 
     ``weight``, ``contributions`` and the arrays of ``state`` are 1-D on the host and of one
     length; ``weight`` and contributions share one dtype. ``weight`` and ``state`` are the
     caller's, are changed in place and must not overlap a contribution; contributions are only
     read, before the call returns. An optimizer sees no less of them than its scope says.
-    ``out``, like ``weight``, gets the new values too, while they are in the cache. Raises
+    ``outs``, like ``weight``, get the new values too, while they are in the cache. Raises
     ``ValueMismatchError`` as ``sum_in_order`` does, and what the optimizer raises.
     """
+    _check(contributions, weight)
+    if optimizer is None and not outs:
+        sum_in_order(contributions, weight, workspace, block_elements=block_elements)
+        return
+    if kernels.apply(weight, (contributions,), optimizer, state, count, (outs,) if outs else ()):
+        return
     if optimizer is None:
         sum_in_order(contributions, weight, workspace, block_elements=block_elements)
-        if out is not None:
+        for out in outs:
             out[:] = weight
-        return
-    _check(contributions, weight)
-    outs = () if out is None else ((out,),)
-    if kernels.apply(weight, (contributions,), optimizer, state, count, outs):
         return
     working = accumulation_dtype(weight.dtype)
     block = optimizer.block_length(len(weight), max(block_elements, 1))
@@ -166,7 +168,7 @@ def apply_round(
             add_up([contribution[start:stop] for contribution in contributions], gradient)
             part = [array[start:stop] for array in state]
             update_block(weight[start:stop], gradient, optimizer, part, count, workspace)
-            if out is not None:
+            for out in outs:
                 out[start:stop] = weight[start:stop]
 
 
@@ -226,11 +228,11 @@ def _check(contributions: Sequence[Flat], out: Flat) -> None:
     for contribution in contributions:
         if contribution.shape != out.shape or contribution.ndim != 1:
             raise ValueMismatchError(
-                f"a contribution of shape {contribution.shape} does not fit "
-                f"a flat array of shape {out.shape}"
+                f"a contribution must have the shape of the sum, {out.shape}, got "
+                f"{contribution.shape}"
             )
         if contribution.dtype != contributions[0].dtype:
             raise ValueMismatchError(
-                f"contributions of one round share a dtype, got {contributions[0].dtype} "
-                f"and {contribution.dtype}"
+                "the contributions of one round must have one dtype, got "
+                f"{contributions[0].dtype} and {contribution.dtype}"
             )

@@ -32,7 +32,7 @@ MOST_THREADS = 8
 
 
 class Failure(NamedTuple):
-    """Why a call of ``run`` did not do all of its tasks."""
+    """The reason why a call of ``run`` did not finish all of its tasks."""
 
     error: BaseException
     """Of the first task in the list that raised."""
@@ -42,7 +42,7 @@ class Failure(NamedTuple):
 
 
 class Cores:
-    """A number of threads, one of which is the caller's. Any thread may call, many at once."""
+    """A thread pool that includes the calling thread. Several threads may call it at once."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = max(num_threads, 1)
@@ -52,7 +52,7 @@ class Cores:
         self._num_helpers = 0
 
     def run(self, tasks: Sequence[Task]) -> Failure | None:
-        """Do all tasks, in any order and at the same time; return when none runs any more.
+        """Run all tasks, in any order and in parallel; return when all have ended.
 
         After one that raises no others are begun. Warnings of NumPy's arithmetic are off in
         them. Raises ``KeyboardInterrupt`` and its like when they come to the calling thread,
@@ -74,7 +74,7 @@ class Cores:
         return batch.end()
 
     def _ready_helpers(self, wanted: int) -> int:
-        """How many helpers there are, after more were started if they are wanted."""
+        """Return how many helpers there are, after more were started if they are wanted."""
         if self._num_helpers >= min(wanted, self.num_threads - 1):
             return self._num_helpers
         with self._lock:
@@ -101,7 +101,7 @@ def _alone(tasks: Sequence[Task]) -> Failure | None:
 
 
 class _Batch:
-    """The tasks of one call, and the threads that are at it."""
+    """The tasks of one call, and the threads that work on them."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         # One operation on a deque is atomic, so that taking a task needs no lock.
@@ -116,7 +116,7 @@ class _Batch:
         self._is_idle.acquire()
 
     def help(self) -> None:
-        """On a helper thread: take part, unless it is over already."""
+        """Take part in the work, on a helper thread, unless it is over already."""
         with self._lock:
             is_late = self._is_over
             self._num_helping += not is_late
@@ -129,7 +129,7 @@ class _Batch:
                 self._is_idle.release()
 
     def take_part(self) -> None:
-        """Do tasks until none is left."""
+        """Run tasks until all are done."""
         while True:
             try:
                 index, task = self._tasks.popleft()
@@ -142,7 +142,7 @@ class _Batch:
                 self.give_up()
 
     def end(self) -> Failure | None:
-        """On the caller's thread, after its part: wait until the helpers have done theirs."""
+        """Wait until the helpers have done their parts; on the caller's thread."""
         interrupt: BaseException | None = None
         with self._lock:
             self._is_over = True
@@ -183,7 +183,7 @@ _by_process: dict[int, Cores] = {}
 
 
 def shared() -> Cores:
-    """The ``Cores`` of this process. The setting that counts is that of the first call."""
+    """Return the ``Cores`` of this process. The setting that counts is that of the first call."""
     process = os.getpid()
     found = _by_process.get(process)
     if found is None:

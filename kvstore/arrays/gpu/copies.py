@@ -1,4 +1,4 @@
-"""Copy many keys from one GPU to arrays on any GPUs: what a pull does.
+"""Copy many keys from one GPU to arrays on any GPUs, for pulls.
 
 Reaches CuPy through ``cupy.py`` only, at the first call. Any thread may call, and several at
 once; order and waits are as in ``sums.py``. Read next: ``kernels.py``.
@@ -87,7 +87,7 @@ def _copy_away(home: int, pairs: Sequence[tuple[NativeArray, NativeArray]]) -> N
 
 
 def _ring(home: int, rows: Rows) -> dict[int, Any] | None:
-    """NCCL's communicator of each GPU, if all keys go once to each of the same two or more."""
+    """Return NCCL's communicators if all keys are sent once to the same GPUs."""
     if not rows:
         return None
     wanted = sorted(target.data.device_id for target in rows[0])

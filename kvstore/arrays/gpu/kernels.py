@@ -74,7 +74,7 @@ Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Kernel(NamedTuple):
-    """What the source is made for."""
+    """The parameters of a kernel's source."""
 
     dtype: str
     """Of copies and weight: a name in ``C_TYPES``. Integers have the formula ``"sum"`` only."""
@@ -105,7 +105,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(dtype: np.dtype[Any], num_copies: int, formula: str) -> Kernel | None:
-    """The kernel of this formula for keys of ``dtype``; None if none can be made."""
+    """Return the kernel of this formula for keys of ``dtype``; None if none can be made."""
     name = f"uint{8 * dtype.itemsize}" if dtype.kind == "i" else dtype.name
     if name not in C_TYPES or num_copies > MOST_COPIES:
         return None
@@ -125,7 +125,7 @@ class KernelParameters(NamedTuple):
 
 @functools.cache
 def table_dtype(kernel: Kernel) -> np.dtype[Any]:
-    """The layout of the kernel's ``struct Table``: every field lies where C puts it."""
+    """Return the layout of the kernel's ``struct Table``: every field lies where C puts it."""
     rows = kernel.num_rows
     return np.dtype(
         [
@@ -140,7 +140,7 @@ def table_dtype(kernel: Kernel) -> np.dtype[Any]:
 def tables(
     kernel: Kernel, pointers: Pointers, lengths: Lengths
 ) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
-    """The launches for these rows: (an array with one table in it, blocks of the grid).
+    """Yield the launches for these rows: (an array with one table in it, blocks of the grid).
 
     ``pointers`` has the shape (rows, ``kernel.num_columns``), ``lengths`` (rows,). A launch
     whose rows are all empty is left out.
@@ -163,7 +163,7 @@ def tables(
 def rows_of(
     kernel: Kernel, spans: Sequence[RowSpan], copies: Pointers, own: Pointers
 ) -> tuple[Pointers, Lengths]:
-    """The rows of these spans: where each begins in every array of its key, and its length.
+    """Return the address of each span in every array of its key, and its length.
 
     ``copies`` and ``own`` have a row for each key: where the arrays begin. The result is new.
     """
@@ -178,7 +178,7 @@ def rows_of(
 
 
 def packed(kernel: Kernel, spans: Sequence[RowSpan], address: int) -> Pointers:
-    """Where each span begins when they lie one after the other from ``address`` on."""
+    """Return where each span begins when they lie one after the other from ``address`` on."""
     lengths = np.array([stop - start for _, start, stop in spans], np.uint64)
     before = np.cumsum(lengths) - lengths
     addresses: Pointers = np.uint64(address) + before * np.uint64(np.dtype(kernel.dtype).itemsize)
@@ -187,7 +187,7 @@ def packed(kernel: Kernel, spans: Sequence[RowSpan], address: int) -> Pointers:
 
 @functools.cache
 def source_of(kernel: Kernel) -> str:
-    """The kernel's source, CUDA C++ without any header."""
+    """Return the kernel's source, CUDA C++ without any header."""
     stored = C_TYPES[kernel.dtype]
     working = "float" if kernel.dtype == "float16" else stored
     constants = {

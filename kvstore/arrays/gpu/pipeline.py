@@ -28,7 +28,7 @@ class RowSpan(NamedTuple):
 
 
 def cut(lengths: Sequence[int], most_elements: int, most_spans: int) -> list[list[RowSpan]]:
-    """Blocks of at most this many elements and spans; each element once, in order.
+    """Cut into blocks of at most this many elements and spans, in order.
 
     ``lengths`` has the elements of each row; empty rows are left out. A row that has room in no
     block is cut.
@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 
 def steps(num_blocks: int, slots: Sequence[int]) -> list[Step]:
-    """All steps, in an order in which one thread may begin them.
+    """Return all steps, in an order in which one thread may begin them.
 
     There is one stage more than ``slots``; ``slots[i]`` is the number of slots between the
     stages i and i + 1, at least 2, as with one they would only take turns. What a step comes after
@@ -82,7 +82,7 @@ def steps(num_blocks: int, slots: Sequence[int]) -> list[Step]:
 
 
 class BufferPool(Generic[T]):
-    """Buffers of one kind that are expensive to make, such as pinned memory: made once.
+    """A pool of buffers that are expensive to allocate, such as pinned memory.
 
     ``allocate`` makes one. What ``take`` gives is the caller's until it goes back with ``give``;
     at most ``most_kept`` are kept meanwhile. Any thread may call.
@@ -96,14 +96,14 @@ class BufferPool(Generic[T]):
         self._free: list[T] = []
 
     def take(self) -> T:
-        """A buffer with any contents. Raises what ``allocate`` does."""
+        """Return a buffer with any contents. Raises what ``allocate`` does."""
         with self._lock:
             if self._free:
                 return self._free.pop()
         return self._allocate()
 
     def give(self, buffer: T) -> None:
-        """The caller has done with a buffer, and nothing that it began works in it."""
+        """Take back a buffer that the caller has finished with; no work uses it."""
         with self._lock:
             if len(self._free) < self._most_kept:
                 self._free.append(buffer)

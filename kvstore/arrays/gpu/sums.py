@@ -136,7 +136,7 @@ _pinned: BufferPool[Bytes] = BufferPool(_new_pinned_block, most_kept=4 * SLOTS)
 
 
 class Stage(NamedTuple):
-    """What is done with each block: queued on a stream, or by the calling thread itself."""
+    """One operation on each block: queued on a stream, or run by the calling thread."""
 
     stream: Any | None
     work: Callable[[int], None]
@@ -204,7 +204,7 @@ class _Adding:
         self._sums = self._new_scratch(SLOTS if self._has_scratch else 0)
 
     def _new_scratch(self, num_blocks: int) -> int:
-        """The address of this many slots, one after the other."""
+        """Return the address of this many slots, one after the other."""
         if not num_blocks:
             return 0
         self._scratch.append(load().empty(num_blocks * BLOCK_BYTES, np.uint8))
@@ -212,7 +212,7 @@ class _Adding:
         return address
 
     def fetching_stream(self) -> Any:
-        """A stream on which copies from other GPUs begin when their sources are ready."""
+        """Return a stream on which copies from other GPUs begin when their sources are ready."""
         stream = own_stream(self.home, "in")
         stream.wait_event(current_stream(self.home).record())  # scratch memory was just made
         for device in np.unique(self._devices[self._is_elsewhere]).tolist():
@@ -246,7 +246,7 @@ class _Adding:
         launch(self._kernel, pointers, lengths, self._numbers)
 
     def sums(self, block: int) -> int:
-        """The address of the sums of this block, until the slot's next block."""
+        """Return the address of the sums of this block, until the slot's next block."""
         return self._sums + block % SLOTS * BLOCK_BYTES
 
     def _slot(self, block: int, column: int) -> int:
@@ -260,7 +260,7 @@ def _are_elsewhere(devices: np.ndarray[Any, Any], home: int) -> np.ndarray[Any, 
 
 
 class _Leaving:
-    """The way of packed sums from a GPU to ``out``: directly, or by way of ``pinned`` blocks."""
+    """The copy of packed sums from a GPU to ``out``, direct or through ``pinned`` blocks."""
 
     def __init__(self, adding: _Adding, out: Bytes, pinned: Sequence[Bytes]) -> None:
         self._adding, self._out, self._pinned = adding, out, pinned
@@ -307,5 +307,5 @@ def _arguments(kernel: Kernel, numbers: KernelParameters) -> tuple[Any, ...]:
 
 @functools.cache
 def _compiled(kernel: Kernel) -> Any:
-    """A ``cupy.RawKernel``, which compiles itself at its first launch on each GPU."""
+    """Return a ``cupy.RawKernel``, which compiles itself at its first launch on each GPU."""
     return load().RawKernel(source_of(kernel), NAME, OPTIONS)

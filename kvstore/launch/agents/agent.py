@@ -19,7 +19,8 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from kvstore.launch.agents.wire import (
     START,
     AgentLink,
     LinkLost,
-    Message,
 )
 from kvstore.launch.environment import (
     available_cores,
@@ -43,8 +43,9 @@ from kvstore.launch.environment import (
 )
 from kvstore.launch.job.guardian import AGENT_ID_NAME, GuardianProcess
 from kvstore.launch.job.places import CannotStart, Event, Finished, LocalPlace, Note, Output
-from kvstore.launch.job.registry import new_key_file
+from kvstore.launch.job.registry import new_key_file, write_key
 from kvstore.launch.job.signals import ENDING, SignalPipe
+from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec, base_environment
 from pslite.node.address import machine_id
 from pslite.version import __version__
@@ -97,7 +98,7 @@ def agent_program(
     remedy: str = "--sync-dst-dir copies this one there",
     script: str = "",
 ) -> str:
-    """The Python program that becomes an agent, by the function ``main`` of ``module``.
+    """Return the Python program that runs ``main`` of ``module`` as an agent.
 
     ``directory`` is where the processes will run; ``root`` the checkout that this package is in,
     or None where it is installed. It is used on the other machine if it is there as well.
@@ -118,41 +119,8 @@ def agent_program(
 
 
 def bootstrap(directory: str, root: str | None, script: str = "") -> bytes:
-    """The line that :data:`LOADER` reads; as :func:`agent_program`."""
+    """Return the line that :data:`LOADER` reads; see :func:`agent_program`."""
     return json.dumps(agent_program(directory, root, script=script)).encode() + b"\n"
-
-
-@dataclass(frozen=True)
-class Start:
-    """What an agent is told to start. ``variables`` go to all processes; ``key`` is the job's,
-    or "" where the agent has it already, or its processes bring one.
-
-    What serves is this package's on that machine, whatever the command of its process.
-    """
-
-    job_id: str
-    processes: Sequence[tuple[int, ProcessSpec]]
-    variables: Mapping[str, str]
-    key: str
-
-    def packed(self) -> dict[str, Any]:
-        return {
-            "job_id": self.job_id,
-            "variables": dict(self.variables),
-            "key": self.key,
-            "processes": [
-                [index, spec.role, spec.rank, list(spec.argv), dict(spec.environment)]
-                for index, spec in self.processes
-            ],
-        }
-
-    @classmethod
-    def unpacked(cls, found: Mapping[str, Any]) -> Start:
-        processes = [
-            (index, ProcessSpec(role, rank, tuple(argv), environment))
-            for index, role, rank, argv, environment in found["processes"]
-        ]
-        return cls(found["job_id"], processes, found["variables"], found["key"])
 
 
 def main(script: str = "") -> None:
@@ -174,7 +142,7 @@ def main(script: str = "") -> None:
 
 
 def machine(script: str = "") -> dict[str, Any]:
-    """What an agent tells the launcher of where it is, and whether it finds ``script`` there."""
+    """Describe this machine to the launcher, and whether ``script`` exists on it."""
     return {
         "version": __version__,
         "host": socket.gethostname(),
@@ -202,7 +170,7 @@ def _has_free_port() -> bool:
 
 
 def with_environment_of_python(variables: Mapping[str, str]) -> dict[str, str]:
-    """As if the virtual environment of this Python, if it is in one, had been activated.
+    """Return variables as if this Python's virtual environment were activated.
 
     A login without a terminal has not done that, and ``python`` would mean another.
     """
@@ -214,7 +182,7 @@ def with_environment_of_python(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _as_here(spec: ProcessSpec, variables: Mapping[str, str]) -> ProcessSpec:
-    """With this machine's Python for a server, and the way to this package for all."""
+    """Return a command with this machine's Python and the path to this package."""
     argv, environment = spec.argv, dict(spec.environment)
     is_worker = spec.role == "worker"
     if not is_worker:
@@ -237,86 +205,81 @@ class Agent:
         self._link = link
         self._key = key
         self._signals = signals
-        self._selector = selectors.PollSelector()
         self._place: LocalPlace | None = None
-        self._guardian: GuardianProcess | None = None
-        self._key_directory: Path | None = None
+        self._cleanup = ExitStack()
         self._credit = CREDIT_BYTES
-        self._is_finished = False
-        self._is_told = False  # by a signal
+        self._is_over = False
 
     def serve(self) -> bool:
-        """Until the launcher says that all is over, or is gone; whether it was lost."""
-        self._selector.register(self._signals.fd, selectors.EVENT_READ)
+        """Serve until the launcher or a signal ends it; return whether the link was lost."""
         try:
-            while not (self._is_finished or self._is_told):
+            while not self._is_over:
                 self._turn()
             self._link.say_goodbye(_GOODBYE_S)
+            return False
         except LinkLost:
-            pass
+            return True
         finally:
-            self._close()
-        return not self._is_finished and not self._is_told
+            self._cleanup.close()
+            self._link.close()
 
     def _turn(self) -> None:
         patience_s = self._link.tick(time.monotonic())
-        self._link.adjust(self._selector, self._read)
-        if self._place is not None:
-            self._place.adjust(self._selector, paused=self._credit <= 0)
-        ready = self._selector.select(patience_s)
+        with selectors.PollSelector() as selector:
+            selector.register(self._signals.fd, selectors.EVENT_READ)
+            self._link.adjust(selector, self._read)
+            if self._place is not None:
+                self._place.adjust(selector, paused=self._credit <= 0)
+            ready = selector.select(patience_s)
         arrived = self._signals.arrived()
         for number in set(arrived) & set(ENDING):
             self._link.tell(Note(f"the agent got {number.name}: it ends what runs there"))
-            self._is_told = True
+            self._is_over = True
             return
         if signal.SIGCHLD in arrived and self._place is not None:
             self._tell(self._place.sweep())
         for key, _ in ready:
-            if key.data is not None and not self._is_finished:  # what else was ready is closed
+            if key.data is not None and not self._is_over:  # what else was ready is closed
                 self._tell(key.data(time.monotonic()))
 
     def _read(self, now_s: float) -> list[Event]:
-        for message in self._link.receive(now_s):
-            self._obey(message)
+        for kind, content in self._link.receive(now_s):
+            if kind == START:
+                try:
+                    self._start(content)
+                except (OSError, LaunchError) as error:  # no process for the guardian, no room
+                    for index, *_ in content["processes"][:1]:
+                        self._link.tell(CannotStart(index, 0, str(error)))
+            elif kind == CREDIT:
+                self._credit += content
+            elif kind == SIGNAL and self._place is not None:
+                self._place.send_signal(content)
+            elif kind == FINISH:
+                self._tell([Finished(0)] if self._place is None else self._place.finish(content))
+                self._is_over = True
         return []
 
-    def _obey(self, message: Message) -> None:
-        kind, content = message
-        if kind == START:
-            start = Start.unpacked(content)
-            try:
-                self._start(start)
-            except OSError as error:  # no room for the key, no process for the guardian
-                text = f"{error.strerror} ({error.filename})"
-                for index, _ in start.processes[:1]:
-                    self._link.tell(CannotStart(index, error.errno or 0, text))
-        elif kind == CREDIT:
-            self._credit += content
-        elif kind == SIGNAL and self._place is not None:
-            self._place.send_signal(content)
-        elif kind == FINISH:
-            self._tell([Finished(0)] if self._place is None else self._place.finish(content))
-            self._is_finished = True
-
-    def _start(self, start: Start) -> None:
-        agent_id = secrets.token_hex(8)
-        self._guardian = GuardianProcess(start.job_id, os.environ, agent_id)
-        self._place = LocalPlace(start.job_id, self._guardian, agent_id)
+    def _start(self, found: Mapping[str, Any]) -> None:
+        """Start the processes of a message; ``wire.py`` describes it."""
+        agent_id, job_id = secrets.token_hex(8), found["job_id"]
+        guardian = GuardianProcess(job_id, os.environ, agent_id)
+        self._cleanup.callback(guardian.dismiss)
+        self._place = LocalPlace(job_id, guardian, agent_id)
+        self._cleanup.callback(self._place.close)
         here = with_environment_of_python(base_environment(os.environ))
-        variables = {**here, **start.variables, AGENT_ID_NAME: agent_id}
-        if key := start.key or self._key:
-            variables["PS_JOB_KEY_FILE"] = str(self._write_key(self._guardian, key))
-        mine = [(index, _as_here(spec, variables)) for index, spec in start.processes]
+        variables = {**here, **found["variables"], AGENT_ID_NAME: agent_id}
+        if key := found["key"] or self._key:
+            path = new_key_file()
+            # Removed first at the end: a cluster may kill all here any moment.
+            self._cleanup.callback(shutil.rmtree, path.parent, ignore_errors=True)
+            guardian.remove_at_the_end(path.parent)
+            write_key(path, key)
+            variables["PS_JOB_KEY_FILE"] = str(path)
+        mine = [
+            (index, _as_here(ProcessSpec(role, rank, tuple(argv), environment), variables))
+            for index, role, rank, argv, environment in found["processes"]
+        ]
         self._tell(self._place.start(mine, variables))
-
-    def _write_key(self, guardian: GuardianProcess, key: str) -> Path:
-        path = new_key_file()
-        guardian.remove_at_the_end(path.parent)
-        self._key_directory = path.parent
-        path.parent.mkdir(mode=0o700)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(key)
-        return path
 
     def _tell(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -324,17 +287,7 @@ class Agent:
                 self._credit -= cost(event)
             self._link.tell(event)
 
-    def _close(self) -> None:
-        if self._key_directory is not None:  # first: a cluster may kill all here any moment
-            shutil.rmtree(self._key_directory, ignore_errors=True)
-        if self._place is not None:
-            self._place.close()
-        if self._guardian is not None:
-            self._guardian.dismiss()
-        self._selector.close()
-        self._link.close()
-
 
 def cost(output: Output) -> int:
-    """What ``output`` takes of the credit for output that is under way."""
+    """Return how much of the output credit ``output`` takes."""
     return sum(map(len, output.lines)) + len(output.lines)

@@ -2,7 +2,7 @@
 
 Slurm, Grid Engine, YARN, Ray and mpirun start all agents of a job by one command. Each is a
 :class:`Cluster` in ``launch/backends``: it states its commands and reads what they print. All else
-is written once, in ``command.py`` and ``cluster_job.py``: the gate for the agents, the wait for
+is written once, in ``cluster_job.py``: the gate for the agents, the wait for
 them, and what takes the job out of the queue however the launcher ends. The functions, which
 ``launch/backends/ssh.py`` uses too, say which of this machine's variables processes elsewhere get,
 at which address the scheduler serves, and what agents have told of their machines.
@@ -11,6 +11,7 @@ at which address the scheduler serves, and what agents have told of their machin
 from __future__ import annotations
 
 import ipaddress
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,10 +21,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.launch.agents.ticket import PROGRAM_NAME, AgentTicket
+from kvstore.launch.agents.join import PROGRAM_NAME, AgentTicket
 from kvstore.launch.environment import network_id
 from kvstore.launch.job.checks import CheckResult
-from kvstore.launch.job.report import say
+from kvstore.launch.job.report import EXIT_NOT_FOUND, say
 from kvstore.launch.options import OF_ONE_MACHINE, LaunchError, LaunchOptions
 from kvstore.launch.plan import THREAD_COUNT_NAMES, scheduler_address
 from pslite.errors import ConfigError
@@ -79,7 +80,7 @@ class Cluster:
         raise NotImplementedError
 
     def texts(self, ticket: AgentTicket) -> Mapping[str, str]:
-        """Further files of the job's directory, by name."""
+        """Return further files of the job's directory, by name."""
         return {}
 
     def poll(self) -> str:
@@ -87,11 +88,11 @@ class Cluster:
         return ""
 
     def trouble(self) -> str | None:
-        """Asked each second while agents are awaited: why one cannot come."""
+        """Return why an agent cannot come; called each second while any is awaited."""
         return None
 
     def fatal(self, line: str) -> str | None:
-        """Why an agent cannot come, if this ``line`` of the command's tells."""
+        """Return why an agent cannot come, if this ``line`` of the command says so."""
         return None
 
     def is_news(self, line: str) -> bool:
@@ -107,7 +108,7 @@ class Cluster:
         return None
 
     def refusal(self, lines: Sequence[str]) -> str | None:
-        """Why there is no job, if the command has ended and its ``lines`` tell."""
+        """Return why no job exists, if the command has ended and its ``lines`` say so."""
         return None
 
     def explain(self, lines: Sequence[str], code: int) -> str:
@@ -126,35 +127,48 @@ def servers_then_workers(options: LaunchOptions) -> list[Member]:
     ]
 
 
+def print_processes(options: LaunchOptions, named: Sequence[tuple[str, str]]) -> None:
+    """Print the commands of servers and workers, by role and name, for a dry run."""
+    print("# scheduler: this machine")
+    for role, name in named:
+        words = options.command if role == "worker" else ("python", "-m", "kvstore.server")
+        print(f"# {name}: {shlex.join(words)}")
+
+
 def ended(what: str, lines: Sequence[str], code: int) -> str:
-    """A sentence of a command that has ended too early; a negative ``code`` is a signal."""
+    """Return a sentence on a command that ended too early; ``code`` as in subprocess."""
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return f"{what} ended ({how}) before all processes had started{it_said(lines)}"
 
 
 def it_said(lines: Sequence[str]) -> str:
-    """The end of a sentence, with what a command said."""
+    """Return the end of a sentence that quotes a command's output."""
     said = quoted(lines)
     return f"; it said:{said}" if said else ""
 
 
-def ask(
-    words: Sequence[str], environ: Mapping[str, str], timeout_s: float
-) -> subprocess.CompletedProcess[str]:
-    """Run a command that only looks. Raises OSError or subprocess.TimeoutExpired."""
-    return subprocess.run(
-        words,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=timeout_s,
-    )
+def ask(words: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> tuple[str, int]:
+    """Run a command that only looks; return what it printed and its exit code.
+
+    "" and 127 where it cannot be run, or does not answer within ``timeout_s``.
+    """
+    try:
+        done = subprocess.run(
+            words,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "", EXIT_NOT_FOUND
+    return done.stdout + done.stderr, done.returncode
 
 
 def quoted(lines: Sequence[str]) -> str:
-    """The first and the last lines of what a command said, each on a line of its own."""
+    """Return the first and last lines of a command's output, a line each."""
     said = [line.strip() for line in lines]
     shown = [*said[:_FIRST_LINES], *said[_FIRST_LINES:][-_LAST_LINES:]]
     return "".join(f"\n  {line}" for line in shown)
@@ -167,16 +181,15 @@ _FORWARDED = (*THREAD_COUNT_NAMES, "KMP_AFFINITY", "LD_LIBRARY_PATH", "PYTHONPAT
 
 def forwarded_variables(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, str]:
     """Return what all processes elsewhere get besides what their machine gives them."""
-    found = {
+    return {
         name: value
         for name, value in environ.items()
-        if (name.startswith(_FORWARDED_PREFIXES) or name in _FORWARDED)
-        and name not in OF_ONE_MACHINE
+        if name in options.forwarded_names
+        or (
+            (name.startswith(_FORWARDED_PREFIXES) or name in _FORWARDED)
+            and name not in OF_ONE_MACHINE
+        )
     }
-    for name in options.forwarded_names:
-        if name in environ:
-            found[name] = environ[name]
-    return found
 
 
 def are_here(
@@ -184,7 +197,7 @@ def are_here(
 ) -> bool:
     """Return whether the cluster's ``programs`` are on the PATH; False where nothing is started.
 
-    ``--dry-run`` alone goes without them, and says so. Raises :class:`LaunchError` else.
+    ``--dry-run`` alone continues without them and says so; otherwise raises :class:`LaunchError`.
     """
     for name in programs:
         if shutil.which(name, path=environ.get("PATH")) is None:
@@ -201,7 +214,7 @@ def without(sentence: str, options: LaunchOptions, *, exit_code: int = 1) -> Non
 
 
 def wished_address(environ: Mapping[str, str]) -> tuple[str | None, int]:
-    """Where the user wants the scheduler: as exported, else DMLC_INTERFACE's address, else None.
+    """Return the scheduler's address: exported, or DMLC_INTERFACE's, or None.
 
     And the port, 0 for any. Raises :class:`LaunchError`.
     """
@@ -217,15 +230,13 @@ def wished_address(environ: Mapping[str, str]) -> tuple[str | None, int]:
 
 
 def common_address(seen: Sequence[str]) -> str:
-    """Of the addresses by which others reached this machine the most usual that all can use."""
-    for address, _ in Counter(seen).most_common():
-        if not is_loopback(address):
-            return address
-    return seen[0] if seen else "127.0.0.1"
+    """Return the commonest address of this machine that all others can use."""
+    reached = [address for address, _ in Counter(seen).most_common()]
+    return next((one for one in reached if not is_loopback(one)), (*seen, "127.0.0.1")[0])
 
 
 def seen_from_away(greetings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """By which addresses agents reached this machine; those that are on it can use any of them."""
+    """Return the addresses of this machine that agents elsewhere have reached."""
     here = network_id()
     away = [one for one in greetings if one.get("network") != here]
     return [str(one.get("reached_from")) for one in away or greetings]
@@ -258,7 +269,7 @@ def agent_row(label: str, found: Mapping[str, Any]) -> CheckResult:
 
 
 def core_count(greetings: Sequence[Mapping[str, Any]]) -> int:
-    """The processors of all agents together; those on one machine may share some."""
+    """Return the processors of all agents together; some may be shared."""
     found: dict[str, set[int]] = {}
     for greeting in greetings:
         found.setdefault(str(greeting.get("machine")), set()).update(greeting.get("cores", ()))

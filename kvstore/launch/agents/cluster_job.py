@@ -2,17 +2,29 @@
 
 Such a launcher says in a :class:`Cluster` which command starts as many agents as there are servers
 and workers, and how an agent knows which one it is. The rest is here: a ticket for the agents
-(``ticket.py``), a gate where they come in (``gate.py``), the command itself (``command.py``), and
-then the job as everywhere, with the scheduler on this machine. Read ``launch/job/run.py`` first.
+(``join.py``), a gate where they come in (``gate.py``), the command itself as a place of its own
+(:class:`Carrier`), and then the job as everywhere, with the scheduler on this machine. What the
+command prints are notes for the user, and the reason if it ends before all agents have come. Runs
+on the main thread. Read ``launch/job/run.py`` and ``remote.py`` first.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import re
+import selectors
 import shlex
+import signal
 import socket
+import subprocess
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
 from kvstore.launch.agents.cluster import (
     Cluster,
@@ -22,17 +34,23 @@ from kvstore.launch.agents.cluster import (
     core_count,
     forwarded_variables,
     is_loopback,
+    print_processes,
+    quoted,
     seen_from_away,
     wished_address,
 )
-from kvstore.launch.agents.command import Carrier
 from kvstore.launch.agents.gate import AgentListener
+from kvstore.launch.agents.join import PROGRAM_NAME, AgentTicket, job_directory, write_ticket
 from kvstore.launch.agents.remote import AgentPlace
-from kvstore.launch.agents.ticket import AgentTicket, job_directory, write_ticket
+from kvstore.launch.agents.wire import GREETING, AgentLink
 from kvstore.launch.environment import allow_files, listen, share_gpus
 from kvstore.launch.job.checks import conclude_check
+from kvstore.launch.job.child import die_with_launcher
+from kvstore.launch.job.guardian import GuardianProcess, succeeds
 from kvstore.launch.job.lifecycle import Timing
-from kvstore.launch.job.registry import new_key
+from kvstore.launch.job.places import Event, Finished, IndexedSpecs, LineStream, Note, Place
+from kvstore.launch.job.registry import SHARED_NAME, new_key
+from kvstore.launch.job.report import some_of
 from kvstore.launch.job.run import Arrangement, check_plan, checking, run_job
 from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.options import LaunchError, LaunchOptions
@@ -41,6 +59,12 @@ from pslite.node.address import local_addresses
 
 _CHECK_S = 60.0
 _DIRECTORY_SHOWN = Path("JOBDIR")
+_KEPT_LINES = 200  # the last of them
+_ENDING_S = 5.0  # for the command to end by itself once no agent is left, and after SIGTERM
+_NO_PROGRAM = re.compile(rf"can't open file '([^']*{re.escape(PROGRAM_NAME)})'")
+_CANCEL_S = 30.0
+_TROUBLE_S = 1.0  # between one look for it and the next
+_ROSTER_S = (5.0, 10.0, 20.0, 40.0, 60.0)  # between one roster and the next
 
 
 def run_on(
@@ -50,7 +74,7 @@ def run_on(
     service_command: Sequence[str],
     timing: Timing,
 ) -> int:
-    """As :func:`kvstore.launch.job.run.run_job`, on the cluster that ``cluster_of`` returns."""
+    """Run a job, as ``run_job`` does, on the cluster that ``cluster_of`` returns."""
     cluster = cluster_of(options, environ)
     allow_files(3 * len(cluster.members))  # two for its agent, and a log
     if options.dry_run or options.check:
@@ -61,8 +85,7 @@ def run_on(
         return _check(options, environ, timing, cluster)
 
     def arrange(supervisor: Supervisor, key: str) -> Arrangement:
-        agents = _places(cluster)
-        directory = _start_agents(supervisor, environ, cluster, agents, key)
+        agents, directory = _start_agents(supervisor, environ, cluster, key)
         greetings = [place.greeting or {} for place in agents]
         wished, port = wished_address(environ)
         host = wished or common_address(seen_from_away(greetings))
@@ -74,30 +97,26 @@ def run_on(
         for member, place in places.items():
             place.prepare(supervisor.job_id, "", variables, gpus.get(member, {}))
         cores = (cluster.worker_cores or options.places.worker_cores or 0) * options.num_workers
-        return Arrangement(host, port, cores or core_count(greetings), places, directory)
+        named = zip(cluster.members, greetings, strict=True)
+        hosts = {rank: str(one.get("host")) for (role, rank), one in named if role == "worker"}
+        names = [hosts[rank] for rank in sorted(hosts)]
+        return Arrangement(host, port, cores or core_count(greetings), places, directory, names)
 
     return run_job(options, environ, service_command, timing, arrange)
-
-
-def _places(cluster: Cluster) -> list[AgentPlace]:
-    return [
-        AgentPlace(f"{role} {rank}", is_replaceable=cluster.replaces)
-        for role, rank in cluster.members
-    ]
 
 
 def _start_agents(
     supervisor: Supervisor,
     environ: Mapping[str, str],
     cluster: Cluster,
-    agents: Sequence[AgentPlace],
     key: str,
     script: str = "",
-) -> Path:
-    """Start the agents, wait until all have come, and return the directory that they share.
+) -> tuple[list[AgentPlace], Path]:
+    """Start the agents and wait until all have come; return them, and the directory they share.
 
     Raises :class:`LaunchError`.
     """
+    agents = [AgentPlace(f"{one[0]} {one[1]}", cluster.replaces) for one in cluster.members]
     host, scheduler_port = wished_address(environ)
     if scheduler_port:  # is it in use? Not after hours in a queue
         listen(host or "0.0.0.0", scheduler_port).close()
@@ -117,19 +136,19 @@ def _start_agents(
         raise LaunchError(f"cannot start '{argv[0]}': {error.strerror}", exit_code=1) from error
     for place in (carrier, AgentListener(listener, key, carrier.admit), *agents):
         supervisor.add_place(place)
-    supervisor.connect([carrier], None)
-    return directory
+    supervisor.connect([carrier, *agents], None)
+    return agents, directory
 
 
 def own_addresses() -> list[str]:
-    """This machine's addresses, those that only it can use itself last."""
+    """Return this machine's addresses; those that only it can use come last."""
     found = [address for of_one in local_addresses().values() for address in of_one]
     found += [socket.gethostname(), "127.0.0.1"]  # where the system cannot be asked
     return sorted(dict.fromkeys(found), key=is_loopback)
 
 
 def _listen_everywhere() -> socket.socket:
-    """On every interface: which one the hosts can reach is seen when they come."""
+    """Listen on every interface; agents show later which ones they can reach."""
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(
@@ -146,10 +165,9 @@ def _print_plan(options: LaunchOptions, cluster: Cluster) -> int:
     for name, text in cluster.texts(shown).items():
         print(f"# {_DIRECTORY_SHOWN / name}:")
         print("".join(f"#   {line}\n" for line in text.splitlines()), end="")
-    print("# scheduler: this machine")
-    for number, (role, rank) in enumerate(cluster.members):
-        words = options.command if role == "worker" else ("python", "-m", "kvstore.server")
-        print(f"# agent {number + cluster.first_rank}, {role} {rank}: {shlex.join(words)}")
+    ranks = range(cluster.first_rank, cluster.first_rank + len(cluster.members))
+    named = zip(ranks, cluster.members, strict=True)
+    print_processes(options, [(role, f"agent {n}, {role} {rank}") for n, (role, rank) in named])
     return 0
 
 
@@ -157,17 +175,261 @@ def _check(
     options: LaunchOptions, environ: Mapping[str, str], timing: Timing, cluster: Cluster
 ) -> int:
     """Have the agents started, and print what each says of its machine; 0, or 1 and why."""
-    agents = _places(cluster)
-    names = [str(place.label) for place in agents]
     with checking(environ, timing) as supervisor:
         # Who checks wants to know soon, also where a job may wait.
         cluster.connect_s = min(cluster.connect_s or _CHECK_S, _CHECK_S)
         script = script_of(options.command)
-        _start_agents(supervisor, environ, cluster, agents, new_key(), script)
+        agents, _ = _start_agents(supervisor, environ, cluster, new_key(), script)
         for place in agents:
             place.finish(0.0)  # else they would take their launcher for lost
         rows = [
-            agent_row(f"{name}@{place.label}", place.greeting or {})
-            for name, place in zip(names, agents, strict=True)
+            agent_row(f"{role} {rank}@{place.label}", place.greeting or {})
+            for (role, rank), place in zip(cluster.members, agents, strict=True)
         ]
     return conclude_check(rows)
+
+
+# -- the command ---------------------------------------------------------------------------
+
+
+class Carrier(Place):
+    """Runs ``argv``, a command of ``cluster``; ``workers`` are its agents' places by their rank."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        argv: Sequence[str],
+        workers: Sequence[AgentPlace],
+        guardian: GuardianProcess,
+    ) -> None:
+        self._cluster = cluster
+        self._workers = workers
+        self._guardian = guardian
+        self._cancellation: Sequence[str] | None = None
+        self._said: deque[str] = deque(maxlen=_KEPT_LINES)  # before all agents had come
+        self._unshown: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._has_begun = False
+        self._is_over = False
+        self._hung_up_s = time.monotonic()
+        self._rosters = 0
+        self._roster_s = self._hung_up_s + _ROSTER_S[0]
+        self._trouble_s = self._hung_up_s + _TROUBLE_S
+        self._last_came_s = self._hung_up_s
+        self._learn_to_cancel("")
+        self._process, pipes = _started(argv, cluster.environ, cluster.has_terminal)
+        self._streams = [LineStream(pipe, self.heard) for pipe in pipes]
+        guardian.watch(self._process.pid)
+
+    def awaited(self) -> list[str]:
+        return [name for place in self._workers for name in place.awaited()]
+
+    def admit(self, link: AgentLink, greeting: Mapping[str, Any]) -> list[Event]:
+        """Take an agent that greeted at the gate. An unknown or taken rank is sent away.
+
+        Or there is no agent, and it says why.
+        """
+        rank = greeting.get("rank")
+        host = str(greeting.get("host"))
+        if "error" in greeting:
+            link.close()
+            self._fail(f"{host}: {greeting['error']}")
+            return []
+        free = [index for index, place in enumerate(self._workers) if not place.is_connected]
+        if self._cluster.only_wishes and free and rank not in free:
+            rank = free[0]
+        if not isinstance(rank, int) or not 0 <= rank < len(self._workers):
+            link.close()
+            return [Note(f"{host}: an agent with the rank {rank} came, and there is no such rank")]
+        place = self._workers[rank]
+        if place.is_connected and not place.is_replaceable:
+            link.close()
+            return [Note(f"{host}: a second agent with the rank {rank} came and was sent away")]
+        # The cluster starts another where it knows that the first is lost.
+        events = place.leave("is replaced by another") if place.is_connected else []
+        place.label = host
+        place.greet(link, greeting)
+        self._last_came_s = time.monotonic()
+        return events
+
+    def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
+        self._has_begun = True
+        return []
+
+    def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
+        for stream in self._streams:
+            stream.adjust(selector, paused=paused)
+
+    def heard(self, lines: Sequence[bytes]) -> list[Event]:
+        """Handle a line that the command, or one of its agents, has printed."""
+        notes: list[Event] = []
+        for line in lines:
+            if GREETING in line:
+                self._fail(refusal(line))  # the first reason counts
+                continue
+            text = line.decode(errors="replace").rstrip()
+            if not text.strip(" -="):
+                continue  # an ornament
+            self._learn_to_cancel(text)
+            if not self._cluster.is_news(text) or self._is_over:
+                continue  # the end of agents is not a failure
+            if self._has_begun:
+                notes.append(self._note(text))
+                continue
+            self._said.append(text)
+            if self.failure is None:
+                self.failure = _not_shared(text) or self._cluster.fatal(text)
+            if self.failure is None:  # which is said by itself
+                self._unshown.append(text)
+        return notes
+
+    def sweep(self) -> list[Event]:
+        if self._process.returncode is not None or (code := self._process.poll()) is None:
+            return []
+        with suppress(OSError):  # what it has left behind: its number may soon be another's
+            os.killpg(self._process.pid, signal.SIGTERM)
+        if not self.awaited():
+            is_news = code != 0 and not self._is_over
+            return [Note(f"{self._cluster.program} ended with exit code {code}")] if is_news else []
+        for stream in self._streams:
+            stream.read_rest()
+        if self.failure is None:
+            self.failure = self._cluster.explain(list(self._said), code)
+        return []
+
+    def tick(self, now_s: float) -> tuple[list[Event], float | None]:
+        if self._has_begun or not self.awaited():
+            return [], None
+        if now_s >= self._trouble_s and self.failure is None:
+            self.failure = self._cluster.trouble()
+            self._trouble_s = now_s + _TROUBLE_S
+        awaited, connect_s = some_of(self.awaited()), self._cluster.connect_s
+        late_s = math.inf if connect_s is None else self._last_came_s + connect_s
+        if now_s >= late_s:
+            said = f"; {self._cluster.program} said:{quoted(self._said)}" if self._said else ""
+            self._fail(f"no answer from {awaited} within {connect_s:g} s{self._state()}{said}")
+        events: list[Event] = []
+        if now_s >= self._roster_s:
+            here = [place for place in self._workers if place.is_connected]
+            hosts = some_of(sorted({str(place.label) for place in here}))
+            there = f" ({len(here)} of {len(self._workers)} are there, on {hosts})" if here else ""
+            events += [self._note(text) for text in self._unshown]
+            events.append(Note(f"waiting for {awaited}{there}{self._state()}"))
+            self._unshown.clear()
+            self._rosters += 1
+            self._roster_s = now_s + _ROSTER_S[min(self._rosters, len(_ROSTER_S) - 1)]
+        return events, max(0.0, min(self._roster_s, self._trouble_s, late_s) - now_s)
+
+    def finish(self, leftover_s: float) -> list[Event]:
+        self._is_over = True
+        return [Finished(0)]
+
+    def hang_up(self) -> None:
+        self._hung_up_s = time.monotonic()
+
+    def close(self) -> None:
+        """Wait a moment for the command to end; agents end when their links close.
+
+        If it has not ended well by then, or the job has not begun, that is taken out of the
+        cluster.
+        """
+        if self._has_begun:
+            self._wait(self._hung_up_s + self._cluster.ending_s)
+        self._wait(time.monotonic() + _ENDING_S, self._cluster.is_submitting)
+        was_killed = (self._process.poll() or 0) < 0
+        if not self._cluster.clears_up:
+            self._take_out()
+        self._signal(signal.SIGTERM)
+        self._wait(time.monotonic() + _ENDING_S)
+        if self._cluster.clears_up and (was_killed or self._process.poll() is None):
+            self._take_out()  # it could not
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        for stream in self._streams:
+            stream.close()
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is None and not self._has_begun:
+            self.failure = reason
+
+    def _note(self, text: str) -> Note:
+        """Print a note once, with the command's name in front."""
+        prefix = f"{self._cluster.program}: "
+        return Note(text if text.startswith(prefix) else prefix + text)
+
+    def _state(self) -> str:
+        """Return the cluster's state, with a colon in front."""
+        state = self._cluster.poll()
+        return f": {state}" if state else ""
+
+    def _wait(self, until_s: float, is_to_go_on: Callable[[], bool] = lambda: True) -> None:
+        """Wait until ``until_s`` for the command's end, and read its output meanwhile."""
+        while is_to_go_on() and self._process.poll() is None:
+            if (left_s := until_s - time.monotonic()) <= 0:
+                return
+            with selectors.PollSelector() as selector:
+                self.adjust(selector, paused=False)
+                ready = selector.select(min(left_s, 0.05))
+            for key, _ in ready:
+                key.data(0.0)
+
+    def _learn_to_cancel(self, line: str) -> None:
+        if self._cancellation is None and (command := self._cluster.cancel(line)):
+            self._cancellation = command
+            self._guardian.cancel_at_the_end(command)
+
+    def _take_out(self) -> None:
+        has_done_well = self._has_begun and self._process.poll() == 0
+        if self._cancellation is None or has_done_well:
+            return
+        # Where it fails, what the command does when it is ended has to do.
+        succeeds(self._cancellation, _CANCEL_S, self._cluster.environ)
+        self._wait(time.monotonic() + _ENDING_S)
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+
+
+def _not_shared(line: str) -> str | None:
+    """Return a sentence if ``line`` is Python's error about a missing program."""
+    if (found := _NO_PROGRAM.search(line)) is None:
+        return None
+    what = f"set {SHARED_NAME} to a directory that all hosts share"
+    return f"a host does not find {found[1]}: {what} ({line})"
+
+
+def refusal(line: bytes) -> str:
+    """Return the reason in a line by which a program refuses to become an agent."""
+    try:
+        found = json.loads(line[line.index(GREETING) + len(GREETING) :])
+        return f"{found['host']}: {found['error']}"
+    except (ValueError, KeyError, TypeError):
+        return line.decode(errors="replace")
+
+
+def _started(
+    argv: Sequence[str], environment: Mapping[str, str], has_terminal: bool
+) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
+    """Start the command; return it and its output streams. Raises OSError."""
+    ours, theirs = os.openpty() if has_terminal else (-1, subprocess.PIPE)
+    try:
+        process = subprocess.Popen(
+            list(argv),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=die_with_launcher(),  # safe: the launcher has one thread
+        )
+    except OSError:
+        if has_terminal:
+            os.close(ours)
+        raise
+    finally:
+        if has_terminal:
+            os.close(theirs)
+    output = os.fdopen(ours, "rb", 0) if has_terminal else process.stdout
+    assert output is not None and process.stderr is not None
+    return process, [output, process.stderr]

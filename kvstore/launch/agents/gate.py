@@ -1,8 +1,8 @@
-"""Where a launcher lets its agents in: a socket that listens until all are there.
+"""The launcher's entrance for agents: a socket that listens until all connect.
 
 A visitor has a few seconds to prove that it knows the job's key (``join_answer.py``) and to greet;
 only then is it given to the caller that waits for agents. Strangers are closed without a word.
-Never blocks; runs on the launcher's main thread. Read ``command.py`` next.
+Never blocks; runs on the launcher's main thread. Read ``cluster_job.py`` next.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from kvstore.launch.agents.join_answer import HELLO, NONCE_BYTES, PROOF_BYTES, Handshake
 from kvstore.launch.agents.wire import GREET, AgentLink, LinkLost
-from kvstore.launch.job.places import Event, Note, Place, unwatch, watch
-from kvstore.launch.plan import ProcessSpec
+from kvstore.launch.job.places import Event, IndexedSpecs, Note, Place
 
 VISIT_S = 10.0  # from the connection to the greeting
 MOST_VISITORS = 512  # that have not greeted yet
@@ -45,50 +44,49 @@ class AgentListener(Place):
         self._visitors: list[_Visitor] = []
         self._paused_until_s: float | None = None
         self._has_complained = False
-        self._selector: selectors.BaseSelector | None = None
 
-    def start(
-        self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
-    ) -> list[Event]:
-        """All have come."""
+    def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
+        """Stop listening: all agents have connected."""
         self.close()
         return []
 
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
-        self._selector = selector
-        if (fd := self._listener.fileno()) >= 0:
-            watch(selector, fd, self.let_in, wanted=self._paused_until_s is None)
+        if self._paused_until_s is None and self._listener.fileno() >= 0:
+            selector.register(self._listener, selectors.EVENT_READ, self.let_in)
         for visitor in self._visitors:
-            watch(selector, visitor.fd, partial(self._hear, visitor))
+            selector.register(visitor.fd, selectors.EVENT_READ, partial(self._hear, visitor))
 
     def let_in(self, now_s: float) -> list[Event]:
-        """Some want to come in."""
+        """Accept the connections that are waiting."""
         for _ in range(_AT_ONCE):
             try:
                 connected, _ = self._listener.accept()
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    return self._pause(now_s, error)
-                return []  # the visitor has gone again
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    return []  # the visitor has gone again
+                self._paused_until_s = now_s + _PAUSE_S
+                text = f"cannot let all agents in: {error.strerror}; raise 'ulimit -n'"
+                is_new, self._has_complained = not self._has_complained, True
+                return [Note(text)] if is_new else []
             connected.setblocking(False)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._make_room()
+            if len(self._visitors) >= MOST_VISITORS:
+                # Strangers, who say nothing, make room for others.
+                strangers = [one for one in self._visitors if not one.is_known]
+                self._send_away((strangers or self._visitors)[0])
             self._visitors.append(_Visitor(connected, self._key, now_s))
         return []
 
     def _hear(self, visitor: _Visitor, now_s: float) -> list[Event]:
-        """A visitor has said something."""
-        if visitor not in self._visitors:
-            return []  # it was sent away meanwhile
+        """Handle what a visitor has sent."""
         try:
-            found = visitor.hear(now_s)
+            if visitor not in self._visitors or (found := visitor.hear(now_s)) is None:
+                return []  # it was sent away meanwhile, or has more to say
         except (LinkLost, OSError):
             self._send_away(visitor)
             return []
-        if found is None:
-            return []
-        self._forget(visitor)
+        self._visitors.remove(visitor)
         return self._admit(*found)
 
     def tick(self, now_s: float) -> tuple[list[Event], float | None]:
@@ -103,31 +101,13 @@ class AgentListener(Place):
 
     def close(self) -> None:
         """Let no more agents in. May be called again."""
-        unwatch(self._selector, self._listener.fileno())
         self._listener.close()
         for visitor in list(self._visitors):
             self._send_away(visitor)
 
-    def _pause(self, now_s: float, error: OSError) -> list[Event]:
-        self._paused_until_s = now_s + _PAUSE_S
-        if self._has_complained:
-            return []
-        self._has_complained = True
-        return [Note(f"cannot let all agents in: {error.strerror}; raise 'ulimit -n'")]
-
-    def _make_room(self) -> None:
-        """End connections of strangers, who say nothing, so that others can come."""
-        if len(self._visitors) >= MOST_VISITORS:
-            strangers = [one for one in self._visitors if not one.is_known]
-            self._send_away((strangers or self._visitors)[0])
-
     def _send_away(self, visitor: _Visitor) -> None:
-        self._forget(visitor)
-        visitor.close()
-
-    def _forget(self, visitor: _Visitor) -> None:
         self._visitors.remove(visitor)
-        unwatch(self._selector, visitor.fd)
+        visitor.close()
 
 
 class _Visitor:
@@ -155,24 +135,20 @@ class _Visitor:
         return self._socket.fileno() if self._link is None else self._link.read_fd
 
     def hear(self, now_s: float) -> tuple[AgentLink, Mapping[str, Any]] | None:
-        """The link and the greeting once it has come. Raises LinkLost or OSError."""
+        """Return the link and the greeting once it has come. Raises LinkLost or OSError."""
         if self._link is None:
-            self._hear_proof(now_s)
+            self._hear_proof()
             return None
-        messages = self._link.receive(now_s)
-        if not messages:
+        if not (messages := self._link.receive(now_s)):
             return None
         if messages[0][0] != GREET or len(messages) > 1:  # it is not its turn to say more
             raise LinkLost("it does not greet")
         return self._link, messages[0][1]
 
     def close(self) -> None:
-        if self._link is None:
-            self._socket.close()
-        else:
-            self._link.close()
+        (self._link or self._socket).close()
 
-    def _hear_proof(self, now_s: float) -> None:
+    def _hear_proof(self) -> None:
         wanted = NONCE_BYTES + PROOF_BYTES
         data = self._socket.recv(wanted - len(self._said))
         if not data:

@@ -1,8 +1,11 @@
-"""An agent that comes to its launcher: what mpirun, srun, qsub and the like start on the hosts.
+"""How an agent that mpirun, srun, qsub or YARN has started connects to its launcher.
 
-:func:`main` reads the ticket beside the program that was started, :func:`enlist` connects to the
-launcher's gate, proves that it knows the job's key and serves from then on (``agent.py``). Runs
-on its process's main thread. The other end is ``gate.py``.
+The launcher makes a directory that the hosts of the job share (mode 0700), writes a ticket and a
+program into it (mode 0600) and removes it at the end; the hosts are told to run the program, so
+that no secret is on any command line and no variable has to be passed on. Where no directory is
+shared, a ticket can be handed over in another way: it is a few hundred bytes of text. The program
+becomes :func:`main`, which reads the ticket, connects to the launcher's gate (``gate.py``), proves
+that it knows the job's key and serves from then on (``agent.py``), on its process's main thread.
 """
 
 from __future__ import annotations
@@ -10,21 +13,28 @@ from __future__ import annotations
 import json
 import os
 import random
+import secrets
 import socket
+import stat
 import sys
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from kvstore.launch.agents.agent import Agent, machine
+from kvstore.launch.agents.agent import Agent, agent_program, machine
 from kvstore.launch.agents.join_answer import Handshake, WrongLauncher, shake_hands
-from kvstore.launch.agents.ticket import TICKET_NAME, AgentTicket
 from kvstore.launch.agents.wire import GREET, GREETING, AgentLink
+from kvstore.launch.environment import checkout_root
 from kvstore.launch.job.guardian import succeeds
+from kvstore.launch.job.registry import SHARED, SHARED_NAME, write_secret
 from kvstore.launch.job.signals import SignalPipe
-from kvstore.launch.options import OF_ONE_MACHINE
+from kvstore.launch.options import OF_ONE_MACHINE, LaunchError
 
+TICKET_NAME = "ticket.json"
+PROGRAM_NAME = "agent.py"
+_ADVICE = f"set {SHARED_NAME} to a directory that all hosts of the job share and you can write to"
 _CONNECT_S = 5.0  # for each of the launcher's addresses
 _PATIENCE_S = 45.0
 _PAUSE_S = 1.0
@@ -32,6 +42,88 @@ _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
 _COMMAND_S = 20.0
 _TURN_S = 0.2  # the first agent's command ends the others, mostly before it is their turn
 _LAST_TURN_S = 10.0
+
+
+@dataclass(frozen=True)
+class AgentTicket:
+    """Where the launcher listens and what it takes to be let in.
+
+    An agent tries the ``addresses`` in their order. Its rank is in the first of the variables
+    ``rank_names`` that is set, where the first rank is ``first_rank``. ``if_lost`` is a command
+    that it runs when it has lost its launcher; variables in it are the agent's. ``script`` is a
+    file that it looks for, "" for none.
+    """
+
+    addresses: Sequence[str]
+    port: int
+    key: str
+    rank_names: Sequence[str] = ()
+    first_rank: int = 0
+    if_lost: Sequence[str] = ()
+    script: str = ""
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> AgentTicket:
+        """Parse a ticket. Raises ValueError if ``text`` is not one."""
+        try:
+            return cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+
+
+# -- the launcher's side -------------------------------------------------------------------
+
+
+def job_directory(environ: Mapping[str, str]) -> Path:
+    """Choose the directory of a new job, with a name that cannot be guessed; make nothing.
+
+    Raises :class:`LaunchError` where there is no place for it.
+    """
+    parent = os.path.expanduser(environ.get(SHARED_NAME) or SHARED)
+    if parent.startswith("~"):
+        raise LaunchError(f"cannot find a home directory for {parent}; {_ADVICE}", exit_code=1)
+    return Path(parent).absolute() / secrets.token_hex(8)
+
+
+def write_ticket(
+    directory: Path, ticket: AgentTicket, working_directory: str, files: Mapping[str, str]
+) -> None:
+    """Make ``directory`` with what an agent needs, and with further ``files``, by their names.
+
+    All hosts shall run its ``agent.py``. Raises :class:`LaunchError` when that cannot be.
+    """
+    remedy = "begin in one that all hosts share"
+    program = agent_program(working_directory, checkout_root(), "agents.join", remedy=remedy)
+    try:
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for parent in directory.resolve().parents:
+            _check_parent(parent)
+        directory.mkdir(mode=0o700)
+        for name, text in {TICKET_NAME: ticket.to_text(), PROGRAM_NAME: program, **files}.items():
+            write_secret(directory / name, text)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot create {directory}: {error.strerror}; {_ADVICE}", exit_code=1
+        ) from error
+
+
+def _check_parent(parent: Path) -> None:
+    """Refuse a directory whose parent others can write to: they could replace it."""
+    found = parent.stat()
+    is_ours = found.st_uid in (0, os.geteuid())
+    is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    if not is_ours or is_open:
+        raise LaunchError(
+            f"others may rename what is in {parent}: 'chmod go-w' it, or set {SHARED_NAME} to a "
+            "directory that is yours",
+            exit_code=1,
+        )
+
+
+# -- the agent's side ----------------------------------------------------------------------
 
 
 class NotEnlisted(Exception):
@@ -59,7 +151,7 @@ def fail(text: str) -> NoReturn:
 
 
 def own_rank(ticket: AgentTicket) -> int:
-    """Which of the agents this one is, from 0. Raises :class:`NotEnlisted`."""
+    """Return the index of this agent, from 0. Raises :class:`NotEnlisted`."""
     for name in ticket.rank_names:
         if value := os.environ.get(name):
             try:
@@ -86,7 +178,11 @@ def enlist(ticket: AgentTicket, rank: int) -> None:
     with SignalPipe() as signals:
         is_lost = Agent(link, signals, ticket.key).serve()
     if is_lost and ticket.if_lost:
-        _run_if_lost(ticket.if_lost, rank)
+        time.sleep(min(rank * _TURN_S, _LAST_TURN_S))
+        words = [os.path.expandvars(word) for word in ticket.if_lost]
+        # What a user likes of scancel by hand (scancel(1)), such as to be asked.
+        environ = {name: one for name, one in os.environ.items() if not name.startswith("SCANCEL_")}
+        succeeds(words, _COMMAND_S, environ)  # if not, there is no launcher left to tell
 
 
 def forget_outside(environ: MutableMapping[str, str]) -> None:
@@ -100,16 +196,8 @@ def forget_outside(environ: MutableMapping[str, str]) -> None:
             del environ[name]
 
 
-def _run_if_lost(command: Sequence[str], rank: int) -> None:
-    time.sleep(min(rank * _TURN_S, _LAST_TURN_S))
-    words = [os.path.expandvars(word) for word in command]
-    # What a user likes of scancel by hand (scancel(1)), such as to be asked.
-    environ = {name: one for name, one in os.environ.items() if not name.startswith("SCANCEL_")}
-    succeeds(words, _COMMAND_S, environ)  # if not, there is no launcher left to tell
-
-
 def _reached(ticket: AgentTicket) -> tuple[socket.socket, Handshake, str]:
-    """A connection to the launcher, and the address by which it was reached.
+    """Connect to the launcher; return the connection and the address that worked.
 
     Tries again while it is not clear that this never can be: the launcher may be busy, or stopped.
     """

@@ -46,7 +46,7 @@ class Seal:
         self._number = 0
 
     def next(self, content: bytes) -> bytes:
-        """The seal of the next frame."""
+        """Return the seal of the next frame."""
         numbered = struct.pack(">Q", self._number) + content
         self._number += 1
         return hmac.new(self._key, numbered, hashlib.sha256).digest()[:SEAL_BYTES]
@@ -114,14 +114,11 @@ def join_answer(ticket: Any, reason: str) -> bool:
 
 
 def greeting(host: str, reason: str) -> bytes:
-    """["greet", {"host": ..., "error": ...}] as MessagePack."""
+    """Return ["greet", {"host": ..., "error": ...}] as MessagePack."""
     words = ["greet", "host", host, "error", reason]
-    packed = [struct.pack(">BH", 0xDA, len(one)) + one for one in map(_encoded, words)]
+    texts = [word[:8000].encode("utf-8", "replace") for word in words]
+    packed = [struct.pack(">BH", 0xDA, len(text)) + text for text in texts]
     return b"\x92" + packed[0] + b"\x82" + b"".join(packed[1:])
-
-
-def _encoded(text: str) -> bytes:
-    return text[:8000].encode("utf-8", "replace")
 
 
 def _received(connected: socket.socket, size: int) -> bytes:

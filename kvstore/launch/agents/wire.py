@@ -24,26 +24,21 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, get_args
 
 import msgpack
 
 from kvstore.launch.agents.join_answer import SEAL_BYTES, Seal
-from kvstore.launch.job.places import (
-    CannotStart,
-    Ended,
-    Event,
-    Finished,
-    Handler,
-    Note,
-    Output,
-    Started,
-    watch,
-)
+from kvstore.launch.job.places import Event, Handler
 
 # From the launcher.
-START = "start"  # [START, {...}]: what agent.Start says
+# [START, {"job_id": ..., "variables": {...}, "key": ..., "processes": [[index, role, rank, [word,
+# ...], {...}], ...]}]: processes with their commands and own variables, and variables of all. The
+# key is the job's, "" where the agent has it already or the processes bring one. What serves is
+# the package's there, whatever its command.
+START = "start"
 SIGNAL = "signal"  # [SIGNAL, number]: to all processes of the place
 CREDIT = "credit"  # [CREDIT, bytes]: so much more output may be sent
 FINISH = "finish"  # [FINISH, seconds]: end what is left, then say Finished
@@ -60,7 +55,7 @@ ALIVE_S = 5.0
 SILENT_S = 60.0  # after so long without a word the other end is taken for lost
 CREDIT_BYTES = 1 << 20
 
-_EVENTS = {one.__name__: one for one in (Started, Output, Ended, CannotStart, Note, Finished)}
+_EVENTS: dict[str, Callable[..., Event]] = {one.__name__: one for one in get_args(Event)}
 _HEADER = struct.Struct(">I")
 _READ_BYTES = 256 * 1024
 _LONGEST_BYTES = 64 << 20  # a START with a large environment; lines are cut at 64 KiB
@@ -74,7 +69,7 @@ class LinkLost(Exception):
 
 
 def frame(message: Sequence[Any], seal: Seal | None = None) -> bytes:
-    """``seal`` is None where the transport protects the frames."""
+    """Return a frame; ``seal`` is None where the transport protects frames."""
     content: bytes = msgpack.packb(
         list(message), use_bin_type=True, unicode_errors="surrogateescape"
     )
@@ -94,7 +89,7 @@ class FrameReader:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that ``data`` completes. Raises :class:`LinkLost`."""
+        """Return the messages that ``data`` completes. Raises :class:`LinkLost`."""
         self._rest += data
         messages = self._greeting() if self._finds_greeting else []
         while not self._finds_greeting and len(self._rest) >= _HEADER.size:
@@ -198,14 +193,9 @@ class AgentLink:
 
     def adjust(self, selector: selectors.BaseSelector, read: Handler) -> None:
         """Have ``read`` called when there is something to read, and write what is pending."""
-        watch(selector, self.read_fd, read)
-        watch(
-            selector,
-            self.write_fd,
-            self._write,
-            wanted=self.waiting,
-            events=selectors.EVENT_WRITE,
-        )
+        selector.register(self.read_fd, selectors.EVENT_READ, read)
+        if self.waiting:
+            selector.register(self.write_fd, selectors.EVENT_WRITE, self._write)
 
     def _write(self, now_s: float) -> list[Event]:
         self.write_pending()
@@ -252,29 +242,24 @@ class AgentLink:
         if not stat.S_ISSOCK(os.fstat(self.write_fd).st_mode):
             return
         until_s = time.monotonic() + patience_s
-        with socket.socket(fileno=os.dup(self.write_fd)) as connected:
-            try:
-                connected.shutdown(socket.SHUT_WR)
-                while (left_s := until_s - time.monotonic()) > 0:
-                    connected.settimeout(left_s)
-                    if not connected.recv(_READ_BYTES):
-                        return
-            except OSError:  # closed, or time is up
-                return
+        with socket.socket(fileno=os.dup(self.write_fd)) as connected, suppress(OSError):
+            connected.shutdown(socket.SHUT_WR)
+            while (left_s := until_s - time.monotonic()) > 0:
+                connected.settimeout(left_s)
+                if not connected.recv(_READ_BYTES):
+                    return
 
     def close(self) -> None:
         self._pending.clear()
         for fd in {self.read_fd, self.write_fd}:
-            try:
+            with suppress(OSError):
                 os.close(fd)
-            except OSError:
-                pass
 
 
 def event_of(message: Message) -> Event:
     """Return what an agent tells by :meth:`AgentLink.tell`. Raises :class:`LinkLost`."""
+    kind, *fields = message
     try:
-        event: Event = _EVENTS[message[0]](*message[1:])
+        return _EVENTS[kind](*fields)
     except (KeyError, TypeError):
-        raise LinkLost(f"cannot understand a message '{message[0]}'") from None
-    return event
+        raise LinkLost(f"cannot understand a message '{kind}'") from None

@@ -49,34 +49,25 @@ class Host:
 
 
 class _Mistake(Exception):
-    """What is wrong with a line."""
+    """An error in a line."""
 
 
 def read_hosts(path: str) -> list[Host]:
-    """The hosts in a file. Raises :class:`LaunchError` (exit code 2) in every other case."""
+    """Read the hosts of a file. Raises :class:`LaunchError` (exit code 2)."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
-    except FileNotFoundError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise LaunchError(
-            f"there is no hosts file '{path}': write one with a line for each host, "
-            f"{_LINE_FORM}, and name it behind -H"
-        ) from error
-    except OSError as error:
-        raise LaunchError(
-            f"cannot read the hosts file '{path}': {error.strerror}; name a file that you may "
-            "read behind -H"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise LaunchError(
-            f"the hosts file '{path}' is not text: name one with a line for each host, "
-            f"{_LINE_FORM}, behind -H"
+            f"cannot read the hosts file '{path}': {why}; name one behind -H, with a line for each "
+            f"host, {_LINE_FORM}"
         ) from error
     return parse_hosts(text, path)
 
 
 def parse_hosts(text: str, file_name: str) -> list[Host]:
-    """The hosts of a file's text, at least one, in the order in which they first appear.
+    """Parse a file's hosts, at least one, in the order of first appearance.
 
     A host that comes again (same name, port and user) adds its slots to the first. Raises
     :class:`LaunchError` (exit code 2).
@@ -94,7 +85,8 @@ def parse_hosts(text: str, file_name: str) -> list[Host]:
             raise LaunchError(f"{file_name}, line {number}: {mistake}") from None
     if not found:
         raise LaunchError(
-            f"the hosts file '{file_name}' names no host: write a line for each, {_LINE_FORM}"
+            f"the hosts file '{file_name}' does not name a host; write a line for each, "
+            f"{_LINE_FORM}"
         )
     return list(found.values())
 
@@ -111,8 +103,9 @@ def spread(
     slots = sum(host.slots for host in hosts)
     if slots < num_workers:
         raise LaunchError(
-            f"{file_name} has {_count(slots, 'slot')} on {_count(len(hosts), 'host')}, and "
-            f"{num_workers} workers were asked for: add hosts, or slots=N behind a host"
+            f"{num_workers} workers need {num_workers} slots, but {file_name} has "
+            f"{_count(slots, 'slot')} on {_count(len(hosts), 'host')}; add hosts, or slots=N "
+            "after a host"
         )
     servers = [("server", rank, rank % len(hosts)) for rank in range(num_servers)]
     workers: list[Placement] = []
@@ -126,7 +119,7 @@ def spread(
 
 
 def bracketed(name: str) -> str:
-    """A host as it stands before a colon: IPv6 addresses in brackets."""
+    """Return a host as written before a colon: IPv6 addresses in brackets."""
     return f"[{name}]" if ":" in name else name
 
 
@@ -138,9 +131,9 @@ def _host(words: Sequence[str]) -> Host:
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if not equals or key not in ("slots", "user", "addr"):
-            raise _Mistake(f"'{word}' is not understood: a line is {_LINE_FORM}")
+            raise _Mistake(f"cannot understand '{word}'; expected {_LINE_FORM}")
         if key in seen:
-            raise _Mistake(f"{key} is given twice: leave one out")
+            raise _Mistake(f"{key} is given twice; remove one")
         seen.add(key)
         if key == "slots":
             host = replace(host, slots=_number("slots", value, 1, 10**6))
@@ -155,22 +148,22 @@ def _name_and_port(place: str) -> tuple[str, int | None]:
     if place.startswith("["):
         name, closed, rest = place[1:].partition("]")
         if not (closed and _is_ipv6(name) and (not rest or rest.startswith(":"))):
-            raise _Mistake(f"'{place}' is not an IPv6 address: write one as [2001:db8::7]:22")
+            raise _Mistake(f"'{place}' is not an IPv6 address; write it as in [2001:db8::7]:22")
         return name, _port(rest[1:]) if rest else None
     if place.count(":") > 1:
-        raise _Mistake(f"'{place}' has several colons: put an IPv6 address into brackets, as [::1]")
+        raise _Mistake(
+            f"'{place}' has several colons; put an IPv6 address in brackets, as in [::1]"
+        )
     name, colon, port = place.partition(":")
     return _plain_name(name), _port(port) if colon else None
 
 
 def _plain_name(name: str) -> str:
     if name.startswith("-"):
-        raise _Mistake(
-            f"'{name}' begins with '-', so it would be an option for ssh: write a host's name"
-        )
+        raise _Mistake(f"a host's name must not begin with '-', got '{name}'")
     if not _HOST_NAME.match(name):
         raise _Mistake(
-            f"'{name}' is not a host's name: only letters, digits, dots, '-' and '_' may be in it"
+            f"a host's name may have only letters, digits, dots, '-' and '_', got '{name}'"
         )
     return name
 
@@ -180,7 +173,7 @@ def _address(value: str) -> str:
     if _is_ipv6(address):
         return address
     if not _HOST_NAME.match(value):
-        raise _Mistake(f"addr needs an address or a host's name, not '{value}'")
+        raise _Mistake(f"addr must be an address or a host's name, got '{value}'")
     return value
 
 
@@ -205,15 +198,15 @@ def _port(text: str) -> int:
 
 def _number(what: str, text: str, least: int, most: int) -> int:
     if not _NUMBER.match(text) or not least <= int(text) <= most:
-        raise _Mistake(f"{what} must be a number from {least} to {most}, not '{text}'")
+        raise _Mistake(f"{what} must be a number from {least} to {most}, got '{text}'")
     return int(text)
 
 
 def _together(first: Host, second: Host) -> Host:
     if None not in (first.address, second.address) and first.address != second.address:
         raise _Mistake(
-            f"{second.name} has addr={second.address} here and addr={first.address} in an earlier "
-            "line: a host has one"
+            f"{second.name} has addr={second.address}, but addr={first.address} in an earlier "
+            "line; use one address for each host"
         )
     address = second.address if first.address is None else first.address
     return replace(first, slots=first.slots + second.slots, address=address)

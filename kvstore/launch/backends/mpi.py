@@ -8,7 +8,6 @@ they name the same things differently. Nothing here speaks MPI. Flags as in dmlc
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from kvstore.launch.agents.cluster import Cluster, are_here, ask
 from kvstore.launch.agents.cluster_job import run_on
-from kvstore.launch.agents.ticket import AgentTicket
+from kvstore.launch.agents.join import AgentTicket
 from kvstore.launch.backends.hosts import Host, bracketed, read_hosts, spread
 from kvstore.launch.backends.ssh_login import known_refusal
 from kvstore.launch.options import LaunchError, LaunchOptions
@@ -112,7 +111,7 @@ class MpiJob(Cluster):
         return {_HOSTS_NAME: "".join(lines)}
 
     def fatal(self, line: str) -> str | None:
-        """A sentence if ``line`` is ssh's, which mpirun logs in with, and says why it could not."""
+        """Return a sentence if ``line`` is ssh's and says why mpirun could not log in."""
         if not _OF_SSH.search(line):
             return None
         named = [host for host in self._hosts if _mentions(line, host.name)]
@@ -124,7 +123,7 @@ def _mentions(line: str, name: str) -> bool:
 
 
 def as_mpirun_has_them(hosts: Sequence[Host]) -> list[Host]:
-    """``host:4`` means four slots for Hydra; a user or an address mean nothing to mpirun.
+    """Return the hosts in mpirun's form: ``host:4`` means four slots for Hydra.
 
     Raises :class:`LaunchError`.
     """
@@ -132,8 +131,9 @@ def as_mpirun_has_them(hosts: Sequence[Host]) -> list[Host]:
         for option, value in (("user=", host.user), ("addr=", host.address)):
             if value is not None:
                 raise LaunchError(
-                    f"{host.name}: {option} is for --launcher ssh; mpirun logs in by itself: write "
-                    "what it needs into ~/.ssh/config, and name the network by DMLC_INTERFACE"
+                    f"{host.name}: {option} works only with --launcher ssh, since mpirun logs in "
+                    "by itself; put login options into ~/.ssh/config, and set DMLC_INTERFACE to "
+                    "choose the network"
                 )
     return [
         host if host.port is None else replace(host, slots=host.port, port=None) for host in hosts
@@ -141,7 +141,7 @@ def as_mpirun_has_them(hosts: Sequence[Host]) -> list[Host]:
 
 
 def family_of(version: str) -> MpiFamily:
-    """From what ``mpirun --version`` prints. Raises :class:`LaunchError` for any other."""
+    """Return the family that ``mpirun --version`` names. Raises :class:`LaunchError`."""
     if any(name in version for name in ("Open MPI", "OpenRTE", "PRRTE", "prte")):
         return OPEN_MPI
     if any(name in version for name in ("HYDRA", "MPICH", "Intel(R) MPI")):
@@ -153,17 +153,13 @@ def family_of(version: str) -> MpiFamily:
 
 
 def cluster_of(options: LaunchOptions, environ: Mapping[str, str]) -> MpiJob:
-    """The job for the mpirun that is here. Raises :class:`LaunchError`."""
+    """Return the cluster of the installed mpirun. Raises :class:`LaunchError`."""
     remedy = (
         "install Open MPI or MPICH, or load its module, or use --launcher ssh, which needs neither"
     )
     family = OPEN_MPI
     if are_here(["mpirun"], options, environ, remedy):
-        try:
-            found = ask(["mpirun", "--version"], environ, _VERSION_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise LaunchError(f"'mpirun --version' did not answer: {error}", exit_code=1) from error
-        family = family_of(found.stdout + found.stderr)
+        family = family_of(ask(["mpirun", "--version"], environ, _VERSION_S)[0])
     hosts = [] if options.hostfile is None else read_hosts(options.hostfile)
     return MpiJob(options, environ, family, as_mpirun_has_them(hosts))
 

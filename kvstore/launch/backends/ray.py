@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from kvstore.launch.agents.cluster import Cluster, ended, servers_then_workers, without
 from kvstore.launch.agents.cluster_job import run_on
-from kvstore.launch.agents.ticket import AgentTicket
+from kvstore.launch.agents.join import AgentTicket
 from kvstore.launch.environment import checkout_root
 from kvstore.launch.options import LaunchError, LaunchOptions
 
@@ -47,7 +47,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class RayPlan:
-    """What is to be started. ``members`` are roles with their ranks, in the order of the agents.
+    """The processes to start: ``members`` are roles with ranks, in the agents' order.
 
     ``resources`` are those of one process of each role; ``directory`` is where the launcher runs,
     ``root`` its checkout of this package ("" where it is installed); ``python`` and ``address``
@@ -73,7 +73,7 @@ class RayPlan:
         return cls(**json.loads(text))
 
     def bundles(self) -> list[dict[str, float]]:
-        """The resources of each member, in their order."""
+        """Return the resources of each member, in their order."""
         return [dict(self.resources[role]) for role, _ in self.members]
 
 
@@ -87,7 +87,7 @@ def resources_of(cores: int, gpus: int, memory_mb: int | None) -> dict[str, floa
 
 
 def shortage(plan: RayPlan, nodes: Sequence[Resources]) -> str | None:
-    """A sentence if the ``nodes`` could not take all processes even if nothing ran on them."""
+    """Return a sentence if the ``nodes``, even idle, could not take all processes."""
     for role in dict.fromkeys(role for role, _ in plan.members):
         wanted = plan.resources[role]
         if any(_fits(wanted, node) for node in nodes):
@@ -112,7 +112,7 @@ def shortage(plan: RayPlan, nodes: Sequence[Resources]) -> str | None:
 
 
 def why_waiting(plan: RayPlan, nodes: Sequence[Resources], free: Resources) -> str:
-    """Why Ray has no room for all processes; ``free`` are the free resources of all ``nodes``."""
+    """Return why Ray has no room; ``free`` are the free resources of all ``nodes``."""
     if (reason := shortage(plan, nodes)) is not None:
         return reason
     for name, count in _total(plan.bundles()).items():
@@ -171,7 +171,7 @@ class _RayArgsParser(argparse.ArgumentParser):
 
 
 def parse_launcher_args(words: Sequence[str]) -> argparse.Namespace:
-    """Options under the names that ``ray job submit`` has for them, and a task's own.
+    """Parse options by the names of ``ray job submit``, and a task's own.
 
     Raises :class:`LaunchError` (exit code 2).
     """
@@ -190,12 +190,12 @@ def _runtime_env(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise LaunchError(f"--runtime-env-json is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise LaunchError("--runtime-env-json has to be an object: {...}")
+        raise LaunchError("--runtime-env-json must be a JSON object: {...}")
     return found
 
 
 class RayJob(Cluster):
-    """What the driver is asked for, and what it leaves in the job's directory."""
+    """The driver's request, and its output in the job's directory."""
 
     program = "ray"
     replaces = True
@@ -221,7 +221,7 @@ class RayJob(Cluster):
         return line.removeprefix(FATAL) if line.startswith(FATAL) else None
 
     def explain(self, lines: Sequence[str], code: int) -> str:
-        """The driver has ended before all agents had come, and has not said why."""
+        """Return why the driver ended before all agents came, if it did not say."""
         if code > 0 and lines:  # Python could not even run it
             return lines[-1]
         said = [line for line in self._read(LOG_NAME).splitlines() if line.strip()]
@@ -239,7 +239,7 @@ class RayJob(Cluster):
 
 
 def cluster_of(options: LaunchOptions, environ: Mapping[str, str]) -> RayJob:
-    """A job for the Ray that is installed. Raises :class:`LaunchError`."""
+    """Return the cluster of the installed Ray. Raises :class:`LaunchError`."""
     if importlib.util.find_spec("ray") is None:
         sentence = f"Ray is not installed in {sys.executable}: pip install 'ray>=2.9'"
         without(sentence, options, exit_code=2)

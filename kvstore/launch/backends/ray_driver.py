@@ -24,8 +24,7 @@ if __name__ == "__main__" and sys.path[0] == os.path.dirname(os.path.abspath(__f
     sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 from kvstore.launch.agents.agent import LOADER, agent_program
-from kvstore.launch.agents.join import NotEnlisted, enlist, fail
-from kvstore.launch.agents.ticket import TICKET_NAME, AgentTicket
+from kvstore.launch.agents.join import TICKET_NAME, AgentTicket, NotEnlisted, enlist, fail
 from kvstore.launch.agents.wire import GREETING
 from kvstore.launch.backends.ray import (
     FATAL,
@@ -181,14 +180,14 @@ class Driver:
                 self._conclude(task)
             turns += 1
             if turns % _LOOK_TURNS == 0 and running:
-                # A bundle whose node is lost is placed anew, and its task with it.
+                # A bundle whose node is lost is placed again, and its task with it.
                 if placement_group_table(self._group)["state"] == "CREATED":
                     self._say("Ray is starting them")
                 else:
                     self._look()
 
     def _conclude(self, task: Any) -> None:
-        """An agent has ended, and Ray starts no other."""
+        """Handle the end of an agent: Ray does not start another."""
         import ray
 
         name = self._names[task]
@@ -270,7 +269,7 @@ def main() -> None:
 
 
 def _started_here() -> str | None:
-    """The address of the cluster that ``ray start`` has left word of on this machine.
+    """Return the address that ``ray start`` has recorded on this machine.
 
     Where Ray itself looks (``get_default_system_temp_dir`` in its ``_common/utils.py``).
     """
@@ -285,7 +284,7 @@ def _started_here() -> str | None:
 
 
 def _look_for(address: str) -> None:
-    """Ray's own attempt to connect takes long to fail, and does not say what to do."""
+    """Check the cluster's address: Ray's own attempt fails late and unclearly."""
     if "://" in address:
         raise CannotRun(
             f"RAY_ADDRESS={address} is not the address of a cluster's head (HOST:PORT): run the "

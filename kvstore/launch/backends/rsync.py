@@ -57,41 +57,70 @@ def copy_to_hosts(
 
     ``say`` gets a line for each host at the start and at the end, and one every 10 s meanwhile.
     The first failure ends the other copies and is raised as :class:`LaunchError` (exit code 1),
-    and so is a Ctrl-C or the like (128 and the signal's number).
+    and so is a Ctrl-C or another signal (128 and the signal's number).
     """
-    waiting = list(hosts)
+    waiting, running = list(hosts), dict[subprocess.Popen[bytes], tuple[Host, IO[bytes], float]]()
     begun_s = told_s = time.monotonic()
     with SignalPipe() as signals, ExitStack() as cleanup:
-        running: list[_RsyncCopy] = []
         while waiting or running:
             while waiting and len(running) < _AT_ONCE:
                 host = waiting.pop(0)
                 argv = rsync_argv(host, source, destination, launcher_args)
                 say(f"copying {source} to {place(host, destination)}")
-                copy = _RsyncCopy(host, argv, launcher_args)
-                cleanup.callback(copy.close)
-                running.append(copy)
+                errors: IO[bytes] = cleanup.enter_context(tempfile.TemporaryFile())
+                process = _started(argv, errors)
+                cleanup.callback(_end, process)
+                running[process] = host, errors, time.monotonic()
             _pause(signals)
             now_s = time.monotonic()
-            for copy in [copy for copy in running if copy.has_ended()]:
-                running.remove(copy)
-                copy.check(destination)
-                say(f"copied to {copy.host.label} in {now_s - copy.begun_s:.1f} s")
+            for process in [process for process in running if process.poll() is not None]:
+                host, errors, since_s = running.pop(process)
+                if process.returncode not in _GOOD:
+                    args = (_last_lines(errors), process.returncode, launcher_args)
+                    raise LaunchError(sync_refusal(host, destination, *args), exit_code=1)
+                say(f"copied to {host.label} in {now_s - since_s:.1f} s")
             if now_s - told_s >= _TELL_EVERY_S:
                 told_s = now_s
-                names = ", ".join(host.label for host in [*(one.host for one in running), *waiting])
+                left = [*(host for host, _, _ in running.values()), *waiting]
+                names = ", ".join(host.label for host in left)
                 say(f"still copying after {now_s - begun_s:.0f} s: {names}")
 
 
+def _started(argv: Sequence[str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+            preexec_fn=die_with_launcher(),  # safe: the launcher has one thread
+        )
+    except OSError as error:
+        raise LaunchError(no_program("rsync", error), exit_code=127) from error
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End it if it still runs, with the ssh that it has started."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_lines(errors: IO[bytes]) -> list[str]:
+    errors.seek(max(0, errors.seek(0, os.SEEK_END) - _LONGEST_ERROR_BYTES))
+    return errors.read().decode(errors="replace").splitlines()
+
+
 def _pause(signals: SignalPipe) -> None:
-    """For a moment, or until a copy may have ended. Raises :class:`LaunchError` at Ctrl-C."""
-    poll = select.poll()
-    poll.register(signals.fd, select.POLLIN)
-    poll.poll(_LOOK_EVERY_S * 1000)
+    """Wait a moment, or until a copy may have ended. Raises :class:`LaunchError`."""
+    select.select([signals.fd], [], [], _LOOK_EVERY_S)
     for number in signals.arrived():
         if number in ENDING:
             raise LaunchError(
-                f"ended by {number.name} while copying; what the hosts have got stays there",
+                f"interrupted by {number.name} while copying; files that were already copied "
+                "stay on the hosts",
                 exit_code=128 + number,
             )
 
@@ -99,7 +128,7 @@ def _pause(signals: SignalPipe) -> None:
 def rsync_argv(
     host: Host, source: str, destination: str, launcher_args: Sequence[str]
 ) -> list[str]:
-    """The command that copies what is in ``source`` into ``destination``, made where missing.
+    """Return the command that copies ``source`` into ``destination``, made if missing.
 
     ``destination`` is relative to the home directory there unless it begins with ``/``. Raises
     :class:`LaunchError` (exit code 2) when it cannot be a directory's name.
@@ -157,63 +186,17 @@ def sync_refusal(
     )
 
 
-class _RsyncCopy:
-    """A running rsync; its maker closes it."""
-
-    def __init__(self, host: Host, argv: Sequence[str], launcher_args: Sequence[str]) -> None:
-        self.host = host
-        self._launcher_args = launcher_args
-        self.begun_s = time.monotonic()
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
-        try:
-            self._process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                start_new_session=True,
-                preexec_fn=die_with_launcher(),  # safe: the launcher has one thread
-            )
-        except OSError as error:
-            self._errors.close()
-            raise LaunchError(no_program("rsync", error), exit_code=127) from error
-
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def check(self, destination: str) -> None:
-        """Raise :class:`LaunchError` (exit code 1) unless it went well."""
-        status = self._process.wait()
-        if status in _GOOD:
-            return
-        size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - _LONGEST_ERROR_BYTES))
-        lines = self._errors.read().decode(errors="replace").splitlines()
-        sentence = sync_refusal(self.host, destination, lines, status, self._launcher_args)
-        raise LaunchError(sentence, exit_code=1)
-
-    def close(self) -> None:
-        """End it if it still runs, with the ssh that it has started."""
-        if not self.has_ended():
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._errors.close()
-
-
 def _directory(destination: str) -> str:
-    """As rsync and mkdir take it: a leading ``~/`` is the home directory, where both begin."""
+    """Return a directory as rsync takes it: without a leading ``~/``."""
     if not destination or _CONTROL.search(destination):
-        raise LaunchError(
-            f"--sync-dst-dir needs the name of a directory on the hosts, not {destination!a}"
-        )
+        raise LaunchError(f"--sync-dst-dir must be a directory on the hosts, got {destination!a}")
     if destination == "~":
         return "."
     return destination[2:].lstrip("/") or "." if destination.startswith("~/") else destination
 
 
 def _rsync_quoted(word: str) -> str:
-    """A word for ``-e``, which rsync splits at spaces: quotes double, a backslash is itself."""
+    """Quote a word for ``-e``, which rsync splits at spaces."""
     if word and not any(letter in " '\"" for letter in word):
         return word
     return "'" + word.replace("'", "''") + "'"

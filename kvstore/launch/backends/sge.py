@@ -10,7 +10,6 @@ sge_pe(5) of gridengine 8.1. Read ``launch/agents/cluster.py`` first.
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.launch.agents.cluster import Cluster, are_here, ask
+from kvstore.launch.agents.cluster_job import refusal as refusal_of_agent
 from kvstore.launch.agents.cluster_job import run_on
-from kvstore.launch.agents.command import refusal as refusal_of_agent
-from kvstore.launch.agents.ticket import AgentTicket
+from kvstore.launch.agents.join import AgentTicket
 from kvstore.launch.agents.wire import GREETING
 from kvstore.launch.options import LaunchError, LaunchOptions
 
@@ -176,7 +175,7 @@ class ArrayJob(Cluster):
         return None
 
     def _last_words(self, task: int) -> str | None:
-        """A sentence of what task ``task`` has left behind, None as long as there is nothing."""
+        """Return a sentence of task ``task``'s output; None while it has none."""
         try:
             said = (self._directory / f"{_ENDED}{task}").read_bytes()
         except OSError:
@@ -199,7 +198,7 @@ class ArrayJob(Cluster):
         return f"{role} {rank} (task {task} of job {self._number})"
 
     def _shortage(self, until_s: float) -> str:
-        """Whether the tasks can never be there all at the same time, as the cluster is now."""
+        """Return why the cluster can never run all tasks at the same time, or ""."""
         queue = self.places.queue
         chosen = () if queue is None else ("-q", queue)
         total = slot_total(self._ask(until_s, "qstat", "-g", "c", *chosen))
@@ -210,7 +209,7 @@ class ArrayJob(Cluster):
         return f"{where} has {total} slots in all, and {needed} are needed at the same time"
 
     def _wanted_slots(self, can_ask: bool) -> list[str]:
-        """The words that give each task its processors. Raises :class:`LaunchError`."""
+        """Return the options for each task's processors. Raises :class:`LaunchError`."""
         cores = self.places.worker_cores
         if cores is None or cores == 1 or "-pe" in self.places.launcher_args:
             return []
@@ -224,24 +223,20 @@ class ArrayJob(Cluster):
         ]
         if not found:
             raise LaunchError(
-                f"--worker-cores {cores} needs a parallel environment that gives a task slots of "
-                "one host (allocation_rule $pe_slots), and this cluster has none: ask who runs it "
-                "for one, or leave --worker-cores out",
+                f"--worker-cores {cores} needs a parallel environment with allocation_rule "
+                "$pe_slots, which this cluster does not have; ask its administrator for one, or "
+                "remove --worker-cores",
                 exit_code=1,
             )
         return ["-pe", "smp" if "smp" in found else found[0], str(cores)]
 
     def _ask(self, until_s: float, *words: str) -> str:
-        """Return what a command prints; "" when it does not do well until then."""
-        try:
-            done = ask(words, self.environ, max(0.0, until_s - time.monotonic()))
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        return done.stdout + done.stderr
+        """Return what a command prints; "" when it does not answer until then."""
+        return ask(words, self.environ, max(0.0, until_s - time.monotonic()))[0]
 
 
 def slots_of_a_task(options: LaunchOptions) -> int:
-    """As --worker-cores or ``-pe NAME N`` ask for; one without."""
+    """Return the slots that --worker-cores or ``-pe NAME N`` ask for; 1 by default."""
     words = options.places.launcher_args
     for index, word in enumerate(words[:-2]):
         if word == "-pe" and words[index + 2].isdecimal():
@@ -257,7 +252,7 @@ def states(listed: str, number: str) -> Counter[str]:
 
 
 def obstacles(verified: str) -> str:
-    """Why waiting tasks cannot run now, of what ``qalter -w p`` prints; "" if it does not say."""
+    """Return why tasks wait, from the output of ``qalter -w p``, or ""."""
     found = list(dict.fromkeys(_OBSTACLE.findall(verified)))
     shown = [
         text.replace("it offers only qc:slots=0.000000", "it has no free slot")
@@ -269,7 +264,7 @@ def obstacles(verified: str) -> str:
 
 
 def slot_total(queues: str) -> int | None:
-    """The slots of all queues together, of what ``qstat -g c`` prints."""
+    """Return the slots of all queues, from the output of ``qstat -g c``."""
     head, *lines = queues.splitlines() or [""]
     # "CLUSTER QUEUE" is one column of two words.
     titles = head.replace("CLUSTER QUEUE", "QUEUE").split()
@@ -281,7 +276,7 @@ def slot_total(queues: str) -> int | None:
 
 
 def cluster_of(options: LaunchOptions, environ: Mapping[str, str]) -> ArrayJob:
-    """An array job. Raises :class:`LaunchError`."""
+    """Return an array job. Raises :class:`LaunchError`."""
     remedy = (
         "start the job on a submit host of Grid Engine, after its settings.sh, or use "
         "--launcher ssh"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,8 +57,8 @@ _KNOWN = (
     ),
     (
         r"node configuration is not available|More processors requested|CPU count per node",
-        "no node of it can give what was asked for (--worker-cores, --worker-memory, "
-        "--worker-gpus and the like; sinfo -o '%n %c %m %G' lists what nodes have)",
+        "no node of the partition satisfies the request (--worker-cores, --worker-memory, "
+        "--worker-gpus, ...); see the nodes' resources with sinfo -o '%n %c %m %G'",
     ),
     (r"Unable to contact slurm controller", "its controller does not answer: try sinfo"),
     (r"Invalid job id", "the allocation of SLURM_JOB_ID is over: unset SLURM_JOB_ID"),
@@ -102,8 +101,8 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     parts = _number(environ.get("SLURM_HET_SIZE")) or 1
     if parts > _PARTS:
         raise LaunchError(
-            f"the allocation {job_id} has {parts} components: the launcher can use one, or two, "
-            "of which the first is for the servers and the second for the workers"
+            f"the allocation {job_id} has {parts} components, but the launcher can use only one, "
+            "or two (the first for servers, the second for workers)"
         )
     ends = [""] if parts == 1 else [f"_HET_GROUP_{group}" for group in range(parts)]
     counts = [
@@ -119,8 +118,8 @@ def refuse_copies(environ: Mapping[str, str]) -> None:
     copies = _number(environ.get("SLURM_STEP_NUM_TASKS")) or 1
     if "SLURM_STEP_ID" in environ and copies > 1 and "DMLC_ROLE" not in environ:
         raise LaunchError(
-            f"this is one of {copies} launchers that srun has started: write the launcher's "
-            "command without srun in front, which it calls itself"
+            f"srun started {copies} launchers; run the launcher without srun, which it calls by "
+            "itself"
         )
 
 
@@ -157,7 +156,7 @@ class _Srun(Cluster):
         return None
 
     def srun(self, directory: Path, parts: Sequence[tuple[list[str], list[str]]]) -> list[str]:
-        """The components, each with its options: before the user's own, which win, and after."""
+        """Return the components' options: before the user's own, which win, and after."""
         argv = ["srun"]
         for number, (first, last) in enumerate(parts):
             if number:
@@ -197,8 +196,8 @@ class SlurmJob(_Srun):
         # Agents that lose their launcher give back the allocation that they are in.
         if any(word.split("=")[0] == "--jobid" for word in self.places.launcher_args):
             raise LaunchError(
-                "--jobid in --launcher-args names an allocation that is there already: start this "
-                "in it (SLURM_JOB_ID), by salloc or in a script of sbatch"
+                "--jobid in --launcher-args is not supported; run the launcher inside the "
+                "allocation (SLURM_JOB_ID), with salloc or in an sbatch script"
             )
 
     def submit(self, directory: Path) -> list[str]:
@@ -233,12 +232,8 @@ class SlurmJob(_Srun):
             name: value for name, value in self.environ.items() if not name.startswith(_WISHES)
         }
         words = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%A|%T|%r|%N|%Z"]
-        try:
-            done = ask(words, environ, _ANSWER_S)
-            done.check_returncode()
-        except (OSError, subprocess.SubprocessError):
-            return "squeue does not answer"
-        return described(done.stdout, self._directory)
+        listed, code = ask(words, environ, _ANSWER_S)
+        return "squeue does not answer" if code else described(listed, self._directory)
 
     def cancel(self, line: str) -> list[str]:
         wishes = [name for name in self.environ if name.startswith(_WISHES)]
@@ -247,7 +242,7 @@ class SlurmJob(_Srun):
 
 
 def described(listed: str, directory: str) -> str:
-    """What the jobs of ``directory`` wait for, of squeue's rows; "" for no job.
+    """Return why the jobs of ``directory`` wait, from squeue's rows; "" for no job.
 
     A heterogeneous job has a row for each component.
     """
@@ -258,7 +253,7 @@ def described(listed: str, directory: str) -> str:
         job_id, state, reason, nodes = row[:4]
         why = f" ({reason})" if reason not in ("", "None") else ""
         if reason in _NEVER:
-            why = f" ({reason}: no nodes of its partition can give what was asked for)"
+            why = f" ({reason}: no node of its partition satisfies the request)"
         where = f" on {nodes}" if nodes else ""
         words.append(f"Slurm's job {job_id} is {state}{why}{where}")
     return ", ".join(words)
@@ -286,8 +281,8 @@ class SlurmStep(_Srun):
             if getattr(self.places, option) is not None:
                 name = option.removesuffix("_mb").replace("_", "-")
                 raise LaunchError(
-                    f"--{name} cannot be used inside the Slurm allocation {within.job_id}, in "
-                    "which the launcher runs: leave it out, and ask sbatch or salloc for it"
+                    f"--{name} cannot be used inside the Slurm allocation {within.job_id}; "
+                    "remove it, and pass it to sbatch or salloc"
                 )
 
     def submit(self, directory: Path) -> list[str]:
@@ -303,7 +298,7 @@ class SlurmStep(_Srun):
 
 
 def cluster_of(options: LaunchOptions, environ: Mapping[str, str]) -> Cluster:
-    """A step in the allocation around this process, else a job. Raises :class:`LaunchError`."""
+    """Return a step in this allocation, or a job. Raises :class:`LaunchError`."""
     remedy = (
         "start the job where Slurm's commands are, mostly on a login node of the cluster, or load "
         "its module"

@@ -26,6 +26,7 @@ from kvstore.launch.agents.cluster import (
     common_address,
     core_count,
     forwarded_variables,
+    print_processes,
     wished_address,
 )
 from kvstore.launch.agents.remote import AgentPlace
@@ -88,7 +89,7 @@ class SshPlace(AgentPlace):
         self._errors.adjust(selector, paused=False)
 
     def hang_up(self) -> None:
-        """Closing the link makes the agent kill what it has; its command is given a moment."""
+        """Close the link, which makes the agent kill its processes; wait a moment."""
         self._hung_up_s = time.monotonic()
         super().hang_up()
 
@@ -134,7 +135,7 @@ class SshPlace(AgentPlace):
         return [Note(f"{self.label}: {text}") for text in texts if text]
 
     def _exit_code(self) -> int | None:
-        """Of the command, which has closed its output; it may need a moment."""
+        """Return the exit code of the command, which has closed its output."""
         try:
             code = self._process.wait(_REAP_S)
         except subprocess.TimeoutExpired:
@@ -149,9 +150,11 @@ def run(
     service_command: Sequence[str],
     timing: Timing,
 ) -> int:
-    """As :func:`kvstore.launch.job.run.run_job`."""
+    """Run a job, as :func:`kvstore.launch.job.run.run_job` does."""
     if options.hostfile is None:
-        raise LaunchError("--launcher ssh needs the hosts: -H FILE, with one host on each line")
+        raise LaunchError(
+            "--launcher ssh needs a hosts file; pass -H FILE with one host on each line"
+        )
     hosts = read_hosts(options.hostfile)
     check_launcher_args(options.places.launcher_args)
     places = spread(hosts, options.num_servers, options.num_workers, options.hostfile)
@@ -183,7 +186,12 @@ def run(
             variables = {**forwarded_variables(options, environ), **node_host}
             place.prepare(supervisor.job_id, key, variables, {})
         where = {(role, rank): remote[index] for role, rank, index in places}
-        return Arrangement(host, port, core_count(greetings), where)
+        names = {
+            index: hosts[index].address or str((place.greeting or {}).get("host"))
+            for index, place in remote.items()
+        }
+        workers = [names[index] for role, _, index in sorted(places) if role == "worker"]
+        return Arrangement(host, port, core_count(greetings), where, worker_hosts=workers)
 
     return run_job(options, environ, service_command, timing, arrange)
 
@@ -208,18 +216,13 @@ def _reach(
 
 
 def _print_plan(options: LaunchOptions, hosts: Sequence[Host], places: Sequence[Placement]) -> int:
+    arguments, destination = options.places.launcher_args, options.sync_dst_dir
     for host in [hosts[index] for index in sorted({index for _, _, index in places})]:
-        if options.sync_dst_dir is not None:
-            source = os.getcwd()
-            arguments = options.places.launcher_args
-            print(shlex.join(rsync_argv(host, source, options.sync_dst_dir, arguments)))
+        if destination is not None:
+            print(shlex.join(rsync_argv(host, os.getcwd(), destination, arguments)))
         print(shlex.join(_command(host, options)))
-    print("# scheduler: this machine")
-    for role, rank, index in places:
-        words = shlex.join(
-            options.command if role == "worker" else ("python", "-m", "kvstore.server")
-        )
-        print(f"# {role} {rank} on {hosts[index].label}: {words}")
+    named = [(role, f"{role} {rank} on {hosts[index].label}") for role, rank, index in places]
+    print_processes(options, named)
     return 0
 
 

@@ -47,7 +47,7 @@ _MEANING = {"'": '"\'"', "\\": "\\\\", "!": "\\!"}
 
 
 def ssh_argv(host: Host, launcher_args: Sequence[str], remote_words: Sequence[str]) -> list[str]:
-    """The command that runs ``remote_words`` on ``host`` without a terminal.
+    """Return the command that runs ``remote_words`` on ``host`` without a terminal.
 
     Raises :class:`LaunchError` (exit code 2) for ``launcher_args`` that cannot be meant.
     """
@@ -55,7 +55,7 @@ def ssh_argv(host: Host, launcher_args: Sequence[str], remote_words: Sequence[st
 
 
 def ssh_options(host: Host, launcher_args: Sequence[str]) -> list[str]:
-    """The command up to the host.
+    """Return the command up to the host.
 
     ssh keeps the first value that it sees of an option. So passwords cannot be switched back on;
     a port or user in the hosts file, which is for one host, comes before ``launcher_args``,
@@ -80,14 +80,14 @@ def check_launcher_args(words: Sequence[str]) -> None:
         found = _OPTION_WORD.match(word)
         if found is None:
             raise LaunchError(
-                f"--launcher-args takes only options of ssh, and '{word}' is not one: "
-                "ssh would take it for the host"
+                f"--launcher-args must have only options of ssh, got '{word}', which ssh would "
+                "use as the host"
             )
         for letter in found["letters"]:
             if letter in _NOT_FOR_JOBS:
                 raise LaunchError(
-                    f"--launcher-args cannot hold ssh's -{letter}: the launcher needs the "
-                    "remote command's input and output; leave it out"
+                    f"--launcher-args must not have ssh's -{letter}, since the launcher needs "
+                    "the remote command's input and output; remove it"
                 )
         if found["option"] and not found["value"] and next(rest, None) is None:
             raise LaunchError(
@@ -97,7 +97,7 @@ def check_launcher_args(words: Sequence[str]) -> None:
 
 
 def shell_line(words: Sequence[str]) -> str:
-    """One line that a login shell takes apart into ``words``, unchanged.
+    """Return one line that a login shell splits into ``words``, unchanged.
 
     It is the same to sh, bash, zsh, csh and fish. So what :func:`shlex.join` leaves within
     quotes is quoted further: ``!`` is history in csh, a backslash an escape in fish. Raises
@@ -132,7 +132,7 @@ def refusal(
 def known_refusal(
     host: Host, lines: Sequence[str], launcher_args: Sequence[str] = ()
 ) -> str | None:
-    """The sentence for lines of ssh of which we know the remedy, or None."""
+    """Return the sentence for lines of ssh with a known remedy, or None."""
     for pattern, sentence in _REFUSALS:
         for line in reversed(lines):
             if pattern.search(line):
@@ -163,7 +163,7 @@ def login(host: Host, launcher_args: Sequence[str] = ()) -> str:
 
 def _quoted(word: str) -> str:
     if _CONTROL.search(word):
-        raise ValueError(f"{word!r} holds control characters and cannot pass a login shell")
+        raise ValueError(f"{word!r} has control characters, which a login shell cannot pass on")
     if _BARE.match(word):
         return word
     parts = [part for part in _SPECIAL.split(word) if part]
@@ -173,7 +173,7 @@ def _quoted(word: str) -> str:
 def _command_refusal(
     host: Host, lines: Sequence[str], exit_code: int | None, python: str
 ) -> str | None:
-    """ssh has reached the host: the remote command has ended with ``exit_code``."""
+    """Return the sentence for a remote command that ended with ``exit_code``."""
     for line in reversed(lines):
         if _NO_MODULE.search(line):
             return (

@@ -18,7 +18,6 @@ import re
 import secrets
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from kvstore.launch.agents import join_answer
 from kvstore.launch.agents.agent import agent_program
 from kvstore.launch.agents.cluster import Cluster, are_here, ask
 from kvstore.launch.agents.cluster_job import run_on
-from kvstore.launch.agents.ticket import PROGRAM_NAME, TICKET_NAME, AgentTicket
+from kvstore.launch.agents.join import PROGRAM_NAME, TICKET_NAME, AgentTicket
 from kvstore.launch.environment import checkout_root
 from kvstore.launch.options import LaunchError, LaunchOptions, Places
 
@@ -193,7 +192,7 @@ class YarnApplication(Cluster):
 
 
 def short(diagnostics: str) -> str:
-    """Without the date in front, stacks and details, on one line; "" for none."""
+    """Return a message on one line, without date, stacks and details; "" for none."""
     lines = [line for line in _DATE.sub("", diagnostics).splitlines() if not _FRAME.match(line)]
     text = _DETAILS.sub("", " ".join(" ".join(lines).split()))
     if text in ("null", "N/A"):
@@ -233,13 +232,13 @@ def _refuse_own_options(launcher_args: Sequence[str]) -> None:
     for word in launcher_args:
         if word.startswith("-") and word.lstrip("-").split("=")[0] in _OWN_OPTIONS:
             raise LaunchError(
-                f"{word} in --launcher-args is for the launcher to say: the name is --jobname, "
-                "and -n and -s are how many containers there are"
+                f"{word} in --launcher-args is not allowed, since the launcher sets it; use "
+                "--jobname for the name, and -n and -s for the number of containers"
             )
 
 
 def application_name(jobname: str | None) -> str:
-    """A name of its own, for YARN's lists and for a directory in HDFS. Raises LaunchError."""
+    """Return a unique name, for YARN's lists and a directory in HDFS."""
     if jobname is not None and not _NAME.match(jobname):
         raise LaunchError(
             f"--jobname '{jobname}' is also the name of a directory in HDFS: use letters, digits, "
@@ -249,14 +248,14 @@ def application_name(jobname: str | None) -> str:
 
 
 def container_size(places: Places) -> tuple[int, int]:
-    """MiB and processors of every container: the larger of what servers and workers shall have."""
+    """Return MiB and processors of every container: the largest that any role needs."""
     memory = max(places.worker_memory_mb or 0, places.server_memory_mb or 0)
     cores = max(places.worker_cores or 0, places.server_cores or 0)
     return memory or _MEMORY_MB, cores or _CORES
 
 
 def client_argv(places: Places, jar: str, name: str, count: int) -> list[str]:
-    """All but the script. Of an option that is given twice the client takes the first."""
+    """Return the arguments without the script; the client takes the first of two."""
     memory, cores = container_size(places)
     queue = [] if places.queue is None else ["-queue", places.queue]
     return [
@@ -273,14 +272,14 @@ def client_argv(places: Places, jar: str, name: str, count: int) -> list[str]:
 
 
 def own_jar(launcher_args: Sequence[str]) -> str | None:
-    """The jar that the user names by ``-jar``."""
+    """Return the jar that the user names by ``-jar``."""
     return next(
         (jar for option, jar in pairwise(launcher_args) if option in ("-jar", "--jar")), None
     )
 
 
 def find_jar(environ: Mapping[str, str]) -> str:
-    """The distributed shell of the Hadoop that is installed here. Raises :class:`LaunchError`."""
+    """Return the installed distributed shell. Raises :class:`LaunchError`."""
     homes = [environ[name] for name in ("HADOOP_YARN_HOME", "HADOOP_HOME") if environ.get(name)]
     program = shutil.which("yarn", path=environ.get("PATH"))
     assert program is not None
@@ -303,21 +302,17 @@ def find_jar(environ: Mapping[str, str]) -> str:
 def _directories_of_jars(
     homes: Sequence[str], program: str, environ: Mapping[str, str]
 ) -> Iterator[Path]:
-    """Below ``homes``, and then what ``yarn classpath`` names; nothing if it does not say."""
+    """Return the directories below ``homes``, then those of ``yarn classpath``."""
     for home in homes:
         for below in ("share/hadoop/yarn", ".", "lib/hadoop-yarn"):
             yield Path(home) / below
-    try:
-        listed = ask([program, "classpath"], environ, _CLASSPATH_S).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    for entry in listed.strip().split(os.pathsep):
+    for entry in ask([program, "classpath"], environ, _CLASSPATH_S)[0].strip().split(os.pathsep):
         if entry.endswith("*"):
             yield Path(entry).parent
 
 
 def cluster_of(options: LaunchOptions, environ: Mapping[str, str]) -> YarnApplication:
-    """An application. Raises :class:`LaunchError`."""
+    """Return an application. Raises :class:`LaunchError`."""
     application = YarnApplication(options, environ)
     remedy = "start this on a machine with Hadoop's client, with its bin directory on the PATH"
     is_here = are_here(["yarn", "hadoop"], options, environ, remedy)

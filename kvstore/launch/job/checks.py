@@ -54,7 +54,7 @@ def rehearsal(specs: Sequence[ProcessSpec], directory: str) -> str:
 
 
 def table(rows: Sequence[CheckResult]) -> str:
-    """The rows in columns, with what is wrong marked."""
+    """Return the rows in columns, with what is wrong marked."""
     width = max(len(row.name) for row in rows)
     lines = [f"{'ok' if row.is_good else 'NO':<4}{row.name:<{width}}  {row.found}" for row in rows]
     return "\n".join(lines) + "\n"
@@ -79,6 +79,7 @@ def local_rows(
     worker = next(spec for spec in specs if spec.role == "worker")
     path = worker.environment.get("PATH", environ.get("PATH", os.defpath))
     program = shutil.which(worker.argv[0], path=path)
+    host, port = (worker.environment[f"DMLC_PS_ROOT_{name}"] for name in ("URI", "PORT"))
     return [
         CheckResult("python", f"{sys.version.split()[0]} ({sys.executable})"),
         CheckResult("kvstore", __version__),
@@ -92,9 +93,9 @@ def local_rows(
         _tried("job key", lambda: check_key(environments["scheduler"]))
         if has_key
         else CheckResult("job key", "a new one"),
-        CheckResult("scheduler's address", _address(worker)),
-        _tried("servers' address", lambda: check_interface(environments["server"])),
-        _tried("workers' address", lambda: check_interface(environments["worker"])),
+        CheckResult("scheduler's address", f"{host}, port {'of its own' if port == '0' else port}"),
+        _tried("servers' address", lambda: _advertised(environments["server"])),
+        _tried("workers' address", lambda: _advertised(environments["worker"])),
         _shared_memory(),
         CheckResult("processors", f"{available_cpu_count()} for {len(specs)} processes"),
         CheckResult("GPUs", str(gpu_count())),
@@ -106,32 +107,25 @@ def script_row(script: str) -> CheckResult:
     if not script:
         return CheckResult("worker's script", "the command names none")
     is_here = os.path.exists(script)
-    return CheckResult(
-        "worker's script", script if is_here else f"there is no file {script}", is_here
-    )
+    found = script if is_here else f"there is no file {script}"
+    return CheckResult("worker's script", found, is_here)
 
 
 def _tried(name: str, look: Callable[[], str]) -> CheckResult:
-    """Return what ``look`` returns, or the sentence of its :class:`LaunchError`."""
+    """Return what ``look`` returns, or the sentence of its error."""
     try:
         return CheckResult(name, look())
-    except LaunchError as error:
+    except (LaunchError, ConfigError) as error:
         return CheckResult(name, str(error), False)
-
-
-def _address(worker: ProcessSpec) -> str:
-    port = worker.environment["DMLC_PS_ROOT_PORT"]
-    return f"{worker.environment['DMLC_PS_ROOT_URI']}, port {'of its own' if port == '0' else port}"
 
 
 def _shared_memory() -> CheckResult:
     if not _SHARED_MEMORY.is_dir():
         return CheckResult("shared memory", f"there is no {_SHARED_MEMORY}; TCP is used instead")
     free = shutil.disk_usage(_SHARED_MEMORY).free
-    text = f"{free / 2**20:.0f} MiB free"
-    if free < _LEAST_SHARED_BYTES:
-        return CheckResult("shared memory", f"{text}: too little (PS_SHM=0 does without)", False)
-    return CheckResult("shared memory", text)
+    is_good = free >= _LEAST_SHARED_BYTES
+    advice = "" if is_good else ": too little (PS_SHM=0 does without)"
+    return CheckResult("shared memory", f"{free / 2**20:.0f} MiB free{advice}", is_good)
 
 
 CHECK_IMPORTS = "--check-imports"
@@ -142,20 +136,20 @@ names, and where they come from."""
 def by_role(
     specs: Sequence[ProcessSpec], base_environment: Mapping[str, str]
 ) -> dict[str, dict[str, str]]:
-    """The whole environment of each role's processes, but for their ranks."""
+    """Return the environment of each role's processes, without their ranks."""
     return {spec.role: {**base_environment, **spec.environment} for spec in specs}
 
 
 def check_forwarded(names: Sequence[str], environ: Mapping[str, str]) -> None:
-    """What ``--env NAME`` passes on must be set here, but for names that the launcher sets.
+    """Check that variables that ``--env NAME`` passes on are set here.
 
     Raises :class:`LaunchError` (exit code 2).
     """
     missing = [name for name in names if name not in environ and name not in RESERVED_NAMES]
     if missing:
         raise LaunchError(
-            f"--env {missing[0]}: there is no such variable here to pass on; "
-            f"export it, or write --env {missing[0]}=VALUE",
+            f"--env {missing[0]}: the variable is not set here; export it, or write --env "
+            f"{missing[0]}=VALUE",
             exit_code=2,
         )
 
@@ -179,27 +173,29 @@ def check_key(environment: Mapping[str, str]) -> str:
     path: str = Config.read("job_key_file", environment)
     if not path:
         raise LaunchError(
-            "PS_JOB_KEY_FILE is empty: name the file with the job's key, or leave it out",
+            "PS_JOB_KEY_FILE is empty; set it to the file with the job's key, or unset it",
             exit_code=1,
         )
-    try:
-        read_key(Config(job_key_file=path))
-    except ConfigError as error:
-        raise LaunchError(str(error), exit_code=1) from error
+    read_given_key(path)
     return path
 
 
-def check_interface(environment: Mapping[str, str]) -> str:
-    """Find what a server or worker here will advertise. Exit code 1 without one."""
+def read_given_key(path: str) -> str:
+    """Return the text of the user's key. Raises :class:`LaunchError` (exit code 1)."""
+    try:
+        return (read_key(Config(job_key_file=path)) or b"").decode()
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise LaunchError(str(error), exit_code=1) from error
+
+
+def _advertised(environment: Mapping[str, str]) -> str:
+    """Find what a server or worker here will advertise. Raises ``ConfigError`` without one."""
     interface: str = Config.read("interface", environment)
     if host := Config.read("node_host", environment):
         return f"{host} (DMLC_NODE_HOST)"
     if not interface:
         return "the one on the route to the scheduler"
-    try:
-        return f"{interface_address(interface)} (DMLC_INTERFACE={interface})"
-    except ConfigError as error:
-        raise LaunchError(str(error), exit_code=1) from error
+    return f"{interface_address(interface)} (DMLC_INTERFACE={interface})"
 
 
 def check_server_imports(

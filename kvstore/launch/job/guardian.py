@@ -11,8 +11,8 @@ times.
 
 A process belongs to the job when it is in one of those groups (sessions), or when the
 environment that it was started with holds the job's id; so a grandchild that made its own
-session is found as well. The limits: a grandchild that did both, a new session and another
-environment, escapes; and without ``/proc`` (macOS) only the groups are known.
+session is found as well. The limit: a grandchild that did both, a new session and another
+environment, escapes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 
 AGENT_ID_NAME = "KVSTORE_AGENT_ID"
 _AGENT = AGENT_ID_NAME.encode() + b"="
@@ -73,7 +74,7 @@ class GuardianProcess:
         self._tell("cancel", *argv)
 
     def dismiss(self) -> None:
-        """Everything has ended: nothing is left for it to do."""
+        """Dismiss the guardian: everything has ended."""
         self._tell(_DONE)
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -85,16 +86,14 @@ class GuardianProcess:
 
     def _tell(self, *words: str | int) -> None:
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):  # somebody killed it; the death signal of the children remains
             self._process.stdin.write(json.dumps(words).encode() + b"\n")
-        except OSError:  # somebody killed it; the death signal of the children remains
-            pass
 
 
 def end_job(
     job_id: str, groups: Collection[int], grace_s: float, agent_id: str | None = None
 ) -> int:
-    """SIGTERM to all processes of the job, SIGKILL after ``grace_s``; return how many there were.
+    """Send SIGTERM to the job, then SIGKILL after ``grace_s``; return the count.
 
     ``grace_s`` 0 kills at once. No signal tells when a grandchild ends, so this looks again
     every 50 ms; it only waits while there are any. ``agent_id`` as in :func:`job_members`.
@@ -122,8 +121,6 @@ def job_members(job_id: str, groups: Collection[int], agent_id: str | None = Non
     Several agents of one job may be on a machine: only what ``agent_id`` has started, only what
     no agent has for "", or all for None.
     """
-    if not os.path.isdir("/proc/self"):
-        return [-group for group in groups if _group_exists(group)]
 
     def belongs(environment: Collection[bytes]) -> bool:
         if b"PS_JOB_ID=" + job_id.encode() not in environment:
@@ -152,20 +149,10 @@ def _is_alive_member(
         return False
 
 
-def _group_exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except OSError:
-        return False
-    return True
-
-
-def _signal_all(members: Collection[int], signal_number: signal.Signals) -> None:
-    for member in members:  # a negative number means a group
-        try:
-            os.kill(member, signal_number)
-        except OSError:
-            continue
+def _signal_all(members: Collection[int], number: int) -> None:
+    for member in members:
+        with suppress(OSError):
+            os.kill(member, number)
 
 
 def succeeds(

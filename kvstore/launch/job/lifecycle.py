@@ -1,6 +1,6 @@
 """The rules by which a job ends.
 
-Pure: exits, signals and the time in, :class:`Effect` objects out; it starts, signals and
+Pure: exits, signals and the time in, :data:`Effect` objects out; it starts, signals and
 prints nothing. ``supervisor.py`` feeds it from the main thread and carries the effects out.
 ``report.py`` decides afterwards which exit was the cause.
 
@@ -72,26 +72,9 @@ class Exit:
     stopped: bool = False
 
 
-@dataclass(frozen=True)
-class SendSignal:
-    """Send this to the process groups of all that have not ended."""
-
-    signal_number: signal.Signals
-
-
-@dataclass(frozen=True)
-class Say:
-    text: str
-
-
-@dataclass(frozen=True)
-class SchedulerLost:
-    """Say that the scheduler has failed, and how, and that the job continues."""
-
-    exit: Exit
-
-
-Effect = SendSignal | Say | SchedulerLost
+Effect = signal.Signals | str | Exit
+"""A signal for the process groups of all that have not ended; words for people; or the end of a
+scheduler without which the job continues, and which people shall hear of."""
 
 _LADDERS: dict[signal.Signals, tuple[signal.Signals, ...]] = {
     signal.SIGINT: (signal.SIGINT, signal.SIGTERM, signal.SIGKILL),
@@ -121,7 +104,7 @@ class Lifecycle:
         self._ladder: list[signal.Signals] = []
 
     def exited(self, statuses: Mapping[int, int], now_s: float) -> list[Effect]:
-        """All processes that one sweep found ended, by index, with their status."""
+        """Handle the processes that one sweep found ended, by index, with their status."""
         if self.phase is Phase.ENDED:
             return []  # not even SIGKILL had ended them, which has been said
         self._sweep += 1
@@ -139,7 +122,7 @@ class Lifecycle:
         return []
 
     def joined(self, now_s: float, *, is_certain: bool = True) -> None:
-        """The scheduler says that all nodes have joined the cluster.
+        """Handle the scheduler's report that all nodes have joined the cluster.
 
         Not ``is_certain`` where no report says so: then the job does not go on without it.
         """
@@ -149,7 +132,7 @@ class Lifecycle:
             self._enter(Phase.DRAINING, now_s + self._timing.drain_s)
 
     def signalled(self, signal_number: signal.Signals, now_s: float) -> list[Effect]:
-        """The launcher itself got a signal. One while it is stopping hurries it on."""
+        """Handle a signal to the launcher; one while it is stopping hurries it on."""
         if self.phase is Phase.ENDED:
             return []
         if self.interrupted_by is None:
@@ -159,7 +142,7 @@ class Lifecycle:
         return self._next_step(now_s)
 
     def cannot_start(self, now_s: float, unstarted: Collection[int] = ()) -> list[Effect]:
-        """Not all could be started, those in ``unstarted`` not: the others end at once."""
+        """Handle a failed start: end the other processes at once, not ``unstarted``."""
         for index in unstarted:
             self.exits[index] = Exit(index, 0, now_s, self._sweep, stopped=True)
         if len(self.exits) == len(self._specs):
@@ -168,7 +151,7 @@ class Lifecycle:
         return self._stop(signal.SIGTERM, now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Time has passed: act on a deadline that is over."""
+        """Act on deadlines that have passed."""
         if self.deadline_s is None or now_s < self.deadline_s:
             return []
         if self.phase is Phase.STOPPING:
@@ -178,7 +161,7 @@ class Lifecycle:
             return self._stop(signal.SIGTERM, now_s)
         if self.phase is Phase.DRAINING:
             self.drain_expired = True
-            warning = Say(
+            warning = (
                 f"warning: {self._running_names()} did not end within "
                 f"{self._timing.drain_s:g} s of the last worker; ending what is left"
             )
@@ -202,15 +185,17 @@ class Lifecycle:
         elif self._all_ended(worker=True):
             if self.phase is Phase.RUNNING:
                 # What the scheduler says may be under way; so may its end, which says as much.
-                self._joined = self._joined or self._has_ended_with_0("scheduler")
+                self._joined = self._joined or self._has_scheduler_ended_well()
                 patience_s = self._timing.drain_s if self._joined else self._timing.alone_s
                 self._enter(Phase.DRAINING, now_s + patience_s)
-            elif not self._joined and self._has_ended_with_0("scheduler"):
+            elif not self._joined and self._has_scheduler_ended_well():
                 self.joined(now_s)
         elif self._all_ended(worker=False):
             self.deadline_s = None
-        elif self.deadline_s is None and self._any_service_ended():
-            self.deadline_s = now_s + self._timing.service_s
+        elif self.deadline_s is None:
+            missed = {"worker", "scheduler"} if self.scheduler_lost else {"worker"}
+            if any(self._specs[index].role not in missed for index in self.exits):
+                self.deadline_s = now_s + self._timing.service_s
 
     def _is_only_the_scheduler(self, statuses: Mapping[int, int], *, killed: bool) -> bool:
         """Return whether no other of these failed, and there are joined workers that may go on."""
@@ -226,7 +211,7 @@ class Lifecycle:
             self._enter(Phase.RUNNING, None)
         self._settle(False, now_s)
         schedulers = (i for i, spec in enumerate(self._specs) if spec.role == "scheduler")
-        return [SchedulerLost(self.exits[next(schedulers)])]
+        return [self.exits[next(schedulers)]]
 
     def _stop(self, first: signal.Signals, now_s: float) -> list[Effect]:
         self._enter(Phase.STOPPING, None)
@@ -238,11 +223,11 @@ class Lifecycle:
             if self.deadline_s is not None and now_s < self.deadline_s:
                 return []
             self._enter(Phase.ENDED, None)
-            return [Say(f"warning: {self._running_names()} did not end even after SIGKILL")]
+            return [f"warning: {self._running_names()} did not end even after SIGKILL"]
         step = self._ladder.pop(0)
         patience_s = self._timing.step_s if self._ladder else self._timing.killed_s
         self.deadline_s = now_s + patience_s
-        return [SendSignal(step)]
+        return [step]
 
     def _enter(self, phase: Phase, deadline_s: float | None) -> None:
         self.phase = phase
@@ -255,15 +240,9 @@ class Lifecycle:
             if (spec.role == "worker") == worker
         )
 
-    def _has_ended_with_0(self, role: str) -> bool:
-        return any(
-            self._specs[index].role == role and found.status == 0
-            for index, found in self.exits.items()
-        )
-
-    def _any_service_ended(self) -> bool:
-        missed = {"worker", "scheduler"} if self.scheduler_lost else {"worker"}
-        return any(self._specs[index].role not in missed for index in self.exits)
+    def _has_scheduler_ended_well(self) -> bool:
+        ends = ((self._specs[index].role, found.status) for index, found in self.exits.items())
+        return ("scheduler", 0) in ends
 
     def _running_names(self) -> str:
         return ", ".join(

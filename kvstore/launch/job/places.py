@@ -16,10 +16,10 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Protocol
+from typing import IO
 
 from kvstore.launch.environment import allow_files
-from kvstore.launch.job.child import Child, LineSplitter, die_with_launcher, start_child
+from kvstore.launch.job.child import Child, LineSplitter, die_with_launcher
 from kvstore.launch.job.guardian import GuardianProcess, end_job
 from kvstore.launch.plan import ProcessSpec
 
@@ -66,57 +66,47 @@ class Note:
 
 
 @dataclass(frozen=True)
+class Located:
+    """Where a process runs, of a place that does not know it from the start."""
+
+    index: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Joined:
+    """All nodes have joined; ``is_certain`` as in ``lifecycle.Lifecycle.joined``."""
+
+    is_certain: bool = True
+
+
+@dataclass(frozen=True)
 class Finished:
     """Nothing of the job runs here any more; ``left_over`` processes had to be ended."""
 
     left_over: int
 
 
-Event = Started | Output | Ended | CannotStart | Note | Finished
-
+Event = Started | Output | Ended | CannotStart | Note | Located | Joined | Finished
+IndexedSpecs = Sequence[tuple[int, ProcessSpec]]
 
 Handler = Callable[[float], "list[Event]"]
 """What stands behind a descriptor in a selector: is called with the time when that is ready."""
 
 
-def watch(
-    selector: selectors.BaseSelector,
-    fd: int,
-    handler: Handler,
-    *,
-    wanted: bool = True,
-    events: int = selectors.EVENT_READ,
-) -> None:
-    """Register ``fd``, or unregister it where it is not ``wanted``; neither twice."""
-    is_watched = fd in selector.get_map()
-    if wanted and not is_watched:
-        selector.register(fd, events, handler)
-    elif is_watched and not wanted:
-        selector.unregister(fd)
-
-
-def unwatch(selector: selectors.BaseSelector | None, *fds: int) -> None:
-    """Unregister those of ``fds`` that are registered; a closed selector has none."""
-    if selector is not None:
-        for fd in set(fds) & set(selector.get_map() or ()):
-            selector.unregister(fd)
-
-
 class LineStream:
-    """What a process writes to ``pipe``, which this owns; ``told`` makes events of whole lines."""
+    """The output of a process in ``pipe``; ``told`` makes events of whole lines."""
 
     def __init__(self, pipe: IO[bytes], told: Callable[[list[bytes]], list[Event]]) -> None:
         self._pipe = pipe
         self._told = told
         self._splitter = LineSplitter()
-        self._selector: selectors.BaseSelector | None = None
         os.set_blocking(pipe.fileno(), False)
 
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
         """Listen, until the end."""
-        if not self._pipe.closed:
-            self._selector = selector
-            watch(selector, self._pipe.fileno(), self.read, wanted=not paused)
+        if not (self._pipe.closed or paused):
+            selector.register(self._pipe, selectors.EVENT_READ, self.read)
 
     def read(self, now_s: float) -> list[Event]:
         """Read once, what is there."""
@@ -144,9 +134,7 @@ class LineStream:
 
     def close(self) -> list[bytes]:
         """Return the unfinished line, if any. May be called again."""
-        if not self._pipe.closed:
-            unwatch(self._selector, self._pipe.fileno())
-            self._pipe.close()
+        self._pipe.close()
         return self._splitter.finish()
 
 
@@ -157,29 +145,36 @@ class Place:
     """
 
     label: str | None = None
+    failure: str | None = None
+    """Why it will never be there, once that is known."""
 
-    def start(
-        self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
-    ) -> list[Event]:
+    def awaited(self) -> list[str]:
+        """Return who has not come yet, for people; empty once all are there."""
+        return []
+
+    def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
         """Start processes with ``variables`` and their own; stop at the first that cannot be."""
         return []
 
     def send_signal(self, number: int) -> None:
-        """To the process groups of all that run here."""
+        """Send a signal to the process groups of all processes that run here."""
 
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
-        """Register what is to be listened to; no more output is wanted while ``paused``."""
+        """Register what is to be listened to this time; no output is wanted while ``paused``.
+
+        ``selector`` is new each time. What is registered has a :data:`Handler`.
+        """
 
     def sweep(self) -> list[Event]:
-        """SIGCHLD has come."""
+        """Collect ended processes, after SIGCHLD."""
         return []
 
     def tick(self, now_s: float) -> tuple[list[Event], float | None]:
-        """Time has passed; also the seconds until this wants to be called again."""
+        """Act on the time; return also the seconds until the next call."""
         return [], None
 
     def finish(self, leftover_s: float) -> list[Event]:
-        """All have ended: end what they have left running; :class:`Finished` says it is done."""
+        """End left-over processes after the last one; :class:`Finished` follows."""
         return [Finished(0)]
 
     def hang_up(self) -> None:
@@ -187,17 +182,6 @@ class Place:
 
     def close(self) -> None:
         """Kill what runs and release everything, whatever state it is in."""
-
-
-class Connecting(Protocol):
-    """What is not there from the start."""
-
-    @property
-    def failure(self) -> str | None:
-        """Why it will never be, once that is known."""
-
-    def awaited(self) -> list[str]:
-        """Return who has not come yet, for people; empty once all are there."""
 
 
 class LocalPlace(Place):
@@ -213,23 +197,21 @@ class LocalPlace(Place):
         self._children: list[Child] = []
         self._streams: list[LineStream] = []
 
-    def start(
-        self, specs: Sequence[tuple[int, ProcessSpec]], variables: Mapping[str, str]
-    ) -> list[Event]:
+    def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
         allow_files(4 * len(specs))  # a tie, two streams, a log
         prepare = die_with_launcher()
         events: list[Event] = []
         for index, spec in specs:
             try:
-                child = start_child(index, spec, variables, prepare)
+                child = Child(index, spec, variables, prepare)
             except OSError as error:
                 text = error.strerror or str(error)
-                events.append(CannotStart(index, error.errno or 0, text))
-                break
+                return [*events, CannotStart(index, error.errno or 0, text)]
             self._guardian.watch(child.group)
             self._children.append(child)
             for is_error, pipe in enumerate(child.pipes):
-                self._streams.append(LineStream(pipe, partial(_output, index, bool(is_error))))
+                told = partial(self._told, index, bool(is_error))
+                self._streams.append(LineStream(pipe, told))
             events.append(Started(index, child.group))
         return events
 
@@ -250,23 +232,20 @@ class LocalPlace(Place):
         return [Ended(statuses)] if statuses else []
 
     def finish(self, leftover_s: float) -> list[Event]:
-        """Ends the rest at once, which takes ``leftover_s`` at most and a moment."""
-        found = end_job(self._job_id, self._groups(), leftover_s, self._agent_id)
+        """End the rest at once, within about ``leftover_s`` seconds."""
+        groups = {child.group for child in self._children}
+        found = end_job(self._job_id, groups, leftover_s, self._agent_id)
         # All writers have ended, and what they wrote is in the pipes.
         last = [event for stream in self._streams for event in stream.read_rest()]
         return [*last, Finished(found)]
 
     def close(self) -> None:
-        end_job(self._job_id, self._groups(), 0, self._agent_id)
+        end_job(self._job_id, {child.group for child in self._children}, 0, self._agent_id)
         for child in self._children:
             child.reap()
         for stream in self._streams:
             stream.close()
         self._children = []
 
-    def _groups(self) -> set[int]:
-        return {child.group for child in self._children}
-
-
-def _output(index: int, is_error: bool, lines: list[bytes]) -> list[Event]:
-    return [Output(index, is_error, lines)]
+    def _told(self, index: int, is_error: bool, lines: list[bytes]) -> list[Event]:
+        return [Output(index, is_error, lines)]

@@ -4,7 +4,7 @@ The key is on no command line, in no environment and in no log: the environment 
 file that only its user can read. Beside it stands the scheduler's address. The directory goes with
 the job (``supervisor.py`` removes it, or ``guardian.py`` if the launcher is killed). Where a
 cluster starts the processes, both are in the directory that the hosts share
-(``launch/agents/ticket.py``), so that jobs are found on other machines too. Files that another user
+(``launch/agents/join.py``), so that jobs are found on other machines too. Files that another user
 could have put there are not read. Runs on the main thread.
 """
 
@@ -49,7 +49,7 @@ def note_job(directory: Path, address: str, security: str, key: str = "") -> Non
     note = {"address": address, "security": security, "machine": machine_id(), "pid": os.getpid()}
     try:
         if key:
-            _write_new(directory / _KEY, key)
+            write_secret(directory / _KEY, f"{key}\n")
         (directory / _NOTE).write_text(json.dumps(note), encoding="utf-8")
     except OSError:
         pass
@@ -61,7 +61,7 @@ def shared_directory() -> str:
 
 
 def running_jobs() -> list[FoundJob]:
-    """The jobs whose notes are there, by address."""
+    """Return the jobs whose notes exist, by address."""
     here = sorted(filter(_is_ours, Path(tempfile.gettempdir()).glob(f"{PREFIX}*")))
     away = sorted(filter(_is_ours, Path(os.path.expanduser(shared_directory())).glob("*")))
     found = {}
@@ -100,7 +100,7 @@ def new_key_file() -> Path:
 
 
 def new_key() -> str:
-    """The text of a key, fresh from the kernel."""
+    """Return the text of a new key from the kernel's random numbers."""
     return secrets.token_urlsafe(32)
 
 
@@ -111,15 +111,16 @@ def write_key(path: Path, key: str | None = None) -> None:
     """
     try:
         path.parent.mkdir(mode=0o700)
-        _write_new(path, key or new_key())
+        write_secret(path, f"{key or new_key()}\n")
     except OSError as error:
         raise LaunchError(
-            f"cannot make the job's key in {path.parent}: {error.strerror}; set TMPDIR to a "
-            "directory of this machine that can be written to, or PS_JOB_KEY_FILE to a key",
+            f"cannot create the job's key in {path.parent}: {error.strerror}; set TMPDIR to a "
+            "writable directory of this machine, or PS_JOB_KEY_FILE to a key file",
             exit_code=1,
         ) from error
 
 
-def _write_new(path: Path, key: str) -> None:
+def write_secret(path: Path, text: str) -> None:
+    """Make a file that only this user can read. Raises OSError, also where there is one."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"{key}\n")
+        file.write(text)

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -31,12 +32,13 @@ from kvstore.launch.plan import ProcessSpec
 FAILURE_HEADING = "======== the job failed; this was the first failure ========"
 GOES_ON = "push and pull go on"
 SHOWN_LINES = 20
+_SHOWN_NAMES = 8
 LONGEST_COMMAND = 2000
 EXIT_CANNOT_EXECUTE = 126
 EXIT_NOT_FOUND = 127
 _UNJOINED = (
-    "the workers ended without joining the job: does the script create a dist_... store? "
-    "(each of them ran by itself)"
+    "the workers ended without joining the job, so each ran alone; check that the script "
+    "creates a dist_... store"
 )
 
 # The last line of a traceback in which a process names another one as the cause of its end.
@@ -72,27 +74,25 @@ def failures_of(
     """
     early = _ended_too_early(ended, specs)
 
-    def is_failure(found: Exit) -> bool:
-        return not found.stopped and (found.status != 0 or found.index in early)
-
     def weight(one: EndedProcess) -> tuple[int, int, bool, int]:
         names_another = any(map(_NAMES_ANOTHER.match, one.last_lines))
         kind = 1 if one.exit.status == 0 else 2 * names_another
         return (kind, one.exit.sweep, one.exit.status > 0, one.exit.index)
 
-    failures = sorted((one for one in ended if is_failure(one.exit)), key=weight)
+    failed = (one for one in ended if one.exit.status != 0 or one.exit.index in early)
+    failures = sorted((one for one in failed if not one.exit.stopped), key=weight)
     return failures, [one for one in ended if one.exit.stopped]
 
 
 def exit_code(found: Exit) -> int:
-    """The launcher's exit code for this first failure, by the rules of the shell."""
+    """Return the launcher's exit code for this first failure, by the shell's rules."""
     if found.status == 0:
         return 1
     return found.status if found.status > 0 else 128 - found.status
 
 
 def describe_status(status: int) -> str:
-    """``exit code 7`` or ``signal SIGKILL``."""
+    """Return ``exit code 7`` or ``signal SIGKILL``."""
     if status >= 0:
         return f"exit code {status}"
     try:
@@ -102,7 +102,7 @@ def describe_status(status: int) -> str:
 
 
 def _ended_too_early(ended: Sequence[EndedProcess], specs: Sequence[ProcessSpec]) -> set[int]:
-    """Service processes that ended with 0 while workers ran and others of the service stayed.
+    """Return service processes that ended with 0 while workers and others still ran.
 
     When all of the service ended with 0 first, the workers had said goodbye: nothing is wrong.
     Nor is it when the workers succeeded, who would have missed them. A scheduler that failed
@@ -113,7 +113,7 @@ def _ended_too_early(ended: Sequence[EndedProcess], specs: Sequence[ProcessSpec]
         return [one.exit for one in ended if one.spec.role in roles]
 
     def end_of(*roles: str) -> float:
-        """The sweep that saw the last of them end; infinite if one never did."""
+        """Return the sweep that saw the last of them end; infinite if one never did."""
         sweeps = [found.sweep for found in of(*roles)]
         is_whole = len(sweeps) == len([spec for spec in specs if spec.role in roles])
         return max(sweeps) if is_whole else math.inf
@@ -139,22 +139,33 @@ def failure_block(
     *,
     start_s: float,
 ) -> str:
-    """The final block: the first failure in full, the others in one line, the logs' place.
+    """Return the final block: the first failure in full, the others in one line.
 
     ``failures`` and ``stopped`` are those of :func:`failures_of`; there is a failure.
     """
     first = failures[0]
     age_s = first.exit.at_s - start_s
+    command = shlex.join(first.spec.argv)
+    if len(command) > LONGEST_COMMAND:
+        command = f"{command[:LONGEST_COMMAND]} ..."
     shown = list(first.last_lines)[-SHOWN_LINES:]
+    count = "line" if len(shown) == 1 else f"{len(shown)} lines"
     lines = [
         "",
         FAILURE_HEADING,
         f"process:  {first.spec.name} ({first.place or f'pid {first.pid}'})",
         f"ended:    {_how(first)}, {age_s:.1f} s after the start",
-        f"command:  {_command(first.spec.argv)}",
-        *_log_lines(shown),
+        f"command:  {command}",
+        f"the last {count} of its log:" if shown else "its log is empty",
+        *(f"    {line}" for line in shown),
     ]
-    lines += _other_failures(first, failures[1:])
+    # Name the failures like the first one, and all others: two lines at most.
+    same = [one for one in failures[1:] if _last_words(one) == _last_words(first)]
+    if same:
+        lines.append(f"the same on {', '.join(one.spec.name for one in same)}")
+    if different := [one for one in failures[1:] if one not in same]:
+        names = ", ".join(f"{one.spec.name} ({_how(one)})" for one in different)
+        lines.append(f"other failures: {names}")
     if first.spec.role == "scheduler" and not failures[1:] and not stopped:
         lines.append("all others ended with exit code 0")
     if stopped:
@@ -176,21 +187,8 @@ def without_scheduler(scheduler: EndedProcess) -> str:
     )
 
 
-def _other_failures(first: EndedProcess, others: Sequence[EndedProcess]) -> list[str]:
-    """Name the failures like the first one, and all others: two lines at most."""
-    same = [one for one in others if _last_words(one) == _last_words(first)]
-    different = [one for one in others if one not in same]
-    lines = []
-    if same:
-        lines.append(f"the same on {', '.join(one.spec.name for one in same)}")
-    if different:
-        names = ", ".join(f"{one.spec.name} ({_how(one)})" for one in different)
-        lines.append(f"other failures: {names}")
-    return lines
-
-
 def _last_words(ended: EndedProcess) -> tuple[str, int, Sequence[str]]:
-    """The last line says the error; those before may hold numbers of processes and times."""
+    """Return role, status and last line; earlier lines may hold process ids."""
     return ended.spec.role, ended.exit.status, list(ended.last_lines)[-1:]
 
 
@@ -201,16 +199,10 @@ def _how(ended: EndedProcess) -> str:
     return f"{text}, while workers still ran" if ended.exit.status == 0 else text
 
 
-def _command(argv: Sequence[str]) -> str:
-    text = shlex.join(argv)
-    return text if len(text) <= LONGEST_COMMAND else text[:LONGEST_COMMAND] + " ..."
-
-
-def _log_lines(shown: Sequence[str]) -> list[str]:
-    if not shown:
-        return ["its log is empty"]
-    lines = "line" if len(shown) == 1 else f"{len(shown)} lines"
-    return [f"the last {lines} of its log:", *(f"    {line}" for line in shown)]
+def some_of(names: Sequence[str]) -> str:
+    """Return the first of the names, and how many more there are."""
+    more = len(names) - _SHOWN_NAMES
+    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def complete_line(
@@ -239,9 +231,7 @@ class ProcessRecord:
         self.pid = 0
         self.why: str | None = None
         self.last_lines: deque[bytes] = deque(maxlen=SHOWN_LINES)
-        self._label = label
-        name = spec.name if label is None else f"{spec.name}@{label}"
-        self._prefix = f"[{name}] ".encode()
+        self.label = label
         self._log: IO[bytes] | None = None
         path = log_dir / f"{spec.name.replace(' ', '-')}.log"
         try:
@@ -254,7 +244,9 @@ class ProcessRecord:
         self.last_lines.extend(lines)
         if self._log is not None and lines:
             self._log.write(b"".join(line + b"\n" for line in lines))
-        return b"".join(self._prefix + line + b"\n" for line in lines)
+        name = self.spec.name if self.label is None else f"{self.spec.name}@{self.label}"
+        prefix = f"[{name}] ".encode()
+        return b"".join(prefix + line + b"\n" for line in lines)
 
     def stop_logging(self) -> None:
         if self._log is not None:
@@ -262,9 +254,9 @@ class ProcessRecord:
             self._log = None
 
     def ended(self, found: Exit) -> EndedProcess:
-        """For the report."""
+        """Record the end of a process, for the report."""
         lines = [line.decode(errors="replace") for line in self.last_lines]
-        place = "" if self._label is None else f"pid {self.pid} on {self._label}"
+        place = "" if self.label is None else f"pid {self.pid} on {self.label}"
         return EndedProcess(self.spec, self.pid, found, lines, place=place, reason=self.why or "")
 
 
@@ -279,7 +271,7 @@ class JobReport:
 
 
 def make_log_dir(wanted: str | None) -> tuple[Path, bool]:
-    """The directory and whether it goes away after a success."""
+    """Return the directory and whether it goes away after a success."""
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="kvstore-launch-")), True
     path = Path(wanted)
@@ -287,13 +279,15 @@ def make_log_dir(wanted: str | None) -> tuple[Path, bool]:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchError(
-            f"cannot make the log directory {wanted}: {error.strerror}", exit_code=1
+            f"cannot create the log directory {wanted}: {error.strerror}; choose another with "
+            "--log-dir",
+            exit_code=1,
         ) from error
     return path.resolve(), False
 
 
 def remove_logs(log_dir: Path, is_temporary: bool) -> None:
-    """Unless they are the user's, or are to be kept."""
+    """Remove the logs unless they are the user's, or are to be kept."""
     if is_temporary:
         shutil.rmtree(log_dir, ignore_errors=True)
 
@@ -357,14 +351,12 @@ def cannot_start(spec: ProcessSpec, place: str | None, number: int, text: str) -
 
 
 def say(text: str) -> None:
-    """A line of the launcher's own, when no supervisor is there to write it."""
+    """Print a line of the launcher's own, when no supervisor exists to write it."""
     write_error(f"[launcher] {text}\n")
 
 
 def write_error(text: str) -> None:
-    """To standard error, whether or not somebody reads it: the exit code says it as well."""
-    try:
+    """Write to standard error, ignoring failures: the exit code says it as well."""
+    with suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
-    except OSError:
-        pass

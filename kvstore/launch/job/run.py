@@ -10,32 +10,25 @@ from __future__ import annotations
 
 import secrets
 import socket
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.launch.environment import checkout_root, listen
-from kvstore.launch.job.checks import by_role, check_key, check_server_imports, check_settings
+from kvstore.launch.job.checks import (
+    by_role,
+    check_key,
+    check_server_imports,
+    check_settings,
+    read_given_key,
+)
 from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.job.places import Place
 from kvstore.launch.job.registry import new_key, new_key_file, note_job, write_key
-from kvstore.launch.job.report import (
-    JobReport,
-    complete_line,
-    conclude,
-    make_log_dir,
-    remove_logs,
-)
+from kvstore.launch.job.report import JobReport, complete_line, conclude, make_log_dir, remove_logs
 from kvstore.launch.job.supervisor import Supervisor
-from kvstore.launch.options import LaunchError, LaunchOptions
-from kvstore.launch.plan import (
-    JobFacts,
-    base_environment,
-    brings_a_key,
-    plan_job,
-)
+from kvstore.launch.options import LaunchOptions
+from kvstore.launch.plan import JobFacts, base_environment, brings_a_key, plan_job
 
 
 @dataclass(frozen=True)
@@ -45,6 +38,7 @@ class Arrangement:
     ``cpu_count`` is of all places together. ``places`` are those of servers and workers, by role
     and rank; who has none runs on this machine. In ``directory``, which other machines of the
     cluster share and only this user can enter, they find the job's scheduler and key.
+    ``worker_hosts`` are the names of the workers' machines by rank; empty, this machine has all.
     """
 
     host: str
@@ -52,6 +46,7 @@ class Arrangement:
     cpu_count: int
     places: Mapping[tuple[str, int], Place] = field(default_factory=dict)
     directory: Path | None = None
+    worker_hosts: Sequence[str] = ()
 
 
 def run_job(
@@ -85,7 +80,7 @@ def check_plan(
     *,
     only_imports: bool = False,
 ) -> None:
-    """What can be known of a job before it runs: its settings, its key, what servers import.
+    """Check what is known before a job runs: settings, key, servers' imports.
 
     Raises :class:`LaunchError`.
     """
@@ -104,14 +99,9 @@ def check_plan(
     )
 
 
-@contextmanager
-def checking(environ: Mapping[str, str], timing: Timing) -> Iterator[Supervisor]:
-    """Yield a supervisor that serves places and has no processes, as for ``--check``."""
-    with (
-        tempfile.TemporaryDirectory() as logs,
-        Supervisor(secrets.token_hex(8), environ, Path(logs), timing) as supervisor,
-    ):
-        yield supervisor
+def checking(environ: Mapping[str, str], timing: Timing) -> Supervisor:
+    """Return a supervisor that serves places and has no processes, as for ``--check``."""
+    return Supervisor(secrets.token_hex(8), environ, Path(), timing)
 
 
 def _supervise(
@@ -125,7 +115,8 @@ def _supervise(
 ) -> JobReport:
     job_id = secrets.token_hex(8)
     key_file = None if brings_a_key(options, environ) else new_key_file()
-    key = new_key() if key_file else _given_key(options, environ)
+    given = {**environ, **dict(options.environment)}
+    key = new_key() if key_file else read_given_key(given["PS_JOB_KEY_FILE"])
     # One end goes to the scheduler, which says on it that all have joined.
     heard, joined = socket.socketpair()
     with heard, joined, Supervisor(job_id, environ, log_dir, timing) as supervisor:
@@ -142,6 +133,8 @@ def _supervise(
                 checkout_root=checkout_root(),
                 key_file=None if key_file is None else str(key_file),
                 joined_fd=joined.fileno(),
+                worker_hosts=tuple(arranged.worker_hosts),
+                store_port=_store_port(),
             )
             specs = plan_job(options, facts, environ, service_command)
             variables = base_environment(environ)
@@ -165,16 +158,22 @@ def _supervise(
                 supervisor.terminal.show_status(scheduler, line)
             supervisor.start(assigned, variables)
             joined.close()  # only the scheduler holds it now, and its death is heard
-            supervisor.listen_for_joined(heard)
+            supervisor.joined = heard
             # When the scheduler dies, its port stays taken: no other process can listen there while
             # nodes of this job run. No connection is answered there either.
             return supervisor.wait()
 
 
-def _given_key(options: LaunchOptions, environ: Mapping[str, str]) -> str:
-    """The text of the user's key. Raises :class:`LaunchError`."""
-    path = {**environ, **dict(options.environment)}["PS_JOB_KEY_FILE"]
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"the job key {path} cannot be read: {error}", exit_code=1) from error
+def _store_port() -> int:
+    """Return a port for the store of a framework on worker 0's machine, free on this one.
+
+    It is from below the ports that Linux gives to clients; only worker 0 can hold it.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port

@@ -6,8 +6,8 @@ leaves a byte (``signal.set_wakeup_fd``). Main thread only.
 ``kvstore.run`` starts the launcher with ``--tied FD:DIRECTORY`` (:class:`Tie`): ``FD`` is the
 reading end of a pipe whose other end only the caller holds, so the kernel closes it with the
 caller's life. Linux then sends SIGTERM to the launcher, which ends the job as for any SIGTERM; no
-loop has to watch the pipe, so it holds for every launcher and from the first moment. Elsewhere
-than on Linux nothing is tied. The other side is ``launch/run/background.py``.
+loop has to watch the pipe, so it holds for every launcher and from the first moment. The other
+side is ``launch/run/background.py``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import os
 import select
 import shutil
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from kvstore.launch.options import LaunchError
 
@@ -31,16 +30,11 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class SignalPipe:
     """Use as ``with SignalPipe() as signals``; ``fd`` is readable when a signal has come."""
 
-    def __init__(self) -> None:
-        self.fd = -1
-        self._write_fd = -1
-        self._previous: dict[signal.Signals, object] = {}
-        self._previous_wakeup_fd = -1
-
     def __enter__(self) -> SignalPipe:
         self.fd, self._write_fd = os.pipe()
         os.set_blocking(self.fd, False)
         os.set_blocking(self._write_fd, False)
+        self._previous: dict[signal.Signals, object] = {}
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         for number in (*ENDING, signal.SIGCHLD):
             # A signal that our parent has switched off (nohup, &) stays switched off.
@@ -48,12 +42,7 @@ class SignalPipe:
                 self._previous[number] = signal.signal(number, _do_nothing)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._previous_wakeup_fd)
@@ -61,7 +50,7 @@ class SignalPipe:
         os.close(self._write_fd)
 
     def arrived(self) -> list[signal.Signals]:
-        """The signals since the last call, in their order."""
+        """Return the signals since the last call, in their order."""
         try:
             return [signal.Signals(number) for number in os.read(self.fd, 4096)]
         except BlockingIOError:
@@ -72,16 +61,15 @@ def signal_when_closed(fd: int, number: signal.Signals, to: int) -> None:
     """Have the kernel send ``number`` once the writing end of a pipe is closed everywhere.
 
     ``fd`` is its reading end; this holds while any process has that open. ``to`` is a process, or
-    a process group if negative. By ``fcntl(2)``, O_ASYNC with F_SETSIG; on Linux only.
+    a process group if negative. By ``fcntl(2)``, O_ASYNC with F_SETSIG.
     """
-    if sys.platform == "linux":
-        fcntl.fcntl(fd, fcntl.F_SETOWN, to)
-        fcntl.fcntl(fd, fcntl.F_SETSIG, number)
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    fcntl.fcntl(fd, fcntl.F_SETOWN, to)
+    fcntl.fcntl(fd, fcntl.F_SETSIG, number)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """A handler must exist for the byte to be written; the loop does the rest."""
+    """Do nothing: a handler must exist for the byte to be written to the pipe."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +83,9 @@ class Tie:
     directory: Path
 
     def hold(self) -> None:
-        """From here on the caller's death is a SIGTERM; before the job starts, an interrupt."""
+        """Treat the caller's death as a SIGTERM; before the job starts, as an interrupt."""
         os.set_inheritable(self.fd, False)
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         signal_when_closed(self.fd, signal.SIGTERM, os.getpid())
         if self.is_cut():  # it died before the lines above
             raise KeyboardInterrupt
@@ -114,12 +102,8 @@ class Tie:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def parse(text: str) -> Tie:
-    """``FD:DIRECTORY``, or :class:`LaunchError`."""
+    """Parse ``FD:DIRECTORY``. Raises :class:`LaunchError`."""
     number, _, directory = text.partition(":")
     if not number.isdecimal() or not directory.startswith("/"):
         raise LaunchError(

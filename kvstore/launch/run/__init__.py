@@ -24,7 +24,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from types import TracebackType
 from typing import Any
 
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
@@ -84,16 +83,7 @@ def run(
     ``UsageError`` before anything is started. When this returns or raises, also by a Ctrl-C,
     nothing of the job runs any more.
     """
-    wanted = JobOptions(
-        workers=_as_count("workers", workers),
-        servers=_as_count("servers", servers),
-        launcher=_as_launcher(launcher),
-        env=_as_environment(env),
-        options=_as_words(options),
-        share_dir=_as_path("share_dir", share_dir),
-        log_dir=_as_path("log_dir", log_dir),
-        python=_as_path("python", python),
-    )
+    wanted = _checked(workers, servers, env, options, log_dir, python, launcher, share_dir)
     limit_s = _as_seconds(timeout_s)
     job = RunningJob(wanted, "once", _packed(fn, args, kwargs))
     try:
@@ -128,14 +118,7 @@ class LocalCluster:
         log_dir: str | os.PathLike[str] | None = None,
         python: str | os.PathLike[str] | None = None,
     ) -> None:
-        wanted = JobOptions(
-            workers=_as_count("workers", workers),
-            servers=_as_count("servers", servers),
-            env=_as_environment(env),
-            options=_as_words(options),
-            log_dir=_as_path("log_dir", log_dir),
-            python=_as_path("python", python),
-        )
+        wanted = _checked(workers, servers, env, options, log_dir, python)
         limit_s = _as_seconds(timeout_s)
         self._size = wanted.workers, wanted.servers
         # The first call does nothing: it returns when the workers have joined.
@@ -156,12 +139,7 @@ class LocalCluster:
     def __enter__(self) -> LocalCluster:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -245,7 +223,7 @@ class Call:
         return f"<Call {self._call.number} of a LocalCluster: {state}>"
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
-        """What each worker returned, in the order of the ranks; shows what they print meanwhile.
+        """Return each worker's result by rank; show what they print meanwhile.
 
         Raises as ``kvstore.run`` does; after a ``DeadlineError`` the call continues, and this may
         be called again.
@@ -256,22 +234,47 @@ class Call:
 # -- arguments ----------------------------------------------------------------------------
 
 
-def _as_count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ArgumentTypeError(f"{name} must be an int of at least 1, got {value!r}")
-    count = int(value)
-    if count < 1:
-        raise ArgumentValueError(f"{name} must be an int of at least 1, got {count}")
-    return count
-
-
-def _as_launcher(launcher: object) -> str:
+def _checked(
+    workers: object,
+    servers: object,
+    env: object,
+    options: object,
+    log_dir: object,
+    python: object,
+    launcher: object = "local",
+    share_dir: object = None,
+) -> JobOptions:
+    """Check each argument by itself. Raises ``UsageError``."""
     if not isinstance(launcher, str) or launcher not in LAUNCHERS:
         raise ArgumentValueError(
-            f"launcher must be one of {', '.join(LAUNCHERS)}; got {launcher!r}"
-            f"{did_you_mean(launcher, LAUNCHERS)}"
+            f"launcher must be one of {', '.join(LAUNCHERS)}, got "
+            f"{launcher!r}{did_you_mean(launcher, LAUNCHERS)}"
         )
-    return launcher
+    if isinstance(options, str):  # would be taken for many letters
+        raise ArgumentTypeError(
+            f"options must be a sequence of texts, as in options=({options!r},)"
+        )
+    if not isinstance(options, Sequence) or not all(isinstance(word, str) for word in options):
+        raise ArgumentTypeError(f"options must be a sequence of texts, got {options!r}")
+    return JobOptions(
+        workers=_as_count("workers", workers),
+        servers=_as_count("servers", servers),
+        launcher=launcher,
+        env=_as_environment({} if env is None else env),
+        options=tuple(options),
+        share_dir=_as_path("share_dir", share_dir),
+        log_dir=_as_path("log_dir", log_dir),
+        python=_as_path("python", python),
+    )
+
+
+def _as_count(name: str, value: object) -> int:
+    wanted = f"{name} must be an int of at least 1, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ArgumentTypeError(wanted)
+    if value < 1:
+        raise ArgumentValueError(wanted)
+    return int(value)
 
 
 def _as_seconds(timeout_s: object) -> float:
@@ -282,23 +285,23 @@ def _as_seconds(timeout_s: object) -> float:
         raise ArgumentTypeError(
             f"timeout_s must be a number of seconds, or None for no limit, got {timeout_s!r}"
         )
-    seconds = float(timeout_s)
-    if math.isnan(seconds):
+    if math.isnan(timeout_s):
         raise ArgumentValueError(f"timeout_s must be a number of seconds, got {timeout_s}")
-    return max(0.0, seconds)
+    return max(0.0, float(timeout_s))
 
 
 def _as_environment(env: object) -> dict[str, str]:
-    env = {} if env is None else env
     if not isinstance(env, Mapping):
         raise ArgumentTypeError(f"env must map names to texts, got {type(env).__name__}")
     for name, text in env.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise ArgumentTypeError(f"env must map names to texts, got {name!r}: {text!r}")
         if name in RESERVED_NAMES:
-            raise ArgumentValueError(f"env cannot set {name}: the launcher sets it itself")
+            raise ArgumentValueError(
+                f"env cannot set {name}, since the launcher sets it; remove it"
+            )
         if not (name.isascii() and name.isidentifier()):
-            raise ArgumentValueError(f"env cannot hold {name!r}: {text!r} as a variable")
+            raise ArgumentValueError(f"env has an invalid variable, {name!r}: {text!r}")
         _check_word(f"env[{name!r}]", text)
     return dict(env)
 
@@ -308,17 +311,6 @@ def _check_word(name: str, text: str) -> None:
         check_word(text)
     except LaunchError as error:
         raise ArgumentValueError(f"{name}: {error}") from None
-
-
-def _as_words(options: object) -> tuple[str, ...]:
-    """``options``; a single text would be taken for many letters."""
-    if isinstance(options, str):
-        raise ArgumentTypeError(
-            f"options must be a sequence of texts, as in options=({options!r},)"
-        )
-    if not isinstance(options, Sequence) or not all(isinstance(word, str) for word in options):
-        raise ArgumentTypeError(f"options must be a sequence of texts, got {options!r}")
-    return tuple(options)
 
 
 def _as_path(name: str, path: object) -> str | None:
@@ -331,10 +323,8 @@ def _as_path(name: str, path: object) -> str | None:
     return text
 
 
-def _packed(
-    function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any] | None
-) -> bytes:
-    """A call as bytes. Raises a ``UsageError`` where it cannot travel."""
+def _packed(function: object, args: object, kwargs: object) -> bytes:
+    """Return a call as bytes. Raises ``UsageError`` if it cannot be sent."""
     if not callable(function):
         raise ArgumentTypeError(f"fn must be a function, got {type(function).__name__}")
     if not isinstance(args, Iterable) or isinstance(args, str | bytes | bytearray | Mapping):

@@ -54,7 +54,7 @@ _PREFIX = re.compile(r"\[(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?[^]
 _OF_THE_END = re.compile(
     r"\[(?:scheduler|server|worker \d+[^]]*\] \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] W[\w[\]]*: )"
 )
-_PROCESS = re.compile(r"process: +(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?\b")
+_PROCESS = re.compile(r"process: +(?P<name>(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?)\b")
 _ENDED = re.compile(r"ended: +(?P<how>.*?), [0-9.]+ s after the start")
 _LOG_HEADING = re.compile(r"the last (?:line|\d+ lines) of its log:|its log is empty")
 
@@ -64,7 +64,7 @@ Line = tuple[bool, str]
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What the caller asked for, each checked by itself; see :func:`checked_command`."""
+    """The caller's request, each value checked; see :func:`checked_command`."""
 
     workers: int
     servers: int
@@ -77,57 +77,47 @@ class JobOptions:
 
 
 def checked_command(wanted: JobOptions, directory: Path, mode: str) -> list[str]:
-    """The launcher's arguments. Raises a ``UsageError`` where they make no sense."""
-    log_dir = wanted.log_dir or str(directory / "logs")
+    """Return the launcher's arguments. Raises ``UsageError`` if they make no sense."""
     python = wanted.python or sys.executable
+    command = (python, "-m", "kvstore.launch.run.worker", str(directory), mode)
     arguments = [
         *("-n", str(wanted.workers), "-s", str(wanted.servers), "--launcher", wanted.launcher),
-        *("--log-dir", log_dir, "--no-status"),
+        *("--log-dir", wanted.log_dir or str(directory / "logs"), "--no-status"),
         *(part for name in wanted.env for part in ("--env", name)),
         *(() if wanted.python is None or wanted.launcher == "local" else ("--python", python)),
         *wanted.options,
+        *("--", *command),
     ]
-    command = (python, "-m", "kvstore.launch.run.worker", str(directory), mode)
-    arguments += ["--", *command]
     try:
-        understood: LaunchOptions | None = parse_arguments(arguments)
+        found: LaunchOptions | None = parse_arguments(arguments)
     except LaunchError as error:
         text = str(error).replace("(--help", "(kvstore-launch --help")
         raise ArgumentValueError(text) from error
     except SystemExit:  # of --help or --version
-        understood = None
-    if understood is None or not _is_as_wanted(wanted, understood, command):
+        found = None
+    # The further options must have left alone what has arguments of its own.
+    if (
+        found is None
+        or (found.num_workers, found.num_servers) != (wanted.workers, wanted.servers)
+        or (found.command, found.launcher) != (command, wanted.launcher)
+        or (found.check or found.dry_run)
+    ):
         raise ArgumentValueError(
-            "options are for the launcher's other options: workers, servers and launcher have "
-            f"arguments of their own, and the job must run; got {list(wanted.options)}"
+            "options must not have -n, -s, --launcher, --check or --dry-run, got "
+            f"{list(wanted.options)}; use the arguments workers, servers and launcher"
         )
-    _check_launcher(understood)
+    if found.launcher == "kubernetes":
+        raise ArgumentValueError(
+            "launcher='kubernetes' cannot run a function, since pods share no directory with "
+            "this process; put the function into a script for kvstore-launch --launcher "
+            "kubernetes, or choose another launcher"
+        )
+    if found.launcher == "ssh" and found.hostfile is None:
+        raise ArgumentValueError(
+            "launcher='ssh' needs a hosts file: options=('--hostfile=FILE',), with one host on "
+            "each line of FILE"
+        )
     return arguments
-
-
-def _is_as_wanted(wanted: JobOptions, found: LaunchOptions, command: tuple[str, ...]) -> bool:
-    """Whether the further options have left alone what has arguments of its own."""
-    return (
-        found.command == command
-        and (found.num_workers, found.num_servers) == (wanted.workers, wanted.servers)
-        and found.launcher == wanted.launcher
-        and not (found.check or found.dry_run)
-    )
-
-
-def _check_launcher(understood: LaunchOptions) -> None:
-    """Whether the workers of this launcher can be handed a function."""
-    if understood.launcher == "kubernetes":
-        raise ArgumentValueError(
-            "launcher='kubernetes' cannot run a function: pods share no directory with this "
-            "process; put the function into a script and start that with kvstore-launch "
-            "--launcher kubernetes, or choose another launcher"
-        )
-    if understood.launcher == "ssh" and understood.hostfile is None:
-        raise ArgumentValueError(
-            "launcher='ssh' needs the hosts: options=('--hostfile=FILE',), with one host on each "
-            "line of FILE"
-        )
 
 
 def own_environment(environ: Mapping[str, str], additions: Mapping[str, str]) -> dict[str, str]:
@@ -165,10 +155,9 @@ class BackgroundLauncher:
         finally:
             os.close(held)
         self._selector = selectors.DefaultSelector()
-        self._rests: dict[IO[bytes], bytes] = {}
-        for pipe in (self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            self._rests[pipe] = b""
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._rests = {self._process.stdout: b"", self._process.stderr: b""}
+        for pipe in self._rests:
             self._selector.register(pipe, selectors.EVENT_READ)
 
     def read(self, timeout_s: float | None) -> list[Line] | None:
@@ -178,7 +167,7 @@ class BackgroundLauncher:
         """
         if not self._rests:
             return None
-        lines: list[Line] = []
+        shown: list[Line] = []
         for key, _ in self._selector.select(timeout_s):
             pipe: IO[bytes] = key.fileobj  # type: ignore[assignment]
             data = os.read(pipe.fileno(), _READ_BYTES)
@@ -187,35 +176,26 @@ class BackgroundLauncher:
             if not data:
                 self._selector.unregister(pipe)
                 del self._rests[pipe]
+                pipe.close()
                 complete += [rest] if rest else []  # of one that was killed; else lines are whole
             is_error = pipe is self._process.stderr
-            lines += [(is_error, line.decode(errors="replace")) for line in complete]
-        shown = [(is_error, self.output.show(line, is_error=is_error)) for is_error, line in lines]
-        return [(is_error, line) for is_error, line in shown if line is not None]
+            for line in complete:
+                text = self.output.show(line.decode(errors="replace"), is_error=is_error)
+                shown += [] if text is None else [(is_error, text)]
+        return shown
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal, unless it has ended."""
         self._process.send_signal(number)
 
     def close(self) -> int:
-        """After the last line: close everything; return the exit status, negative for a signal."""
+        """Close everything after the last line; return the exit status."""
         self._selector.close()
-        for pipe in (self._process.stdout, self._process.stderr):
-            assert pipe is not None
+        for pipe in self._rests:
             pipe.close()
         status = self._process.wait()
         os.close(self._tie)
         return status
-
-
-@dataclass(frozen=True)
-class FailureReport:
-    """The launcher's final block: who failed first and how; ``text`` is for people."""
-
-    role: str
-    rank: int
-    how: str
-    text: str
 
 
 @dataclass
@@ -236,48 +216,36 @@ class LauncherOutput:
             return None
         if is_error and not line:  # stands above the block, and nowhere else
             return None
-        if self._is_of_the_launcher(line, is_error):
+        # The launcher's messages begin with its name; what a cluster's program said is indented.
+        is_own = line.startswith("[launcher] ")
+        if is_error:
+            is_own = self._goes_on = is_own or (self._goes_on and line.startswith("  "))
+        if is_own:
             self.said.append(line.removeprefix("[launcher] "))
             return None if self.is_ending else line
         if self.is_ending and _OF_THE_END.match(line):
             return None
-        return self._without_mark(line, is_error)
+        found, prefix = _MARKED.match(line), _PREFIX.match(line)
+        if found is None or prefix is None or prefix["rank"] is None:
+            return line
+        self.marks.add((int(found["call"]), int(prefix["rank"]), is_error))
+        return None if found["before"] == prefix[0] else found["before"]
 
     def has_answered(self, call: int, rank: int) -> bool:
-        """Whether a worker has said, on any stream, that its answer is there."""
+        """Return whether a worker has said, on any stream, that its answer is there."""
         return not self.marks.isdisjoint({(call, rank, False), (call, rank, True)})
 
     def has_all_of(self, call: int, ranks: int) -> bool:
-        """Whether every worker has said, on both streams, that the call's lines are complete."""
-        return all(
-            (call, rank, is_error) in self.marks
-            for rank in range(ranks)
-            for is_error in (False, True)
-        )
+        """Return whether every worker has announced that its lines are complete."""
+        return {(call, rank, one) for rank in range(ranks) for one in (False, True)} <= self.marks
 
     @property
     def is_without_scheduler(self) -> bool:
         """Whether the launcher has said that the scheduler is lost and the job continues."""
         return any(GOES_ON in text for text in self.said)
 
-    def _is_of_the_launcher(self, line: str, is_error: bool) -> bool:
-        """Its messages begin with its name; what a cluster's program said follows, indented."""
-        begins = line.startswith("[launcher] ")
-        if not is_error:
-            return begins
-        self._goes_on = begins or (self._goes_on and line.startswith("  "))
-        return self._goes_on
-
-    def _without_mark(self, line: str, is_error: bool) -> str | None:
-        found = _MARKED.match(line)
-        prefix = _PREFIX.match(line)
-        if found is None or prefix is None or prefix["rank"] is None:
-            return line
-        self.marks.add((int(found["call"]), int(prefix["rank"]), is_error))
-        return None if found["before"] == prefix[0] else found["before"]
-
-    def report(self, without: str) -> FailureReport | None:
-        """Return what the final block says, or None where it names no process.
+    def report(self, without: str) -> JobFailed | None:
+        """Return the error of the final block: who failed first, and how; None without one.
 
         ``without`` is a directory that will be gone when somebody reads it: lines that name it
         are left out.
@@ -289,7 +257,13 @@ class LauncherOutput:
         log = [i for i, line in enumerate(self.block) if _LOG_HEADING.match(line)]
         lines = [line.partition(MARK)[0] for line in self.block[log[0] :]] if log else []
         text = "\n".join(line for line in lines if line.strip() and without not in line)
-        return FailureReport(process["role"], int(process["rank"] or 0), ended["how"], text)
+        is_worker = process["role"] == "worker"
+        kind, when = (WorkerFailed, ", before it had returned") if is_worker else (JobFailed, "")
+        return kind(
+            f"{process['name']} ended with {ended['how']}{when}; {text}",
+            role=process["role"],
+            rank=int(process["rank"] or 0),
+        )
 
 
 def show(lines: Sequence[Line]) -> None:
@@ -313,15 +287,15 @@ def show(lines: Sequence[Line]) -> None:
 
 @dataclass(frozen=True)
 class LauncherExit:
-    """How the launcher ended: ``status`` as in ``subprocess``, its report, its last words."""
+    """How the launcher ended: ``status`` as in ``subprocess``, who failed first, what it said."""
 
     status: int
-    report: FailureReport | None
+    report: JobFailed | None
     said: Sequence[str] = ()
 
 
 def first_cause(answers: Mapping[int, WorkerAnswer], ending: LauncherExit | None) -> Exception:
-    """The error to raise for a call that has failed. ``ending`` is None while the job runs.
+    """Return the error of a failed call. ``ending`` is None while the job runs.
 
     A failure brings others: when a worker is lost, its peers raise ``NodeLostError``, which tells
     the caller nothing new. So the order is: what a worker raised of its own, the earliest first;
@@ -334,26 +308,13 @@ def first_cause(answers: Mapping[int, WorkerAnswer], ending: LauncherExit | None
             return error_of(rank, failures)
     report = None if ending is None else ending.report
     if report is not None and not (report.role == "worker" and report.rank in failures):
-        return _error_of_report(report)
+        return report
     if failures:
         return error_of(earliest[0] if report is None else report.rank, failures)
-    return JobFailed(_words_of(ending))
-
-
-def _error_of_report(report: FailureReport) -> JobFailed:
-    name = report.role if report.role == "scheduler" else f"{report.role} {report.rank}"
-    ended = f"{name} ended with {report.how}"
-    if report.role == "worker":
-        text = f"{ended}, before it had returned; {report.text}"
-        return WorkerFailed(text, role=report.role, rank=report.rank)
-    return JobFailed(f"{ended}; {report.text}", role=report.role, rank=report.rank)
-
-
-def _words_of(ending: LauncherExit | None) -> str:
-    """For a job that ended without a report: it did not start, or was ended from outside."""
     if ending is None:
-        return "the job has failed"
+        return JobFailed("the job has failed")
+    how = describe_status(ending.status)  # it did not start, or was ended from outside
     if ending.status < 0:
-        return f"the launcher of the job was ended by {describe_status(ending.status)}"
-    said = "\n".join(ending.said) or f"its launcher ended with {describe_status(ending.status)}"
-    return f"the job ended before all workers had returned: {said}"
+        return JobFailed(f"the launcher of the job was ended by {how}")
+    said = "\n".join(ending.said) or f"its launcher ended with {how}"
+    return JobFailed(f"the job ended before all workers had returned: {said}")

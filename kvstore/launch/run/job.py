@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -62,8 +63,8 @@ _KILL_S = 5.0
 class JobCall:
     """One call: the answers by rank, and how it ended. The job's lock guards it until it is done.
 
-    ``error`` of one that is done and has not ``succeeded`` is made when it is first asked for, on
-    that thread: to unpickle an exception may import modules.
+    The ``error`` of one that has failed is made by ``why`` when it is first asked for, on that
+    thread: to unpickle an exception may import modules.
     """
 
     number: int
@@ -71,12 +72,17 @@ class JobCall:
     failed_at_s: float = math.inf
     last_at_s: float = math.inf
     is_done: bool = False
-    succeeded: bool = False
-    #: Of a launcher that ended before all workers had answered.
-    ending: LauncherExit | None = None
-    #: The job ended before the turn of this call came, or the caller ended it.
-    is_refused: bool = False
+    why: Callable[[], Exception] | None = None
     error: Exception | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether an answer that has come is not a value."""
+        return any(answer.failed for answer in self.answers.values())
+
+    def end(self, why: Callable[[], Exception] | None = None) -> None:
+        self.why = why
+        self.is_done = True
 
 
 class RunningJob:
@@ -106,7 +112,11 @@ class RunningJob:
             arguments = checked_command(options, self._directory, mode)
             #: The workers make it unasked.
             self.first = self.submit(body)
-            self._make_orders()
+            for rank in range(self._workers) if mode == "serve" else ():
+                path = parcels.orders_path(self._directory, rank)
+                os.mkfifo(path, 0o600)
+                # For reading, too: so it can be opened before the worker is there.
+                self._orders.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
             self._launcher = BackgroundLauncher(arguments, options.env, self._directory)
         except BaseException:
             self._remove()
@@ -130,10 +140,10 @@ class RunningJob:
                 else:
                     self._fail(call)
                 return call
-        raise ClosedError(f"this cluster has ended: {self.why_closed}; make a new one")
+        raise ClosedError(f"this cluster has ended: {self.why_closed}; create a new one")
 
     def result(self, call: JobCall, timeout_s: float) -> list[Any]:
-        """What the workers returned, by rank. Raises the call's error, or ``DeadlineError``.
+        """Return the results by rank. Raises the call's error, or ``DeadlineError``.
 
         Shows what the processes write meanwhile.
         """
@@ -145,13 +155,9 @@ class RunningJob:
         return [parcels.value_of(rank, call.answers[rank]) for rank in range(self._workers)]
 
     def error_of(self, call: JobCall) -> Exception | None:
-        """The error of a call that is done."""
-        if call.error is None and call.is_refused:
-            call.error = ClosedError(
-                f"the cluster ended before this call had returned: {self.why_closed}"
-            )
-        elif call.error is None and not call.succeeded:
-            call.error = first_cause(call.answers, call.ending)
+        """Return the error of a call that is done."""
+        if call.error is None and call.why is not None:
+            call.error = call.why()
         return call.error
 
     @property
@@ -177,7 +183,7 @@ class RunningJob:
         self._wait(is_idle, timeout_s)
 
     def finish(self) -> None:
-        """After the last answer: let all processes end by themselves, showing what they write.
+        """Let all processes end after the last answer; show what they write.
 
         Those that do not are ended after :data:`END_S`.
         """
@@ -263,7 +269,7 @@ class RunningJob:
         return f"{names} had not returned"
 
     def _show_lines(self) -> None:
-        """One thread at a time, so that lines stay in their order."""
+        """Show lines, one thread at a time, so that they stay in their order."""
         with self._showing:
             with self._changed:
                 lines = list(self._lines)
@@ -323,7 +329,7 @@ class RunningJob:
         return is_hidden
 
     def _over_at_s(self, call: JobCall) -> float:
-        """When a call is over as far as can be said now, on the monotonic clock."""
+        """Return when a call's deadline is, as known now, on the monotonic clock."""
         output = self._launcher.output
         failures = [answer for answer in call.answers.values() if answer.failed]
         has_all = len(call.answers) == self._workers
@@ -338,14 +344,12 @@ class RunningJob:
         return call.last_at_s + LAST_LINES_S if has_all else call.failed_at_s + PATIENCE_S
 
     def _settle(self, call: JobCall) -> None:
-        """The first call is over: order the next one, or end a job that cannot go on."""
-        answers = call.answers.values()
-        waits = len(answers) < self._workers  # for each other
-        lost = any(answer.blames_another for answer in answers)
-        call.succeeded = not any(answer.failed for answer in answers)
-        call.is_done = True
+        """Handle the end of the first call: order the next, or end the job."""
+        waits = len(call.answers) < self._workers  # for each other
+        lost = any(answer.blames_another for answer in call.answers.values())
+        call.end(partial(first_cause, call.answers, None) if call.has_failed else None)
         self._calls.popleft()
-        if not call.succeeded and (self._mode == "once" or waits or lost):
+        if call.has_failed and (self._mode == "once" or waits or lost):
             self._closed_by = call
             self._refuse_calls()
             self._stop()
@@ -356,42 +360,34 @@ class RunningJob:
             self._order(str(self._calls[0].number))
 
     def _conclude(self, status: int) -> None:
-        """The launcher has ended: take what was left, end the calls, remove the directory."""
+        """Handle the launcher's end: take its output, end the calls, clean up."""
         output = self._launcher.output
         report = output.report(without=str(self._directory))
         self.ending = LauncherExit(status, report, output.said)
-        if self._calls:
+        while self._calls:
             call = self._calls.popleft()
             self._take_answers(call)
-            failed = any(answer.failed for answer in call.answers.values())
-            call.is_done = call.succeeded = len(call.answers) == self._workers and not failed
-            if call.succeeded and self._calls:
-                call = self._calls.popleft()
-            if not call.succeeded:
+            if len(call.answers) < self._workers or call.has_failed:
                 self._fail(call)
+                break
+            call.end()
         self._remove()
 
     # -- parts -------------------------------------------------------------------------
 
     def _fail(self, call: JobCall) -> None:
-        """The launcher has ended before all workers had answered."""
-        call.ending = self.ending
-        call.is_done = True
+        """Handle the launcher's end before all workers had answered."""
+        call.end(partial(first_cause, call.answers, self.ending))
         self._closed_by = call
         self._refuse_calls()
 
     def _refuse_calls(self) -> None:
         for call in self._calls:
-            call.is_refused = call.is_done = True
+            call.end(self._refusal)
         self._calls.clear()
 
-    def _make_orders(self) -> None:
-        if self._mode == "serve":
-            for rank in range(self._workers):
-                path = parcels.orders_path(self._directory, rank)
-                os.mkfifo(path, 0o600)
-                # For reading, too: so it can be opened before the worker is there.
-                self._orders.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+    def _refusal(self) -> Exception:
+        return ClosedError(f"the cluster ended before this call had returned: {self.why_closed}")
 
     def _order(self, text: str) -> None:
         for descriptor in self._orders:

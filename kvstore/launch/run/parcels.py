@@ -1,4 +1,4 @@
-"""What ``kvstore.run`` and its workers hand each other: files in a directory of the user alone.
+"""The files that ``kvstore.run`` and its workers exchange, in a private directory.
 
 The only place of the project that unpickles. What it reads was written by the same user: the
 directory has mode 0700, and owner and mode are looked at before anything is read; nothing here
@@ -48,7 +48,7 @@ class NotReadable(Exception):
 
 @dataclass(frozen=True)
 class WorkerAnswer:
-    """What one worker has left for one call.
+    """The answer of one worker to one call.
 
     ``kind`` is ``value`` or ``error``, whose pickle is the ``body`` (empty for an error that does
     not survive the journey), or ``refusal``, where ``text`` says what stood in the way. ``text``
@@ -72,7 +72,7 @@ class WorkerAnswer:
 
 
 def make_directory(parent: str | None) -> Path:
-    """A new directory of mode 0700 below ``parent`` (None: that for temporary files).
+    """Make a new directory of mode 0700 below ``parent`` (None: the temporary one).
 
     The caller owns and removes it. Raises ``ArgumentValueError``.
     """
@@ -80,8 +80,8 @@ def make_directory(parent: str | None) -> Path:
         return Path(os.path.abspath(tempfile.mkdtemp(prefix="kvstore-run-", dir=parent)))
     except OSError as error:
         raise ArgumentValueError(
-            f"no directory for the job can be made in {error.filename}: {error.strerror}; give "
-            "one that exists and can be written to (share_dir=...)"
+            f"cannot create the job's directory in {error.filename}: {error.strerror}; pass a "
+            "writable directory (share_dir=...)"
         ) from error
 
 
@@ -106,7 +106,7 @@ def check_directory(directory: Path) -> None:
 
 
 def call_path(directory: Path, call: int) -> Path:
-    """Return where the function of a call lies."""
+    """Return the path of a call's function."""
     return directory / f"call-{call}"
 
 
@@ -116,7 +116,7 @@ def answer_path(directory: Path, call: int, rank: int) -> Path:
 
 
 def orders_path(directory: Path, rank: int) -> Path:
-    """The pipe by which a worker of a ``LocalCluster`` hears the numbers of its further calls."""
+    """Return the pipe by which a ``LocalCluster`` sends call numbers to a worker."""
     return directory / f"orders-{rank}"
 
 
@@ -138,7 +138,7 @@ def write(path: Path, header: Mapping[str, Any], body: bytes = b"") -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Header and body of a parcel; unpickle the body with :func:`load`.
+    """Return header and body of a parcel; unpickle the body with :func:`load`.
 
     Raises :class:`NotReadable`, also where it is another user's, and OSError.
     """
@@ -162,30 +162,30 @@ def write_call(directory: Path, call: int, body: bytes) -> None:
         write(call_path(directory, call), header, body)
     except OSError as error:
         raise UsageError(
-            f"the function cannot be written to {directory}: {error.strerror}; give another "
+            f"cannot write the function to {directory}: {error.strerror}; choose another "
             "directory (share_dir=..., or TMPDIR)"
         ) from error
 
 
 def python_version() -> list[int]:
-    """Of this process; functions by value need the same on the other side."""
+    """Return this Python's version; functions by value need the same one."""
     return list(sys.version_info[:2])
 
 
 def own_path(path: Sequence[str], here: str) -> list[str]:
-    """The caller's own directories of modules; workers have those of their Python themselves."""
+    """Return the caller's own module directories; workers have the others."""
     library = os.path.realpath(sysconfig.get_path("stdlib"))
+
+    def is_library(entry: str) -> bool:
+        found = os.path.realpath(entry)
+        return (
+            f"{found}/".startswith(f"{library}/")
+            or not {"site-packages", "dist-packages"}.isdisjoint(found.split("/"))
+            or re.search(r"/python\d+\.zip$", found) is not None
+        )
+
     entries = [os.path.join(here, entry).rstrip("/") or "/" for entry in path]
-    return [entry for entry in entries if not _is_library(entry, library)]
-
-
-def _is_library(entry: str, library: str) -> bool:
-    found = os.path.realpath(entry)
-    return (
-        f"{found}/".startswith(f"{library}/")
-        or not {"site-packages", "dist-packages"}.isdisjoint(found.split("/"))
-        or re.search(r"/python\d+\.zip$", found) is not None
-    )
+    return [entry for entry in entries if not is_library(entry)]
 
 
 def write_answer(path: Path, answer: WorkerAnswer) -> None:
@@ -209,12 +209,15 @@ def remove(directory: Path, call: int, workers: int) -> None:
 
 
 def dump(value: object, what: str) -> bytes:
-    """``value`` as bytes for :func:`load` in another process; ``what`` names it in errors.
+    """Pickle ``value`` for :func:`load`; ``what`` names it in errors.
 
     With cloudpickle also lambdas, closures and what ``__main__`` or a notebook defines. Raises
     ``MissingDependencyError`` where that would help, else ``ArgumentTypeError``.
     """
-    cloudpickle = _cloudpickle()
+    try:
+        import cloudpickle
+    except ImportError:
+        cloudpickle = None
     file = io.BytesIO()
     pickler = (_PlainPickler if cloudpickle is None else cloudpickle.Pickler)(file, _PROTOCOL)
     try:
@@ -225,14 +228,14 @@ def dump(value: object, what: str) -> bytes:
         if cloudpickle is None and isinstance(error, pickle.PicklingError | AttributeError):
             raise _needs_cloudpickle(what, str(error)) from error
         raise ArgumentTypeError(
-            f"{what} cannot be pickled: {type(error).__name__}: {error}; open files, locks and "
-            "stores cannot travel: make them in the function itself"
+            f"cannot pickle {what}: {type(error).__name__}: {error}; create open files, locks "
+            "and stores inside the function"
         ) from error
     return file.getvalue()
 
 
 def load(body: bytes) -> Any:
-    """What :func:`dump` was given. Raises whatever the classes in it raise, ImportError above all.
+    """Unpickle the output of :func:`dump`. Raises what its classes raise.
 
     ``body`` must be that of a parcel which :func:`read` has returned.
     """
@@ -251,17 +254,9 @@ class _PlainPickler(pickle.Pickler):
 
 def _needs_cloudpickle(what: str, why: str) -> MissingDependencyError:
     return MissingDependencyError(
-        f"{what} cannot be handed to another process by plain pickle ({why}); install cloudpickle "
-        "(pip install cloudpickle), or put it into a module that the workers can import"
+        f"plain pickle cannot pass {what} to another process ({why}); install cloudpickle (pip "
+        "install cloudpickle), or move it into a module that the workers can import"
     )
-
-
-def _cloudpickle() -> Any:
-    try:
-        import cloudpickle
-    except ImportError:
-        return None
-    return cloudpickle
 
 
 # -- answers ------------------------------------------------------------------------------
@@ -273,14 +268,14 @@ def value_of(rank: int, answer: WorkerAnswer) -> Any:
         return load(answer.body)
     except Exception as error:  # whatever the classes in it raise
         raise WorkerFailed(
-            f"what worker {rank} returned cannot be read here: {type(error).__name__}: {error}",
+            f"cannot read the result of worker {rank}: {type(error).__name__}: {error}",
             role="worker",
             rank=rank,
         ) from error
 
 
 def error_of(rank: int, failures: Mapping[int, WorkerAnswer]) -> Exception:
-    """The exception that a worker raised, with its traceback there as the cause."""
+    """Return a worker's exception, with its traceback there as the cause."""
     answer = failures[rank]
     if answer.kind == "refusal":
         return WorkerFailed(f"worker {rank}: {answer.text}", role="worker", rank=rank)

@@ -14,11 +14,12 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvstore.launch.run import parcels
-from kvstore.launch.run.parcels import WorkerAnswer
+from kvstore.launch.run.parcels import WorkerAnswer, python_version
 from kvstore.stores.dist.node import worker_node
 from pslite.errors import NodeLostError, PSError, UsageError
 
@@ -44,18 +45,28 @@ def main(arguments: list[str] | None = None) -> int:
     for call in _calls(directory, rank):
         answer = make_call(directory, call)
         if mode == "once" and not answer.failed:
-            answer = _closed(answer)
-        _flush()
+            try:
+                worker_node().close()  # what it has pushed is applied, or that is the answer
+            except Exception as error:
+                answer = error_answer(error)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # replaced, unreadable or closed
+                stream.flush()
         parcels.write_answer(parcels.answer_path(directory, call, rank), answer)
         _announce(call, streams)
-        has_joined = call > 0 or not answer.failed
-        if mode == "once" or not has_joined:
-            return _end(answer)
+        if answer.failed and (mode == "once" or call == 0):  # it has not joined
+            if not answer.blames_another:
+                time.sleep(TO_BE_ENDED_S)
+            # Without a goodbye, as after any uncaught exception.
+            sys.last_value = RuntimeError("a call has failed")
+            return EXIT_FAILED
+        if mode == "once":
+            break
     return 0
 
 
 def _calls(directory: Path, rank: int) -> Iterator[int]:
-    """The numbers of the calls; the first one is there from the start."""
+    """Yield the numbers of the calls; the first is known from the start."""
     yield 0
     with open(parcels.orders_path(directory, rank), encoding="ascii") as pipe:
         for line in pipe:
@@ -65,26 +76,10 @@ def _calls(directory: Path, rank: int) -> Iterator[int]:
 
 
 def make_call(directory: Path, call: int) -> WorkerAnswer:
-    """Load the function first: what it imports may take longer than the others wait."""
-    loaded = _load(parcels.call_path(directory, call))
-    if isinstance(loaded, WorkerAnswer):
-        return loaded
+    """Load and run the function of a call; return its result or error."""
+    # Loading comes first: imports may take longer than the others wait for this node.
     try:
-        worker_node()
-    except PSError as error:  # another process has more to say about the cause
-        return error_answer(error, blames_another=True)
-    return _apply(*loaded)
-
-
-def _load(path: Path) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | WorkerAnswer:
-    """The function of a call and its arguments, or the error that stands in the way."""
-    try:
-        header, body = parcels.read(path)
-        _check_python(header)
-        # What the caller could import is importable here, its own modules before libraries.
-        new = [one for one in header["path"] if one not in sys.path and os.path.exists(one)]
-        sys.path[:0] = new
-        function, args, kwargs = parcels.load(body)
+        function, args, kwargs = _load(parcels.call_path(directory, call))
     except parcels.NotReadable as error:
         return _refusal(str(error))
     except ModuleNotFoundError as error:
@@ -92,20 +87,10 @@ def _load(path: Path) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | WorkerAns
         return _refusal(f"the function needs the module {error.name}, which is not here: {advice}")
     except Exception as error:  # whatever the classes in it raise
         return error_answer(error)
-    return function, args, kwargs
-
-
-def _check_python(header: dict[str, Any]) -> None:
-    own = parcels.python_version()
-    if header["by_value"] and header["python"] != own:
-        theirs = ".".join(map(str, header["python"]))
-        raise parcels.NotReadable(
-            f"this worker has Python {'.'.join(map(str, own))} and the caller {theirs}: functions "
-            f"of a notebook need the same; give python= a Python {theirs} of this host"
-        )
-
-
-def _apply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WorkerAnswer:
+    try:
+        worker_node()
+    except PSError as error:  # another process has more to say about the cause
+        return error_answer(error, blames_another=True)
     try:
         result = function(*args, **kwargs)
     except KeyboardInterrupt:
@@ -113,19 +98,26 @@ def _apply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work
     except BaseException as error:
         return error_answer(error)
     try:
-        body = parcels.dump(result, f"a value of type {type(result).__name__}")
+        return WorkerAnswer(
+            "value", parcels.dump(result, f"a value of type {type(result).__name__}")
+        )
     except UsageError as error:
-        return _refusal(f"what the function returned cannot be sent back: {error}")
-    return WorkerAnswer("value", body)
+        return _refusal(f"cannot send back the function's result: {error}")
 
 
-def _closed(answer: WorkerAnswer) -> WorkerAnswer:
-    """After the only call: what it has pushed is applied, or that is the answer."""
-    try:
-        worker_node().close()
-    except Exception as error:
-        return error_answer(error)
-    return answer
+def _load(path: Path) -> Any:
+    """Return the function of a call, its arguments, and those by name."""
+    header, body = parcels.read(path)
+    own, theirs = (".".join(map(str, one)) for one in (python_version(), header["python"]))
+    if header["by_value"] and own != theirs:
+        raise parcels.NotReadable(
+            f"this worker has Python {own} and the caller {theirs}: functions of a notebook need "
+            f"the same; give python= a Python {theirs} of this host"
+        )
+    # What the caller could import is importable here, its own modules before libraries.
+    new = [one for one in header["path"] if one not in sys.path and os.path.exists(one)]
+    sys.path[:0] = new
+    return parcels.load(body)
 
 
 def _refusal(text: str) -> WorkerAnswer:
@@ -133,7 +125,7 @@ def _refusal(text: str) -> WorkerAnswer:
 
 
 def error_answer(error: BaseException, *, blames_another: bool = False) -> WorkerAnswer:
-    """The exception itself where it survives a journey, and its traceback as text anyhow."""
+    """Return the exception, if it can be pickled, and its traceback as text."""
     body = b""
     if isinstance(error, Exception):  # SystemExit must not end the caller
         try:
@@ -152,7 +144,7 @@ def error_answer(error: BaseException, *, blames_another: bool = False) -> Worke
 
 
 def _traceback(error: BaseException) -> str:
-    """From the function on: the lines of this file say nothing."""
+    """Return the traceback from the function on, without the lines of this file."""
     own = os.path.abspath(__file__)
     found = error.__traceback__
     while found is not None and os.path.abspath(found.tb_frame.f_code.co_filename) == own:
@@ -178,24 +170,6 @@ def _announce(call: int, streams: list[int]) -> None:
                 break
             except OSError:  # the function has closed it
                 continue
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):  # replaced, unreadable or closed
-            continue
-
-
-def _end(answer: WorkerAnswer) -> int:
-    """After a failure, leave without a goodbye, as after any uncaught exception."""
-    if not answer.failed:
-        return 0
-    if not answer.blames_another:
-        time.sleep(TO_BE_ENDED_S)
-    sys.last_value = RuntimeError("a call has failed")
-    return EXIT_FAILED
 
 
 if __name__ == "__main__":

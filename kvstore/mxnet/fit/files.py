@@ -33,7 +33,7 @@ _DIGEST = "kvstore.states.digest"
 
 
 class SavedModel(NamedTuple):
-    """What a file of parameters holds."""
+    """The contents of a file of parameters."""
 
     arg_params: dict[str, HostArray]
     aux_params: dict[str, HostArray]
@@ -44,12 +44,12 @@ class SavedModel(NamedTuple):
 
 
 def params_path(prefix: Prefix, epoch: int) -> Path:
-    """Where the parameters after ``epoch`` epochs lie."""
+    """Return the path of the parameters after ``epoch`` epochs."""
     return Path(f"{_stem(prefix, epoch)}.params")
 
 
 def states_path(prefix: Prefix, epoch: int) -> Path:
-    """Where the optimizer's states of that moment lie."""
+    """Return the path of the optimizer's states of the same moment."""
     return Path(f"{_stem(prefix, epoch)}.states")
 
 
@@ -88,16 +88,21 @@ def save_checkpoint(
 
 
 def load_model(prefix: Prefix, epoch: int) -> SavedModel:
-    """What ``save_checkpoint`` wrote, as new NumPy arrays. Raises ``CheckpointError``."""
+    """Load the output of ``save_checkpoint``. Raises ``CheckpointError``."""
     path = params_path(prefix, epoch)
     found: dict[str, dict[str, HostArray]] = {"arg": {}, "aux": {}}
     with TensorReader(path) as reader:
         if _KIND not in reader.metadata:
-            raise CheckpointError(f"{path} holds tensors, but not those of a saved model")
+            raise CheckpointError(
+                f"{path} is not a saved model; load a file that mx.model.save_checkpoint wrote"
+            )
         for name in reader.names:
             kind, _, own = name.partition(":")
             if kind not in found:
-                raise CheckpointError(f"{path} is damaged: {name!r} is not a parameter of a model")
+                raise CheckpointError(
+                    f"{path} is damaged: {name!r} is not a parameter of a model; load an earlier "
+                    "checkpoint"
+                )
             found[kind][own] = reader.tensor(name)
         has_states = reader.metadata.get(_STATES) == "1"
         digest = reader.metadata.get(_DIGEST)
@@ -110,13 +115,13 @@ def check_states(prefix: Prefix, epoch: int, saved: SavedModel) -> None:
     found = None if saved.digest is None else _digest_of(states)
     if found not in (None, saved.digest):
         raise CheckpointError(
-            f"{states} was not saved with {params_path(prefix, epoch)}: expected the digest "
-            f"{saved.digest}, found {found}; take both files of one save, or another epoch"
+            f"{states} and {params_path(prefix, epoch)} are from different saves: expected "
+            f"digest {saved.digest}, got {found}; use two files of one save, or another epoch"
         )
 
 
 def _digest_of(path: Path) -> str | None:
-    """What names the contents of a file; None where it is missing."""
+    """Return a digest of a file's contents; None if the file is missing."""
     if not path.exists():
         return None
     with TensorReader(path) as reader:

@@ -40,7 +40,7 @@ Data = tuple[HostArray, Labels]
 
 
 class DeviceResult(NamedTuple):
-    """What one device found out about its share of a batch."""
+    """The results of one device for its share of a batch."""
 
     loss_sum: float
     correct_count: int
@@ -74,7 +74,7 @@ class Replica:
         self._aux = self._to_device(aux)
 
     def compute(self, batch: Data, wants_predictions: bool) -> DeviceResult:
-        """Loss sum, right answers and gradients of this device's share of a batch."""
+        """Return loss sum, right answers and gradients of this device's share of a batch."""
         with self._adapter.on(self._context):
             x, y = (self._adapter.to_context(part[self._part], self._context) for part in batch)
             predictions = None
@@ -86,24 +86,24 @@ class Replica:
             return DeviceResult(float(loss_sum), int(correct_count), dict(gradients), predictions)
 
     def predict(self, samples: HostArray) -> HostArray:
-        """Class probabilities on the host."""
+        """Return class probabilities on the host."""
         with self._adapter.on(self._context):
             x = self._adapter.to_context(samples, self._context)
             return self._adapter.to_host(self._predict(x))
 
     def to_host(self) -> dict[str, HostArray]:
-        """New NumPy arrays with the parameters."""
+        """Return new NumPy arrays with the parameters."""
         return self._copies(self.params)
 
     def aux_to_host(self) -> dict[str, HostArray]:
-        """New NumPy arrays with what is not trained."""
+        """Return new NumPy arrays with what is not trained."""
         return self._copies(self._aux)
 
     def _predict(self, x: Array) -> Array:
         return self._network.predict(self.params, x, *self._last_argument())
 
     def _last_argument(self) -> tuple[dict[str, Array], ...]:
-        """What a ``StatefulNetwork`` takes more than a ``Network``."""
+        """Return the argument that only a ``StatefulNetwork`` takes."""
         return (self._aux,) if has_aux(self._network) else ()
 
     def _to_device(self, values: dict[str, HostArray]) -> dict[str, Array]:
@@ -118,7 +118,7 @@ class Replica:
 
 
 class Training:
-    """The loop of one fit: the devices, and where their gradients become updates."""
+    """The training loop of one fit: its devices and the updates of their gradients."""
 
     def __init__(
         self, updates: Updates, replicas: Sequence[Replica], pool: ThreadPoolExecutor
@@ -131,7 +131,7 @@ class Training:
         self._weights = [[replica.params[name] for replica in replicas] for name in self._names]
 
     def start(self, params: dict[str, HostArray]) -> None:
-        """First values of rank 0 for every device."""
+        """Set every device's values to the first values of rank 0."""
         self._updates.start(self._names, [params[name] for name in self._names], self._weights)
 
     def run_epoch(
@@ -142,7 +142,7 @@ class Training:
         metric: EvalMetric,
         callbacks: Callbacks,
     ) -> Progress:
-        """One batch for each row of ``order``; returns the progress at its end."""
+        """Run one batch for each row of ``order``; return the progress at its end."""
         began_s = time.perf_counter()
         loss_sum, correct_count = 0.0, 0
         num_batches, batch_size = order.shape
@@ -183,7 +183,7 @@ class Training:
         self._updates.finish(self._names, self._weights)
 
     def _step(self, batch: Data, wants_predictions: bool) -> BatchResult:
-        """Gradients on all devices, then one round through the store for the whole model."""
+        """Compute gradients on all devices, then make one round for the whole model."""
         count = len(self._replicas)
         results: list[DeviceResult] = list(
             self._map(Replica.compute, self._replicas, [batch] * count, [wants_predictions] * count)
@@ -191,8 +191,9 @@ class Training:
         for result in results:
             if result.gradients.keys() != set(self._names):
                 raise UsageError(
-                    f"the network has the parameters {', '.join(sorted(self._names))} but gives "
-                    f"gradients for {', '.join(sorted(result.gradients))}"
+                    "the network must return gradients for its parameters "
+                    f"{', '.join(sorted(self._names))}, got gradients for "
+                    f"{', '.join(sorted(result.gradients))}"
                 )
         gradients = [[result.gradients[name] for result in results] for name in self._names]
         self._updates.step(self._names, gradients, self._weights)
@@ -208,7 +209,7 @@ class Training:
 
 
 class Samples:
-    """What is evaluated, batch by batch: arrays, or an iterator that continues or starts over.
+    """The data of an evaluation: arrays, or an iterator.
 
     An iterator gives batches with MXNet's ``data``, ``label`` and ``pad``; samples that only
     fill a batch are left out. ``num_batches`` is how many come, at most ``limit``; 0 where an
@@ -228,7 +229,7 @@ class Samples:
             raise UsageError(f"num_batch must be at least 1, got {limit}")
         self._iterator = x if is_iterator(x) else None
         if self._iterator is not None and y is not None:
-            raise UsageError("the iterator brings its labels, so y must not be given")
+            raise UsageError("X is an iterator with labels; do not pass y too")
         self._x = x if self._iterator is not None else np.asarray(x)
         self._y = None if y is None else np.asarray(y)
         self._batch_size = batch_size
@@ -237,7 +238,7 @@ class Samples:
         self.num_batches = self._count()
 
     def batches(self) -> Iterator[tuple[HostArray, HostArray | None]]:
-        """Samples and, where there are some, their labels."""
+        """Yield samples and, where there are some, their labels."""
         if self._iterator is None:
             yield from itertools.islice(self._slices(), self._limit)
             return
@@ -267,14 +268,14 @@ class Samples:
 
 
 class Evaluation:
-    """Metrics over data that are not trained on, batch by batch in their order."""
+    """The evaluation of metrics on held-out data, batch by batch."""
 
     def __init__(self, metric: EvalMetric, callbacks: Callbacks = None) -> None:
         self.metric = metric
         self._callbacks = callbacks
 
     def run(self, replica: Replica, samples: Samples, progress: Progress) -> tuple[Progress, float]:
-        """The last batch's progress, whose ``eval_metric`` has all, and the accuracy."""
+        """Return the last batch's progress, whose ``eval_metric`` has all, and the accuracy."""
         accuracy = Accuracy()
         self.metric.reset()
         progress = replace(progress, nbatch=0, num_batches=samples.num_batches)
@@ -290,7 +291,7 @@ class Evaluation:
     def end_epoch(
         self, replica: Replica, samples: Samples, progress: Progress, callbacks: Callbacks
     ) -> Progress:
-        """The progress of an epoch's end, with what was found."""
+        """Return the progress of an epoch's end, with what was found."""
         last, accuracy = self.run(replica, samples, progress)
         call(callbacks, last)
         values = tuple(self.metric.get_global_name_value())
@@ -304,14 +305,14 @@ def call(callbacks: Callbacks, progress: Progress) -> None:
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """One callback, several or None as a list."""
+    """Return one callback, several or None as a list."""
     if callbacks is None:
         return []
     return [callbacks] if callable(callbacks) else list(callbacks)
 
 
 def takes_four(callback: Callable[..., Any]) -> bool:
-    """Whether it can be called as MXNet calls one at an epoch's end."""
+    """Return whether it can be called as MXNet calls one at an epoch's end."""
     try:
         inspect.signature(callback).bind(None, None, None, None)
     except (TypeError, ValueError):  # ValueError: written in C, without a signature
@@ -320,17 +321,17 @@ def takes_four(callback: Callable[..., Any]) -> bool:
 
 
 def is_iterator(x: object) -> bool:
-    """Whether it gives batches, as ``NDArrayIter`` does: it can be iterated over and reset."""
+    """Return whether it can be iterated over and reset, as ``NDArrayIter`` can."""
     return callable(getattr(x, "reset", None)) and hasattr(x, "__iter__")
 
 
 def checked_pair(x: Any, y: Any) -> Data:
-    """Samples and labels as arrays; an iterator brings both."""
+    """Return samples and labels as arrays; an iterator brings both."""
     return checked_data(*x.sources()) if isinstance(x, NDArrayIter) else checked_data(x, y)
 
 
 def checked_eval_data(data: Any) -> tuple[Any, Any]:
-    """The same of ``eval_data``, a pair or an iterator; another iterator as it is, and None.
+    """Return the same of ``eval_data``, a pair or an iterator; another iterator as it is, and None.
 
     Raises ``UsageError``.
     """

@@ -45,7 +45,7 @@ class Network(Protocol):
     def loss_and_gradients(
         self, params: Mapping[str, Array], x: Array, y: Array
     ) -> tuple[float, int, Mapping[str, Array]]:
-        """The loss summed over the samples, how many of them were answered right, and the
+        """Return the loss summed over the samples, how many of them were answered right, and the
         gradients of that sum: one new array for each parameter, of its shape and dtype.
 
         ``x`` is (n, *input_shape), ``y`` (n,) int64. A sum and not a mean, so that sums of
@@ -53,7 +53,7 @@ class Network(Protocol):
         """
 
     def predict(self, params: Mapping[str, Array], x: Array) -> Array:
-        """Class probabilities, (n, classes)."""
+        """Return class probabilities, (n, classes)."""
 
 
 class StatefulNetwork(Protocol):
@@ -70,7 +70,7 @@ class StatefulNetwork(Protocol):
         """As in ``Network``."""
 
     def init_aux_params(self, input_shape: tuple[int, ...]) -> dict[str, HostArray]:
-        """New NumPy arrays of floats, by name."""
+        """Return new NumPy arrays of floats, by name."""
 
     def loss_and_gradients(
         self, params: Mapping[str, Array], x: Array, y: Array, aux: Mapping[str, Array]
@@ -85,15 +85,15 @@ class Initializer(Protocol):
     """Makes the first value of a parameter, instead of ``Network.init_params``'s own."""
 
     def __call__(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> HostArray:
-        """An array of ``shape``; it is cast to the dtype that the network chose."""
+        """Return an array of ``shape``; it is cast to the dtype that the network chose."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a fit has come, as handed to its callbacks; numbers are this worker's own.
+    """The progress of a fit on this worker, passed to its callbacks.
 
     ``loss`` and ``accuracy`` are means over the epoch's batches so far, each taken before the
-    batch's own update. ``nbatch`` counts the finished batches of the epoch, from 1 on.
+    batch's own update. ``nbatch`` counts the finished batches of the epoch, from 1.
     """
 
     epoch: int
@@ -122,7 +122,7 @@ class Progress:
 
 
 class EpochPlan(NamedTuple):
-    """Where a worker's samples come from: its place among the shards, and how many batches."""
+    """The samples of a worker: its shard, and the number of batches."""
 
     rank: int
     num_workers: int
@@ -138,7 +138,7 @@ def split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list[
     python/mxnet/executor_manager.py of the original.
     """
     if not work_load_list or not all(load > 0 and math.isfinite(load) for load in work_load_list):
-        raise UsageError(f"work loads must be positive numbers, got {list(work_load_list)}")
+        raise UsageError(f"work_load_list must have positive numbers, got {list(work_load_list)}")
     total = sum(work_load_list)
     sizes = [round(load * batch_size / total) for load in work_load_list]
     sizes[-1] += max(0, batch_size - sum(sizes))
@@ -148,16 +148,16 @@ def split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list[
         begin, end = end, min(end + size, batch_size)
         if begin >= end:
             raise UsageError(
-                f"a batch of {batch_size} over {len(sizes)} devices with work loads "
-                f"{list(work_load_list)} leaves none for device {index}; take a larger batch or "
-                f"fewer devices"
+                f"a batch of {batch_size} samples for {len(sizes)} devices with "
+                f"work_load_list={list(work_load_list)} leaves device {index} without a sample; "
+                "use a larger batch or fewer devices"
             )
         slices.append(slice(begin, end))
     return slices
 
 
 def describe_data(x: HostArray, y: HostArray, batch_size: int) -> NDArray[np.int64]:
-    """What the workers compare before they start: samples, batch size and a fingerprint."""
+    """Describe the samples, for workers to compare: size, batch size, fingerprint."""
     digest = 0
     for part in (y, x[:8], x[-8:]):
         digest = zlib.crc32(np.ascontiguousarray(part).tobytes(), digest)
@@ -167,7 +167,7 @@ def describe_data(x: HostArray, y: HostArray, batch_size: int) -> NDArray[np.int
 def plan_epochs(
     described: NDArray[np.int64], rank: int, sharded_here: bool
 ) -> tuple[EpochPlan, str | None]:
-    """The plan of worker ``rank``, and a warning, from what all workers said of their data.
+    """Return the plan of worker ``rank``, and a warning, from what all workers said of their data.
 
     ``described`` is (num_workers, 3), a row of ``describe_data`` each. With ``sharded_here``
     all must hold the same data and each visits its shard of it; else each visits all of its
@@ -184,9 +184,10 @@ def plan_epochs(
         ):
             if len(set(values.tolist())) > 1:
                 raise UsageError(
-                    f"fit deals the data out among the workers, so all must give it the same; "
-                    f"the {what} of ranks 0 to {num_workers - 1} are {values.tolist()}. Give "
-                    f"the full data set on every rank, or shard=False to use each rank's own"
+                    "fit shards the data over the workers, so all workers must pass the same "
+                    f"data; the {what} of ranks 0 to {num_workers - 1} are {values.tolist()}. "
+                    "Pass the full data set on each rank, or shard=False to use each rank's own "
+                    "data"
                 )
         num_batches = math.ceil(int(num_samples[0]) / (num_workers * int(batch_sizes[0])))
         return EpochPlan(rank, num_workers, num_batches), None
@@ -204,12 +205,12 @@ def plan_epochs(
 
 
 def is_synchronous(store_type: str) -> bool:
-    """Whether stores of this type add up the gradients of all workers before an update."""
+    """Return whether stores of this type add up the gradients of all workers before an update."""
     return "dist" in store_type and "async" not in store_type
 
 
 def rescale_grad(store_type: str, batch_size: int, num_workers: int) -> float:
-    """The factor that makes the sum that an update sees a mean over samples.
+    """Return the factor that makes the sum that an update sees a mean over samples.
 
     A synchronous update sees all workers' batches, any other one batch. Source: ``fit`` in
     python/mxnet/model.py of the original.
@@ -218,25 +219,25 @@ def rescale_grad(store_type: str, batch_size: int, num_workers: int) -> float:
 
 
 def checked_data(x: object, y: object) -> tuple[HostArray, NDArray[np.int64]]:
-    """Samples and labels as NumPy arrays, or an error that says what is wrong with them.
+    """Return samples and labels as NumPy arrays; raise an error for unusable ones.
 
     No copy is made of what already fits: ``x`` any array of at least one sample, ``y`` one
     integer for each; whole numbers of a float dtype, MXNet's convention, become integers.
     """
     if y is None:
-        raise UsageError("labels are missing: give y, one integer for each sample")
+        raise UsageError("labels are missing; pass y with one integer for each sample")
     samples, labels = np.asarray(x), np.asarray(y)
     if samples.ndim < 1 or len(samples) == 0 or labels.shape != samples.shape[:1]:
         raise UsageError(
-            f"X must be (n, ...) with n of at least 1 and y (n,); they have the shapes "
-            f"{samples.shape} and {labels.shape}"
+            f"X must have shape (n, ...) with n >= 1 and y shape (n,), got {samples.shape} and "
+            f"{labels.shape}"
         )
     if labels.dtype.kind == "f":
         _check_whole(labels)
     elif labels.dtype.kind not in "iu":
         raise ArgumentTypeError(
-            f"labels must be integers (classes from 0 on), not {labels.dtype}; use y.astype(int) "
-            f"if they are meant as such"
+            f"labels must be integers (class numbers from 0), got {labels.dtype}; convert them "
+            "with y.astype(int)"
         )
     return samples, labels.astype(np.int64, copy=False)
 
@@ -250,8 +251,8 @@ def _check_whole(labels: HostArray) -> None:
     if wrong.any():
         at = int(wrong.argmax())
         raise ArgumentTypeError(
-            f"labels must be integers (classes from 0 on) or floats that are whole numbers; "
-            f"label {at} is {labels[at]}. Use y.astype(int) if the rest may be cut off"
+            f"labels must be whole numbers (class numbers from 0), got {labels[at]} at index "
+            f"{at}; use y.astype(int) to truncate them"
         )
 
 
@@ -266,8 +267,8 @@ def check_network(network: object) -> None:
     else:
         return
     raise ArgumentTypeError(
-        f"symbol must be a network: an object with init_params(input_shape, rng), "
-        f"loss_and_gradients(params, x, y) and predict(params, x), as kvstore.model.Network says; "
+        "symbol must be a network with the methods init_params(input_shape, rng), "
+        "loss_and_gradients(params, x, y) and predict(params, x) (see kvstore.model.Network), "
         f"got {problem}"
     )
 
@@ -291,8 +292,8 @@ def check_same_start(starts: NDArray[np.int64]) -> None:
         if len(set(values)) > 1:
             raise UsageError(
                 f"all workers of a job must train the same epochs; {what} of ranks 0 to "
-                f"{len(values) - 1} is {values}. Give the same on every rank, and load the same "
-                f"checkpoint"
+                f"{len(values) - 1} is {values}. Pass the same value and load the same "
+                "checkpoint on each rank"
             )
 
 
@@ -327,19 +328,19 @@ def initial_aux(
 
 
 def has_aux(network: Any) -> bool:
-    """Whether it is a ``StatefulNetwork``."""
+    """Return whether it is a ``StatefulNetwork``."""
     return hasattr(network, "init_aux_params")
 
 
 def taken_over(
     what: str, made: dict[str, HostArray], given: Mapping[str, HostArray] | None, allow_extra: bool
 ) -> dict[str, HostArray]:
-    """``made`` with the given values in their places, cast to the same dtypes."""
+    """Return ``made`` with the given values in place, cast to the same dtypes."""
     unknown = sorted(set(given or {}) - set(made))
     if unknown and not allow_extra:
         raise UsageError(
-            f"{what} holds {', '.join(unknown)}, which the network does not have; its own are "
-            f"{', '.join(made) or 'none'}"
+            f"{what} has {', '.join(unknown)}, which the network does not have; the network has "
+            f"{', '.join(made) or 'no parameters'}"
         )
     return {
         name: fitting_value(name, given[name], own) if given and name in given else own
@@ -348,10 +349,9 @@ def taken_over(
 
 
 def fitting_value(name: str, value: HostArray, own: HostArray) -> HostArray:
-    """A copy of ``value`` in the dtype of ``own``, whose shape it must have."""
+    """Return a copy of ``value`` in the dtype of ``own``, whose shape it must have."""
     if np.shape(value) != own.shape:
         raise UsageError(
-            f"the value given for {name} has the shape {np.shape(value)}, the network's "
-            f"has {own.shape}"
+            f"the value for {name} must have the network's shape {own.shape}, got {np.shape(value)}"
         )
     return np.array(value, dtype=own.dtype)

@@ -50,7 +50,7 @@ class OnStore:
         self._optimizer = optimizer
 
     def start(self, names: list[str], values: list[HostArray], weights: Weights) -> None:
-        """First values: those of rank 0 reach every device."""
+        """Set every device's values to the first values of rank 0."""
         self.store.set_optimizer(self._optimizer)
         with new_keys():
             self.store.init(names, values)
@@ -123,7 +123,7 @@ def opened(kvstore: KVStoreBase | str | None) -> Iterator[KVStoreBase]:
 
 
 def exchange(store: KVStoreBase, mine: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What every worker said, a row each in rank order; one round without an optimizer."""
+    """Exchange rows: return each worker's, in rank order, after one round."""
     table = np.zeros((store.num_workers, len(mine)), np.int64)
     with new_keys():
         store.broadcast(DATA_KEY, table, out=[table.copy()])
@@ -132,7 +132,7 @@ def exchange(store: KVStoreBase, mine: NDArray[np.int64]) -> NDArray[np.int64]:
     store.pushpull(DATA_KEY, [table], out=[result])
     if not np.array_equal(result[store.rank], mine):
         raise UsageError(
-            "the store already updates by an optimizer; fit sets its own and needs a new store"
+            "fit needs a store without an optimizer, and this store has one; create a new store"
         )
     if isinstance(store, KVStore):
         store.delete(DATA_KEY)
@@ -146,8 +146,8 @@ def new_keys() -> Iterator[None]:
         yield
     except DuplicateKeyError as error:
         raise UsageError(
-            "the store served a fit already, or holds keys of the same names; create a new one, "
-            "or give fit the name of a type"
+            "the store already has keys with the names of the parameters, perhaps from another "
+            "fit; create a new store, or pass the name of a store type"
         ) from error
 
 
@@ -158,7 +158,7 @@ def agree(
     sharded_here: bool,
     logger: logging.Logger,
 ) -> EpochPlan:
-    """What this worker visits; a synchronous job first compares what its workers hold.
+    """Agree on this worker's samples; a synchronous job compares all workers first.
 
     ``described`` is of ``describe_data``, ``start`` a row for ``check_same_start``.
     Asynchronous workers never wait for each other's batches, so they need not agree.
@@ -177,14 +177,14 @@ def agree(
 
 
 def adds_all_workers(store: KVStoreBase) -> bool:
-    """Whether an update sees the gradients of all workers; so it does with every plug-in."""
+    """Return whether an update sees the gradients of all workers; so it does with every plug-in."""
     return not isinstance(store, KVStore) or is_synchronous(store.type)
 
 
 def create_kvstore(
     kvstore: KVStoreBase | str | None, num_device: int, arg_params: Mapping[str, HostArray]
 ) -> tuple[KVStoreBase | None, bool]:
-    """The store to train with, None if none is needed, and whether it should update.
+    """Return the store to train with, None if none is needed, and whether it should update.
 
     As the original's function of this name: one device needs no store in one process, and a
     ``local`` one with an array of over 16 Mi elements only adds. ``FeedForward`` itself always

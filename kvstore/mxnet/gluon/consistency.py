@@ -1,4 +1,4 @@
-"""Make the optimizer of a ``Trainer``, and check in every step that its workers agree.
+"""The optimizer of a ``Trainer``, and the check in each step that its workers agree.
 
 Each worker says in a row of a small table what it is about to do: batch size, learning rate, which
 parameters. The table travels through a store of its own that only adds, so every worker sees every
@@ -43,7 +43,7 @@ MAX_TEXT_BYTES = 1024 * 1024
 
 
 class Plan(NamedTuple):
-    """What a worker is about to do."""
+    """The next step of a worker, for the comparison between workers."""
 
     batch_size: float
     """0 where the call has none."""
@@ -81,8 +81,8 @@ class Agreement:
         if _differ(table[:, 0]):
             shown = {str(key): f"{shape} of {dtype}" for key, shape, dtype in specs}
             raise UsageError(
-                "the workers have different parameters: names, order, shapes and dtypes must be "
-                f"the same on all. {differences(self._exchange_texts(shown))}"
+                "parameters must have the same names, order, shapes and dtypes on all workers. "
+                f"{differences(self._exchange_texts(shown))}"
             )
         check_starts(table)
         if _differ(table[:, 2]):
@@ -96,11 +96,11 @@ class Agreement:
         check_plans(self._exchange(plan))
 
     def from_first(self, number: float) -> float:
-        """The number that worker 0 has given; the others' do not count."""
+        """Return the number that worker 0 has given; the others' do not count."""
         return float(self._exchange([number])[0, 0])
 
     def _exchange_texts(self, mine: Mapping[str, str]) -> list[dict[str, str]]:
-        """What each worker says; all of them come here, since all have seen the same table."""
+        """Exchange texts: return each worker's. All workers call it."""
         text = json.dumps(mine).encode()
         if len(text) > MAX_TEXT_BYTES:
             text = json.dumps({"": f"{len(mine)} of them, too many to show"}).encode()
@@ -123,7 +123,7 @@ class Agreement:
 
 
 def fingerprint(items: Iterable[object]) -> int:
-    """A number that tells lists of strings and numbers apart, the same in every process."""
+    """Return a number that tells lists of strings and numbers apart, the same in every process."""
     return zlib.crc32("\n".join(map(repr, items)).encode())
 
 
@@ -145,8 +145,8 @@ def check_plans(table: Table) -> None:
         )
     if _differ(keys):
         raise UsageError(
-            "the workers train different parameters in this step: which ones are frozen "
-            "(requires_grad, grad_req) must be the same on all"
+            "the workers train different parameters in this step; freeze the same parameters "
+            "(requires_grad, grad_req) on all workers"
         )
     if _differ(factors):
         raise OptimizerMismatch(
@@ -177,7 +177,7 @@ def check_starts(table: Table) -> None:
 
 
 def described(optimizer: Optimizer) -> dict[str, str]:
-    """The numbers of an optimizer by name; the batch size in place of its inverse."""
+    """Return the numbers of an optimizer by name; the batch size in place of its inverse."""
     shown = {name: repr(value) for name, value in optimizer.params().items()}
     factor = optimizer.params().get("rescale_grad")
     if factor:
@@ -224,11 +224,11 @@ class Factors:
         """The same on workers whose parameters have the same factors."""
 
     def have_changed(self) -> bool:
-        """Whether a parameter has other factors than at the last call of ``changes``."""
+        """Return whether a parameter has other factors than at the last call of ``changes``."""
         return self._present() != self._known
 
     def changes(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What to replace in ``optimizer``, so that it has the present factors."""
+        """Return the parameters to replace so ``optimizer`` has the present factors."""
         known, self._known = self._known, self._present()
         self.fingerprint = fingerprint(self._known)
         changed: dict[str, Any] = {}
@@ -262,12 +262,14 @@ def optimizer_for(
     if isinstance(optimizer, Optimizer):
         if optimizer_params:
             raise ArgumentValueError(
-                "optimizer_params need an optimizer given by name; this one is an object already"
+                "optimizer_params can be used only with the name of an optimizer, got an "
+                "Optimizer; set the parameters when you create it"
             )
     elif not isinstance(optimizer, str):
         raise ArgumentTypeError(
-            f"optimizer is a name or an Optimizer of kvstore, got {what_was_given(optimizer)}; "
-            "give its name and numbers: Trainer(params, 'sgd', {'learning_rate': 0.1})"
+            "optimizer must be a name or an Optimizer of kvstore, got "
+            f"{what_was_given(optimizer)}; pass a name and parameters: Trainer(params, 'sgd', "
+            "{'learning_rate': 0.1})"
         )
     elif isinstance(optimizer_params, Mapping | None):
         optimizer = create(optimizer, **(optimizer_params or {}))
@@ -278,8 +280,8 @@ def optimizer_for(
     check_travels(optimizer)
     if "rescale_grad" not in parameter_names(type(optimizer)):
         raise ArgumentValueError(
-            f"the optimizer {optimizer.name} has no rescale_grad, by which a Trainer divides by "
-            "the batch size; give it such a field"
+            "a Trainer needs an optimizer with the field rescale_grad, to divide by the batch "
+            f"size; add it to {optimizer.name}"
         )
     return optimizer
 

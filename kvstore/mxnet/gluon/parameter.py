@@ -71,10 +71,12 @@ class Parameter:
     def _checked_spec(self) -> KeySpec:
         specs = [spec_of(copy) for copy in self._copies]
         if not specs:
-            raise ArgumentValueError(f"{self} has no array: its list of devices is empty")
+            raise ArgumentValueError(
+                f"{self} has an empty list of arrays; pass one array for each device"
+            )
         if any(spec != specs[0] for spec in specs):
             raise ArgumentValueError(
-                f"the copies of {self} differ in shape or dtype: "
+                f"the arrays of {self} on different devices must have one shape and dtype, got "
                 + ", ".join(f"{spec.shape} of {spec.dtype}" for spec in specs)
             )
         return specs[0]
@@ -93,7 +95,8 @@ class Parameter:
     def grad(self, grad: Arrays | None) -> None:
         if grad is not None and len(_listed(grad)) != len(self._copies):
             raise ArgumentValueError(
-                f"{self} has {len(self._copies)} devices, the gradient has {len(_listed(grad))}"
+                f"{self} needs one gradient for each of its {len(self._copies)} devices, got "
+                f"{len(_listed(grad))}"
             )
         self._grad = grad
 
@@ -108,11 +111,11 @@ class Parameter:
         return self.grad_req != "null"
 
     def list_data(self) -> list[Array]:
-        """The array on each device."""
+        """Return the array on each device."""
         return list(self._copies)
 
     def list_grad(self) -> list[Array | None]:
-        """The gradient on each device; None where there is none."""
+        """Return the gradient on each device; None where there is none."""
         return [None] * len(self._copies) if self._grad is None else list(_listed(self._grad))
 
     @property
@@ -131,7 +134,7 @@ class Parameter:
         found = spec_of(data)
         if found.shape != self._spec.shape:
             raise ValueMismatchError(
-                f"{self} has the shape {self._spec.shape}, the new values have {found.shape}"
+                f"the new values of {self} must have shape {self._spec.shape}, got {found.shape}"
             )
         for copy in self._copies:
             adapter_for(copy).assign(data, copy)
@@ -160,7 +163,7 @@ class TensorParameter(Parameter):
 
 
 def collect(params: object) -> dict[Key, Parameter]:
-    """The parameters of a ``Trainer`` under their keys.
+    """Return the parameters of a ``Trainer`` under their keys.
 
     ``params`` is a mapping of names (taken in the order of the names) or an iterable of
     parameters or of pairs (name, parameter), taken in its order. Keys are the names if all
@@ -175,13 +178,13 @@ def collect(params: object) -> dict[Key, Parameter]:
         row = (parameter.name if name is None else name, parameter)
         found.setdefault(id(parameter.list_data()[0]), row)
     if not found:
-        raise ArgumentValueError("there are no parameters to train: the list is empty")
+        raise ArgumentValueError("params is empty; pass at least one parameter")
     names = [name for name, _ in found.values() if name is not None]
     parameters = [parameter for _, parameter in found.values()]
     if all(isinstance(each, TensorParameter) and not each.is_trained for each in parameters):
         raise ArgumentValueError(
-            f"none of the {len(parameters)} tensors requires a gradient, so nothing would be "
-            "trained. state_dict() gives detached tensors: pass model.named_parameters()"
+            f"none of the {len(parameters)} tensors requires a gradient, so none can be trained; "
+            "pass model.named_parameters() (state_dict() returns detached tensors)"
         )
     wanted = len(parameters[0].list_data())
     for parameter in parameters:
@@ -194,7 +197,9 @@ def collect(params: object) -> dict[Key, Parameter]:
         return dict(enumerate(parameters))
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ArgumentValueError(f"several parameters have the name {', '.join(twice)}")
+        raise ArgumentValueError(
+            f"parameters must have different names; used more than once: {', '.join(twice)}"
+        )
     return dict(zip(names, parameters, strict=True))
 
 
@@ -202,7 +207,7 @@ def _pairs(params: object) -> Iterator[tuple[str | None, object]]:
     if isinstance(params, Mapping):
         for name in params:
             if not isinstance(name, str):
-                raise ArgumentTypeError(f"names of parameters are strings, got {name!r}")
+                raise ArgumentTypeError(f"the name of a parameter must be a string, got {name!r}")
         yield from sorted(params.items())
         return
     if (
@@ -229,14 +234,15 @@ def _parameter(name: str | None, value: object) -> Parameter:
     if not copies or not all(hasattr(copy, "requires_grad") for copy in copies):
         whose = "" if name is None else f" (of {name!r})"
         raise ArgumentTypeError(
-            "a parameter is a tensor of PyTorch, a list of them for several devices, or "
-            f"Parameter(data, grad) for other arrays, got {_described(value)}{whose}"
+            "a parameter must be a PyTorch tensor, a list of tensors (one for each device) or "
+            f"Parameter(data, grad), got {_described(value)}{whose}"
         )
     for copy in copies:
         if not copy.is_leaf:
             raise ArgumentTypeError(
-                f"the tensor {name or ''} was computed from others, so it has no gradient of its "
-                "own; pass the parameters themselves, or tensor.detach().requires_grad_()"
+                f"the tensor {name or ''} is not a leaf (it was computed from others), so "
+                "PyTorch keeps no gradient for it; pass the parameters themselves, or "
+                "tensor.detach().requires_grad_()"
             )
     return TensorParameter(value, name=name)
 

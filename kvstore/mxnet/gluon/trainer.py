@@ -53,7 +53,7 @@ UNSAID = (
 
 
 class Trainer:
-    """Applies an optimizer to parameters, over a store.
+    """Applies an optimizer to a set of parameters through a store.
 
     ``params``: a mapping of names to parameters, or an iterable of parameters or of pairs
     (name, parameter). A parameter is a leaf tensor of PyTorch, a list of them (one for each
@@ -166,8 +166,8 @@ class Trainer:
         """
         if self._optimizer.lr_scheduler is not None:
             raise UsageError(
-                "the learning rate follows a schedule (lr_scheduler), so it cannot be set; make "
-                "the Trainer without one"
+                "cannot set the learning rate, because the optimizer has an lr_scheduler; "
+                "create the Trainer without one"
             )
         self._change(learning_rate=lr)
         if self._link is not None and self._is_started:
@@ -285,7 +285,7 @@ class Trainer:
         return self._link
 
     def _start(self) -> StoreLink | None:
-        """The store with all keys in it."""
+        """Return the store with all keys in it."""
         link = self._open()
         if not self._is_started and link is not None:
             link.start(self._params, self._optimizer, self._reduction == "mean")
@@ -293,7 +293,7 @@ class Trainer:
         return link
 
     def _note_step(self, link: StoreLink, batch_size: float) -> None:
-        """For the status of a job: the samples of this worker in a step.
+        """Record the samples of this worker in a step, for the status of a job.
 
         ``batch_size`` counts those of one mean, or of all who add together; 1 is what scripts
         give whose gradients are means already, and counts nothing.
@@ -303,7 +303,7 @@ class Trainer:
         note_step(link.store, batch_size * share if batch_size > 1 else 0)
 
     def _change(self, **numbers: Any) -> None:
-        """Other numbers of the optimizer from now on, on the store too."""
+        """Change numbers of the optimizer from now on, on the store too."""
         self._optimizer = self._optimizer.replace(**numbers)
         if self._link is not None and self._is_started:
             self._link.change(**numbers)
@@ -324,7 +324,7 @@ class Trainer:
             self._note_reduction(batch_size)
 
     def _note_reduction(self, batch_size: float) -> None:
-        """Once: what a batch size means for gradients of PyTorch, whose losses are means."""
+        """Explain once how a batch size affects PyTorch's gradients of mean losses."""
         self._reduction = "sum"
         is_torch = any(isinstance(each, TensorParameter) for each in self._params.values())
         if is_torch and batch_size not in (1, self._num_devices * self.num_workers):
@@ -346,9 +346,9 @@ class Trainer:
             gradients = parameter.list_grad()
             if is_here and any(map(is_row_sparse, gradients)):
                 raise ArgumentTypeError(
-                    f"the gradient of the parameter {key!r} is sparse, which only a store can "
-                    "update by: make the Trainer with a store and update_on_kvstore=True, such as "
-                    "kvstore='local'; or give dense gradients"
+                    f"the gradient of parameter {key!r} is sparse, which needs "
+                    "update_on_kvstore=True and a store (such as kvstore='local'); create such "
+                    "a Trainer, or use dense gradients"
                 )
             missing = [index for index, each in enumerate(gradients) if each is None]
             if missing and not ignore_stale_grad:
@@ -371,12 +371,12 @@ class Trainer:
     def _check_updates_here(self, call: str) -> None:
         if self.update_on_kvstore:
             raise UsageError(
-                f"{call} is for trainers that update by themselves, and here the store updates: "
-                "use step, or make the Trainer with update_on_kvstore=False"
+                f"{call} cannot be used when the store updates; call step, or create the Trainer "
+                "with update_on_kvstore=False"
             )
 
     def _pieces(self) -> Iterator[SavedPiece]:
-        """The states of the first device, which are those of all."""
+        """Yield the states of the first device, which are those of all."""
         states = self._updaters[0].states()
         for key, parameter in self._params.items():
             count, arrays = states.get(key, (0, None))
@@ -393,8 +393,8 @@ class Trainer:
             saved.check(contents, optimizer)
             states = {}
             for key, content in contents.items():
-                arrays, count = saved.read(key, 0, content.spec.num_elements, optimizer)
-                states[key] = count, arrays
+                piece = saved.read(key, 0, content.spec.num_elements, optimizer)
+                states[key] = piece.num_updates, piece.states
             self._optimizer = optimizer
             for updater in self._updaters:
                 updater.optimizer = optimizer
@@ -402,7 +402,7 @@ class Trainer:
 
     def _saved_count(self, fname: FilePath) -> int:
         with SavedStates(fname) as saved:
-            return max(saved.read(key, 0, 0, None)[1] for key in self._params)
+            return max(saved.read(key, 0, 0, None).num_updates for key in self._params)
 
 
 def _rescale_of(optimizer: Optimizer) -> float:

@@ -1,4 +1,4 @@
-"""Connect a ``Trainer`` to its store: which store, who updates, the exchange.
+"""The connection of a ``Trainer`` to its store: choice of the store, exchange, updates.
 
 ``open_link`` decides, from the arguments, whether there is a store and where updates happen; what
 is not possible is an error. A ``StoreLink`` is then the one way to that store.
@@ -38,7 +38,7 @@ Gradients = Mapping[Key, Sequence[Array]]
 
 
 class StoreLink:
-    """A store, and whether it updates by the optimizer (``updates``) or only adds."""
+    """A store that either runs the optimizer (``updates``) or only adds gradients."""
 
     def __init__(self, store: KVStoreBase, updates: bool) -> None:
         self.store = store
@@ -90,8 +90,8 @@ class StoreLink:
                     store.broadcast(key, values[index], out=outs[index], priority=-index)
         except DuplicateKeyError as error:
             raise UsageError(
-                "the store serves another Trainer already, or holds keys of the same names; give "
-                "each Trainer a store of its own"
+                "the store already has keys with the names of the parameters, perhaps from "
+                "another Trainer; create one store for each Trainer"
             ) from error
         if self.updates:
             self._weights = HeldWeights(params)
@@ -104,8 +104,8 @@ class StoreLink:
             except OptimizerNotSet:
                 return
             raise UsageError(
-                f"the store updates by an optimizer ({found.name}), so it cannot add gradients up "
-                "for update_on_kvstore=False; create a new one"
+                "update_on_kvstore=False needs a store without an optimizer, and this one has "
+                f"{found.name}; create a new store"
             )
 
     # -- numbers of the optimizer ------------------------------------------------------
@@ -147,8 +147,8 @@ class StoreLink:
         self.meet(plan._replace(num_changed=len(changed)))
         if changed:
             raise UsageError(
-                f"the weights of {', '.join(map(repr, changed[:5]))} were set or loaded since the "
-                f"last step; {SET_TOO_LATE}"
+                f"the weights of {', '.join(map(repr, changed[:5]))} were changed after the last "
+                f"step; {SET_TOO_LATE}"
             )
         self.flush()
         try:
@@ -165,7 +165,7 @@ class StoreLink:
             self._weights.note()
 
     def _set_meanwhile(self, gradients: Gradients) -> list[Key]:
-        """The weights that were set since the last step and that the store cannot take over.
+        """Return the weights that were set since the last step and that the store cannot take over.
 
         A store in one process takes them over, with what its optimizer keeps for them. Of those
         that are frozen the store brings no values, until they are trained again.
@@ -202,7 +202,7 @@ class StoreLink:
         return self._optimizer
 
     def from_first(self, number: float) -> float:
-        """Worker 0's number; this worker's own where workers do not wait for each other."""
+        """Return worker 0's number, or this worker's own in an asynchronous store."""
         return number if self._agreement is None else self._agreement.from_first(number)
 
 
@@ -212,7 +212,7 @@ def open_link(
     update_on_kvstore: bool | None,
     compression_params: Mapping[str, Any] | None,
 ) -> StoreLink | None:
-    """The store to train with, new if it was named; None where none is needed.
+    """Return the store to train with, new if it was named; None where none is needed.
 
     As in MXNet, parameters on one device need no store of a type for one process; unlike
     there, one is made when it is asked to update or to compress, or when the device is a GPU.
@@ -230,7 +230,9 @@ def open_link(
         updates &= all(each.spec.num_elements <= LARGE_ELEMENTS for each in params.values())
     if compression_params is not None:
         if not isinstance(store, KVStore):
-            raise ArgumentValueError(f"a {store.type} store cannot compress gradients")
+            raise ArgumentValueError(
+                f"a {store.type} store cannot compress gradients; remove compression_params"
+            )
         store.set_gradient_compression(compression_params)
     return StoreLink(store, updates)
 
@@ -256,12 +258,14 @@ def check_arguments(
         return
     if update_on_kvstore or compression_params is not None:
         wanted = "update_on_kvstore=True" if update_on_kvstore else "compression_params"
-        raise ArgumentValueError(f"{wanted} needs a store, and kvstore is None: name one")
+        raise ArgumentValueError(
+            f"{wanted} needs a store, but kvstore is None; pass a store or its type"
+        )
     num_devices = max(len(parameter.list_data()) for parameter in params.values())
     if num_devices > 1:
         raise ArgumentValueError(
-            f"the parameters are on {num_devices} devices, whose gradients a store has to add "
-            "up, and kvstore is None: use 'device'"
+            f"parameters on {num_devices} devices need a store that adds their gradients, but "
+            "kvstore is None; pass kvstore='device'"
         )
 
 
@@ -278,16 +282,17 @@ def _is_needless(name: str, params: Params) -> bool:
 
 
 def _resolve(store: KVStoreBase, update_on_kvstore: bool | None) -> bool:
-    """Whether the store updates. Raises ``ArgumentValueError`` for what it cannot do."""
+    """Return whether the store updates. Raises ``ArgumentValueError`` for what it cannot do."""
     is_capable = store.is_capable(KVStoreBase.OPTIMIZER)
     if update_on_kvstore and not is_capable:
         raise ArgumentValueError(
-            f"update_on_kvstore=True: a {store.type} store cannot run an optimizer; leave it out"
+            f"update_on_kvstore=True: a {store.type} store cannot run an optimizer; remove the "
+            "argument"
         )
     if update_on_kvstore is False and _is_asynchronous(store):
         raise ArgumentValueError(
-            f"update_on_kvstore=False: a {store.type} store applies each push by itself, so "
-            "there are no sums to update with; leave it out"
+            f"update_on_kvstore=False: a {store.type} store applies each push at once and does "
+            "not return sums; remove the argument"
         )
     return is_capable if update_on_kvstore is None else update_on_kvstore
 
@@ -303,7 +308,7 @@ Elements = np.ndarray[Any, np.dtype[Any]]
 
 
 class HeldWeights:
-    """The weights of some parameters as a store has left them: the first copy of each."""
+    """The weights of some parameters after the store's last update (first copy of each)."""
 
     def __init__(self, params: Mapping[Key, Parameter]) -> None:
         self._params = dict(params)
@@ -316,14 +321,14 @@ class HeldWeights:
         self._num_sets: list[int] = []
 
     def note(self) -> None:
-        """What is there now is the store's."""
+        """Record that the present values are the store's."""
         if not self._num_sets:
             self._look()
         self._left = np.concatenate(self._views)
         self._num_sets = self._sets()
 
     def changed(self) -> list[Key]:
-        """The keys that have other values than at the last ``note``; none before the first."""
+        """Return the keys whose values changed since the last ``note``, if any."""
         if not self._num_sets:
             return []
         if self._places != self._present_places():
@@ -342,7 +347,7 @@ class HeldWeights:
         ]
 
     def value(self, key: Key) -> Array:
-        """The first copy of a weight."""
+        """Return the first copy of a weight."""
         return self._params[key].first
 
     def _sets(self) -> list[int]:

@@ -40,19 +40,21 @@ def split_data(
         if isinstance(number, bool) or not isinstance(number, int):
             raise ArgumentTypeError(f"{name} must be an int, got {number!r}")
     if not 0 <= batch_axis < len(shape):
-        raise ArgumentValueError(f"an array of shape {shape} has no axis {batch_axis}")
+        raise ArgumentValueError(
+            f"batch_axis {batch_axis} is out of range for an array of shape {shape}"
+        )
     if num_slice < 1:
         raise ArgumentValueError(f"num_slice must be at least 1, got {num_slice}")
     size = shape[batch_axis]
     length, longer = divmod(size, num_slice)
     if even_split and longer:
         raise ArgumentValueError(
-            f"a batch of {size} samples cannot be cut evenly into {num_slice} slices; take a "
-            f"batch of a multiple of {num_slice}, or even_split=False"
+            f"a batch of {size} samples cannot be split evenly into {num_slice} slices; use a "
+            f"multiple of {num_slice}, or even_split=False"
         )
     if length == 0:
         raise ArgumentValueError(
-            f"a batch of {size} samples leaves some of {num_slice} slices empty; take a larger "
+            f"a batch of {size} samples leaves some of {num_slice} slices empty; use a larger "
             "batch or fewer slices"
         )
     slices = []
@@ -69,7 +71,7 @@ def split_and_load(
     batch_axis: int = 0,
     even_split: bool = True,
 ) -> list[Array]:
-    """``split_data`` into one slice for each context, each brought there.
+    """Split the data into one slice for each context, and copy each there.
 
     A tensor of PyTorch and an ``mx.nd.NDArray`` stay what they are; other arrays become CuPy's
     on a GPU, and NumPy's on a CPU unless they live there already. What is on its context
@@ -78,11 +80,12 @@ def split_and_load(
     """
     if not isinstance(ctx_list, list | tuple):
         raise ArgumentTypeError(
-            f"ctx_list is a list of contexts such as [mx.cpu(0)], got {type(ctx_list).__name__}"
+            "ctx_list must be a list of contexts such as [mx.cpu(0)], got "
+            f"{type(ctx_list).__name__}"
         )
     for context in ctx_list:
         if not isinstance(context, Context):
-            raise ArgumentTypeError(f"ctx_list holds {context!r}, which is not a context")
+            raise ArgumentTypeError(f"ctx_list must have contexts only, got {context!r}")
     slices = split_data(data, len(ctx_list), batch_axis, even_split)
     return [_loaded(part, context) for part, context in zip(slices, ctx_list, strict=True)]
 
@@ -103,7 +106,9 @@ def clip_global_norm(
     arrays or a negative ``max_norm``; then nothing has changed.
     """
     if not isinstance(arrays, list | tuple) or not arrays:
-        raise ArgumentValueError("clip_global_norm takes a list of at least one array")
+        raise ArgumentValueError(
+            "clip_global_norm needs a list of at least one array, got an empty list"
+        )
     if isinstance(max_norm, bool) or not isinstance(max_norm, int | float | np.number):
         raise ArgumentTypeError(f"max_norm must be a number, got {max_norm!r}")
     if not max_norm >= 0:
@@ -113,12 +118,11 @@ def clip_global_norm(
         adapter.dtype(array)
         refusal = adapter.why_read_only(array)
         if refusal is not None:
-            raise ArgumentTypeError(f"an array cannot be scaled: {refusal}")
+            raise ArgumentTypeError(f"cannot scale an array: {refusal}")
     norm = math.sqrt(sum(map(_sum_of_squares, arrays)))
     if check_isfinite and not math.isfinite(norm):
         warnings.warn(
-            "the norm of the gradients is NaN or infinite; what clipping makes of them is "
-            "undefined",
+            "the norm of the gradients is NaN or infinite, so the clipped gradients are undefined",
             UserWarning,
             stacklevel=2,
         )
@@ -132,7 +136,7 @@ def clip_global_norm(
 
 
 def _sum_of_squares(array: Array) -> float:
-    """In float64, so that neither squares of float16 nor sums of many leave the range."""
+    """Return the sum of squares in float64, which neither float16 nor many overflow."""
     adapter = adapter_for(array)
     with adapter.on(adapter.context(array)):
         flat = adapter.view(array).reshape(-1).astype(np.float64)

@@ -26,7 +26,7 @@ Names = Sequence[str] | None
 
 
 class BatchResult(NamedTuple):
-    """What a training step knows of its batch before it updates."""
+    """The results of a training step for a batch before the update."""
 
     labels: HostArray
     loss_sum: float
@@ -49,7 +49,7 @@ class EvalMetric:
                     self.num_inst += len(label)
 
     The value is ``sum_metric / num_inst``, NaN when nothing was counted. ``reset`` forgets
-    everything; ``reset_local`` begins to count anew for ``get``, and ``get_global`` still has
+    everything; ``reset_local`` begins to count again for ``get``, and ``get_global`` still has
     all since ``reset``. So something that is shown every few batches does not disturb what is
     said of the whole epoch. A subclass that adds to ``global_sum_metric`` and
     ``global_num_inst`` by itself says so by ``has_global_stats=True``, as in MXNet.
@@ -82,7 +82,7 @@ class EvalMetric:
 
     def update(self, labels: Arrays, preds: Arrays) -> None:
         """Count more samples: lists of parallel arrays, labels (n,), predictions (n, classes)."""
-        raise NotImplementedError(f"{type(self).__name__} does not define update()")
+        raise NotImplementedError(f"{type(self).__name__} must define update()")
 
     def update_batch(self, result: BatchResult) -> None:
         """Count a batch of a fit."""
@@ -102,7 +102,7 @@ class EvalMetric:
         self.sum_metric, self.num_inst = 0.0, 0
 
     def reset_local(self) -> None:
-        """Begin anew for ``get``; ``get_global`` forgets nothing."""
+        """Begin again for ``get``; ``get_global`` forgets nothing."""
         if not self._has_global_stats:
             self.global_sum_metric += self.sum_metric
             self.global_num_inst += self.num_inst
@@ -128,7 +128,7 @@ class EvalMetric:
         return _pairs(self.get_global())
 
     def get_config(self) -> dict[str, Any]:
-        """What ``create`` makes an equal metric of, as a mapping or, by ``json.dumps``, a text."""
+        """Return the mapping, or JSON text, from which ``create`` makes an equal metric."""
         return {
             **self._config,
             "metric": type(self).__name__,
@@ -138,7 +138,7 @@ class EvalMetric:
         }
 
     def _count(self, total: float, number: float) -> None:
-        """Add to the sums, for ``get`` and ``get_global`` alike."""
+        """Add to the sums, for both ``get`` and ``get_global``."""
         self.sum_metric += total
         self.num_inst += number
         self.global_sum_metric += total
@@ -170,8 +170,7 @@ def register(klass: Any, *names: Any, name: str | None = None) -> Any:
         return lambda cls: alias(klass, *names)(register(cls))
     if not (isinstance(klass, type) and issubclass(klass, EvalMetric)):
         raise ArgumentTypeError(
-            f"register takes a class that derives from mx.metric.EvalMetric, or further names "
-            f"for one; got {klass!r}"
+            f"register needs a subclass of mx.metric.EvalMetric, or alias names, got {klass!r}"
         )
     given = (*names, name or klass.__name__)[0]
     _registry[given.lower()] = klass
@@ -190,7 +189,7 @@ def alias(*aliases: str) -> Callable[[_Class], _Class]:
 
 
 def registered(name: str) -> type[EvalMetric]:
-    """The class of this name. Raises ``ArgumentValueError``, which lists the names."""
+    """Return the class of this name. Raises ``ArgumentValueError``, which lists the names."""
     cls = _registry.get(name.lower())
     if cls is None:
         raise ArgumentValueError(
@@ -211,13 +210,13 @@ def check_label_shapes(
     found = (labels.shape, preds.shape) if shape else (len(labels), len(preds))
     if found[0] != found[1]:
         raise ArgumentValueError(
-            f"a metric needs as many labels as predictions, got {found[0]} and {found[1]}"
+            f"a metric needs equally many labels and predictions, got {found[0]} and {found[1]}"
         )
     return (listed(labels), listed(preds)) if wrap else (labels, preds)
 
 
 def host_pairs(labels: Arrays, preds: Arrays) -> list[tuple[HostArray, HostArray]]:
-    """Pairs of NumPy arrays of the same length."""
+    """Return pairs of NumPy arrays of the same length."""
     several, answers = on_host(labels), on_host(preds)
     check_label_shapes(several, answers)
     pairs = list(zip(several, answers, strict=True))
@@ -227,7 +226,7 @@ def host_pairs(labels: Arrays, preds: Arrays) -> list[tuple[HostArray, HostArray
 
 
 def on_host(arrays: Arrays) -> list[HostArray]:
-    """Each array as NumPy's."""
+    """Return each array as NumPy's."""
     return [_to_host(each) for each in listed(arrays)]
 
 
@@ -237,7 +236,7 @@ def listed(arrays: Arrays) -> list[Any]:
 
 
 def ratio(total: float, number: float) -> float:
-    """The mean, NaN of nothing."""
+    """Return the mean, NaN of nothing."""
     return total / number if number else math.nan
 
 
@@ -254,8 +253,8 @@ def _chosen(what: str, names: Names, arrays: Mapping[str, Any]) -> list[Any]:
     absent = [name for name in names if name not in arrays]
     if absent:
         raise ArgumentValueError(
-            f"{what} asks for {', '.join(map(repr, absent))}; there are "
-            f"{', '.join(map(repr, arrays)) or 'no arrays'}"
+            f"{what} has unknown names {', '.join(map(repr, absent))}; known: "
+            f"{', '.join(map(repr, arrays)) or 'none'}"
         )
     return [arrays[name] for name in names]
 

@@ -62,7 +62,7 @@ class Moments:
 
     @classmethod
     def of(cls, first: HostArray, second: HostArray) -> Moments:
-        """Those of parallel vectors of float64."""
+        """Return those of parallel vectors of float64."""
         means = float(first.mean()), float(second.mean())
         one, other = first - means[0], second - means[1]
         return cls(len(first), means, (float(one @ one), float(other @ other)), float(one @ other))
@@ -119,7 +119,9 @@ class _Averaged(_Together):
         average: str = "macro",
     ) -> None:
         if average not in AVERAGES:
-            raise ArgumentValueError(f"average is one of {', '.join(AVERAGES)}, got {average!r}")
+            raise ArgumentValueError(
+                f"average must be one of {', '.join(AVERAGES)}, got {average!r}"
+            )
         super().__init__(name, output_names, label_names, average=average)
         self.average = average
 
@@ -225,15 +227,16 @@ def _total(matrices: Iterable[ConfusionMatrix]) -> ConfusionMatrix:
 
 
 def _of_two_classes(label: HostArray, pred: HostArray) -> ConfusionMatrix:
-    """Whether class 1 was predicted, and was the label."""
+    """Return whether class 1 was predicted, and was the label."""
     if pred.ndim != 2:
         raise ArgumentValueError(
-            f"predictions must be (n, 2), a number for each class, got the shape {pred.shape}"
+            f"predictions must have shape (n, 2), one number for each class, got {pred.shape}"
         )
     wanted = as_classes(label)
     if len(numpy.unique(wanted)) > 2:
         raise ArgumentValueError(
-            f"labels of two classes are needed, got {numpy.unique(wanted).tolist()}; pcc takes more"
+            f"labels must have at most two classes, got {numpy.unique(wanted).tolist()}; use pcc "
+            "for more"
         )
     answers = classes_of(label, pred, 1)
     return _confusion((answers == 1).astype(numpy.int64), (wanted == 1).astype(numpy.int64))
@@ -242,7 +245,7 @@ def _of_two_classes(label: HostArray, pred: HostArray) -> ConfusionMatrix:
 def _confusion(answers: HostArray, wanted: HostArray) -> ConfusionMatrix:
     lowest = min(answers.min(initial=0), wanted.min(initial=0))
     if lowest < 0:
-        raise ArgumentValueError(f"classes are numbers from 0 on, got {lowest}")
+        raise ArgumentValueError(f"class numbers must be at least 0, got {lowest}")
     size = max(int(answers.max(initial=1)), int(wanted.max(initial=1))) + 1
     flat = numpy.bincount(answers * size + wanted, minlength=size * size)
     return ConfusionMatrix(flat.reshape(size, size))

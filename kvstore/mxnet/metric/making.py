@@ -1,4 +1,4 @@
-"""``create``: make metrics from names, functions, objects, configurations and lists.
+"""``create``: metrics from names, functions, objects, configurations and lists.
 
 Read next: ``kvstore/mxnet/callback.py``, which shows metrics, and ``kvstore/mxnet/model.py``, which
 fills them.
@@ -55,7 +55,7 @@ class CustomMetric(Counted):
     ) -> None:
         if not callable(feval):
             raise ArgumentTypeError(
-                f"feval is a function of (label, prediction), got {type(feval).__name__}"
+                f"feval must be a function (label, prediction), got {type(feval).__name__}"
             )
         super().__init__(name or _name_of(feval), output_names, label_names)
         self._feval = feval
@@ -72,8 +72,8 @@ class CustomMetric(Counted):
 
     def get_config(self) -> dict[str, Any]:
         raise NotSupportedError(
-            f"the metric {self.name!r} is a function, which no configuration can hold; register a "
-            "subclass of mx.metric.EvalMetric instead"
+            f"the metric {self.name!r} is a function and does not have a configuration; register "
+            "a subclass of mx.metric.EvalMetric instead"
         )
 
 
@@ -122,8 +122,8 @@ class ObjectMetric(EvalMetric):
 
     def get_config(self) -> dict[str, Any]:
         raise NotSupportedError(
-            f"the metric {self.name!r} is an object of {type(self._all).__name__}, which no "
-            "configuration can hold"
+            f"the metric {self.name!r} uses an instance of {type(self._all).__name__} and does "
+            "not have a configuration; use a registered metric instead"
         )
 
     def _computed(self, counted: Any) -> tuple[Any, Any]:
@@ -153,14 +153,14 @@ class CompositeEvalMetric(EvalMetric):
         return any(metric.needs_predictions for metric in self.metrics)
 
     def add(self, metric: MetricLike) -> None:
-        """One more."""
+        """Add one metric."""
         self.metrics.append(create(metric))
 
     def get_metric(self, index: int) -> EvalMetric:
         """One of them. Raises ``ArgumentValueError`` when there are fewer."""
         if not -len(self.metrics) <= index < len(self.metrics):
             raise ArgumentValueError(
-                f"there is no metric {index} among {len(self.metrics)}, which count from 0"
+                f"the index of a metric must be from 0 to {len(self.metrics) - 1}, got {index}"
             )
         return self.metrics[index]
 
@@ -169,7 +169,7 @@ class CompositeEvalMetric(EvalMetric):
             metric.update(labels, preds)
 
     def update_dict(self, label: Mapping[str, Any], pred: Mapping[str, Any]) -> None:
-        """Each metric takes its own names, of those that this one lets through."""
+        """Update each metric with its own names, of those that this one lets through."""
         if self.label_names is not None:
             label = {name: each for name, each in label.items() if name in self.label_names}
         if self.output_names is not None:
@@ -201,7 +201,7 @@ class CompositeEvalMetric(EvalMetric):
 
 
 def _apart(pairs: Iterable[list[tuple[str, float]]]) -> tuple[list[str], list[float]]:
-    """Names and values."""
+    """Return names and values separately."""
     together = list(itertools.chain.from_iterable(pairs))
     return [name for name, _ in together], [value for _, value in together]
 
@@ -217,7 +217,9 @@ def create(metric: MetricLike, *args: Any, **kwargs: Any) -> EvalMetric:
     """
     if isinstance(metric, EvalMetric):
         if args or kwargs:
-            raise ArgumentValueError(f"{metric!r} is already an object and takes no arguments")
+            raise ArgumentValueError(
+                f"{metric!r} is already an instance and cannot get arguments; pass its name instead"
+            )
         return metric
     if isinstance(metric, str):
         if metric[:1] in ("[", "{"):
@@ -235,7 +237,7 @@ def create(metric: MetricLike, *args: Any, **kwargs: Any) -> EvalMetric:
     if isinstance(metric, list | tuple):
         return CompositeEvalMetric([create(each, *args, **kwargs) for each in metric])
     raise ArgumentTypeError(
-        f"a metric is a name, a function of (label, prediction), an EvalMetric or a list of "
+        "a metric must be a name, a function (label, prediction), an EvalMetric or a list of "
         f"these, got {type(metric).__name__}"
     )
 
@@ -243,7 +245,7 @@ def create(metric: MetricLike, *args: Any, **kwargs: Any) -> EvalMetric:
 def np(
     numpy_feval: Function, name: str | None = None, allow_extra_outputs: bool = False
 ) -> CustomMetric:
-    """A metric from a function of two NumPy arrays, named after it."""
+    """Return a metric from a function of two NumPy arrays, named after it."""
     return CustomMetric(numpy_feval, name, allow_extra_outputs)
 
 
@@ -252,8 +254,7 @@ def _made(cls: type[EvalMetric], args: tuple[Any, ...], kwargs: dict[str, Any]) 
         inspect.signature(cls).bind(*args, **kwargs)
     except TypeError as error:
         raise ArgumentTypeError(
-            f"{cls.__name__}{inspect.signature(cls)} cannot be made from the given arguments: "
-            f"{error}"
+            f"invalid arguments for {cls.__name__}{inspect.signature(cls)}: {error}"
         ) from None
     return cls(*args, **kwargs)
 
@@ -269,14 +270,15 @@ def _from_json(text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Eval
         case [str(name), dict(numbers)]:
             return create(name, *args, **{**numbers, **kwargs})
     raise ArgumentValueError(
-        f'a metric in JSON is {{"metric": "acc", ...}} or ["acc", {{...}}], got {text!r:.80}'
+        f'a metric in JSON must be {{"metric": "acc", ...}} or ["acc", {{...}}], got {text!r:.80}'
     )
 
 
 def _from_config(config: Mapping[str, Any], kwargs: dict[str, Any]) -> EvalMetric:
     if "metric" not in config:
         raise ArgumentValueError(
-            f'a metric\'s configuration has its name, {{"metric": "acc", ...}}, got {config!r:.80}'
+            "a metric's configuration must have its name, "
+            f'{{"metric": "acc", ...}}, got {config!r:.80}'
         )
     return create(**{**config, **kwargs})
 

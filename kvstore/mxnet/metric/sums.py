@@ -132,7 +132,7 @@ class TopKAccuracy(Counted):
         for label, pred in host_pairs(labels, preds):
             if pred.ndim > 2:
                 raise ArgumentValueError(
-                    f"top_k_accuracy takes predictions (n, classes), got the shape {pred.shape}"
+                    f"top_k_accuracy needs predictions of shape (n, classes), got {pred.shape}"
                 )
             wanted = as_classes(label)
             best = as_classes(pred)[:, None]
@@ -217,7 +217,7 @@ class Perplexity(Counted):
 
 
 class _OverBatches(Plain):
-    """A mean over arrays of what ``_value`` says of the differences of each, (n, ...)."""
+    """A mean over batches of ``_value(differences)``, for differences of shape (n, ...)."""
 
     def update(self, labels: Arrays, preds: Arrays) -> None:
         for label, pred in host_pairs(labels, preds):
@@ -279,8 +279,8 @@ def classes_of(label: HostArray, pred: HostArray, axis: int) -> HostArray:
         raise ArgumentValueError(f"predictions of shape {pred.shape} have no axis {axis}")
     if len(answers) != label.size:
         raise ArgumentValueError(
-            f"predictions of shape {pred.shape} with the classes along axis {axis} are "
-            f"{len(answers)} answers to {label.size} labels of shape {label.shape}"
+            f"predictions of shape {pred.shape} with classes on axis {axis} give {len(answers)} "
+            f"answers, but there are {label.size} labels (shape {label.shape})"
         )
     return answers
 
@@ -297,16 +297,16 @@ def probabilities(
     rows = numpy.moveaxis(pred, axis, -1).reshape(-1, pred.shape[axis])
     if len(rows) != label.size:
         raise ArgumentValueError(
-            f"predictions of shape {pred.shape} are {len(rows)} samples of {rows.shape[1]} "
-            f"classes, for {label.size} labels of shape {label.shape}"
+            f"predictions of shape {pred.shape} have {len(rows)} samples of {rows.shape[1]} "
+            f"classes, but there are {label.size} labels (shape {label.shape})"
         )
     wanted = as_classes(label)
     if counts is not None:
         rows, wanted = rows[counts], wanted[counts]
     if wanted.size and not 0 <= wanted.min() <= wanted.max() < rows.shape[1]:
         raise ArgumentValueError(
-            f"labels must be classes from 0 to {rows.shape[1] - 1}, got {wanted.min()} to "
-            f"{wanted.max()}; perplexity leaves one out as ignore_label"
+            f"labels must be from 0 to {rows.shape[1] - 1}, got {wanted.min()} to "
+            f"{wanted.max()}; pass ignore_label to skip one label"
         )
     chosen: HostArray = rows[numpy.arange(len(rows)), wanted]
     return chosen

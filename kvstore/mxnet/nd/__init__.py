@@ -100,7 +100,7 @@ __all__ = [
 
 
 def array(source_array: Any, ctx: Context | None = None, dtype: DType = None) -> NDArray:
-    """A new array of these values on ``ctx``, by default the current context: ``cpu(0)``.
+    """Return a new array of these values on ``ctx``, by default the current context: ``cpu(0)``.
 
     ``source_array`` is an array of any library that stores take, or numbers in nested lists.
     ``dtype`` is that of an NDArray, else float32, also for arrays of float64 and integers. Of a
@@ -127,7 +127,7 @@ def empty(
 def zeros(
     shape: Shape, ctx: Context | None = None, dtype: DType = "float32", stype: str | None = None
 ) -> NDArray:
-    """A new NDArray of zeros; with ``stype="row_sparse"`` a ``sparse.RowSparseNDArray``."""
+    """Return a new NDArray of zeros; with ``stype="row_sparse"`` a ``sparse.RowSparseNDArray``."""
     if stype not in (None, "default"):
         made: NDArray = _sparse().zeros(stype, shape, ctx, dtype)
         return made
@@ -141,7 +141,7 @@ def ones(
     *,
     stype: str | None = None,
 ) -> NDArray:
-    """A new NDArray of ones; with ``stype="row_sparse"`` an array with all its rows."""
+    """Return a new NDArray of ones; with ``stype="row_sparse"`` an array with all its rows."""
     made = _made("ones", shape, ctx, dtype)
     if stype not in (None, "default"):
         made = made.tostype(stype)
@@ -149,7 +149,7 @@ def ones(
 
 
 def full(shape: Shape, val: float, ctx: Context | None = None, dtype: DType = "float32") -> NDArray:
-    """A new array of this number."""
+    """Return a new array of this number."""
     made = _made("empty", shape, ctx, dtype)
     made[:] = val
     return made
@@ -170,14 +170,14 @@ def arange(
 
 
 def zeros_like(data: Any) -> NDArray:
-    """Zeros of the shape, dtype and device of ``data``; row-sparse if it is."""
+    """Return zeros of the shape, dtype and device of ``data``; row-sparse if it is."""
     if isinstance(data, RowSparseArray):
         return zeros(data.shape, None, data.dtype, data.stype)
     return zeros(checked_array(data).shape, data.context, data.dtype)
 
 
 def ones_like(data: Any) -> NDArray:
-    """Ones of the shape, dtype and device of ``data``."""
+    """Return ones of the shape, dtype and device of ``data``."""
     dense = _dense(data)
     return ones(dense.shape, dense.context, dense.dtype)
 
@@ -210,7 +210,7 @@ def random_normal(
 
 
 def add_n(*args: Any) -> Any:
-    """The sum of arrays, added left to right; a row-sparse one if all of them are."""
+    """Return the sum of arrays, added left to right; a row-sparse one if all of them are."""
     if not args:
         raise ArgumentTypeError("add_n needs at least one array")
     for each in args:
@@ -220,7 +220,7 @@ def add_n(*args: Any) -> Any:
 
 
 def concatenate(arrays: Sequence[NDArray], axis: int = 0) -> NDArray:
-    """A new array of these, one after the other along an axis that exists."""
+    """Return a new array of these, one after the other along an axis that exists."""
     return _joined("concatenate", arrays, axis)
 
 
@@ -230,7 +230,7 @@ def concat(*data: NDArray, dim: int = 1) -> NDArray:
 
 
 def stack(*data: NDArray, axis: int = 0) -> NDArray:
-    """A new array of these, one after the other along a new axis."""
+    """Return a new array of these, one after the other along a new axis."""
     return _joined("stack", data, axis)
 
 
@@ -238,44 +238,44 @@ def stack(*data: NDArray, axis: int = 0) -> NDArray:
 
 
 def sum(data: NDArray, axis: Axis = None, keepdims: bool = False) -> NDArray:
-    """``NDArray.sum``."""
+    """Call ``NDArray.sum``."""
     return _dense(data).sum(axis, keepdims)
 
 
 def mean(data: NDArray, axis: Axis = None, keepdims: bool = False) -> NDArray:
-    """``NDArray.mean``."""
+    """Call ``NDArray.mean``."""
     return _dense(data).mean(axis, keepdims)
 
 
 def max(data: NDArray, axis: Axis = None, keepdims: bool = False) -> NDArray:
-    """``NDArray.max``."""
+    """Call ``NDArray.max``."""
     return _dense(data).max(axis, keepdims)
 
 
 def min(data: NDArray, axis: Axis = None, keepdims: bool = False) -> NDArray:
-    """``NDArray.min``."""
+    """Call ``NDArray.min``."""
     return _dense(data).min(axis, keepdims)
 
 
 def norm(data: NDArray, ord: int = 2, axis: Axis = None, *, keepdims: bool = False) -> NDArray:
-    """``NDArray.norm``."""
+    """Call ``NDArray.norm``."""
     return _dense(data).norm(ord, axis, keepdims=keepdims)
 
 
 def argmax(data: NDArray, axis: int | None = None, keepdims: bool = False) -> NDArray:
-    """``NDArray.argmax``."""
+    """Call ``NDArray.argmax``."""
     return _dense(data).argmax(axis, keepdims)
 
 
 def dot(
     lhs: NDArray, rhs: NDArray, transpose_a: bool = False, transpose_b: bool = False
 ) -> NDArray:
-    """``NDArray.dot``."""
+    """Call ``NDArray.dot``."""
     return _dense(lhs).dot(_dense(rhs), transpose_a, transpose_b)
 
 
 def clip(data: NDArray, a_min: float, a_max: float) -> NDArray:
-    """``NDArray.clip``."""
+    """Call ``NDArray.clip``."""
     return _dense(data).clip(a_min, a_max)
 
 
@@ -285,17 +285,17 @@ def reshape(data: NDArray, shape: Shape, reverse: bool = False) -> NDArray:
 
 
 def flatten(data: NDArray) -> NDArray:
-    """``NDArray.flatten``."""
+    """Call ``NDArray.flatten``."""
     return _dense(data).flatten()
 
 
 def transpose(data: NDArray, axes: Sequence[int] = ()) -> NDArray:
-    """``NDArray.transpose``."""
+    """Call ``NDArray.transpose``."""
     return _dense(data).transpose(axes=axes)
 
 
 def expand_dims(data: NDArray, axis: int) -> NDArray:
-    """``NDArray.expand_dims``."""
+    """Call ``NDArray.expand_dims``."""
     return _dense(data).expand_dims(axis)
 
 
@@ -307,7 +307,7 @@ def split(
 
 
 def broadcast_to(data: NDArray, shape: Sequence[int]) -> NDArray:
-    """``NDArray.broadcast_to``."""
+    """Call ``NDArray.broadcast_to``."""
     return _dense(data).broadcast_to(shape)
 
 
@@ -385,7 +385,7 @@ def _joined(name: str, arrays: Sequence[NDArray], axis: int) -> NDArray:
 
 
 def _dense(data: Any) -> NDArray:
-    """An NDArray; of a row-sparse array the dense form. Raises ``ArgumentTypeError``."""
+    """Return an NDArray; of a row-sparse array the dense form. Raises ``ArgumentTypeError``."""
     return NDArray(data.to_dense()) if isinstance(data, RowSparseArray) else checked_array(data)
 
 

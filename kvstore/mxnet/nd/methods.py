@@ -35,7 +35,7 @@ HOST = Context("cpu", 0)
 
 
 class ArrayMethods(NDArrayOperatorsMixin):
-    """What ``NDArray`` inherits; see there."""
+    """The base class of ``NDArray`` with its methods."""
 
     __slots__ = ("__weakref__", "_array", "_context", "_uses")
 
@@ -92,45 +92,47 @@ class ArrayMethods(NDArrayOperatorsMixin):
     def __len__(self) -> int:
         return self.shape[0]
 
-    # -- sums and the like -----------------------------------------------------------------
+    # -- sums and products -----------------------------------------------------------------
 
     def sum(
         self, axis: Axis = None, keepdims: bool = False, *, dtype: DType = None, out: Any = None
     ) -> NDArray:
-        """The sum over all elements or along some axes; integers are added in 64 bits."""
+        """Return the sum of all elements or along ``axis``; integers use 64 bits."""
         return self._reduced("sum", axis, keepdims, dtype, out)
 
     def mean(
         self, axis: Axis = None, keepdims: bool = False, *, dtype: DType = None, out: Any = None
     ) -> NDArray:
-        """The mean of all elements or along some axes; that of integers is a float64."""
+        """Return the mean of all elements or along ``axis``; float64 for integers."""
         return self._reduced("mean", axis, keepdims, dtype, out)
 
     def max(self, axis: Axis = None, keepdims: bool = False, *, out: Any = None) -> NDArray:
-        """The largest element, of all or along some axes."""
+        """Return the largest element, of all or along some axes."""
         return self._reduced("max", axis, keepdims, None, out)
 
     def min(self, axis: Axis = None, keepdims: bool = False, *, out: Any = None) -> NDArray:
-        """The smallest element, of all or along some axes."""
+        """Return the smallest element, of all or along some axes."""
         return self._reduced("min", axis, keepdims, None, out)
 
     def norm(self, ord: int = 2, axis: Axis = None, *, keepdims: bool = False) -> NDArray:
         """The root of the sum of squares (``ord=2``) or the sum of magnitudes (``ord=1``)."""
         if ord not in (1, 2):
-            raise ArgumentTypeError(f"norm has the orders 1 and 2, got {ord!r}")
+            raise ArgumentTypeError(f"the order of norm must be 1 or 2, got {ord!r}")
         if ord == 1:
             return self.abs().sum(axis, keepdims)
         return self.abs().square().sum(axis, keepdims).sqrt()
 
     def dot(self, other: NDArray, transpose_a: bool = False, transpose_b: bool = False) -> NDArray:
-        """The sum of products over the last axis of this array and the first of ``other``.
+        """Return the sum of products over the last axis of this array and the first of ``other``.
 
         For matrices, their product; either may be used transposed, without a copy.
         """
         left, right = self._memory(), self._other(other)
         for array, transposed in ((left, transpose_a), (right, transpose_b)):
             if transposed and array.ndim > 2:
-                raise ValueMismatchError(f"dot transposes matrices, got shape {array.shape}")
+                raise ValueMismatchError(
+                    f"dot can transpose only matrices, got shape {array.shape}"
+                )
         left, right = (left.T if transpose_a else left), (right.T if transpose_b else right)
         with working_on(self._context):
             if max(left.ndim, right.ndim) <= 2:
@@ -138,7 +140,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
             return self._of(self._context.module.tensordot(left, right, axes=1), self._context)
 
     def abs(self) -> NDArray:
-        """Magnitudes."""
+        """Return the magnitudes."""
         return self._elementwise(np.abs)
 
     def sqrt(self) -> NDArray:
@@ -146,16 +148,16 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return self._elementwise(np.sqrt)
 
     def square(self) -> NDArray:
-        """Squares."""
+        """Return the squares."""
         return self._elementwise(np.square)
 
     def clip(self, a_min: float, a_max: float) -> NDArray:
-        """The elements, brought into this range."""
+        """Return the elements, brought into this range."""
         with working_on(self._context):
             return self._of(self._memory().clip(a_min, a_max), self._context)
 
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> NDArray:
-        """Positions of the largest elements; int64 (floats in MXNet)."""
+        """Return positions of the largest elements; int64 (floats in MXNet)."""
         with working_on(self._context):
             found = self._memory().argmax(axis=axis, keepdims=keepdims)
             return self._of(found, self._context)
@@ -163,7 +165,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
     # -- other dtypes and shapes -----------------------------------------------------------
 
     def reshape(self, *shape: Any, **options: Any) -> NDArray:
-        """The same elements in another shape, in the same memory if they lie in order.
+        """Return the same elements in another shape, in the same memory if they lie in order.
 
         ``reshape(2, 3)``, ``reshape((2, 3))`` or ``reshape(shape=(2, 3))``. 0 keeps the length
         of an axis, -1 stands for what is left, -2 for all remaining axes as they are, -3 for
@@ -175,7 +177,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         """
         reverse = bool(options.pop("reverse", False))
         if set(options) - {"shape"} or bool(options) == bool(shape):
-            raise ArgumentTypeError("reshape takes a shape, such as reshape((2, -1))")
+            raise ArgumentTypeError("reshape needs a shape, such as reshape((2, -1))")
         wanted = options.get("shape", shape[0] if len(shape) == 1 else shape)
         codes = checked_shape(_whole(wanted))
         is_view = bool(self._array.flags.c_contiguous)
@@ -185,12 +187,12 @@ class ArrayMethods(NDArrayOperatorsMixin):
             made = memory.reshape(_lengths(self.shape, codes, reverse) if self.size else codes)
         except (ValueError, IndexError, StopIteration, ZeroDivisionError) as error:
             raise ValueMismatchError(
-                f"an array of shape {self.shape} cannot take the shape {wanted}"
+                f"cannot reshape an array of shape {self.shape} to {wanted}"
             ) from error
         return self._of(made, self._context, self._uses if is_view else None)
 
     def tostype(self, stype: str) -> Any:
-        """A copy: an NDArray for ``"default"``; for ``"row_sparse"`` a ``RowSparseNDArray``.
+        """Return a copy: an NDArray for ``"default"``; for ``"row_sparse"`` a ``RowSparseNDArray``.
 
         That has the rows that are not all zero. Raises ``NotSupportedError`` for ``"csr"``.
         """
@@ -201,13 +203,13 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return self._copied(self._memory())
 
     def flatten(self) -> NDArray:
-        """A copy with two axes: the first, and all others in one."""
+        """Return a copy with two axes: the first, and all others in one."""
         return self.reshape((len(self), self.size // max(len(self), 1))).copy()
 
     def transpose(self, *axes: Any, **options: Any) -> NDArray:
         """A copy with its axes in this order, ``transpose((1, 0))``, or in the reverse one."""
         if set(options) - {"axes"} or (options and axes):
-            raise ArgumentTypeError("transpose takes its axes, such as transpose((1, 0))")
+            raise ArgumentTypeError("transpose needs axes as ints, such as transpose((1, 0))")
         order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
         return self._copied(self._memory().transpose(options.get("axes", order) or None))
 
@@ -217,7 +219,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return self.transpose()
 
     def expand_dims(self, axis: int) -> NDArray:
-        """A copy with an axis of length 1 more."""
+        """Return a copy with an axis of length 1 more."""
         return self._copied(self._context.module.expand_dims(self._memory(), axis))
 
     def split(
@@ -232,15 +234,15 @@ class ArrayMethods(NDArrayOperatorsMixin):
         length = self.shape[axis]
         if num_outputs < 1 or length % num_outputs or (squeeze_axis and length != num_outputs):
             raise ValueMismatchError(
-                f"axis {axis} of shape {self.shape} cannot be split into {num_outputs} parts"
-                f"{' of length 1' if squeeze_axis else ''}"
+                f"cannot split axis {axis} of shape {self.shape} into {num_outputs} equal "
+                f"parts{' of length 1' if squeeze_axis else ''}"
             )
         parts = self._context.module.split(memory, num_outputs, axis=axis)
         made = [self._copied(part.squeeze(axis) if squeeze_axis else part) for part in parts]
         return made if num_outputs > 1 else made[0]
 
     def broadcast_to(self, shape: Sequence[int]) -> NDArray:
-        """A copy of this shape, axes of length 1 repeated."""
+        """Return a copy of this shape, axes of length 1 repeated."""
         return self._copied(self._context.module.broadcast_to(self._memory(), tuple(shape)))
 
     def slice(
@@ -249,12 +251,12 @@ class ArrayMethods(NDArrayOperatorsMixin):
         end: Sequence[int | None],
         step: Sequence[int | None] | None = None,
     ) -> NDArray:
-        """A copy of the elements from ``begin`` to ``end``, given for the first axes."""
+        """Return a copy of the elements from ``begin`` to ``end``, given for the first axes."""
         ranges = zip(begin, end, step or [None] * len(begin), strict=True)
         return self[tuple(builtins.slice(*each) for each in ranges)].copy()
 
     def slice_axis(self, axis: int, begin: int, end: int | None) -> NDArray:
-        """A copy of the elements from ``begin`` to ``end`` of one axis."""
+        """Return a copy of the elements from ``begin`` to ``end`` of one axis."""
         key = [builtins.slice(None)] * self.ndim
         key[axis] = builtins.slice(begin, end)
         return self[tuple(key)].copy()
@@ -279,14 +281,14 @@ class ArrayMethods(NDArrayOperatorsMixin):
 
 
 def _whole(shape: Any) -> Any:
-    """A shape with ints in place of floats that are whole; anything else unchanged."""
+    """Return a shape with ints in place of floats that are whole; anything else unchanged."""
     if not isinstance(shape, list | tuple):
         return shape
     return [int(one) if isinstance(one, float) and one.is_integer() else one for one in shape]
 
 
 def _lengths(old: tuple[int, ...], codes: tuple[int, ...], reverse: bool) -> list[int]:
-    """The lengths that the codes of ``reshape`` stand for; -1 stays, for the library.
+    """Return the lengths that the codes of ``reshape`` stand for; -1 stays, for the library.
 
     Raises ``ValueError``, ``IndexError``, ``StopIteration`` where they do not fit.
     """
@@ -314,7 +316,7 @@ def _lengths(old: tuple[int, ...], codes: tuple[int, ...], reverse: bool) -> lis
 
 
 def _halves(length: int, one: int, other: int) -> tuple[int, int]:
-    """The two lengths into which one is split; one of them may be -1."""
+    """Return the two lengths into which one is split; one of them may be -1."""
     if -1 in (one, other):
         one, other = (length // other, other) if one == -1 else (one, length // one)
     if one < 0 or one * other != length:
@@ -323,7 +325,7 @@ def _halves(length: int, one: int, other: int) -> tuple[int, int]:
 
 
 def working_on(context: Context) -> AbstractContextManager[Any]:
-    """Inside the block the library works on this device; overflow and NaN raise no warnings."""
+    """Make the library work on this device in the block, without float warnings."""
     if context.device_type == "cpu":
         return np.errstate(all="ignore")
     return adapter_on(context).on(context)

@@ -56,8 +56,8 @@ class NDArray(ArrayMethods):
         context = home if context is None else checked_context(context)
         if adapter is not adapter_on(home) or not is_same_device(home, context):
             raise ArgumentTypeError(
-                f"an NDArray on {context} wraps a NumPy array (cpu) or a CuPy array (gpu), "
-                f"got {_described(memory)} on {home}; nd.array(value, ctx) makes a copy there"
+                f"an NDArray on {context} needs a NumPy array (cpu) or a CuPy array (gpu) there, "
+                f"got {_described(memory)} on {home}; use nd.array(value, ctx) to copy it"
             )
         check_dtype(memory.dtype)
         if context.device_type == "cpu":
@@ -80,20 +80,20 @@ class NDArray(ArrayMethods):
     # -- for the stores ------------------------------------------------------------------
 
     def _memory(self) -> Array:
-        """The wrapped array, to be read: nothing is being written there any more."""
+        """Return the wrapped array, to be read: nothing is being written there any more."""
         if self._uses.writes:
             self._uses.settle(for_writing=False)
         return self._array
 
     def _memory_to_write(self) -> Array:
-        """The wrapped array, to be written: no call of a store works there any more."""
+        """Return the wrapped array, to be written: no call of a store works there any more."""
         uses = self._uses
         if uses.writes or uses.reads:
             uses.settle(for_writing=True)
         return self._array
 
     def _other(self, other: object) -> Array:
-        """The memory of a second array of an operation, to be read; on this array's device."""
+        """Return a second array's memory for reading, on this array's device."""
         return operand(checked_array(other), self._context)
 
     # As in MXNet, arrays can be keys of dicts: by identity, though == compares elements.
@@ -110,22 +110,24 @@ class NDArray(ArrayMethods):
         self._memory_to_write()
 
     def asnumpy(self) -> np.ndarray[Any, Any]:
-        """The values as a new C-contiguous NumPy array, owned by the caller."""
+        """Return the values as a new C-contiguous NumPy array, owned by the caller."""
         host = adapter_on(self._context).to_host(self._memory())
         return host.copy() if self._context.device_type == "cpu" else host
 
     def asscalar(self) -> Any:
         """The only element, as a NumPy scalar. Raises ``ValueMismatchError`` if there are more."""
         if self.size != 1:
-            raise ValueMismatchError(f"only an array of one element is a scalar, got {self.shape}")
+            raise ValueMismatchError(
+                f"only an array of one element can become a scalar, got shape {self.shape}"
+            )
         return self.asnumpy().reshape(-1)[0]
 
     def item(self) -> Any:
-        """The only element, as a Python number."""
+        """Return the only element, as a Python number."""
         return self.asscalar().item()
 
     def __array__(self, dtype: DType = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """A copy on the host, since later calls of a store may write here unnoticed.
+        """Return a copy on the host, since later calls of a store may write here unnoticed.
 
         ``copy=False`` gives the memory itself, or raises ``ValueError`` where it cannot.
         """
@@ -133,14 +135,18 @@ class NDArray(ArrayMethods):
             host = self.asnumpy()
             return host if dtype is None else host.astype(dtype, copy=False)
         if self._context.device_type != "cpu":
-            raise ValueError(f"an array on {self._context} reaches the host by a copy only")
+            raise ValueError(
+                f"an array on {self._context} cannot be viewed on the host without a copy"
+            )
         return np.asarray(self._memory(), dtype, copy=False)
 
     def __bool__(self) -> bool:
         if self.size == 0:
             return False
         if self.size > 1:
-            raise ValueError("an array of several elements is neither true nor false; compare it")
+            raise ValueError(
+                "an array of several elements does not have one truth value; compare it first"
+            )
         return bool(self.asscalar())
 
     def __float__(self) -> float:
@@ -151,7 +157,7 @@ class NDArray(ArrayMethods):
 
     def __index__(self) -> int:
         if self.dtype.kind not in "iu":
-            raise TypeError(f"only an integer array can be an index, this one is {self.dtype}")
+            raise TypeError(f"an index must be an integer array, got {self.dtype}")
         return int(self.asscalar())
 
     def __repr__(self) -> str:
@@ -164,7 +170,7 @@ class NDArray(ArrayMethods):
     # -- arithmetic ------------------------------------------------------------------------
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        """NumPy's ufuncs on NDArrays; see NEP 13 for the arguments."""
+        """Apply NumPy's ufuncs to NDArrays; see NEP 13 for the arguments."""
         out: tuple[Any, ...] = options.pop("out", ())
         where = options.get("where")
         everything = (*inputs, *(each for each in out if each is not None))
@@ -194,7 +200,7 @@ class NDArray(ArrayMethods):
     # -- moving and reshaping --------------------------------------------------------------
 
     def copy(self) -> NDArray:
-        """A new array of the same values on the same device."""
+        """Return a new array of the same values on the same device."""
         return self._of(adapter_on(self._context).copy(self._memory()), self._context)
 
     def copyto(self, other: Any) -> Any:
@@ -217,11 +223,11 @@ class NDArray(ArrayMethods):
         return other
 
     def as_in_context(self, context: Context) -> NDArray:
-        """The array itself if it lives on ``context``, else a copy there."""
+        """Return the array itself if it lives on ``context``, else a copy there."""
         return self if checked_context(context) == self._context else self.copyto(context)
 
     def astype(self, dtype: DType, copy: bool = True) -> NDArray:
-        """A new array of another dtype; with ``copy=False`` itself, if it has that one."""
+        """Return a new array of another dtype; with ``copy=False`` itself, if it has that one."""
         wanted = native_dtype(dtype)
         if not copy and wanted == self.dtype:
             return self
@@ -231,7 +237,7 @@ class NDArray(ArrayMethods):
     # -- elements --------------------------------------------------------------------------
 
     def __getitem__(self, key: Any) -> NDArray:
-        """A view for numbers, slices, ``None`` and ``...``; else a copy of the elements.
+        """Return a view for numbers, slices, ``None`` and ``...``; else a copy of the elements.
 
         NDArrays and lists of numbers choose along an axis; floats are cut to integers, since
         that is what ``nd.array`` makes by default. Bool arrays are masks.
@@ -273,19 +279,21 @@ def new_array(source: Any, context: Context | None, dtype: DType) -> NDArray:
 
 
 def is_same_device(one: Context, other: Context) -> bool:
-    """Whether arrays of both can be worked on together: CPUs of all numbers share memory."""
+    """Return whether arrays of both can be worked on together: CPUs of all numbers share memory."""
     return one == other or one.device_type == other.device_type == "cpu"
 
 
 def checked_array(value: object) -> NDArray:
-    """``value`` itself. Raises ``ArgumentTypeError`` unless it is an NDArray."""
+    """Return ``value``. Raises ``ArgumentTypeError`` unless it is an NDArray."""
     if not isinstance(value, NDArray):
-        raise ArgumentTypeError(f"an NDArray is needed here, got {_described(value)}")
+        raise ArgumentTypeError(
+            f"expected an NDArray, got {_described(value)}; convert it with nd.array"
+        )
     return value
 
 
 def operand(value: Any, context: Context) -> Any:
-    """What the library of ``context`` can work with, once pending values are there.
+    """Return a value that ``context``'s library can use; wait for pending values.
 
     Raises ``ArgumentTypeError`` for an array on another device.
     """
@@ -303,14 +311,14 @@ def operand(value: Any, context: Context) -> Any:
 
 
 def is_operand(value: object) -> bool:
-    """Whether arithmetic takes it: an NDArray, a NumPy or CuPy array, a list or a number."""
+    """Return whether arithmetic takes it: an NDArray, a NumPy or CuPy array, a list or a number."""
     return (isinstance(value, _OPERANDS) or _is_cupy(value)) and not isinstance(
         value, np.ma.MaskedArray
     )
 
 
 def _target(value: Any, context: Context) -> Any:
-    """The memory of an operand that is written."""
+    """Return the memory of an operand that is written."""
     if value is None:
         return None
     if isinstance(value, NDArray):
@@ -323,8 +331,8 @@ def _target(value: Any, context: Context) -> Any:
 def _check_device(found: Context, wanted: Context) -> None:
     if not is_same_device(found, wanted):
         raise ArgumentTypeError(
-            f"arrays on {wanted} and {found} cannot be mixed; "
-            f"bring one over first: a.as_in_context(mx.{wanted})"
+            f"cannot mix arrays on {wanted} and {found}; copy one first: "
+            f"a.as_in_context(mx.{wanted})"
         )
 
 
@@ -333,7 +341,7 @@ def _is_cupy(value: object) -> bool:
 
 
 def _brought(value: Any, context: Context) -> Array:
-    """Anything like an array as one of the context's library, there. Perhaps the same memory."""
+    """Return any array as one of the context's library, perhaps the same memory."""
     if isinstance(value, NDArray):
         value = value._memory()
     elif isinstance(value, _LISTS + _NUMBERS):
@@ -344,7 +352,7 @@ def _brought(value: Any, context: Context) -> Array:
 
 
 def _is_basic(key: Any) -> bool:
-    """Whether a key selects a view, by NumPy's rules."""
+    """Return whether a key selects a view, by NumPy's rules."""
     return all(
         part is None
         or part is ...
@@ -354,7 +362,7 @@ def _is_basic(key: Any) -> bool:
 
 
 def _with_ellipsis(key: Any) -> Any:
-    """With an ellipsis, a single element is a view too, not a scalar."""
+    """Add an ellipsis, so that a single element is a view too, not a scalar."""
     parts = key if isinstance(key, tuple) else (key,)
     return key if ... in parts else (*parts, ...)
 
@@ -424,7 +432,7 @@ register(NDArray, NDArrayAdapter())
 if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
 
     def __getattr__(name):
-        """The names of ``nd``: MXNet calls its array library ``ndarray``, too."""
+        """Look a name up in ``nd``: MXNet calls its array library ``ndarray``, too."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(importlib.import_module("kvstore.nd"), name)

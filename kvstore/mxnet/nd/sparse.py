@@ -63,7 +63,7 @@ class RowSparseNDArray(RowSparseArray):
 
     @property
     def context(self) -> Context:
-        """The device that the caller named; the rows lie on the host all the same."""
+        """The device that the caller named; the rows are stored on the host."""
         return getattr(self, "_context", HOST)
 
     ctx = context
@@ -84,7 +84,7 @@ class RowSparseNDArray(RowSparseArray):
         return NDArray(self.to_dense())
 
     def tostype(self, stype: str) -> Any:
-        """A copy: an NDArray for ``"default"``, a row-sparse one for ``"row_sparse"``."""
+        """Return a copy: an NDArray for ``"default"``, a row-sparse one for ``"row_sparse"``."""
         return self.copy() if is_row_sparse_type(stype) else self.dense_operand()
 
     def astype(self: Self, dtype: DType, copy: bool = True) -> Self:
@@ -108,7 +108,7 @@ class RowSparseNDArray(RowSparseArray):
         return self.dense_operand().copyto(other)
 
     def as_in_context(self: Self, context: Context) -> Self:
-        """The array itself if it is on ``context``, else a copy that is."""
+        """Return the array itself if it is on ``context``, or a copy that is."""
         checked_context(context)
         return self if context == self.context else self.copy()._on(context)
 
@@ -149,16 +149,16 @@ def fill(target: RowSparseArray, source: RowSparseArray) -> None:
 
 
 def is_row_sparse_type(stype: str) -> bool:
-    """Whether ``stype`` is ``"row_sparse"`` and not ``"default"``.
+    """Return whether ``stype`` is ``"row_sparse"`` and not ``"default"``.
 
     Raises ``NotSupportedError`` for ``"csr"``, ``ArgumentValueError`` for any other.
     """
     if stype == "csr":
         raise NotSupportedError(
-            "CSR arrays are not supported here; stores take SciPy's and PyTorch's"
+            "nd does not support CSR arrays; pass SciPy's or PyTorch's CSR arrays to the store"
         )
     if stype not in ("row_sparse", "default"):
-        raise ArgumentValueError(f"a storage type is 'row_sparse' or 'default', got {stype!r}")
+        raise ArgumentValueError(f"a storage type must be 'row_sparse' or 'default', got {stype!r}")
     return stype == "row_sparse"
 
 
@@ -168,7 +168,7 @@ def row_sparse_array(
     ctx: Context | None = None,
     dtype: DType = None,
 ) -> RowSparseNDArray:
-    """A row-sparse array with memory of its own.
+    """Return a row-sparse array with memory of its own.
 
     ``arg1`` is a pair (data, indices), of arrays or lists; or a shape, for one without rows; or
     an array, dense or sparse. Without ``shape`` a pair has as many rows as its largest id needs.
@@ -182,13 +182,13 @@ def row_sparse_array(
         elif len(arg1) == 2:
             made = _of_pair(arg1[0], arg1[1], shape)
         else:
-            raise ArgumentTypeError("row_sparse_array takes (data, indices), a shape or an array")
+            raise ArgumentTypeError("row_sparse_array needs (data, indices), a shape or an array")
     elif is_row_sparse(arg1):
         made = row_sparse(arg1)
     else:
         made = RowSparseArray.from_dense(arg1)
     if shape is not None and tuple(shape) != made.shape:
-        raise ArgumentValueError(f"the array has shape {made.shape}, not {tuple(shape)}")
+        raise ArgumentValueError(f"the array must have shape {tuple(shape)}, got {made.shape}")
     kind = made.dtype if dtype is None else native_dtype(dtype)
     made = made.unique()
     with np.errstate(all="ignore"):
@@ -197,10 +197,10 @@ def row_sparse_array(
 
 
 def array(source_array: Any, ctx: Context | None = None, dtype: DType = None) -> RowSparseNDArray:
-    """A new row-sparse array of the values of one, of any library."""
+    """Return a new row-sparse array of the values of one, of any library."""
     if not is_row_sparse(source_array):
         raise ArgumentTypeError(
-            f"nd.sparse.array takes a sparse array, got {type(source_array).__name__}; use nd.array"
+            f"nd.sparse.array needs a sparse array, got {type(source_array).__name__}; use nd.array"
         )
     return row_sparse_array(source_array, None, ctx, dtype)
 
@@ -218,12 +218,12 @@ def zeros(stype: str, shape: Shape, ctx: Context | None = None, dtype: DType = N
 def retain(data: RowSparseNDArray, indices: Any) -> RowSparseNDArray:
     """``RowSparseNDArray.retain``."""
     if not isinstance(data, RowSparseNDArray):
-        raise ArgumentTypeError(f"retain takes a RowSparseNDArray, got {type(data).__name__}")
+        raise ArgumentTypeError(f"retain needs a RowSparseNDArray, got {type(data).__name__}")
     return data.retain(indices)
 
 
 def add_n(*args: Any) -> Any:
-    """The sum of arrays, added left to right: row-sparse if all of them are."""
+    """Return the sum of arrays, added left to right: row-sparse if all of them are."""
     return nd.add_n(*args)
 
 
@@ -238,7 +238,7 @@ def dot(lhs: Any, rhs: Any, transpose_a: bool = False, transpose_b: bool = False
 def _check_all(key: Any) -> None:
     if not (isinstance(key, slice) and key == slice(None)):
         raise NotSupportedError(
-            "of a row-sparse array only [:] can be taken or set; use retain(indices), "
+            "the only index of a row-sparse array is [:]; use retain(indices), "
             "tostype('default') or data"
         )
 

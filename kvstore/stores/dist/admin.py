@@ -19,13 +19,23 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from kvstore.arrays.keys import Key, Keys, KeySpec, UpdateFunction
 from kvstore.checkpoint.atomic import checked_path
 from kvstore.checkpoint.directory import CheckpointReader, write_checkpoint
-from kvstore.checkpoint.optimizer_states import Content, SavedPiece, SavedStates, write_states
-from kvstore.checkpoint.residuals import path_beside_states, path_in_checkpoint
+from kvstore.checkpoint.optimizer_states import (
+    Content,
+    HostValue,
+    SavedPiece,
+    SavedStates,
+    write_states,
+)
+from kvstore.checkpoint.residuals import (
+    path_beside_states,
+    path_in_checkpoint,
+    read_residuals,
+    remove_beyond,
+    save_residuals,
+)
 from kvstore.compression import Compression
 from kvstore.errors import NotSupportedError, OptimizerNotSet
 from kvstore.optimizer.base import Number, Optimizer
@@ -38,7 +48,7 @@ from kvstore.stores.base import CompressionParams, KeyInfo, KVStore, Path
 from kvstore.stores.dist.checkpoint import DistFiles
 from kvstore.stores.dist.collective import DistOptimizer, JointCalls
 from kvstore.stores.dist.compression import Coding
-from kvstore.stores.dist.control_client import HostValue, Servers
+from kvstore.stores.dist.control_client import Servers
 from kvstore.stores.dist.in_flight import InFlight
 from kvstore.stores.dist.node import Waiter
 from kvstore.stores.dist.progress import progress_of
@@ -103,7 +113,7 @@ class DistControl(KVStore):
         self._wait(self.set_optimizer_async(optimizer))
 
     def set_optimizer_async(self, optimizer: Optimizer) -> Future[None]:
-        """``set_optimizer``; what was pushed before belongs to the optimizer before."""
+        """Set the optimizer; earlier pushes belong to the earlier optimizer."""
         self._check()
         return self._optimizer.set(optimizer)
 
@@ -124,9 +134,9 @@ class DistControl(KVStore):
 
     def set_updater(self, updater: UpdateFunction) -> None:
         raise NotSupportedError(
-            "servers never run code that a worker sends: set_updater is for stores in one "
-            "process. Register an optimizer in a module that the servers import "
-            "(--server-import), or let the store only add up and update on the workers"
+            "a dist store does not support set_updater: servers never run code that a worker "
+            "sends. Register an optimizer in a module that the servers import "
+            "(--server-import), or update on the workers"
         )
 
     # -- compression -------------------------------------------------------------------
@@ -198,9 +208,11 @@ class DistControl(KVStore):
         residuals_of: Callable[[int], pathlib.Path],
         write: Callable[[Mapping[Key, Content], Optimizer | None, Iterable[SavedPiece]], None],
     ) -> None:
-        """Each worker saves its residuals; the lowest rank saves what the servers hold."""
+        """Save each worker's residuals; the lowest rank saves the servers' contents."""
         self._check()
-        self._files.save_residuals(residuals_of, self.rank, self.num_workers)
+        if self._servers.decides:
+            remove_beyond(residuals_of, self.num_workers)
+        save_residuals(self._exchange.coding, residuals_of(self.rank))
         if not self._servers.decides:
             return
         self._settle()
@@ -210,50 +222,38 @@ class DistControl(KVStore):
 
     def load_checkpoint(self, directory: Path) -> None:
         directory = checked_path(directory)
-
-        def load() -> Sequence[Key]:
-            with CheckpointReader(directory) as saved:
-                optimizer = saved.states.optimizer or self._optimizer_of_servers()
-                contents = self._files.contents()
-                saved.check(contents)
-                saved.states.check(contents, optimizer)
-                if optimizer is not None:
-                    self.set_optimizer(optimizer)
-                missing = {k: spec for k, spec in saved.specs.items() if k not in self._table}
-                empty = [
-                    (RowSparseArray.zeros if saved.is_row_sparse(key) else np.zeros)(*spec)
-                    for key, spec in missing.items()
-                ]
-                self._wait(self._init(missing, empty))
-                self._files.take_checkpoint(saved, optimizer)
-            return ()
-
-        self._check_may_wait()
-        self._settle()
-        read = partial(self._files.read_residuals, path_in_checkpoint(directory, self.rank))
-        restore_residuals = self._joint_calls.prepare("load_checkpoint", read)
-        entries = self._together("load_checkpoint", load)
-        self._add([entry for entry in entries if entry.key not in self._table])
-        self._optimizer.adopt()
-        restore_residuals()
+        residuals = path_in_checkpoint(directory, self.rank)
+        self._load("load_checkpoint", partial(CheckpointReader, directory), residuals)
 
     def load_optimizer_states(self, fname: Path) -> None:
         fname = checked_path(fname)
+        residuals = path_beside_states(fname, self.rank)
+        self._load("load_optimizer_states", partial(SavedStates, fname, takes_rows=True), residuals)
+
+    def _load(
+        self, name: str, open_file: Callable[[], SavedStates], residuals: pathlib.Path
+    ) -> None:
+        """Load each worker's residuals; the lowest rank sends the servers a file's data."""
 
         def load() -> Sequence[Key]:
-            with SavedStates(fname, takes_rows=True) as saved:
+            with open_file() as saved:
                 optimizer = saved.optimizer or self._optimizer_of_servers()
                 saved.check(self._files.contents(), optimizer)
                 if optimizer is not None:
                     self.set_optimizer(optimizer)
-                self._files.take_states(saved, optimizer)
+                missing = saved.missing(self._table)
+                if missing:
+                    specs = {key: saved.specs[key] for key in missing}
+                    self._wait(self._init(specs, list(missing.values())))
+                self._files.take(saved, optimizer)
             return ()
 
         self._check_may_wait()
         self._settle()
-        read = partial(self._files.read_residuals, path_beside_states(fname, self.rank))
-        restore_residuals = self._joint_calls.prepare("load_optimizer_states", read)
-        self._together("load_optimizer_states", load)
+        read = partial(read_residuals, self._exchange.coding, residuals)
+        restore_residuals = self._joint_calls.prepare(name, read)
+        entries = self._together(name, load)
+        self._add([entry for entry in entries if entry.key not in self._table])
         self._optimizer.adopt()
         restore_residuals()
 
@@ -310,7 +310,7 @@ class DistControl(KVStore):
         exception: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        """``close``; after an exception, which says enough, without waiting for pushes."""
+        """Close the store; after an exception, without waiting for pushes."""
         if exception is None:
             self.close()
         elif not self._is_closed:
@@ -375,14 +375,14 @@ class DistControl(KVStore):
         self._wait(settled([*self._exchange.unfinished(), *self._inits.of()]))
 
     def _together(self, name: str, act: Callable[[], Sequence[Key]]) -> list[KeyEntry]:
-        """Once all workers have come here, have the lowest rank ``act``; all see its error.
+        """Wait for all workers, let the lowest rank ``act``; all get its error.
 
         ``act`` returns the keys that are gone. Returns all keys of the store.
         """
         return self._meet(name, lambda _: act())[1]
 
     def _meet(self, name: str, act: Callable[[int], Sequence[Key]]) -> tuple[int, list[KeyEntry]]:
-        """``_together``, with the number of this call, which is the same on all workers."""
+        """Meet as in ``_together``, with this call's number, equal on all workers."""
         call, news = self._joint_calls.make(name, act)
         entries, self._optimizer.num_calls = self._servers.news_of(news)
         return call, entries
@@ -402,7 +402,7 @@ class DistControl(KVStore):
             raise
 
     def _tell(self, error: BaseException) -> None:
-        """The caller is told of this error now, so it need not be told again."""
+        """Record that the caller gets this error now, so it is not raised again."""
         self._node.unheard.heard(error)
         if str(self._late_error) == str(error):
             self._late_error = None
@@ -413,7 +413,7 @@ class DistControl(KVStore):
 
     def _check(self) -> None:
         if self._is_closed:
-            raise ClosedError(f"this {self._name} store is closed; create a new one")
+            raise ClosedError(f"this {self._name} store is closed; call kvstore.create again")
         error = self._late_error  # read once: another thread may raise it meanwhile
         if error is not None:
             self._tell(error)
@@ -421,7 +421,7 @@ class DistControl(KVStore):
 
 
 def _named(keys: Sequence[Key]) -> str:
-    """A list of keys for people, which differs when the keys do."""
+    """Return a list of keys for people, which differs when the keys do."""
     if len(keys) <= 5:
         return repr(list(keys))
     return f"{keys[:5]!r} and {len(keys) - 5} more, checksum {zlib.crc32(repr(keys).encode()):08x}"

@@ -4,7 +4,7 @@ Training loops pass plain NumPy arrays, or NDArrays that wrap such, of their key
 dtypes. These are recognised at a glance and their memory is used as it is, in a few passes over the
 whole list. Every other call goes through the checks of ``stores/arguments.py`` and the adapters of
 ``arrays/``, key by key, to the same result; several values for a key are added up. Arrays are
-looked at anew in each call, and nothing here keeps them. Runs on the caller's thread and may wait
+looked at again in each call, and nothing here keeps them. Runs on the caller's thread and may wait
 for lazy arrays. Read next: ``store.py``, which uses it, ``in_flight.py``, and ``gpu_sums.py`` for
 values on GPUs.
 """
@@ -50,7 +50,7 @@ _NO_GROUPS: Mapping[Key, Sequence[Array]] = {}
 
 
 class Checked(NamedTuple):
-    """The arrays of one call, which fit their keys: ``plain`` ones, or ``groups`` of any."""
+    """The checked arrays of one call: ``plain`` ones, or ``groups`` of any."""
 
     keys: KeyList
     groups: Mapping[Key, Sequence[Array]]
@@ -74,7 +74,7 @@ class Checked(NamedTuple):
         return flat_bytes_of(self.plain), False
 
     def landing(self) -> Destination:
-        """Where values arrive that fill these arrays.
+        """Return where values arrive that fill these arrays.
 
         Waits for earlier calls that still work in lazy arrays.
         """
@@ -87,14 +87,14 @@ class Checked(NamedTuple):
 
 
 def sums_on_host(rows: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> Sums:
-    """Each key's values, added up on the host, whatever devices they are on."""
+    """Return each key's values, added up on the host, whatever devices they are on."""
     pairs = zip(rows, specs, strict=True)
     sums = [sum_on(_HOST, row, spec) for row, spec in pairs]
     return Sums(sums, all(len(row) > 1 for row in rows))
 
 
 def sum_on(device: Context, row: Sequence[Array], spec: KeySpec) -> Bytes:
-    """One key's values, added up on a device, flat on the host.
+    """Return one key's values, added up on a device, flat on the host.
 
     Memory of its own, unless there is a single value, which was on the host.
     """
@@ -105,13 +105,13 @@ def sum_on(device: Context, row: Sequence[Array], spec: KeySpec) -> Bytes:
 
 
 def values_to_push(table: KeyTable, key: object, value: object) -> Checked:
-    """What a call pushes. Raises what ``KeyTable.check_push`` does."""
+    """Return the values that a call pushes, checked by ``KeyTable.check_push``."""
     found = _usual_values(table, key, value, are_written=False)
     return found or _grouped(table, table.check_push(key, value))
 
 
 def values_to_fill(table: KeyTable, key: object, out: object) -> Checked:
-    """What a call fills. Raises what ``KeyTable.check_out`` does."""
+    """Return the arrays that a call fills, checked by ``KeyTable.check_out``."""
     found = _usual_values(table, key, out, are_written=True)
     return found or _grouped(table, table.check_out(key, out))
 
@@ -119,7 +119,7 @@ def values_to_fill(table: KeyTable, key: object, out: object) -> Checked:
 def _usual_values(
     table: KeyTable, key: object, values: Any, *, are_written: bool
 ) -> Checked | None:
-    """The values of a call that needs no further check; else None, be it right or wrong."""
+    """Return the values of a call that needs no further check; else None, be it right or wrong."""
     keys = table.usual(key)
     if keys is None:
         return None

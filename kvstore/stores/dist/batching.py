@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from kvstore.arrays.keys import Key
 from kvstore.protocol.requests import KeyEntry
-from kvstore.stores.dist.in_flight import as_they_lie, copied
+from kvstore.stores.dist.in_flight import copied, zero_copy_views
 from kvstore.stores.dist.plan import Bytes, Group, scatter_into
 from pslite import Future, Postoffice
 from pslite.future import complete_all
@@ -34,7 +34,7 @@ Shape = tuple[tuple[Key, ...], bool, bool, int]
 
 
 class BatchedCall(Future[None]):
-    """One call: its keys, and for each what is pushed and where the value goes.
+    """One call: its keys with the pushed value and the destination of each.
 
     It is the future of its own end. One is made for each key of a loop, so it is made of little.
     """
@@ -58,7 +58,7 @@ class BatchedCall(Future[None]):
         self.error_so_far: BaseException | None = None
 
     def let_go(self) -> None:
-        """It is over: what still refers to it keeps no values, and no arrays of the caller."""
+        """Release values and callers' arrays: the message is done."""
         self.sources = self.targets = ()
 
     @property
@@ -70,13 +70,13 @@ class BatchedCall(Future[None]):
 
 
 def answer_for(keys: Sequence[Key]) -> str:
-    """What a call for these keys waits for, in words."""
+    """Describe the answer that a call for these keys waits for."""
     shown = ", ".join(repr(key) for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
     return f"the servers' answer for {shown}"
 
 
 def note_arrived(calls: Iterable[BatchedCall]) -> None:
-    """A message that carried something of each of these is done. On the I/O thread."""
+    """Record that a message with a share of each of these is done. On the I/O thread."""
     whole = []
     for call in calls:
         call.left -= 1
@@ -126,7 +126,7 @@ class CallBatch:
         return self._staging if self._filled_bytes == self._pushed_bytes else None
 
     def stage(self, sources: Sequence[Bytes], nbytes: int) -> list[Bytes] | None:
-        """Copies of a call's values, ``nbytes`` in all; None when there is no room for them."""
+        """Return copies of a call's values, of ``nbytes``; None without room for them."""
         staging, start = self._staging, self._filled_bytes
         if staging is None or start + nbytes > len(staging):
             self._staging = None
@@ -142,7 +142,7 @@ class CallBatch:
         return copies
 
     def add(self, call: BatchedCall, nbytes: int) -> None:
-        """One more; ``nbytes`` is the size of its values."""
+        """Add a call; ``nbytes`` is the size of its values."""
         call.flush = self._flush
         self.calls.append(call)
         _, pushes, pulls, _ = call.shape
@@ -167,7 +167,7 @@ class CallBatch:
         return call
 
     def has_room(self, nbytes: int, *, pushes: bool) -> bool:
-        """Whether a call should join these. A pull always joins the push before it."""
+        """Return whether a call should join these. A pull always joins the push before it."""
         if not pushes and self.calls and self.calls[-1].shape[1]:
             return True
         before = self._pushed_bytes if pushes else self._pulled_bytes
@@ -175,7 +175,7 @@ class CallBatch:
 
 
 class Mix(NamedTuple):
-    """Keys to which the same happens at the same time, those of the highest priority first."""
+    """Keys that are pushed or pulled in one step, highest priority first."""
 
     keys: tuple[Key, ...]
     calls: tuple[tuple[int, ...], ...]
@@ -187,7 +187,7 @@ class Mix(NamedTuple):
 
 
 def mixes_of(shapes: Sequence[Shape]) -> list[Mix]:
-    """How calls of these shapes go out: as few mixes as their order allows, one after the other."""
+    """Return the mixes in which calls are sent: as few as their order allows."""
     mixes: list[Mix] = []
     step: dict[Key, _KeyStep] = {}
     for number, (keys, pushes, pulls, priority) in enumerate(shapes):
@@ -209,7 +209,7 @@ def mixes_of(shapes: Sequence[Shape]) -> list[Mix]:
 
 @dataclass(slots=True)
 class _KeyStep:
-    """What happens to one key in a step: a push, a pull, or a push and then a pull."""
+    """The operations on one key in a step: a push, a pull, or a push and then a pull."""
 
     priority: int
     calls: list[int] = field(default_factory=list)
@@ -218,7 +218,7 @@ class _KeyStep:
 
 
 def _fits(keys: Sequence[Key], step: dict[Key, _KeyStep], *, pushes: bool) -> bool:
-    """Whether a call may join a step: a pull may follow a push of the key, nothing else."""
+    """Return whether a call may join a step: a pull may follow a push of the key, nothing else."""
     for key in keys:
         entry = step.get(key)
         if entry is not None and (pushes or entry.target is not None):
@@ -227,7 +227,7 @@ def _fits(keys: Sequence[Key], step: dict[Key, _KeyStep], *, pushes: bool) -> bo
 
 
 def _kinds_of(step: dict[Key, _KeyStep]) -> list[Mix]:
-    """The step's keys by what happens to them."""
+    """Return the step's keys by what happens to them."""
     kinds: dict[tuple[bool, bool], list[Key]] = {}
     for key in sorted(step, key=lambda key: -step[key].priority):
         entry = step[key]
@@ -264,7 +264,7 @@ def loads_of(
     entries: Mapping[Key, KeyEntry],
     plan: Callable[[Sequence[Key]], Iterable[Group]],
 ) -> list[Load]:
-    """The messages that carry calls of these shapes; ``plan`` gives those of keys."""
+    """Return the messages that carry calls of these shapes; ``plan`` gives those of keys."""
     starts = _staged(shapes, entries)
     loads = []
     for mix in mixes_of(shapes):
@@ -282,7 +282,7 @@ def loads_of(
 
 
 def _staged(shapes: Sequence[Shape], entries: Mapping[Key, KeyEntry]) -> dict[tuple[int, int], int]:
-    """Where a batch's staging has each value that is pushed: by call, and key of the call."""
+    """Return the staged memory of each pushed value, by call and key of the call."""
     starts, start = {}, 0
     for number, (keys, pushes, _, _) in enumerate(shapes):
         for index, key in enumerate(keys if pushes else ()):
@@ -292,7 +292,7 @@ def _staged(shapes: Sequence[Shape], entries: Mapping[Key, KeyEntry]) -> dict[tu
 
 
 def _in_a_row(group: Group, places: Sequence[int]) -> tuple[int, int] | None:
-    """The bytes of a group whose keys begin at these places; None where they lie apart."""
+    """Return the bytes of a group whose keys begin at these offsets, or None."""
     stop = begin = places[0] + group.slices[0].start
     for piece, place in zip(group.slices, places, strict=True):
         if place + piece.start != stop:
@@ -304,7 +304,7 @@ def _in_a_row(group: Group, places: Sequence[int]) -> tuple[int, int] | None:
 def transfers_of(
     node: Postoffice, loads: Sequence[Load], calls: Sequence[BatchedCall], staging: Bytes | None
 ) -> list[Transfer]:
-    """The messages that carry what these calls say; each call ends with the last of its own.
+    """Return the messages that carry what these calls say; each call ends with the last of its own.
 
     ``staging`` has all that is pushed, one value behind another; None where each value has
     memory of its own.
@@ -319,7 +319,7 @@ def transfers_of(
             frames = [staging[start:stop].data]
         elif mix.sources:
             sources = [calls[number].sources[index] for number, index in mix.sources]
-            frames = as_they_lie(node, group, sources) or copied(node, group, sources)
+            frames = zero_copy_views(node, group, sources) or copied(node, group, sources)
         if mix.targets:
             targets = [calls[number].targets[index] for number, index in mix.targets]
             sink = scatter_into(group, targets)
@@ -343,7 +343,7 @@ def transfers_of(
 def _telling(
     transfer: Transfer, load: Load, calls: Sequence[BatchedCall]
 ) -> Callable[[BaseException | None], None]:
-    """What to call when a message is done.
+    """Return the function to call when a message is done.
 
     A part that came to nothing is an error of the calls for its key, and of no others.
     """
@@ -364,4 +364,4 @@ def _telling(
 
 
 def _unused(error: BaseException | None) -> None:
-    """Stands in until a transfer is told whom to tell."""
+    """Stand in until a transfer is told whom to tell."""

@@ -2,24 +2,21 @@
 
 Values and optimizer states are the servers'. The worker that has the file asks for them, or hands
 them over, piece by piece; so no node holds more of a model than its share and some pieces. Rows of
-row-sparse keys are sorted by id in files, whatever the number of servers.
-Residuals of compression are each worker's own. On the caller's thread, which waits. Read next:
+row-sparse keys are sorted by id in files, whatever the number of servers. On the caller's thread,
+which waits. Read next:
 ``checkpoint/optimizer_states.py`` for the files, ``control_client.py`` for what is asked.
 """
 
 from __future__ import annotations
 
 import itertools
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from kvstore.arrays.keys import Key
-from kvstore.checkpoint.directory import CheckpointReader
 from kvstore.checkpoint.optimizer_states import Content, SavedPiece, SavedStates
-from kvstore.checkpoint.residuals import read_store_residuals, remove_beyond, save_store_residuals
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import state_dtypes
 from kvstore.protocol.requests import KeyEntry
@@ -31,7 +28,7 @@ from pslite import Future
 
 
 class DistFiles:
-    """What files hold of one store, as one worker reads and writes it."""
+    """The checkpoint files of one store, read and written by one worker."""
 
     def __init__(
         self, servers: Servers, exchange: DenseExchange, wait: Callable[[Future[Any]], Any]
@@ -41,7 +38,7 @@ class DistFiles:
         self._wait = wait
 
     def contents(self) -> dict[Key, Content]:
-        """What there is of each key; of row-sparse ones without their rows."""
+        """Return the contents of each key; of row-sparse ones without their rows."""
         no_rows = np.empty(0, np.int64)
         return {
             key: Content(entry.spec, len(entry.servers), no_rows if entry.is_row_sparse else None)
@@ -49,7 +46,7 @@ class DistFiles:
         }
 
     def held(self, optimizer: Optimizer | None) -> tuple[dict[Key, Content], Iterator[SavedPiece]]:
-        """What there is of each key, and all of it, read from the servers on the way."""
+        """Return the contents of each key, and all data, read from the servers."""
         dense, row_sparse = self._entries()
         contents = self.contents()
         pieces = [self._servers.read(dense, optimizer, self._wait)]
@@ -68,7 +65,7 @@ class DistFiles:
     def _read_rows(
         self, entry: KeyEntry, all_ids: Ids, num_updates: int, optimizer: Optimizer | None
     ) -> Iterator[SavedPiece]:
-        """Values and states of the rows of a row-sparse key, piece by piece."""
+        """Yield values and states of the rows of a row-sparse key, piece by piece."""
         pages, step = self._servers.pages(placement_of(entry)), self._servers.page_rows(entry)
         dtypes = [entry.spec.dtype, *state_dtypes(optimizer, entry.spec.dtype)]
         for start in range(0, max(len(all_ids), 1), step):
@@ -78,27 +75,16 @@ class DistFiles:
             values, *states = [array.reshape(-1) for array in arrays]
             yield SavedPiece(entry.key, start * pages.home.width, values, states, num_updates)
 
-    def take_checkpoint(self, saved: CheckpointReader, optimizer: Optimizer | None) -> None:
-        """Have the servers take over what a checkpoint has of every key; it was checked."""
+    def take(self, saved: SavedStates, optimizer: Optimizer | None) -> None:
+        """Have the servers take over what a file has of every key; it was checked."""
 
         def read(key: Key, start: int, stop: int) -> SavedPiece:
             return saved.read(key, start, stop, optimizer)
 
-        self._write(read, saved.states, optimizer)
-
-    def take_states(self, saved: SavedStates, optimizer: Optimizer | None) -> None:
-        """Have the servers take over the states of every key; the file was checked."""
-
-        def read(key: Key, start: int, stop: int) -> SavedPiece:
-            return SavedPiece(key, start, None, *saved.read(key, start, stop, optimizer))
-
-        self._write(read, saved, optimizer)
-
-    def _write(self, read: Reader, states: SavedStates, optimizer: Optimizer | None) -> None:
         dense, row_sparse = self._entries()
         self._servers.write(dense, optimizer, read, self._wait)
         for entry in row_sparse:
-            self._write_rows(entry, states.rows_of(entry.key), read)
+            self._write_rows(entry, saved.rows_of(entry.key), read)
 
     def _write_rows(self, entry: KeyEntry, ids: Ids, read: Reader) -> None:
         """Set rows, sorted by id, to what ``read`` gives for their elements in the files."""
@@ -117,19 +103,7 @@ class DistFiles:
         self._wait(pages.end(num_updates))
 
     def _entries(self) -> tuple[list[KeyEntry], list[KeyEntry]]:
-        """The dense keys, and the row-sparse ones."""
+        """Return the dense keys, and the row-sparse ones."""
         entries = self._exchange.entries.values()
         dense = [entry for entry in entries if not entry.is_row_sparse]
         return dense, [entry for entry in entries if entry.is_row_sparse]
-
-    def save_residuals(
-        self, path_of: Callable[[int], pathlib.Path], rank: int, num_workers: int
-    ) -> None:
-        """Write this worker's residuals; ``path_of`` gives the file of a rank."""
-        if self._servers.decides:
-            remove_beyond(path_of, num_workers)
-        save_store_residuals(self._exchange.coding, path_of(rank))
-
-    def read_residuals(self, path: pathlib.Path) -> Callable[[], None]:
-        """Read this worker's file; a call of what is returned takes in what it holds."""
-        return read_store_residuals(self._exchange.coding, path)

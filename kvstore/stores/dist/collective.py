@@ -4,9 +4,8 @@ Every worker numbers its calls of this kind. The directory (``server/meetings.py
 deciding rank carry a call out once all have come, and lets the others know what has come of it. On
 the caller's thread, which waits; what follows an answer runs on the node's I/O thread.
 
-The optimizer of a distributed store: set on the servers, and read back from there.
-
-Any worker may set it and rank 0's call counts, so this worker's own knowledge of it may be behind.
+The optimizer is set on the servers, and read back from there: any worker may set it and rank 0's
+call counts, so this worker's own knowledge of it may be behind.
 Calls that return futures may come from any thread; the others wait. Read next:
 ``control_client.py``.
 """
@@ -39,7 +38,7 @@ class JointCalls:
         self._count = 0
 
     def begin(self) -> int:
-        """The number of a call that begins now, which is the same on all workers."""
+        """Return the number of a call that begins now, which is the same on all workers."""
         self._count += 1
         return self._count
 
@@ -53,7 +52,7 @@ class JointCalls:
             raise
 
     def make(self, name: str, act: Callable[[int], Sequence[Key]]) -> tuple[int, bytes]:
-        """Once all workers have come here, have the lowest rank ``act``; all see its error.
+        """Wait for all workers, let the lowest rank ``act``; all get its error.
 
         ``act`` gets the number of this call and returns the keys that are gone. Returns the number
         and the news for ``Servers.news_of``.
@@ -75,7 +74,7 @@ class JointCalls:
         return call, news
 
     def _withdraw(self, call: int, meeting: Future[bytes | None], error: BaseException) -> None:
-        """This rank does not wait any more; if it turns out to decide, the others hear of that."""
+        """Stop waiting; if this rank turns out to decide, the others are told."""
 
         def answered(done: Future[bytes | None]) -> None:
             if done.error() is None and done.result(0) is None:
@@ -89,7 +88,7 @@ _READ_BACK_TRIES = 20
 
 
 class DistOptimizer:
-    """Which optimizer the servers of one store use, as far as one worker knows."""
+    """The optimizer of one store's servers, as known to one worker."""
 
     def __init__(
         self, servers: Servers, pushes: InFlight, wait: Callable[[Future[Any]], Any]
@@ -111,7 +110,7 @@ class DistOptimizer:
         return "element" if self.known is None else self.known.scope
 
     def set(self, optimizer: Optimizer) -> Future[None]:
-        """``set_optimizer``; what was pushed before belongs to the optimizer before."""
+        """Set the optimizer; earlier pushes belong to the earlier optimizer."""
         plain = to_plain(optimizer)  # a call that raises here does not count, so it has no number
         self.num_calls += 1
         call = self.num_calls
@@ -135,7 +134,7 @@ class DistOptimizer:
             self._note(self._wait(self._servers.declared_optimizer()))
 
     def in_use(self) -> Optimizer | None:
-        """What all servers use. Waits. Raises ``OptimizerMismatch`` if that is not the same."""
+        """Return the optimizer of all servers. Waits. Raises ``OptimizerMismatch``."""
         for _ in range(_READ_BACK_TRIES):
             found = self._wait(self._servers.optimizers())
             if all(optimizer == found[0] for optimizer in found):

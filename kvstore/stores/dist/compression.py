@@ -9,20 +9,18 @@ and ``server/apply.py``. Calls may come from any thread; nothing here waits. Rea
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from kvstore.arrays.cpu.sums import Flat
-from kvstore.arrays.keys import Key
-from kvstore.checkpoint.residuals import fitting, read_residuals, save_residuals
-from kvstore.compression import Chain, Compression, Draw, Residual, Residuals
+from kvstore.arrays.keys import Key, KeySpec
+from kvstore.checkpoint.residuals import StoreCoding
+from kvstore.compression import Chain, Compression, Draw
 from kvstore.compression.config import rows_refused, value_refused
 from kvstore.errors import ArgumentValueError, NotSupportedError, UnknownKeyError
 from kvstore.protocol.requests import KeyEntry
@@ -32,7 +30,7 @@ from pslite.errors import ProtocolError
 
 
 class _EncodedParts(NamedTuple):
-    """Where an encoded key has its parts."""
+    """The positions of the parts of an encoded key."""
 
     chain: Chain
     first_part: int
@@ -46,25 +44,22 @@ class _EncodedParts(NamedTuple):
         return (self.stops[index - 1] if index else 0), self.stops[index]
 
 
-class Coding:
+class Coding(StoreCoding):
     """The encoding of one store on one worker."""
 
     def __init__(
         self, compression: Compression, entries: Mapping[Key, KeyEntry], num_workers: int
     ) -> None:
         """``entries`` are the store's keys, as they come and go."""
-        self.compression = compression
-        self._num_workers = num_workers
-        self.residuals = Residuals()
+        super().__init__(compression, num_workers)
         self._entries = entries
-        # Guards what follows, and the residuals: two threads may push one key.
-        self._lock = threading.Lock()
+        # The lock guards these, too.
         self._layouts: dict[int, _EncodedParts | None] = {}
         #: How often each key, by its first part, was pushed.
         self._rounds: Counter[int] = Counter()
 
     def layout(self, key: Key) -> _EncodedParts | None:
-        """How a key's pushes are encoded; None: they are not."""
+        """Return how a key's pushes are encoded; None: they are not."""
         entry = self._entries[key]
         if entry.first_part not in self._layouts:
             self._layouts[entry.first_part] = self._layout(entry)
@@ -72,7 +67,7 @@ class Coding:
 
     def _layout(self, entry: KeyEntry) -> _EncodedParts | None:
         dtype = entry.spec.dtype
-        chain = self.compression.chain_for(entry.key, entry.spec.nbytes, dtype)
+        chain = self.compression.rule_for(entry.key, entry.spec).chain
         if chain is None or entry.is_row_sparse:
             return None
         chunks = entry.chunks()
@@ -80,45 +75,32 @@ class Coding:
         return _EncodedParts(chain, entry.first_part, list(accumulate(sizes)), chunks)
 
     def concerns(self, keys: Sequence[Key]) -> bool:
-        """Whether pushes of any of these keys are encoded."""
+        """Return whether pushes of any of these keys are encoded."""
         return any(self.layout(key) is not None for key in keys)
 
     def refuse_rows(self, keys: Iterable[Key]) -> None:
         """Raise ``NotSupportedError`` if a rule is for any of these keys, whose rows are pushed."""
         for key in keys:
-            spec = self._entries[key].spec
-            if self.compression.chain_for(key, spec.nbytes, spec.dtype) is not None:
+            if self.compression.rule_for(key, self._entries[key].spec).chain is not None:
                 raise NotSupportedError(rows_refused(key))
 
     def forget(self, entries: Sequence[KeyEntry]) -> None:
         """Drop the residuals of these keys, which are gone."""
-        with self._lock:
+        with self.lock:
             self.residuals.forget(entry.key for entry in entries)
             for entry in entries:
                 self._layouts.pop(entry.first_part, None)
                 self._rounds.pop(entry.first_part, None)
 
-    def save(self, path: Path) -> None:
-        """Write the residuals. Raises ``CheckpointError``."""
-        with self._lock:
-            save_residuals(path, self.compression, self.residuals, self._num_workers)
-
-    def read(self, path: Path) -> list[Residual]:
-        """Read the residuals of this file; nothing changes. Raises ``CheckpointError``."""
-        return read_residuals(path, self.compression, self._num_workers)
-
-    def restore_residuals(self, saved: Iterable[Residual]) -> None:
-        """Take in those residuals that fit the present keys, and drop all others."""
-        specs = {key: entry.spec for key, entry in self._entries.items()}
-        with self._lock:
-            self.residuals.restore(fitting(saved, specs))
+    def specs(self) -> dict[Key, KeySpec]:
+        return {key: entry.spec for key, entry in self._entries.items()}
 
     # -- what is pushed ----------------------------------------------------------------
 
     def encode(
         self, keys: KeyList, sources: Sequence[Bytes], buffer: Callable[[int], Bytes]
     ) -> tuple[list[Bytes], bool]:
-        """What is sent for these values, and whether none of it is the caller's memory.
+        """Return the data to send, and whether none of it is the caller's memory.
 
         ``buffer(nbytes)`` gives memory to encode into. Raises ``ArgumentValueError`` for NaN and
         infinity where a codec cannot carry them, before anything has changed.
@@ -134,7 +116,7 @@ class Coding:
         memory = buffer(sum(sizes))
         stops = list(accumulate(sizes))
         found = list(sources)
-        with self._lock:
+        with self.lock:
             self._check_known(keys.keys, layouts)
             for index, layout in enumerate(layouts):
                 if layout is not None:
@@ -169,7 +151,7 @@ class Coding:
     # -- plans -------------------------------------------------------------------------
 
     def applied(self, group: Group, keys: Sequence[Key]) -> Group:
-        """A message's parts as they are pushed and come back."""
+        """Return a message's parts as they are pushed and come back."""
         return group._replace(coded=self._coded(group, keys), decoders=self._decoders(group, keys))
 
     def _coded(self, group: Group, keys: Sequence[Key]) -> Coded | None:
@@ -186,21 +168,21 @@ class Coding:
     def _decoders(self, group: Group, keys: Sequence[Key]) -> tuple[Decoder | None, ...] | None:
         decoders: list[Decoder | None] = []
         for piece, size in zip(group.slices, group.sizes, strict=True):
-            spec = self._entries[keys[piece.position]].spec
-            chain = self.compression.pull_chain_for(keys[piece.position], spec.nbytes, spec.dtype)
+            key = keys[piece.position]
+            spec = self._entries[key].spec
+            chain = self.compression.rule_for(key, spec).pull
             if chain is None:
                 decoders.append(None)
             else:
                 nbytes = chain.encoded_bytes(size // spec.dtype.itemsize, spec.dtype)
-                key = keys[piece.position]
                 decoders.append(Decoder(nbytes, partial(_decode, key, chain, spec.dtype)))
         return tuple(decoders) if any(decoders) else None
 
     # -- what servers are told ---------------------------------------------------------
 
     def rule_of(self, entry: KeyEntry) -> int:
-        """The number of the rule for a key, -1 for none."""
-        return self.compression.rule_number(entry.key, entry.spec.nbytes, entry.spec.dtype)
+        """Return the number of the rule for a key, -1 for none."""
+        return self.compression.number_of(self.compression.rule_for(entry.key, entry.spec))
 
 
 def _decode(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.arrays.keys import Key, KeySpec, width_of
-from kvstore.checkpoint.optimizer_states import SavedPiece
+from kvstore.checkpoint.optimizer_states import HostValue, SavedPiece
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.serialize import from_plain
 from kvstore.optimizer.states import state_dtypes
@@ -50,7 +50,6 @@ from pslite.node.customer import Reply
 _READ_AHEAD = 8
 
 Reader = Callable[[Key, int, int], SavedPiece]
-HostValue = np.ndarray[Any, Any] | RowSparseArray
 
 
 class Servers:
@@ -180,7 +179,7 @@ class Servers:
     def meet(
         self, call: int, name: str, error: BaseException | None = None
     ) -> Future[bytes | None]:
-        """Completes when all ranks have come: None if this one is to carry it out.
+        """Complete when all ranks have come: None if this one is to carry it out.
 
         Else when that is done, with the news for ``news_of``. With ``error`` this rank cannot
         take part: all fail with it, and none carries it out.
@@ -198,14 +197,14 @@ class Servers:
     def report(
         self, call: int, deleted: Sequence[Key] = (), error: BaseException | None = None
     ) -> Future[bytes]:
-        """This rank has carried it out, or failed; completes with the news."""
+        """Report that this rank has finished or failed; complete with the news."""
         kind, text = ("", "") if error is None else describe(error)
         body = pack(self._number, call, list(deleted), kind, text)
         return self._ask_directory(DirectoryCall.DONE_TOGETHER, body, "the directory")
 
     @staticmethod
     def news_of(body: bytes) -> tuple[list[KeyEntry], int]:
-        """All keys of the store, and how many times its optimizer was set."""
+        """Return all keys of the store, and how many times its optimizer was set."""
         rows, num_optimizer_calls = unpack(body, bytes, int)
         return unpack_entries(rows), num_optimizer_calls
 
@@ -260,11 +259,11 @@ class Servers:
         return asked_all.then(lambda _: tell("", "")).map(lambda _: None)
 
     def declared_optimizer(self) -> Future[Optimizer | None]:
-        """What the deciding rank has set, according to the directory."""
+        """Return the optimizer that the deciding rank has set, by the directory."""
         return self._ask_for_optimizer().map(_one_optimizer)
 
     def has_optimizer(self) -> Future[bool]:
-        """Whether one is set; this process need not know its class."""
+        """Return whether one is set; this process need not know its class."""
         return self._ask_for_optimizer().map(lambda body: bool(unpack(body, list)[0]))
 
     def _ask_for_optimizer(self) -> Future[bytes]:
@@ -272,7 +271,7 @@ class Servers:
         return self._ask_directory(DirectoryCall.OPTIMIZER_OF, body, "the directory")
 
     def optimizers(self) -> Future[list[Optimizer | None]]:
-        """What each server uses, in rank order."""
+        """Return each server's optimizer, in rank order."""
         asked = self._ask_all(StoreCall.OPTIMIZER, pack(self._number))
         return asked.map(lambda replies: [_one_optimizer(reply.body) for reply in replies])
 
@@ -284,7 +283,7 @@ class Servers:
         optimizer: Optimizer | None,
         wait: Callable[[Future[Any]], Any],
     ) -> Iterator[SavedPiece]:
-        """Everything that the servers keep for these keys, piece by piece."""
+        """Read all contents of these keys from the servers, piece by piece."""
         states_of = cache(partial(state_dtypes, optimizer))
         for group, reply in self._asked_in_turn(
             plan(entries, self._node.config.chunk_bytes),
@@ -295,7 +294,7 @@ class Servers:
             specs = [entries[position].spec for position, _, _ in group.slices]
             dtypes = [[spec.dtype, *states_of(spec.dtype)] for spec in specs]
             if len(counts) != len(specs) or sum(map(len, dtypes)) != len(reply.frames):
-                raise ProtocolError("a server's copy of values and states is malformed")
+                raise ProtocolError("a server sent a malformed copy of values and optimizer states")
             frames = iter(reply.frames)
             for (position, start, _), row, count in zip(group.slices, dtypes, counts, strict=True):
                 values, *states = [np.frombuffer(next(frames), dtype) for dtype in row]
@@ -365,11 +364,11 @@ class Servers:
     # -- rows --------------------------------------------------------------------------
 
     def pages(self, home: RowPlacement) -> RowPages:
-        """The rows of a row-sparse key or of a table."""
+        """Return the rows of a row-sparse key or of a table."""
         return RowPages(self._ask_server, home)
 
     def page_rows(self, entry: KeyEntry) -> int:
-        """How many rows of a row-sparse key travel in one message."""
+        """Return how many rows of a row-sparse key fit in one message."""
         row_bytes = width_of(entry.spec.shape) * max(entry.spec.dtype.itemsize, 4)
         return max(self.piece_bytes // max(row_bytes, 8), 1)
 
@@ -401,7 +400,7 @@ class Servers:
     # -- statistics and commands -------------------------------------------------------
 
     def stats(self) -> Future[dict[int, dict[str, int]]]:
-        """The counters of each server, by rank."""
+        """Return the counters of each server, by rank."""
         asked = self._ask_all(StoreCall.STATS, pack())
         return asked.map(
             lambda replies: {
@@ -410,13 +409,13 @@ class Servers:
         )
 
     def command(self, head: int, body: str) -> Future[list[str]]:
-        """What each server answers to a command, in rank order."""
+        """Return each server's answer to a command, in rank order."""
         asked = self._ask_all(StoreCall.COMMAND, pack(head, body))
         return asked.map(lambda replies: [unpack(reply.body, str)[0] for reply in replies])
 
 
 def _rules(group: Group, entries: Sequence[KeyEntry], coding: Coding | None) -> list[int]:
-    """The rule of compression for each part of a group; -1 for none."""
+    """Return the rule of compression for each part of a group; -1 for none."""
     if coding is None:
         return [-1] * len(group.parts)
     return [coding.rule_of(entries[piece.position]) for piece in group.slices]

@@ -27,7 +27,7 @@ from pslite import Postoffice
 
 
 def sums_for(node: Postoffice) -> AddUp:
-    """``sums_of`` into buffers of a node, page-locked where the system allows it."""
+    """Return ``sums_of`` with a node's buffers, page-locked where possible."""
     return partial(sums_of, buffer=node.buffer, is_pinned=_pinned.holds)
 
 
@@ -37,7 +37,7 @@ def sums_of(
     buffer: Callable[[int], Bytes],
     is_pinned: Callable[[Bytes], bool],
 ) -> Sums:
-    """Each key's values, added up on the device of the first of them.
+    """Add up each key's values, on the device of the first of them.
 
     ``rows`` has for each key its arrays, of any libraries on any devices, in shape and dtype
     of its spec; they are only read, before the call returns. Keys that can be fused lie, by
@@ -61,7 +61,7 @@ def sums_of(
 
 
 class PinnedMemory:
-    """Page-locks the memory that buffers are taken from, each stretch of it once.
+    """Page-locks the memory of buffers, each segment once.
 
     ``whole_of`` says of a buffer in which stretch it lies: (address, bytes, owner), where the
     owner keeps it mapped; None if that is not known. ``lock`` locks such a stretch until its
@@ -80,7 +80,7 @@ class PinnedMemory:
         self._is_locked: weakref.WeakKeyDictionary[object, bool] = weakref.WeakKeyDictionary()
 
     def holds(self, buffer: Bytes) -> bool:
-        """Whether a buffer is page-locked, after its stretch was locked if that is possible."""
+        """Return whether a buffer is page-locked; lock its stretch if possible."""
         whole = self._whole_of(buffer)
         if whole is None:
             return False
@@ -98,7 +98,7 @@ _pinned = PinnedMemory(Postoffice.whole_of)
 def _fused(
     homes: Sequence[Context], rows: Sequence[Sequence[Array]], specs: Sequence[KeySpec]
 ) -> dict[tuple[Context, Kernel], list[int]]:
-    """The keys that a GPU can add together, by their positions."""
+    """Return the keys that a GPU can add together, by their positions."""
     groups: dict[tuple[Context, Kernel], list[int]] = {}
     for index, (home, row, spec) in enumerate(zip(homes, rows, specs, strict=True)):
         if home.device_type == "gpu":
@@ -109,6 +109,6 @@ def _fused(
 
 
 def split(memory: Bytes, sizes: Sequence[int]) -> list[Bytes]:
-    """Neighbouring parts of a memory, of these sizes."""
+    """Return adjacent slices of ``memory`` that have these sizes."""
     stops = np.cumsum(sizes)
     return [memory[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]

@@ -54,7 +54,7 @@ class _Line:
         return [call for call in calls if not call[1].done()]
 
     def is_crossed(self) -> bool:
-        """Whether anything is in flight of lists that have a key in common with this one."""
+        """Return whether anything is in flight of lists that have a key in common with this one."""
         return bool(self.crossing) and any(
             other.calls and other.unfinished() for other in self.crossing
         )
@@ -78,7 +78,7 @@ class InFlight:
         self._by_key: dict[Key, list[_Line]] = {}
 
     def add(self, keys: tuple[Key, ...], future: Future[None]) -> None:
-        """A call for these keys, each once, has begun."""
+        """Record the begin of a call for these keys, each once."""
         with self._lock:
             calls = (self._lines.get(keys) or self._line(keys)).calls
             while calls and calls[0][1].done():
@@ -86,7 +86,7 @@ class InFlight:
             calls.append((next(self._numbers), future))
 
     def beyond(self, keys: tuple[Key, ...], window: int) -> list[Future[None]]:
-        """What to wait for until each of these keys has at most ``window`` unfinished calls."""
+        """Return what to wait for until each key has at most ``window`` calls."""
         line = self._lines.get(keys)
         if line is not None and not line.crossing and len(line.calls) <= window:
             return []  # nearly always; a call that another thread adds now may come after this
@@ -101,13 +101,13 @@ class InFlight:
             return list(waiting)
 
     def of(self, keys: Iterable[Key] | None = None) -> list[Future[None]]:
-        """Every unfinished call for these keys (None: for any), oldest first."""
+        """Return every unfinished call for these keys (None: for any), oldest first."""
         with self._lock:
             lines = self._lines.values() if keys is None else self._lines_of(keys)
             return _oldest(sorted(call for line in lines for call in line.unfinished()), 0)
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """These keys are gone; a call for others, too, stays theirs."""
+        """Forget deleted keys; a call for others, too, stays theirs."""
         gone = set(keys)
         with self._lock:
             lines = self._lines_of(gone)
@@ -141,7 +141,7 @@ class InFlight:
         return line
 
     def _drop(self, line: _Line) -> None:
-        """Nothing is in flight there, or it is noted elsewhere."""
+        """Drop a key's entry: nothing is in flight, or it is noted elsewhere."""
         del self._lines[line.keys]
         for key in line.keys:
             lines = self._by_key[key]
@@ -153,7 +153,7 @@ class InFlight:
 
 
 def _oldest(calls: Sequence[tuple[int, Future[None]]], window: int) -> list[Future[None]]:
-    """All of these calls but the ``window`` latest."""
+    """Return all of these calls but the ``window`` latest."""
     return [future for _, future in calls[: max(len(calls) - window, 0)]]
 
 
@@ -172,7 +172,7 @@ class Operation:
             self.future.set_result(None)
 
     def let_go(self) -> None:
-        """The caller takes its arrays back before the end (it was interrupted).
+        """Return its arrays to the caller before the end (it was interrupted).
 
         On the I/O thread. Values are not copied out any more, and what was not sent yet is
         sent from copies. What the transport has is the caller's only once it is accepted, and
@@ -187,7 +187,7 @@ class Operation:
                 transfer.frames[:] = [memoryview(bytes(frame)) for frame in transfer.frames]
 
     def part_done(self, error: BaseException | None) -> None:
-        """One transfer is done. On the I/O thread only, so it needs no lock."""
+        """Record the end of one transfer. On the I/O thread only, without a lock."""
         self._error = self._error or error
         self._left -= 1
         if self._left == 0:
@@ -198,7 +198,7 @@ class Operation:
 
 
 class Destination:
-    """Where the values of a call arrive: in the first array of a key when it is fit for it.
+    """The destination of a call's values: the first array of each key if it is suitable.
 
     An array is fit when its memory is the host's and contiguous, and its dtype the key's (an
     array of NumPy, a tensor of PyTorch). Else the values land in memory of our own, and
@@ -222,7 +222,7 @@ class Destination:
 
     @classmethod
     def of(cls, outs: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> Destination:
-        """For the arrays of each key; of any library, on any device, with any strides."""
+        """Return the targets for each key's arrays, of any library and strides."""
         memories, landed, others = [], [], []
         for arrays, spec in zip(outs, specs, strict=True):
             first = arrays[0]
@@ -240,7 +240,7 @@ class Destination:
         return cls(memories, landed, others)
 
     def finish(self) -> None:
-        """The values are there: bring them to the arrays that they did not land in."""
+        """Copy the values to the arrays that did not receive them directly."""
         for array in self._landed:
             adapter_for(array).written(array)
         for host, outs in self._rest:
@@ -249,7 +249,7 @@ class Destination:
 
 
 def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterable[int]) -> bool:
-    """Whether a value may land in memory that another of these sources is still sent from.
+    """Return whether a value may land in memory that another of these sources is still sent from.
 
     A source and its own target may be the very same memory: a part's value comes only after
     that part has been applied.
@@ -308,12 +308,12 @@ def frames_of(
     targets: Sequence[Bytes] | None,
     nbytes: int,
 ) -> list[Frames]:
-    """What each group sends of a call's ``sources``, which stay as they are until its end.
+    """Return each group's frames of ``sources``, which must not change meanwhile.
 
     They are ``nbytes`` in all; of much, copies are made later: the server begins with the first
     messages meanwhile. ``targets`` may be filled while some groups are still to be sent.
     """
-    found: list[Frames | None] = [as_they_lie(node, group, sources) for group in groups]
+    found: list[Frames | None] = [zero_copy_views(node, group, sources) for group in groups]
     if nbytes > node.config.chunk_bytes:
         for index, group in enumerate(groups):
             if found[index] is None and node.nearby.may_share_with(group.server):
@@ -326,10 +326,10 @@ def frames_of(
     return [own or copied(node, group, sources) for group, own in zip(groups, found, strict=True)]
 
 
-def as_they_lie(
+def zero_copy_views(
     node: Postoffice, group: Group, memories: Sequence[Bytes]
 ) -> list[memoryview] | None:
-    """A group as it lies in these arrays; None where a copy of it travels faster.
+    """Return views of a group's data without copying, or None if a copy is faster.
 
     A list, unlike frames that are our own: ``Operation.let_go`` may replace what is in it.
     Small parts that lie apart are gathered. To a server of this machine a copy in shared
@@ -348,7 +348,7 @@ def as_they_lie(
 
 
 def copied(node: Postoffice, group: Group, memories: Sequence[Bytes]) -> tuple[memoryview, ...]:
-    """A copy of a group, in one frame: these arrays may change at once."""
+    """Return a copy of a group, in one frame: these arrays may change at once."""
     staging = node.buffer(group.to_push.nbytes)
     gather(group.to_push, memories, staging)
     return (staging.data,)

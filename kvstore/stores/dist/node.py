@@ -33,7 +33,7 @@ _pid = 0
 
 
 def worker_node(serve: Callable[[Config], int] | None = None) -> Postoffice:
-    """The process's worker node.
+    """Return the process's worker node.
 
     Raises:
         SystemExit: DMLC_ROLE is server or scheduler, and ``serve`` has run it until the end.
@@ -47,7 +47,10 @@ def worker_node(serve: Callable[[Config], int] | None = None) -> Postoffice:
                 try_to_stderr(f"warning: {sentence}")
             if config.role != Role.WORKER.value:
                 if serve is None:
-                    raise ConfigError(f"DMLC_ROLE is {config.role!r}; it must be worker here")
+                    raise ConfigError(
+                        f"create() of a dist store needs DMLC_ROLE=worker, got {config.role!r}; "
+                        "set it to worker in training scripts"
+                    )
                 sys.exit(serve(config))
             if config.verbose == 0:
                 shorten_tracebacks()
@@ -75,7 +78,8 @@ class Waiter:
         self._node.errands.check_process()
         if self._node.errands.is_io_thread:
             raise UsageError(
-                "a callback on the I/O thread must not wait: use the calls that return futures"
+                "a callback runs on the I/O thread and must not wait; use calls that return "
+                "futures, such as push_async"
             )
 
     def wait(
@@ -86,7 +90,7 @@ class Waiter:
         *,
         is_limited: bool | None = None,
     ) -> Any:
-        """The future's value, or its error.
+        """Return the future's value, or its error.
 
         Says after PS_STALL_REPORT, and now and then from then on, what it waits for. Raises
         ``DeadlineError`` after ``timeout_s``, by default PS_STALL_TIMEOUT where that is set;

@@ -1,4 +1,4 @@
-"""Plan the messages of a call: which parts travel together to which server.
+"""Plan the messages of a call: which parts are sent together to which server.
 
 A plan depends on the keys of a call only, so a store compiles it once for each list of keys.
 Pure. Fusing changes nothing but speed: rounds and versions stay with the parts
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.protocol.placement import message_bytes, most_group_bytes
-from kvstore.protocol.requests import KeyEntry, PartEntry
+from kvstore.protocol.requests import KeyEntry, PartEntry, bytes_of
 from pslite import Config
 from pslite.ids import Role, node_id
 from pslite.plane import Piece
@@ -37,7 +37,7 @@ class Slice(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Parts of one server that travel together."""
+    """Parts of one server that are sent together."""
 
     server: int
     """Node id."""
@@ -65,7 +65,7 @@ class Group(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """What is pushed of a group's parts: slices of encoded values."""
+    """The pushed data of a group's parts: slices of encoded values."""
 
     sizes: tuple[int, ...]
     slices: tuple[Slice, ...]
@@ -73,7 +73,7 @@ class Coded(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """How a part's value comes."""
+    """The decoding of one part's value."""
 
     nbytes: int
     decode: Callable[[Bytes, Bytes], None]
@@ -85,7 +85,7 @@ Places = Sequence[tuple[int, int, int, int]]
 
 
 def places_of(entry: KeyEntry) -> Places:
-    """What plans need of a key, worked out once."""
+    """Return a key's facts that plans need, computed once."""
     itemsize = entry.spec.dtype.itemsize
     return [
         (node_id(Role.SERVER, server), part, start * itemsize, stop * itemsize)
@@ -96,7 +96,7 @@ def places_of(entry: KeyEntry) -> Places:
 
 
 def group_bytes(config: Config, total_bytes: int, *, by_tcp: bool) -> int:
-    """How much goes in one message of a call for ``total_bytes``.
+    """Return how much goes in one message of a call for ``total_bytes``.
 
     There should be a few, so that copies, sums and updates overlap.
     """
@@ -105,12 +105,12 @@ def group_bytes(config: Config, total_bytes: int, *, by_tcp: bool) -> int:
 
 
 def plan(entries: Sequence[KeyEntry], group_bytes: int) -> list[Group]:
-    """The messages for these keys, each at most ``group_bytes`` or one part."""
+    """Return the messages for these keys, each at most ``group_bytes`` or one part."""
     return group_parts(list(map(places_of, entries)), group_bytes)
 
 
 def group_parts(keys: Sequence[Places], group_bytes: int) -> list[Group]:
-    """``plan``, of keys whose places are known."""
+    """Plan keys whose placement is known."""
     done: list[Group] = []
     filling: dict[int, _Filling] = {}
     for position, places in enumerate(keys):
@@ -151,7 +151,7 @@ class _Filling:
 
 
 def part_entries(group: Group, entries: Sequence[KeyEntry]) -> list[PartEntry]:
-    """The group's parts, as a server is told to create them."""
+    """Return the group's parts, as a server is told to create them."""
     parts = []
     for part, size, piece in zip(group.parts, group.sizes, group.slices, strict=True):
         key, spec, _, _, servers, *_ = entries[piece.position]
@@ -161,7 +161,7 @@ def part_entries(group: Group, entries: Sequence[KeyEntry]) -> list[PartEntry]:
 
 
 def flat_bytes(array: np.ndarray[Any, Any]) -> Bytes:
-    """The memory of a C-contiguous array, shared."""
+    """Return the memory of a C-contiguous array, shared."""
     return array.reshape(-1).view(np.uint8)
 
 
@@ -171,7 +171,7 @@ def flat_bytes_of(arrays: Sequence[np.ndarray[Any, Any]]) -> list[Bytes]:
 
 
 def views(group: Group | Coded, arrays: Sequence[Bytes]) -> list[Bytes]:
-    """Each part's bytes in the arrays of a call, shared."""
+    """Return each part's bytes in the arrays of a call, shared."""
     return [arrays[position][start:stop] for position, start, stop in group.slices]
 
 
@@ -187,7 +187,7 @@ def gather(group: Group | Coded, arrays: Sequence[Bytes], staging: Bytes) -> Non
 def scatter_into(
     group: Group, arrays: Sequence[Bytes]
 ) -> Callable[[Sequence[int], Sequence[Piece], Sequence[int]], None]:
-    """A sink that copies the group's parts into the arrays of a call."""
+    """Return a sink that copies the group's parts into the arrays of a call."""
     slices = group.slices
     if group.decoders is not None:
         return _decode_into(slices, group.decoders, arrays)
@@ -210,7 +210,7 @@ def _decode_into(
 ) -> Callable[[Sequence[int], Sequence[Piece], Sequence[int]], None]:
     def sink(indices: Sequence[int], pieces: Sequence[Piece], versions: Sequence[int]) -> None:
         for index, piece in zip(indices, pieces, strict=True):
-            came = np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop]
+            came = bytes_of(piece)
             key, start, stop = slices[index]
             decoder = decoders[index]
             if decoder is None:

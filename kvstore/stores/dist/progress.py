@@ -71,7 +71,7 @@ class StoreProgress:
         self._mark(self._steps)
 
     def pushed(self, store: int, key: Key) -> None:
-        """A call of a store pushes, and this is its first key."""
+        """Record the push of a call whose first key is this."""
         which = store, key
         count = self._pushes[which] = self._pushes.get(which, 0) + 1
         if count > self._most_pushes:
@@ -81,7 +81,7 @@ class StoreProgress:
                 self._mark(self._rounds)
 
     def forget(self, store: int, keys: Iterable[Key]) -> None:
-        """These keys are deleted: those that are left, or come, go on counting."""
+        """Forget the counts of deleted keys."""
         for key in keys:
             self._pushes.pop((store, key), None)
         self._most_pushes = max(list(self._pushes.values()), default=0)
@@ -93,17 +93,17 @@ class StoreProgress:
             self._marks = (*self._marks[1 - _MARKS :], mark)
 
     def begin_wait(self, future: Future[Any]) -> None:
-        """The calling thread waits from now on."""
+        """Note that the calling thread begins to wait."""
         self._waits[threading.get_ident()] = self._clock(), future, None
 
     def end_wait(self) -> None:
-        """It does not any more. A handler of a signal may have waited within the wait."""
+        """Note that the calling thread (or a signal handler within it) stopped waiting."""
         wait = self._waits.pop(threading.get_ident(), None)
         if wait is not None:
             self._waited_s += self._clock() - wait[0]
 
     def begin_long_wait(self, future: Future[Any]) -> Future[None]:
-        """The wait of the calling thread has lasted long, and has no limit of its own.
+        """Return the wait of the calling thread has lasted long, and has no limit of its own.
 
         Returns what ends it: done when ``future`` is, or a ``DeadlockError`` before.
         """
@@ -118,7 +118,7 @@ class StoreProgress:
     # -- from the node's I/O thread ----------------------------------------------------
 
     def progressed(self) -> Progressed:
-        """The counters, and rates over the last marks."""
+        """Return the counters, and rates over the last marks."""
         now, marks = self._clock(), self._marks
         count, samples = self._steps or self._rounds, self._samples
         waited_s = self._waited_s + sum(now - wait[0] for wait in list(self._waits.values()))
@@ -139,7 +139,7 @@ class StoreProgress:
         )
 
     def waits(self) -> list[Wait]:
-        """What threads of the script have been waiting for, for a while."""
+        """Describe the long waits of the script's threads."""
         now = self._clock()
         return [
             Wait(_what(future), 0, (), now - began)
@@ -148,7 +148,7 @@ class StoreProgress:
         ]
 
     def stuck(self) -> tuple[int, list[str]] | None:
-        """How many long waits have begun, and the calls that all threads are in.
+        """Return how many long waits have begun, and the calls that all threads are in.
 
         None where a thread may go on though no message arrives.
         """
@@ -165,7 +165,7 @@ class StoreProgress:
         return self._num_long_waits, calls
 
     def deadlocked(self, text: str) -> None:
-        """No message will come: end all long waits."""
+        """End all long waits: no message will come."""
         for _, _, ended in list(self._waits.values()):
             if ended is not None:
                 ended.set_error(DeadlockError(text))
@@ -179,7 +179,7 @@ _QUIET_LIBRARIES = frozenset({"tqdm", "zmq"})
 
 
 def others_may_act(waiting: Collection[int]) -> bool:
-    """Whether a thread of this process may call a store, though these wait for futures."""
+    """Return whether a thread of this process may call a store, though these wait for futures."""
     frames = sys._current_frames()
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, frame in frames.items():
@@ -207,7 +207,7 @@ _lock = threading.Lock()
 
 
 def progress_of(node: Postoffice) -> StoreProgress:
-    """The progress of a worker, which its reports tell from now on."""
+    """Return the progress of a worker, which its reports tell from now on."""
     with _lock:
         progress = _of_nodes.get(node)
         if progress is None:
@@ -217,7 +217,7 @@ def progress_of(node: Postoffice) -> StoreProgress:
 
 
 def note_step(store: object, samples: float) -> None:
-    """A step of training through ``store`` is done; only distributed stores have who asks."""
+    """Record a step of training; only distributed stores report it."""
     progress = getattr(store, "_progress", None)
     if isinstance(progress, StoreProgress):
         progress.step(samples)

@@ -1,8 +1,8 @@
-"""Create, list, read and write the rows that servers hold, a page at a time, outside of rounds.
+"""``RowPages``: list, read and write the rows on servers page by page, outside of rounds.
 
 Row-sparse keys and growing tables are asked in the same way; ``RowPlacement`` says which part has
 which rows. Blocking waits are those of the caller. Read next: ``server/rows.py``, which answers;
-``checkpoint.py`` and ``table_files.py``, which use it.
+``checkpoint.py`` and ``table_rows.py``, which use it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Ask = Callable[[int, StoreCall, bytes, Sequence[Any]], Future[Reply]]
 
 
 class HeldPart(NamedTuple):
-    """What there is in one part."""
+    """The stored rows of one part."""
 
     num_updates: int
     columns: list[Ids]
@@ -65,7 +65,7 @@ class RowPages:
     # -- reading -----------------------------------------------------------------------
 
     def held(self, most: int, wait: Wait) -> list[HeldPart]:
-        """What there is in each part, in messages of ``most`` rows."""
+        """Return the contents of each part, in messages of ``most`` rows."""
         counts = [0] * len(self.home.targets)
         pages: list[list[list[Ids]]] = [[] for _ in counts]
         #: Part's index -> the last id that is known.
@@ -88,16 +88,18 @@ class RowPages:
     def _columns(self, reply: Reply, after: list[int]) -> list[Ids]:
         sizes = {memoryview(frame).nbytes for frame in reply.frames}
         if len(sizes) != 1 or max(sizes) % 8:
-            raise ProtocolError(f"{self.home.title}: a server's list of rows is malformed")
+            raise ProtocolError(f"{self.home.title}: a server sent a malformed list of rows")
         arrays = [np.frombuffer(frame, "<i8") for frame in reply.frames]
         if after and len(arrays[0]) and arrays[0][0] <= after[0]:
-            raise ProtocolError(f"{self.home.title}: a server's list of rows does not continue")
+            raise ProtocolError(
+                f"{self.home.title}: a server sent an empty page before the end of the list of rows"
+            )
         return [array.astype(np.int64, copy=False) for array in arrays]
 
     def read(
         self, ids: Ids, dtypes: Sequence[np.dtype[Any]], wait: Wait, *, with_states: bool
     ) -> tuple[Flags, list[RowValues]]:
-        """Which of these different ids have rows, and arrays of rows: values, then states.
+        """Return which of these different ids have rows, and arrays of rows: values, then states.
 
         ``dtypes`` are those of the arrays. Rows that are not there are not set.
         """
@@ -111,12 +113,12 @@ class RowPages:
             flags, *copies = (np.frombuffer(frame, np.uint8) for frame in reply.frames)
             places = np.arange(len(ids))[share.at]
             if len(flags) != len(places):
-                raise ProtocolError(f"{home.title}: a server's copy of rows is malformed")
+                raise ProtocolError(f"{home.title}: a server sent a malformed copy of rows")
             held = places[flags != 0]
             is_there[held] = True
             sizes = [len(held) * home.width * dtype.itemsize for dtype in dtypes]
             if [len(copy) for copy in copies] != sizes:
-                raise ProtocolError(f"{home.title}: a server's copy of rows is malformed")
+                raise ProtocolError(f"{home.title}: a server sent a malformed copy of rows")
             for array, copy in zip(arrays, copies, strict=True):
                 array[held] = copy.view(array.dtype).reshape(len(held), home.width)
         return is_there, arrays
@@ -130,7 +132,7 @@ class RowPages:
         return self.ask_each(StoreCall.BEGIN_ROWS, list(fields), frames=frames)
 
     def write(self, columns: Sequence[np.ndarray[Any, Any]]) -> Future[list[Reply]]:
-        """Some rows of the file: ids and other numbers, values, states."""
+        """Write some rows of the file: ids and other numbers, values, states."""
         shares = self.home.split(columns[0])
         frames = [[memory_of(column[share.at]) for column in columns[1:]] for share in shares]
         for share, row in zip(shares, frames, strict=True):
@@ -138,7 +140,7 @@ class RowPages:
         return self.ask_each(StoreCall.WRITE_ROWS, frames=frames)
 
     def end(self, num_updates: int, *fields: Any) -> Future[list[Reply]]:
-        """All rows are there; -1 leaves the number of updates as it is."""
+        """End the loading: all rows are there; -1 keeps the update count."""
         return self.ask_each(StoreCall.END_ROWS, num_updates, list(fields))
 
 
@@ -178,5 +180,5 @@ def create_rows(
 
 
 def memory_of(rows: np.ndarray[Any, Any]) -> Any:
-    """The bytes of an array, copied if they do not lie in a row."""
+    """Return the bytes of an array, copied if they are not contiguous."""
     return np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data

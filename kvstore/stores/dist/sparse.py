@@ -37,7 +37,7 @@ from pslite.future import gather
 
 
 class RowCalls:
-    """The part of one store on one worker that has to do with rows."""
+    """The row-sparse calls of one store on one worker."""
 
     def __init__(self, node: Postoffice, exchange: DenseExchange, table: KeyTable) -> None:
         self._exchange = exchange
@@ -71,7 +71,7 @@ class RowCalls:
         return send
 
     def _is_empty(self, key: Key) -> bool:
-        """Whether the rows of a dense key have no numbers, or there are none."""
+        """Return whether the rows of a dense key have no numbers, or there are none."""
         return not (self._table.is_row_sparse(key) or self._table.spec(key).num_elements)
 
     def pull(
@@ -107,7 +107,7 @@ class RowCalls:
 
 
 class Pulled:
-    """Whole values on their way into arrays, some of which are row-sparse, or their keys are."""
+    """A pull of whole values in flight where arrays or keys are row-sparse."""
 
     def __init__(self, outs: Mapping[Key, Sequence[Array]]) -> None:
         self._outs = outs
@@ -121,7 +121,7 @@ class Pulled:
         return gather([operation.future for operation in self.operations])
 
     def finish(self) -> None:
-        """The values are here: write them into the arrays."""
+        """Write the received values into the arrays."""
         for held in self.held:
             ids, rows = held.sorted()
             _fill(self._outs[held.entry.key], ids, rows, held.entry.spec)
@@ -145,7 +145,7 @@ def _fill(outs: Sequence[Array], ids: Any, rows: RowValues, spec: KeySpec) -> No
 
 
 class PulledRows:
-    """Rows on their way into the arrays of a call of ``row_sparse_pull``.
+    """A ``row_sparse_pull`` in flight.
 
     They land in the first array of their set of ids that is fit for it: one with the key's dtype
     that gets each row once, in order.
@@ -176,7 +176,7 @@ class PulledRows:
         self.landings = list(landings.values())
 
     def finish(self) -> None:
-        """The rows are here: bring them to the arrays that they did not land in."""
+        """Copy the rows to the arrays that did not receive them directly."""
         for index, each in enumerate(self._wanted):
             if not self._is_there[index]:
                 _spread(self._landing_of[index].rows, each, self.results[index])
@@ -208,7 +208,7 @@ def _spread(rows: RowValues, wanted: Wanted, out: Array) -> None:
 
 
 def _sum_of(arrays: Sequence[Array], spec: KeySpec) -> Picked:
-    """The sum of one key's arrays, in its dtype."""
+    """Return the sum of one key's arrays, in its dtype."""
     if len(arrays) == 1 and isinstance(arrays[0], RowSparseArray):
         return pick(arrays[0].ids, flat_rows(arrays[0].values))
     contributions = [contribution_of(array) for array in arrays]

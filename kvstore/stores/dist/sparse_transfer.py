@@ -19,7 +19,7 @@ import numpy as np
 from kvstore.arrays.cpu.sums import Flat
 from kvstore.arrays.keys import Key, width_of
 from kvstore.errors import ValueMismatchError
-from kvstore.protocol.requests import KeyEntry
+from kvstore.protocol.requests import KeyEntry, bytes_of
 from kvstore.sparse.ids import Ids
 from kvstore.sparse.partition import Cut, Share
 from kvstore.sparse.payload import (
@@ -69,7 +69,7 @@ class RowTarget(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What one part is told: the fields of a payload, and what happens with values."""
+    """The request to one part: the fields of a payload, and the use of the values."""
 
     target: RowTarget
     kind: RowPayloadKind
@@ -99,7 +99,7 @@ class Item(NamedTuple):
 
 
 class RowPlacement(NamedTuple):
-    """Where the rows of a row-sparse key or of a table are, and what its parts call them."""
+    """The parts of a row-sparse key or table, with the rows and row ids of each."""
 
     title: str
     """What it is, for errors."""
@@ -117,7 +117,7 @@ class RowPlacement(NamedTuple):
 
 
 def placement_of(entry: KeyEntry) -> RowPlacement:
-    """Where the rows of a row-sparse key are."""
+    """Return where the rows of a row-sparse key are."""
     id_bytes, spec = id_bytes_for(entry.stripes.rows_of(0)), entry.spec
     servers = [node_id(Role.SERVER, rank) for rank in entry.servers]
     targets = [RowTarget(*pair, id_bytes) for pair in zip(servers, entry.parts, strict=True)]
@@ -126,7 +126,7 @@ def placement_of(entry: KeyEntry) -> RowPlacement:
 
 
 class RowDestination(NamedTuple):
-    """Where the rows of one key arrive."""
+    """The destination of the rows of one key."""
 
     key: Key
     ids: Ids
@@ -136,7 +136,7 @@ class RowDestination(NamedTuple):
 
 
 class ReceivedRows:
-    """The rows that a row-sparse key holds, as they arrive."""
+    """The stored rows of a row-sparse key, collected as they arrive."""
 
     def __init__(self, entry: KeyEntry) -> None:
         self.entry = entry
@@ -144,7 +144,7 @@ class ReceivedRows:
         self._rows: list[RowValues] = []
 
     def add(self, ids: Ids, rows: RowValues) -> None:
-        """Some of them, which are kept."""
+        """Add some of the rows, which are kept."""
         self._ids.append(ids)
         self._rows.append(rows)
 
@@ -154,7 +154,7 @@ class ReceivedRows:
         return sum(array.nbytes for array in (*self._ids, *self._rows))
 
     def sorted(self) -> Contribution:
-        """All of them, once they are there."""
+        """Return all rows, sorted, once they are there."""
         if len(self._ids) == 1:
             return Contribution(self._ids[0], self._rows[0])
         spec = self.entry.spec
@@ -204,7 +204,7 @@ class RowExchange:
     def pull_held(
         self, keys: KeyList, priority: int, versions: dict[int, int]
     ) -> tuple[Operation, list[ReceivedRows]]:
-        """All rows that each of these row-sparse keys holds; ``versions`` is filled."""
+        """Pull all rows of these row-sparse keys; ``versions`` is filled."""
         held = [ReceivedRows(self._exchange.entries[key]) for key in keys.keys]
         items = [item for each in held for item in _wanted_held(each, self._most_bytes)]
         operation = self.begin(keys, items, priority, versions)
@@ -216,13 +216,13 @@ class RowExchange:
         return operation, held
 
     def fitting(self, title: str, items: Iterable[Item]) -> Iterator[Item]:
-        """The items; raises ``ValueMismatchError`` for one that no message can hold."""
+        """Yield the items; raises ``ValueMismatchError`` for one that no message can hold."""
         for item in items:
             if item.nbytes > self._most_bytes:
                 raise ValueMismatchError(
-                    f"{title}: the rows for one server are {item.nbytes} bytes in a message, "
-                    f"of which PS_MAX_MESSAGE_BYTES allows {self._most_bytes}: use fewer rows at "
-                    "once, or more servers, or raise that on all nodes"
+                    f"{title}: the rows for one server make a message of {item.nbytes} bytes, "
+                    f"over PS_MAX_MESSAGE_BYTES ({self._most_bytes}); use fewer rows in a call, "
+                    "more servers, or raise PS_MAX_MESSAGE_BYTES on all nodes"
                 )
             yield item
 
@@ -235,7 +235,7 @@ class RowExchange:
     def _prepare(
         self, keys: KeyList, items: Sequence[Item], priority: int, versions: dict[int, int] | None
     ) -> Send:
-        """``begin``, of which the last step is left."""
+        """Prepare a call up to the last step of ``begin``."""
         groups = list(_grouped(items, self._exchange.message_bytes))
         operation = Operation(len(groups), lambda: answer_for(keys.keys))
         for group in groups:
@@ -268,7 +268,7 @@ class RowExchange:
 
 
 def _grouped(items: Sequence[Item], group_bytes: int) -> Iterator[list[Item]]:
-    """Items for one server that travel together."""
+    """Return the items for each server that are sent together."""
     filling: dict[int, tuple[list[Item], int]] = {}
     for item in items:
         size = max(item.nbytes, item.answer_bytes)
@@ -287,7 +287,7 @@ def _sink(group: Sequence[Item], versions: dict[int, int]) -> Sink:
         for index, piece, version in zip(indices, pieces, found, strict=True):
             item = group[index]
             if item.receive is not None:
-                item.receive(np.frombuffer(piece.frame, np.uint8)[piece.start : piece.stop])
+                item.receive(bytes_of(piece))
             versions[item.target.part] = version
 
     return sink

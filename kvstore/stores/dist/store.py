@@ -29,7 +29,6 @@ from kvstore.stores.arguments import (
 )
 from kvstore.stores.arguments_sparse import check_dense_outs, check_wanted
 from kvstore.stores.base import Path
-from kvstore.stores.dist.admin import DistControl
 from kvstore.stores.dist.arguments import (
     AddUp,
     Checked,
@@ -43,6 +42,7 @@ from kvstore.stores.dist.node import worker_node
 from kvstore.stores.dist.plan import Bytes
 from kvstore.stores.dist.sparse import RowCalls
 from kvstore.stores.dist.tables import DistTables, StoreCalls
+from kvstore.stores.dist.worker_calls import DistWorkerCalls
 from kvstore.stores.lazy import begin_writing
 from kvstore.stores.tables import Table
 from pslite import Config, Future, Postoffice
@@ -50,7 +50,7 @@ from pslite.future import gather, settled
 
 
 class _ToSend(NamedTuple):
-    """What a call pushes, as it travels."""
+    """The pushed data of a call, ready to send."""
 
     memories: Sequence[Bytes]
     are_ours: bool
@@ -68,7 +68,7 @@ def create_dist(
     node: Postoffice | None = None,
     serve: Callable[[Config], int] | None = None,
 ) -> DistKVStore:
-    """A distributed store; ``canonical`` is the name of its behaviour, ``name`` as given.
+    """Return a distributed store; ``canonical`` is the name of its behaviour, ``name`` as given.
 
     Without ``node``, the process joins the cluster that its environment describes (DMLC_*);
     its stores share that node. A process whose DMLC_ROLE is server or scheduler runs ``serve``
@@ -82,8 +82,8 @@ def create_dist(
     )
 
 
-class DistKVStore(DistControl):
-    """A store whose values live on servers. What each call promises is said in ``KVStore``.
+class DistKVStore(DistWorkerCalls):
+    """A store with its values on servers. See ``KVStore`` for each call.
 
     ``push`` returns once the values are copied; an error of a push that comes later is raised
     by the next call. Waits have no end of their own: they end in the value, or in an error
@@ -202,7 +202,7 @@ class DistKVStore(DistControl):
     # -- the same as futures -----------------------------------------------------------
 
     def init_async(self, key: Keys, value: Values) -> Future[None]:
-        """``init``; the arrays belong to the store until the future is done."""
+        """Initialize keys; the arrays belong to the store until the future is done."""
         self._check()
         values = self._table.check_init(key, value)
         specs = {item: spec_of(array) for item, array in values.items()}
@@ -283,7 +283,7 @@ class DistKVStore(DistControl):
         )
 
     def _to_push(self, key: Keys, value: Values) -> Checked:
-        """What a call pushes. Raises what ``values_to_push`` and the store's compression do."""
+        """Return the checked and encoded values that a call pushes."""
         pushed = values_to_push(self._table, key, value)
         coding = self._exchange.coding
         if coding is not None:
@@ -293,7 +293,7 @@ class DistKVStore(DistControl):
     def _wanted(
         self, key: Keys, out: Values | None, *, ignores_sparse: bool, all_versions: bool = False
     ) -> tuple[Checked, Any]:
-        """The arrays to fill, and what the call returns: new ones without ``out``."""
+        """Return the arrays to fill, and what the call returns: new ones without ``out``."""
         if out is not None:
             wanted = values_to_fill(self._table, key, out)
             if wanted.sparse and ignores_sparse:
@@ -322,7 +322,7 @@ class DistKVStore(DistControl):
         return operation.future
 
     def _push_rows(self, pushed: Checked, priority: int) -> None:
-        """``push`` of keys with rows among them."""
+        """Push keys with rows among them."""
         if not pushed.sparse:
             self._push(pushed, priority, copy=True).on_error(self._note_error)
             return
@@ -381,7 +381,7 @@ class DistKVStore(DistControl):
     def _begin_lazy_pushpull(
         self, pushed: Checked, filled: Checked, priority: int
     ) -> tuple[Future[None], Destination]:
-        """The pushed arrays are the caller's again at once."""
+        """Begin a lazy push-pull; the pushed arrays are the caller's again at once."""
         keys, sent = pushed.keys, self._to_send(pushed)
         landing = filled.landing()
         into, coding = landing.memories, sent.coding
@@ -396,14 +396,14 @@ class DistKVStore(DistControl):
     def _let_arrive(
         self, arrays: Sequence[Array], future: Future[None], landing: Destination
     ) -> Future[None]:
-        """Values come later; these lazy arrays wait for them when they are accessed."""
+        """Make these lazy arrays wait for values that come later."""
         arrived = future if landing.is_final else future.map(lambda _: landing.finish())
         if arrays:
             begin_writing(arrived, arrays, self._wait)
         return arrived
 
     def _to_send(self, pushed: Checked) -> _ToSend:
-        """What travels for each key."""
+        """Return the data to send for each key."""
         coding = self._exchange.coding
         sources, are_ours = pushed.memory_to_send(self._add_up)
         if coding is None or not coding.concerns(pushed.keys.keys):

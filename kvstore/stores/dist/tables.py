@@ -11,7 +11,6 @@ from any thread but the node's I/O thread. Read next: ``server/rows.py``, the se
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,16 +25,16 @@ from kvstore.protocol.requests import StoreCall, unpack
 from kvstore.sparse.ids import Ids
 from kvstore.sparse.payload import RowPayloadKind, payload_bytes
 from kvstore.sparse.sums import Picked, RowValues, sum_repeated
+from kvstore.sparse.tables.ids import first_appearances, split
+from kvstore.sparse.tables.settings import TableSettings, settings_to_plain
+from kvstore.sparse.tables.shard import TableStatistics
 from kvstore.stores.arguments import KeyList
 from kvstore.stores.dist.control_client import Servers
 from kvstore.stores.dist.in_flight import Operation
 from kvstore.stores.dist.sparse_transfer import RowExchange, RowPlacement, RowTarget, pushed, wanted
-from kvstore.stores.dist.table_files import TableFiles
+from kvstore.stores.dist.table_rows import ServerRows
 from kvstore.stores.dist.transfer import DenseExchange
 from kvstore.stores.tables import StoreTables, Table
-from kvstore.tables.ids import first_appearances, split
-from kvstore.tables.settings import TableSettings, settings_to_plain
-from kvstore.tables.shard import TableStatistics
 from pslite import Future, Postoffice
 from pslite.errors import ClosedError, ProtocolError
 from pslite.future import settled
@@ -47,7 +46,7 @@ _MOST_CALLS = 1 << 20
 
 
 class StoreCalls(NamedTuple):
-    """What tables need of their store (``admin.py``)."""
+    """The calls of a store (``admin.py``) that its tables use."""
 
     check: Callable[[], None]
     """Raises what a late push has come to, or that the store is closed."""
@@ -77,7 +76,7 @@ class DistTables(StoreTables["DistTable"]):
         self.num_shares = node.config.num_servers
 
     def create(self, name: object, dim: object, optimizer: object, **options: Any) -> DistTable:
-        """A new table, on all servers. Raises what ``_checked`` does."""
+        """Return a new table, on all servers. Raises what ``_checked`` does."""
         self.store.check_may_wait()
         options["num_shares"] = self.num_shares
         settings, chosen = self._checked(name, dim, optimizer, **options)
@@ -99,9 +98,9 @@ class DistTables(StoreTables["DistTable"]):
         most_bytes = self.node.config.max_message_bytes
         if payload_bytes(1, 8, settings.dim * settings.dtype.itemsize) > most_bytes:
             raise ArgumentValueError(
-                f"a row of {settings.dim} {settings.dtype} does not fit a message, of which "
-                f"PS_MAX_MESSAGE_BYTES allows {most_bytes} bytes: choose a smaller dim, or raise "
-                "that on all nodes"
+                f"a row of {settings.dim} {settings.dtype} numbers does not fit in a message of "
+                f"PS_MAX_MESSAGE_BYTES ({most_bytes}) bytes; choose a smaller dim, or raise "
+                "PS_MAX_MESSAGE_BYTES on all nodes"
             )
 
     def parts_of(self, call: int) -> range:
@@ -133,22 +132,20 @@ class DistTable(Table):
         optimizer: Optimizer | None,
         parts: range,
     ) -> None:
-        super().__init__(settings)
-        self._owner = owner
-        self._optimizer = optimizer
-        self._is_closed = False
         self.parts = parts
-        """The part of each server's share."""
-        self._keys = KeyList((self.title,), ())
+        title = f"table {settings.name!r}"
         targets = [
             RowTarget(node_id(Role.SERVER, rank), part, 8) for rank, part in enumerate(parts)
         ]
         self._home = RowPlacement(
-            self.title, targets, self.dim, self.dtype, lambda ids: split(ids, len(parts))
+            title, targets, settings.dim, settings.dtype, lambda ids: split(ids, len(parts))
         )
-        most_bytes = owner.node.config.max_message_bytes
         self._pages = owner.servers.pages(self._home)
-        self._files = TableFiles(self._pages, owner.store.wait, most_bytes)
+        most_bytes = owner.node.config.max_message_bytes
+        super().__init__(settings, optimizer, ServerRows(self._pages, owner.store.wait, most_bytes))
+        self._owner = owner
+        self._is_closed = False
+        self._keys = KeyList((self.title,), ())
 
     # -- what it is ----------------------------------------------------------------------
 
@@ -157,7 +154,8 @@ class DistTable(Table):
         return self.statistics().rows
 
     def statistics(self) -> TableStatistics:
-        self._ready_to_ask()
+        self._check()
+        self._settle()
         replies = self._owner.store.wait(self._pages.ask_each(StoreCall.TABLE_STATS))
         return _summed([_statistics_in(reply.body) for reply in replies])
 
@@ -208,63 +206,27 @@ class DistTable(Table):
         items = list(self._owner.rows.fitting(self.title, found))
         return lambda: self._owner.rows.begin(self._keys, items, 0, None)
 
-    @property
-    def optimizer(self) -> Optimizer | None:
-        self._check()
-        return self._optimizer
-
     def _use(self, optimizer: Optimizer) -> None:
         plain = to_plain(optimizer)
-        owner = self._owner
-        owner.store.settle()
+        store = self._owner.store
 
         def tell(_: int) -> None:
             for only_check in (True, False):
-                asked = self._pages.ask_each(StoreCall.TABLE_OPTIMIZER, only_check, plain)
-                owner.store.wait(asked)
+                store.wait(self._pages.ask_each(StoreCall.TABLE_OPTIMIZER, only_check, plain))
 
-        owner.together(f"set_optimizer of {self.title} ({plain})", tell)
-        self._optimizer = optimizer
+        self._together(f"set_optimizer of {self.title} ({plain})", tell)
 
-    # -- all of them ---------------------------------------------------------------------
-
-    def ids(self) -> Ids:
-        self._ready_to_ask()
-        return self._files.held().ids
-
-    def _rows_there(self, ids: Ids) -> tuple[Ids, RowValues]:
-        self._ready_to_ask()
-        is_there, (rows,) = self._files.read(ids, [self.dtype])
-        return ids[is_there], rows[is_there]
-
-    def _export(self, path: pathlib.Path, since: int | None, *, states: bool) -> int:
-        optimizer = self._optimizer if states else None
+    def _together(self, name: str, act: Callable[[int], Any]) -> Any:
         self._owner.store.settle()
-        self._owner.together(
-            f"export of {self.title} to {path.name!r} (since mark {since}, states={bool(states)})",
-            lambda _: self._files.write(path, self._settings, optimizer, since),
-        )
-        return self._next_mark() - 1
-
-    def _next_mark(self) -> int:
-        self._check()
-        return self._files.numbers().next_mark
-
-    def _load(self, path: pathlib.Path) -> None:
-        self._owner.store.settle()
-        self._owner.together(
-            f"load of {self.title} from {path.name!r}",
-            lambda _: self._files.load(path, self._settings, self._optimizer),
-        )
+        return self._owner.together(name, act)
 
     def close(self) -> None:
         owner = self._owner
         if self._is_closed or owner.store.is_closed():
             return
         owner.store.check_may_wait()
-        owner.store.settle()
         drop = owner.servers.drop_table
-        owner.together(f"close of {self.title}", lambda _: owner.store.wait(drop(self.parts)))
+        self._together(f"close of {self.title}", lambda _: owner.store.wait(drop(self.parts)))
         self._is_closed = True
         owner.forget(self)
 
@@ -273,18 +235,16 @@ class DistTable(Table):
     def _check(self) -> None:
         self._owner.store.check_may_wait()
         if self._is_closed:
-            raise ClosedError(f"{self.title} is closed; create a new one")
+            raise ClosedError(f"{self.title} is closed; call create_table again")
 
-    def _ready_to_ask(self) -> None:
-        """Own pushes and pulls come first, as for a pull: what is asked goes another way."""
-        self._check()
+    def _settle(self) -> None:
         exchange = self._owner.exchange
         self._owner.store.wait(settled(exchange.unfinished([self.title])))
         self._owner.store.check()
 
 
 def _different(ids: Ids) -> tuple[Ids, Ids | None]:
-    """The different ids, and for each of ``ids`` its place there; None where all are."""
+    """Return the different ids and each id's index there; None where all differ."""
     if not len(ids):
         return ids, None
     unique, inverse = first_appearances(ids)
@@ -303,11 +263,11 @@ def _statistics_in(body: bytes) -> TableStatistics:
     try:
         return TableStatistics(*unpack(body, list)[0])
     except TypeError as error:
-        raise ProtocolError("a server's statistics of a table are malformed") from error
+        raise ProtocolError("a server sent malformed statistics of a table") from error
 
 
 def _summed(found: Sequence[TableStatistics]) -> TableStatistics:
-    """Those of all shares together, each of which has counted all pushes."""
+    """Return the sums of all shares, each of which has counted all pushes."""
     sums: dict[str, Any] = {
         name: sum(getattr(each, name) for each in found)
         for name in TableStatistics._fields

@@ -88,7 +88,7 @@ class DenseExchange:
         self.message_bytes = message_bytes(node.config, by_tcp=not node.nearby.is_on_one_machine)
 
     def name_of(self, part: int) -> str | None:
-        """The key or table that a part belongs to, for reports (``pslite/node/data.py``)."""
+        """Return the key or table that a part belongs to, for reports (``pslite/node/data.py``)."""
         for title, parts in list(self.tables.items()):
             if part in parts:
                 return title
@@ -99,7 +99,7 @@ class DenseExchange:
         return None
 
     def add(self, entries: Iterable[KeyEntry]) -> None:
-        """These keys can be used from now on."""
+        """Add keys, which can be used from now on."""
         for entry in entries:
             if not entry.is_row_sparse:  # those are the business of sparse_transfer.py
                 self._places[entry.key] = places_of(entry)
@@ -107,7 +107,7 @@ class DenseExchange:
 
     @contextmanager
     def changing_coding(self) -> Iterator[None]:
-        """While another encoding is agreed upon, pushes and pulls raise ``UsageError``."""
+        """Refuse pushes and pulls while another encoding is agreed upon."""
         with self._lock:
             self.check_coding(self.coding)
             self._is_changing = True
@@ -128,12 +128,12 @@ class DenseExchange:
         """Raise ``UsageError`` unless what was encoded by this one may be sent."""
         if self._is_changing or self.coding is not coding:
             raise UsageError(
-                "another thread is calling set_gradient_compression: no thread may init, push or "
-                "pull until it returns"
+                "set_gradient_compression is running in another thread; do not call init, push "
+                "or pull before it returns"
             )
 
     def remove(self, keys: Sequence[Key]) -> None:
-        """These keys are gone."""
+        """Remove deleted keys."""
         gone = [entry for key in keys if (entry := self.entries.pop(key, None)) is not None]
         for key in keys:
             self._places.pop(key, None)
@@ -148,7 +148,7 @@ class DenseExchange:
         self._node.errands.call(lambda: self._node.traffic.forget(parts))
 
     def remove_table(self, title: str) -> None:
-        """This growing table is gone."""
+        """Remove a deleted growing table."""
         parts = self.tables.pop(title, range(0))
         self._progress.forget(id(self), [title])
         self.pushes.forget([title])
@@ -257,7 +257,7 @@ class DenseExchange:
         priority: int,
         coding: Coding | None = None,
     ) -> Future[None]:
-        """``begin``, together with others that come soon, unless ``send_joined`` is called.
+        """Begin, together with others that come soon, unless ``send_joined`` is called.
 
         The sources are copied. The future completes on the I/O thread.
         """
@@ -355,7 +355,7 @@ class DenseExchange:
         self._node.traffic.submit(transfers)
 
     def _known(self, calls: Sequence[BatchedCall]) -> Iterator[BatchedCall]:
-        """The calls whose keys no other thread has deleted meanwhile; the rest end in an error."""
+        """Return the calls whose keys still exist; end the others in an error."""
         for call in calls:
             gone = [key for key in call.shape[0] if key not in self.entries]
             if gone:
@@ -376,11 +376,11 @@ class DenseExchange:
         return groups if coding is None else [coding.applied(group, keys) for group in groups]
 
     def version(self, key: Key, versions: dict[int, int]) -> Version:
-        """The version of a key whose parts' versions were noted."""
+        """Return the version of a key whose parts' versions were noted."""
         return Version(versions[part] for part in self.entries[key].parts)
 
     def unfinished(self, keys: Iterable[Key] | None = None) -> list[Future[None]]:
-        """Every push and pull of these keys (None: of any) that is not over."""
+        """Return every push and pull of these keys (None: of any) that is not over."""
         chosen = None if keys is None else list(keys)
         return [*self.pushes.of(chosen), *self.pulls.of(chosen)]
 

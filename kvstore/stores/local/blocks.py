@@ -1,20 +1,19 @@
-"""Sum and update keys on the host in blocks, and check that arrays do not overlap.
-
-Where arrays do not overlap, the order of reads and writes makes no difference, and they may
-happen on several threads and in one pass. Arrays that own their memory are told apart by being
-different objects; only for views are addresses looked at. The answer may be "no" where the truth is
-"yes" (views with strides that interleave), never the other way round. Pure: no value is read.
-
-The work of a call on the host's memory: cut into blocks, which all cores share.
+"""Sum and update keys on the host in blocks, which all cores share.
 
 ``Blocks`` is made once for a list of keys. Large keys are cut into blocks that stay in a
 core's cache; small ones that are neighbours on a shelf make a block together. For each block
 the contributions are added, the weights updated and, when the call has arrays to fill, these
 are written while the block is still in the cache. Every operation is elementwise (an optimizer
 of scope ``"key"`` has its keys whole, each on one thread, one of scope ``"row"`` whole rows), so
-neither the blocks nor the threads can change a bit. The store's lock guards everything here; the
-tasks themselves run on the caller's thread and on those of ``arrays/cpu/threads.py``. Read next:
-``arrays/cpu/sums.py`` for the arithmetic.
+neither the blocks nor the threads can change a bit.
+
+Several threads and one pass are only right where arrays do not overlap (``are_apart``). Arrays
+that own their memory are told apart by being different objects; only for views are addresses
+looked at. The answer may be "no" where the truth is "yes" (views with strides that interleave),
+never the other way round.
+
+The store's lock guards everything here; the tasks themselves run on the caller's thread and on
+those of ``arrays/cpu/threads.py``. Read next: ``arrays/cpu/sums.py`` for the arithmetic.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from kvstore.arrays.cpu import kernels
-from kvstore.arrays.cpu.sums import Flat, Workspaces, add_up, update_block
+from kvstore.arrays.cpu.sums import Flat, Workspaces, add_up, apply_round, update_block
 from kvstore.arrays.cpu.threads import Cores, Failure, Task, shared
 from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.optimizer.base import Optimizer
@@ -123,14 +122,6 @@ class _Neighbours:
     entries: list[StoredKey]
 
 
-@dataclass(slots=True)
-class _Round:
-    """What the tasks of one call have in common."""
-
-    optimizer: Optimizer | None
-    workspaces: Workspaces
-
-
 class Blocks:
     """The keys of a call, all on the host and each once, in the order of the call."""
 
@@ -182,16 +173,19 @@ class Blocks:
         pass, if that cannot be told from two calls. When an optimizer raises, other keys of the
         call may have been updated or not; counts and versions are of those that were.
         """
-        fused = outs if outs is not None and are_apart(outs, rows) else None
-        self._begin(optimizer)
-        tasks, of_tasks, late = self._tasks(rows, _Round(optimizer, workspaces), fused)
+        fused = outs if outs is not None and self._can_fuse(outs, rows) else None
+        variants = self._begin(optimizer)
+        tasks, of_tasks = self._tasks(rows, variants, workspaces, fused)
         nbytes = self.nbytes * (len(rows[0]) if rows else 0)
         cores = shared() if nbytes >= SHARED_BYTES else _ALONE
         self._end(cores.run(tasks), of_tasks, optimizer)
-        if fused is not None:
-            self._write_whole(late)
-        elif outs is not None:
+        if outs is not None and fused is None:
             self.fill(outs)
+
+    def _can_fuse(self, outs: Sequence[Row], rows: Sequence[Row]) -> bool:
+        """Return whether these arrays can be filled while the blocks are in the cache."""
+        is_flat = all(_is_flat(out) for index in self._large for out in outs[index])
+        return is_flat and are_apart(outs, rows)
 
     def fill(self, outs: Sequence[Row]) -> None:
         """Write each key's value into all arrays of its row.
@@ -207,28 +201,24 @@ class Blocks:
             partial(_write_all, group.entries, [outs[index] for index in group.indices])
             for group in self._neighbours
         ]
-        late: list[tuple[StoredKey, HostArray]] = []
         for index in self._large:
-            entry = self.entries[index]
-            targets, others = _flat_targets(outs[index])
-            late += [(entry, out) for out in others]
-            flat = entry.flat
+            entry, row = self.entries[index], outs[index]
+            if not all(map(_is_flat, row)):
+                tasks.append(partial(_write_all, (entry,), (row,)))
+                continue
+            flat, targets = entry.flat, [out.reshape(-1) for out in row]
             tasks += [
                 partial(_write_span, flat[start:stop], start, stop, targets)
                 for start, stop in _spans(len(flat))
             ]
-        _raise(shared().run(tasks))
-        self._write_whole(late)
-
-    def _write_whole(self, late: Sequence[tuple[StoredKey, HostArray]]) -> None:
-        """Fill arrays that cannot be written in blocks: large ones with strides."""
-        if late:
-            _raise(shared().run([partial(_write, entry, (out,)) for entry, out in late]))
+        failure = shared().run(tasks)
+        if failure is not None:
+            raise failure.error
 
     # -- updates -----------------------------------------------------------------------
 
-    def _begin(self, optimizer: Optimizer | None) -> None:
-        """Make missing states, and count the update and the push."""
+    def _begin(self, optimizer: Optimizer | None) -> Sequence[Optimizer | None]:
+        """Make missing states, and count the update and the push; return each key's optimizer."""
         if optimizer is not None:
             if optimizer is not self._optimizer:
                 self._variants = [
@@ -241,6 +231,7 @@ class Blocks:
         for entry in self.entries:
             entry.version += 1
             entry.count += optimizer is not None
+        return [None] * len(self.entries) if optimizer is None else self._variants
 
     def _end(
         self,
@@ -265,36 +256,35 @@ class Blocks:
         raise failure.error
 
     def _tasks(
-        self, rows: Sequence[Row], call: _Round, outs: Sequence[Row] | None
-    ) -> tuple[list[Task], list[Sequence[StoredKey]], list[tuple[StoredKey, HostArray]]]:
-        """The tasks, the keys of each, and what is to be filled after them."""
+        self,
+        rows: Sequence[Row],
+        variants: Sequence[Optimizer | None],
+        workspaces: Workspaces,
+        outs: Sequence[Row] | None,
+    ) -> tuple[list[Task], list[Sequence[StoredKey]]]:
+        """Return the tasks, and the keys of each."""
         tasks: list[Task] = []
         of_tasks: list[Sequence[StoredKey]] = []
-        late: list[tuple[StoredKey, HostArray]] = []
         for group in self._neighbours:
-            chosen = [self._variant(index, call) for index in group.indices]
+            chosen = [variants[index] for index in group.indices]
             mine = [rows[index] for index in group.indices]
             theirs = None if outs is None else [outs[index] for index in group.indices]
             work = _update_together if _can_be_one(group, chosen) else _update_singly
-            tasks.append(partial(work, group, chosen, mine, theirs, call.workspaces))
+            tasks.append(partial(work, group, chosen, mine, theirs, workspaces))
             of_tasks.append(group.entries)
         for index in self._large:
-            entry, optimizer = self.entries[index], self._variant(index, call)
+            entry, optimizer = self.entries[index], variants[index]
             row = [array.reshape(-1) for array in rows[index]]
-            targets, others = _flat_targets(() if outs is None else outs[index])
-            late += [(entry, out) for out in others]
+            targets = () if outs is None else [out.reshape(-1) for out in outs[index]]
             size, step = entry.spec.num_elements, SPAN_ELEMENTS
             if optimizer is not None:
                 step = optimizer.block_length(size, step)
             for span in _spans(size, step):
                 tasks.append(
-                    partial(_update_span, entry, span, optimizer, row, targets, call.workspaces)
+                    partial(_update_span, entry, span, optimizer, row, targets, workspaces)
                 )
                 of_tasks.append((entry,))
-        return tasks, of_tasks, late
-
-    def _variant(self, index: int, call: _Round) -> Optimizer | None:
-        return None if call.optimizer is None else self._variants[index]
+        return tasks, of_tasks
 
 
 def _neighbours(entries: Sequence[StoredKey]) -> Iterator[_Neighbours]:
@@ -320,7 +310,7 @@ def _neighbours(entries: Sequence[StoredKey]) -> Iterator[_Neighbours]:
 
 
 def _can_be_one(group: _Neighbours, chosen: Sequence[Optimizer | None]) -> bool:
-    """Whether all keys would be updated by the same numbers."""
+    """Return whether all keys would be updated by the same numbers."""
     first, optimizer = group.entries[0], chosen[0]
     if optimizer is None:
         dtype = first.spec.dtype
@@ -339,15 +329,9 @@ def _spans(size: int, step: int = SPAN_ELEMENTS) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, size)
 
 
-def _flat_targets(outs: Row) -> tuple[list[Flat], list[HostArray]]:
-    """Arrays to fill that can be cut into blocks, as 1-D views, and those that cannot."""
-    flat, others = [], []
-    for out in outs:
-        if out.ndim == 1 or out.flags.c_contiguous:
-            flat.append(out.reshape(-1))
-        else:
-            others.append(out)
-    return flat, others
+def _is_flat(out: HostArray) -> bool:
+    """Return whether an array can be filled in blocks, as a 1-D view."""
+    return out.ndim == 1 or out.flags.c_contiguous
 
 
 # -- the tasks -----------------------------------------------------------------------------
@@ -406,44 +390,26 @@ def _update_span(
     targets: Sequence[Flat],
     workspaces: Workspaces,
 ) -> None:
-    start, stop = span
-    weight = entry.flat[start:stop]
-    parts = [array[start:stop] for array in row]
-    outs = [target[start:stop] for target in targets]
-    state = () if optimizer is None else [array[start:stop] for array in entry.state or ()]
-    if kernels.apply(weight, (parts,), optimizer, state, entry.count, (outs,)):
-        return
-    workspace = workspaces.take()
-    working = accumulation_dtype(weight.dtype)
-    total = weight
-    if optimizer is not None or (weight.dtype != working and len(row) > 1):
-        total = workspace.block(0, working, stop - start)
-    add_up(parts, total)
-    if optimizer is not None:
-        update_block(weight, total, optimizer, state, entry.count, workspace)
-    elif total is not weight:
-        np.copyto(weight, total, casting="unsafe")
+    some, workspace = slice(*span), workspaces.take()
+    apply_round(
+        entry.flat[some],
+        [array[some] for array in row],
+        optimizer,
+        [array[some] for array in entry.state or ()],
+        entry.count,
+        workspace,
+        outs=[target[some] for target in targets],
+        block_elements=SPAN_ELEMENTS,
+    )
     workspaces.give(workspace)
-    for out in outs:
-        out[...] = weight
 
 
 def _write_all(entries: Sequence[StoredKey], outs: Sequence[Row]) -> None:
     for entry, row in zip(entries, outs, strict=True):
-        _write(entry, row)
-
-
-def _write(entry: StoredKey, outs: Row) -> None:
-    weight = entry.weight
-    for out in outs:
-        out[...] = weight
+        for out in row:
+            out[...] = entry.weight
 
 
 def _write_span(weight: Flat, start: int, stop: int, targets: Sequence[Flat]) -> None:
     for target in targets:
         target[start:stop] = weight
-
-
-def _raise(failure: Failure | None) -> None:
-    if failure is not None:
-        raise failure.error

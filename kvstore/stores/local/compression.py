@@ -9,8 +9,7 @@ each device has a residual of its own for each key. The caller holds the store's
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,26 +17,25 @@ import numpy as np
 from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.cpu.sums import Flat
 from kvstore.arrays.keys import Key, KeySpec
-from kvstore.checkpoint.residuals import fitting, read_residuals, save_residuals
-from kvstore.compression import Chain, Compression, Draw, Residual, Residuals
+from kvstore.checkpoint.residuals import StoreCoding
+from kvstore.compression import Chain, Compression, Draw
 from kvstore.compression.config import rows_refused, value_refused
 from kvstore.errors import ArgumentValueError, NotSupportedError
 from kvstore.sparse.array import RowSparseArray
 from kvstore.stores.arguments import KeyTable
 
 
-class LocalCoding:
+class LocalCoding(StoreCoding):
     """The encoding of one store in one process."""
 
     def __init__(self, compression: Compression, table: KeyTable) -> None:
-        self.compression = compression
-        self.residuals = Residuals()
+        super().__init__(compression)
         self._table = table
         #: How often each key was pushed.
         self._rounds: Counter[Key] = Counter()
 
     def passed(self, groups: Mapping[Key, Sequence[Array]]) -> list[list[Array]]:
-        """For each key its arrays, or what comes out of their codecs: new arrays on the host.
+        """Return each key's arrays, decoded from their codecs where it has one.
 
         ``groups`` fit their keys and are only read. Raises ``NotSupportedError`` for row-sparse
         values of a key that is compressed and ``ArgumentValueError`` for numbers that a codec
@@ -62,8 +60,7 @@ class LocalCoding:
         return adapter_for(array).to_host(array)
 
     def _chain(self, key: Key) -> Chain | None:
-        spec: KeySpec = self._table.spec(key)
-        return self.compression.chain_for(key, spec.nbytes, spec.dtype)
+        return self.compression.rule_for(key, self._table.spec(key)).chain
 
     def _pass(self, key: Key, chain: Chain, hosts: Sequence[np.ndarray[Any, Any]]) -> list[Array]:
         self._rounds[key] += 1
@@ -82,12 +79,11 @@ class LocalCoding:
         return any(rule.pull is not None for rule in self.compression.rules)
 
     def pulled(self, key: Key, weight: Array) -> np.ndarray[Any, Any] | None:
-        """A dense key's value as it comes back: a new array on the host; None: as it is.
+        """Return a dense key's value as it comes back: a new array on the host; None: as it is.
 
         Raises ``ArgumentValueError`` for numbers that the codec cannot carry.
         """
-        spec = self._table.spec(key)
-        chain = self.compression.pull_chain_for(key, spec.nbytes, spec.dtype)
+        chain = self.compression.rule_for(key, self._table.spec(key)).pull
         if chain is None:
             return None
         host = adapter_for(weight).to_host(weight)
@@ -97,19 +93,9 @@ class LocalCoding:
             raise ArgumentValueError(value_refused(key, chain)) from None
         return _through(chain, host, None, Draw())
 
-    def save(self, path: Path) -> None:
-        """Write the residuals. Raises ``CheckpointError``."""
-        save_residuals(path, self.compression, self.residuals, 1)
-
-    def read(self, path: Path) -> list[Residual]:
-        """Read the residuals of this file; nothing changes. Raises ``CheckpointError``."""
-        return read_residuals(path, self.compression, 1)
-
-    def restore_residuals(self, saved: Iterable[Residual]) -> None:
-        """Take in those residuals that fit the present keys, and drop all others."""
+    def specs(self) -> dict[Key, KeySpec]:
         keys = self._table.keys()
-        specs = dict(zip(keys, map(self._table.spec, keys), strict=True))
-        self.residuals.restore(fitting(saved, specs))
+        return dict(zip(keys, map(self._table.spec, keys), strict=True))
 
     def forget(self, keys: Sequence[Key]) -> None:
         """Drop the residuals of these keys, which are gone."""
@@ -121,7 +107,7 @@ class LocalCoding:
 def _through(
     chain: Chain, host: np.ndarray[Any, Any], residual: Flat | None, draw: Draw
 ) -> np.ndarray[Any, Any]:
-    """What arrives of an array: a new one."""
+    """Return an array as it arrives after encoding and decoding: a new one."""
     out = np.empty(host.shape, host.dtype)
     chain.decode(chain.encode(host, residual=residual, draw=draw), out)
     return out

@@ -47,7 +47,7 @@ class KernelCall(NamedTuple):
 
 
 def kernel_for(dtype: np.dtype[Any], num_copies: int, optimizer: Optimizer | None) -> Kernel | None:
-    """The kernel that adds and updates keys of ``dtype``; None if there is none.
+    """Return the kernel that adds and updates keys of ``dtype``; None if there is none.
 
     There is one for sums of floats and integers, and for plain SGD on floats (of float16, on
     their masters), of up to ``MOST_COPIES`` values. bool, complex and bfloat16 have none, nor has
@@ -63,7 +63,7 @@ def kernel_for(dtype: np.dtype[Any], num_copies: int, optimizer: Optimizer | Non
 
 
 def numbers_of(optimizer: Optimizer | None, count: int) -> KernelParameters:
-    """The numbers of the update with this count. Of SGD, or of none."""
+    """Return the numbers of the update with this count. Of SGD, or of none."""
     if not isinstance(optimizer, SGD):
         return KernelParameters()
     limit = optimizer.clip_gradient
@@ -79,7 +79,7 @@ def numbers_of(optimizer: Optimizer | None, count: int) -> KernelParameters:
 def jobs_of(
     entries: Sequence[StoredKey], num_copies: Sequence[int], optimizer: Optimizer | None
 ) -> tuple[list[KernelCall], list[int]]:
-    """The jobs of one update of these keys, and the positions of those that cannot be fused.
+    """Return the jobs of one update of these keys, and the positions of those that cannot be fused.
 
     The keys live on one GPU, each with a number of copies to add. Keys whose optimizers or
     counts differ (multipliers, a schedule, a key that came later) are in different jobs.
@@ -104,7 +104,7 @@ def jobs_of(
 
 
 def are_apart(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether no two of these stretches of memory, in bytes, overlap. Empty ones never do."""
+    """Return whether these stretches of memory are disjoint. Empty ones always are."""
     used = sorted((start, size) for start, size in zip(addresses, sizes, strict=True) if size)
     return all(start + size <= following for (start, size), (following, _) in pairwise(used))
 
@@ -114,7 +114,7 @@ Work = Sequence[tuple[StoredKey, Sequence[Array]]]
 
 
 class DeviceKVStore(LocalKVStore):
-    """Adds and updates on the device that holds the key. See ``KVStore`` for each call.
+    """A store of one process that adds and updates on the key's device. See ``KVStore``.
 
     ``pull`` without ``out`` returns an array on that device.
     """

@@ -40,11 +40,11 @@ class Shelf:
         self._states: dict[tuple[int, np.dtype[Any]], Flat] = {}
 
     def has_room(self, num_elements: int) -> bool:
-        """Whether a key of this size fits behind the others."""
+        """Return whether a key of this size fits behind the others."""
         return self.used + num_elements <= len(self.values)
 
     def state(self, index: int, dtype: np.dtype[Any]) -> Flat:
-        """Memory for the optimizer's array number ``index`` of all keys here."""
+        """Return memory for the optimizer's array number ``index`` of all keys here."""
         found = self._states.get((index, dtype))
         if found is None:
             found = self._states[index, dtype] = np.empty(len(self.values), dtype)
@@ -52,7 +52,7 @@ class Shelf:
 
 
 class StoredKey:
-    """One key of a store in one process: its value and what its optimizer keeps for it."""
+    """One key of a store in one process: its value and optimizer state."""
 
     def __init__(self, key: Key, spec: KeySpec, weight: Array, generation: int) -> None:
         self.key = key
@@ -65,7 +65,7 @@ class StoredKey:
         self.state: tuple[Flat, ...] | None = None
         """Flat arrays, made by the optimizer at the first update; set by ``keep_state``."""
         self.count = 0
-        """Updates so far; the optimizer's own number of this key."""
+        """Updates so far; the optimizer's own number of this key. A table has its own."""
         self.version = 0
         """Pushes so far."""
         self.table: RowTable | None = None
@@ -84,11 +84,6 @@ class StoredKey:
         return flat
 
     @property
-    def has_state(self) -> bool:
-        """Whether an optimizer has begun to keep something for the key."""
-        return (self.state if self.table is None else self.table.states) is not None
-
-    @property
     def nbytes(self) -> int:
         """The size of the values that the store holds."""
         return self.spec.nbytes if self.table is None else self.table.nbytes
@@ -104,16 +99,11 @@ class StoredKey:
         """Replace what the optimizer keeps; the arrays become the store's."""
         self.count = count
         arrays = None if state is None else tuple(state)
-        if self.table is not None:
-            self.table.keep_states(arrays)
-            return
-        if _are_the_same(arrays, self.state):
-            return
         if arrays is None or self.shelf is None or not all(map(self._fits, arrays)):
             self.state = arrays
             self.shelved = None if arrays else ()
             return
-        # They may be views of what lies there already, in another order.
+        # They may be what lies there already, in another order.
         copies = [np.array(array) for array in arrays]
         self.shelved = tuple(array.dtype for array in copies)
         self.state = tuple(
@@ -124,7 +114,7 @@ class StoredKey:
             array[...] = copy
 
     def move(self, home: Context, weight: Array, state: Iterable[Array] | None) -> None:
-        """The key lives on a GPU from now on, in arrays that become the store's."""
+        """Move a key to a GPU, in arrays that become the store's."""
         self.home, self.weight, self.shelf = home, weight, None
         self.keep_state(state, self.count)
 
@@ -139,7 +129,7 @@ class Shelves:
         self._open: dict[np.dtype[Any], Shelf] = {}
 
     def place(self, key: Key, value: np.ndarray[Any, Any], generation: int) -> StoredKey:
-        """A new key with a copy of this value, a C-contiguous array."""
+        """Return a new key with a copy of this value, a C-contiguous array."""
         spec = KeySpec(value.shape, value.dtype)
         size = spec.num_elements
         if size > SMALL_ELEMENTS:
@@ -153,9 +143,3 @@ class Shelves:
         entry.weight[...] = value
         entry.shelf, entry.start, entry.stop = shelf, start, stop
         return entry
-
-
-def _are_the_same(some: tuple[Flat, ...] | None, others: tuple[Flat, ...] | None) -> bool:
-    if some is None or others is None:
-        return some is others
-    return len(some) == len(others) and all(map(lambda a, b: a is b, some, others))

@@ -34,7 +34,7 @@ from kvstore.stores.local.memory import HOST, StoredKey
 
 
 def new_entry(key: Key, value: RowSparseArray, generation: int) -> StoredKey:
-    """A row-sparse key that holds a copy of this value."""
+    """Return a row-sparse key that holds a copy of this value."""
     spec = KeySpec(value.shape, value.dtype)
     contribution = contribution_of(value)
     table = RowTable(spec, is_whole=len(contribution.ids) == spec.shape[0])
@@ -53,14 +53,15 @@ def apply(
     """Add the arrays up, row-sparse and dense ones, and merge the sum into the key."""
     contributions = [contribution_of(array) for array in arrays]
     chosen = None if optimizer is None else optimizer.for_key(entry.key, entry.spec.width)
-    count = entry.count + (chosen is not None)
     if entry.table is None:
+        count = entry.count + (chosen is not None)
         _apply_to_dense(entry, Sum(contributions), chosen, count, workspace)
+        entry.count = count
     elif chosen is None:
         entry.table.replace(contributions, workspace)
     else:
-        entry.table.update(contributions, chosen, count, workspace)
-    entry.count = count
+        entry.table.set_optimizer(optimizer)
+        entry.table.update(contributions, chosen, workspace)
     entry.version += 1
 
 
@@ -84,7 +85,7 @@ def _apply_to_dense(
 
 
 def _apply_on_device(entry: StoredKey, total: Sum, optimizer: Optimizer | None, count: int) -> None:
-    """The same for a key on a GPU, with whole arrays of its library."""
+    """Apply a round to a key on a GPU, with whole arrays of its library."""
     adapter = adapter_on(entry.home)
     rows = adapter.to_context(total.whole(), entry.home)
     places = adapter.to_context(np.ascontiguousarray(total.ids), entry.home)
@@ -126,7 +127,7 @@ def apply_updater(updater: UpdateFunction, entry: StoredKey, arrays: Sequence[Ar
     else:
         rows = row_sparse_of(total.ids, entry.table.read(total.ids), entry.spec)
         updater(entry.key, received, rows)
-        entry.table.merge(*contribution_of(rows), (), None)
+        entry.table.merge(*contribution_of(rows), None)
     entry.version += 1
 
 
@@ -147,7 +148,7 @@ def fill(entry: StoredKey, outs: Sequence[Array]) -> None:
 
 
 def value_of(entry: StoredKey) -> RowSparseArray:
-    """A copy of the rows that are there; of a dense key all."""
+    """Return a copy of the rows that are there; of a dense key all."""
     ids = np.arange(entry.spec.shape[0]) if entry.table is None else entry.table.ids()
     return row_sparse_of(ids.copy(), _read(entry, ids, None), entry.spec)
 
@@ -173,7 +174,7 @@ def pull_rows(entry: StoredKey, wanted: Wanted) -> RowSparseArray | None:
 
 
 def size_of(array: Array) -> int:
-    """The bytes of a pushed array."""
+    """Return the bytes of a pushed array."""
     return array.nbytes if isinstance(array, RowSparseArray) else spec_of(array).nbytes
 
 
@@ -181,7 +182,7 @@ def size_of(array: Array) -> int:
 
 
 def _by_rows(array: Array, spec: KeySpec) -> Array:
-    """An array of the key's elements with a row in each row, sharing its memory."""
+    """Return an array of the key's elements with a row in each row, sharing its memory."""
     return array.reshape(spec.shape[0], width_of(spec.shape))
 
 

@@ -7,8 +7,10 @@ the store is open, and has ``values.py`` do what it does to values. No sockets. 
 
 from __future__ import annotations
 
+import pathlib
 import threading
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from kvstore.arrays.keys import Key, Keys, UpdateFunction, Values
@@ -18,8 +20,8 @@ from kvstore.checkpoint.optimizer_states import SavedStates, write_states
 from kvstore.checkpoint.residuals import (
     path_beside_states,
     path_in_checkpoint,
-    read_store_residuals,
-    save_store_residuals,
+    read_residuals,
+    save_residuals,
 )
 from kvstore.compression import Compression
 from kvstore.errors import ArgumentTypeError, OptimizerNotSet
@@ -37,7 +39,7 @@ from kvstore.stores.arguments import (
 )
 from kvstore.stores.arguments_sparse import check_wanted
 from kvstore.stores.base import CompressionParams, KeyInfo, KVStore, Path, Version
-from kvstore.stores.local.checkpoint import contents_of, pieces_of, take_checkpoint, take_states
+from kvstore.stores.local.checkpoint import contents_of, pieces_of, take
 from kvstore.stores.local.compression import LocalCoding
 from kvstore.stores.local.tables import LocalTables
 from kvstore.stores.local.values import LocalValues
@@ -49,7 +51,7 @@ T = TypeVar("T")
 
 
 class LocalKVStore(KVStore):
-    """Adds and updates on the CPU. What each call promises is said in ``KVStore``."""
+    """A store of one process that adds and updates on the CPU. See ``KVStore`` for each call."""
 
     def __init__(self, name: str = "local", values: LocalValues | None = None) -> None:
         """``values``: where they live, if not on the host."""
@@ -186,7 +188,10 @@ class LocalKVStore(KVStore):
 
     def set_updater(self, updater: UpdateFunction) -> None:
         if not callable(updater):
-            raise ArgumentTypeError(f"an updater is a function, got {type(updater).__name__}")
+            raise ArgumentTypeError(
+                "an updater must be a function (key, gradient, weight), got "
+                f"{type(updater).__name__}"
+            )
         with self._lock:
             self._check_open()
             self._values.set_updater(updater)
@@ -230,7 +235,7 @@ class LocalKVStore(KVStore):
             self._values.remove(keys)
 
     def _overwrite(self, values: Mapping[Key, Any]) -> None:
-        """Other values for dense keys of these shapes; what their optimizer keeps stays."""
+        """Overwrite dense keys of these shapes; their optimizer states stay."""
         with self._lock:
             self._check_open()
             for key, value in values.items():
@@ -248,19 +253,11 @@ class LocalKVStore(KVStore):
             self._check_open()
             self._check_value()
             self._tables.warn_of_checkpoint()
-            entries, optimizer = self._values.entries.values(), self._values.optimizer
-            pieces = pieces_of(entries, optimizer)
-            write_checkpoint(directory, contents_of(entries), optimizer, pieces)
-            save_store_residuals(self._values.coding, path_in_checkpoint(directory, 0))
+            self._save(partial(write_checkpoint, directory), path_in_checkpoint(directory, 0))
 
     def load_checkpoint(self, directory: Path) -> None:
         with self._lock, CheckpointReader(directory) as saved:
-            self._check_open()
-            restore_residuals = read_store_residuals(
-                self._values.coding, path_in_checkpoint(directory, 0)
-            )
-            take_checkpoint(self._values, saved)
-            restore_residuals()
+            self._load(saved, path_in_checkpoint(directory, 0))
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
         with self._lock:
@@ -268,10 +265,8 @@ class LocalKVStore(KVStore):
             if isinstance(self._values.updater, Updater):
                 write_bytes(fname, self._values.updater.get_states(dump_optimizer))
                 return
-            entries, optimizer = self._values.entries.values(), self._values.optimizer
-            contents, pieces = contents_of(entries), pieces_of(entries, optimizer)
-            write_states(fname, contents, optimizer, pieces, dump_optimizer=dump_optimizer)
-            save_store_residuals(self._values.coding, path_beside_states(fname, 0))
+            write = partial(write_states, fname, dump_optimizer=dump_optimizer)
+            self._save(write, path_beside_states(fname, 0))
 
     def load_optimizer_states(self, fname: Path) -> None:
         with self._lock:
@@ -280,12 +275,18 @@ class LocalKVStore(KVStore):
                 self._values.updater.set_states(read_bytes(fname))
                 return
         with self._lock, SavedStates(fname, takes_rows=True) as saved:
-            self._check_open()
-            restore_residuals = read_store_residuals(
-                self._values.coding, path_beside_states(fname, 0)
-            )
-            take_states(self._values, saved)
-            restore_residuals()
+            self._load(saved, path_beside_states(fname, 0))
+
+    def _save(self, write: Callable[..., None], residuals: pathlib.Path) -> None:
+        entries, optimizer = self._values.entries.values(), self._values.optimizer
+        write(contents_of(entries), optimizer, pieces_of(entries, optimizer))
+        save_residuals(self._values.coding, residuals)
+
+    def _load(self, saved: SavedStates, residuals: pathlib.Path) -> None:
+        self._check_open()
+        restore_residuals = read_residuals(self._values.coding, residuals)
+        take(self._values, saved)
+        restore_residuals()
 
     # -- the rest ----------------------------------------------------------------------
 
@@ -314,11 +315,11 @@ class LocalKVStore(KVStore):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ClosedError(f"this {self._name} store is closed; create a new one")
+            raise ClosedError(f"this {self._name} store is closed; call kvstore.create again")
 
 
 def _done(call: Callable[[], T]) -> Future[T]:
-    """What a call has come to. A misuse raises at once, as it does with servers."""
+    """Return a call's outcome. A misuse raises at once, as it does with servers."""
     try:
         return completed(call())
     except PSError:

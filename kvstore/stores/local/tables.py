@@ -1,25 +1,23 @@
 """Growing tables of the stores in one process: ``create_table``.
 
 One share that holds everything, on the host, behind the store's lock; the work is done in
-``kvstore/tables/``. Read next: ``tables/shard.py``.
+``kvstore/sparse/tables/``. Read next: ``sparse/tables/shard.py``.
 """
 
 from __future__ import annotations
 
-import pathlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
-from kvstore.checkpoint.tables import load_table, write_table
+from kvstore.checkpoint.tables import ShareRows, TableFiles
 from kvstore.optimizer.base import Optimizer
 from kvstore.sparse.ids import Ids
 from kvstore.sparse.sums import Contribution, RowValues
+from kvstore.sparse.tables.settings import TableSettings
+from kvstore.sparse.tables.shard import TableShare, TableStatistics
 from kvstore.stores.tables import StoreTables, Table
-from kvstore.tables.shard import TableShare, TableStatistics
 from pslite.errors import ClosedError
 
 
@@ -33,9 +31,9 @@ class LocalTables(StoreTables["LocalTable"]):
         self.check_open = check_open
 
     def create(self, name: object, dim: object, optimizer: object, **options: Any) -> LocalTable:
-        """A new table. Raises what ``_checked`` does."""
+        """Return a new table. Raises what ``_checked`` does."""
         settings, chosen = self._checked(name, dim, optimizer, **options)
-        table = self._tables[settings.name] = LocalTable(self, TableShare(settings, chosen))
+        table = self._tables[settings.name] = LocalTable(self, settings, chosen)
         return table
 
     def close(self) -> None:
@@ -46,10 +44,12 @@ class LocalTables(StoreTables["LocalTable"]):
 class LocalTable(Table):
     """A table whose rows are all here."""
 
-    def __init__(self, owner: LocalTables, share: TableShare) -> None:
-        super().__init__(share.settings)
+    def __init__(
+        self, owner: LocalTables, settings: TableSettings, optimizer: Optimizer | None
+    ) -> None:
+        self._share = TableShare(settings, optimizer)
+        super().__init__(settings, optimizer, ShareRows(self._share))
         self._owner = owner
-        self._share = share
         self._is_closed = False
 
     @contextmanager
@@ -57,7 +57,7 @@ class LocalTable(Table):
         with self._owner.lock:
             self._owner.check_open()
             if self._is_closed:
-                raise ClosedError(f"{self.title} is closed; create a new one")
+                raise ClosedError(f"{self.title} is closed; call create_table again")
             yield
 
     @property
@@ -80,38 +80,19 @@ class LocalTable(Table):
     def _push(self, ids: Ids, gradients: RowValues) -> None:
         self._share.push([Contribution(ids, gradients)])
 
-    @property
-    def optimizer(self) -> Optimizer | None:
-        with self._call():
-            return self._share.slots.optimizer
-
     def _use(self, optimizer: Optimizer) -> None:
         self._share.set_optimizer(optimizer)
 
-    def ids(self) -> Ids:
-        with self._call():
-            return self._share.held()[0]
+    def _settle(self) -> None:
+        """Do nothing: nothing is in flight in one process."""
 
-    def _rows_there(self, ids: Ids) -> tuple[Ids, RowValues]:
-        share = self._share
-        share.expire()
-        places = share.index.look_up(ids)
-        ids, places = ids[places >= 0], places[places >= 0]
-        rows = np.empty((len(ids), self.dim), self.dtype)
-        share.slots.read(places, rows)
-        return ids, rows
-
-    def _next_mark(self) -> int:
-        return self._share.next_mark
-
-    def _export(self, path: pathlib.Path, since: int | None, *, states: bool) -> int:
-        return write_table(path, self._share, since, with_states=states)
-
-    def _load(self, path: pathlib.Path) -> None:
-        load_table(path, self._share)
+    def _together(self, name: str, act: Callable[[int], Any]) -> Any:
+        return act(0)
 
     def close(self) -> None:
         with self._owner.lock:
             self._is_closed = True
-            self._share = TableShare(self._settings)  # the memory of the other is free now
+            # The memory of the other is free now.
+            self._share = TableShare(self._settings)
+            self._files = TableFiles(ShareRows(self._share), self._settings)
             self._owner.forget(self)

@@ -42,7 +42,7 @@ class KeyArrays(NamedTuple):
 
 
 class RowReader:
-    """Turns what callers pass into ``KeyArrays``; looks into a store's keys and changes nothing."""
+    """Converts the arguments of a call into ``KeyArrays``, without changes to the store."""
 
     def __init__(self, table: KeyTable, entries: Mapping[Key, StoredKey]) -> None:
         self._table = table
@@ -51,14 +51,14 @@ class RowReader:
         self._outs = SparseOuts()
 
     def pushed(self, key: Keys, value: Values) -> KeyArrays:
-        """What a call pushes. Raises what ``KeyTable.check_push`` does."""
+        """Return the values that a call pushes, checked by ``KeyTable.check_push``."""
         found = self._plain(key, value, are_written=False)
         if found is not None:
             return found
         return self.split(self._table.check_push(key, value))
 
     def filled(self, key: Keys, out: Values, *, ignores_sparse: bool | None = None) -> KeyArrays:
-        """What a call fills. Raises what ``KeyTable.check_out`` does.
+        """Return the arrays that a call fills, checked by ``KeyTable.check_out``.
 
         Of ``RowSparseArray`` among the arrays, ``ignores_sparse`` leaves them out, and warns once
         for a key; without a value for it, they raise ``NotSupportedError``.
@@ -74,7 +74,7 @@ class RowReader:
         return self.split(groups)
 
     def split(self, groups: Mapping[Key, Sequence[Array]]) -> KeyArrays:
-        """The keys and arrays of a call, those apart that have to do with rows."""
+        """Return the keys and arrays of a call, those apart that have to do with rows."""
         sparse = {key: arrays for key, arrays in groups.items() if self._is_sparse(key, arrays)}
         dense = {key: arrays for key, arrays in groups.items() if key not in sparse}
         return KeyArrays(tuple(dense), list(dense.values()), None, list(sparse.items()))
@@ -85,7 +85,7 @@ class RowReader:
         return any(isinstance(array, RowSparseArray) for array in arrays)
 
     def blocks_of(self, keys: tuple[Key, ...]) -> Blocks:
-        """The blocks of different keys, all on the host."""
+        """Return the blocks of different keys, all on the host."""
         found = self._blocks.get(keys)
         if found is None:
             if len(self._blocks) >= MOST_LISTS:
@@ -94,11 +94,11 @@ class RowReader:
         return found
 
     def forget(self) -> None:
-        """A key was deleted or has moved. New keys change nothing about the others."""
+        """Forget a key that was deleted or moved. New keys do not change others."""
         self._blocks.clear()
 
     def _plain(self, key: Keys, value: Values, *, are_written: bool) -> KeyArrays | None:
-        """The rows of a call that needs no further check; else None."""
+        """Return the rows of a call that needs no further check; else None."""
         is_list = type(key) in (list, tuple)
         keys: tuple[Any, ...] = tuple(key) if is_list else (key,)  # type: ignore[arg-type]
         # True and 1.0 would be found in place of 1.
@@ -138,7 +138,7 @@ class LocalValues:
     # -- keys --------------------------------------------------------------------------
 
     def add(self, values: dict[Key, Array]) -> None:
-        """New keys with copies of these values."""
+        """Add new keys with copies of these values."""
         specs = {key: spec_of(array) for key, array in values.items()}
         hosts = {
             key: array if isinstance(array, RowSparseArray) else adapter_for(array).to_host(array)
@@ -174,16 +174,15 @@ class LocalValues:
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Update by ``optimizer`` from now on; what can be kept of each key's state is kept."""
-        updated = [entry for entry in self.entries.values() if entry.has_state]
+        updated = [entry for entry in self.entries.values() if entry.state is not None]
         taken = [self._taken_over(entry, optimizer) for entry in updated]
         for entry, (state, count) in zip(updated, taken, strict=True):
             entry.keep_state(state, count)
+        self._set_optimizer_of_rows(optimizer)
         self.optimizer = optimizer
         self.updater = None
 
     def _taken_over(self, entry: StoredKey, optimizer: Optimizer) -> tuple[tuple[Flat, ...], int]:
-        if entry.table is not None:
-            return entry.table.take_over(self.optimizer, optimizer, entry.count)
         with adapter_on(entry.home).on(entry.home):
             return take_over(optimizer, self.optimizer, entry.flat, entry.state or (), entry.count)
 
@@ -193,6 +192,12 @@ class LocalValues:
         self.optimizer = None
         for entry in self.entries.values():
             entry.keep_state(None, 0)
+        self._set_optimizer_of_rows(None)
+
+    def _set_optimizer_of_rows(self, optimizer: Optimizer | None) -> None:
+        for entry in self.entries.values():
+            if entry.table is not None:
+                entry.table.set_optimizer(optimizer)
 
     # -- calls -------------------------------------------------------------------------
 
@@ -245,7 +250,7 @@ class LocalValues:
         self._fill(self._rows.split(filled))
 
     def overwrite(self, key: Key, value: Array) -> None:
-        """Another value for a dense key, cast to its dtype; its state and count stay."""
+        """Overwrite a dense key, cast to its dtype; its state and count stay."""
         entry = self.entries[key]
         adapter = adapter_on(entry.home)
         with adapter.on(entry.home):
@@ -257,7 +262,7 @@ class LocalValues:
                     entry.state[-1][...] = entry.flat
 
     def pull_rows(self, wanted: Sequence[Wanted]) -> list[RowSparseArray | None]:
-        """Rows of keys: new arrays where there are none to fill."""
+        """Pull rows of keys, into new arrays where none are given."""
         pulled = [local_rows.pull_rows(self.entries[each.key], each) for each in wanted]
         self.counters["pulls"] += 1
         self.counters["bytes_pulled"] += sum(each.nbytes for each in wanted)
@@ -271,7 +276,7 @@ class LocalValues:
     # -- through codecs ----------------------------------------------------------------
 
     def _encoded(self, coding: LocalCoding, key: Keys, value: Values) -> KeyArrays:
-        """What comes out of the codecs of what a call pushes."""
+        """Return a call's pushed values after encoding and decoding."""
         groups = self.table.check_push(key, value)
         if self.optimizer is not None:
             for item in groups:
@@ -279,7 +284,7 @@ class LocalValues:
         return self._rows.pushed(list(groups), coding.passed(groups))
 
     def _decoded(self, keys: Sequence[Key]) -> dict[Key, Array]:
-        """The values of those dense keys that come back through a codec."""
+        """Return the values of those dense keys that come back through a codec."""
         if self.coding is None or not self.coding.encodes_pulls:
             return {}
         dense = [key for key in keys if self.entries[key].table is None]

@@ -1,4 +1,4 @@
-"""Who is connected to a listening socket: a pure record fed with what libzmq lets us see.
+"""``AcceptedConnections``: the connections of a listening socket, from libzmq's events. Pure.
 
 libzmq names an accepted connection in two ways that it never joins: messages come under a
 routing id, and the monitor tells that a file descriptor was accepted or closed. A message also
@@ -16,7 +16,7 @@ less simple than it sounds, and are why this is a class of its own with its own 
 
 A routing id is made by the connecting van for one connection: its uid, a zero byte, and twelve
 bytes that grow with every connection of that uid. A connection may have *further* ones, by which
-large messages go as well: their routing ids have their number, from 1 on, instead of the zero.
+large messages go as well: their routing ids have their number, from 1, instead of the zero.
 They count as long as it lasts, and no event tells of them. No I/O and no clock; runs on the
 owner's thread. Read next: ``listener.py``, which feeds it.
 """
@@ -27,6 +27,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pslite.errors import UsageError
@@ -57,11 +58,11 @@ def over_their_share(received: Mapping[int, int], limit_bytes: int) -> list[int]
 
 
 class RoutingId(NamedTuple):
-    """What a routing id says."""
+    """The contents of a routing id."""
 
     uid: str
     number: int
-    """0, or which of the further connections of the one with this order it is, from 1 on."""
+    """0, or which of the further connections of the one with this order it is, from 1."""
     order: bytes
     """Greater for a later connection of the same uid."""
 
@@ -87,33 +88,21 @@ def split_routing_id(routing_id: bytes) -> RoutingId | None:
         return None
 
 
+@dataclass(slots=True, eq=False)
 class _Connection:
-    """One accepted connection that was heard of and has not been reported as ended."""
+    """One accepted connection that has not been reported as ended."""
 
-    __slots__ = (
-        "descriptor",
-        "ended_at",
-        "forgotten",
-        "further",
-        "moved_bytes",
-        "number",
-        "order",
-        "routing_id",
-        "sent_bytes",
-        "turn",
-        "uid",
-    )
-
-    def __init__(self, routing_id: bytes, said: RoutingId, descriptor: int) -> None:
-        self.routing_id = routing_id
-        self.descriptor = descriptor
-        self.sent_bytes = 0
-        self.moved_bytes = 0
-        self.uid, self.number, self.order = said
-        self.further: list[_Connection] = []
-        self.turn = 0
-        self.forgotten = False
-        self.ended_at = 0.0
+    routing_id: bytes
+    descriptor: int
+    uid: str
+    number: int
+    order: bytes
+    sent_bytes: int = 0
+    moved_bytes: int = 0
+    further: list[_Connection] = field(default_factory=list)
+    turn: int = 0
+    forgotten: bool = False
+    ended_at: float = 0.0
 
 
 class AcceptedConnections:
@@ -277,7 +266,9 @@ class AcceptedConnections:
                 continue
             del self._connections[connection.routing_id]
             if not connection.number:
-                self._remember(connection)
+                self._ended[connection.routing_id] = None
+                if len(self._ended) > REMEMBERED_ENDS:
+                    del self._ended[next(iter(self._ended))]
             current = self._current.get(connection.uid)
             if current is connection:
                 self.forget(connection.uid)
@@ -292,16 +283,11 @@ class AcceptedConnections:
         is_over = not connection.further or connection.forgotten
         return not is_over and now < connection.ended_at + self._overdue_s
 
-    def _remember(self, connection: _Connection) -> None:
-        self._ended[connection.routing_id] = None
-        if len(self._ended) > REMEMBERED_ENDS:
-            del self._ended[next(iter(self._ended))]
-
     def _begin(self, routing_id: bytes, descriptor: int, now: float) -> _Connection | None:
         said = split_routing_id(routing_id)
         if said is None or routing_id in self._ended:
             return None
-        connection = self._connections[routing_id] = _Connection(routing_id, said, descriptor)
+        connection = self._connections[routing_id] = _Connection(routing_id, descriptor, *said)
         if descriptor not in self._open:
             self._end_later(connection, now)
             return connection

@@ -1,4 +1,4 @@
-"""Addresses of vans: their text form, and what the operating system makes of them.
+"""Addresses of vans: text form, name resolution, errors of bind and connect.
 
 Checks what can be checked before a socket is opened, so that a wrong setting is reported by
 its name and never as a bare errno. Opens no connection. :func:`look_up` and :func:`resolve` may
@@ -32,7 +32,7 @@ def check_bind_address(host: str, port: int) -> None:
             "machine (0.0.0.0 opens every interface)"
         )
     if not 0 <= port <= 65535:
-        raise ConfigError(f"cannot listen on {host}:{port}: a port is a number from 0 to 65535")
+        raise ConfigError(f"cannot listen on {host}:{port}: the port must be from 0 to 65535")
 
 
 def format_address(host: str, port: int) -> str:
@@ -49,14 +49,14 @@ def parse_address(address: str) -> tuple[str, int]:
     elif ":" in host:
         host = ""
     if scheme != "tcp" or not host or not port.isascii() or not port.isdigit():
-        raise ConfigError(f"a node's address reads tcp://host:port, not {address!r}")
+        raise ConfigError(f"a node's address must be tcp://host:port, got {address!r}")
     if not 1 <= int(port) <= 65535:
-        raise ConfigError(f"the port in {address!r} is not a number from 1 to 65535")
+        raise ConfigError(f"the port in {address!r} must be from 1 to 65535")
     return host, int(port)
 
 
 class Endpoint(NamedTuple):
-    """What a host and a port are to libzmq."""
+    """An address in libzmq's form, from a host and a port."""
 
     text: str
     is_ipv6: bool
@@ -65,7 +65,7 @@ class Endpoint(NamedTuple):
 
 
 class HostAddresses(NamedTuple):
-    """What a name or an address means: one address or more, those of IPv4 first."""
+    """The addresses of a host name, IPv4 first."""
 
     addresses: tuple[str, ...]
 
@@ -81,7 +81,7 @@ def look_up(host: str, flags: int = 0) -> HostAddresses:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
     except UnicodeError as error:
-        raise OSError(f"{host!r} is not the form of a host name") from error
+        raise OSError(f"{host!r} is not a valid host name") from error
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return HostAddresses(tuple(str(entry[4][0]) for entry in found))
 
@@ -92,7 +92,7 @@ def resolve(host: str, port: int) -> Endpoint:
 
 
 class Whereabouts:
-    """Where a host is: looked up on a thread of its own, since a name server may not answer.
+    """The lookup of a host name on a separate thread, since a name server may be slow.
 
     ``found`` is called on that thread after each look. An address is known at once and no server is
     asked; ``known`` is what was found before.
@@ -142,8 +142,8 @@ def is_loopback(address: str) -> bool:
 def without_key(where: str) -> str:
     """Return why a node without a job key may not listen at, or connect to, ``where``."""
     return (
-        f"without a job key a node stays on this machine (127.0.0.0/8, ::1), and {where} is "
-        f"beyond it: {HOW_TO_MAKE_A_KEY}"
+        "a node without a job key may use only loopback addresses (127.0.0.0/8, ::1), got "
+        f"{where}; {HOW_TO_MAKE_A_KEY}"
     )
 
 
@@ -158,7 +158,7 @@ def listening_endpoint(descriptor: int, host: str, port: int) -> Endpoint:
     if family not in (socket.AF_INET, socket.AF_INET6) or not listens:
         raise ConfigError(f"{where} is not a listening TCP socket")
     if port not in (0, address[1]):
-        raise ConfigError(f"{where} listens on port {address[1]}")
+        raise ConfigError(f"{where} listens on port {address[1]} instead")
     text = format_address(address[0], address[1])
     return Endpoint(text, family == socket.AF_INET6, is_loopback(address[0]))
 
@@ -194,9 +194,9 @@ def connect_problem(address: str) -> str:
         error = failed.errno or 0
     if error == errno.EADDRNOTAVAIL:
         return (
-            f"this machine has no local port left for a connection to {host}:{port} "
-            "(EADDRNOTAVAIL): end what holds the connections, wait a minute for those that "
-            "have ended (TIME_WAIT), or widen net.ipv4.ip_local_port_range"
+            f"this machine has no local port left to connect to {host}:{port} (EADDRNOTAVAIL); "
+            "close other connections, wait a minute for closed ones (TIME_WAIT), or widen "
+            "net.ipv4.ip_local_port_range"
         )
     if error in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EACCES, errno.EPERM):
         return f"this machine cannot connect to {host}:{port}: {os.strerror(error)}"
@@ -206,9 +206,9 @@ def connect_problem(address: str) -> str:
 def bind_problem(error: int) -> str:
     """Explain the errno of a failed bind to the person who chose the address."""
     if error == errno.EADDRINUSE:
-        return "the port is in use; choose another, or stop the process that has it"
+        return "the port is in use; choose another, or stop the process that uses it"
     if error in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return "this machine does not have that address"
+        return "this machine does not have this address"
     if error == errno.EACCES:
         return "this user may not open the port; choose one above 1023"
     return os.strerror(error)

@@ -1,4 +1,4 @@
-"""Check the job's key when a node connects: PLAIN and CURVE, and the questions of libzmq.
+"""Authentication of connections with the job's key: PLAIN, CURVE and ZAP.
 
 libzmq asks (ZAP, RFC 27) before a connection that claims to know the job's key carries its first
 message. The van's own poll loop reads the questions (``ZapDoor``), on the owner's thread; a node
@@ -36,24 +36,16 @@ _Options = Sequence[tuple[int, int | bytes]]
 _ZAP_OPTIONS: _Options = ((zmq.ZAP_DOMAIN, DOMAIN), (zmq.ZAP_ENFORCE_DOMAIN, 1))
 
 
-class Credentials:
-    """What a connection of one mechanism must present, to the last bit."""
+Credentials = tuple[bytes, ...]
+"""The mechanism, and the exact credentials that a connection must present for it."""
 
-    __slots__ = ("_expected", "_mechanism")
 
-    def __init__(self, mechanism: bytes, expected: Sequence[bytes]) -> None:
-        self._mechanism = mechanism
-        self._expected = tuple(expected)
-
-    def match(self, mechanism: bytes, presented: Sequence[bytes]) -> bool:
-        """Return whether these are the expected ones, in constant time."""
-        if mechanism != self._mechanism or len(presented) != len(self._expected):
-            return False
-        matches = [
-            hmac.compare_digest(given, wanted)
-            for given, wanted in zip(presented, self._expected, strict=True)
-        ]
-        return all(matches)
+def _match(presented: Sequence[bytes], expected: Credentials) -> bool:
+    """Return whether these are the expected credentials, in constant time."""
+    if len(presented) != len(expected):
+        return False
+    matches = [hmac.compare_digest(*pair) for pair in zip(presented, expected, strict=True)]
+    return all(matches)
 
 
 def answer(
@@ -69,7 +61,7 @@ def answer(
     denied: str | None = None
     if len(question) < _HEAD_FRAMES or question[0] != VERSION or question[2] != DOMAIN:
         code, text = CANNOT
-    elif credentials.match(question[5], question[6:]):
+    elif _match(question[5:], credentials):
         code, text = ACCEPT
     else:
         code, text = DENY
@@ -79,7 +71,7 @@ def answer(
 
 
 class ZapDoor:
-    """The socket that answers. ``denied`` is called with the address of each that was refused."""
+    """The ZAP socket. ``denied`` is called with the address of each rejected connection."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], credentials: Credentials, denied: Callable[[str], None]
@@ -128,7 +120,7 @@ class Doors:
         self.description = f"PS_SECURITY={mechanism.name}"
         if mechanism.name == "plain":
             self.proofs = Proofs(mechanism.secret)
-            self.credentials = Credentials(b"PLAIN", (USER, self.proofs.password(uid)))
+            self.credentials = (b"PLAIN", USER, self.proofs.password(uid))
             self.listening = (*_ZAP_OPTIONS, (zmq.PLAIN_SERVER, 1))
         else:
             self._use_curve(mechanism.secret)
@@ -144,13 +136,13 @@ class Doors:
         """Use one pair of keys for the whole job: who has it may listen and connect."""
         if not zmq.has("curve"):
             raise ConfigError(
-                "PS_SECURITY=curve needs a libzmq that was built with CURVE, and the one of this "
-                "pyzmq was not: install pyzmq from its wheel (pip install pyzmq), or, on one host "
-                "or a trusted network, set PS_SECURITY=plain on all nodes"
+                "PS_SECURITY=curve needs a libzmq with CURVE, which this pyzmq does not have; "
+                "install pyzmq from its wheel (pip install pyzmq), or, on one host or a trusted "
+                "network, set PS_SECURITY=plain on all nodes"
             )
         private = z85.encode(secret)
         public = zmq.curve_public(private)
-        self.credentials = Credentials(b"CURVE", (z85.decode(public),))
+        self.credentials = (b"CURVE", z85.decode(public))
         self.overhead_bytes = CURVE_OVERHEAD_BYTES
         self.listening = (*_ZAP_OPTIONS, (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, private))
         self._connecting = (

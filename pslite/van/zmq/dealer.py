@@ -1,4 +1,4 @@
-"""One DEALER and its monitor: an attempt to connect, and then the connection.
+"""``Dealer``: one DEALER socket and its monitor, for one connection.
 
 Never reconnects: a lost one is replaced by a fresh one (``van.py`` says why). Runs on the
 owner's thread. Read next: ``link.py``, which decides when.
@@ -59,7 +59,7 @@ DealerReader = Callable[["Dealer", "list[VanEvent]", int], object]
 
 
 class LinkNeeds(NamedTuple):
-    """What all links of a van get from it."""
+    """The services of a van for its links."""
 
     sockets: SocketMaker
     doors: Doors
@@ -220,7 +220,7 @@ not allow them."""
 
 
 class Further:
-    """Those that are there, and the one that is being opened.
+    """The additional connections to a peer (PS_CONNECTIONS).
 
     Args:
         peer: the uid of the other end.
@@ -322,6 +322,6 @@ class Further:
         if self._num_short >= MAX_SHORT and self._wanted:
             self._wanted = 0
             self._needs.warn(
-                f"further connections to {self._peer!r} end at once: there will be none "
-                "(PS_CONNECTIONS)"
+                f"additional connections to {self._peer!r} (PS_CONNECTIONS) close at once; this "
+                "node goes on with one"
             )

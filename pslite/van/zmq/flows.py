@@ -1,4 +1,4 @@
-"""What the kernel knows of a TCP connection: how many bytes have moved, and for how long none came.
+"""The kernel's counters of TCP connections: bytes moved, and time without bytes.
 
 libzmq counts a frame as a sign of life when all of it is there, so on a slow link a large frame
 would end its own connection, be sent again from its start, and end the next one. The kernel counts
@@ -40,7 +40,7 @@ process that is stopped, until its buffer is full."""
 
 
 class FlowState(NamedTuple):
-    """One connection at one moment."""
+    """The counters of one connection at one moment."""
 
     silent_s: float
     """Since something arrived the last time; heartbeats count, bare acknowledgements do not."""
@@ -55,7 +55,7 @@ class FlowState(NamedTuple):
 
 
 class Silence:
-    """For how long one connection has shown no sign of life, by one look after the other. Pure.
+    """The time without traffic on one connection, from repeated counters. Pure.
 
     On a full link a lost packet of the other end, sent again after 1, 2 and 4 s, may say nothing
     for seconds while it takes all that this end sends. So bytes that the other end takes are a

@@ -1,4 +1,4 @@
-"""The connecting end of the van over TCP: one peer of ``connect``, a fresh DEALER at each attempt.
+"""``Link``: the connecting end of the van over TCP, with a new DEALER for each attempt.
 
 Keeps trying until it is closed, except where waiting does not help: the other end says that the
 key is another one, or uses another mechanism. Under CURVE another key shows only by the other
@@ -38,7 +38,7 @@ LARGE_FRAME_BYTES = zmq.COPY_THRESHOLD
 
 
 class Attempts:
-    """How long the next attempt to connect may take, and how long before it to wait. Pure.
+    """The timing of attempts to connect: their limits and the waits between them. Pure.
 
     The kernel repeats a SYN that was lost after 1, 3 and 7 s (before Linux 6.5, or without
     ``net.ipv4.tcp_syn_linear_timeouts``), so one attempt alone may say nothing for 4 s though the
@@ -59,12 +59,12 @@ class Attempts:
         return retry_s
 
     def succeeded(self) -> None:
-        """Note that the connection is there; what follows its loss begins anew."""
+        """Note that the connection is there; a later loss begins again."""
         self.timeout_s, self._retry_s = FIRST_TIMEOUT_S, FIRST_RETRY_S
 
 
 class Link:
-    """One peer: its present socket, or what waits for the next one."""
+    """The connection to one peer: its socket, or the messages that wait for the next one."""
 
     def __init__(self, peer: str, address: tuple[str, int], needs: LinkNeeds) -> None:
         self.connected = False
@@ -175,7 +175,7 @@ class Link:
         try:
             self.open()
         except ConfigError as error:  # no more open files at this moment
-            self._needs.warn(f"no connection to {self._where} of {self._peer!r}: {error}")
+            self._needs.warn(f"cannot connect to {self._where} of {self._peer!r}: {error}")
             self._retry()
 
     def _has_last_words(self, now: float) -> bool:
@@ -244,7 +244,7 @@ class Link:
         is_empty = dealer.read(events, limit)
         self._is_heard = self._is_heard or len(events) > before
         if is_empty is None:
-            self._needs.warn(f"{self._peer!r} sent a message over the limits")
+            self._needs.warn(f"{self._peer!r} sent a message over the size limits")
             self._due_at = 0.0
         return is_empty is True
 
@@ -281,8 +281,8 @@ class Link:
         is_peer = dealer.prove(proofs)
         if is_peer is False:
             self._needs.warn(
-                f"the listener at {self._where} does not prove that it is {self._peer!r}; "
-                "nothing is sent to it"
+                f"the listener at {self._where} did not prove that it is {self._peer!r}; this "
+                "node sends it nothing"
             )
             self._due_at = 0.0
         elif is_peer and dealer is self._dealer:
@@ -310,15 +310,12 @@ class Link:
     def _handshake_failed(self, event: int, value: int) -> None:
         """Decide whether waiting longer can be of any use."""
         if event == REFUSED_KEY:
-            self._deny(
-                f"the node at {self._where} does not accept the job key of this one: "
-                f"{WHAT_TO_COMPARE}"
-            )
+            self._deny(f"the node at {self._where} rejected this node's job key; {WHAT_TO_COMPARE}")
         elif event == WRONG_PROTOCOL and value == ANOTHER_MECHANISM:
             ours = self._needs.doors.description
             self._deny(
-                f"the node at {self._where} is secured in another way than this one, which has "
-                f"{ours}: {WHAT_TO_COMPARE}"
+                f"the node at {self._where} uses another PS_SECURITY than this node, which has "
+                f"{ours}; {WHAT_TO_COMPARE}"
             )
         else:
             self._handshake_broken_off()
@@ -335,7 +332,7 @@ class Link:
         self._broken_off = first, now
         if now - first >= DENIED_AFTER_S:
             self._deny(
-                f"the listener at {self._where} ends each connection during the handshake: "
+                f"the listener at {self._where} closes each connection during the handshake; "
                 f"{WHAT_TO_COMPARE}"
             )
 

@@ -1,4 +1,4 @@
-"""The accepting end of the van over TCP: a ROUTER, who is connected to it, who was turned away.
+"""``Listener``: the accepting end of the van over TCP, a ROUTER with its connections.
 
 The messages of a connection come out under the uid of the van that opened it
 (``accepted.py``). Where the job has a key, libzmq asks ``ZapDoor`` before it lets anybody
@@ -49,9 +49,9 @@ OVERDUE_S = 1.0
 ROUTER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | WRONG_PROTOCOL | BROKEN_OFF
 
 OTHER_KEY = "it does not know the job key (PS_JOB_KEY_FILE)"
-OTHER_MECHANISM = "it uses another PS_SECURITY than this node, or has no job key, or this one none"
+OTHER_MECHANISM = "its PS_SECURITY differs from this node's, or only one of both has a job key"
 OTHER_PROTOCOL = "it is not a node"
-GAVE_UP = "it ended, or was too slow, during the handshake"
+GAVE_UP = "it closed the connection, or was too slow, during the handshake"
 TAKEN_NAME = "it claims the name of another node"
 
 LOOK_S = 0.05
@@ -64,7 +64,7 @@ MAX_ADDRESSES = 256
 
 
 class Strangers:
-    """Who was turned away: counted always, told seldom. Pure and bounded."""
+    """Counts of rejected connections, reported at intervals. Pure and bounded."""
 
     #: What a scan of ports would cause as well is counted only.
     QUIET = frozenset({OTHER_PROTOCOL, GAVE_UP})
@@ -182,7 +182,7 @@ class Listener:
         # libzmq has no way to close one connection of a ROUTER; it is not heard any more.
         self.connections.forget(uid)
         self._drop_parts()
-        events.append(Disconnected(uid, "it sent a message over the limits"))
+        events.append(Disconnected(uid, "it sent a message over the size limits"))
 
     def _heard_new(self, routing_id: bytes, first: zmq.Frame, events: list[VanEvent]) -> str | None:
         self.read_monitor(events, 0)
@@ -337,7 +337,7 @@ def listen(router: Socket, host: str, port: int, listen_fd: int | None, *, guard
             endpoint = resolve(host, port)
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: the name {host!r} has no address ({error})"
+                f"cannot listen on {host}:{port}: cannot resolve {host!r} ({error})"
             ) from error
     if not (guarded or endpoint.is_local):
         raise ConfigError(f"cannot listen on {host}:{port}: {without_key(endpoint.text)}")

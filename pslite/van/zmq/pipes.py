@@ -1,4 +1,4 @@
-"""Pipes between processes of one machine: a shortcut for small messages beside a connection.
+"""Pipes between processes of one machine, for small messages.
 
 libzmq hands each message from thread to thread twice at either end, which takes longer than the
 message itself where both ends are on one machine. A process that listens makes a pipe for each
@@ -40,7 +40,7 @@ Reader = Callable[["list[VanEvent]", int], object]
 
 
 class PipeIn:
-    """The end that is read. Messages of one peer come out in the order of sending.
+    """The reading end of a pipe. Messages arrive in the order of sending.
 
     Raises:
         OSError: the system has no pipe to give.
@@ -101,7 +101,7 @@ def _frames_at(view: memoryview, start: int) -> list[memoryview | bytes] | None:
     (count,) = _COUNT.unpack_from(view, start)
     if count > MAX_MESSAGE_FRAMES:
         raise ProtocolError(
-            f"a pipe takes messages of up to {MAX_MESSAGE_FRAMES} frames, got {count}"
+            f"a message through a pipe must have at most {MAX_MESSAGE_FRAMES} frames, got {count}"
         )
     at = start + _head_bytes(count)
     if at > len(view):
@@ -109,7 +109,7 @@ def _frames_at(view: memoryview, start: int) -> list[memoryview | bytes] | None:
     lengths = struct.unpack_from(f"={count}I", view, start + _COUNT.size)
     if at - start + sum(lengths) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
-            f"a pipe takes messages of up to {MAX_MESSAGE_BYTES} bytes, got "
+            f"a message through a pipe must have at most {MAX_MESSAGE_BYTES} bytes, got "
             f"{at - start + sum(lengths)}"
         )
     if at + sum(lengths) > len(view):
@@ -122,7 +122,7 @@ def _frames_at(view: memoryview, start: int) -> list[memoryview | bytes] | None:
 
 
 class PipeOut:
-    """The end that is written, of a pipe that process ``pid`` has offered.
+    """The writing end of a pipe that process ``pid`` has offered.
 
     Raises:
         OSError: it cannot be opened, or is not the one that was offered.
@@ -131,11 +131,11 @@ class PipeOut:
     def __init__(self, pid: int, ticket: PipeTicket) -> None:
         path = f"/proc/{pid}/fd/{ticket.fd}"
         if not _is(os.stat(path), ticket):  # before it is opened: opening may have effects
-            raise OSError(f"{path} is not the pipe that was offered")
+            raise OSError(f"{path} is not the offered pipe")
         self._fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if not _is(os.fstat(self._fd), ticket):
             os.close(self._fd)
-            raise OSError(f"{path} is not the pipe that was offered")
+            raise OSError(f"{path} is not the offered pipe")
         self._rest = b""
 
     def fileno(self) -> int:
@@ -192,7 +192,7 @@ def _is(found: os.stat_result, ticket: PipeTicket) -> bool:
 
 
 class Pipes:
-    """The ends that a van reads, and those that it writes, by peer.
+    """The pipes of a van, by peer: reading and writing ends.
 
     Args:
         watch: have the poll call a reader when a descriptor is ready: (it, reader, zmq.POLLIN or
@@ -272,8 +272,8 @@ class Pipes:
         except ProtocolError:  # the writer is not a van
             self._close_incoming(peer)
             return
-        ends = (at for at, each in enumerate(events) if _is_end_of(peer, each))
-        index = next(ends, len(events))
+        ends = (type(each) is Disconnected and each.peer == peer for each in events)
+        index = next((at for at, is_end in enumerate(ends) if is_end), len(events))
         events[index:index] = [Received(peer, frames) for frames in messages]
 
     def _flush(self, peer: str, _events: list[VanEvent], _limit: int) -> None:
@@ -296,7 +296,3 @@ class Pipes:
         if pipe.is_stuck:
             self._unwatch(pipe.fileno())
         pipe.close(linger_s)
-
-
-def _is_end_of(peer: str, event: VanEvent) -> bool:
-    return type(event) is Disconnected and event.peer == peer

@@ -1,4 +1,4 @@
-"""What both ends of the van over TCP do with ZeroMQ sockets: options, monitors, frames.
+"""ZeroMQ sockets of both ends of the van over TCP: options, monitors, frames.
 
 The behaviour of options is that of the manual page ``zmq_setsockopt`` (libzmq 4.3.5). Runs on
 the owner's thread. Read next: ``listener.py``.

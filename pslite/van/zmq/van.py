@@ -108,7 +108,7 @@ class Wakeup:
 
 
 class ZmqVan(Van):
-    """A :class:`Van` whose messages travel over TCP. All settings are keywords.
+    """A :class:`Van` whose messages are sent over TCP. All settings are keywords.
 
     Args:
         uid: the name under which accepting ends know this node.
@@ -208,7 +208,10 @@ class ZmqVan(Van):
         self._check_open("bind")
         check_bind_address(host, port)
         if self._listener is not None:
-            raise UsageError("this van listens already: one van has one address")
+            raise UsageError(
+                f"this van is already listening, so it cannot bind {host}:{port}; "
+                "use a separate van for each address"
+            )
         router, monitor = self._sockets.new_watched(
             zmq.ROUTER, ROUTER_EVENTS, self._doors.listening
         )
@@ -313,12 +316,12 @@ class ZmqVan(Van):
             total += size
             if size > limit:
                 raise UsageError(
-                    f"a frame of {size} bytes is over this van's limit of {limit}: send it in parts"
+                    f"a frame must have at most {limit} bytes, got {size}; send it in parts"
                 )
         if len(buffers) > MAX_FRAMES or total > self._max_total_bytes:
             raise UsageError(
-                f"a message of {len(buffers)} frames and {total} bytes is over this van's limits "
-                f"of {MAX_FRAMES} and {self._max_total_bytes}: send it in parts"
+                f"a message must have at most {MAX_FRAMES} frames and {self._max_total_bytes} "
+                f"bytes, got {len(buffers)} and {total}; send it in parts"
             )
         return total
 

@@ -390,9 +390,11 @@ class PodRun:
         return True
 
     def _mount_secret(self, volume: dict[str, Any]) -> None:
-        # The kubelet tries again: the scheduler's pod may be earlier than its Secret.
+        # The kubelet tries again, as long as there is a pod: it may be earlier than its Secret.
         while (secret := load("Secret", volume["secret"]["secretName"])) is None:
             assert time.monotonic() < self.give_up_at
+            if self.is_leaving:
+                return
             time.sleep(STEP_S)
         for name, text in secret["stringData"].items():
             path = self.root / "run/kvstore" / volume["name"] / name

@@ -83,7 +83,7 @@ def test_epochs_that_are_no_numbers_are_said(text: str) -> None:
 
 
 def test_epochs_out_of_order_are_said() -> None:
-    with pytest.raises(OptimizerParameterError, match="each larger than the one before"):
+    with pytest.raises(OptimizerParameterError, match="an increasing list"):
         optimizer_of("--lr-step-epochs", "3,2")
 
 

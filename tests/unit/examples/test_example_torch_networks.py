@@ -348,7 +348,7 @@ def test_num_batches_ends_each_epoch(capsys: pytest.CaptureFixture[str]) -> None
         (["--benchmark", "0", "--data-dir", "nowhere"], "not found in nowhere"),
         (["--num-layers", "9"], "there is no n for --num-layers 9"),
         (["--kv-store", "nowhere"], "unknown store type"),
-        (["--cpus", "40"], "leaves none for device"),
+        (["--cpus", "40"], "leaves device"),
         (["--cpus", "0"], "--cpus must be at least 1"),
         (["--gpus", "zero"], "--gpus takes numbers"),
         (["--gpus", "0,-1"], "--gpus takes numbers"),

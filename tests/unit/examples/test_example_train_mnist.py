@@ -72,7 +72,7 @@ def test_other_stores_devices_and_optimizers_learn_too(
         (["--optimizer", "adma"], "no optimizer is named"),
         (["--gpus", "zero"], "--gpus takes numbers"),
         (["--cpus", "0"], "--cpus must be at least 1"),
-        (["--cpus", "40"], "leaves none for device"),
+        (["--cpus", "40"], "leaves device"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_1(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.launch.agents.cluster import Cluster
-from kvstore.launch.agents.ticket import AgentTicket
+from kvstore.launch.agents.join import AgentTicket
 from kvstore.launch.backends import mpi, ray, sge, slurm, yarn
 from kvstore.launch.backends.hosts import Host, parse_hosts
 from kvstore.launch.backends.rsync import sync_refusal

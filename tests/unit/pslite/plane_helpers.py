@@ -313,7 +313,7 @@ class Cluster:
     def _choices(self) -> list[Callable[[], None]]:
         choices: list[Callable[[], None]] = []
         for node, worker in self.workers.items():
-            for server in worker.queued_servers():
+            for server in list(worker.outbox):
                 choices.append(partial(self._post, node, server))
         choices += [partial(self._do_work, lane) for lane, queue in self._work.items() if queue]
         choices += [self._arrive] * min(len(self._in_flight), 3)

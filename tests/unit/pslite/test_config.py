@@ -51,6 +51,8 @@ SAMPLES: dict[str, tuple[str, Any, Any]] = {
     "connections": ("4", 4, 2),
     "round_window": ("0", 0, 1),
     "placement": ("equal", "equal", "network"),
+    "torch_servers": ("3", 3, 1),
+    "torch_replaces": ("gloo,mpi", "gloo,mpi", "mpi"),
     "pool_threads": ("4", 4, 3),
     "reduction_threads": ("3", 3, 2),
     "native": ("0", False, True),
@@ -141,8 +143,8 @@ def test_without_a_mapping_the_environment_is_read(monkeypatch: pytest.MonkeyPat
         ({"round_window": -1}, "PS_ROUND_WINDOW"),
         ({"chunk_bytes": 63}, "PS_CHUNK_BYTES"),
         ({"chunk_bytes": 4096, "credit_bytes": 4095}, "PS_CREDIT_BYTES"),
-        ({"connections": 0}, "PS_CONNECTIONS must be from 1 to 16"),
-        ({"connections": 17}, "PS_CONNECTIONS must be from 1 to 16"),
+        ({"connections": 0}, "PS_CONNECTIONS is 0; it must be greater than 0"),
+        ({"connections": 17}, "PS_CONNECTIONS is 17; it must be at most 16"),
         ({"van_type": "ibverbs"}, "DMLC_PS_VAN_TYPE is 'ibverbs'"),
         ({"machine": "x" * 513}, "PS_MACHINE must be printable"),
         ({"machine": "two\nlines"}, "PS_MACHINE must be printable"),
@@ -150,7 +152,7 @@ def test_without_a_mapping_the_environment_is_read(monkeypatch: pytest.MonkeyPat
         ({"security": "none"}, "PS_SECURITY is 'none'; it must be plain or curve"),
         (
             {"heartbeat_interval_s": 0.0, "heartbeat_timeout_s": 10.0},
-            "PS_HEARTBEAT_TIMEOUT needs signs of life",
+            "PS_HEARTBEAT_TIMEOUT needs heartbeats",
         ),
     ],
 )
@@ -203,7 +205,7 @@ def test_security_without_a_key_is_refused_when_a_cluster_is_joined() -> None:
     wanted = {"num_workers": 1, "num_servers": 1, "root_uri": "head", "root_port": 9000}
     for key in ({"job_key_file": "job.key"}, {"job_key_fd": 5}):
         assert Config(**wanted, security="plain", **key).checked_for_cluster()
-    with pytest.raises(ConfigError, match=r"PS_SECURITY=plain needs a job key: .*PS_JOB_KEY_FILE"):
+    with pytest.raises(ConfigError, match=r"PS_SECURITY=plain needs a job key; .*PS_JOB_KEY_FILE"):
         Config(**wanted, security="plain").checked_for_cluster()
 
 
@@ -255,8 +257,8 @@ def test_what_changes_nothing_here_is_said_to_those_who_ask_for_more_lines() -> 
     original = {"MXNET_KVSTORE_BIGARRAY_BOUND": "1000", "DMLC_LOCAL": "", "PS_RESEND": "1"}
     assert Config.from_env(original)[1] == []
     assert Config.from_env({**original, "PS_VERBOSE": "1"})[1] == [
-        "the setting MXNET_KVSTORE_BIGARRAY_BOUND has no effect here: arrays are cut by bytes "
-        "(PS_CHUNK_BYTES)"
+        "the setting MXNET_KVSTORE_BIGARRAY_BOUND has no effect: PS_CHUNK_BYTES sets the size of "
+        "the parts of an array"
     ]
 
 

@@ -53,7 +53,9 @@ def test_a_worker_of_128_servers_is_warned_at_1024_files_and_told_what_to_raise(
 
 def test_what_cannot_work_is_an_error_with_the_hard_limit_too(limits: Limits) -> None:
     limits.soft, limits.hard = 20, 64
-    with pytest.raises(ConfigError, match=r"may open 15 more: RLIMIT_NOFILE is 20.*limit is 64"):
+    with pytest.raises(
+        ConfigError, match=r"may open only 15 more: RLIMIT_NOFILE is 20.*limit is 64"
+    ):
         check_files(Role.SERVER, 2, 1)
 
 
@@ -109,6 +111,8 @@ def test_threads_that_cannot_be_had_are_an_error_and_those_that_can_end(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    with pytest.raises(ConfigError, match=r"starts 3 threads, and the system gave 2.*ulimit -u"):
+    with pytest.raises(
+        ConfigError, match=r"needs 3 threads, but only 2 could be started.*ulimit -u"
+    ):
         check_threads(3)
     assert threading.active_count() == before

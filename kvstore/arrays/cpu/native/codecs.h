@@ -1,7 +1,7 @@
 /* The codecs 2bit, 1bit and int8, for one type of numbers and one set of instructions: included by
  * loops.h after rules.h, with the same macros.
  *
- * The rules stand in kvstore/compression/bits.py and int8.py; every line is one of their operations.
+ * The rules stand in kvstore/compression/value_codecs.py and int8.py; every line is one of their operations.
  */
 
 /* -- codes of a block; with `rest` its numbers become what was lost, else they are only read --- */

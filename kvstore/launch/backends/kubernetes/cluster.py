@@ -13,7 +13,7 @@ import json
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,10 @@ KINDS = ("job", "service", "secret")
 """Of what the launcher makes; pods go with their Jobs."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CALL_S = 15.0
-# A log that is silent for so long is asked for anew: its connection may be lost.
+# A log that is silent for so long is asked for again: its connection may be lost.
 _QUIET_LOG_S = 300.0
-_READ_BYTES = 64 * 1024
 # Each log has one; of those above this number urllib3 writes a warning when they end.
 _MOST_CONNECTIONS = 1000
-_FORBIDDEN, _NOT_FOUND = 403, 404
 
 
 class ClusterError(Exception):
@@ -39,14 +37,8 @@ class ClusterError(Exception):
     def __init__(self, sentence: str, status: int | None = None) -> None:
         super().__init__(sentence)
         self.status = status
-
-    @property
-    def is_refusal(self) -> bool:
-        return self.status == _FORBIDDEN
-
-    @property
-    def is_not_found(self) -> bool:
-        return self.status == _NOT_FOUND
+        self.is_refusal = status == 403
+        self.is_not_found = status == 404
 
 
 def connect(namespace: str | None, context: str | None = None) -> KubeCluster:
@@ -66,13 +58,12 @@ def connect(namespace: str | None, context: str | None = None) -> KubeCluster:
         ) from None
     settings = client.Configuration()
     try:
-        contexts, active = config.list_kube_config_contexts()
-        if context is not None:
-            active = next(each for each in contexts if each["name"] == context)
-        context = active["name"]
-        namespace = namespace or active["context"].get("namespace") or "default"
+        if context is None:
+            _, active = config.list_kube_config_contexts()
+            context = active["name"]
+            namespace = namespace or active["context"].get("namespace")
         config.load_kube_config(context=context, client_configuration=settings)
-    except (config.ConfigException, StopIteration, OSError, ValueError, yaml.YAMLError) as error:
+    except (config.ConfigException, OSError, ValueError, yaml.YAMLError) as error:
         try:
             config.load_incluster_config(client_configuration=settings)
             namespace = namespace or _NAMESPACE_FILE.read_text()
@@ -80,11 +71,11 @@ def connect(namespace: str | None, context: str | None = None) -> KubeCluster:
             raise LaunchError(f"found no cluster to use: {error}", exit_code=1) from error
     settings.retries = False  # each caller has its own way to try again
     settings.connection_pool_maxsize = _MOST_CONNECTIONS
-    return KubeCluster(client.ApiClient(settings), namespace, context)
+    return KubeCluster(client.ApiClient(settings), namespace or "default", context)
 
 
 def delete_job(context: str | None, namespace: str, selector: str) -> None:
-    """For a process whose launcher was killed; what goes wrong ends it with an error."""
+    """Delete the job of a killed launcher; an error ends the process."""
     connect(namespace, context).delete(selector)
 
 
@@ -99,36 +90,28 @@ class KubeCluster:
 
         self.namespace = namespace
         self.context = context
-        self._api_client = api_client
-        self._core = client.CoreV1Api(api_client)
-        self._batch = client.BatchV1Api(api_client)
+        kinds = (client.CoreV1Api, client.BatchV1Api, client.VersionApi, client.AuthorizationV1Api)
+        self._apis = [kind(api_client) for kind in kinds]
 
     def kubectl(self, *words: str) -> str:
-        """The command by which the user can do the same, as text."""
+        """Return the command by which the user can do the same, as text."""
         where = [f"--context={self.context}"] if self.context is not None else []
         return shlex.join(["kubectl", *where, f"--namespace={self.namespace}", *words])
 
-    # -- what there is ------------------------------------------------------------------------
-
     def objects(self, kind: str, **filters: str) -> list[dict[str, Any]]:
         """Return those of a kind, such as ``pod``; ``filters`` as the client names them."""
-        answer = self._json(self._method("list", kind), self.namespace, **filters)
+        answer = self._json(f"list_namespaced_{kind}", self.namespace, **filters)
         return list(answer.get("items") or ())
 
-    def log(self, pod: str, container: str, since_s: int | None) -> LogStream:
-        """Follow a log to its end: lines with their times, of the last ``since_s`` seconds."""
-        since = {} if since_s is None else {"since_seconds": since_s}
-        options = {"container": container, "follow": True, "timestamps": True, **since}
-        return LogStream(
-            self._call(self._core.read_namespaced_pod_log, pod, self.namespace, **options)
-        )
-
-    # -- what there shall be ------------------------------------------------------------------
+    def log(self, pod: str, container: str) -> LogStream:
+        """Follow a log from its beginning to its end: lines with their times."""
+        options = {"container": container, "follow": True, "timestamps": True}
+        return LogStream(self._call("read_namespaced_pod_log", pod, self.namespace, **options))
 
     def create(self, manifest: Mapping[str, Any]) -> tuple[str, list[str]]:
         """Make an object; return its uid, and what the cluster warns of."""
-        create = self._method("create", manifest["kind"].lower())
-        response = self._call(create, self.namespace, manifest)
+        name = f"create_namespaced_{manifest['kind'].lower()}"
+        response = self._call(name, self.namespace, manifest)
         # As in: 299 - "text"
         quoted = [text.partition('"')[2][:-1] for text in response.headers.getlist("Warning")]
         warnings = [text.replace('\\"', '"') for text in quoted]
@@ -138,71 +121,52 @@ class KubeCluster:
         self, selector: str, kinds: Sequence[str] = KINDS, grace_s: int | None = None
     ) -> None:
         """Delete everything of these kinds that carries the label ``selector``."""
-        grace = {} if grace_s is None else {"grace_period_seconds": grace_s}
+        options: dict[str, Any] = {"propagation_policy": "Background"}
+        if grace_s is not None:
+            options["grace_period_seconds"] = grace_s
         for kind in kinds:
             for each in self.objects(kind, label_selector=selector):
+                name = each["metadata"]["name"]
                 try:
-                    self._json(
-                        self._method("delete", kind),
-                        each["metadata"]["name"],
-                        self.namespace,
-                        propagation_policy="Background",
-                        **grace,
-                    )
+                    self._call(f"delete_namespaced_{kind}", name, self.namespace, **options)
                 except ClusterError as error:
                     if not error.is_not_found:
                         raise
 
-    # -- before the start ---------------------------------------------------------------------
-
     def version(self) -> str:
-        """As in ``v1.31.2``."""
-        from kubernetes import client
-
-        return str(self._json(client.VersionApi(self._api_client).get_code)["gitVersion"])
+        """Return the version, as in ``v1.31.2``."""
+        return str(self._json("get_code")["gitVersion"])
 
     def look_up_namespace(self) -> None:
         """Raise :class:`ClusterError` when it does not exist or may not be looked up."""
-        self._json(self._core.read_namespace, self.namespace)
+        self._call("read_namespace", self.namespace)
 
     def allows(self, verb: str, resource: str) -> bool:
-        """Whether the user may do this; ``resource`` as in ``jobs.batch`` and ``pods/log``."""
-        from kubernetes import client
-
+        """Return whether the user may do this; ``resource`` as in ``jobs.batch``."""
         name, _, subresource = resource.partition("/")
         name, _, group = name.partition(".")
-        wanted = {
-            "namespace": self.namespace,
-            "verb": verb,
-            "group": group,
-            "resource": name,
-            "subresource": subresource,
-        }
+        wanted = {"verb": verb, "group": group, "resource": name, "subresource": subresource}
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": wanted},
+            "spec": {"resourceAttributes": {"namespace": self.namespace, **wanted}},
         }
-        api = client.AuthorizationV1Api(self._api_client)
-        answer = self._json(api.create_self_subject_access_review, review)
+        answer = self._json("create_self_subject_access_review", review)
         return bool(answer["status"]["allowed"])
 
-    # -- a command in the scheduler's pod -----------------------------------------------------
-
     def scheduler_pod(self, name: str | None) -> str:
-        """The pod of the one job there is, or of the job ``name``. Raises :class:`LaunchError`."""
+        """Return the pod of the only job, or of job ``name``. Raises :class:`LaunchError`."""
         chosen = f"{ROLE_LABEL}=scheduler"
         try:
             pods = self.objects("pod", label_selector=chosen, field_selector="status.phase=Running")
         except ClusterError as error:
             raise LaunchError(f"cannot ask the cluster: {error}", exit_code=1) from error
         # The controller of Jobs names each pod's Job in a label.
-        jobs = {
-            each["metadata"]["labels"]["job-name"].removesuffix("-scheduler"): each for each in pods
-        }
-        found = [each for job, each in jobs.items() if name in (None, job)]
+        metadata = [each["metadata"] for each in pods]
+        jobs = {each["labels"]["job-name"].removesuffix("-scheduler"): each for each in metadata}
+        found = [each["name"] for job, each in jobs.items() if name in (None, job)]
         if len(found) == 1:
-            return str(found[0]["metadata"]["name"])
+            return str(found[0])
         there = ", ".join(sorted(jobs)) or "none"
         wanted = "one running job" if name is None else f"a running job {name!r}"
         raise LaunchError(
@@ -215,17 +179,11 @@ class KubeCluster:
         """Run a command in a pod, with its output to ours, and return its exit code."""
         from kubernetes.stream import stream
 
+        method = self._method("connect_get_namespaced_pod_exec")
+        outputs = {"stdout": True, "stderr": True, "stdin": False, "tty": False}
         with _errors():
             session = stream(
-                self._core.connect_get_namespaced_pod_exec,
-                pod,
-                self.namespace,
-                command=[*command],
-                stdout=True,
-                stderr=True,
-                stdin=False,
-                tty=False,
-                _preload_content=False,
+                method, pod, self.namespace, command=[*command], _preload_content=False, **outputs
             )
             while session.is_open():
                 session.update(timeout=None)
@@ -235,23 +193,19 @@ class KubeCluster:
             session.sock.shutdown()  # its close() does nothing once the other end has closed
             return int(session.returncode)
 
-    # -- inner parts --------------------------------------------------------------------------
+    def _method(self, name: str) -> Any:
+        return next(getattr(api, name) for api in self._apis if hasattr(api, name))
 
-    def _method(self, verb: str, kind: str) -> Callable[..., Any]:
-        api = self._batch if kind == "job" else self._core
-        found: Callable[..., Any] = getattr(api, f"{verb}_namespaced_{kind}")
-        return found
-
-    def _json(self, method: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-        response = self._call(method, *arguments, **more)
+    def _json(self, name: str, *arguments: Any, **more: Any) -> Any:
+        response = self._call(name, *arguments, **more)
         with _errors():
             return json.loads(response.data)
 
-    def _call(self, method: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-        """Make a call of the client; return the response, whose body has not been read."""
-        timeouts = (_CALL_S, _CALL_S)
+    def _call(self, name: str, *arguments: Any, **more: Any) -> Any:
+        """Call a method of the client; return the response, whose body has not been read."""
+        more |= {"_preload_content": False, "_request_timeout": (_CALL_S, _CALL_S)}
         with _errors():
-            return method(*arguments, _preload_content=False, _request_timeout=timeouts, **more)
+            return self._method(name)(*arguments, **more)
 
 
 class LogStream:
@@ -264,7 +218,7 @@ class LogStream:
 
     def __iter__(self) -> Iterator[bytes]:
         with _errors():
-            yield from self._response.stream(_READ_BYTES, decode_content=False)
+            yield from self._response.stream(64 * 1024, decode_content=False)
 
     def close(self) -> None:
         """Have the thread that reads it find its end."""
@@ -274,7 +228,7 @@ class LogStream:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """What the client raises in the block becomes a :class:`ClusterError`."""
+    """Turn the client's errors within the block into :class:`ClusterError`."""
     from kubernetes.client import ApiException
     from kubernetes.config import ConfigException
     from urllib3.exceptions import HTTPError
@@ -282,14 +236,9 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except ApiException as error:
-        raise ClusterError(_sentence(error.reason, error.body), error.status) from error
+        sentence = error.reason
+        with suppress(ValueError, KeyError, TypeError):  # it says no more
+            sentence = f"{error.reason}: {json.loads(error.body or '')['message']}"
+        raise ClusterError(sentence, error.status) from error
     except (HTTPError, ConfigException, OSError, ValueError) as error:
         raise ClusterError(str(error).rpartition(">: ")[2]) from error
-
-
-def _sentence(reason: str, body: str | bytes | None) -> str:
-    """What a refusal says: the HTTP reason, and the message of a ``Status`` object."""
-    try:
-        return f"{reason}: {json.loads(body or '')['message']}"
-    except (ValueError, KeyError, TypeError):
-        return reason

@@ -1,208 +1,90 @@
-"""Follows the pods of a job to their end: what they print, how they end, why they do not start.
+"""Follows the pods of a job: what they print, how they end, why they do not start.
 
-The shell around ``launch/job/lifecycle.py`` for Kubernetes. The main thread decides, prints and
-keeps what is known; it waits for the signals that reach the launcher and for the threads beside it,
-each of which waits for the cluster: one for a question that is open, one for the log of each pod.
-Ends pods by deleting the job's Jobs, never otherwise. A cluster that does not answer is asked
+:class:`JobPlace` is where the supervisor (``launch/job/supervisor.py``) has the processes of a
+job on Kubernetes. Threads wait for the cluster: one looks at the pods, again and again, and
+deletes them, and one reads the log of each pod. What they find reaches the main thread as events.
+Pods are ended by deleting the job's Jobs, never otherwise. A cluster that does not answer is asked
 again, for a long time: a job is not ended because it cannot be seen. Read ``pods.py`` first.
 """
 
 from __future__ import annotations
 
-import calendar
-import math
 import os
 import queue
+import re
 import select
+import selectors
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvstore.launch.backends.kubernetes.cluster import ClusterError, KubeCluster, LogStream
 from kvstore.launch.backends.kubernetes.manifest import SCHEDULER_PORT, KubeJob
-from kvstore.launch.backends.kubernetes.pods import JobWatch, Object, Patience, Pod, Sight
-from kvstore.launch.job.child import Console, LineSplitter
-from kvstore.launch.job.lifecycle import Effect, Exit, Lifecycle, Phase, Say, SendSignal
-from kvstore.launch.job.report import EndedProcess, JobReport, ProcessRecord, complete_line
+from kvstore.launch.backends.kubernetes.pods import (
+    JobWatch,
+    Objects,
+    Patience,
+    read_pods,
+)
+from kvstore.launch.job.child import visible
+from kvstore.launch.job.places import Event, Finished, IndexedSpecs, Joined, Note, Output, Place
+from kvstore.launch.job.report import EndedProcess, complete_line, say
 from kvstore.launch.job.signals import ENDING, SignalPipe
 from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec
 
-JOINED_LINE = b"all have joined"
-"""What a scheduler with ``--joined-fd`` writes."""
-_LONGEST_WAIT_S = 0.5
-_LONGEST_LINE_BYTES = 1 << 20
+EVERYTHING = "jobs,pods,services,secrets"
+_JOINED_LINE = b"all have joined"  # what a scheduler says whose PS_JOINED_FD is its output
+_RETRY_S = 2.0
 # After the container's end: a log that cannot be read so often is gone.
 _LAST_TRIES = 5
-# How much of a log is read again, beside its age: clocks of nodes differ.
-_OVERLAP_S = 300
-
-
-class HelperThreads:
-    """Threads that wait for the cluster, and what they have for the main thread.
-
-    That waits until ``fd`` is readable.
-    """
-
-    def __init__(self) -> None:
-        self.fd, self._write_fd = os.pipe()
-        os.set_blocking(self.fd, False)
-        os.set_blocking(self._write_fd, False)
-        self.is_over = threading.Event()
-        """Set when they are to end."""
-        self.may_read = threading.Event()
-        """Not set while the terminal is paused: then logs are not read on."""
-        self._threads: list[threading.Thread] = []
-        self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread; what it raises, :meth:`take` raises."""
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self.put(partial(_throw, error))
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        self._threads.append(thread)
-
-    def put(self, answer: Callable[[], None]) -> None:
-        """Have the main thread call ``answer``."""
-        self._answers.put(answer)
-        with suppress(BlockingIOError):  # it is awake
-            os.write(self._write_fd, b".")
-
-    def take(self) -> None:
-        """Call what the threads have put."""
-        with suppress(BlockingIOError):
-            os.read(self.fd, 4096)
-        while not self._answers.empty():
-            self._answers.get()()
-
-    def end(self) -> None:
-        """Have them end and wait for it; no call takes longer than its timeout.
-
-        The client has parts in Rust: a call that is open when the interpreter ends would abort it.
-        """
-        self.may_read.set()
-        for thread in self._threads:
-            thread.join()
-        os.close(self.fd)
-        os.close(self._write_fd)
-
-
-def _throw(error: BaseException) -> None:
-    raise error
-
-
-class TimedLines:
-    """Pure: bytes of a log with timestamps in; lines without times out, each once."""
-
-    def __init__(self) -> None:
-        self._last = b""
-        self._rest = b""
-        self._before = b""
-        self._splitter = LineSplitter()
-
-    def age_s(self, now_s: float) -> int | None:
-        """Return how old the last line is at most; None where all is to be read."""
-        if not self._last:
-            return None
-        last = time.strptime(self._last[:19].decode(), "%Y-%m-%dT%H:%M:%S")
-        age_s = int(now_s) - calendar.timegm(last) + _OVERLAP_S
-        return age_s if age_s > 0 else None
-
-    def begin(self) -> None:
-        """A new call: what it repeats is dropped."""
-        self._rest = b""
-        self._before = self._last
-
-    def feed(self, data: bytes, now_s: float) -> list[bytes]:
-        """Take what was read; return the lines that it completes."""
-        *complete, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _LONGEST_LINE_BYTES:
-            complete.append(self._rest)
-            self._rest = b""
-        return [shown for line in complete for shown in self._line(line, now_s)]
-
-    def finish(self, now_s: float) -> list[bytes]:
-        """The log is whole; a program may have ended within a line."""
-        rest, self._rest = self._rest, b""
-        return (self._line(rest, now_s) if rest else []) + self._splitter.finish()
-
-    def _line(self, line: bytes, now_s: float) -> list[bytes]:
-        stamp, _, text = line.partition(b" ")
-        if not _is_time(stamp):
-            return self._splitter.feed(line + b"\n", now_s)
-        if self._before and _sortable(stamp) <= _sortable(self._before):
-            return []
-        self._last = stamp
-        return self._splitter.feed(text + b"\n", now_s)
-
-
-def _is_time(word: bytes) -> bool:
-    """As in ``2026-01-31T23:59:59.123456789Z``."""
-    return len(word) >= 20 and word[4:5] == b"-" and word[10:11] == b"T" and word[:4].isdigit()
-
-
-def _sortable(stamp: bytes) -> tuple[bytes, bytes]:
-    """Zeros at the end of the fraction are left out in the text."""
-    return stamp[:19], stamp[19:].strip(b".Z").ljust(9, b"0")
+_TIME = re.compile(rb"\d{4}-\d\d-\d\dT\S{9,}\Z")  # as in 2026-01-31T23:59:59.123456789Z
 
 
 class PodLog:
-    """The log of one pod: what a thread reads of it, and what is shown and kept.
+    """The log of one pod, which a thread reads to its end.
 
     A call that follows a log ends whenever somebody on the way hangs up, and may then have missed
-    lines. So lines are asked for with their times, a new call begins before the last one ended,
-    and the log is whole only when a call that began after the end of the container has ended well.
-    Standard output and error of a container are one stream there.
+    lines. So lines are asked for with their times, a new call reads from the beginning and drops
+    what is known, and the log is whole only when a call that began after the end of the container
+    has ended well. Standard output and error of a container are one stream there.
     """
 
-    def __init__(
-        self, cluster: KubeCluster, pod: Pod, record: ProcessRecord, pause_s: float
-    ) -> None:
-        self.record = record
+    def __init__(self, ask: Callable[[], LogStream], pause_s: float) -> None:
         self.is_whole = False
         self.has_ended = threading.Event()
         """Set when the container has ended."""
-        self._cluster = cluster
-        self._pod = pod.name
+        self._ask = ask
         self._pause_s = pause_s
         self._stream: LogStream | None = None
         self._is_closed = False
 
-    def read(self, put: Callable[[list[bytes], str | None], None]) -> None:
-        """Read it to its end, in a thread; ``put`` takes lines, and why they cannot be read."""
-        lines, tries_left = TimedLines(), _LAST_TRIES
-        while not self._is_closed:
-            is_last, refusal = self.has_ended.is_set(), None
-            lines.begin()
+    def read(self, put: Callable[[list[bytes], str], None]) -> None:
+        """Read it to its end; ``put`` takes lines, and why they cannot be read."""
+        last, tries_left = b"", _LAST_TRIES
+        while not self._is_closed and not self.is_whole:
+            is_last, is_good, refusal = self.has_ended.is_set(), True, ""
+            known, rest = last, b""
             try:
-                since_s = lines.age_s(time.time())
-                self._stream = self._cluster.log(self._pod, self.record.spec.role, since_s)
+                self._stream = self._ask()
                 for data in () if self._is_closed else self._stream:
-                    put(lines.feed(data, time.monotonic()), None)
-                is_good = True
+                    *lines, rest = (rest + data).split(b"\n")
+                    shown, last = untimed(lines, known, last)
+                    put(shown, "")
             except ClusterError as error:
                 is_good = error.is_not_found  # there is no more of it
-                refusal = str(error) if error.is_refusal else None
+                refusal = str(error) if error.is_refusal else ""
             tries_left -= is_last and not is_good
-            is_over = is_last and (is_good or not tries_left)
-            put(lines.finish(time.monotonic()) if is_over else [], refusal)
-            if is_over:
-                self.is_whole = True
-                return
-            if is_last:
-                time.sleep(self._pause_s / 4)
-            else:
-                self.has_ended.wait(self._pause_s)
+            self.is_whole = is_last and (is_good or not tries_left)
+            # A program may have ended within a line.
+            put(untimed([rest], known, last)[0] if self.is_whole and rest else [], refusal)
+            self.has_ended.wait(self._pause_s) if not is_last else time.sleep(self._pause_s / 4)
 
     def close(self) -> None:
         """Have the thread that reads it end soon."""
@@ -212,234 +94,275 @@ class PodLog:
             self._stream.close()
 
 
-class Follower:
-    """Follows one job that has been created."""
+def untimed(lines: Iterable[bytes], known: bytes, last: bytes) -> tuple[list[bytes], bytes]:
+    """Return lines without their times, those later than ``known``, and the last time."""
+    shown = []
+    for line in lines:
+        time_text, _, text = line.partition(b" ")
+        if not _TIME.match(time_text):
+            shown.append(visible(line))
+        elif (stamp := time_text.rstrip(b"Z")) > known:
+            last = stamp
+            shown.append(visible(text))
+    return shown, last
+
+
+class JobPlace(Place):
+    """Where all processes of one job run. Closing it deletes the job, unless it was lost sight of.
+
+    ``shown_logs`` is the logs' place for the line that all have joined, None for no such line.
+    """
 
     def __init__(
         self,
         cluster: KubeCluster,
         job: KubeJob,
         specs: Sequence[ProcessSpec],
-        log_dir: Path,
         patience: Patience,
-        signals: SignalPipe,
+        shown_logs: Path | None,
     ) -> None:
+        self.is_left_alone = False
         self._cluster = cluster
         self._job = job
         self._specs = specs
-        self._log_dir = log_dir
         self._patience = patience
-        self._signals = signals
-        now_s = time.monotonic()
-        self.watch = JobWatch(specs, job, patience, now_s)
-        self._lifecycle = Lifecycle(specs, patience.lifecycle)
+        self._shown_logs = shown_logs
+        self._is_created = False
+        self._watch = JobWatch(specs, job, patience, time.monotonic())
+        self._logs: dict[int, PodLog] = {}
+        self._finished_by_s: float | None = None
+        self._signals = self._deleted = 0
+        self._threads = _Threads(1 + len(specs))
+        self._look_now = threading.Event()
+
+    def create(self, documents: Sequence[Mapping[str, Any]]) -> None:
+        """Create everything. Raises :class:`LaunchError` with what the cluster says.
+
+        The scheduler's Job is first and owns Secret and Service, which vanish with it: Jobs are
+        removed some time after their end (``ttlSecondsAfterFinished``), other objects never are.
+        """
+        secret, service, scheduler, *jobs = documents
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": self._job.job_name("scheduler")}
+        warnings: list[str] = []
+        try:
+            self._cluster.version()  # nothing is there yet when this fails
+            self._is_created = True
+            for each in (scheduler, secret, service, *jobs):
+                if each in (secret, service):
+                    each["metadata"]["ownerReferences"] = [owner]
+                uid, said = self._cluster.create(each)
+                owner.setdefault("uid", uid)
+                warnings += said
+        except ClusterError as error:
+            if "uid" not in owner and error.status is not None:  # the first was refused
+                self._is_created = False
+            raise LaunchError(f"cannot create the job: {error}", exit_code=1) from error
+        for warning in dict.fromkeys(warnings):  # such as of a pod security standard
+            say(f"the cluster warns: {warning}")
+
+    # -- the main thread: as the supervisor wants it ------------------------------------------
+
+    def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
+        self._threads.start(self._look)
+        shown = f"job {self._job.name}: {len(specs)} pods, label {self._job.selector}"
         # That all have joined is heard late, or never where no log can be read: servers get their
         # time to end in any case.
-        self._lifecycle.joined(now_s, is_certain=False)
-        self._is_complete = False
-        self._says_complete = False
-        self._logs: dict[int, PodLog] = {}
-        self._threads = HelperThreads()
-        self._look_now = threading.Event()
-        self._output = Console(1)
-        self._errors = Console(2)
+        return [Note(shown), Joined(is_certain=False)]
 
-    def say(self, text: str) -> None:
-        """A line of the launcher's own, on standard error."""
-        self._errors.write(f"[launcher] {text}\n".encode(errors="replace"))
+    def send_signal(self, number: int) -> None:
+        """Delete the Jobs at the first signal; at further ones end the pods at once."""
+        self._watch.is_ending = True
+        self._signals += 1
+        self._look_now.set()
 
-    def follow(self, *, show_status: bool = True) -> JobReport | str:
-        """Serve the job until all of its pods have ended; or return why it cannot be seen.
+    def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
+        selector.register(self._threads.woken_fd, selectors.EVENT_READ, self._threads.take)
+        (self._threads.may_read.clear if paused else self._threads.may_read.set)()
 
-        The output of the pods has been written then; nothing has been deleted after a success.
-        """
-        self.say(f"job {self._job.name}: {len(self._specs)} pods, label {self._job.selector}")
-        self._says_complete = show_status
-        self._threads.start(self._look)
-        try:
-            lost_sight = None
-            while self._lifecycle.phase is not Phase.ENDED and lost_sight is None:
-                self._serve()
-                now_s = time.monotonic()
-                self._carry_out(self._lifecycle.tick(now_s))
-                if self._lifecycle.phase is not Phase.STOPPING:
-                    lost_sight = self.watch.lost_sight(now_s)
-            if lost_sight is None:
-                self._read_last_output()
-            self._write_last_output()
-            return lost_sight or self._report()
-        finally:
-            self._threads.is_over.set()
-            self._look_now.set()
-            for log in self._logs.values():
-                log.close()
-            self._threads.end()
+    def tick(self, now_s: float) -> tuple[list[Event], float | None]:
+        if self._finished_by_s is None:
+            return [], None
+        is_read = all(log.is_whole for log in self._logs.values())
+        if not is_read and now_s < self._finished_by_s:
+            return [], self._finished_by_s - now_s
+        self._finished_by_s = None
+        return [*self._threads.take(now_s), Finished(0)], None
 
-    # -- the main thread's loop ---------------------------------------------------------------
+    def finish(self, leftover_s: float) -> list[Event]:
+        """Wait, for a limited time, for the end of the ended containers' logs."""
+        self._finished_by_s = time.monotonic() + self._patience.last_output_s
+        for log in self._logs.values():
+            log.has_ended.set()
+        return []
 
-    def _serve(self) -> None:
-        """Wait for something to happen, not for long, and handle it: signals first."""
-        consoles = [each for each in (self._output, self._errors) if each.waiting]
-        poll = select.poll()
-        poll.register(self._signals.fd, select.POLLIN)
-        poll.register(self._threads.fd, select.POLLIN)
-        for console in consoles:
-            poll.register(console.fd, select.POLLOUT)
-        until_s = self._lifecycle.deadline_s or math.inf
-        poll.poll(max(0.0, min(_LONGEST_WAIT_S, until_s - time.monotonic())) * 1000)
-        for number in self._signals.arrived():
-            if number in ENDING:
-                self.say(f"got {number.name}: ending the job")
-                self._carry_out(self._lifecycle.signalled(number, time.monotonic()))
-        for console in consoles:
-            console.write_pending()
-        if not self._output.full:
-            self._threads.may_read.set()
-        self._threads.take()
+    def hang_up(self) -> None:
+        self._threads.is_over.set()
+        self._look_now.set()
+        for log in list(self._logs.values()):
+            log.close()
 
-    def _looked(self, answer: Sight | ClusterError) -> None:
-        now_s = time.monotonic()
-        if isinstance(answer, ClusterError):
-            if answer.is_refusal and not self.watch.had_jobs:
-                raise LaunchError(f"cannot follow the job: {answer}", exit_code=1)
-            self._say_all(self.watch.no_answer(str(answer), now_s))
-            return
-        sentences, ended = self.watch.saw(answer, now_s)
-        self._say_all(sentences)
-        for pod in self.watch.pods.values():
-            if pod.has_started and pod.index not in self._logs:
-                self._follow_log(pod)
-        self._say_complete()
-        for statuses in ended:
-            for index in self._logs.keys() & statuses.keys():
-                self._logs[index].has_ended.set()
-            self._carry_out(self._lifecycle.exited(statuses, now_s))
-        if self._lifecycle.phase is Phase.RUNNING:
-            self._say_all(self.watch.remarks(now_s))
-            if self.watch.gives_up(now_s) is not None:
-                self._carry_out(self._lifecycle.cannot_start(now_s))
+    def close(self) -> None:
+        """Delete everything that carries the job's id; a silent cluster is asked for a while."""
+        self._threads.end()
+        until_s = time.monotonic() + self._patience.delete_s
+        with SignalPipe() as signals:
+            while self._is_created and not self.is_left_alone:
+                try:
+                    self._cluster.delete(self._job.selector)
+                    return
+                except ClusterError as error:
+                    if time.monotonic() >= until_s or set(signals.arrived()) & set(ENDING):
+                        say(f"could not delete the job: {error}; do it by '{self._by_hand()}'")
+                        return
+                select.select([signals.fd], [], [], _RETRY_S)
 
-    def _follow_log(self, pod: Pod) -> None:
-        record = ProcessRecord(self._specs[pod.index], pod.node, self._log_dir)
-        log = self._logs[pod.index] = PodLog(self._cluster, pod, record, self._patience.poll_s)
+    def explained(self, ended: EndedProcess) -> EndedProcess:
+        """Add what is known of the process's pod and of its end."""
+        index = ended.exit.index
+        pod, ending = self._watch.pods.get(index), self._watch.endings.get(index)
+        stopped = ended.exit.stopped or index in self._watch.ended_by_kubernetes
+        return replace(
+            ended,
+            exit=replace(ended.exit, stopped=stopped),
+            place="no pod" if pod is None else pod.place,
+            reason="" if ending is None else ending.reason,
+        )
 
-        def put(lines: list[bytes], refusal: str | None) -> None:
-            self._threads.may_read.wait()
-            self._threads.put(partial(self._show, record, lines, refusal))
-
-        self._threads.start(partial(log.read, put))
-
-    def _show(self, record: ProcessRecord, lines: list[bytes], refusal: str | None) -> None:
-        if record.spec.role == "scheduler" and JOINED_LINE in lines:
-            lines.remove(JOINED_LINE)
-            self._is_complete = True
-            self._say_complete()
-        try:
-            self._output.write(record.record(lines))
-            if self._output.full:
-                self._threads.may_read.clear()
-        except OSError as error:
-            record.stop_logging()
-            self.say(f"the log of {record.spec.name} ends here: {error.strerror}")
-        if refusal is not None and record.why is None:
-            record.why = refusal
-            self.say(f"no log of {record.spec.name}: {refusal}")
-
-    def _say_complete(self) -> None:
-        """Say that all have joined, when that was heard and all pods have been seen."""
-        watch = self.watch
-        is_due = self._is_complete and self._says_complete
-        if not is_due or watch.is_starting or watch.is_ending:
-            return
-        self._says_complete = False
-        nodes = dict.fromkeys(pod.node for index, pod in sorted(watch.pods.items()) if index)
-        address = f"{self._job.job_name('scheduler')}:{SCHEDULER_PORT}"
-        self.say(complete_line(self._specs, nodes, address, str(self._log_dir)))
-
-    def _carry_out(self, effects: Sequence[Effect]) -> None:
-        """The first signal is the deletion of the Jobs here; any further one hurries the pods."""
-        for effect in effects:
-            if isinstance(effect, Say):
-                self.say(effect.text.replace("even after SIGKILL", "although they are deleted"))
-            if isinstance(effect, SendSignal):
-                kinds, grace_s = (("pod",), 1) if self.watch.is_ending else (("job",), None)
-                self.watch.is_ending = True
-                self._threads.start(partial(self._delete, kinds, grace_s))
-
-    def _say_all(self, sentences: Sequence[str]) -> None:
-        for sentence in sentences:
-            self.say(sentence)
+    def _by_hand(self) -> str:
+        return self._cluster.kubectl("delete", EVERYTHING, "-l", self._job.selector)
 
     # -- other threads ------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look at the Jobs and then at their pods, again and again."""
+        """Look at the Jobs and then at their pods, again and again; delete them when told so."""
         while not self._threads.is_over.is_set():
-            self._threads.put(partial(self._looked, self._sight()))
+            self._delete()
+            self._look_once()
             self._look_now.wait(self._patience.poll_s)
             self._look_now.clear()
 
-    def _sight(self) -> Sight | ClusterError:
-        ask, selector = self._cluster.objects, self._job.selector
-        events: Sequence[Object] = ()
+    def _look_once(self) -> None:
+        """Look once. Raises :class:`LaunchError` if the job is lost or cannot start."""
+        found, ask, selector = self._watch, self._cluster.objects, self._job.selector
+        warnings: Objects = ()
         try:
             jobs = ask("job", label_selector=selector)
             pods = ask("pod", label_selector=selector)
         except ClusterError as error:
-            return error
-        if self.watch.is_starting:
+            if error.is_refusal and not found.had_jobs:
+                raise LaunchError(f"cannot follow the job: {error}", exit_code=1) from error
+            self._threads.tell(self._not_seen(str(error), time.monotonic()))
+            return
+        if found.is_starting:
             with suppress(ClusterError):  # without them reasons are missing, and nothing else
-                events = ask("event", field_selector="type=Warning")
-        return Sight(jobs, pods, events)
+                warnings = ask("event", field_selector="type=Warning")
+        self._threads.tell(found.saw(jobs, pods, warnings, time.monotonic()))
+        for index, pod in found.pods.items():
+            if pod.has_started and index not in self._logs:
+                self._follow_log(index, pod.name)
+        for index in self._logs.keys() & found.endings.keys():
+            self._logs[index].has_ended.set()
+        if (why := found.gives_up(time.monotonic())) is not None:
+            raise LaunchError(f"the job was not started: {why}", exit_code=1)
 
-    def _delete(self, kinds: Sequence[str], grace_s: int | None) -> None:
-        while not self._threads.is_over.is_set():
+    def _not_seen(self, why: str, now_s: float) -> list[Event]:
+        lost = self._watch.lost_sight(now_s)
+        if lost is None:
+            return self._watch.no_answer(why, now_s)
+        self.is_left_alone = True
+        look = self._cluster.kubectl("get", "pods", "-l", self._job.selector)
+        raise LaunchError(
+            f"{lost}; the job was left alone and may still run: look by '{look}', end it by "
+            f"'{self._by_hand()}'",
+            exit_code=1,
+        )
+
+    def _follow_log(self, index: int, pod: str) -> None:
+        spec, said = self._specs[index], set[str]()
+
+        def put(lines: list[bytes], refusal: str) -> None:
+            self._threads.may_read.wait()
+            events: list[Event] = [Output(index, False, lines)]
+            if spec.role == "scheduler" and _JOINED_LINE in lines:
+                lines.remove(_JOINED_LINE)
+                events += self._complete()
+            if refusal and not said:
+                said.add(refusal)
+                events.append(Note(f"no log of {spec.name}: {refusal}"))
+            self._threads.tell(events)
+
+        ask = partial(self._cluster.log, pod, spec.role)
+        self._logs[index] = log = PodLog(ask, self._patience.poll_s)
+        self._threads.start(partial(log.read, put))
+
+    def _complete(self) -> list[Event]:
+        """Return the line that all have joined; the last look may have been before that."""
+        if self._shown_logs is None:
+            return []
+        pods = dict(self._watch.pods)
+        with suppress(ClusterError):
+            items = self._cluster.objects("pod", label_selector=self._job.selector)
+            pods |= read_pods(items, self._specs)
+        nodes = dict.fromkeys(pod.node for _, pod in sorted(pods.items())[1:])
+        address = f"{self._job.job_name('scheduler')}:{SCHEDULER_PORT}"
+        return [Note(complete_line(self._specs, nodes, address, str(self._shown_logs)))]
+
+    def _delete(self) -> None:
+        """Delete the Jobs, then hurry the pods; tried again at the next look."""
+        while self._deleted < self._signals:
+            kinds, grace_s = (("pod",), 1) if self._deleted else (("job",), None)
             try:
                 self._cluster.delete(self._job.selector, kinds, grace_s)
-                self._look_now.set()
-                return
             except ClusterError as error:
-                self._threads.put(partial(self._could_not_delete, error))
-                self._threads.is_over.wait(self._patience.poll_s)
+                if self._watch.is_heard:  # else the looks have said so
+                    self._threads.tell([Note(f"cannot delete the job yet: {error}")])
+                return
+            self._deleted += 1
 
-    def _could_not_delete(self, error: ClusterError) -> None:
-        if self.watch.is_heard:  # else the looks have said so
-            self.say(f"cannot delete the job yet: {error}")
 
-    # -- the end ------------------------------------------------------------------------------
+class _Threads:
+    """Threads that wait for the cluster, and what they have for the main thread.
 
-    def _read_last_output(self) -> None:
-        """Logs of ended containers come to their end; if not, they are not waited for for ever."""
-        until_s = time.monotonic() + self._patience.last_output_s
-        for log in self._logs.values():
-            log.has_ended.set()
-        while time.monotonic() < until_s and not all(log.is_whole for log in self._logs.values()):
-            self._serve()
-        self._threads.take()
+    The client has parts in Rust: a call that is open when the interpreter ends would abort it, so
+    they are waited for.
+    """
 
-    def _write_last_output(self) -> None:
-        """Wait for a slow reader, but not after a signal."""
-        for console in (self._output, self._errors):
-            while console.waiting:
-                console.write_pending(self._patience.last_output_s)
-                if set(self._signals.arrived()) & set(ENDING) or self._lifecycle.interrupted_by:
-                    return
+    def __init__(self, most: int) -> None:
+        self.is_over = threading.Event()
+        """Set when they are to end."""
+        self.may_read = threading.Event()
+        """Not set while the terminal is paused: then logs are not read on."""
+        self.woken_fd, self._wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._told: queue.SimpleQueue[Sequence[Event] | BaseException] = queue.SimpleQueue()
+        self._pool = ThreadPoolExecutor(most)
 
-    def _report(self) -> JobReport:
-        exits = sorted(self._lifecycle.exits.items())
-        ended = [self._ended(each) for _, each in exits]
-        return JobReport(self._lifecycle, self._specs, ended, self.watch.start_s)
+    def start(self, work: Callable[[], None]) -> None:
+        """Run ``work`` in a thread; what it raises, :meth:`take` raises."""
+        self._pool.submit(work).add_done_callback(self._done)
 
-    def _ended(self, found: Exit) -> EndedProcess:
-        index = found.index
-        ending, pod = self.watch.endings.get(index), self.watch.pods.get(index)
-        lines = self._logs[index].record.last_lines if index in self._logs else ()
-        stopped = found.stopped or index in self.watch.ended_by_kubernetes
-        return EndedProcess(
-            self._specs[index],
-            0,
-            replace(found, stopped=stopped),
-            [line.decode(errors="replace") for line in lines],
-            place=pod.place if pod is not None else "no pod",
-            reason=ending.reason if ending is not None else "",
-        )
+    def _done(self, work: Future[None]) -> None:
+        if (error := work.exception()) is not None:
+            self.tell(error)
+
+    def tell(self, found: Sequence[Event] | BaseException) -> None:
+        self._told.put(found)
+        with suppress(BlockingIOError):  # the main thread has been woken often enough
+            os.write(self._wake_fd, b".")
+
+    def take(self, now_s: float) -> list[Event]:
+        """Return what they have told."""
+        with suppress(BlockingIOError):
+            os.read(self.woken_fd, 4096)
+        events: list[Event] = []
+        while not self._told.empty():
+            found = self._told.get()
+            if isinstance(found, BaseException):
+                raise found
+            events += found
+        return events
+
+    def end(self) -> None:
+        self.may_read.set()
+        self._pool.shutdown()
+        os.close(self.woken_fd)
+        os.close(self._wake_fd)

@@ -61,7 +61,7 @@ def test_a_jax_array_cannot_be_filled_and_says_what_to_do() -> None:
     adapter = adapter_for(array)
     assert adapter.memory(array) is None
     assert adapter.why_read_only(array) == (
-        "a JAX array never changes; pull without out, or pass a NumPy array as out"
+        "a JAX array is immutable; pull without out, or pass a NumPy array as out"
     )
 
 
@@ -87,8 +87,8 @@ def deleted() -> Any:
         (lambda: jax.random.key(0), "key_data"),
         (deleted, "deleted or donated"),
         (lambda: jax.ShapeDtypeStruct((3,), np.float32), r"pass a jax\.Array"),
-        (lambda: jnp.ones(3, jnp.float8_e5m2), "only bfloat16 can"),
-        (lambda: jnp.ones(3, jnp.int4), "only bfloat16 can"),
+        (lambda: jnp.ones(3, jnp.float8_e5m2), "bfloat16 is the only"),
+        (lambda: jnp.ones(3, jnp.int4), "bfloat16 is the only"),
     ],
 )
 def test_what_has_no_numbers_to_give_is_refused(make: Any, advice: str) -> None:

@@ -224,7 +224,7 @@ def a_fake_tensor() -> Any:
         (a_quantised_tensor, r"dequantize\(\)"),
         (lambda: torch.empty(3, device="meta"), "no values"),
         (lambda: torch.nn.LazyLinear(3).weight, "run the module once"),
-        (a_fake_tensor, "FakeTensor keeps its values in its own format"),
+        (a_fake_tensor, "FakeTensor stores its values in its own format"),
         (lambda: torch.zeros(3, dtype=torch.complex32), "convert it"),
         (lambda: torch.zeros(3, dtype=torch.float8_e5m2), "convert it"),
     ],

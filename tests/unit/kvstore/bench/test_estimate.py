@@ -158,10 +158,10 @@ def test_a_model_that_makes_no_sense_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--shapes", "/no/shapes.txt"], "/no/shapes.txt cannot be read: No such file or direct"),
-        (["--seconds", "-3"], "--seconds: a number of seconds greater than 0, not -3"),
-        (["--seconds", "0"], "--seconds: a number of seconds greater than 0, not 0"),
-        (["--seconds", "soon"], "--seconds: a number of seconds greater than 0, not soon"),
+        (["--shapes", "/no/shapes.txt"], "cannot read /no/shapes.txt: No such file or direct"),
+        (["--seconds", "-3"], "--seconds: expected a number of seconds greater than 0, got -3"),
+        (["--seconds", "0"], "--seconds: expected a number of seconds greater than 0, got 0"),
+        (["--seconds", "soon"], "--seconds: expected a number of seconds greater than 0, got soon"),
     ],
 )
 def test_a_measurement_that_makes_no_sense_is_refused(

@@ -154,7 +154,7 @@ def test_nan_and_infinity_are_refused_where_they_would_be_lost(
     chain, values = chain_of(name), gradient(1, 200, kind(dtype))
     chain.check(values)
     values[150] = bad
-    with pytest.raises(ArgumentValueError, match="holds NaN or infinity"):
+    with pytest.raises(ArgumentValueError, match="has NaN or infinity"):
         chain.check(values)
 
 
@@ -168,7 +168,7 @@ def test_numbers_too_large_for_fp16_become_infinite_and_do_not_come_back() -> No
 
 @pytest.mark.parametrize("dtype", ["i4", "i8", "?", "c8"])
 def test_values_that_are_no_floats_cannot_be_encoded(dtype: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="float16, bfloat16, float32 and float64 can"):
+    with pytest.raises(ArgumentTypeError, match="float16, bfloat16, float32 or float64"):
         chain_of("fp16").encode(np.zeros(3, dtype))
 
 

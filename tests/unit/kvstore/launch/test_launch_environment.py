@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from kvstore.launch.environment import listen, listening_processes
-from kvstore.launch.job.child import Console
+from kvstore.launch.job.terminal import Console
 from kvstore.launch.options import LaunchError
 
 

@@ -121,7 +121,7 @@ def test_text_that_no_process_can_be_given_is_refused_by_its_value(
     before: list[str], text: str
 ) -> None:
     word = f"NAME={text}" if before[0].startswith("--env") else text
-    with pytest.raises(LaunchError, match="cannot be given to a process: expected text") as caught:
+    with pytest.raises(LaunchError, match="an argument of a process must be text") as caught:
         parse_arguments(["-n", "1", *before, word, "true"])
     assert repr(word) in str(caught.value)
     assert caught.value.exit_code == 2

@@ -58,6 +58,34 @@ def test_one_scheduler_then_servers_then_workers_with_the_contract_of_ps_lite() 
         )
 
 
+def test_workers_are_told_in_the_words_of_torchrun_too() -> None:
+    facts = dataclasses.replace(
+        FACTS, worker_hosts=("alpha", "beta", "alpha", "beta"), store_port=2900
+    )
+    specs = plan(dataclasses.replace(OPTIONS, num_workers=4), facts=facts)
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK")
+    workers = [specs[f"worker {rank}"].environment for rank in range(4)]
+    assert [[each[name] for name in names] for each in workers] == [
+        ["0", "0", "0"],
+        ["1", "0", "1"],
+        ["2", "1", "0"],
+        ["3", "1", "1"],
+    ]
+    for each in workers:
+        assert (each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"]) == ("4", "2")
+        assert (each["MASTER_ADDR"], each["MASTER_PORT"]) == ("alpha", "2900")
+    assert "RANK" not in specs["server 0"].environment
+
+
+def test_the_users_own_address_of_a_torch_store_stays_and_that_of_an_outer_job_does_not() -> None:
+    given = {"MASTER_ADDR": "gamma", "MASTER_PORT": "1", "RANK": "9"}
+    told = plan(environ=given)["worker 1"].environment
+    assert told["RANK"] == "1"
+    assert "MASTER_ADDR" not in told
+    inner = plan(environ={**given, "PS_JOB_ID": "outer", "DMLC_TASK_ID": "0"})["worker 1"]
+    assert inner.environment["MASTER_ADDR"] == "127.0.0.1"
+
+
 def test_only_the_scheduler_inherits_the_listening_socket() -> None:
     specs = plan()
     assert specs["scheduler"].environment["PS_LISTEN_FD"] == "9"
@@ -135,7 +163,7 @@ def test_the_scheduler_listens_on_loopback_unless_the_user_exported_an_address()
     assert scheduler_address({}) == ("127.0.0.1", 0)
     exported = {"DMLC_PS_ROOT_URI": "10.0.0.7", "DMLC_PS_ROOT_PORT": "9091"}
     assert scheduler_address(exported) == ("10.0.0.7", 9091)
-    with pytest.raises(LaunchError, match="not a port number: '70000'"):
+    with pytest.raises(LaunchError, match="must be a port number, got '70000'"):
         scheduler_address({"DMLC_PS_ROOT_PORT": "70000"})
 
 

@@ -116,12 +116,12 @@ def test_each_pass_is_shuffled_anew_and_equal_seeds_repeat() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"data": np.zeros(3), "batch_size": 4, "last_batch_handle": "discard"}, "batches of 4"),
+        ({"data": np.zeros(3), "batch_size": 4, "last_batch_handle": "discard"}, "got 4 for data"),
         ({"data": np.zeros((0, 2)), "batch_size": 1}, r"\(0, 2\)"),
         ({"data": {}}, "non-empty list or dict"),
-        ({"data": np.zeros(3), "batch_size": 0}, "batches of 0"),
-        ({"data": np.float32(3)}, r"\(n, \.\.\.\), got a single number as 'data'"),
-        ({"data": np.zeros(3), "label": np.zeros(2)}, "equally many rows"),
+        ({"data": np.zeros(3), "batch_size": 0}, "got 0 for data"),
+        ({"data": np.float32(3)}, r"\(n, \.\.\.\), got a single number for 'data'"),
+        ({"data": np.zeros(3), "label": np.zeros(2)}, "the same number of samples"),
         ({"data": np.zeros(3), "last_batch_handle": "keep"}, "pad, discard, roll_over"),
     ],
 )
@@ -138,12 +138,14 @@ def test_feedforward_gets_the_arrays_that_were_given() -> None:
     assert [batch.data[0].dtype for batch in batches] == [x.dtype] * 2
     assert [batch.pad for batch in batches] == [0, 1]
     assert NDArrayIter(x).sources()[1] is None
-    with pytest.raises(ArgumentValueError, match=r"one array of data .* data has 2: 'a', 'b'"):
+    with pytest.raises(ArgumentValueError, match=r"one data array .* data has 2: 'a', 'b'"):
         NDArrayIter({"b": x, "a": x}).sources()
 
 
 def test_samples_lie_along_the_first_axis() -> None:
-    with pytest.raises(NotSupportedError, match="first axis must be that of samples, got 'TNC'"):
+    with pytest.raises(
+        NotSupportedError, match=r"first axis of layout must be N \(samples\), got 'TNC'"
+    ):
         NDArrayIter(np.zeros((3, 2)), layout="TNC")
 
 
@@ -173,12 +175,12 @@ def test_a_shorter_pass_goes_on_where_the_last_one_stopped_if_it_is_not_to_reset
 
 
 def test_a_size_below_one_and_an_empty_iterator_are_refused() -> None:
-    with pytest.raises(ArgumentValueError, match="number of batches from 1 up, got 0"):
+    with pytest.raises(ArgumentValueError, match="at least 1 batch, got 0"):
         ResizeIter(NDArrayIter(np.arange(6)), 0)
     with pytest.raises(TypeError):
         ResizeIter(NDArrayIter(np.arange(6)), 1.5)  # type: ignore[arg-type]
     resized = ResizeIter(NothingToRead(), 2)
-    with pytest.raises(ArgumentValueError, match="no batches, not even after"):
+    with pytest.raises(ArgumentValueError, match="no batch, not even after"):
         resized.next()
 
 

@@ -121,7 +121,7 @@ def test_multipliers_schedules_and_attributes_are_those_of_mxnet() -> None:
         scheduled.set_learning_rate(0.1)
     cosine = cls(lr_scheduler=mx.lr_scheduler.CosineScheduler(9, 0.5))
     assert cosine.learning_rate == 0.5
-    with pytest.raises(OptimizerParameterError, match=r"one of kvstore\.lr_scheduler"):
+    with pytest.raises(OptimizerParameterError, match=r"a schedule of kvstore\.lr_scheduler"):
         cls(lr_scheduler=lambda count: 0.1)
 
 
@@ -188,7 +188,7 @@ def test_a_store_writes_its_states_to_a_file(tmp_path: Path) -> None:
         lambda: one.save_optimizer_states(tmp_path / "states", dump_optimizer=True),
         one.current_optimizer,
     ):
-        with pytest.raises(NotSupportedError, match="MyAdam is written MXNet's way"):
+        with pytest.raises(NotSupportedError, match=r"MyAdam extends mx\.optimizer\.Optimizer"):
             call()
 
 
@@ -209,7 +209,7 @@ def test_states_of_a_value_go_on_from_bytes_and_bring_it_along(dump: bool) -> No
 @pytest.mark.parametrize("state", [None, 3, 0.5, "a", (1, [None, 2.5]), [(), {"a": 1}]])
 def test_states_of_all_kinds_are_there_again(state: Any) -> None:
     if state == [(), {"a": 1}]:
-        with pytest.raises(ArgumentTypeError, match="'w' contains dict"):
+        with pytest.raises(ArgumentTypeError, match="'w': it contains dict"):
             to_bytes({"w": (0, state)}, None)
         return
     assert from_bytes(to_bytes({"w": (2, state), 3: (0, None)}, None)) == (
@@ -241,7 +241,7 @@ def test_bytes_that_are_not_states_are_refused() -> None:
         except CheckpointError:
             continue
     updater = opt.get_updater(opt.SGD(0.9))
-    with pytest.raises(ValueMismatchError, match="not a tuple of arrays"):
+    with pytest.raises(ValueMismatchError, match="must be a tuple of arrays"):
         updater.set_states(to_bytes({"w": (1, 5)}, None))
     with pytest.raises(ValueMismatchError, match="has 3 arrays"):
         updater.set_states(to_bytes({"w": (1, (np.ones(2),) * 3)}, None))
@@ -305,7 +305,7 @@ def test_a_name_of_ours_is_not_given_away() -> None:
             def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:  # type: ignore[override]
                 pass
 
-    with pytest.raises(ArgumentTypeError, match="register takes a class"):
+    with pytest.raises(ArgumentTypeError, match="register needs a class"):
         mx.optimizer.Optimizer.register(3)
     with pytest.raises(UnknownOptimizerError):
         mx.optimizer.create("myadam")

@@ -78,7 +78,7 @@ def test_what_is_left_out_has_its_default() -> None:
 def test_an_unknown_name_says_how_servers_come_to_know_it() -> None:
     with pytest.raises(
         UnknownOptimizerError,
-        match=r"'mine' \(known: adadelta, .*\); .*--server-import MODULE \(KVSTORE_SERVER_IMPORT",
+        match=r"'mine' \(known: adadelta, .*\); .*--server-import MODULE \(or set KVSTORE_",
     ):
         from_plain(["mine", {}])
     with pytest.raises(OptimizerParameterError, match=r"'mine' \(known: cosine.*--server-import"):
@@ -109,7 +109,7 @@ def test_schedules_within_each_other_have_a_depth() -> None:
 
     assert from_plain(nested(MAX_DEPTH)).rate(1) == 0.5 ** (MAX_DEPTH - 1)
     for depth in (MAX_DEPTH + 1, sys.getrecursionlimit() * 2):
-        with pytest.raises(ProtocolError, match=f"more than {MAX_DEPTH} deep"):
+        with pytest.raises(ProtocolError, match=f"at most {MAX_DEPTH} deep"):
             from_plain(nested(depth))
 
 

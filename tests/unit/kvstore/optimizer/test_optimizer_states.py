@@ -121,7 +121,7 @@ def test_an_updater_goes_on_from_states_without_masters() -> None:
 def test_a_master_for_a_float32_weight_is_refused() -> None:
     updater = opt.Updater(MOMENTUM)
     updater.set_states({"w": (1, [np.zeros(2, "f4")] * 2)})
-    with pytest.raises(ValueMismatchError, match="does not fit a weight of 2 elements"):
+    with pytest.raises(ValueMismatchError, match="does not fit its weight of 2 elements"):
         updater("w", np.ones(2, "f4"), np.ones(2, "f4"))
 
 

@@ -86,7 +86,9 @@ def test_lists_are_updated_in_order() -> None:
     weights = [np.zeros(1), np.zeros(2)]
     updater([0, 1], [np.ones(1), np.full(2, 2.0)], weights)
     assert [weight.tolist() for weight in weights] == [[-1.0], [-2.0, -2.0]]
-    with pytest.raises(ValueMismatchError, match="2 keys come with 1 gradients and 2 weights"):
+    with pytest.raises(
+        ValueMismatchError, match="2 keys needs 2 gradients and weights, got 1 and 2"
+    ):
         updater([0, 1], [np.ones(1)], weights)
 
 
@@ -106,10 +108,12 @@ def test_states_are_copies_and_go_on_elsewhere_bit_for_bit() -> None:
 
 def test_states_that_do_not_fit_are_refused() -> None:
     updater = opt.Updater(opt.Adam())
-    with pytest.raises(ValueMismatchError, match=r"1 arrays and 3 updates; adam keeps 2 \(mean"):
+    with pytest.raises(
+        ValueMismatchError, match=r"1 arrays and 3 updates, but adam keeps 2 arrays \(mean"
+    ):
         updater.set_states({"w": (3, (np.zeros(2),))})
     updater.set_states({"w": (3, (np.zeros(2), np.zeros(2)))})
-    with pytest.raises(ValueMismatchError, match="does not fit a weight of 3 elements"):
+    with pytest.raises(ValueMismatchError, match="does not fit its weight of 3 elements"):
         updater("w", np.ones(3), np.ones(3))
 
 
@@ -144,19 +148,19 @@ def test_a_tensor_of_pytorch_is_updated_in_place() -> None:
 def test_misuse_is_refused_before_anything_changes() -> None:
     updater = opt.Updater(opt.SGD())
     weight = np.ones(3, np.float32)
-    with pytest.raises(ValueMismatchError, match=r"shape \(2,\) and dtype float32, its weight"):
+    with pytest.raises(ValueMismatchError, match=r"\(3,\) and float32, got \(2,\) and float32"):
         updater("w", np.ones(2, np.float32), weight)
-    with pytest.raises(ValueMismatchError, match="dtype float64"):
+    with pytest.raises(ValueMismatchError, match=r"got \(3,\) and float64"):
         updater("w", np.ones(3), weight)
-    with pytest.raises(ArgumentTypeError, match="updates float weights"):
+    with pytest.raises(ArgumentTypeError, match="needs float weights"):
         updater("w", np.ones(3, int), np.ones(3, int))
     with pytest.raises(ArgumentTypeError):
         updater("w", [1.0], [2.0])
     frozen = np.ones(3, np.float32)
     frozen.setflags(write=False)
-    with pytest.raises(ArgumentTypeError, match="key 'w' cannot be updated"):
+    with pytest.raises(ArgumentTypeError, match="cannot update the weight of key 'w'"):
         updater("w", np.ones(3, np.float32), frozen)
-    with pytest.raises(ArgumentTypeError, match="takes an Optimizer, got str"):
+    with pytest.raises(ArgumentTypeError, match="needs an Optimizer, got str"):
         opt.Updater("sgd")  # type: ignore[arg-type]
     assert updater.states() == {}
     assert weight.tolist() == [1.0] * 3
@@ -177,7 +181,7 @@ def test_an_optimizer_that_sees_rows_refuses_numbers_without_them() -> None:
     chosen = opt.create("groupadagrad")
     for unfit in (chosen, chosen.for_rows(2)):
         arrays = [np.zeros(3) for _ in range(4)]
-        with pytest.raises(NotSupportedError, match="whole rows, got 3 numbers"):
+        with pytest.raises(NotSupportedError, match="whole rows of"):
             unfit.update(arrays[0], arrays[1], [arrays[2]], 1, arrays[3])
     assert chosen.for_rows(3) is chosen.for_key("w", 3) is chosen.for_rows(3).for_rows(3)
     assert chosen.for_rows(3) == chosen
@@ -188,6 +192,6 @@ def test_row_sparse_arrays_are_refused(is_gradient: bool) -> None:
     rows = mx.RowSparseArray([0], np.ones((1, 2), np.float32), (3, 2))
     dense = np.ones((3, 2), np.float32)
     updater = opt.Updater(opt.SGD(learning_rate=0.1))
-    with pytest.raises(NotSupportedError, match="'w' comes with a row-sparse array"):
+    with pytest.raises(NotSupportedError, match="dense arrays, got a row-sparse array for key 'w'"):
         updater("w", *((rows, dense) if is_gradient else (dense, rows)))
     assert (dense == 1).all()

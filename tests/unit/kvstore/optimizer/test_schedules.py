@@ -122,7 +122,7 @@ def test_a_schedule_of_your_own_is_registered_under_its_name() -> None:
 
 
 def test_a_schedule_without_a_formula_says_so() -> None:
-    with pytest.raises(NotImplementedError, match="Schedule does not define decayed"):
+    with pytest.raises(NotImplementedError, match="Schedule must define decayed"):
         schedules.Schedule().rate(1, 0.1)
 
 
@@ -147,17 +147,17 @@ def test_scaled_multiplies_everything() -> None:
         (
             "factor",
             {"step": 1, "base_lr": 0.1, "warmup_steps": 1, "warmup_begin_lr": 0.2},
-            "warmup_begin_lr 0.2 lies above the learning rate 0.1",
+            "warmup_begin_lr must not exceed the learning rate 0.1, got 0.2",
         ),
         ("factor", {"step": 1, "gamma": 2}, "factor has no parameter gamma; known: step, factor"),
-        ("multifactor", {"step": []}, "step must be a list of update numbers"),
-        ("multifactor", {"step": [0, 1]}, "step must be a list of update numbers"),
-        ("multifactor", {"step": [3, 3]}, "step must be a list of update numbers"),
+        ("multifactor", {"step": []}, "step must be an increasing list"),
+        ("multifactor", {"step": [0, 1]}, "step must be an increasing list"),
+        ("multifactor", {"step": [3, 3]}, "step must be an increasing list"),
         ("multifactor", {"step": 3}, "step of MultiFactorScheduler must be a list of int"),
         ("multifactor", {"step": [1.5]}, "step of MultiFactorScheduler must be int"),
         ("multifactor", {"step": [1], "factor": -0.1}, "factor must lie in"),
-        ("poly", {"max_update": 0}, "max_update must be larger"),
-        ("poly", {"max_update": 5, "warmup_steps": 5}, r"larger than warmup_steps \(5\)"),
+        ("poly", {"max_update": 0}, "max_update must be at least 1"),
+        ("poly", {"max_update": 5, "warmup_steps": 5}, r"greater than warmup_steps \(5\)"),
         ("poly", {"max_update": 5, "pwr": -1}, "pwr must not be negative"),
         ("cosine", {"max_update": 5, "final_lr": "0"}, "final_lr of CosineScheduler must be"),
         ("linear", {}, "no learning-rate schedule is named 'linear'; known: cosine, factor"),

@@ -170,7 +170,7 @@ def test_only_the_deciding_rank_can_say_that_values_are_there() -> None:
     job = Job(2)
     job.declare(0, ("w", SMALL)).result(0)
     waiting = job.declare(1, ("w", SMALL))
-    with pytest.raises(UsageError, match="INITIALISED came from worker 1, but only worker 0 may"):
+    with pytest.raises(UsageError, match="INITIALISED came from worker 1, but only worker 0"):
         job.initialised(1, "w")
     assert not waiting.done()
     job.initialised(0, "w")

@@ -231,7 +231,7 @@ def test_values_of_a_wrong_size_are_refused_and_change_nothing(
     server.set_optimizer(MOMENTUM)
     asked = server.write(numbers, counts, True, *arrays)
     assert isinstance(asked.error, ValueMismatchError)
-    assert "key 'w' do not fit" in str(asked.error)
+    assert "the values and states for key 'w' must be" in str(asked.error)
     assert server.read(1) == ([0], [[1.0, 1.0], [0.0, 0.0]])
 
 
@@ -252,7 +252,7 @@ def test_parts_that_nobody_knows_are_named(number: Any) -> None:
         server.write([1, number], [0, 0], True, [5.0, 5.0], [5.0, 5.0]),
     ):
         assert isinstance(asked.error, UsageError)
-        assert f"part {number!r} is not known" in str(asked.error)
+        assert f"does not have part {number!r}" in str(asked.error)
     assert server.read(1) == ([0], [[1.0, 1.0]])
 
 
@@ -286,7 +286,7 @@ def test_an_optimizer_for_whole_keys_is_refused_while_there_are_cut_ones(only_ch
     for deleted in (1, 3):
         asked = server.set_optimizer(LAMB, only_check=only_check)
         assert isinstance(asked.error, UsageError)
-        assert "lamb needs whole keys, but 'w' were cut" in str(asked.error)
+        assert "lamb needs whole keys, but init split 'w' into parts" in str(asked.error)
         server.ask(StoreCall.DELETE, STORE, [deleted])
     assert server.optimizer() == []
     assert server.set_optimizer(LAMB).error is None
@@ -301,10 +301,10 @@ def test_keys_that_are_cut_within_rows_are_refused_by_what_sees_rows() -> None:
     assert server.init(fitting, torn, whole).error is None
     asked = server.set_optimizer(rows)
     assert isinstance(asked.error, UsageError)
-    assert "groupadagrad needs whole rows, but 'v' were cut" in str(asked.error)
+    assert "groupadagrad needs whole rows, but init split 'v' into parts" in str(asked.error)
     server.ask(StoreCall.DELETE, STORE, [2])
     assert server.set_optimizer(rows).error is None
-    assert "'v' is cut in parts" in str(server.init(torn._replace(part=4)).error)
+    assert "'v' is split into parts" in str(server.init(torn._replace(part=4)).error)
     server.push(1, 1, *[np.arange(8, dtype=np.float32)] * 2)
     pushed = np.arange(0, 16, 2).reshape(2, 4)
     means = (pushed**2).mean(axis=1, keepdims=True)
@@ -319,7 +319,7 @@ def test_cut_keys_are_refused_while_the_optimizer_needs_whole_ones() -> None:
     server.set_optimizer(LAMB)
     asked = server.init(part(1, whole=False))
     assert isinstance(asked.error, UsageError)
-    assert "lamb needs whole keys, but 'w' is cut" in str(asked.error)
+    assert "lamb needs whole keys, but 'w' is split" in str(asked.error)
     assert server.stats()["parts"] == 0
     assert server.init(part(1, whole=True)).error is None
 

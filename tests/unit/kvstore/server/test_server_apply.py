@@ -36,6 +36,10 @@ def from_each_rank(frames: Sequence[memoryview], index: int) -> list[Piece]:
     return [Piece(frame, PART_BYTES * index, PART_BYTES * (index + 1)) for frame in frames]
 
 
+def span(run: PartRun) -> tuple[int, int]:
+    return run.stretch.parts[0].start, run.stop
+
+
 def two_frames() -> list[memoryview]:
     return [(np.arange(6, dtype=FLOAT) * times).view(np.uint8).data for times in (1, 10)]
 
@@ -47,7 +51,7 @@ def test_jobs_of_neighbours_whose_contributions_are_neighbours_are_one_run(arena
         add_run(runs, index, alone(part), from_each_rank(frames, index), None)
     (run,) = runs
     run.apply()
-    assert (run.start, run.stop) == (0, 6)
+    assert span(run) == (0, 6)
     assert run.members == [(index, range(1)) for index in range(3)]
     assert arena.weight.tolist() == [0, 11, 22, 33, 44, 55]
     assert [part.count for part in arena.parts] == [1, 1, 1]
@@ -58,7 +62,7 @@ def test_a_contribution_that_lies_elsewhere_ends_a_run(arena: Arena) -> None:
     runs: list[PartRun] = []
     for index, (part, own) in enumerate(zip(arena.parts, (frames, frames, others), strict=True)):
         add_run(runs, index, alone(part), from_each_rank(own, index), None)
-    assert [(run.start, run.stop) for run in runs] == [(0, 4), (4, 6)]
+    assert list(map(span, runs)) == [(0, 4), (4, 6)]
 
 
 def test_a_part_that_is_left_out_ends_a_run(arena: Arena) -> None:
@@ -66,7 +70,7 @@ def test_a_part_that_is_left_out_ends_a_run(arena: Arena) -> None:
     runs: list[PartRun] = []
     for index in (0, 2):
         add_run(runs, index, alone(arena.parts[index]), from_each_rank(frames, index), None)
-    assert [(run.start, run.stop) for run in runs] == [(0, 2), (4, 6)]
+    assert list(map(span, runs)) == [(0, 2), (4, 6)]
 
 
 def test_parts_of_different_counts_are_updated_one_by_one(arena: Arena) -> None:

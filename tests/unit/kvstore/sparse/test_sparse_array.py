@@ -52,7 +52,7 @@ def test_from_dense_keeps_the_rows_that_are_not_zero() -> None:
     array = RowSparseArray.from_dense(np.array([[0, 0], [0, np.nan], [0, 0], [3, 0]]))
     assert array.indices.tolist() == [1, 3]
     assert RowSparseArray.from_dense(np.array([0, 5])).indices.tolist() == [1]
-    with pytest.raises(ValueMismatchError, match="no rows"):
+    with pytest.raises(ValueMismatchError, match="does not have rows"):
         RowSparseArray.from_dense(np.array(1.0))
 
 

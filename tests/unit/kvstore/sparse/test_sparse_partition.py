@@ -61,6 +61,7 @@ def test_parts_are_updated_as_the_whole_key_is(
     table = RowTable(KeySpec(whole.shape, whole.dtype), is_whole=True)
     table.replace([Contribution(np.arange(NUM_ROWS), whole)], Workspace())
     weight = whole.reshape(-1).copy()
+    table.set_optimizer(chosen)
     states = [] if chosen is None else list(chosen.create_state(weight))
     parts = cuts(weight.size, width, step)
     for count in (1, 2):
@@ -71,7 +72,7 @@ def test_parts_are_updated_as_the_whole_key_is(
         if chosen is None:
             table.replace(given_rows, Workspace())
         else:
-            table.update(given_rows, chosen, count, Workspace())
+            table.update(given_rows, chosen, Workspace())
         for start, stop, cut in parts:
             contributions: list[Any] = [
                 v.reshape(-1)[start:stop] if each is None else rows_in(cut, start, i, v[i])

@@ -80,7 +80,7 @@ def test_a_replaced_value_leaves_nothing_behind(rows: RowTable) -> None:
         rows.replace([some(seed), some(seed + 20)], Workspace())
     np.testing.assert_array_equal(rows.dense(), dense(some(3)) + dense(some(23)))
     assert len(rows) == len({*some(3).ids.tolist(), *some(23).ids.tolist()})
-    rows.clear()
+    rows.begin_afresh()
     assert len(rows) == 0
     np.testing.assert_array_equal(rows.dense(), np.zeros(SPEC.shape))
 
@@ -98,27 +98,29 @@ def test_all_rows_at_once_make_a_direct_table(monkeypatch: pytest.MonkeyPatch) -
 
 def test_states_grow_with_the_rows_and_begin_as_the_optimizer_says(rows: RowTable) -> None:
     chosen = Restless(lazy_update=True)
+    rows.set_optimizer(chosen)
     weight, state = np.zeros(SPEC.shape, FLOAT), np.ones(SPEC.shape, FLOAT)
-    for count, seed in enumerate(range(6), 1):
+    for seed in range(6):
         value = some(seed)
-        rows.update([value], chosen, count, Workspace())
+        rows.update([value], chosen, Workspace())
         weight[value.ids] += state[value.ids]
         state[value.ids] += value.values
     ids = rows.ids()
     np.testing.assert_array_equal(rows.dense(), weight)
-    np.testing.assert_array_equal(rows.read_states(ids, chosen)[0], state[ids])
+    np.testing.assert_array_equal(rows.read_states(ids)[0], state[ids])
 
 
 def test_an_optimizer_that_moves_rows_of_zero_needs_them_all(rows: RowTable) -> None:
     chosen = Restless(lazy_update=False)
+    rows.set_optimizer(chosen)
     assert not keeps_zero(chosen, FLOAT, 1)
     if rows.values.size:
-        rows.update([some(1)], chosen, 1, Workspace())
+        rows.update([some(1)], chosen, Workspace())
         np.testing.assert_array_equal(rows.dense(), np.ones(SPEC.shape))
         assert len(rows) == SPEC.shape[0]
     else:
         with pytest.raises(NotSupportedError, match="lazy_update=True"):
-            rows.update([some(1)], chosen, 1, Workspace())
+            rows.update([some(1)], chosen, Workspace())
         assert len(rows) == 0
 
 
@@ -141,8 +143,9 @@ def test_an_update_in_many_blocks_is_one_update(monkeypatch: pytest.MonkeyPatch)
         for is_lazy in (True, False):
             rows = RowTable(SPEC)
             chosen = optimizer.create("adam", lazy_update=is_lazy)
-            for count, seed in enumerate(range(4), 1):
-                rows.update([some(seed), some(seed + 9)], chosen, count, Workspace())
+            rows.set_optimizer(chosen)
+            for seed in range(4):
+                rows.update([some(seed), some(seed + 9)], chosen, Workspace())
             found.append(rows.dense().tobytes())
     assert found[:2] == found[2:]
     assert found[0] != found[1]

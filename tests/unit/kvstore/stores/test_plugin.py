@@ -136,11 +136,15 @@ def test_what_a_plug_in_leaves_out_is_not_implemented() -> None:
 
 def test_what_a_plug_in_lacks_of_other_stores_is_refused_with_what_to_do() -> None:
     kv = kvstore.create("teststore")
-    with pytest.raises(NotSupportedError, match="takes no row-sparse values; give it dense"):
+    with pytest.raises(NotSupportedError, match="does not support row-sparse values; pass dense"):
         kv.row_sparse_pull("w", row_ids=[0])
-    with pytest.raises(NotSupportedError, match="teststore store has no growing tables: create"):
+    with pytest.raises(
+        NotSupportedError, match="teststore store does not support growing tables; create"
+    ):
         kv.create_table("t", 4)
-    with pytest.raises(NotSupportedError, match="teststore store cannot compress gradients; leave"):
+    with pytest.raises(
+        NotSupportedError, match="teststore store cannot compress gradients; do not"
+    ):
         kv.set_gradient_compression({"type": "2bit"})
 
 
@@ -174,7 +178,7 @@ def test_a_plug_in_may_replace_a_store_of_this_package() -> None:
 @pytest.mark.parametrize("wrong", [3, "Store", None, KVStoreBase.register])
 def test_only_classes_can_be_registered(wrong: Any) -> None:
     before = dict(KVStoreBase.kv_registry)
-    with pytest.raises(ArgumentTypeError, match="takes a class"):
+    with pytest.raises(ArgumentTypeError, match="needs a class"):
         KVStoreBase.register(wrong)
     assert KVStoreBase.kv_registry == before
 

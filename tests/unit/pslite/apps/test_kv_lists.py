@@ -13,7 +13,7 @@ from pslite.apps.kv_lists import (
     MAX_LISTS,
     MIN_KEYS,
     NO_LIST,
-    KeptList,
+    ListedKeys,
     ListName,
     ReceivedLists,
     RecentLists,
@@ -31,7 +31,7 @@ def keys_of(*numbers: int) -> Keys:
     return np.array(numbers, np.uint64)
 
 
-def small() -> RecentLists[KeptList]:
+def small() -> RecentLists:
     return RecentLists(max_lists=2, max_bytes=40)
 
 
@@ -41,19 +41,19 @@ def small() -> RecentLists[KeptList]:
 def test_the_list_that_was_not_used_for_longest_makes_room() -> None:
     lists = small()
     for name in ("a", "b"):
-        lists.add(name, KeptList(keys_of(1, 2)))
+        lists.add(name, ListedKeys(keys_of(1, 2)))
     assert lists.use("a") is not None
-    lists.add("c", KeptList(keys_of(3)))
+    lists.add("c", ListedKeys(keys_of(3)))
     assert [lists.use(name) is not None for name in "abc"] == [True, False, True]
     assert lists.nbytes == 24
 
 
 def test_bytes_count_as_well_and_a_list_that_is_too_long_is_not_kept() -> None:
     lists = small()
-    lists.add("a", KeptList(keys_of(1, 2, 3)))
-    lists.add("b", KeptList(keys_of(1, 2, 3)))
+    lists.add("a", ListedKeys(keys_of(1, 2, 3)))
+    lists.add("b", ListedKeys(keys_of(1, 2, 3)))
     assert (len(lists), lists.nbytes, lists.use("a")) == (1, 24, None)
-    lists.add("c", KeptList(keys_of(1, 2, 3, 4, 5, 6)))
+    lists.add("c", ListedKeys(keys_of(1, 2, 3, 4, 5, 6)))
     assert (len(lists), lists.nbytes) == (0, 0)
 
 
@@ -129,7 +129,7 @@ def test_a_name_cannot_mean_other_keys() -> None:
     lists = ReceivedLists()
     kept = lists.resolve(WORKER, ONE, keys_of(1, 2))
     assert lists.resolve(WORKER, ONE, keys_of(1, 2)) is kept
-    with pytest.raises(ProtocolError, match="key list 1 exists already with other keys"):
+    with pytest.raises(ProtocolError, match="key list 1 already exists with other keys"):
         lists.resolve(WORKER, ONE, keys_of(1, 3))
     assert lists.resolve(WORKER, ONE, None) is kept
 

@@ -292,7 +292,10 @@ def test_without_memfd_it_warns_once_and_memory_is_private(
     heap = Heap(shared=True, warn=lines.append)
     alive = [heap.buffer(MIB) for _ in range(3)]
 
-    assert lines == ["no shared memory ([Errno 24] Too many open files): values travel by TCP"]
+    assert lines == [
+        "cannot create shared memory ([Errno 24] Too many open files), so values travel by TCP, "
+        "which is slower"
+    ]
     assert len(asked) == 1
     assert heap.segments() == []
     assert len({address_of(buffer) for buffer in alive}) == 3
@@ -302,7 +305,10 @@ def test_a_system_without_memfd_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delattr(os, "memfd_create", raising=False)
     lines: list[str] = []
     Heap(shared=True, warn=lines.append).buffer(10)
-    assert lines == ["no shared memory (this system has no memfd_create): values travel by TCP"]
+    assert lines == [
+        "cannot create shared memory (this system has no memfd_create), so values travel by TCP, "
+        "which is slower"
+    ]
 
 
 @needs_memfd

@@ -144,10 +144,10 @@ def bad_tickets() -> dict[str, tuple[Callable[[Ticket], Ticket], str]]:
         "another nonce": (lambda t: t._replace(nonce=b"\1" * NONCE_BYTES), "its nonce differs"),
         "a short nonce": (lambda t: t._replace(nonce=t.nonce[:-1]), "its nonce differs"),
         "no nonce": (lambda t: t._replace(nonce=b""), "its nonce differs"),
-        "larger": (lambda t: t._replace(nbytes=t.nbytes + PAGE_BYTES), "does not have"),
-        "smaller": (lambda t: t._replace(nbytes=t.nbytes - PAGE_BYTES), "does not have"),
-        "no size": (lambda t: t._replace(nbytes=0), "does not have"),
-        "a huge size": (lambda t: t._replace(nbytes=1 << 62), "does not have"),
+        "larger": (lambda t: t._replace(nbytes=t.nbytes + PAGE_BYTES), "must have"),
+        "smaller": (lambda t: t._replace(nbytes=t.nbytes - PAGE_BYTES), "must have"),
+        "no size": (lambda t: t._replace(nbytes=0), "must have"),
+        "a huge size": (lambda t: t._replace(nbytes=1 << 62), "must have"),
         "standard input": (lambda t: t._replace(fd=0), "is not a shared memory segment"),
         "not open": (lambda t: t._replace(fd=999), "No such file"),
     }
@@ -193,8 +193,8 @@ def test_a_file_is_no_segment_whatever_is_in_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "may_seal", "sentence"),
     [
-        ("pslite", True, "may shrink"),
-        ("pslite", False, "may shrink"),
+        ("pslite", True, "sealed size"),
+        ("pslite", False, "sealed size"),
         ("other", True, "is not a shared memory segment"),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_scheduler_whose_name_means_nothing_is_an_error_that_names_the_setting
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(ConfigError, match="DMLC_PS_ROOT_URI=head cannot be resolved"):
+    with pytest.raises(ConfigError, match="cannot resolve DMLC_PS_ROOT_URI=head"):
         address.route_address("head", 9000)
 
 

@@ -171,7 +171,7 @@ def test_a_request_for_an_app_that_never_comes_is_refused_in_time() -> None:
     error = early.error()
     assert (type(error), str(error)) == (
         UsageError,
-        "the node that was asked does not have an app 7",
+        "the receiver does not have an app 7; create it there first",
     )
     assert not late.done()
 

@@ -284,7 +284,7 @@ def test_another_version_is_dropped_by_name(pair: tuple[Node, Node]) -> None:
     header = bytearray(encode(Envelope("job", 0, 101, 0, 1, 0, (), (), Beat())))
     header[1] = VERSION + 1
     assert bob.hear(alice, [bytes(header)]) is None
-    assert dict(bob.links.dropped) == {"no message of this protocol": 1}
+    assert dict(bob.links.dropped) == {"not a valid message of this protocol": 1}
     assert bob.links.last_malformed == f"expected protocol version {VERSION}, got {VERSION + 1}"
 
 
@@ -295,7 +295,7 @@ def test_a_message_of_another_job_is_refused_and_its_sender_told_why() -> None:
     (refusal,) = pass_on(ours, theirs)
     assert (delivered, dict(ours.links.dropped)) == ([], {"another job": 1})
     assert isinstance(refusal, Refused)
-    assert "this node does not belong to job 'theirs'" in refusal.error
+    assert "this node does not belong to the job 'theirs'" in refusal.error
 
 
 def test_a_refusal_does_not_tell_the_id_of_the_job() -> None:
@@ -342,7 +342,7 @@ def test_a_message_for_the_process_that_was_here_before_is_dropped(
     (frames,) = bob.transmissions()
     restarted = Node("alice", 102)
     assert restarted.hear(bob, frames) is None
-    assert dict(restarted.links.dropped) == {"meant for a process that was here before": 1}
+    assert dict(restarted.links.dropped) == {"addressed to an earlier process of this name": 1}
 
 
 def test_another_process_under_a_known_name_is_not_listened_to(pair: tuple[Node, Node]) -> None:
@@ -352,7 +352,7 @@ def test_another_process_under_a_known_name_is_not_listened_to(pair: tuple[Node,
     restarted = Node("alice", 102)
     restarted.say(bob, REQUEST)
     assert (first, pass_on(restarted, bob)) == ([Leave()], [])
-    assert dict(bob.links.dropped) == {"another process under a known name": 1}
+    assert dict(bob.links.dropped) == {"sent by another process with a known name": 1}
 
 
 def test_a_node_that_was_declared_lost_is_neither_heard_nor_written_to(
@@ -427,7 +427,7 @@ def test_reasons_are_few_whatever_is_sent(pair: tuple[Node, Node]) -> None:
     alice, bob = pair
     for number in range(1000):
         alice.hear(bob, [msgpack_version(number)])
-    assert dict(alice.links.dropped) == {"no message of this protocol": 1000}
+    assert dict(alice.links.dropped) == {"not a valid message of this protocol": 1000}
     alice.hear(bob, [b"x" * 10_000_000])
     assert len(alice.links.last_malformed) <= 200
 

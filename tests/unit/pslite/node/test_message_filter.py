@@ -7,9 +7,10 @@ import pytest
 from pslite.ids import NodeInfo
 from pslite.node import message_filter as gate_module
 from pslite.node.links import Delivery
-from pslite.node.message_filter import EARLY, OUT_OF_ROLE, SENDERS, UNLISTED, Admission
+from pslite.node.message_filter import EARLY, OUT_OF_ROLE, UNLISTED, Admission
 from pslite.wire.messages import (
     ALL_MESSAGES,
+    SENDERS,
     BarrierLeave,
     Beat,
     Exchange,

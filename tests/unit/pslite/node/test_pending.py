@@ -17,11 +17,17 @@ def opened(pending: Pending, *nodes: int) -> tuple[int, Future[dict[int, Any]]]:
     return pending.open(nodes, future), future
 
 
+def waiting(pending: Pending, request: int) -> tuple[int, ...]:
+    """The nodes that have not answered yet."""
+    entry = pending._entries.get(request)
+    return tuple(sorted(entry.waiting)) if entry else ()
+
+
 def test_a_request_is_complete_when_every_node_has_answered() -> None:
     pending = Pending()
     request, future = opened(pending, 8, 10)
     pending.answer(request, 10, "ten")
-    halfway = (future.done(), pending.waiting_for(request))
+    halfway = (future.done(), waiting(pending, request))
     pending.answer(request, 8, "eight")
     assert halfway == (False, (8,))
     assert (future.result(0), len(pending)) == ({8: "eight", 10: "ten"}, 0)
@@ -45,7 +51,7 @@ def test_answers_of_nodes_that_were_not_asked_change_nothing() -> None:
     request, future = opened(pending, 8)
     pending.answer(request, 12, "x")
     pending.answer(request + 1, 8, "x")
-    assert (future.done(), pending.waiting_for(request)) == (False, (8,))
+    assert (future.done(), waiting(pending, request)) == (False, (8,))
 
 
 def test_an_error_ends_the_request_once_all_have_answered() -> None:
@@ -63,7 +69,7 @@ def test_a_departed_node_ends_what_waits_for_it_and_nothing_else() -> None:
     request, other = opened(pending, 8)
     pending.depart(10, LOST)
     assert (ours.error(), other.done()) == (LOST, False)
-    assert (pending.waiting_for(request), len(pending)) == ((8,), 1)
+    assert (waiting(pending, request), len(pending)) == ((8,), 1)
 
 
 def test_an_answer_that_came_before_the_departure_counts() -> None:
@@ -111,4 +117,4 @@ def test_the_memory_of_answered_requests_is_freed() -> None:
         request, _ = opened(pending, 8, 10)
         pending.answer(request, 8, None)
         pending.answer(request, 10, None)
-    assert (len(pending), pending.waiting_for(1)) == (0, ())
+    assert (len(pending), waiting(pending, 1)) == (0, ())

@@ -174,9 +174,9 @@ def test_a_part_without_a_plain_value_takes_and_gives_none(size: int) -> None:
     plane = make(FormApp(), 1, 2)
     message = Exchange(True, False, (1,), (1,), (size,))
     ((_, refused),) = answers(plane.exchange(0, 1, message, [bytes(size)]))
-    assert isinstance(refused, PartsFailed) and "not take plain values" in refused.error
+    assert isinstance(refused, PartsFailed) and "cannot be pushed as a plain value" in refused.error
     ((_, refused),) = answers(pull_from(plane, 0, (2,), 0))
-    assert isinstance(refused, PartsFailed) and "not have a plain value" in refused.error
+    assert isinstance(refused, PartsFailed) and "cannot be pulled as a plain value" in refused.error
 
 
 def test_parts_without_a_plain_value_are_never_joined() -> None:

@@ -8,7 +8,7 @@ from pslite.protocol.rounds import SyncRounds
 
 
 def alone(part: int, size: int = 8) -> Unit:
-    return Unit((part,), (size,), SyncRounds((0, 1), 2), lane=0)
+    return Unit((part,), (size,), SyncRounds((0, 1), 2), 0, (size,))
 
 
 def parts_of(*numbers: int) -> Parts:

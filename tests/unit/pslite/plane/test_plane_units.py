@@ -238,7 +238,8 @@ def test_a_push_that_comes_again_is_answered_and_not_applied() -> None:
 
 def test_only_parts_in_the_same_state_are_joined() -> None:
     ahead, behind, elsewhere = (
-        Unit((part,), (8,), SyncRounds((0,), 2), lane) for part, lane in ((1, 0), (2, 0), (3, 1))
+        Unit((part,), (8,), SyncRounds((0,), 2), lane, (8,))
+        for part, lane in ((1, 0), (2, 0), (3, 1))
     )
     assert joined([ahead, behind]) is not None
     assert joined([ahead, elsewhere]) is None
@@ -251,7 +252,7 @@ def test_payloads_are_joined_where_each_begins_at_the_end_of_the_one_before(
     starts: tuple[int, int], is_whole: bool
 ) -> None:
     frame = counts(1, 2, 3)
-    units = [Unit((part,), (8,), SyncRounds((0, 1), 2), 0) for part in (1, 2)]
+    units = [Unit((part,), (8,), SyncRounds((0, 1), 2), 0, (8,)) for part in (1, 2)]
     for unit, start in zip(units, starts, strict=True):
         unit.rounds.contribute(0, 1, Piece(frame, start, start + 8))
     whole = joined(units)

@@ -111,10 +111,10 @@ def test_mail_is_kept_by_server() -> None:
     plane = WorkerPlane(window=2)
     plane.submit(ask(1, push=[ONE], server=8).transfer)
     plane.submit(ask(2, push=[ONE], server=10).transfer)
-    assert plane.queued_servers() == [8, 10]
+    assert list(plane.outbox) == [8, 10]
     assert plane.take(12) is None
     assert [send.message for send in mail(plane, 10)] == [pushed(2, 1)]
-    assert plane.queued_servers() == [8]
+    assert list(plane.outbox) == [8]
 
 
 def test_a_transfer_of_no_parts_is_done_at_once() -> None:
@@ -213,7 +213,7 @@ def test_an_error_while_copying_out_ends_the_transfer_and_nothing_else() -> None
     plane.answered(Answer(False, (2,), (0,), (1,), (8,)), [ONE])
     (found,) = endings
     assert isinstance(found, ProtocolError) and plane.idle
-    assert str(found) == "the answer of server 0 about part 1 cannot be used: read-only"
+    assert str(found) == "server 0 sent an invalid answer for part 1: read-only"
     assert found.__cause__ is error
 
 
@@ -233,7 +233,7 @@ def test_an_error_while_copying_out_is_that_of_its_part_alone() -> None:
     plane.answered(Answer(False, (4, 5, 6), (0, 0, 0), (1, 1, 1), (8, 8, 8)), [counts(1, 2, 3)])
     assert (copied, list(transfer.failed or {})) == ({0, 2}, [1])
     assert [str(error) for error in endings] == [
-        "the answer of server 0 about part 5 cannot be used: no room"
+        "server 0 sent an invalid answer for part 5: no room"
     ]
 
 
@@ -262,7 +262,7 @@ def test_an_answer_whose_payload_does_not_fit_is_refused(
         plane.answered(answer, frames)
     (error,) = asked.endings
     assert isinstance(error, ProtocolError) and plane.idle
-    assert "the answer of server 0 about part 1 cannot be used" in str(error)
+    assert "server 0 sent an invalid answer for part 1" in str(error)
 
 
 @pytest.mark.parametrize("times", [1, 5], ids=["by part", "as one unit"])

@@ -194,7 +194,7 @@ def test_a_departed_server_ends_its_requests_and_those_to_come_but_no_others() -
     plane.depart(SERVER, LOST)
     plane.submit(ours[2].transfer)
     assert [asked.endings for asked in ours] == [[LOST]] * 3
-    assert (other.endings, plane.queued_servers()) == ([], [10])
+    assert (other.endings, list(plane.outbox)) == ([], [10])
     mail(plane, 10)
     assert (plane.everything_sent, plane.waiting_for()) == (True, [10])
 
@@ -207,7 +207,7 @@ def test_a_failed_node_ends_every_request_now_and_later() -> None:
     plane.fail(LOST)
     plane.submit(asked[2].transfer)
     assert [one.endings for one in asked] == [[LOST]] * 3
-    assert (plane.idle, plane.everything_sent, plane.queued_servers()) == (True, True, [])
+    assert (plane.idle, plane.everything_sent, list(plane.outbox)) == (True, True, [])
 
 
 def test_giving_up_twice_ends_a_transfer_once() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from pslite.errors import DeadlockError
-from pslite.protocol.barrier import MAX_GIVEN_UP, MAX_OPEN, Barriers, Overdue, Release
+from pslite.protocol.barrier import MAX_GIVEN_UP, MAX_OPEN, Barriers, Release
+from pslite.wire.messages import BarrierLeave, BarrierWaits
 
 GROUP = 4
 A, B, C = 9, 11, 13
@@ -22,6 +23,10 @@ def make() -> Barriers:
     return Barriers({A: "worker 0", B: "worker 1", C: "worker 2"})
 
 
+def over(node: int, group: int, round_: int, kind: str = "", error: str = "") -> Release:
+    return node, BarrierLeave(group, round_, kind, error)
+
+
 def enter(barriers: Barriers, *entries: tuple[int, int], until: float = math.inf) -> list[Release]:
     """(node, round) in this order."""
     return [
@@ -32,7 +37,7 @@ def enter(barriers: Barriers, *entries: tuple[int, int], until: float = math.inf
 
 
 def released(round_: int, kind: str = "", error: str = "") -> list[Release]:
-    return [Release(node, GROUP, round_, kind, error) for node in ALL]
+    return [over(node, GROUP, round_, kind, error) for node in ALL]
 
 
 def test_a_barrier_releases_all_when_the_last_has_come() -> None:
@@ -69,16 +74,14 @@ def test_barriers_of_several_groups_are_apart() -> None:
     barriers = make()
     barriers.enter(A, 4, 1, (A, B), math.inf)
     barriers.enter(A, 7, 1, (A, B), math.inf)
-    assert barriers.enter(B, 7, 1, (A, B), math.inf) == [Release(A, 7, 1), Release(B, 7, 1)]
+    assert barriers.enter(B, 7, 1, (A, B), math.inf) == [over(A, 7, 1), over(B, 7, 1)]
     assert missing(barriers, 4, 1) == [B]
 
 
 def test_a_node_that_is_no_member_is_told_so() -> None:
     barriers = make()
     error = "worker 2 is not a member of barrier group 4"
-    assert barriers.enter(C, GROUP, 1, (A, B), math.inf) == [
-        Release(C, GROUP, 1, "UsageError", error)
-    ]
+    assert barriers.enter(C, GROUP, 1, (A, B), math.inf) == [over(C, GROUP, 1, "UsageError", error)]
 
 
 def test_a_departure_ends_the_barriers_that_lack_the_node() -> None:
@@ -87,8 +90,8 @@ def test_a_departure_ends_the_barriers_that_lack_the_node() -> None:
     enter(barriers, (A, 1), (B, 1))
     reason = "worker 2 is lost"
     assert barriers.depart(C, reason) == [
-        Release(A, GROUP, 1, "NodeLostError", reason),
-        Release(B, GROUP, 1, "NodeLostError", reason),
+        over(A, GROUP, 1, "NodeLostError", reason),
+        over(B, GROUP, 1, "NodeLostError", reason),
     ]
 
 
@@ -104,9 +107,9 @@ def test_barriers_after_a_departure_end_at_once() -> None:
     barriers.depart(C, "worker 2 is lost")
     lost = ("NodeLostError", "worker 2 is lost")
     assert enter(barriers, (A, 1), (B, 1), (B, 2)) == [
-        Release(A, GROUP, 1, *lost),
-        Release(B, GROUP, 1, *lost),
-        Release(B, GROUP, 2, *lost),
+        over(A, GROUP, 1, *lost),
+        over(B, GROUP, 1, *lost),
+        over(B, GROUP, 2, *lost),
     ]
 
 
@@ -115,11 +118,11 @@ def test_a_barrier_that_somebody_gives_up_ends_for_all_and_names_who_is_missing(
     enter(barriers, (A, 1), until=10.0)
     enter(barriers, (B, 1), until=math.inf)
     too_early = barriers.tick(9.9)
-    text = "the barrier of the workers was not reached in time by worker 2"
+    text = "the barrier of the workers timed out: worker 2 did not reach it"
     assert (too_early, barriers.next_due()) == ([], 10.0)
     assert barriers.tick(10.0) == [
-        Release(A, GROUP, 1, "DeadlineError", text),
-        Release(B, GROUP, 1, "DeadlineError", text),
+        over(A, GROUP, 1, "DeadlineError", text),
+        over(B, GROUP, 1, "DeadlineError", text),
     ]
 
 
@@ -128,7 +131,7 @@ def test_who_comes_to_a_barrier_that_was_given_up_is_told_why() -> None:
     enter(barriers, (A, 1), until=10.0)
     (given_up,) = barriers.tick(10.0)
     (late,) = enter(barriers, (B, 1))
-    assert (late.node, late.kind, late.error) == (B, "DeadlineError", given_up.error)
+    assert (late[0], late[1].kind, late[1].error) == (B, "DeadlineError", given_up[1].error)
     assert barriers.next_due() == math.inf
 
 
@@ -157,7 +160,7 @@ def test_a_node_without_a_title_is_named_by_its_number() -> None:
     barriers = Barriers({})
     barriers.enter(A, GROUP, 1, (A, B), 1.0)
     (release,) = barriers.tick(1.0)
-    assert release.error.endswith("by node 11")
+    assert release[1].error.endswith("timed out: node 11 did not reach it")
 
 
 def test_a_barrier_that_stays_open_names_who_is_missing_again_and_again() -> None:
@@ -165,7 +168,10 @@ def test_a_barrier_that_stays_open_names_who_is_missing_again_and_again() -> Non
     barriers.enter(9, 4, 1, [9, 11, 13], math.inf)
     barriers.enter(13, 4, 1, [9, 11, 13], math.inf)
     reports = [barriers.overdue(now, 60.0) for now in (1.0, 60.0, 61.0, 100.0, 121.0)]
-    first, second = Overdue((9, 13), 4, 1, (11,), 60.0), Overdue((9, 13), 4, 1, (11,), 120.0)
+    first, second = (
+        ((9, 13), BarrierWaits(4, 1, (11,), 60.0)),
+        ((9, 13), BarrierWaits(4, 1, (11,), 120.0)),
+    )
     assert reports == [[], [], [first], [], [second]]
 
 
@@ -178,7 +184,7 @@ def test_a_failed_barrier_is_forgotten_once_all_who_may_ask_know() -> None:
         enter(barriers, (A, round_), until=1.0)
         barriers.tick(2.0)
         late = enter(barriers, (B, round_), (C, round_))
-        assert [release.kind for release in late] == ["DeadlineError"] * 2
+        assert [over.kind for _, over in late] == ["DeadlineError"] * 2
     assert barriers._given_up == {}
     assert enter(barriers, (C, 5000)) == []  # it was told; its request only came again
 
@@ -198,7 +204,7 @@ def test_failed_barriers_that_a_node_never_reaches_are_remembered_up_to_a_limit(
         barriers.tick(2.0)
     assert len(barriers._given_up) == MAX_GIVEN_UP
     (release,) = enter(barriers, (C, MAX_GIVEN_UP))
-    assert release.kind == "DeadlineError"
+    assert release[1].kind == "DeadlineError"
 
 
 def test_the_barriers_that_wait_are_listed_with_who_is_missing() -> None:
@@ -206,7 +212,7 @@ def test_the_barriers_that_wait_are_listed_with_who_is_missing() -> None:
     enter(barriers, (A, 1), (C, 1))
     assert barriers.waits(5.0) == []  # nobody has looked at the clock since
     barriers.overdue(5.0, 60.0)
-    assert barriers.waits(9.0) == [Overdue((A, C), GROUP, 1, (B,), 4.0)]
+    assert barriers.waits(9.0) == [((A, C), BarrierWaits(GROUP, 1, (B,), 4.0))]
     enter(barriers, (B, 1))
     assert barriers.waits(10.0) == []
 
@@ -215,9 +221,9 @@ def test_a_node_waits_in_so_many_barriers_at_most_and_is_told_so() -> None:
     barriers = make()
     assert enter(barriers, *((A, round_) for round_ in range(1, MAX_OPEN + 1))) == []
     (refused,) = enter(barriers, (A, MAX_OPEN + 1))
-    text = f"worker 0 waits in {MAX_OPEN} barriers, which is the limit; wait for one of them before"
-    assert refused.kind == "UsageError"
-    assert refused.error.startswith(text)
+    text = f"worker 0 already waits in {MAX_OPEN} barriers, the limit; wait for one of them before"
+    assert refused[1].kind == "UsageError"
+    assert refused[1].error.startswith(text)
     assert missing(barriers, GROUP, MAX_OPEN + 1) == []
     assert enter(barriers, (B, 1), (C, 1)) == released(1)
     assert enter(barriers, (A, MAX_OPEN + 1)) == []
@@ -226,7 +232,7 @@ def test_a_node_waits_in_so_many_barriers_at_most_and_is_told_so() -> None:
 def test_barriers_that_nobody_will_reach_end_for_all_and_for_those_who_come_late() -> None:
     barriers = make()
     enter(barriers, (A, 1), (B, 1), (C, 1), (A, 2), (C, 2))
-    given_up = [Release(node, GROUP, 2, "DeadlockError", "all wait") for node in ALL]
+    given_up = [over(node, GROUP, 2, "DeadlockError", "all wait") for node in ALL]
     assert barriers.give_up(DeadlockError, "all wait") == [given_up[0], given_up[2]]
     assert enter(barriers, (B, 2)) == [given_up[1]]
     assert enter(barriers, (A, 3), (B, 3), (C, 3)) == released(3)

@@ -60,7 +60,7 @@ def test_attempts_to_connect_that_are_answered_buy_time_and_not_for_ever() -> No
     liveness.answered("w0", 34.5)
     (lost,) = liveness.tick(5.0 + AWAITED_S)
     assert isinstance(lost, Lost)
-    assert "has been gone for 35.0 s. Somebody answered attempts to connect" in lost.reason
+    assert "has been gone for 35.0 s. Its address answered" in lost.reason
 
 
 def test_answers_before_the_connection_was_gone_buy_no_time() -> None:
@@ -116,7 +116,7 @@ def test_a_sign_of_life_starts_the_silence_anew() -> None:
 def test_silence_is_fatal_where_a_limit_is_set() -> None:
     liveness = watching("s0", fatal_after_s=30.0)
     verdicts = [liveness.tick(now) for now in (29.9, 30.0, 31.0)]
-    assert verdicts == [[], [Lost("s0", "connected, but no sign of life for 30 s")], []]
+    assert verdicts == [[], [Lost("s0", "it is connected, but sent no heartbeat for 30 s")], []]
 
 
 def test_a_dead_process_is_lost_at_once_and_once() -> None:
@@ -170,7 +170,7 @@ def test_a_peer_that_was_never_reached_is_suspected_at_once_and_lost_in_the_end(
     assert liveness.suspects() == ["server"]
     assert liveness.tick(69.0) == []
     assert liveness.tick(70.0) == [
-        Lost("server", "no connection with it came about within 60 s"),
+        Lost("server", "it could not be connected within 60 s"),
     ]
 
 
@@ -225,7 +225,7 @@ def test_connections_that_keep_ending_before_a_message_is_through_are_told_with_
 ):
     (sentence,) = end_in_vain(Headway(), VAIN_CONNECTIONS + 1, every_s=5.0)
     for part in (
-        "10 connections one after the other",
+        "10 connections in a row",
         "25000000 bytes moved in 50 s (4.00 Mbit/s)",
         "80000000 bytes wait",
         "PS_CHUNK_BYTES",

@@ -236,13 +236,14 @@ def test_what_a_departed_worker_sent_ahead_of_what_never_came_is_forgotten() -> 
     assert rounds.waiting() == [(0, 1), (0, 2)]
     rounds.finish()
     assert drain(rounds) == [((0, 2),)]
+    assert contribute(rounds, (0, 3)) == [TAKEN]
 
 
 def test_waiting_includes_the_one_that_runs() -> None:
     rounds = AsyncRounds(window=2)
     contribute(rounds, (1, 1), (0, 1), (0, 2))
     rounds.start()
-    assert rounds.waiting() == [(1, 1), (0, 1), (0, 2)]
+    assert rounds.waiting() == [(0, 1), (0, 2), (1, 1)]
 
 
 def test_finishing_nothing_is_an_error() -> None:

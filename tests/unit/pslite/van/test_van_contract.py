@@ -365,7 +365,7 @@ def test_listening_needs_a_host_and_a_port(world: World, host: str, port: int) -
 def test_a_van_listens_at_one_address(world: World) -> None:
     server = world("server")
     server.bind(HOST, 0)
-    with pytest.raises(UsageError, match="listens already"):
+    with pytest.raises(UsageError, match=f"already listening, so it cannot bind {HOST}:0; use a"):
         server.bind(HOST, 0)
 
 

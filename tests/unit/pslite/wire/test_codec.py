@@ -291,7 +291,7 @@ def test_limits_hold_at_the_border() -> None:
         decode([good] + [b""] * MAX_FRAMES)
     head = b"\xc6" + struct.pack(">I", MAX_HEADER_BYTES - 5)
     assert len(unpack_value(head.ljust(MAX_HEADER_BYTES, b"x"))) == MAX_HEADER_BYTES - 5
-    with pytest.raises(ProtocolError, match="the limit is"):
+    with pytest.raises(ProtocolError, match="must have at most"):
         unpack_value(bytes(MAX_HEADER_BYTES + 1))
 
 
@@ -358,10 +358,9 @@ def test_nested_claims_allocate_no_more_than_a_few_times_the_message(elements: i
 def test_a_claim_of_more_elements_than_there_are_bytes_is_refused_where_it_stands(
     kind: bytes,
 ) -> None:
-    # Nine marks of large containers, so that the data is walked over: these are the text's letters.
     text = pack_value("\u071c" * 9)
     count = 1 + len(text) // (2 if kind[:1] == b"\xde" else 1)
-    with pytest.raises(ProtocolError, match="announces more elements than it has bytes"):
+    with pytest.raises(ProtocolError, match="malformed msgpack: OutOfData"):
         unpack_value(kind + bytes([count]) + text)
 
 
@@ -386,7 +385,7 @@ PLAIN = st.recursive(
 
 @given(PLAIN, st.sampled_from(["a", "\u0627"]))
 def test_plain_data_survives_the_journey(value: Any, letter: str) -> None:
-    # The second letter looks like a mark of msgpack, so the data is walked over as well.
+    # The second letter looks like a mark of msgpack.
     assert unpack_value(pack_value([value, letter])) == [value, letter]
 
 
@@ -458,7 +457,7 @@ def test_a_negative_number_that_counts_or_names_something_is_refused(
     whole[ENVELOPE_FIELDS + names.index(name)] = (
         struct.pack("<q", -1) if hints[name] == Ints else -1
     )
-    with pytest.raises(ProtocolError, match="negative"):
+    with pytest.raises(ProtocolError, match="at least 0"):
         decode([msgpack.packb(whole)])
 
 

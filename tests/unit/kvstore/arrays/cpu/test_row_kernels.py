@@ -47,9 +47,10 @@ def updated(native: str, rounds: list[list[Contribution]], by: Optimizer, spec: 
     """Values and states of a table after these rounds."""
     table = RowTable(spec)
     with computing_with(native):
-        for count, of_round in enumerate(rounds, 1):
-            table.update(of_round, by, count, Workspace())
-    return b"".join(map(bits, (table.values, *(table.states or ()))))
+        table.set_optimizer(by)
+        for of_round in rounds:
+            table.update(of_round, by, Workspace())
+    return b"".join(map(bits, (table.values, *table.states)))
 
 
 @pytest.mark.parametrize("native", NATIVE)
@@ -76,7 +77,9 @@ def test_an_update_of_many_rows_on_several_threads_is_that_of_a_dense_table(nati
         total[ids] += values
     table = RowTable(spec)
     with computing_with(native):
-        table.update(parts, optimizer.SGD(learning_rate=0.5), 1, Workspace())
+        by = optimizer.SGD(learning_rate=0.5)
+        table.set_optimizer(by)
+        table.update(parts, by, Workspace())
     assert np.array_equal(table.values, -(np.float32(0.5) * total))
 
 

@@ -15,18 +15,18 @@ import pytest
 
 from kvstore.launch.agents import gate, join
 from kvstore.launch.agents.gate import AgentListener
-from kvstore.launch.agents.join_answer import (
-    HELLO,
-    NONCE_BYTES,
-    Handshake,
-    join_answer,
-)
-from kvstore.launch.agents.ticket import (
+from kvstore.launch.agents.join import (
     PROGRAM_NAME,
     TICKET_NAME,
     AgentTicket,
     job_directory,
     write_ticket,
+)
+from kvstore.launch.agents.join_answer import (
+    HELLO,
+    NONCE_BYTES,
+    Handshake,
+    join_answer,
 )
 from kvstore.launch.agents.wire import GREET, AgentLink, frame
 from kvstore.launch.options import LaunchError
@@ -43,7 +43,6 @@ class Door:
         self.address = self.listener.getsockname()
         self.admitted: list[tuple[AgentLink, Mapping[str, Any]]] = []
         self.gate = AgentListener(self.listener, KEY, self._admit)
-        self.selector = selectors.PollSelector()
 
     def _admit(self, link: AgentLink, greeting: Mapping[str, Any]) -> list[Any]:
         self.admitted.append((link, greeting))
@@ -51,9 +50,18 @@ class Door:
 
     def turn(self, timeout_s: float = 5.0) -> None:
         """Until something has happened, and it has been served."""
-        self.gate.adjust(self.selector, paused=False)
-        for key, _ in self.selector.select(timeout_s):
+        for key in self.ready(timeout_s):
             key.data(0.0)
+
+    def ready(self, timeout_s: float = 5.0) -> list[selectors.SelectorKey]:
+        with selectors.PollSelector() as selector:
+            self.gate.adjust(selector, paused=False)
+            return [key for key, _ in selector.select(timeout_s)]
+
+    def is_open(self) -> bool:
+        with selectors.PollSelector() as selector:
+            self.gate.adjust(selector, paused=False)
+            return self.listener.fileno() in selector.get_map()
 
     def visit(self) -> socket.socket:
         visitor = socket.create_connection(self.address, 5.0)
@@ -64,7 +72,6 @@ class Door:
         for link, _ in self.admitted:
             link.close()
         self.gate.close()
-        self.selector.close()
 
 
 @pytest.fixture
@@ -213,10 +220,9 @@ def test_who_was_sent_away_in_the_same_turn_is_not_heard(
     with door.visit() as first:
         first.sendall(b"x")
         with socket.create_connection(door.address, 5.0) as second:
-            door.gate.adjust(door.selector, paused=False)
-            until = [key for key, _ in door.selector.select(5.0)]
+            until = door.ready()
             while len(until) < 2:
-                until = [key for key, _ in door.selector.select(5.0)]
+                until = door.ready()
             for key in sorted(until, key=lambda key: key.data != door.gate.let_in):
                 assert key.data(0.0) == []
             assert received(second, len(HELLO)) == HELLO
@@ -235,16 +241,13 @@ def test_without_files_it_pauses_and_says_so_once(
         )  # fmt: skip
         accept = staticmethod(refused)
 
-    door.gate.adjust(door.selector, paused=False)
     monkeypatch.setattr(door.gate, "_listener", Full())
     [note] = door.gate.let_in(10.0)
     assert "raise 'ulimit -n'" in str(note)
-    door.gate.adjust(door.selector, paused=False)
-    assert door.listener.fileno() not in door.selector.get_map()
+    assert not door.is_open()
     assert door.gate.tick(10.5) == ([], 0.5)
     door.gate.tick(11.0)
-    door.gate.adjust(door.selector, paused=False)
-    assert door.listener.fileno() in door.selector.get_map()
+    assert door.is_open()
     assert door.gate.let_in(12.0) == []
 
 
@@ -318,7 +321,7 @@ def test_a_directory_in_which_others_may_rename_is_refused(tmp_path: Path, mode:
 
 def test_without_a_home_it_asks_for_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    with pytest.raises(LaunchError, match="there is no home directory"):
+    with pytest.raises(LaunchError, match="cannot find a home directory"):
         job_directory({})
 
 

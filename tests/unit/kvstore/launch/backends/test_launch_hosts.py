@@ -15,9 +15,9 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_sentence(tmp_path: Path) -
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     expected = {
-        tmp_path / "none": f"there is no hosts file '{tmp_path}/none'",
+        tmp_path / "none": f"cannot read the hosts file '{tmp_path}/none': No such file",
         tmp_path: f"cannot read the hosts file '{tmp_path}': Is a directory",
-        binary: f"the hosts file '{binary}' is not text",
+        binary: f"cannot read the hosts file '{binary}': it is not text",
     }
     for path, beginning in expected.items():
         with pytest.raises(LaunchError) as caught:
@@ -61,10 +61,12 @@ def test_too_few_slots_are_refused_with_both_numbers() -> None:
         spread([Host("a"), Host("b")], 1, 3)
     assert caught.value.exit_code == 2
     assert str(caught.value) == (
-        "hosts has 2 slots on 2 hosts, and 3 workers were asked for: "
-        "add hosts, or slots=N behind a host"
+        "3 workers need 3 slots, but hosts has 2 slots on 2 hosts; add hosts, or slots=N after "
+        "a host"
     )
-    with pytest.raises(LaunchError, match=r"my\.txt has 1 slot on 1 host, and 2 workers"):
+    with pytest.raises(
+        LaunchError, match=r"2 workers need 2 slots, but my\.txt has 1 slot on 1 host"
+    ):
         spread([Host("a")], 1, 2, "my.txt")
 
 

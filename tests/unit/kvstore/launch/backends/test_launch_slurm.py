@@ -77,7 +77,9 @@ def test_each_worker_gets_gpus_of_its_host_and_a_server_none() -> None:
 
 def test_too_few_gpus_are_an_error_that_names_the_host() -> None:
     members = [("worker", 0), ("worker", 1)]
-    with pytest.raises(LaunchError, match="3 GPUs on a, and each of its workers there needs 2"):
+    with pytest.raises(
+        LaunchError, match=r"each worker on a needs 2 GPUs .*, but the job has 3 there"
+    ):
         share_gpus(members, 2 * [{"host": "a", "gpu_names": ["0", "1", "2"]}], 2)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from stand_ins import program
 
-from kvstore.launch.agents.ticket import AgentTicket
+from kvstore.launch.agents.join import AgentTicket
 from kvstore.launch.backends.yarn import (
     YarnApplication,
     application_name,

@@ -59,12 +59,12 @@ def test_a_check_tries_the_port_that_is_asked_for(
         (
             "DMLC_INTERFACE",
             "nosuch",
-            "servers' address     DMLC_INTERFACE=nosuch: no such interface",
+            "servers' address     DMLC_INTERFACE=nosuch: this host does not have such an interface",
         ),
         (
             "DMLC_INTERFACE",
             "nosuch",
-            "workers' address     DMLC_INTERFACE=nosuch: no such interface",
+            "workers' address     DMLC_INTERFACE=nosuch: this host does not have such an interface",
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_check_reads_the_settings_of_each_role(capsys: pytest.CaptureFixture[s
     [
         ("PS_VERBOSE", "PS_VERBOSE is 'no-such'; expected: ", 2),
         ("PS_JOB_KEY_FILE", "the job key no-such (PS_JOB_KEY_FILE) cannot be read: ", 1),
-        ("DMLC_INTERFACE", "DMLC_INTERFACE=no-such: no such interface", 1),
+        ("DMLC_INTERFACE", "DMLC_INTERFACE=no-such: this host does not have such an interface", 1),
     ],
 )
 def test_no_host_is_asked_when_it_is_known_here_that_the_job_cannot_run(
@@ -120,7 +120,7 @@ def test_a_variable_to_pass_on_that_is_not_set_is_an_error(
     said = capsys.readouterr()
     assert (said.out, said.err) == (
         "",
-        "[launcher] --env NO_SUCH_NAME: there is no such variable here to pass on; export it, or "
+        "[launcher] --env NO_SUCH_NAME: the variable is not set here; export it, or "
         "write --env NO_SUCH_NAME=VALUE\n",
     )
 

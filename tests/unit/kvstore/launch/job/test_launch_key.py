@@ -35,7 +35,7 @@ def test_a_key_is_fresh_and_for_its_owner_only() -> None:
 def test_a_directory_that_was_there_is_not_used() -> None:
     path = new_key_file()
     path.parent.mkdir()
-    with pytest.raises(LaunchError, match=r"cannot make the job's key .*: File exists"):
+    with pytest.raises(LaunchError, match=r"cannot create the job's key .*: File exists"):
         write_key(path)
     assert list(path.parent.iterdir()) == []
 

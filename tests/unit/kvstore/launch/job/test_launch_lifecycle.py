@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 
-from kvstore.launch.job.lifecycle import Lifecycle, Phase, Say, SchedulerLost, SendSignal, Timing
+from kvstore.launch.job.lifecycle import Lifecycle, Phase, Timing
 from kvstore.launch.plan import ProcessSpec
 
 SCHEDULER, SERVER, WORKER_0, WORKER_1 = range(4)
 INT, TERM, KILL = (
-    SendSignal(signal.SIGINT),
-    SendSignal(signal.SIGTERM),
-    SendSignal(signal.SIGKILL),
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGKILL,
 )
 
 
@@ -48,8 +48,8 @@ def test_servers_that_stay_after_the_workers_are_ended_with_a_warning_but_withou
     life.exited({WORKER_0: 0, WORKER_1: 0, SCHEDULER: 0}, 1.0)
     assert life.tick(10.9) == []
     warning, step = life.tick(11.0)
-    assert isinstance(warning, Say)
-    assert "server 0 did not end within 10 s" in warning.text
+    assert isinstance(warning, str)
+    assert "server 0 did not end within 10 s" in warning
     assert step == TERM
     life.exited({SERVER: -15}, 11.1)
     assert (life.phase, life.failed, life.drain_expired) == (Phase.ENDED, False, True)
@@ -143,7 +143,7 @@ def test_a_server_that_ends_alone_with_0_under_the_workers_is_a_failure() -> Non
 
 def test_a_job_goes_on_when_its_scheduler_is_killed_and_has_failed_at_its_end() -> None:
     life = job()
-    assert life.exited({SCHEDULER: -9}, 1.0) == [SchedulerLost(life.exits[SCHEDULER])]
+    assert life.exited({SCHEDULER: -9}, 1.0) == [life.exits[SCHEDULER]]
     assert state(life) == (Phase.RUNNING, None)
     assert life.exits[SCHEDULER].status == -9
     life.exited({WORKER_0: 0}, 500.0)
@@ -185,8 +185,8 @@ def test_without_the_scheduler_servers_that_stay_are_ended_after_the_workers() -
     life.exited({SCHEDULER: -15}, 1.0)
     life.exited({WORKER_0: 0, WORKER_1: 0}, 2.0)
     warning, step = life.tick(12.0)
-    assert isinstance(warning, Say)
-    assert "server 0 did not end within 10 s" in warning.text
+    assert isinstance(warning, str)
+    assert "server 0 did not end within 10 s" in warning
     assert step == TERM
 
 
@@ -229,7 +229,7 @@ def test_a_job_goes_on_when_nobody_followed_a_scheduler_that_ended_with_an_error
     life = job()
     life.exited({SCHEDULER: 1}, 1.0)
     life.exited({WORKER_0: 0}, 2.0)
-    assert life.tick(6.0) == [SchedulerLost(life.exits[SCHEDULER])]
+    assert life.tick(6.0) == [life.exits[SCHEDULER]]
     assert (*state(life), life.failed) == (Phase.RUNNING, None, True)
 
 
@@ -267,8 +267,8 @@ def test_a_process_that_survives_sigkill_is_named_and_does_not_hold_the_launcher
     assert life.tick(3.0) == [KILL]
     life.exited({SCHEDULER: -9, SERVER: -9, WORKER_0: -9}, 3.1)
     (said,) = life.tick(13.0)
-    assert isinstance(said, Say)
-    assert said.text == "warning: worker 1 did not end even after SIGKILL"
+    assert isinstance(said, str)
+    assert said == "warning: worker 1 did not end even after SIGKILL"
     assert life.phase is Phase.ENDED
 
 

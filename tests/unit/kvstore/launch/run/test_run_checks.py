@@ -22,7 +22,6 @@ from kvstore.errors import (
 from kvstore.launch.job.signals import parse
 from kvstore.launch.options import LaunchError
 from kvstore.launch.run.background import (
-    FailureReport,
     JobOptions,
     LauncherExit,
     checked_command,
@@ -49,7 +48,8 @@ def returned(value: Any) -> WorkerAnswer:
 
 
 LOST = NodeLostError("worker 2 is lost", role="worker", rank=2)
-KILLED = FailureReport("worker", 2, "signal SIGKILL", "the last line of its log:\n    bye")
+KILLED = WorkerFailed("worker 2 ended with signal SIGKILL", role="worker", rank=2)
+ALSO = WorkerFailed("worker 0 ended with exit code 1", role="worker", rank=0)
 
 
 def test_the_earliest_error_of_a_worker_s_own_comes_first() -> None:
@@ -59,7 +59,7 @@ def test_the_earliest_error_of_a_worker_s_own_comes_first() -> None:
         2: raised(ValueError("early"), 2.0),
         3: returned("fine"),
     }
-    error = first_cause(answers, LauncherExit(1, FailureReport("worker", 0, "exit code 1", "")))
+    error = first_cause(answers, LauncherExit(1, ALSO))
     assert isinstance(error, ValueError)
     assert str(error.__cause__) == (
         "worker 2 raised ValueError; its traceback there:\nTraceback: early"
@@ -72,30 +72,16 @@ def test_the_same_error_on_others_is_said_once() -> None:
     assert str(error.__cause__).startswith("worker 0 raised ValueError, as did workers 2, 10; its")
 
 
-def test_a_worker_that_died_is_named_before_those_that_miss_it() -> None:
-    error = first_cause({0: raised(LOST, 1.0, blames=True)}, LauncherExit(137, KILLED))
-    assert isinstance(error, WorkerFailed)
-    assert (error.role, error.rank) == ("worker", 2)
-    assert str(error) == (
-        "worker 2 ended with signal SIGKILL, before it had returned; the last line of its log:\n"
-        "    bye"
-    )
-
-
-def test_a_server_that_died_is_no_worker() -> None:
-    error = first_cause(
-        {}, LauncherExit(1, FailureReport("server", 1, "exit code 1", "its log is empty"))
-    )
-    assert type(error) is JobFailed
-    assert str(error) == "server 1 ended with exit code 1; its log is empty"
-    assert (error.role, error.rank) == ("server", 1)
+def test_a_process_that_died_is_named_before_those_that_miss_it() -> None:
+    lost = {0: raised(LOST, 1.0, blames=True)}
+    assert first_cause(lost, LauncherExit(137, KILLED)) is KILLED
 
 
 def test_without_a_verdict_a_lost_node_is_what_there_is() -> None:
     for ending in (
         None,
         LauncherExit(143, None),
-        LauncherExit(1, FailureReport("worker", 0, "exit code 1", "")),
+        LauncherExit(1, ALSO),
     ):
         assert isinstance(first_cause({0: raised(LOST, 1.0, blames=True)}, ending), NodeLostError)
 
@@ -126,7 +112,7 @@ def test_an_exception_whose_class_is_not_here_comes_as_its_traceback() -> None:
 
 def test_a_result_whose_class_is_not_here_names_the_worker() -> None:
     assert value_of(0, returned([1, "a"])) == [1, "a"]
-    with pytest.raises(WorkerFailed, match="what worker 3 returned cannot be read here: Module"):
+    with pytest.raises(WorkerFailed, match="cannot read the result of worker 3: Module"):
         value_of(3, WorkerAnswer("value", b"\x80\x04cno_such_module\nNothing\n."))
 
 
@@ -160,24 +146,30 @@ def test_a_python_of_other_hosts_is_the_launcher_s_too(tmp_path: Path) -> None:
         ({"workers": 0}, "^workers must be an int of at least 1, got 0$"),
         ({"servers": -1}, "^servers must be an int of at least 1, got -1$"),
         ({"launcher": "slrm"}, "launcher must be one of local, .*'slrm'; did you mean 'slurm'"),
-        ({"launcher": 3}, "launcher must be one of local, .*; got 3$"),
+        ({"launcher": 3}, "launcher must be one of local, .*, got 3$"),
         ({"timeout_s": float("nan")}, "^timeout_s must be a number of seconds, got nan$"),
-        ({"launcher": "kubernetes"}, "cannot run a function: pods share no directory .* script"),
-        ({"launcher": "ssh"}, r"needs the hosts: options=\('--hostfile=FILE',\)"),
-        ({"options": ("--nope",)}, r"there is no option '--nope'.* \(kvstore-launch --help lists"),
-        ({"options": ("--help",)}, "options are for the launcher's other options"),
-        ({"options": ("--", "true")}, "options are for the launcher's other options"),
-        ({"options": ("-n", "7")}, "have arguments of their own"),
-        ({"options": ("--dry-run",)}, "the job must run"),
+        (
+            {"launcher": "kubernetes"},
+            "cannot run a function, since pods share no directory .* script",
+        ),
+        ({"launcher": "ssh"}, r"needs a hosts file: options=\('--hostfile=FILE',\)"),
+        ({"options": ("--nope",)}, r"unknown option '--nope'.* \(kvstore-launch --help lists"),
+        ({"options": ("--help",)}, "options must not have -n, -s, --launcher"),
+        ({"options": ("--", "true")}, "options must not have -n, -s, --launcher"),
+        ({"options": ("-n", "7")}, "use the arguments workers, servers and launcher"),
+        ({"options": ("--dry-run",)}, "--check or --dry-run"),
         ({"env": {"DMLC_ROLE": "server"}}, "DMLC_ROLE"),
-        ({"env": {"A=B": "x"}}, "env cannot hold 'A=B': 'x' as a variable"),
-        ({"env": {"A": "x\0"}}, r"^env\['A'\]: 'x\\x00' cannot be given"),
-        ({"env": {"A": "x\ud800"}}, r"^env\['A'\]: 'x\\ud800' cannot be given"),
-        ({"log_dir": "x\0"}, r"^log_dir: 'x\\x00' cannot be given"),
-        ({"python": "x\0"}, r"^python: 'x\\x00' cannot be given"),
-        ({"options": ("--env", "A=x\0")}, r"'A=x\\x00' cannot be given to a process"),
-        ({"share_dir": "x\0"}, r"^share_dir: 'x\\x00' cannot be given"),
-        ({"share_dir": "/nowhere/at/all"}, r"can be made in /nowhere.*share_dir="),
+        ({"env": {"A=B": "x"}}, "env has an invalid variable, 'A=B': 'x'"),
+        ({"env": {"A": "x\0"}}, r"^env\['A'\]: .* must be text .* got 'x\\x00'"),
+        ({"env": {"A": "x\ud800"}}, r"^env\['A'\]: .* must be text .* got 'x\\ud800'"),
+        ({"log_dir": "x\0"}, r"^log_dir: .* must be text .* got 'x\\x00'"),
+        ({"python": "x\0"}, r"^python: .* must be text .* got 'x\\x00'"),
+        ({"options": ("--env", "A=x\0")}, r"must be text .* got 'A=x\\x00'"),
+        ({"share_dir": "x\0"}, r"^share_dir: .* must be text .* got 'x\\x00'"),
+        (
+            {"share_dir": "/nowhere/at/all"},
+            r"cannot create the job's directory in /nowhere.*share_dir=",
+        ),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_before_anything_starts(

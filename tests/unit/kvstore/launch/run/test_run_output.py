@@ -6,10 +6,11 @@ import io
 
 import pytest
 
+from kvstore.errors import JobFailed, WorkerFailed
 from kvstore.launch.job.lifecycle import Exit
 from kvstore.launch.job.report import EndedProcess, failure_block, without_scheduler
 from kvstore.launch.plan import ProcessSpec
-from kvstore.launch.run.background import FailureReport, LauncherOutput, show
+from kvstore.launch.run.background import LauncherOutput, show
 from kvstore.launch.run.parcels import MARK
 from pslite import Role
 from pslite.node.log import Log
@@ -22,7 +23,7 @@ def block(*lines: str, role: str = "worker", rank: int = 1, status: int = -9) ->
     return failure_block([first], [], "/tmp/kvstore-run-x/logs", start_s=10.0)
 
 
-def read(text: str) -> FailureReport | None:
+def read(text: str) -> JobFailed | None:
     output = LauncherOutput()
     for line in text.splitlines():
         assert output.show(line, is_error=True) is None
@@ -61,10 +62,10 @@ def test_the_final_block_is_not_shown_and_says_who_failed() -> None:
     text = block("line one", f"line two{MARK}2", "line three", f"{MARK}3")
     assert [output.show(line, is_error=True) for line in text.splitlines()] == [None] * 11
     report = output.report(without="/tmp/kvstore-run-x")
-    assert report is not None
-    assert (report.role, report.rank, report.how) == ("worker", 1, "signal SIGKILL")
-    assert report.text.splitlines() == [
-        "the last 4 lines of its log:",
+    assert isinstance(report, WorkerFailed)
+    assert (report.role, report.rank) == ("worker", 1)
+    assert str(report).splitlines() == [
+        "worker 1 ended with signal SIGKILL, before it had returned; the last 4 lines of its log:",
         "    line one",
         "    line two",
         "    line three",
@@ -74,10 +75,12 @@ def test_the_final_block_is_not_shown_and_says_who_failed() -> None:
 @pytest.mark.parametrize("role", ["scheduler", "server"])
 def test_a_block_about_the_service_names_it(role: str) -> None:
     report = read(block(role=role, rank=0, status=7))
-    assert report is not None
-    assert (report.role, report.rank, report.how) == (role, 0, "exit code 7")
-    first, *_, last = report.text.splitlines()
-    assert (first, last) == ("its log is empty", "logs of all processes: /tmp/kvstore-run-x/logs")
+    assert type(report) is JobFailed
+    assert (report.role, report.rank) == (role, 0)
+    first, *_, last = str(report).splitlines()
+    name = role if role == "scheduler" else f"{role} 0"
+    assert first == f"{name} ended with exit code 7; its log is empty"
+    assert last == "logs of all processes: /tmp/kvstore-run-x/logs"
 
 
 def test_the_output_knows_that_the_job_goes_on_without_its_scheduler() -> None:

@@ -92,7 +92,7 @@ def test_what_cannot_travel_is_said_in_a_sentence(
 ) -> None:
     if not has_cloudpickle:
         monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ArgumentTypeError, match=r"the value cannot be pickled: .* itself"):
+    with pytest.raises(ArgumentTypeError, match=r"cannot pickle the value: .* inside the function"):
         parcels.dump(value, "the value")
 
 
@@ -101,11 +101,11 @@ def test_without_cloudpickle_only_what_a_module_defines_travels(
 ) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     assert parcels.load(parcels.dump(function, "the function")) is function
-    with pytest.raises(MissingDependencyError, match=r"^the function <lambda> .*pip install"):
+    with pytest.raises(MissingDependencyError, match=r"the function <lambda> .*pip install"):
         parcels.dump(lambda: 1, "the function <lambda>")
     monkeypatch.setattr(function, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "function", function, raising=False)
-    with pytest.raises(MissingDependencyError, match=r"^function .*it is defined in __main__"):
+    with pytest.raises(MissingDependencyError, match=r"function .*it is defined in __main__"):
         parcels.dump([function], "the arguments")
 
 

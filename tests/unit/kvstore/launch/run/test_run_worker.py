@@ -70,7 +70,9 @@ def test_an_exit_travels_as_text_only(directory: Path) -> None:
 def test_a_result_that_cannot_travel_is_refused_with_words(directory: Path) -> None:
     answer = call(directory, packed(threading.Lock))
     assert answer.kind == "refusal"
-    assert "what the function returned cannot be sent back: a value of type lock" in (answer.text)
+    assert "cannot send back the function's result: cannot pickle a value of type lock" in (
+        answer.text
+    )
 
 
 def test_a_function_by_value_needs_the_caller_s_python(directory: Path) -> None:

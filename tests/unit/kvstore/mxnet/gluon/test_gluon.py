@@ -52,7 +52,7 @@ MISUSES: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
     "a class of optimizers": (
         lambda torch, net: Trainer(net.parameters(), mx.optimizer.SGD),
         ArgumentTypeError,
-        "got the class SGD, not an object",
+        "got the class SGD instead of an instance",
     ),
     "an optimizer of PyTorch for a store": (
         lambda torch, net: mx.kv.create("local").set_optimizer(torch.optim.SGD(net.parameters())),
@@ -174,7 +174,7 @@ def test_what_cannot_be_clipped_is_refused_and_nothing_has_changed() -> None:
     kept = np.ones(2)
     frozen = np.ones(2)
     frozen.setflags(write=False)
-    with pytest.raises(ArgumentTypeError, match="cannot be scaled"):
+    with pytest.raises(ArgumentTypeError, match="cannot scale an array"):
         clip_global_norm([kept, frozen], 0.1)
     with pytest.raises(ArgumentTypeError, match="max_norm must be a number"):
         clip_global_norm([kept], "1")  # type: ignore[arg-type]

@@ -86,15 +86,15 @@ def test_a_single_element_has_one_dimension_as_in_the_original() -> None:
     [
         (lambda: nd.zeros((2,), "float32"), "ctx must be a Context"),
         (lambda: nd.zeros((2,), None, "no such"), "is not a dtype"),
-        (lambda: nd.zeros((2,), None, "O"), "cannot be stored"),
+        (lambda: nd.zeros((2,), None, "O"), "a store cannot hold"),
         (lambda: nd.zeros("23"), "a shape must be"),
         (lambda: nd.array("text"), "must be an array"),
-        (lambda: nd.array([object()]), "cannot be stored"),
+        (lambda: nd.array([object()]), "a store cannot hold"),
         (lambda: NDArray([1.0]), "must be an array"),
-        (lambda: NDArray(nd.ones(2)), "makes a copy"),
+        (lambda: NDArray(nd.ones(2)), "to copy it"),
         (lambda: NDArray(np.ma.array([1.0], mask=[True])), "mask"),
-        (lambda: nd.sum(np.ones(2)), "an NDArray is needed here, got numpy.ndarray"),
-        (lambda: nd.maximum(1, 2), "an NDArray is needed"),
+        (lambda: nd.sum(np.ones(2)), "expected an NDArray, got numpy.ndarray"),
+        (lambda: nd.maximum(1, 2), "expected an NDArray"),
         (lambda: nd.add_n(), "at least one"),
         (lambda: nd.stack(), "at least one"),
     ],
@@ -174,9 +174,9 @@ def test_numbers_are_drawn_into_an_array_that_is_there() -> None:
         expected = draw(0, 1, (2, 3), dtype="float64")
         np.testing.assert_array_equal(made.asnumpy(), expected.asnumpy())
         for wrong in ({"shape": (3, 2)}, {"dtype": "float32"}):
-            with pytest.raises(ValueMismatchError, match=r"out has shape \(2, 3\) of float64"):
+            with pytest.raises(ValueMismatchError, match=r"got \(2, 3\) and float64"):
                 draw(0, 1, out=made, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match="an NDArray is needed here, got list"):
+    with pytest.raises(ArgumentTypeError, match="expected an NDArray, got list"):
         nd.random.normal(out=[0.0])  # type: ignore[arg-type]
 
 
@@ -219,7 +219,7 @@ def test_the_stores_adapter_sees_the_wrapped_array() -> None:
     assert adapter.why_read_only(a) is None
     frozen = np.zeros(2)
     frozen.flags.writeable = False
-    assert "may not write" in str(adapter.why_read_only(NDArray(frozen)))
+    assert "cannot write" in str(adapter.why_read_only(NDArray(frozen)))
     total = adapter.sum_in_order([nd.ones(2), np.ones(2, "f4")], cpu(), np.dtype("f4"))
     assert total.tolist() == [2, 2]
     assert not np.shares_memory(adapter.copy(a), a._array)
@@ -297,25 +297,25 @@ def test_arithmetic_on_a_gpu_stays_there() -> None:
     assert nd.arange(2).as_in_context(gpu).context == gpu
     a[:] = nd.array([7, 8])
     check(a, [[7, 8], [7, 8]])
-    with pytest.raises(ValueError, match="by a copy only"):
+    with pytest.raises(ValueError, match="without a copy"):
         a.__array__(copy=False)
 
 
 @pytest.mark.usefixtures("fake_cupy")
 def test_arrays_on_two_devices_do_not_mix() -> None:
     one, two, host = (nd.zeros(2, c) for c in (Context("gpu", 0), Context("gpu", 1), cpu()))
-    words = r"arrays on gpu\(0\) and {} cannot be mixed.*a\.as_in_context\(mx\.gpu\(0\)\)"
+    words = r"cannot mix arrays on gpu\(0\) and {}.*a\.as_in_context\(mx\.gpu\(0\)\)"
     with pytest.raises(ArgumentTypeError, match=words.format(r"gpu\(1\)")):
         _ = one + two
     with pytest.raises(ArgumentTypeError, match=words.format(r"cpu\(0\)")):
         one += host
-    with pytest.raises(ArgumentTypeError, match="cannot be mixed"):
+    with pytest.raises(ArgumentTypeError, match="cannot mix"):
         np.add(host, 1, out=two)
-    with pytest.raises(ArgumentTypeError, match="cannot be mixed"):
+    with pytest.raises(ArgumentTypeError, match="cannot mix"):
         np.add(one, 1, out=np.zeros(2, np.float32))
-    with pytest.raises(ArgumentTypeError, match="cannot be mixed"):
+    with pytest.raises(ArgumentTypeError, match="cannot mix"):
         nd.dot(one, two)
-    with pytest.raises(ArgumentTypeError, match="makes a copy there"):
+    with pytest.raises(ArgumentTypeError, match="to copy it"):
         NDArray(np.zeros(2), Context("gpu", 0))
 
 

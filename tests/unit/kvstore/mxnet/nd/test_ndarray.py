@@ -40,7 +40,7 @@ def test_one_element_is_a_number_and_several_are_not() -> None:
         operator.index(a)
     with pytest.raises(ValueMismatchError, match="one element"):
         nd.ones(2).asscalar()
-    with pytest.raises(ValueError, match="neither true nor false"):
+    with pytest.raises(ValueError, match="does not have one truth value"):
         bool(nd.ones(2))
 
 
@@ -191,7 +191,7 @@ def test_reductions_over_all_or_some_axes() -> None:
     out = nd.zeros(2)
     assert a.sum(axis=1, out=out) is out
     check(out, [3, 12])
-    with pytest.raises(ArgumentTypeError, match="orders 1 and 2"):
+    with pytest.raises(ArgumentTypeError, match="must be 1 or 2"):
         a.norm(ord=3)
 
 
@@ -228,7 +228,7 @@ def test_copyto_casts_and_refuses_another_shape() -> None:
     assert a.copyto(a) is a
     with pytest.raises(ValueMismatchError, match=r"shape \(2,\) into shape \(3,\)"):
         a.copyto(nd.zeros(3))
-    with pytest.raises(ArgumentTypeError, match="NDArray is needed"):
+    with pytest.raises(ArgumentTypeError, match="expected an NDArray"):
         a.copyto(np.zeros(2))  # type: ignore[arg-type]
 
 
@@ -259,9 +259,9 @@ def test_reshape_shares_memory_and_knows_the_signs_of_the_original() -> None:
     a.reshape((12,))[0] = 50
     assert a[0, 0].asscalar() == 50
     check(a[:, ::2].reshape(-1), [50, 2, 4, 6, 8, 10])
-    with pytest.raises(ValueMismatchError, match=r"\(2, 6\) cannot take the shape \(5, 5\)"):
+    with pytest.raises(ValueMismatchError, match=r"\(2, 6\) to \(5, 5\)"):
         a.reshape((5, 5))
-    with pytest.raises(ArgumentTypeError, match="takes a shape"):
+    with pytest.raises(ArgumentTypeError, match="needs a shape"):
         a.reshape()
 
 

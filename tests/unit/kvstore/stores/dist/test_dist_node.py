@@ -116,7 +116,7 @@ def test_a_process_that_is_not_a_worker_gets_no_worker_node(
     monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
     monkeypatch.setenv("DMLC_ROLE", role)
-    with pytest.raises(ConfigError, match=f"DMLC_ROLE is '{role}'; it must be worker here"):
+    with pytest.raises(ConfigError, match=f"DMLC_ROLE=worker, got '{role}'"):
         worker_node()
     served: list[Config] = []
     with pytest.raises(SystemExit) as ended:

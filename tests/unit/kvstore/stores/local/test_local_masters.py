@@ -166,5 +166,5 @@ def test_a_state_that_is_called_like_the_master_cannot_be_saved(tmp_path: Path) 
             if dtype == "f4":
                 store.save_optimizer_states(tmp_path / "s")
                 continue
-            with pytest.raises(CheckpointError, match="for float16 and bfloat16 keys other than"):
+            with pytest.raises(CheckpointError, match="for float16 and bfloat16 keys"):
                 store.save_optimizer_states(tmp_path / "s")

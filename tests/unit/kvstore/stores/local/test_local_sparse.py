@@ -164,7 +164,7 @@ def test_an_id_may_be_a_number_of_numpy(store: KVStore) -> None:
 @pytest.mark.parametrize("ids", [[1.5], ["a"], {1, 2}, "12", 1.0, [[1], [2.0]]])
 def test_what_cannot_be_ids_is_said_to_be_none(store: KVStore, ids: Any) -> None:
     store.init("w", np.zeros((3, 2), np.float32))
-    with pytest.raises(ArgumentTypeError, match="row ids are an array or a list of ints, got"):
+    with pytest.raises(ArgumentTypeError, match="row ids must be an array or a list of ints, got"):
         store.row_sparse_pull("w", row_ids=ids)
 
 
@@ -207,7 +207,11 @@ def test_several_keys_have_parallel_lists(store: KVStore) -> None:
         ({"row_ids": np.array([-1])}, ArgumentValueError, r"row id -1"),
         ({"row_ids": np.array([0.5])}, ArgumentTypeError, "integers"),
         ({"row_ids": np.array([59e6])}, ArgumentTypeError, "int64"),
-        ({"row_ids": [[0], [1]], "out": RowSparseArray.zeros(SHAPE)}, ValueMismatchError, "2 sets"),
+        (
+            {"row_ids": [[0], [1]], "out": RowSparseArray.zeros(SHAPE)},
+            ValueMismatchError,
+            "got 2 lists",
+        ),
         ({"row_ids": [0], "out": []}, ValueMismatchError, "0 arrays"),
         ({"row_ids": [0], "out": np.zeros(SHAPE)}, ValueMismatchError, r"\(6, 2\).*\(1, 2\)"),
         ({"row_ids": [0], "out": RowSparseArray.zeros((7, 2))}, ValueMismatchError, r"\(7, 2\)"),

@@ -7,10 +7,10 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pslite.van.zmq.authentication import DOMAIN, ENDPOINT, Credentials, ZapDoor, answer
+from pslite.van.zmq.authentication import DOMAIN, ENDPOINT, ZapDoor, answer
 
 TOKEN = b"0123456789abcdef"
-PLAIN = Credentials(b"PLAIN", (b"pslite", TOKEN))
+PLAIN = (b"PLAIN", b"pslite", TOKEN)
 QUESTION = [b"1.0", b"7", DOMAIN, b"10.0.0.9", b"identity", b"PLAIN", b"pslite", TOKEN]
 
 

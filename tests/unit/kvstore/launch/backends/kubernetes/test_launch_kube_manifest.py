@@ -11,7 +11,7 @@ from kvstore.launch.backends.kubernetes.manifest import (
     escaped,
     kube_job,
     manifests,
-    role_environment,
+    plan_pods,
 )
 from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
 
@@ -87,6 +87,7 @@ def test_a_pod_learns_its_rank_and_address_from_kubernetes() -> None:
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert variables["DMLC_TASK_ID"] == {"fieldRef": {"fieldPath": index}}
     assert variables["DMLC_NODE_HOST"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert not {"RANK", "MASTER_ADDR"} & variables.keys()  # one list is for all workers
 
 
 def test_workers_find_the_scheduler_by_its_service_and_it_listens_at_its_own_address() -> None:
@@ -158,9 +159,11 @@ def test_values_of_variables_are_escaped_too() -> None:
 
 def test_servers_run_this_package_with_one_thread_for_each_operation() -> None:
     found = made("--python", "/opt/python", "--server-import", "optimizers")
-    assert container_of("server", found)["args"] == ["/opt/python", "-m", "kvstore.server"]
-    service = ["/opt/python", "-m", "kvstore.launch.service", "--joined-fd", "1"]
+    service = ["/opt/python", "-m", "kvstore.launch.service"]
+    assert container_of("server", found)["args"] == service
     assert container_of("scheduler", found)["args"] == service
+    assert variables_of("scheduler", found)["PS_JOINED_FD"] == "1"
+    assert "PS_JOINED_FD" not in variables_of("server", found)
     assert variables_of("server", found)["KVSTORE_SERVER_IMPORT"] == "optimizers"
     assert variables_of("server", found)["OMP_NUM_THREADS"] == "1"
     assert "KVSTORE_SERVER_IMPORT" not in variables_of("worker", found)
@@ -292,5 +295,6 @@ def test_all_names_of_hosts_stay_within_63_characters() -> None:
 
 def test_a_later_source_of_a_variable_wins() -> None:
     wanted = options("--env", "PS_VERBOSE=2", "--env-worker", "PS_VERBOSE:0")
-    assert role_environment(wanted, JOB, "server", {"PS_VERBOSE": "1"})["PS_VERBOSE"] == "2"
-    assert role_environment(wanted, JOB, "worker", {"PS_VERBOSE": "1"})["PS_VERBOSE"] == "0"
+    specs = plan_pods(wanted, JOB, {"PS_VERBOSE": "1"})
+    found = {spec.role: spec.environment["PS_VERBOSE"] for spec in specs}
+    assert found == {"scheduler": "2", "server": "2", "worker": "0"}

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from kvstore.launch.backends.kubernetes.follow import TimedLines
+from kvstore.launch.backends.kubernetes.follow import untimed
 from kvstore.launch.backends.kubernetes.manifest import KubeJob
 from kvstore.launch.backends.kubernetes.pods import (
     JobWatch,
+    Object,
     Obstacle,
     Patience,
     Pod,
     PodExit,
-    Sight,
     read_job_failures,
     read_pods,
     read_warnings,
     status_of_exit_code,
 )
+from kvstore.launch.job.places import Ended, Event, Located, Note
 from kvstore.launch.plan import ProcessSpec
 
 JOB = KubeJob("0123456789abcdef", "train-01234567", "key")
@@ -83,12 +85,16 @@ def jobs(failed: str = "") -> list[dict[str, Any]]:
     return found
 
 
+Sight = tuple[Sequence[Object], Sequence[Object], Sequence[Object]]
+
+
 def sight(*items: dict[str, Any], job: str = "") -> Sight:
-    return Sight(jobs(job), items)
+    """Jobs, pods and warnings."""
+    return jobs(job), items, ()
 
 
 def read(*items: dict[str, Any]) -> list[Pod]:
-    return read_pods(items, SPECS)
+    return [found for _, found in read_pods(items, SPECS)]
 
 
 def watch() -> JobWatch:
@@ -96,21 +102,24 @@ def watch() -> JobWatch:
 
 
 def ended_in(seen: JobWatch, shown: Sight, now_s: float) -> list[dict[int, int]]:
-    _, ended = seen.saw(shown, now_s)
-    return ended
+    found = seen.saw(*shown, now_s)
+    return [dict(event.statuses) for event in found if isinstance(event, Ended)]
 
 
 def said_in(seen: JobWatch, shown: Sight, now_s: float) -> list[str]:
-    sentences, _ = seen.saw(shown, now_s)
-    return sentences
+    return notes(seen.saw(*shown, now_s))
+
+
+def notes(events: list[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, Note)]
 
 
 # -- reading ----------------------------------------------------------------------------------
 
 
 def test_a_pod_is_known_by_its_role_and_its_index() -> None:
-    found = read(running(WORKER_1), running(SCHEDULER))
-    assert {each.index: each.place for each in found} == {
+    found = read_pods([running(WORKER_1), running(SCHEDULER)], SPECS)
+    assert {index: each.place for index, each in found} == {
         WORKER_1: "pod worker-1 on node n7",
         SCHEDULER: "pod scheduler-0 on node n7",
     }
@@ -159,7 +168,7 @@ def test_a_container_that_could_not_copy_the_key_is_named() -> None:
 
 def test_the_last_warning_about_an_object_counts() -> None:
     items = [event("second", "2026-02"), event("first", "2026-01")]
-    assert read_warnings(items) == {"job/x": Obstacle("FailedCreate", "second")}
+    assert read_warnings(items) == {"job/x": Obstacle("FailedCreate: second")}
 
 
 def event(message: str, at: str = "2026-01", name: str = "x") -> dict[str, Any]:
@@ -180,23 +189,37 @@ def test_ends_between_two_looks_are_told_apart_by_the_clocks_of_the_nodes() -> N
 
 def test_what_kubernetes_removes_after_a_failure_is_not_a_failure() -> None:
     seen = watch()
-    seen.saw(sight(ended(WORKER_1, 7), ended(WORKER_0, 143, leaving=True), job="worker"), 1)
+    seen.saw(*sight(ended(WORKER_1, 7), ended(WORKER_0, 143, leaving=True), job="worker"), 1)
     assert seen.ended_by_kubernetes == {WORKER_0}
     assert seen.endings[WORKER_1].status == 7
 
 
 def test_a_pod_that_is_removed_for_no_fault_of_the_job_is_the_failure() -> None:
     seen = watch()
-    seen.saw(sight(running(WORKER_0), running(WORKER_1)), 0)
+    seen.saw(*sight(running(WORKER_0), running(WORKER_1)), 0)
     target = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
     target["message"] = "to make room"
     leaving = sight(running(WORKER_0), running(WORKER_1, leaving=True, conditions=[target]))
     said = said_in(seen, leaving, 1)
     assert said == ["worker 1 is being removed: PreemptionByScheduler: to make room"]
-    seen.saw(sight(running(WORKER_0), ended(WORKER_1, 143, leaving=True, conditions=[target])), 2)
+    seen.saw(*sight(running(WORKER_0), ended(WORKER_1, 143, leaving=True, conditions=[target])), 2)
     assert seen.endings[WORKER_1].status == -15
     assert seen.endings[WORKER_1].reason == "PreemptionByScheduler: to make room"
     assert seen.ended_by_kubernetes == set()
+
+
+def test_where_a_pod_runs_is_told_once_it_has_started() -> None:
+    seen = watch()
+    assert Located(WORKER_0, "n7") not in seen.saw(*sight(waiting(WORKER_0, "")), 0)
+    assert Located(WORKER_0, "n7") in seen.saw(*sight(running(WORKER_0)), 1)
+    assert Located(WORKER_0, "n7") not in seen.saw(*sight(running(WORKER_0)), 2)
+
+
+def test_after_a_failure_no_pod_is_awaited() -> None:
+    seen = watch()
+    seen.saw(*sight(ended(WORKER_0, 7), waiting(WORKER_1, "ErrImagePull", "not found")), 1)
+    assert said_in(seen, sight(waiting(WORKER_1, "ErrImagePull", "not found")), 40) == []
+    assert seen.gives_up(500) is None
 
 
 def test_a_pod_that_is_gone_has_ended_and_one_that_was_never_seen_has_not() -> None:
@@ -209,7 +232,7 @@ def test_a_pod_that_is_gone_has_ended_and_one_that_was_never_seen_has_not() -> N
 def test_a_second_pod_for_a_process_that_ran_is_not_that_process() -> None:
     seen = watch()
     both = sight(running(WORKER_0, uid="second"), running(WORKER_0, uid="first"))
-    seen.saw(sight(running(WORKER_0, uid="first")), 0)
+    seen.saw(*sight(running(WORKER_0, uid="first")), 0)
     assert ended_in(seen, both, 1) == []
     assert seen.pods[WORKER_0].uid == "first"
     assert ended_in(seen, sight(running(WORKER_0, uid="second")), 2) == [{WORKER_0: -15}]
@@ -218,21 +241,21 @@ def test_a_second_pod_for_a_process_that_ran_is_not_that_process() -> None:
 def test_a_job_that_somebody_deletes_has_ended() -> None:
     seen = watch()
     everything = [running(index) for index in range(4)]
-    seen.saw(sight(*everything), 0)
-    seen.saw(Sight([], []), 1)
+    seen.saw(*sight(*everything), 0)
+    seen.saw([], [], [], 1)
     assert {each.reason for each in seen.endings.values()} == {"somebody deleted the job"}
 
 
 def test_pods_that_are_gone_while_the_launcher_ends_the_job_have_ended() -> None:
     seen = watch()
-    seen.saw(sight(running(WORKER_0)), 0)
+    seen.saw(*sight(running(WORKER_0)), 0)
     seen.is_ending = True
-    assert ended_in(seen, Sight([], []), 1) == [dict.fromkeys(range(4), -15)]
+    assert ended_in(seen, ([], [], []), 1) == [dict.fromkeys(range(4), -15)]
 
 
 def test_a_job_that_failed_without_a_pod_has_ended() -> None:
     seen = watch()
-    seen.saw(sight(job="server"), 1)
+    seen.saw(*sight(job="server"), 1)
     assert seen.endings[SERVER].reason.startswith("its Job failed: BackoffLimitExceeded")
 
 
@@ -245,8 +268,8 @@ def started_but(*items: dict[str, Any]) -> Sight:
 
 def test_an_image_that_does_not_exist_ends_the_wait_soon() -> None:
     seen = watch()
-    seen.saw(started_but(waiting(WORKER_1, "ErrImagePull", "x:1: not found")), 1)
-    seen.saw(started_but(waiting(WORKER_1, "ImagePullBackOff", "Back-off: x:1: not found")), 10)
+    seen.saw(*started_but(waiting(WORKER_1, "ErrImagePull", "x:1: not found")), 1)
+    seen.saw(*started_but(waiting(WORKER_1, "ImagePullBackOff", "Back-off: x:1: not found")), 10)
     assert seen.gives_up(10) is None
     assert seen.gives_up(11) == (
         "worker 1 (pod worker-1 on node n7) cannot start: "
@@ -256,16 +279,16 @@ def test_an_image_that_does_not_exist_ends_the_wait_soon() -> None:
 
 def test_a_registry_that_does_not_answer_is_waited_for_longer() -> None:
     seen = watch()
-    seen.saw(started_but(waiting(WORKER_1, "ErrImagePull", "i/o timeout")), 1)
+    seen.saw(*started_but(waiting(WORKER_1, "ErrImagePull", "i/o timeout")), 1)
     assert seen.gives_up(40) is None
     assert seen.gives_up(51) is not None
 
 
 def test_an_obstacle_that_went_away_is_forgotten() -> None:
     seen = watch()
-    seen.saw(started_but(waiting(WORKER_1, "ErrImagePull", "not found")), 1)
-    seen.saw(started_but(waiting(WORKER_1, "ContainerCreating")), 2)
-    seen.saw(started_but(waiting(WORKER_1, "ErrImagePull", "not found")), 11)
+    seen.saw(*started_but(waiting(WORKER_1, "ErrImagePull", "not found")), 1)
+    seen.saw(*started_but(waiting(WORKER_1, "ContainerCreating")), 2)
+    seen.saw(*started_but(waiting(WORKER_1, "ErrImagePull", "not found")), 11)
     assert seen.gives_up(20) is None
 
 
@@ -273,11 +296,11 @@ def test_a_full_cluster_is_named_and_waited_for() -> None:
     seen = watch()
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
     condition["message"] = "0/3 nodes are available"
-    seen.saw(started_but(pod(WORKER_1, phase="Pending", conditions=[condition])), 6)
+    full = started_but(pod(WORKER_1, phase="Pending", conditions=[condition]))
     text = "waiting for worker 1 (Unschedulable: 0/3 nodes are available)"
-    assert seen.remarks(6) == [f"after 6 s, {text}"]
-    assert seen.remarks(7) == []
-    assert seen.remarks(26) == [f"after 26 s, {text}"]
+    assert said_in(seen, full, 6) == [f"after 6 s, {text}"]
+    assert said_in(seen, full, 7) == []
+    assert said_in(seen, full, 26) == [f"after 26 s, {text}"]
     assert seen.gives_up(99) is None
     assert seen.gives_up(100) == (
         "not all pods have started within 100 s (PS_RENDEZVOUS_TIMEOUT): "
@@ -288,11 +311,12 @@ def test_a_full_cluster_is_named_and_waited_for() -> None:
 def test_a_quota_that_forbids_the_pods_is_named() -> None:
     seen = watch()
     quota = event("is forbidden: exceeded quota: small", name="train-01234567-worker")
-    seen.saw(Sight(jobs(), [running(SCHEDULER), running(SERVER)], [quota]), 1)
+    short = (jobs(), [running(SCHEDULER), running(SERVER)], [quota])
+    seen.saw(*short, 1)
     assert seen.gives_up(11) == (
         "worker 0 cannot start: FailedCreate: is forbidden: exceeded quota: small"
     )
-    assert seen.remarks(11) == [
+    assert said_in(seen, short, 11) == [
         "after 11 s, waiting for worker 0, worker 1 "
         "(FailedCreate: is forbidden: exceeded quota: small)"
     ]
@@ -302,7 +326,6 @@ def test_that_all_have_started_is_said_once() -> None:
     seen = watch()
     assert said_in(seen, started_but(running(WORKER_1)), 1) == ["all 4 pods have started"]
     assert said_in(seen, started_but(running(WORKER_1)), 2) == []
-    assert seen.remarks(50) == []
     assert seen.gives_up(500) is None
 
 
@@ -311,19 +334,20 @@ def test_that_all_have_started_is_said_once() -> None:
 
 def test_silence_is_said_at_once_and_then_now_and_then_and_so_is_its_end() -> None:
     seen = watch()
-    seen.saw(started_but(running(WORKER_1)), 10)
-    assert seen.no_answer("refused", 12) == [
+    seen.saw(*started_but(running(WORKER_1)), 10)
+    assert notes(seen.no_answer("refused", 12)) == [
         "the cluster does not answer (refused); the job is left alone, trying again"
     ]
     assert seen.no_answer("refused", 14) == []
-    assert seen.no_answer("refused", 40) == ["no answer from the cluster for 30 s (refused)"]
+    shown = notes(seen.no_answer("refused", 40))
+    assert shown == ["no answer from the cluster for 30 s (refused)"]
     said = said_in(seen, started_but(running(WORKER_1)), 50)
     assert said == ["the cluster answers again, after 40 s"]
 
 
 def test_nothing_ends_because_of_silence_but_following_does_after_a_long_time() -> None:
     seen = watch()
-    seen.saw(started_but(running(WORKER_1)), 10)
+    seen.saw(*started_but(running(WORKER_1)), 10)
     seen.no_answer("refused", 12)
     assert seen.lost_sight(209) is None
     assert seen.lost_sight(210) == "the cluster has not answered for 200 s"
@@ -334,35 +358,20 @@ def test_nothing_ends_because_of_silence_but_following_does_after_a_long_time() 
 
 
 def test_times_are_taken_off_lines() -> None:
-    lines = TimedLines()
-    lines.begin()
-    data = (
-        b"2026-01-01T00:00:00.5Z one\n2026-01-01T00:00:00.50001Z  two \n2026-01-01T00:00:01Z \n2026"
-    )
-    assert lines.feed(data, 0) == [b"one", b" two ", b""]
-    assert lines.feed(b"-01-01T00:00:02Z half", 0) == []
-    assert lines.finish(0) == [b"half"]
+    data = b"2026-01-01T00:00:00.5Z one\n2026-01-01T00:00:00.50001Z  two \n2026-01-01T00:00:01Z "
+    last = b"2026-01-01T00:00:01"
+    assert untimed(data.split(b"\n"), b"", b"") == ([b"one", b" two ", b""], last)
 
 
 def test_a_new_call_repeats_nothing_and_misses_nothing() -> None:
-    lines = TimedLines()
-    lines.begin()
-    lines.feed(b"2026-01-01T00:00:00.1Z a\n2026-01-01T00:00:00.12Z b\n2026-01-01T00:00:00.3Z c", 0)
-    lines.begin()
-    again = b"2026-01-01T00:00:00.1Z a\n2026-01-01T00:00:00.12Z b\n2026-01-01T00:00:00.121Z B\n"
-    assert lines.feed(again + b"2026-01-01T00:00:00.3Z c\n", 0) == [b"B", b"c"]
+    data = (
+        b"2026-01-01T00:00:00.1Z a\n2026-01-01T00:00:00.12Z b\n2026-01-01T00:00:00.121Z B\n"
+        b"2026-01-01T00:00:00.3Z c\nno time"
+    )
+    known, last = b"2026-01-01T00:00:00.12", b"2026-01-01T00:00:00.3"
+    assert untimed(data.split(b"\n"), known, known) == ([b"B", b"c", b"no time"], last)
 
 
 def test_a_progress_bar_shows_its_last_state() -> None:
-    lines = TimedLines()
-    lines.begin()
-    assert lines.feed(b"2026-01-01T00:00:00Z 10%\r50%\r100%\r\n", 0) == [b"100%"]
-
-
-def test_what_a_new_call_reads_begins_well_before_the_last_line() -> None:
-    """Clocks of nodes differ; where they differ too much, everything is read."""
-    lines = TimedLines()
-    assert lines.age_s(0) is None
-    lines.feed(b"1970-01-01T00:16:40.5Z a\n", 0)
-    assert lines.age_s(1030) == 330
-    assert lines.age_s(600) is None
+    lines, _ = untimed([b"2026-01-01T00:00:00Z 10%\r50%\r100%\r"], b"", b"")
+    assert lines == [b"100%"]

@@ -1,0 +1,90 @@
+"""LeNet on MNIST with DistributedDataParallel, over this project's servers.
+
+    torchrun --nproc-per-node 2 examples/pytorch/ddp_mnist.py
+    python tools/launch.py -n 2 -s 1 --launcher local python examples/pytorch/ddp_mnist.py
+
+It is written as for any other backend: ``gloo`` as its argument uses Gloo (by torchrun). The digits
+are those of ``examples/image_classification``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "image_classification"))
+if __name__ == "__main__" and importlib.util.find_spec("torch") is None:
+    sys.exit("ddp_mnist: PyTorch is missing; install it: pip install torch")
+
+import mnist
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+def lenet() -> nn.Sequential:
+    """LeNet; each rank begins with weights of its own, and DDP copies those of rank 0."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 20, 5), nn.Tanh(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(20, 50, 5), nn.Tanh(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(800, 500), nn.Tanh(), nn.Linear(500, 10)),
+    )
+
+
+def train(model: nn.Module, digits: mnist.Digits, epochs: int, batch_size: int) -> None:
+    """Train on this rank's share of the digits; DDP averages the gradients of all ranks."""
+    data = TensorDataset(torch.from_numpy(digits.images), torch.from_numpy(digits.labels))
+    sampler: DistributedSampler[object] = DistributedSampler(data)
+    loader = DataLoader(data, batch_size, sampler=sampler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch + 1}: last loss {loss.item():.4f}", flush=True)
+
+
+def accuracy(model: nn.Module, digits: mnist.Digits) -> float:
+    """The share of right answers; each rank tests every size-th digit."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with torch.no_grad():
+        answers = model(torch.from_numpy(digits.images[rank::size])).argmax(1)
+    right = (answers == torch.from_numpy(digits.labels[rank::size])).sum()
+    dist.all_reduce(right)
+    return float(right) / len(digits.labels)
+
+
+def main() -> None:
+    """Train, test, and say how well it went."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("backend", nargs="?", default="kvstore")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=32)
+    flags = parser.parse_args()
+    if flags.backend == "kvstore":
+        import kvstore.torch  # noqa: F401  (an installed kvstore needs no import)
+    dist.init_process_group(flags.backend)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
+    training, test = mnist.load()
+    model = DistributedDataParallel(lenet())
+    train(model, training, flags.epochs, flags.batch_size)
+    share = accuracy(model, test)
+    if dist.get_rank() == 0:
+        print(f"test accuracy {share:.4f} on {dist.get_world_size()} ranks", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

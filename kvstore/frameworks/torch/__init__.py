@@ -1,0 +1,42 @@
+"""The backend ``kvstore`` of ``torch.distributed``: collective calls over this project's servers.
+
+::
+
+    import torch.distributed as dist
+
+    dist.init_process_group("kvstore")        # a script needs nothing more: see below
+    model = torch.nn.parallel.DistributedDataParallel(model)
+
+Its public name is ``kvstore.torch``. ``import torch`` registers the backend by itself
+(``kvstore_torch_autoload.py``), unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` says otherwise;
+importing this module registers it, too. Read next: ``process_group.py``.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "kvstore.torch needs PyTorch, which is not installed here: pip install torch, or for CPUs "
+        "only pip install torch --index-url https://download.pytorch.org/whl/cpu",
+        name="torch",
+    ) from None
+
+import torch.distributed
+
+from kvstore.frameworks.torch.cluster import GroupCluster, join
+from kvstore.frameworks.torch.process_group import ProcessGroupKVStore, create
+from kvstore.frameworks.torch.work import KVStoreWork
+from kvstore_torch_autoload import register
+
+__all__ = ["GroupCluster", "KVStoreWork", "ProcessGroupKVStore", "create", "join", "register"]
+
+if not torch.distributed.is_available():
+    raise ImportError(
+        f"kvstore.torch needs torch.distributed, which PyTorch {torch.__version__} was built "
+        "without: install another build of PyTorch"
+    )
+register()

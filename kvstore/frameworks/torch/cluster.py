@@ -1,0 +1,252 @@
+"""From PyTorch's rendezvous to a node of a cluster: who starts the servers, and how all find them.
+
+A process group begins with a store that all its ranks can read and write (a ``TCPStore``, mostly).
+There are two ways from it to a worker's node, and :func:`join` chooses.
+
+- **A job of ours** (DMLC_PS_ROOT_URI is set, as ``kvstore-launch`` does): the node of this process,
+  which all its stores share and which lives until the interpreter ends.
+- **Ranks that others start** (torchrun, ``mp.spawn``, mpiexec): rank 0 runs a scheduler and the
+  first rank of each machine a server, as children (``kvstore/launch/colocated.py``). Through the
+  store go the scheduler's address and the job's key. Destroying the group ends this cluster; so
+  does the end of a script that never destroys it.
+
+The settings are those of ``pslite.config``, read once in each call. Runs on the thread that makes
+the group, and waits. Read next: ``process_group.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import multiprocessing.util
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvstore.launch.colocated import ColocatedServices
+from kvstore.launch.environment import listen
+from kvstore.launch.options import LaunchError
+from kvstore.stores.dist.node import worker_node
+from pslite import Config, Postoffice, Role, start
+from pslite.errors import ConfigError, DeadlineError
+from pslite.node.address import interface_address, machine_id
+from pslite.node.log import try_to_stderr
+
+LOOPBACK = "127.0.0.1"
+_KEY_BYTES = 32
+
+
+@dataclass(frozen=True)
+class GroupCluster:
+    """The node of this process, and which worker of the cluster each rank of the group is."""
+
+    node: Postoffice
+    ranks: tuple[int, ...]
+    leave: Callable[[], None]
+    """Ends this process's part in it. A job's node stays: it lives as long as its process."""
+
+
+@dataclass(frozen=True)
+class ServicePlan:
+    """The plan of rank 0 for a cluster of its own, which it sends the others."""
+
+    host: str
+    port: int
+    job_id: str
+    num_servers: int
+    security: str
+    #: For each rank, which servers it runs.
+    servers: list[list[int]]
+    #: "" where every process has the key in a file (PS_JOB_KEY_FILE).
+    key: str
+
+
+def join(store: Any, rank: int, size: int) -> GroupCluster:
+    """Join the cluster of a group of ``size`` ranks that meet in ``store``; return when all have.
+
+    Raises:
+        ConfigError: settings contradict each other or the group.
+        DeadlineError: a rank did not come; the text says which.
+    """
+    config, unknown = Config.from_env()
+    if config.root_uri:
+        return _cluster_of_the_job(config, store, rank, size)
+    for sentence in unknown:
+        try_to_stderr(f"warning: {sentence}")
+    return _own_cluster(config, store, rank, size)
+
+
+# -- a job of ours ------------------------------------------------------------------------
+
+
+def _cluster_of_the_job(config: Config, store: Any, rank: int, size: int) -> GroupCluster:
+    if size > config.num_workers:
+        raise ConfigError(
+            f"this process group has {size} ranks and the job {config.num_workers} workers "
+            "(DMLC_NUM_WORKER): each rank must be a worker of its own. Start as many workers as "
+            "ranks (kvstore-launch -n), or unset the DMLC_* variables and start ranks by torchrun"
+        )
+    node = worker_node()
+    _tell(store, f"worker/{rank}", json.dumps([config.job_id, node.rank]))
+    told = [json.loads(text) for text in _hear_all(store, "worker", size)]
+    jobs = {job for job, _ in told}
+    ranks = tuple(worker for _, worker in told)
+    if len(jobs) > 1 or len(set(ranks)) < size:
+        raise ConfigError(
+            "the ranks of this process group must be different workers of one job, got (PS_JOB_ID, "
+            f"rank of the worker) {told}: start them by one kvstore-launch"
+        )
+    return GroupCluster(node, ranks, lambda: None)
+
+
+# -- a cluster of the group's own -------------------------------------------------------------
+
+
+def _own_cluster(config: Config, store: Any, rank: int, size: int) -> GroupCluster:
+    _tell(store, f"machine/{rank}", config.machine or machine_id())
+    services = None
+    with contextlib.ExitStack() as stack:
+        listener = None
+        if rank == 0:
+            plan, listener = _decide(config, store, size)
+            stack.enter_context(listener)
+            _tell(store, "plan", json.dumps(asdict(plan)))
+        else:
+            plan = ServicePlan(**json.loads(_hear(store, "plan", 0)))
+        mine = _settings_of(plan, config, rank, size, listener)
+        if mine:
+            fds = [] if listener is None else [listener.fileno()]
+            services = ColocatedServices(mine, plan.key, fds)
+    try:
+        node = start(_worker_config(plan, config, rank, size))
+    except BaseException:
+        if services is not None:
+            services.kill()
+        raise
+    _leave_at_the_end_of_a_child(node, services)
+    return GroupCluster(node, tuple(range(size)), node.close)
+
+
+def _decide(config: Config, store: Any, size: int) -> tuple[ServicePlan, socket.socket]:
+    """Decide for all, on rank 0; the caller owns the socket on which the scheduler listens."""
+    machines = _hear_all(store, "machine", size)
+    first_ranks = [machines.index(machine) for machine in dict.fromkeys(machines)]
+    host = LOOPBACK if len(first_ranks) == 1 else _own_host(config, store)
+    try:
+        listener = listen(host, 0)
+    except LaunchError as error:
+        raise ConfigError(
+            f"rank 0 must run the scheduler, which others reach at {host}: {error}. Set "
+            "DMLC_NODE_HOST or DMLC_INTERFACE on rank 0 to an address of its own"
+        ) from error
+    num_servers = config.torch_servers or len(first_ranks)
+    servers: list[list[int]] = [[] for _ in range(size)]
+    for server in range(num_servers):
+        servers[first_ranks[server % len(first_ranks)]].append(server)
+    key = "" if config.job_key_file else secrets.token_hex(_KEY_BYTES)
+    # Torch's store is neither encrypted nor authenticated, so a key from it hides nothing.
+    security = config.security or ("" if config.job_key_file else "plain")
+    port = listener.getsockname()[1]
+    plan = ServicePlan(host, port, secrets.token_hex(8), num_servers, security, servers, key)
+    return plan, listener
+
+
+def _own_host(config: Config, store: Any) -> str:
+    """Return where the other machines reach rank 0: where they have reached its store, mostly."""
+    if config.node_host:
+        return config.node_host
+    if config.interface:
+        return interface_address(config.interface)
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", "") or socket.gethostname()
+
+
+def _settings_of(
+    plan: ServicePlan, config: Config, rank: int, size: int, listener: socket.socket | None
+) -> list[dict[str, Any]]:
+    """Return the settings of what this rank runs: the scheduler, servers, or nothing."""
+    common = _common(plan, config, size)
+    found = [
+        asdict(replace(common, role=Role.SERVER.value, task_id=server))
+        for server in plan.servers[rank]
+    ]
+    if listener is not None:
+        role = Role.SCHEDULER.value
+        found.insert(0, asdict(replace(common, role=role, listen_fd=listener.fileno())))
+    return found
+
+
+def _worker_config(plan: ServicePlan, config: Config, rank: int, size: int) -> Config:
+    key_fd = None
+    if plan.key:
+        key_fd, written = os.pipe()
+        os.write(written, plan.key.encode())
+        os.close(written)
+    return replace(
+        _common(plan, config, size), role=Role.WORKER.value, task_id=rank, job_key_fd=key_fd
+    )
+
+
+def _common(plan: ServicePlan, config: Config, size: int) -> Config:
+    """Return what all nodes of this cluster are told; PORT is for servers of a job of ours."""
+    return replace(
+        config,
+        num_workers=size,
+        num_servers=plan.num_servers,
+        root_uri=plan.host,
+        root_port=plan.port,
+        job_id=plan.job_id,
+        security=plan.security,
+        bind_all=False,
+        port=0,
+        task_id=None,
+        listen_fd=None,
+    )
+
+
+def _leave_at_the_end_of_a_child(node: Postoffice, services: ColocatedServices | None) -> None:
+    """Say goodbye at the end of a child of ``multiprocessing``, which runs no exit handlers.
+
+    An exception on its way is a loss, as it is in a script.
+    """
+    if multiprocessing.parent_process() is None:
+        return
+
+    def leave() -> None:
+        error = sys.exc_info()[1]
+        failed = error is not None and getattr(error, "code", 1) not in (0, None)
+        node.close(goodbye=not failed)
+        if services is not None and failed:
+            services.abandon()
+        elif services is not None:
+            services.wait()
+
+    multiprocessing.util.Finalize(None, leave, exitpriority=0)
+
+
+# -- what ranks tell each other through the store -----------------------------------------------
+
+
+def _tell(store: Any, key: str, text: str) -> None:
+    store.set(f"kvstore/{key}", text)
+
+
+def _hear(store: Any, key: str, rank: int) -> str:
+    """Wait for what ``rank`` tells under ``key``, as long as the store's time-out allows."""
+    try:
+        return bytes(store.get(f"kvstore/{key}")).decode()
+    except RuntimeError as error:  # of the store, also for a time-out
+        raise DeadlineError(
+            f"rank {rank} of the process group did not come: nothing under {key} in torch's store "
+            f"within its timeout ({error}); look at what rank {rank} has written"
+        ) from error
+
+
+def _hear_all(store: Any, name: str, size: int) -> Sequence[str]:
+    return [_hear(store, f"{name}/{rank}", rank) for rank in range(size)]

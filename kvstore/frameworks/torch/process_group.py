@@ -1,0 +1,471 @@
+"""``ProcessGroupKVStore``: what ``torch.distributed`` calls, on a ``Communicator`` of ``pslite``.
+
+Up to PyTorch 2.13 a backend written in Python subclasses ``ProcessGroup``, and replaces the group
+that torch has made: ``Backend`` has no constructor there. From 2.15 on a group also needs an inner
+``Backend``, which ``_inner_backend`` makes. C++ code (the reducer of DistributedDataParallel,
+functional collectives) reaches only the names that PyProcessGroup.hpp passes on; Python code
+reaches all. 2.13 gave three methods new names, so both are here.
+
+Any thread may call: what orders the calls of a group is the number that ``Communicator`` gives
+each. A call returns at once; ``work.py`` has the waiting. Read next: ``cluster.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kvstore.errors import ArgumentValueError
+from kvstore.frameworks.torch.cluster import GroupCluster, join
+from kvstore.frameworks.torch.tensors import (
+    Array,
+    array_of,
+    check_reducible,
+    contiguous,
+    fill,
+    operation,
+    rows_of,
+    sparse_sum,
+)
+from kvstore.frameworks.torch.work import Completions, KVStoreWork
+from pslite import Communicator, Future
+from pslite.future import gather
+
+NAME = "kvstore"
+_CPU = torch.device("cpu")
+Tensors = Sequence[torch.Tensor]
+
+
+def create(options: Any, backend_options: Any = None) -> ProcessGroupKVStore:
+    """Make a group; ``torch.distributed`` calls this with its ``_DistributedBackendOptions``."""
+    members = list(options.global_ranks_in_group)
+    world = dist.GroupMember.WORLD
+    timeout_s = options.timeout.total_seconds()
+    if members and isinstance(world, ProcessGroupKVStore):
+        # A part of a group of ours: the same cluster.
+        ranks = [world.cluster.ranks[rank] for rank in members]
+        group = ProcessGroupKVStore(options.group_rank, options.group_size)
+        group.begin(world.cluster, ranks, options.group_id, timeout_s, options.store)
+        return group
+    cluster = join(options.store, options.group_rank, options.group_size)
+    group = ProcessGroupKVStore(options.group_rank, options.group_size)
+    group.begin(cluster, cluster.ranks, options.group_id, timeout_s, options.store)
+    group.owns_cluster = True
+    return group
+
+
+class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group whose ranks are workers of a cluster. Made by :func:`create`."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.owns_cluster = False
+        self._group_name = "undefined"
+        self._group_description = "undefined"
+        self._inner = _inner_backend(rank, size)
+        if self._inner is not None:
+            self._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, self._inner)
+
+    def begin(
+        self, cluster: GroupCluster, ranks: Sequence[int], name: str, timeout_s: float, store: Any
+    ) -> None:
+        """Take up the work, as ``ranks`` of the cluster's workers in the group's order."""
+        self.cluster = cluster
+        self.calls = Communicator(cluster.node, ranks, name=f"torch {name}")
+        self._timeout_s = timeout_s
+        self._store = store
+        self._completions = Completions()
+
+    # -- who this is -------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return ``kvstore``."""
+        return NAME
+
+    def name(self) -> str:
+        """Return ``kvstore``."""
+        return NAME
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return the name that torch gave this group."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Take the name that torch gives this group; functional collectives look for it."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return torch's description of this group."""
+        return self._group_description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Take torch's description of this group."""
+        self._group_description = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if self._inner is None else self._inner
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def get_group_store(self) -> Any:
+        """Return the store in which the group's ranks met."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long calls of this group wait, if they are not told."""
+        self._timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: ``Communicator`` numbers the calls."""
+
+    # -- reductions --------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> KVStoreWork:
+        """Combine a tensor of all ranks, in place."""
+        op, factor = _operation(opts)
+        found = _listed(tensors)
+
+        def call(tensor: torch.Tensor) -> Future[Any]:
+            if tensor.layout == torch.sparse_coo:
+                return self._all_gather_sparse(tensor, op)
+            array = _summand(tensor)
+            return self.calls.all_reduce(array, op, factor=factor, out=array)
+
+        return self._each(found, found, call, _fill_sum, opts)
+
+    def _all_gather_sparse(self, tensor: torch.Tensor, op: str) -> Future[Any]:
+        """Give every rank the rows of all, as embeddings with ``sparse=True`` need it."""
+        if op != "sum":
+            raise ArgumentValueError(f"expected SUM for a sparse tensor, got {op.upper()}")
+        own = tensor.detach().coalesce()
+        indices = self.calls.all_gather(contiguous(own.indices().t()))
+        return gather([indices, self.calls.all_gather(contiguous(own.values()))])
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> KVStoreWork:
+        """Combine several tensors of all ranks, in place."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> KVStoreWork:
+        """Combine a tensor of all ranks, in place on the root only."""
+        op, factor = _operation(opts)
+        root = _root(opts)
+        found = _listed(tensors)
+
+        def call(tensor: torch.Tensor) -> Future[Any]:
+            return self.calls.reduce(_summand(tensor), root, op, factor=factor)
+
+        return self._each(found, found, call, _fill_if_given, opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> KVStoreWork:
+        """Combine each input of all ranks; rank i gets the i-th."""
+        op, factor = _operation(opts)
+
+        def call(pieces: Tensors) -> Future[Any]:
+            return self.calls.reduce_scatter([*map(_summand, pieces)], op, factor=factor)
+
+        return self._each(_listed(outputs), _lists(inputs), call, fill, opts)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> KVStoreWork:
+        """Combine an input of all ranks, cut into a piece for each; rank i gets the i-th."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> KVStoreWork:
+        """Do the same for several inputs."""
+        op, factor = _operation(opts)
+
+        def call(tensor: torch.Tensor) -> Future[Any]:
+            pieces = rows_of(_summand(tensor).reshape(-1), (), self.size())
+            return self.calls.reduce_scatter(pieces, op, factor=factor)
+
+        return self._each(outputs, inputs, call, fill, opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- moving data -------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> KVStoreWork:
+        """Copy the root's tensor into those of all."""
+        root = _root(opts)
+        found = _listed(tensors)
+        call = lambda tensor: self.calls.broadcast(contiguous(tensor), root)  # noqa: E731
+        return self._each(found, found, call, fill, opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> KVStoreWork:
+        """Give every rank the inputs of all."""
+        call = lambda tensor: self.calls.all_gather(contiguous(tensor))  # noqa: E731
+        return self._each(_lists(outputs), _listed(inputs), call, _fill_each, opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> KVStoreWork:
+        """Do the same for several inputs: ``outputs[rank][i]`` is that rank's i-th."""
+        by_input = [*map(list, zip(*outputs, strict=True))]
+        return self.allgather(by_input, inputs, opts)
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> KVStoreWork:
+        """Give every rank the inputs of all, one after the other in one tensor."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> KVStoreWork:
+        """Do the same for several inputs."""
+        call = lambda tensor: self.calls.all_gather(contiguous(tensor))  # noqa: E731
+        return self._each(outputs, inputs, call, _fill_in_turn, opts)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> KVStoreWork:
+        """Give the root the inputs of all."""
+        root = _root(opts)
+        found = _listed(inputs)
+        call = lambda tensor: self.calls.gather(contiguous(tensor), root)  # noqa: E731
+        targets = _lists(outputs) if self.rank() == root else [[] for _ in found]
+        return self._each(targets, found, call, _fill_each, opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> KVStoreWork:
+        """Give rank i the i-th input of the root."""
+        root = _root(opts)
+        found = _listed(outputs)
+        sources: Any = _lists(inputs) if self.rank() == root else [None for _ in found]
+
+        def call(pieces: Tensors | None) -> Future[Any]:
+            return self.calls.scatter(None if pieces is None else [*map(contiguous, pieces)], root)
+
+        return self._each(found, sources, call, fill, opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        opts: Any = None,
+    ) -> KVStoreWork:
+        """Cut the input into a piece for each rank, and get one from each."""
+        pieces = rows_of(contiguous(input), input_splits, self.size())
+        targets = rows_of(array_of(output), output_splits, self.size())
+        future = self.calls.all_to_all(pieces)
+        finish = lambda values: _fill_rows(targets, values)  # noqa: E731
+        return self._work(future, finish, [output], opts)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> KVStoreWork:
+        """Send the i-th input to rank i, and get one from each."""
+        future = self.calls.all_to_all([*map(contiguous, inputs)])
+        return self._work(future, lambda values: _fill_each(outputs, values), outputs, opts)
+
+    def send(self, tensors: Tensors, to: int, tag: int = 0) -> KVStoreWork:
+        """Send a tensor to a rank of the group; done once a server has it."""
+        found = _listed(tensors)
+        call = lambda tensor: self.calls.send(contiguous(tensor), to, tag)  # noqa: E731
+        return self._each([()] * len(found), found, call, _nothing, None)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> KVStoreWork:
+        """Receive what a rank of the group has sent with this tag."""
+        return self._receive(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> KVStoreWork:
+        """Receive what any rank has sent; the work's ``source_rank`` says which."""
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> KVStoreWork:
+        (tensor,) = _listed(tensors)
+        future = self.calls.recv(source, tag)
+        return self._work(future, lambda got: fill(tensor, got.array, got.dtype), [tensor], None)
+
+    def barrier(self, opts: Any = None) -> KVStoreWork:
+        """Complete once all ranks have come here."""
+        return self._work(self.calls.barrier(), lambda _: None, [], opts)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait until all ranks have come here; an error names who has not."""
+        self.barrier().wait(timeout)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End the group, as ``destroy_process_group`` does, and a cluster of its own with it."""
+        self.calls.close()
+        self._completions.close()
+        if self.owns_cluster:
+            self.owns_cluster = False
+            self.cluster.leave()
+
+    abort = shutdown
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _each(
+        self,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        call: Callable[[Any], Future[Any]],
+        finish: Callable[[Any, Any], None],
+        opts: Any,
+    ) -> KVStoreWork:
+        """Make one call for each input; ``finish(output, value)`` puts its value into place."""
+        if len(outputs) != len(inputs):
+            raise ArgumentValueError(
+                f"expected as many outputs as inputs, got {len(outputs)} and {len(inputs)}"
+            )
+        tensors = [*_flattened(outputs)]
+        if len(inputs) == 1:
+            only = functools.partial(finish, outputs[0])
+            return self._work(call(inputs[0]), only, tensors, opts)
+
+        def finish_all(values: Sequence[Any]) -> None:
+            for output, value in zip(outputs, values, strict=True):
+                finish(output, value)
+
+        return self._work(gather([call(each) for each in inputs]), finish_all, tensors, opts)
+
+    def _work(
+        self, future: Future[Any], finish: Callable[[Any], None], tensors: Tensors, opts: Any
+    ) -> KVStoreWork:
+        timeout = getattr(opts, "timeout", None)
+        limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
+        work = KVStoreWork(
+            self.cluster.node,
+            future,
+            finish,
+            tensors,
+            limit_s if limit_s > 0 else self._timeout_s,
+            self._completions,
+        )
+        if getattr(opts, "asyncOp", False):
+            work.finish_in_background()
+        return work
+
+
+@functools.cache
+def _backend_class() -> type[Any]:
+    class InnerBackend(torch._C._distributed_c10d.Backend):  # type: ignore[misc]
+        """Names the device of a group for C++ code of PyTorch 2.15; the group does the work."""
+
+        supports_splitting = False
+        supports_coalescing = False
+        supports_time_estimate = False
+
+        def getBackendName(self) -> str:  # noqa: N802
+            """Return ``kvstore``."""
+            return NAME
+
+    return InnerBackend
+
+
+def _inner_backend(rank: int, size: int) -> Any:
+    """Return what PyTorch 2.15 wants beside a group; None where it cannot be made, or needed."""
+    try:
+        return _backend_class()(rank, size)
+    except TypeError:  # "No constructor defined"
+        return None
+
+
+def _summand(tensor: torch.Tensor) -> Array:
+    check_reducible(tensor)
+    return contiguous(tensor)
+
+
+def _operation(opts: Any) -> tuple[str, float | None]:
+    return operation(getattr(opts, "reduceOp", opts) or dist.ReduceOp.SUM)
+
+
+def _root(opts: Any) -> int:
+    return opts if isinstance(opts, int) else int(getattr(opts, "rootRank", 0))
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _lists(tensors: Any) -> list[list[torch.Tensor]]:
+    """Return a list of lists, also where torch's short form has a list only."""
+    found = list(tensors)
+    return [found] if found and isinstance(found[0], torch.Tensor) else [*map(list, found)]
+
+
+def _flattened(outputs: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for output in outputs:
+        if isinstance(output, torch.Tensor):
+            yield output
+        else:
+            yield from output
+
+
+# -- values into outputs -----------------------------------------------------------------------
+
+
+def _fill_sum(output: torch.Tensor, value: Any) -> None:
+    if output.layout == torch.sparse_coo:
+        indices, values = value
+        with torch.no_grad():  # the detached one would get new indices of its own
+            output.copy_(sparse_sum(indices, values, output))
+    else:
+        fill(output, value)
+
+
+def _nothing(output: Any, value: Any) -> None:
+    pass
+
+
+def _fill_if_given(output: torch.Tensor, value: Array | None) -> None:
+    if value is not None:
+        fill(output, value)
+
+
+def _fill_each(outputs: Tensors, values: Sequence[Array] | None) -> None:
+    if values is None:
+        return
+    if len(outputs) != len(values):
+        raise ArgumentValueError(f"expected {len(values)} output tensors, got {len(outputs)}")
+    for output, value in zip(outputs, values, strict=True):
+        fill(output, value)
+
+
+def _fill_in_turn(output: torch.Tensor, values: Sequence[Array]) -> None:
+    total = sum(value.size for value in values)
+    if output.numel() != total:
+        raise ArgumentValueError(
+            f"expected an output of {total} elements for what {len(values)} ranks have sent, got "
+            f"one of shape {tuple(output.shape)}"
+        )
+    whole = output.detach() if output.is_contiguous() else output.new_empty(output.shape)
+    flat = whole.view(-1)
+    at = 0
+    for value in values:
+        fill(flat[at : at + value.size], value)
+        at += value.size
+    if not output.is_contiguous():
+        output.detach().copy_(whole)
+
+
+def _fill_rows(targets: Sequence[Array], values: Sequence[Array]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        if target.size != value.size:
+            raise ArgumentValueError(
+                f"expected {value.size} elements for what was received, got room for {target.size}"
+            )
+        target[...] = value.view(target.dtype).reshape(target.shape)

@@ -1,0 +1,153 @@
+"""Tensors as NumPy arrays in the same memory, and PyTorch's words for what ranks compute.
+
+The only tensors here are on the CPU, and dense but for ``sparse_sum``. bfloat16 becomes NumPy's
+``ml_dtypes.bfloat16``; other dtypes that NumPy lacks (float8) become bytes, which can be moved and
+not added. Pure.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstore.arrays.dtypes import bfloat16
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
+
+Array = np.ndarray[Any, Any]
+
+#: PyTorch's names of operations -> ours.
+OPERATIONS = {
+    "SUM": "sum",
+    "AVG": "average",
+    "PRODUCT": "product",
+    "MIN": "min",
+    "MAX": "max",
+    "BAND": "band",
+    "BOR": "bor",
+    "BXOR": "bxor",
+    "PREMUL_SUM": "premul_sum",
+}
+_OF_NUMPY = (
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 "
+    "float16 float32 float64 complex64 complex128"
+)
+_NUMPY_HAS = frozenset(getattr(torch, name) for name in _OF_NUMPY.split() if hasattr(torch, name))
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """Return a tensor's own memory as an array of the same shape and strides, to write to.
+
+    Raises ``ArgumentTypeError`` for a tensor whose values do not simply lie on the CPU.
+    """
+    _check(tensor)
+    plain = tensor.detach()
+    if plain.dtype in _NUMPY_HAS:
+        array: Array = plain.numpy()
+        return array
+    if plain.dtype == torch.bfloat16:
+        bits: Array = plain.view(torch.int16).numpy()
+        return bits.view(bfloat16())
+    if plain.dtype.itemsize == 1:
+        raw: Array = plain.view(torch.uint8).numpy()
+        return raw
+    raise ArgumentTypeError(
+        f"a tensor of {tensor.dtype} cannot travel; convert it, such as tensor.to(torch.float32)"
+    )
+
+
+def contiguous(tensor: torch.Tensor) -> Array:
+    """Return the tensor's values to read, C-contiguous: its own memory where that is so."""
+    array = array_of(tensor.resolve_conj().resolve_neg())
+    return array if array.flags.c_contiguous else array.copy()
+
+
+def fill(tensor: torch.Tensor, values: Array, dtype: str | None = None) -> None:
+    """Copy values into a tensor with as many elements of the same dtype; shapes may differ.
+
+    ``dtype`` is ``bfloat16`` for values that are its bits.
+    Raises ``ArgumentValueError`` where they do not fit, for which the peers are not asked.
+    """
+    target = array_of(tensor)
+    if dtype == "bfloat16":
+        values = values.view(bfloat16())
+    if values.dtype != target.dtype or values.size != target.size:
+        raise ArgumentValueError(
+            f"expected a tensor of {values.size} elements of {values.dtype} for what was received, "
+            f"got one of shape {tuple(tensor.shape)} and {tensor.dtype}; make it like the sender's"
+        )
+    if not np.may_share_memory(target, values):
+        np.copyto(target, values.reshape(target.shape))
+
+
+def check_reducible(tensor: torch.Tensor) -> None:
+    """Raise ``ArgumentTypeError`` for numbers that cannot be added."""
+    if tensor.dtype not in _NUMPY_HAS and tensor.dtype != torch.bfloat16:
+        raise ArgumentTypeError(
+            f"tensors of {tensor.dtype} can be moved and not added; convert them, such as "
+            "tensor.to(torch.bfloat16)"
+        )
+
+
+def operation(op: Any) -> tuple[str, float | None]:
+    """Return our name of a ``ReduceOp``, and the factor of PREMUL_SUM."""
+    # ReduceOp.SUM itself has a name; an object of ReduceOp, as in options, holds one and a factor.
+    kind, factor = (op, None) if hasattr(op, "name") else op.__getstate__()
+    name = kind.name
+    if name not in OPERATIONS:
+        raise NotSupportedError(f"expected an operation of {', '.join(OPERATIONS)}, got {name}")
+    if isinstance(factor, torch.Tensor):
+        if factor.numel() != 1:
+            raise ArgumentValueError(
+                f"expected one number as the factor of PREMUL_SUM, got {factor.numel()}"
+            )
+        factor = factor.item()
+    return OPERATIONS[name], None if factor is None else float(factor)
+
+
+def rows_of(array: Array, sizes: Sequence[int], size: int) -> list[Array]:
+    """Cut an array along its first dimension: into ``sizes``, or into ``size`` equal pieces."""
+    length = array.shape[0] if array.ndim else 1
+    if not sizes:
+        if length % size:
+            raise ArgumentValueError(
+                f"expected a first dimension that {size} ranks share equally, got {length}; pass "
+                "the sizes of the pieces"
+            )
+        sizes = [length // size] * size
+    if len(sizes) != size or sum(sizes) != length:
+        raise ArgumentValueError(
+            f"expected {size} sizes of pieces that are {length} together, got {list(sizes)}"
+        )
+    ends = np.cumsum([0, *sizes])
+    return [array[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+def sparse_sum(
+    indices: Sequence[Array], values: Sequence[Array], like: torch.Tensor
+) -> torch.Tensor:
+    """Add up sparse tensors of the shape of ``like``, in order; ``indices`` have a row for each."""
+    parts = []
+    for rows, row_values in zip(indices, values, strict=True):
+        found = torch.empty(row_values.shape, dtype=like.dtype)
+        fill(found, row_values)
+        where = torch.from_numpy(rows).t()
+        parts.append(torch.sparse_coo_tensor(where, found, like.shape, check_invariants=True))
+    return functools.reduce(torch.add, parts).coalesce()
+
+
+def _check(tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ArgumentTypeError(
+            f"the backend kvstore takes tensors on the CPU, got one on {tensor.device}; pass "
+            "tensor.cpu(), or use nccl for this group"
+        )
+    if tensor.layout != torch.strided:
+        raise ArgumentTypeError(
+            f"the backend kvstore takes dense tensors, got one of {tensor.layout}; pass "
+            "tensor.to_dense()"
+        )

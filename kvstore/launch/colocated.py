@@ -1,0 +1,174 @@
+"""Run a job's scheduler and servers as children of its workers, where others start the workers.
+
+torchrun, ``mp.spawn`` and mpiexec start workers only. So the worker of rank 0 runs the scheduler,
+and the first worker of each machine a server (``kvstore/frameworks/torch/cluster.py`` decides who).
+A child is told everything in one line of JSON on its standard input, the job's key too, so nothing
+of it is in an environment or on a command line.
+
+A child outlives a worker that was killed by ``GRACE_S`` at most: long enough to tell the others
+which worker is lost, which is better news than that a server is. A worker that ends well waits for
+its children, since others may still need them. Children ignore Ctrl-C, which reaches the whole
+process group: a worker may want to use the job once more, such as to save.
+
+Standard library only: the child's main sets its environment before NumPy is imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from kvstore.launch.environment import checkout_root
+from kvstore.launch.plan import THREAD_COUNT_NAMES
+
+GRACE_S = 5.0
+"""Seconds that a child still has once its worker is gone."""
+_SAY_AFTER_S = 10.0
+_PR_SET_PDEATHSIG = 1
+_MAIN = (
+    "import sys; sys.path[:0] = sys.argv[1:]; "
+    "from kvstore.launch.colocated import main; sys.exit(main())"
+)
+
+
+class ColocatedServices:
+    """A scheduler, servers, or both, that run as children of this process.
+
+    A thread of their own starts them and waits for them: Linux ends them with the thread that
+    started them, and the caller's may end before the process does.
+    """
+
+    def __init__(
+        self, settings: Sequence[Mapping[str, Any]], key: str, inherited_fds: Sequence[int] = ()
+    ) -> None:
+        """Start one child for each of ``settings``, the fields of a ``Config`` by their names.
+
+        Children of which one has ``listen_fd`` inherit that descriptor. Raises ``OSError``.
+        """
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._errors: list[BaseException] = []
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=([*settings], key, tuple(inherited_fds), started),
+            name="kvstore-colocated",
+            daemon=True,
+        )
+        atexit.register(self.wait)  # before the node's own handler is, so that it runs after that
+        self._thread.start()
+        started.wait()
+        if self._errors:
+            self.kill()
+            raise self._errors[0]
+
+    @property
+    def pids(self) -> list[int]:
+        """The children's process ids."""
+        return [process.pid for process in self._processes]
+
+    def _run(
+        self,
+        settings: Sequence[Mapping[str, Any]],
+        key: str,
+        fds: tuple[int, ...],
+        started: threading.Event,
+    ) -> None:
+        try:
+            for each in settings:
+                self._processes.append(_start(each, key, fds))
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            started.set()
+        for process in self._processes:
+            process.wait()
+
+    def kill(self) -> None:
+        """End all of them at once: their cluster never became complete."""
+        self.abandon()
+        for process in self._processes:
+            process.kill()
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """Do not wait at exit: this process failed, and the others shall learn it at once."""
+        atexit.unregister(self.wait)
+
+    def wait(self) -> None:
+        """Return once all have ended: at the exit of a script that ended well.
+
+        After an exception the process ends at once, and the others learn that it is lost.
+        """
+        if getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"):
+            return
+        say_at = time.monotonic() + _SAY_AFTER_S
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+            if time.monotonic() >= say_at and self._thread.is_alive():
+                say_at = float("inf")
+                print(
+                    f"process {os.getpid()} is done and stays until all workers are: they still "
+                    "need the servers that it started",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def _start(settings: Mapping[str, Any], key: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    root = checkout_root()
+    told = {"settings": dict(settings), "key": key, "parent": os.getpid()}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _MAIN, *([] if root is None else [root])],
+        stdin=subprocess.PIPE,
+        pass_fds=fds if settings.get("listen_fd") is not None else (),
+    )
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(json.dumps(told).encode() + b"\n")
+    return process
+
+
+# -- in the child -------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Run the scheduler or server that standard input describes; return its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end_soon)
+    told = json.loads(sys.stdin.buffer.readline())
+    _be_told_of_the_end_of(told["parent"])
+    os.environ.update(dict.fromkeys(THREAD_COUNT_NAMES, "1"))  # the pool's threads do the work
+    from kvstore.server import serve
+    from pslite import Config
+
+    key_fd = None
+    if told["key"]:
+        key_fd, written = os.pipe()
+        os.write(written, told["key"].encode())
+        os.close(written)
+    return serve(Config(**{**told["settings"], "job_key_fd": key_fd}))
+
+
+def _end_soon(number: int, frame: FrameType | None) -> None:
+    """End soon: the worker is gone, or a signal ends this process."""
+    timer = threading.Timer(GRACE_S, os._exit, (128 + number,))
+    timer.daemon = True
+    timer.start()
+
+
+def _be_told_of_the_end_of(parent: int) -> None:
+    """Have SIGTERM sent to this process when ``parent`` is gone; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != parent:  # it died before the line above
+            _end_soon(signal.SIGTERM, None)

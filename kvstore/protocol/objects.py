@@ -1,0 +1,134 @@
+"""Plain objects as bytes and arrays, and back: what ``broadcast_object`` sends. Pure.
+
+An object is None, a bool, a number, a text, bytes, an array, or a list, tuple or dict of such. It
+becomes a tree in MessagePack, in which a list is ``["l", ...]``, a tuple ``["t", ...]``, a dict
+``["d", key, value, ...]`` and an array ``["a", dtype, shape]``; the arrays' memory follows, in
+the same order. Reading makes nothing but these types: no class is looked up and no code runs
+(docs/decisions/0036-objects-without-pickle.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvstore.arrays import adapter_for
+from kvstore.arrays.dtypes import check_dtype, checked_shape, dtype_of, dtype_text
+from kvstore.errors import ArgumentTypeError, ArgumentValueError
+from pslite.errors import ProtocolError
+from pslite.wire.codec import pack_value, unpack_value
+
+Flat = np.ndarray[Any, Any]
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_MOST_TREE_BYTES = 16 << 20
+
+
+def pack_object(value: object) -> tuple[bytes, list[Flat]]:
+    """Return the tree of an object and its arrays; these may share its memory.
+
+    Raises:
+        ArgumentTypeError: it holds something that is not plain, which the text names.
+        ArgumentValueError: it is too large, or too deep.
+    """
+    arrays: list[Flat] = []
+    try:
+        tree = pack_value(_branch(value, arrays))
+    except (ValueError, OverflowError, RecursionError) as error:
+        if isinstance(error, ArgumentTypeError | ArgumentValueError):
+            raise
+        raise ArgumentValueError(
+            f"the object cannot be sent: {error or type(error).__name__}; ints have 64 bits, and "
+            "lists and dicts lie in each other less than 200 times"
+        ) from None
+    if len(tree) > _MOST_TREE_BYTES:
+        raise ArgumentValueError(
+            f"the object has {len(tree)} bytes without its arrays; the limit is "
+            f"{_MOST_TREE_BYTES}: put large data into arrays"
+        )
+    return tree, arrays
+
+
+def unpack_object(tree: bytes, memory: Flat) -> Any:
+    """Return the object; its arrays are views of ``memory``, flat bytes.
+
+    Raises:
+        ProtocolError: this is not what ``pack_object`` wrote.
+    """
+    reader = _TreeReader(memory)
+    try:
+        value = reader.value(unpack_value(tree))
+    except RecursionError:
+        raise ProtocolError("an object is nested too deeply") from None
+    if reader.at != len(memory):
+        raise ProtocolError(f"an object's arrays have {reader.at} bytes, got {len(memory)}")
+    return value
+
+
+def _branch(value: object, arrays: list[Flat]) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (list, tuple):
+        items = [_branch(item, arrays) for item in value]  # type: ignore[attr-defined]
+        return ["l" if type(value) is list else "t", *items]
+    if isinstance(value, dict):
+        return ["d", *(_branch(item, arrays) for pair in value.items() for item in pair)]
+    if isinstance(value, np.generic):
+        return _branch(value.item(), arrays)
+    try:
+        adapter = adapter_for(value)
+        check_dtype(adapter.dtype(value))
+    except ArgumentTypeError:
+        raise ArgumentTypeError(
+            "an object may hold None, bools, numbers, texts, bytes, arrays, and lists, tuples and "
+            f"dicts of them, got {type(value).__name__}"
+        ) from None
+    host = adapter.to_host(value)
+    arrays.append(host.reshape(-1).view(np.uint8))
+    return ["a", dtype_text(host.dtype), list(host.shape)]
+
+
+class _TreeReader:
+    """Makes values of a tree, and takes arrays from the memory in their order."""
+
+    def __init__(self, memory: Flat) -> None:
+        self._memory = memory
+        self.at = 0
+
+    def value(self, branch: Any) -> Any:
+        if type(branch) is not list:
+            if type(branch) not in _PLAIN:
+                raise ProtocolError(f"expected a plain value, got {branch!r:.60}")
+            return branch
+        kind, *items = branch or [None]
+        if kind == "l":
+            return list(map(self.value, items))
+        if kind == "t":
+            return tuple(map(self.value, items))
+        if kind == "d" and len(items) % 2 == 0:
+            return dict(self._pairs(items))
+        if kind == "a" and len(items) == 2:
+            return self._array(*items)
+        raise ProtocolError(f"expected a list, tuple, dict or array, got {branch!r:.60}")
+
+    def _pairs(self, items: list[Any]) -> Iterator[tuple[Any, Any]]:
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            found = self.value(key)
+            if type(found) not in (*_PLAIN, tuple):
+                raise ProtocolError(f"expected a key that is plain or a tuple, got {found!r:.60}")
+            yield found, self.value(value)
+
+    def _array(self, text: Any, lengths: Any) -> Flat:
+        dtype = dtype_of(text)
+        if type(lengths) is not list or any(type(n) is not int or n < 0 for n in lengths):
+            raise ProtocolError(f"expected a shape, got {lengths!r:.60}")
+        shape = checked_shape(lengths)
+        begin, self.at = self.at, self.at + math.prod(shape) * dtype.itemsize
+        if self.at > len(self._memory):
+            raise ProtocolError(f"an array of {text} {shape} exceeds the memory of its object")
+        # A copy, since items must be aligned and the others' memory is not to be kept with it.
+        copy: Flat = self._memory[begin : self.at].copy()
+        return copy.view(dtype).reshape(shape)

@@ -1,0 +1,155 @@
+"""Data that workers of a distributed store exchange, without keys.
+
+All workers make the same calls in the same order, ``send`` and ``recv`` aside. The work is done by
+``pslite``'s Communicator; here arrays of any library become NumPy's, and calls wait. On the
+caller's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstore.arrays import Array, adapter_for
+from kvstore.arrays.dtypes import bfloat16, check_dtype
+from kvstore.errors import ArgumentValueError, ValueMismatchError
+from kvstore.protocol.objects import pack_object, unpack_object
+from kvstore.stores.dist.admin import DistControl
+from pslite import Communicator, Future, Postoffice, ReceivedArray
+from pslite.errors import PSError, UsageError
+
+T = TypeVar("T")
+Host = np.ndarray[Any, Any]
+
+
+class DistWorkerCalls(DistControl):
+    """Collective calls of all workers of a store, and messages between two of them."""
+
+    def __init__(self, name: str, node: Postoffice, *, synchronous: bool) -> None:
+        super().__init__(name, node, synchronous=synchronous)
+        self._group = Communicator(node, name=f"store {self._servers.number}")
+
+    def all_reduce(
+        self,
+        value: Array,
+        op: str = "sum",
+        *,
+        factor: float | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """Combine a value of all workers, in rank order; all get the result.
+
+        ``op`` is sum, average, product, min, max, band, bor, bxor, or premul_sum, which multiplies
+        each value by ``factor`` first. Returns a new NumPy array, or ``out``, which is written to
+        and may be ``value``. Raises ``MismatchError`` on all workers when their calls differ.
+        """
+        self._check_may_wait()
+        host = _host(value)
+        if out is None:
+            return self._wait(self._group.all_reduce(host, op, factor=factor))
+        return self._into(out, host, self._group.all_reduce, host, op, factor=factor)
+
+    def reduce_scatter(
+        self,
+        values: Sequence[Array],
+        op: str = "sum",
+        *,
+        factor: float | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """Combine one value for each worker of all workers; rank i gets the i-th result.
+
+        As ``all_reduce``. The values share a dtype; their shapes may differ.
+        """
+        self._check_may_wait()
+        hosts = [_host(value) for value in values]
+        if out is None:
+            return self._wait(self._group.reduce_scatter(hosts, op, factor=factor))
+        own = hosts[self.rank] if len(hosts) == self.num_workers else np.empty(0)
+        return self._into(out, own, self._group.reduce_scatter, hosts, op, factor=factor)
+
+    def all_gather(self, value: Array) -> list[Host]:
+        """Return the values of all workers; their first dimensions may differ."""
+        self._check_may_wait()
+        found: list[Host] = self._wait(self._group.all_gather(_host(value)))
+        return found
+
+    def broadcast_object(self, value: object = None, root: int = 0) -> Any:
+        """Return the object of worker ``root`` on all of them; the others' is not looked at.
+
+        It may hold None, bools, numbers, texts, bytes, arrays, and lists, tuples and dicts of
+        them; arrays of all libraries arrive as NumPy's. It is not pickled.
+        """
+        self._check_may_wait()
+        if self._group.rank != root:
+            return self._object_of(root)
+        try:
+            tree, arrays = pack_object(value)
+        except PSError as error:  # the others must not wait for ever
+            text = np.frombuffer(str(error).encode(), np.uint8)
+            self._wait(self._group.broadcast(np.array([-1, len(text)]), root))
+            self._wait(self._group.broadcast(text, root))
+            raise
+        memory = np.concatenate([np.frombuffer(tree, np.uint8), *arrays])
+        self._wait(self._group.broadcast(np.array([len(tree), len(memory)]), root))
+        self._wait(self._group.broadcast(memory, root))
+        return value
+
+    def send(self, value: Array, to: int, tag: int = 0) -> None:
+        """Send a value to worker ``to``; returns when its mailbox on a server has it.
+
+        Messages of one sender, receiver and tag arrive in order.
+        """
+        self._check_may_wait()
+        self._wait(self._group.send(_host(value), to, tag))
+
+    def recv(self, source: int | None = None, tag: int = 0) -> ReceivedArray:
+        """Return the oldest message with this tag, of worker ``source`` or of any."""
+        self._check_may_wait()
+        found: ReceivedArray = self._wait(self._group.recv(source, tag))
+        if found.dtype == "bfloat16":
+            return found._replace(array=found.array.view(bfloat16()))
+        return found
+
+    def _leave(self) -> None:
+        self._group.close()
+        super()._leave()
+
+    def _object_of(self, root: int) -> Any:
+        sizes = np.empty(2, np.int64)
+        self._wait(self._group.broadcast(sizes, root))
+        tree_bytes, nbytes = map(int, sizes)
+        memory = self._wait(self._group.broadcast(np.empty(nbytes, np.uint8), root))
+        if tree_bytes < 0:
+            raise UsageError(f"worker {root} could not send its object: {bytes(memory).decode()}")
+        return unpack_object(bytes(memory[:tree_bytes]), memory[tree_bytes:])
+
+    def _into(self, out: Array, like: Host, call: Any, *arguments: Any, **options: Any) -> Array:
+        """Make a call whose result, of the shape and dtype of ``like``, goes to ``out``."""
+        adapter = adapter_for(out)
+        reason = adapter.why_read_only(out)
+        if reason is not None:
+            raise ArgumentValueError(reason)
+        if adapter.shape(out) != like.shape:
+            raise ValueMismatchError(
+                f"out must have the shape {like.shape} of the result, got {adapter.shape(out)}"
+            )
+        memory = adapter.memory(out) if adapter.dtype(out) == like.dtype else None
+        if memory is not None:
+            options["out"] = memory.view(like.dtype).reshape(like.shape)
+        future: Future[Host] = call(*arguments, **options)
+        result = self._wait(future)
+        if memory is None:
+            adapter.from_host(result, out)
+        else:
+            adapter.written(out)
+        return out
+
+
+def _host(value: Array) -> Host:
+    """Return a caller's value as a contiguous NumPy array, which may share its memory."""
+    adapter = adapter_for(value)
+    check_dtype(adapter.dtype(value))
+    return adapter.to_host(value)

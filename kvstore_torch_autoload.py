@@ -1,0 +1,88 @@
+"""Registers the backend ``kvstore`` with ``torch.distributed`` when PyTorch is imported.
+
+``import torch`` calls :func:`autoload` (entry point of the group ``torch.backends``), and an error
+in it would break ``import torch`` in the whole environment. So this module imports nothing of
+``kvstore``, raises nothing, and leaves everything to the first group that is made.
+
+``KVSTORE_TORCH_REPLACES=gloo,mpi`` has scripts that name those backends use ``kvstore`` instead,
+for jobs on CPUs. ``import kvstore.torch`` registers as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Collection
+from typing import Any
+
+NAME = "kvstore"
+REPLACES_NAME = "KVSTORE_TORCH_REPLACES"
+_MARK = "_kvstore_replaces"
+
+
+def autoload() -> None:
+    """Register the backend, if that is possible; ``import torch`` calls this."""
+    try:
+        register()
+    except Exception:
+        # Whoever uses the backend imports kvstore.torch, or is told that it is unknown.
+        return
+
+
+def register() -> None:
+    """Make ``kvstore`` known to ``torch.distributed``; without effect where it is.
+
+    Raises ``ImportError`` where this PyTorch has no ``torch.distributed``.
+    """
+    import torch.distributed as dist
+
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    replaced = _replaced(os.environ.get(REPLACES_NAME, ""))
+    if replaced:
+        _replace(dist, replaced)
+
+
+def _create(options: Any, backend_options: Any = None) -> Any:
+    from kvstore.frameworks.torch.process_group import create
+
+    return create(options, backend_options)
+
+
+def _replaced(names: str) -> frozenset[str]:
+    return frozenset(name for name in names.lower().replace(" ", "").split(",") if name)
+
+
+def _replace(dist: Any, replaced: Collection[str]) -> None:
+    """Have groups of these backends made by ``kvstore``."""
+    for name in ("init_process_group", "new_group", "new_subgroups"):
+        original = getattr(dist, name)
+        if not hasattr(original, _MARK):
+            renaming = _renaming(original, replaced)
+            setattr(dist, name, renaming)
+            setattr(dist.distributed_c10d, name, renaming)
+    defaults = dist.Backend.default_device_backend_map
+    if defaults.get("cpu") in replaced:
+        defaults["cpu"] = NAME
+
+
+def _renaming(original: Callable[..., Any], replaced: Collection[str]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make_group(*arguments: Any, **named: Any) -> Any:
+        if isinstance(named.get("backend"), str):
+            named["backend"] = renamed(named["backend"], replaced)
+        elif arguments and isinstance(arguments[0], str):  # of init_process_group
+            arguments = (renamed(arguments[0], replaced), *arguments[1:])
+        return original(*arguments, **named)
+
+    setattr(make_group, _MARK, True)
+    return make_group
+
+
+def renamed(backend: str, replaced: Collection[str]) -> str:
+    """Return a backend's text, such as ``gloo`` or ``cpu:gloo,cuda:nccl``, with our name in it."""
+    parts = []
+    for part in backend.split(","):
+        device, colon, name = part.rpartition(":")
+        parts.append(f"{device}{colon}{NAME}" if name.strip().lower() in replaced else part)
+    return ",".join(parts)

@@ -1,0 +1,159 @@
+"""Arrays of collective calls: what may be sent and filled, and how they are cut into chunks.
+
+Pure; runs on any thread. Read next: ``communicator.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pslite.collective.sums import BFLOAT16, DTYPES, check_op
+from pslite.collective.wire import MAX_NAME, ArrayLayout
+from pslite.errors import ProtocolError, UsageError, check_unicode
+from pslite.node.customer import Reply
+from pslite.protocol.collective import CollectiveCall
+
+Array = NDArray[Any]
+Bytes = NDArray[np.uint8]
+
+
+def checked_name(name: str) -> str:
+    if not isinstance(name, str) or len(name) > MAX_NAME:
+        raise UsageError(f"a name must be a text of at most {MAX_NAME} letters, got {name!r:.80}")
+    return check_unicode("a name", name)
+
+
+def checked(array: Array) -> Array:
+    """Return an array that can be sent."""
+    if not isinstance(array, np.ndarray):
+        raise UsageError(f"expected a NumPy array, got {type(array).__name__}; pass numpy.asarray")
+    if not array.flags.c_contiguous:
+        raise UsageError(
+            f"expected a C-contiguous array, got one of shape {array.shape} with strides "
+            f"{array.strides}; pass numpy.ascontiguousarray of it"
+        )
+    dtype_name(array)
+    return array
+
+
+def one_for_each(arrays: Sequence[Array], size: int) -> list[Array]:
+    """Return a list of one array for each rank, of one dtype."""
+    found = [checked(array) for array in arrays]
+    dtypes = sorted({str(array.dtype) for array in found})
+    if len(found) != size or len(dtypes) > 1:
+        raise UsageError(
+            f"expected {size} arrays of one dtype, one for each rank, got {len(found)} of "
+            f"{', '.join(dtypes) or 'none'}"
+        )
+    return found
+
+
+def checked_out(out: Array, like: Array) -> Array:
+    """Return an array that is filled with a result of the shape and dtype of ``like``."""
+    checked(out)
+    if out.shape != like.shape or out.dtype != like.dtype:
+        raise UsageError(
+            f"expected out of shape {like.shape} and dtype {like.dtype}, got {out.shape} and "
+            f"{out.dtype}"
+        )
+    if not out.flags.writeable:
+        raise UsageError("the array to fill is read-only; pass one that may be written")
+    return out
+
+
+def dtype_name(array: Array, dtype: str | None = None) -> str:
+    """Return the name in ``DTYPES`` of an array's elements, or ``dtype`` if they may be that."""
+    own = str(array.dtype.name)
+    if own not in DTYPES or not array.dtype.isnative:
+        raise UsageError(
+            f"arrays of dtype {array.dtype} cannot be sent; use one of {', '.join(DTYPES)}, in "
+            "native byte order"
+        )
+    if dtype is None or dtype == own:
+        return own
+    if dtype == BFLOAT16 and own == "uint16":
+        return dtype
+    raise UsageError(f"dtype must be that of the array, or bfloat16 of uint16; got {dtype!r}")
+
+
+def with_op(call: CollectiveCall) -> CollectiveCall:
+    if call.factor is not None:
+        try:
+            call = call._replace(factor=float(call.factor))
+        except (TypeError, ValueError):
+            raise UsageError(f"a factor must be a number, got {call.factor!r}") from None
+        if not math.isfinite(call.factor or 0):
+            raise UsageError(f"a factor must be finite, got {call.factor}")
+    check_op(call.op, call.dtype, call.factor)
+    return call
+
+
+def flat(array: Array) -> Bytes:
+    """Return the array's memory as bytes."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def chunks(nbytes: int, step: int) -> list[slice]:
+    """Cut ``nbytes`` into chunks of ``step``; there is at least one."""
+    return [slice(at, at + step) for at in range(0, max(nbytes, 1), step)]
+
+
+def spans(lengths: Sequence[int], chunk: slice) -> list[slice]:
+    """Return which bytes of each array a chunk of all of them, one after the other, has."""
+    found, begin = [], 0
+    for length in lengths:
+        start, stop = (min(max(at - begin, 0), length) for at in (chunk.start, chunk.stop))
+        found.append(slice(start, stop))
+        begin += length
+    return found
+
+
+def filling(places: Sequence[Bytes]) -> Callable[[Reply], None]:
+    """Return what copies the frames of an answer to where they belong."""
+
+    def fill(reply: Reply) -> None:
+        expected = [len(place) for place in places]
+        if [len(frame) for frame in reply.frames] != expected:
+            got = [len(frame) for frame in reply.frames]
+            raise ProtocolError(f"expected an answer with frames of {expected} bytes, got {got}")
+        for place, frame in zip(places, reply.frames, strict=True):
+            place[:] = np.frombuffer(frame, np.uint8)
+
+    return fill
+
+
+def layout_of(arrays: Sequence[Array]) -> ArrayLayout:
+    """Return what the others have to know of the arrays that this rank sends."""
+    dtype = dtype_name(arrays[0]) if arrays else ""
+    return ArrayLayout(dtype, tuple(array.shape for array in arrays))
+
+
+def piece_for(call: CollectiveCall, rank: int) -> int:
+    """Return which of the arrays that a rank sends in a call of any sizes is for ``rank``."""
+    return 0 if call.kind in ("all_gather", "gather") else rank
+
+
+def receivers(
+    layouts: Sequence[ArrayLayout],
+    sources: Sequence[int],
+    index: int,
+    like: Sequence[Array],
+    outs: Sequence[Array] | None,
+) -> list[Array]:
+    """Return the arrays to fill with the ``index``-th of what each of ``sources`` sends.
+
+    ``like`` are of the dtype in which the caller knows them, if there are any.
+
+    Raises:
+        UsageError: one of ``outs`` does not fit.
+    """
+    dtype = like[0].dtype if like else None
+    found = list(outs or [layouts[source].empty(index, dtype) for source in sources])
+    for source, array in zip(sources, found, strict=True):
+        layouts[source].check(index, array)
+    return found

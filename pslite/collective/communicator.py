@@ -1,0 +1,498 @@
+"""``Communicator``: collective calls among some workers of a job, through the servers.
+
+::
+
+    group = Communicator(node)                                # on each worker
+    total = group.all_reduce(gradient).result()
+    group.broadcast(weights, root=0).result()                 # fills ``weights`` on the others
+
+The n-th call of a group is the same call on all its ranks, so they make the same calls in the same
+order; calls with a ``name`` are matched by it instead. Ranks that differ all get a
+``MismatchError``. Nothing has to be prepared on the servers: a call exists from the first rank's
+message to the last answer. Large arrays are cut into chunks, which go to the servers in turn. Any
+thread may call; answers are copied into arrays on the node's I/O thread. Where all workers of a
+group are on one machine, calls in order go by shared memory (``shared_memory_route.py``), with the
+same bits. Read next: ``server.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from pslite.apps.asking import Asker, as_int64
+from pslite.collective.arrays import (
+    Array,
+    Bytes,
+    checked,
+    checked_name,
+    checked_out,
+    chunks,
+    dtype_name,
+    filling,
+    flat,
+    layout_of,
+    one_for_each,
+    piece_for,
+    receivers,
+    spans,
+    with_op,
+)
+from pslite.collective.mailbox import Mail, ReceivedArray
+from pslite.collective.pending_call import CallUnderWay, ChunkRequest
+from pslite.collective.shared_memory_route import RingOpening, are_on_one_machine
+from pslite.collective.sums import DTYPES
+from pslite.collective.wire import (
+    COLLECTIVE_APP,
+    JOIN,
+    pack_join,
+    server_of,
+    unpack_last,
+    unpack_layouts,
+)
+from pslite.errors import ClosedError, UsageError
+from pslite.future import Future
+from pslite.ids import Role, node_id
+from pslite.node.customer import Reply
+from pslite.node.postoffice import Postoffice
+from pslite.protocol.collective import ANY, Absence, CallKey, CollectiveCall, GroupKey
+
+T = TypeVar("T")
+_CHUNKS = 4
+"""A message brings at most this many times PS_CHUNK_BYTES of an array."""
+_INTERNAL = "\0"
+"""What names of the project's own begin with."""
+_LEAST_STEP = 1024
+"""Of arrays whose sizes differ, a message brings at least this many bytes."""
+
+_JOIN = 1 << 40
+"""Calls are numbered again after each ``join``, from here on, twice this, and so on."""
+
+# Guards the counts below, and the numbers of calls of all groups.
+_lock = threading.Lock()
+_groups_made: weakref.WeakKeyDictionary[Postoffice, Counter[tuple[str, tuple[int, ...]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Communicator:
+    """Makes collective calls in a group of workers. All of them return futures.
+
+    Arrays are C-contiguous NumPy arrays of a dtype in ``DTYPES``, also empty and 0-d ones. They
+    must not change until the future is done. ``bfloat16`` values are those of ``ml_dtypes``, or
+    uint16 arrays with ``dtype="bfloat16"``.
+
+    Args:
+        node: the node of a worker, once the cluster is complete.
+        ranks: workers' ranks in the job, in the group's order; None: all.
+        name: the same on all members. Groups with the same name and ranks are told apart by the
+            order in which each worker makes them.
+        rings: whether calls may go by shared memory; the same on all members. ``join`` needs a
+            group without.
+
+    Raises:
+        UsageError: the ranks are not different workers of this job, or this one is not among them.
+    """
+
+    def __init__(
+        self,
+        node: Postoffice,
+        ranks: Sequence[int] | None = None,
+        *,
+        name: str = "",
+        rings: bool = True,
+    ) -> None:
+        if node.role is not Role.WORKER:
+            raise UsageError(
+                f"a Communicator needs the node of a worker, got that of a {node.role.value}"
+            )
+        count = node.config.num_workers
+        self.ranks = tuple(range(count) if ranks is None else map(operator.index, ranks))
+        if len(set(self.ranks)) < len(self.ranks) or not set(self.ranks) <= set(range(count)):
+            raise UsageError(
+                f"expected different ranks of this job's {count} workers, got {list(self.ranks)}"
+            )
+        if node.rank not in self.ranks:
+            raise UsageError(
+                f"worker {node.rank} is not among the group's ranks {list(self.ranks)}; only its "
+                "members make a group"
+            )
+        self.node = node
+        self.name = checked_name(name)
+        self.rank = self.ranks.index(node.rank)
+        self.size = len(self.ranks)
+        self._asker = Asker(node, COLLECTIVE_APP)
+        self._group = GroupKey(self.name, self.ranks, _number_of_group(node, name, self.ranks))
+        self._mail = Mail(node, self._group, self._chunk_bytes(""))
+        #: Name -> how many calls of it there were; "" counts those that are matched by order.
+        self._counts: Counter[str] = Counter()
+        self._names_under_way: set[str] = set()
+        self._num_joins = 0
+        self._has_joined = False
+        self._is_closed = False
+        self._rings: RingOpening | None = None
+        if rings and self.size > 1 and are_on_one_machine(node, self.ranks):
+            self._rings = RingOpening(node, self._group, self._gather_bytes)
+
+    # -- calls ---------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        array: Array,
+        op: str = "sum",
+        *,
+        factor: float | None = None,
+        out: Array | None = None,
+        dtype: str | None = None,
+        name: str | None = None,
+    ) -> Future[Array]:
+        """Combine the arrays of all ranks, in rank order; every rank gets the result.
+
+        Args:
+            op: sum, average, product, min, max, band, bor, bxor, or premul_sum, which
+                multiplies each array by ``factor`` first.
+            out: where to write the result: of the same shape and dtype; may be ``array``. None:
+                a new array.
+        """
+        source = checked(array)
+        call = CollectiveCall(
+            "all_reduce", op, dtype_name(source, dtype), (source.shape,), factor=factor
+        )
+        call = with_op(call)
+        result = np.empty(source.shape, source.dtype) if out is None else checked_out(out, source)
+        return self._make(call, name, [source], [result], result)
+
+    def reduce(
+        self,
+        array: Array,
+        root: int,
+        op: str = "sum",
+        *,
+        factor: float | None = None,
+        out: Array | None = None,
+        dtype: str | None = None,
+        name: str | None = None,
+    ) -> Future[Array | None]:
+        """Reduce as ``all_reduce``; only rank ``root`` gets the result, the others None."""
+        source, root = checked(array), self._checked_root(root)
+        kind = dtype_name(source, dtype)
+        call = with_op(CollectiveCall("reduce", op, kind, (source.shape,), root, factor))
+        if self.rank != root:
+            return self._make(call, name, [source], [], None)
+        result = np.empty(source.shape, source.dtype) if out is None else checked_out(out, source)
+        return self._make(call, name, [source], [result], result)
+
+    def broadcast(self, array: Array, root: int, *, name: str | None = None) -> Future[Array]:
+        """Copy the array of rank ``root`` into ``array`` on the others; it is the result."""
+        source = checked(array)
+        call = CollectiveCall(
+            "broadcast", "", dtype_name(source), (source.shape,), self._checked_root(root)
+        )
+        if self.rank == root:
+            return self._make(call, name, [source], [], array)
+        return self._make(call, name, [], [checked_out(array, source)], array)
+
+    def all_gather(self, array: Array, *, name: str | None = None) -> Future[list[Array]]:
+        """Return the arrays of all ranks; their first dimensions may differ and be 0."""
+        return self._exchange(
+            self._gathering("all_gather", array, -1), name, [array], range(self.size)
+        )
+
+    def gather(
+        self, array: Array, root: int, *, name: str | None = None
+    ) -> Future[list[Array] | None]:
+        """Gather as ``all_gather``; only rank ``root`` gets the result, the others None."""
+        call = self._gathering("gather", array, self._checked_root(root))
+        if self.rank == root:
+            return self._exchange(call, name, [array], range(self.size)).map(lambda found: found)
+        return self._exchange(call, name, [array], ()).map(lambda _: None)
+
+    def scatter(
+        self,
+        arrays: Sequence[Array] | None,
+        root: int,
+        *,
+        out: Array | None = None,
+        name: str | None = None,
+    ) -> Future[Array]:
+        """Return the i-th array of rank ``root`` on rank i; shapes may differ, dtypes not.
+
+        Args:
+            arrays: one for each rank on the root; None elsewhere.
+            out: where to write this rank's; None: a new array.
+        """
+        call = CollectiveCall("scatter", root=self._checked_root(root))
+        if (self.rank == root) != (arrays is not None):
+            raise UsageError(f"scatter takes arrays on rank {root}, its root, and None elsewhere")
+        outgoing = [] if arrays is None else one_for_each(arrays, self.size)
+        outs = None if out is None else [checked_out(out, out)]
+        return self._exchange(call, name, outgoing, (root,), outs).map(lambda found: found[0])
+
+    def reduce_scatter(
+        self,
+        arrays: Sequence[Array],
+        op: str = "sum",
+        *,
+        factor: float | None = None,
+        out: Array | None = None,
+        dtype: str | None = None,
+        name: str | None = None,
+    ) -> Future[Array]:
+        """Combine the i-th arrays of all ranks, in rank order; rank i gets the result."""
+        sources = one_for_each(arrays, self.size)
+        shapes = tuple(source.shape for source in sources)
+        kind = dtype_name(sources[0], dtype)
+        call = with_op(CollectiveCall("reduce_scatter", op, kind, shapes, factor=factor))
+        own = sources[self.rank]
+        result = np.empty(own.shape, own.dtype) if out is None else checked_out(out, own)
+        return self._make(call, name, sources, [result], result)
+
+    def all_to_all(
+        self, arrays: Sequence[Array], *, name: str | None = None
+    ) -> Future[list[Array]]:
+        """Send the i-th array to rank i; returns one of each rank. Shapes may differ."""
+        sources = one_for_each(arrays, self.size)
+        call = CollectiveCall("all_to_all", dtype=dtype_name(sources[0]))
+        return self._exchange(call, name, sources, range(self.size))
+
+    def barrier(self, *, name: str | None = None) -> Future[None]:
+        """Complete once all ranks have come here."""
+        return self._make(CollectiveCall("barrier"), name, [], [], None)
+
+    def join(self) -> Future[int]:
+        """Have no more data: count as zeros in ``all_reduce`` until all ranks have joined.
+
+        Completes with the rank that joined last; then this rank makes calls again. Meanwhile
+        averages divide by the size of the group, operations that zeros would change (min, max,
+        product, band) and all other calls end with an error, and this rank makes no calls.
+
+        Raises:
+            UsageError: the group's calls may go by shared memory, past the servers.
+        """
+        if self._rings is not None:
+            raise UsageError(
+                "join needs a group whose calls go by the servers: make it with rings=False on all "
+                "its workers"
+            )
+        with _lock:
+            self._check_open()
+            self._has_joined = True
+            base = self._num_joins * _JOIN
+            last = {name: base + count for name, count in self._counts.items()}
+        config = self.node.config
+        nodes = [int(node_id(Role.SERVER, rank)) for rank in range(config.num_servers)]
+        key = CallKey(self._group, "", 0)
+        first = nodes[server_of(key, 0, config.num_workers, config.num_servers)]
+
+        def begin_anew(replies: dict[int, Reply]) -> int:
+            with _lock:
+                self._num_joins += 1
+                self._counts.clear()
+                self._has_joined = False
+            return unpack_last(replies[first].body)
+
+        body = pack_join(self._group, Absence(base, last, base + _JOIN), config.num_workers)
+        return self._asker.ask(JOIN, body, dict.fromkeys(nodes, ()), begin_anew)
+
+    def send(self, array: Array, to: int, tag: int = 0) -> Future[None]:
+        """Send an array to rank ``to``; done when its mailbox has it, or its ``recv``.
+
+        Messages of one sender, receiver and tag arrive in the order of their calls. A mailbox
+        holds 64 MiB; what is beyond waits here.
+        """
+        self._check_open()
+        rank = self._checked_root(to, "to")
+        return self._mail.send(checked(array), self.ranks[rank], as_int64(tag, "a tag"))
+
+    def recv(
+        self, source: int | None = None, tag: int = 0, *, out: Array | None = None
+    ) -> Future[ReceivedArray]:
+        """Receive the oldest message with this tag, of rank ``source`` or of any.
+
+        Args:
+            out: where to write it: of the shape and dtype that were sent. None: a new array.
+        """
+        self._check_open()
+        rank = None if source is None else self.ranks[self._checked_root(source, "source")]
+        into = None if out is None else checked_out(out, out)
+        return self._mail.receive(rank, as_int64(tag, "a tag"), into)
+
+    def close(self) -> None:
+        """Make no more calls. Those under way by the servers continue."""
+        self._is_closed = True
+        if self._rings is not None:
+            self._rings.close()
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _make(
+        self,
+        call: CollectiveCall,
+        name: str | None,
+        outgoing: Sequence[Array],
+        into: Sequence[Array],
+        value: T,
+    ) -> Future[T]:
+        """Make a call whose sizes all ranks know.
+
+        ``outgoing`` is what this rank sends, ``into`` is filled by the answers: nothing, or one
+        array; of arrays for each rank, that of this one.
+        """
+        key = self._begin(name)
+        if name is not None or self._rings is None:
+            return self._make_by_servers(key, call, outgoing, into, value)
+        return self._rings.call(
+            lambda route: route.make(key, call, outgoing, into, value),
+            lambda: self._make_by_servers(key, call, outgoing, into, value),
+        )
+
+    def _exchange(
+        self,
+        call: CollectiveCall,
+        name: str | None,
+        outgoing: Sequence[Array],
+        sources: Sequence[int],
+        outs: Sequence[Array] | None = None,
+    ) -> Future[list[Array]]:
+        """Make a call that moves arrays of any size, and return one from each of ``sources``.
+
+        ``outs`` are filled where they are given.
+        """
+        key = self._begin(name)
+        if name is not None or self._rings is None:
+            return self._exchange_by_servers(key, call, outgoing, sources, outs)
+        return self._rings.call(
+            lambda route: route.exchange(key, call, outgoing, sources, outs),
+            lambda: self._exchange_by_servers(key, call, outgoing, sources, outs),
+        )
+
+    def _make_by_servers(
+        self,
+        key: CallKey,
+        call: CollectiveCall,
+        outgoing: Sequence[Array],
+        into: Sequence[Array],
+        value: T,
+    ) -> Future[T]:
+        """Cut the arrays, alike on all ranks, and send the chunks to the servers."""
+        lengths = [math.prod(shape) * DTYPES[call.dtype].itemsize for shape in call.shapes]
+        index = self.rank if len(lengths) > 1 else 0
+        sent, filled = list(map(flat, outgoing)), list(map(flat, into))
+        under_way = self._under_way(key, call, value)
+        requests: list[ChunkRequest] = []
+        for chunk in chunks(sum(lengths), self._chunk_bytes(call.dtype)):
+            parts = spans(lengths, chunk)
+            pieces = [array[part] for array, part in zip(sent, parts, strict=False)]
+            places = [array[parts[index]] for array in filled]
+            requests.append((pieces, filling(places), None))
+        under_way.start(requests)
+        return under_way.future
+
+    def _exchange_by_servers(
+        self,
+        key: CallKey,
+        call: CollectiveCall,
+        outgoing: Sequence[Array],
+        sources: Sequence[int],
+        outs: Sequence[Array] | None,
+    ) -> Future[list[Array]]:
+        """Send the first chunk, whose answer says what the others send, and then the rest."""
+        step = max(self._chunk_bytes("") // self.size, _LEAST_STEP)
+        sent = list(map(flat, outgoing))
+        index = piece_for(call, self.rank)
+        found: list[Array] = []
+        under_way = self._under_way(key, call, found)
+
+        def pieces(chunk: slice) -> list[Bytes]:
+            parts = spans([len(array) for array in sent], chunk)
+            return [array[part] for array, part in zip(sent, parts, strict=True)]
+
+        def begin(reply: Reply) -> None:
+            layouts = unpack_layouts(reply.body, self.size)
+            found.extend(receivers(layouts, sources, index, outgoing, outs))
+            lengths = [layouts[source].lengths for source in sources]
+
+            def fill(chunk: slice) -> Callable[[Reply], None]:
+                parts = [spans(each, chunk)[index] for each in lengths]
+                return filling(
+                    [flat(array)[part] for array, part in zip(found, parts, strict=True)]
+                )
+
+            first, *others = chunks(max(sum(each.lengths) for each in layouts), step)
+            under_way.start([(pieces(chunk), fill(chunk), None) for chunk in others])
+            fill(first)(reply)
+
+        under_way.start([(pieces(slice(0, step)), begin, layout_of(outgoing))])
+        return under_way.future
+
+    def _gather_bytes(self, name: str, data: bytes) -> Future[list[bytes]]:
+        """Hand every rank's bytes to all, by the servers, under a name of the project's own."""
+        array = np.frombuffer(data, np.uint8)
+        call = self._gathering("all_gather", array, -1)
+        key = self._begin(_INTERNAL + name)
+        found = self._exchange_by_servers(key, call, [array], range(self.size), None)
+        return found.map(lambda arrays: [each.tobytes() for each in arrays])
+
+    def _gathering(self, kind: str, array: Array, root: int) -> CollectiveCall:
+        """Return a call whose arrays differ in their first dimension only."""
+        shape = checked(array).shape
+        alike = (ANY, *shape[1:]) if shape else ()
+        return CollectiveCall(kind, "", dtype_name(array), (alike,), root)
+
+    def _under_way(self, key: CallKey, call: CollectiveCall, value: T) -> CallUnderWay[T]:
+        return CallUnderWay(self._asker, key, call, value, lambda: self._ended(key))
+
+    def _begin(self, name: str | None) -> CallKey:
+        """Number a call."""
+        label = "" if name is None else checked_name(name)
+        if name == "":
+            raise UsageError("a call's name must not be empty; leave it out to match by order")
+        with _lock:
+            self._check_open()
+            if label in self._names_under_way:
+                raise UsageError(
+                    f"a call named {label!r} is under way in this group; wait for it first"
+                )
+            if label:
+                self._names_under_way.add(label)
+            self._counts[label] += 1
+            return CallKey(self._group, label, self._num_joins * _JOIN + self._counts[label])
+
+    def _check_open(self) -> None:
+        self.node.errands.check_process()
+        if self._is_closed:
+            raise ClosedError("this Communicator was closed")
+        if self._has_joined:
+            raise UsageError("this rank has joined: wait for the future of join() first")
+
+    def _ended(self, key: CallKey) -> None:
+        with _lock:
+            self._names_under_way.discard(key.name)
+
+    def _chunk_bytes(self, dtype: str) -> int:
+        config, itemsize = self.node.config, DTYPES[dtype].itemsize if dtype else 1
+        most = min(_CHUNKS * config.chunk_bytes, config.max_message_bytes // 2)
+        return max(most // itemsize, 1) * itemsize
+
+    def _checked_root(self, root: int, word: str = "root") -> int:
+        root = operator.index(root)
+        if not 0 <= root < self.size:
+            raise UsageError(
+                f"{word} must be a rank of the group, 0 to {self.size - 1}, got {root}"
+            )
+        return root
+
+
+def _number_of_group(node: Postoffice, name: str, ranks: tuple[int, ...]) -> int:
+    """Return how many groups of this name and these ranks the worker made before."""
+    with _lock:
+        made = _groups_made.setdefault(node, Counter())
+        made[name, ranks] += 1
+        return made[name, ranks] - 1

@@ -1,0 +1,124 @@
+"""One collective call under way: its chunks, and the future of all of them.
+
+Chunks are sent by the caller's thread, or by the node's I/O thread once it knows how many there
+are; answers arrive there. Read next: ``server.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from pslite.apps.asking import Asker
+from pslite.collective.arrays import Bytes
+from pslite.collective.wire import (
+    CALL,
+    GIVE_UP,
+    ArrayLayout,
+    CallRequest,
+    pack_call,
+    pack_give_up,
+    server_of,
+)
+from pslite.errors import describe
+from pslite.future import Future
+from pslite.ids import Role, node_id
+from pslite.node.customer import Reply
+from pslite.node.postoffice import Postoffice
+from pslite.protocol.collective import CallKey, CollectiveCall
+
+T = TypeVar("T")
+
+_STAGED_BYTES = 1 << 16
+"""Smaller pieces are sent sooner than copied to where servers can read them."""
+
+# Guards the counts of all calls, which are short work.
+_lock = threading.Lock()
+
+
+def as_frame(node: Postoffice, piece: Bytes, server: int) -> memoryview:
+    """Return a frame to send; a large one for this machine lies where the server reads it."""
+    frame = piece.data
+    peer = node.membership.uids.get(server)
+    is_far = peer is None or not node.sharing.may_reach(peer)
+    if len(piece) < _STAGED_BYTES or is_far or node.sharing.place_of(frame) is not None:
+        return frame
+    copy = node.buffer(len(piece))
+    copy[:] = piece
+    return copy.data
+
+
+ChunkRequest = tuple[Sequence[Bytes], Callable[[Reply], None], ArrayLayout | None]
+"""What this rank sends, what takes the answer, and for a first chunk its arrays in words."""
+
+
+class CallUnderWay(Generic[T]):
+    """One call under way: ends with its last chunk's answer, or with the first error."""
+
+    def __init__(
+        self, asker: Asker, key: CallKey, call: CollectiveCall, value: T, ended: Callable[[], None]
+    ) -> None:
+        self._asker = asker
+        self._key = key
+        self._call = call
+        self._value = value
+        self._ended = ended
+        self._left = self._num_chunks = 0
+        self.future: Future[T] = Future(key.text(call))
+
+    def start(self, requests: Sequence[ChunkRequest]) -> None:
+        """Send these chunks, the first or the next ones."""
+        with _lock:
+            first, self._num_chunks = self._num_chunks, self._num_chunks + len(requests)
+            self._left += len(requests)
+        try:
+            for chunk, request in enumerate(requests, first):
+                self._ask(chunk, *request)
+        except BaseException:
+            self._ended()
+            raise
+
+    def _ask(
+        self,
+        chunk: int,
+        pieces: Sequence[Bytes],
+        take: Callable[[Reply], None],
+        layout: ArrayLayout | None,
+    ) -> None:
+        config = self._asker.node.config
+        rank = server_of(self._key, chunk, config.num_workers, config.num_servers)
+        server = int(node_id(Role.SERVER, rank))
+        body = pack_call(CallRequest(self._key, self._call, chunk, layout), config.num_workers)
+        frames = [as_frame(self._asker.node, piece, server) for piece in pieces]
+
+        def finish(replies: dict[int, Reply]) -> None:
+            if not self.future.done():  # else the arrays are the caller's again
+                take(replies[server])
+
+        self._asker.ask(CALL, body, {server: frames}, finish).on_done(self._chunk_done)
+
+    def _chunk_done(self, done: Future[None]) -> None:
+        error = done.error()
+        with _lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if self.future.done():  # with an error, and the call's name may be in use again
+            return
+        if error is not None:
+            self._ended()
+            self.future.set_error(error)
+            self._give_up(error)
+        elif is_last:
+            self._ended()
+            self.future.set_result(self._value)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Have the servers forget a call that failed on one of them."""
+        node = self._asker.node
+        if node.error is not None:
+            return
+        body = pack_give_up(self._key, *describe(error), node.config.num_workers)
+        for rank in range(node.config.num_servers):
+            server = int(node_id(Role.SERVER, rank))
+            self._asker.ask(GIVE_UP, body, {server: ()}, lambda replies: None)

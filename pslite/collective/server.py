@@ -1,0 +1,228 @@
+"""The server's side of collective calls: computes each round and answers its ranks.
+
+Requests arrive on the I/O thread and wait there for the other ranks' (``CallMatcher``); small
+rounds are computed right there, others on the pool. The ranks' values are read where they lie,
+which may be in the workers' memory, and nothing of them is kept beyond the answer. Read next:
+``communicator.py``, the worker's side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pslite.apps.asking import log_failure, new_array
+from pslite.collective.kept_frames import kept
+from pslite.collective.mailbox_server import MailboxServer
+from pslite.collective.sums import DTYPES, AddUp, Array, reduce_in_order
+from pslite.collective.wire import (
+    CALL,
+    COLLECTIVE_APP,
+    GIVE_UP,
+    JOIN,
+    ArrayLayout,
+    pack_last,
+    pack_layouts,
+    unpack_call,
+    unpack_give_up,
+    unpack_join,
+)
+from pslite.errors import ProtocolError, UsageError, rebuild
+from pslite.future import Future
+from pslite.ids import Role, rank_of, role_of
+from pslite.node.customer import Incoming
+from pslite.node.postoffice import Postoffice
+from pslite.protocol.collective import AllJoined, CallEffect, CallMatcher, CollectiveCall, Compute
+
+#: Rounds of at most this many bytes are computed sooner than handed to another thread.
+_QUICK_BYTES = 1 << 18
+
+Frames = Sequence[Any]
+
+
+class _Message(NamedTuple):
+    """One rank's part of a round."""
+
+    incoming: Incoming
+    layout: ArrayLayout | None
+
+
+_Round = Compute[_Message]
+
+
+class CollectiveServer:
+    """Serves the collective calls of a job's workers. Belongs to a server's I/O thread.
+
+    Args:
+        node: a node with the role of a server, running or being prepared.
+        add_up: adds the ranks' values up where it can, on any thread of the pool.
+    """
+
+    def __init__(self, node: Postoffice, add_up: AddUp = lambda *_: False) -> None:
+        if node.role is not Role.SERVER:
+            raise UsageError(
+                f"a CollectiveServer needs the node of a server, got that of a {node.role.value}"
+            )
+        self._node = node
+        self._add_up = add_up
+        self._matcher: CallMatcher[_Message] = CallMatcher()
+        self._known_gone: set[int] = set()
+        #: Completes once this app takes requests; an error when there is one already.
+        self.registered: Future[None] = node.errands.perform(self._register)
+        log_failure(node, self.registered)
+
+    def _register(self) -> None:
+        self._node.customers.add(COLLECTIVE_APP, self._arrived, waits_for_others=True)
+        self._mailboxes = MailboxServer(self._node)
+        self._node.watch.on_departure.append(self._departed)
+        self._departed()
+
+    def _arrived(self, incoming: Incoming) -> None:
+        if role_of(incoming.sender) is not Role.WORKER:
+            raise UsageError("only workers make collective calls")
+        num_workers = self._node.config.num_workers
+        if incoming.head == CALL:
+            key, call, chunk, layout = unpack_call(incoming.body, num_workers)
+            message = _Message(incoming, layout)
+            rank = rank_of(incoming.sender)
+            self._carry_out(self._matcher.arrive(key, rank, call, chunk, message))
+        elif incoming.head == GIVE_UP:
+            key, kind, text = unpack_give_up(incoming.body, num_workers)
+            if rank_of(incoming.sender) in key.group.ranks:
+                self._carry_out(self._matcher.give_up(key, rebuild(kind, text)))
+            incoming.respond()
+        elif incoming.head == JOIN:
+            group, absence = unpack_join(incoming.body, num_workers)
+            rank = rank_of(incoming.sender)
+            self._carry_out(self._matcher.join(group, rank, absence, _Message(incoming, None)))
+        else:
+            raise ProtocolError(f"unknown request {incoming.head} of collective calls")
+
+    def _departed(self) -> None:
+        """End what waits for workers that are gone."""
+        gone = self._node.membership.gone
+        for node in [node for node in gone if node not in self._known_gone]:
+            self._known_gone.add(node)
+            if role_of(node) is Role.WORKER:
+                self._carry_out(self._matcher.depart(rank_of(node), gone[node].error))
+                self._mailboxes.depart(rank_of(node), gone[node].error)
+
+    def _carry_out(self, effects: Sequence[CallEffect[_Message]]) -> None:
+        for effect in effects:
+            if isinstance(effect, Compute):
+                self._compute(effect)
+            elif isinstance(effect, AllJoined):
+                for message in effect.messages:
+                    message.incoming.respond(pack_last(effect.last))
+            else:
+                for message in effect.messages:
+                    message.incoming.fail(effect.error)
+
+    def _compute(self, round_: _Round) -> None:
+        nbytes = sum(message.incoming.nbytes for message in round_.messages)
+        lane = round_.messages[0].incoming.request.request_id
+        if nbytes <= _QUICK_BYTES and self._node.pool.is_idle(lane):
+            self._answer(round_)
+        else:
+            self._node.pool.submit(lane, lambda: self._answer(round_))
+
+    def _answer(self, round_: _Round) -> None:
+        """Compute a round and answer it, on any thread."""
+        try:
+            frames = [message.incoming.frames for message in round_.messages]
+            _check_counts(round_.call, frames)
+            answers = _SHARES[round_.call.kind](self, round_, frames)
+            layouts = [message.layout for message in round_.messages if message.layout is not None]
+            body = pack_layouts(layouts) if layouts else b""
+        except BaseException as error:  # who waits for the round must not wait for ever
+            for message in round_.messages:
+                message.incoming.fail(error)
+            return
+        # Only now: what is answered frees the memory in which its values lie.
+        for message, answer in zip(round_.messages, answers, strict=True):
+            message.incoming.respond(body, answer)
+
+    # -- what each rank gets -------------------------------------------------------------
+
+    def _all_reduce(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
+        return [[self._reduced(round_, frames, 0)]] * len(frames)
+
+    def _reduce(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
+        return _for_root(round_.call, [self._reduced(round_, frames, 0)], len(frames))
+
+    def _reduce_scatter(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
+        return [[self._reduced(round_, frames, rank)] for rank in range(len(frames))]
+
+    def _broadcast(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
+        sent = kept(self._node, frames[round_.call.root])
+        return [[] if rank == round_.call.root else sent for rank in range(len(frames))]
+
+    def _barrier(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
+        return [[]] * len(frames)
+
+    def _all_gather(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
+        return [[frame for each in frames for frame in kept(self._node, each)]] * len(frames)
+
+    def _gather(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
+        return _for_root(round_.call, self._all_gather(round_, frames)[0], len(frames))
+
+    def _scatter(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
+        return [[frame] for frame in kept(self._node, frames[round_.call.root])]
+
+    def _all_to_all(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
+        sent = [kept(self._node, each) for each in frames]
+        return [[each[rank] for each in sent] for rank in range(len(frames))]
+
+    def _reduced(self, round_: _Round, frames: Sequence[Frames], index: int) -> memoryview:
+        """Return the ``index``-th arrays of all ranks combined, where peers can read them."""
+        call = round_.call
+        dtype = DTYPES[call.dtype]
+        sizes = sorted({len(each[index]) for each in frames})
+        if len(sizes) > 1 or sizes[0] % dtype.itemsize:
+            raise ProtocolError(f"values of {sizes} bytes are not equally many of {call.dtype}")
+        out: Array = new_array(self._node, sizes[0] // dtype.itemsize, dtype)
+        arrays = [np.frombuffer(each[index], dtype) for each in frames]
+        is_sum = call.op == "sum" and len(arrays) > 1
+        if not (is_sum and self._add_up(call.dtype, arrays, out)):
+            size = len(round_.key.group.ranks)
+            reduce_in_order(call.op, call.dtype, call.factor, arrays, out, size)
+        return out.view(np.uint8).data
+
+
+def _check_counts(call: CollectiveCall, frames: Sequence[Frames]) -> None:
+    """Refuse a round to which a rank has sent too many arrays, or too few."""
+    size = len(frames)
+    for rank, each in enumerate(frames):
+        is_root = rank == call.root
+        special = {
+            "barrier": 0,
+            "broadcast": 1 if is_root else 0,
+            "scatter": size if is_root else 0,
+            "reduce_scatter": size,
+            "all_to_all": size,
+        }
+        expected = special.get(call.kind, 1)
+        if len(each) != expected:
+            raise ProtocolError(
+                f"rank {rank} sent {len(each)} arrays to {call.text}, expected {expected}"
+            )
+
+
+def _for_root(call: CollectiveCall, frames: Frames, size: int) -> list[Frames]:
+    return [frames if rank == call.root else [] for rank in range(size)]
+
+
+_Share = Callable[[CollectiveServer, _Round, Sequence[Frames]], list[Frames]]
+_SHARES: dict[str, _Share] = {
+    "all_reduce": CollectiveServer._all_reduce,
+    "reduce": CollectiveServer._reduce,
+    "reduce_scatter": CollectiveServer._reduce_scatter,
+    "broadcast": CollectiveServer._broadcast,
+    "barrier": CollectiveServer._barrier,
+    "all_gather": CollectiveServer._all_gather,
+    "gather": CollectiveServer._gather,
+    "scatter": CollectiveServer._scatter,
+    "all_to_all": CollectiveServer._all_to_all,
+}

@@ -1,0 +1,289 @@
+"""The steps of collective calls by rings of shared memory: what is copied and added up when.
+
+A call is a generator. Each of its steps copies or adds up what is there; between steps it yields
+the counter that all members must have reached before the next one (``memory/ring.py``). The members
+make the same calls in the same order, so their chunks have the same numbers. The first chunk of a
+call carries its description: a call that differs among members ends on all of them in an error,
+and the next call finds the rings in order. Sums are in the order of ranks. There is no thread, no
+clock and no wait in here: ``shared_memory_driver.py`` takes the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pslite.errors import PSError, UsageError
+from pslite.memory.ring import DONE, MAX_DESCRIPTION, REDUCED, SLOTS, STAGED, Bytes, Ring
+
+Array = np.ndarray[Any, Any]
+Reduce = Callable[[Sequence[Array], Array], None]
+"""Set the second to what the call makes of the first, which are in rank order."""
+Steps = Generator["tuple[int, int]", None, None]
+"""Yields (counter, count): the next step may run once all members have reached it."""
+Take = Callable[[int, "list[Bytes]"], None]
+"""Gets the offset of a chunk in each member's piece, and the bytes of each from there on."""
+Begin = Callable[["list[Description]"], Take]
+"""Gets what the members call, and returns what takes their pieces."""
+Mismatch = Callable[[int, bytes, int, bytes], PSError]
+"""Makes the error of two members whose calls differ: a rank and its call, and another."""
+
+_ALIGNMENT = 64
+
+
+class Description(NamedTuple):
+    """The description of a member's call."""
+
+    call: bytes
+    """The same on all members."""
+    sizes: tuple[int, ...] = ()
+    """The bytes of each piece that this member stages."""
+    note: bytes = b""
+    """What the others have to know of the pieces."""
+
+    def pack(self) -> bytes:
+        """Return it as bytes.
+
+        Raises:
+            UsageError: they are too many for a ring.
+        """
+        numbers = [len(self.call), len(self.sizes), *self.sizes]
+        packed = np.array(numbers, "<i8").tobytes() + self.call + self.note
+        if len(packed) > MAX_DESCRIPTION:
+            raise UsageError(
+                f"the arrays of this call take {len(packed)} bytes to describe; shared memory has "
+                f"room for {MAX_DESCRIPTION}: make several calls of fewer arrays"
+            )
+        return packed
+
+    @staticmethod
+    def unpack(data: bytes) -> Description:
+        """Return what ``pack`` made bytes of."""
+        length, count = np.frombuffer(data[:16], "<i8").tolist()
+        begin = 16 + 8 * count
+        sizes = np.frombuffer(data[16:begin], "<i8")
+        return Description(
+            data[begin : begin + length], tuple(sizes.tolist()), data[begin + length :]
+        )
+
+
+class RingCalls:
+    """The calls of one member of a group.
+
+    Args:
+        ring: connected to those of the other members, one at least.
+        mismatch: makes the error of a call that differs among members.
+
+    All arrays are flat and C-contiguous, and belong to the call until its last step.
+    """
+
+    def __init__(self, ring: Ring, size: int, mismatch: Mismatch) -> None:
+        self._ring = ring
+        self._rank = ring.rank
+        self._size = size
+        self._mismatch = mismatch
+        self._chunk = 0
+        #: The first chunk of a call, until all members have described theirs.
+        self._undecided: int | None = None
+
+    def is_quick(self, nbytes: int) -> bool:
+        """Return whether pieces of ``nbytes`` take one chunk."""
+        return nbytes <= self._ring.slot_bytes // self._size // _ALIGNMENT * _ALIGNMENT
+
+    def all_reduce(self, call: Description, array: Array, out: Array, reduce: Reduce) -> Steps:
+        """Set ``out``, which may be ``array`` itself, to what ``reduce`` makes of all arrays."""
+        if self.is_quick(array.nbytes):
+            return self._reduce_whole(call, array, out, reduce)
+        return self._reduce_by_slices(call, array, out, reduce)
+
+    def _reduce_whole(self, call: Description, array: Array, out: Array, reduce: Reduce) -> Steps:
+        """Reduce small arrays: every member adds up all of it."""
+        nbytes = array.nbytes
+
+        def begin(_: list[Description]) -> Take:
+            def take(_: int, pieces: list[Bytes]) -> None:
+                reduce([piece[:nbytes].view(array.dtype) for piece in pieces], out)
+
+            return take
+
+        return self.exchange(call, [as_bytes(array)], begin)
+
+    def exchange(
+        self, call: Description, pieces: Sequence[Bytes], begin: Begin, *, is_each: bool = False
+    ) -> Steps:
+        """Let every member read a piece of each other's.
+
+        Args:
+            pieces: what this member stages: nothing, or one piece; with ``is_each`` one for each
+                member. Their sizes are those of the description.
+            begin: what it raises, this member alone gets; its values are passed over.
+        """
+        ring, rank = self._ring, self._rank
+        width = ring.slot_bytes
+        if is_each:
+            width = ring.slot_bytes // self._size // _ALIGNMENT * _ALIGNMENT
+        mine = slice(rank * width, (rank + 1) * width) if is_each else slice(0, width)
+        description = call.pack()
+        take: Take | None = None
+        failure: PSError | None = None
+        start, stop = 0, 1
+        while start < stop:
+            chunk = self._chunk
+            yield DONE, chunk - SLOTS + 1
+            slot = ring.staged(chunk, rank)
+            for index, piece in enumerate(pieces):
+                part = piece[start : start + width]
+                slot[index * width : index * width + len(part)] = part
+            if start == 0:
+                ring.describe(chunk, description)
+            self._chunk += 1
+            ring.announce(STAGED, chunk + 1)
+            if start == 0:
+                calls = yield from self._agreed(chunk, call, description)
+                stop = max([1, *(size for each in calls for size in each.sizes)])
+                try:
+                    take = begin(calls)
+                except PSError as error:
+                    failure = error
+            else:
+                yield STAGED, chunk + 1
+            if take is not None:
+                take(start, [ring.staged(chunk, each)[mine] for each in range(self._size)])
+            self._finish(chunk)
+            start += width
+        if failure is not None:
+            raise failure
+
+    def _reduce_by_slices(
+        self, call: Description, array: Array, out: Array, reduce: Reduce
+    ) -> Steps:
+        """Reduce large arrays: each member adds up one slice and reads the others'.
+
+        Three chunks are under way at a time: one is staged, one is added up, one is read.
+        """
+        ring, rank, size = self._ring, self._rank, self._size
+        width = ring.slot_bytes // (size - 1) // _ALIGNMENT * _ALIGNMENT // array.itemsize
+        cuts = _cuts(array.size, width, size)
+        first = self._chunk
+        description = call.pack()
+        for step in range(len(cuts) + 2):
+            if step < len(cuts):
+                chunk = first + step
+                yield DONE, chunk - SLOTS + 1
+                self._stage_slices(chunk, array, cuts[step])
+                if step == 0:
+                    ring.describe(chunk, description)
+                self._chunk += 1
+                ring.announce(STAGED, chunk + 1)
+                if step == 0:
+                    yield from self._agreed(chunk, call, description)
+            if 0 <= step - 1 < len(cuts):
+                chunk = first + step - 1
+                yield STAGED, chunk + 1
+                own = slice(*cuts[step - 1][rank])
+                result = ring.result(chunk, rank)[: (own.stop - own.start) * array.itemsize]
+                total = result.view(array.dtype)
+                reduce(self._contributions(chunk, array, own), total)
+                out[own] = total
+                ring.announce(REDUCED, chunk + 1)
+            if step >= 2:
+                chunk = first + step - 2
+                yield REDUCED, chunk + 1
+                for peer, (start, stop) in enumerate(cuts[step - 2]):
+                    if peer != rank:
+                        found = ring.result(chunk, peer)[: (stop - start) * array.itemsize]
+                        out[start:stop] = found.view(array.dtype)
+                ring.announce(DONE, chunk + 1)
+
+    def _stage_slices(self, chunk: int, array: Array, cuts: list[tuple[int, int]]) -> None:
+        """Write what the others add up, one behind the other."""
+        slot, rank = self._ring.staged(chunk, self._rank), self._rank
+        width = self._width()
+        for peer, (start, stop) in enumerate(cuts):
+            if peer != rank:
+                place = slot[_place(rank, peer) * width :][: (stop - start) * array.itemsize]
+                place.view(array.dtype)[:] = array[start:stop]
+
+    def _contributions(self, chunk: int, array: Array, own: slice) -> list[Array]:
+        """Return all members' values of this member's slice, in order of ranks."""
+        nbytes = (own.stop - own.start) * array.itemsize
+        width = self._width()
+        found = []
+        for peer in range(self._size):
+            if peer == self._rank:
+                found.append(array[own])
+            else:
+                slot = self._ring.staged(chunk, peer)[_place(peer, self._rank) * width :]
+                found.append(slot[:nbytes].view(array.dtype))
+        return found
+
+    def _width(self) -> int:
+        return self._ring.slot_bytes // (self._size - 1) // _ALIGNMENT * _ALIGNMENT
+
+    def _agreed(
+        self, chunk: int, call: Description, packed: bytes
+    ) -> Generator[tuple[int, int], None, list[Description]]:
+        """Return the descriptions of all members. Raises where they call different things."""
+        self._undecided = chunk
+        try:
+            yield STAGED, chunk + 1
+            error = self.difference()
+            if error is not None:
+                raise error
+        except PSError:
+            self._finish(chunk)
+            raise
+        finally:
+            self._undecided = None
+        found = [self._ring.description(chunk, rank) for rank in range(self._size)]
+        if all(each == packed for each in found):
+            return [call] * self._size
+        return [Description.unpack(each) for each in found]
+
+    def difference(self) -> PSError | None:
+        """Return the error of a call that differs among the members that have come so far.
+
+        None once the members have agreed on the call.
+        """
+        chunk, ring = self._undecided, self._ring
+        if chunk is None:
+            return None
+        late = ring.lacking(STAGED, chunk + 1)
+        found = [
+            (rank, Description.unpack(ring.description(chunk, rank)).call)
+            for rank in range(self._size)
+            if rank not in late
+        ]
+        for other in found[1:]:
+            if other[1] != found[0][1]:
+                return self._mismatch(*found[0], *other)
+        return None
+
+    def _finish(self, chunk: int) -> None:
+        """Take nothing more of a chunk."""
+        self._ring.announce(REDUCED, chunk + 1)
+        self._ring.announce(DONE, chunk + 1)
+
+
+def as_bytes(array: Array) -> Bytes:
+    """Return a flat, contiguous array as bytes, without a copy."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _place(owner: int, reader: int) -> int:
+    """Return which of the owner's slices is for ``reader``: it has none for itself."""
+    return reader if reader < owner else reader - 1
+
+
+def _cuts(length: int, width: int, size: int) -> list[list[tuple[int, int]]]:
+    """Cut elements in chunks, and each chunk in slices of at most ``width`` for each member."""
+    chunks = []
+    for start in range(0, length, width * size):
+        here = min(width * size, length - start)
+        slice_ = -(-here // size)
+        ends = [min(index * slice_, here) for index in range(size + 1)]
+        chunks.append([(start + a, start + b) for a, b in pairwise(ends)])
+    return chunks

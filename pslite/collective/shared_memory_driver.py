@@ -1,0 +1,298 @@
+"""Collective calls among workers of one machine, by rings of shared memory instead of messages.
+
+For groups all of whose workers are on one machine. A caller that waits for a call carries it out:
+``Future.flush`` takes the steps of ``shared_memory_calls.py`` for two milliseconds, in which a
+small call is over. After that, and for calls of many steps from the start, a thread does: the
+others must not wait for a member that looks at its result late. Every wait ends: a member that is
+lost, or leaves, ends all calls.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from pslite.collective.shared_memory_calls import (
+    Array,
+    Begin,
+    Description,
+    Mismatch,
+    Reduce,
+    RingCalls,
+    Steps,
+)
+from pslite.errors import ClosedError, PSError, UsageError, describe
+from pslite.future import Future, failed
+from pslite.memory.ring import Bytes, Ring
+
+T = TypeVar("T")
+
+_SPIN_S = 0.002
+"""So long a caller looks again and again before the thread takes over."""
+_LOOKS = 50
+"""So often without letting other threads run."""
+_NAP_S = 0.02
+"""A bell may be missed (``Ring.sleep``), and a member may be lost."""
+
+
+class _Call:
+    """A call that is not over."""
+
+    def __init__(self, steps: Steps, future: Future[Any], value: Any) -> None:
+        self.steps = steps
+        self.future = future
+        self.value = value
+        self.awaits: tuple[int, int] | None = None
+        self.error: BaseException | None = None
+
+
+class SharedMemoryFuture(Future[T]):
+    """The result of a call; a wait for it, or a look at it, carries the call on."""
+
+    __slots__ = ("_host",)
+
+    def __init__(self, host: SharedMemoryDriver, describe: str) -> None:
+        super().__init__(describe)
+        self._host = host
+        self.flush = host.help
+
+    def done(self) -> bool:
+        """Return whether there is a value or an error; carry the calls on as far as they go."""
+        if not self._done:
+            self._host.carry_on()
+        return self._done
+
+    def on_done(self, callback: Callable[[Future[T]], None]) -> None:
+        """Call ``callback(self)`` on completion, which the thread sees to."""
+        super().on_done(callback)
+        if not self._done:
+            self._host.hurry()
+
+
+class SharedMemoryDriver:
+    """The calls of one group on one of its members.
+
+    Args:
+        ring: connected to those of the other members; closed with this object.
+        size: how many members there are, two at least.
+        why_over: returns why a wait for these ranks cannot end, where that is so: one is lost.
+        mismatch: makes the error of a call that differs among members.
+        name: the group's, for people.
+
+    Each call takes a text for people, the arguments of ``RingCalls`` and the future's value. The
+    futures end in ``mismatch(...)`` where members make different calls, in what ``why_over``
+    returns, and in a ``UsageError`` where a member has left the group.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        size: int,
+        *,
+        mismatch: Mismatch,
+        why_over: Callable[[Sequence[int]], BaseException | None] = lambda ranks: None,
+        name: str = "a group of workers",
+    ) -> None:
+        self._ring = ring
+        self._steps = RingCalls(ring, size, mismatch)
+        self._name = name
+        self._why_over = why_over
+        self._calls: deque[_Call] = deque()
+        self._over: BaseException | None = None
+        # Held by the thread that takes steps.
+        self._driver = threading.Lock()
+        # Guards the next: a thread is not begun once all is over.
+        self._beginning = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._wanted = threading.Event()
+
+    def all_reduce(
+        self,
+        text: str,
+        call: Description,
+        array: Array,
+        out: Array,
+        reduce: Reduce,
+        *,
+        value: T,
+    ) -> Future[T]:
+        """Set ``out``, which may be ``array`` itself, to what ``reduce`` makes of all arrays."""
+        steps = self._steps.all_reduce(call, array, out, reduce)
+        return self._begin(text, steps, value, is_quick=self._steps.is_quick(array.nbytes))
+
+    def exchange(
+        self,
+        text: str,
+        call: Description,
+        pieces: Sequence[Bytes],
+        begin: Begin,
+        *,
+        is_each: bool = False,
+        nbytes: int | None = None,
+        value: T,
+    ) -> Future[T]:
+        """Let every member read a piece of each other's.
+
+        ``nbytes`` are those of the longest piece of all members; None: this member does not know.
+        """
+        steps = self._steps.exchange(call, pieces, begin, is_each=is_each)
+        is_quick = nbytes is not None and self._steps.is_quick(nbytes)
+        return self._begin(text, steps, value, is_quick=is_quick)
+
+    def _begin(self, text: str, steps: Steps, value: T, *, is_quick: bool) -> Future[T]:
+        """Begin a call; one that is quick needs nothing of this member once it is staged."""
+        if self._over is not None:
+            return failed(self._over)
+        future: SharedMemoryFuture[T] = SharedMemoryFuture(self, text)
+        is_first = not self._calls
+        self._calls.append(_Call(steps, future, value))
+        if is_first and is_quick:
+            self.carry_on()
+        else:
+            self.hurry()
+        return future
+
+    # -- who takes the steps -------------------------------------------------------------
+
+    def carry_on(self) -> None:
+        """Take the steps that can be taken now. From any thread; does not wait."""
+        self._drive(0.0)
+
+    def help(self) -> None:
+        """Take steps for some milliseconds; then have the thread do the rest."""
+        self._drive(_SPIN_S)
+        if self._calls:
+            self.hurry()
+
+    def hurry(self) -> None:
+        """Have the thread carry all calls out."""
+        with self._beginning:
+            if self._thread is None and self._over is None:
+                name = f"pslite-collective-{self._name}"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
+        self._wanted.set()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Take part no longer, and return at once. From any thread.
+
+        Calls that are not over end in ``error``, by default a ``ClosedError``, and those that
+        others make from now on in one that names this rank.
+        """
+        closed = ClosedError(f"{self._name} was closed before this call was over")
+        with self._beginning:
+            self._end(error or closed)
+            thread = self._thread
+        if thread is None:
+            self._finish()
+        else:
+            self._wanted.set()
+
+    def _run(self) -> None:
+        while self._over is None:
+            self._wanted.wait()
+            self._wanted.clear()
+            while self._calls and self._over is None:
+                self._drive(_SPIN_S / 10, nap=True)
+        self._finish()
+
+    def _finish(self) -> None:
+        with self._driver:
+            self._deliver([])
+            self._ring.close()
+
+    def _drive(self, spin_s: float, *, nap: bool = False) -> None:
+        """Take steps, and wait so long for the next one; one thread at a time."""
+        if not self._driver.acquire(blocking=nap):
+            return
+        over: list[_Call] = []
+        try:
+            self._take_steps(over, spin_s, nap=nap)
+        except BaseException as error:  # Ctrl-C too: the step may be half done
+            kind, text = describe(error)
+            self._end(UsageError(f"a collective call was cut short by {kind}: {text}"))
+            if not nap:  # the thread's end is in the futures
+                raise
+        finally:
+            self._driver.release()
+            self._deliver(over)
+
+    def _take_steps(self, over: list[_Call], spin_s: float, *, nap: bool) -> None:
+        """Carry out the first call as far as it goes, and note it in ``over`` if that is all."""
+        calls = self._calls
+        while calls and self._over is None:
+            call = calls[0]
+            try:
+                if call.awaits is None or self._reaches(call.awaits, spin_s, nap=nap):
+                    call.awaits = next(call.steps)
+                    continue
+                difference = self._steps.difference()
+                if difference is None:
+                    return
+                call.steps.throw(difference)
+            except StopIteration:
+                pass
+            except PSError as error:  # all members find the same
+                call.error = error
+            over.append(calls.popleft())
+            return
+
+    def _reaches(self, awaited: tuple[int, int], spin_s: float, *, nap: bool) -> bool:
+        """Return whether all have reached it, now or after some time."""
+        ring = self._ring
+        if ring.has_reached(*awaited) or (spin_s and self._spin(awaited, spin_s)):
+            return True
+        self._look(awaited)
+        if nap and self._over is None:
+            ring.sleep(*awaited, _NAP_S)
+        return ring.has_reached(*awaited) and self._over is None
+
+    def _spin(self, awaited: tuple[int, int], spin_s: float) -> bool:
+        """Look again and again for some time whether all have reached it."""
+        has_reached = self._ring.has_reached
+        for _ in range(_LOOKS):
+            if has_reached(*awaited):
+                return True
+        end_at = time.monotonic() + spin_s
+        while time.monotonic() < end_at:
+            os.sched_yield()
+            if has_reached(*awaited):
+                return True
+        return False
+
+    def _look(self, awaited: tuple[int, int]) -> None:
+        """End all calls where a member is lost, or has left."""
+        given_up = self._ring.given_up()  # first: who has left has announced all that it did
+        lacking = self._ring.lacking(*awaited)
+        error = self._why_over(lacking)
+        gone = sorted({*given_up} & {*lacking})
+        if error is None and gone:
+            error = UsageError(
+                f"rank {gone[0]} has left {self._name}, and a call waits for it: every rank has to "
+                "make all calls of its group before it leaves"
+            )
+        if error is not None:
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        """Take part no longer, and let the others know."""
+        if self._over is None:
+            self._over = error
+            self._ring.give_up()
+
+    def _deliver(self, over: list[_Call]) -> None:
+        """Complete the futures of calls that are over, without the lock: callbacks may call."""
+        if self._over is not None:
+            while self._calls:
+                call = self._calls.popleft()
+                call.error = self._over
+                over.append(call)
+        for call in over:
+            if call.error is not None:
+                call.future.set_error(call.error)
+            else:
+                call.future.set_result(call.value)

@@ -1,0 +1,230 @@
+"""Rings: how processes of one machine hand each other values without a message.
+
+Each process of a group has one ring, memory that the others map for reading (``segment.py``): some
+slots for values, used in turn, and counters that only ever rise. A process writes to its slots and
+counters alone and reads everybody's, so nothing needs a lock. *Chunk* number c lies in slot c
+modulo ``SLOTS``. A counter says how many chunks have come so far that ``STAGED`` (the values are
+in the slot), ``REDUCED`` (the results are in it) or ``DONE`` (its owner has read all that it wants
+of the others' slots). So a slot is free again when all have done the chunk that it had before.
+
+The values are written before the counter that announces them, and read after it. Processors of the
+kind x86-64 keep that order for all who look; elsewhere ``is_ordered`` is False, and rings are not
+used. Who has waited for some microseconds sleeps at its bell, a pipe that the others write to.
+Read next: ``collective/shared_memory_driver.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import select
+import stat
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pslite.memory.segment import HEADER_BYTES, PAGE_BYTES, Ticket, map_segment, shared_segment
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+SLOTS = 4
+"""One to be filled, one to be added up, one to be read, and one for who is ahead."""
+_DESCRIPTION_BYTES = 16 * PAGE_BYTES
+MAX_DESCRIPTION = _DESCRIPTION_BYTES - 4
+"""The most bytes that a chunk's description may have."""
+
+STAGED, REDUCED, DONE, _ASLEEP, _GIVEN_UP = range(5)
+_WORDS_A_LINE = 8
+_COUNTERS_BYTES = PAGE_BYTES
+
+
+def is_ordered() -> bool:
+    """Return whether other processes see the stores of this one in the order of the program."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+class RingTicket(NamedTuple):
+    """The data that a peer needs to map a ring and to ring its owner's bell."""
+
+    pid: int
+    memory: Ticket
+    slot_bytes: int
+    bell: int
+    """The descriptor of the end of the pipe to write to."""
+    bell_inode: int
+
+
+class _Slots:
+    """The memory of one ring, this process's own or a peer's, as arrays."""
+
+    def __init__(self, memory: Any, slot_bytes: int) -> None:
+        self.counters = memoryview(memory)[HEADER_BYTES:][:_COUNTERS_BYTES].cast("q")
+        whole = np.frombuffer(memory, np.uint8)[HEADER_BYTES + _COUNTERS_BYTES :]
+        self.descriptions = []
+        self.staged: list[Bytes] = []
+        self.results: list[Bytes] = []
+        at = 0
+        for _ in range(SLOTS):
+            self.descriptions.append(whole[at : at + _DESCRIPTION_BYTES].data)
+            at += _DESCRIPTION_BYTES
+            self.staged.append(whole[at : at + slot_bytes])
+            at += slot_bytes
+            self.results.append(whole[at : at + slot_bytes])
+            at += slot_bytes
+
+
+class Ring:
+    """This process's ring in a group, and the rings of the others.
+
+    Args:
+        slot_bytes: of values in a chunk; a multiple of 64.
+
+    Raises:
+        OSError: there is not so much memory, or this system cannot share it.
+    """
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        nbytes = SLOTS * (_DESCRIPTION_BYTES + 2 * slot_bytes) + _COUNTERS_BYTES + HEADER_BYTES
+        self._segment = shared_segment(nbytes)
+        self._own = _Slots(self._segment.memory, slot_bytes)
+        self._bell, self._bell_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._bell, select.POLLIN)
+        self._members: list[_Slots] = [self._own]
+        self._bells: list[int | None] = [None]
+        self.rank = 0
+
+    @property
+    def ticket(self) -> RingTicket:
+        """The ticket that the others need."""
+        assert self._segment.ticket is not None
+        inode = os.fstat(self._bell_in).st_ino
+        return RingTicket(os.getpid(), self._segment.ticket, self.slot_bytes, self._bell_in, inode)
+
+    def connect(self, rank: int, tickets: Sequence[RingTicket]) -> None:
+        """Map the rings of all, in order of their ranks; ``rank`` is this process's.
+
+        Raises:
+            OSError: a ring cannot be mapped, or is not the one of the ticket.
+        """
+        members: list[_Slots] = []
+        bells: list[int | None] = []
+        try:
+            for number, ticket in enumerate(tickets):
+                if number == rank:
+                    members.append(self._own)
+                    bells.append(None)
+                    continue
+                members.append(_Slots(map_segment(ticket.pid, ticket.memory), self.slot_bytes))
+                bells.append(_open_bell(ticket))
+        except BaseException:
+            _close_all(bells)
+            raise
+        self.rank, self._members, self._bells = rank, members, bells
+
+    def close(self) -> None:
+        """Let go of all rings; memory that somebody still looks at stays mapped."""
+        if not self._members:
+            return
+        _close_all(self._bells)
+        self._bells, self._members = [], []
+        del self._own, self._segment
+        os.close(self._bell)
+        os.close(self._bell_in)
+
+    # -- chunks ------------------------------------------------------------------------
+
+    def describe(self, chunk: int, description: bytes) -> None:
+        """Write the description of a chunk that this process stages next."""
+        place = self._own.descriptions[chunk % SLOTS]
+        place[: 4 + len(description)] = len(description).to_bytes(4, "little") + description
+
+    def description(self, chunk: int, rank: int) -> bytes:
+        """Return the description of a chunk that ``rank`` has staged."""
+        place = self._members[rank].descriptions[chunk % SLOTS]
+        nbytes = min(int.from_bytes(place[:4], "little"), MAX_DESCRIPTION)
+        return bytes(place[4 : 4 + nbytes])
+
+    def staged(self, chunk: int, rank: int) -> Bytes:
+        """Return the bytes of the slot for what ``rank`` stages; those of others are read-only."""
+        return self._members[rank].staged[chunk % SLOTS]
+
+    def result(self, chunk: int, rank: int) -> Bytes:
+        """Return the bytes of the slot for what ``rank`` has added up."""
+        return self._members[rank].results[chunk % SLOTS]
+
+    def announce(self, kind: int, count: int) -> None:
+        """Set a counter of this process and wake the peers that sleep."""
+        self._own.counters[kind * _WORDS_A_LINE] = count
+        for member, bell in zip(self._members, self._bells, strict=True):
+            if bell is not None and member.counters[_ASLEEP * _WORDS_A_LINE]:
+                _ring(bell)
+
+    def has_reached(self, kind: int, count: int) -> bool:
+        """Return whether a counter of every member is at least ``count``."""
+        at = kind * _WORDS_A_LINE
+        return all(member.counters[at] >= count for member in self._members)
+
+    def lacking(self, kind: int, count: int) -> list[int]:
+        """Return the ranks whose counter is less than ``count``."""
+        at = kind * _WORDS_A_LINE
+        return [rank for rank, each in enumerate(self._members) if each.counters[at] < count]
+
+    def give_up(self) -> None:
+        """Tell the others that this process takes part no longer."""
+        self.announce(_GIVEN_UP, 1)
+
+    def given_up(self) -> list[int]:
+        """Return the ranks that take part no longer."""
+        at = _GIVEN_UP * _WORDS_A_LINE
+        return [rank for rank, each in enumerate(self._members) if each.counters[at]]
+
+    def sleep(self, kind: int, count: int, timeout_s: float) -> None:
+        """Wait until a peer rings the bell, unless all have reached ``count`` meanwhile.
+
+        A peer that looked just before this process fell asleep does not ring: so no sleep should
+        be long.
+        """
+        asleep = _ASLEEP * _WORDS_A_LINE
+        self._own.counters[asleep] = 1
+        try:
+            if not self.has_reached(kind, count) and self._poll.poll(1000 * timeout_s):
+                self._silence()
+        finally:
+            self._own.counters[asleep] = 0
+
+    def _silence(self) -> None:
+        try:
+            os.read(self._bell, 4096)
+        except BlockingIOError:  # somebody else has read it
+            pass
+
+
+def _open_bell(ticket: RingTicket) -> int:
+    path = f"/proc/{ticket.pid}/fd/{ticket.bell}"
+    if not _is_bell(os.stat(path), ticket):  # before it is opened: opening may have effects
+        raise OSError(f"{path} is not the pipe that was offered")
+    bell = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not _is_bell(os.fstat(bell), ticket):
+        os.close(bell)
+        raise OSError(f"{path} is not the pipe that was offered")
+    return bell
+
+
+def _is_bell(found: os.stat_result, ticket: RingTicket) -> bool:
+    return stat.S_ISFIFO(found.st_mode) and found.st_ino == ticket.bell_inode
+
+
+def _ring(bell: int) -> None:
+    try:
+        os.write(bell, b"!")
+    except (BlockingIOError, BrokenPipeError):  # it rings already, or its owner is gone
+        pass
+
+
+def _close_all(bells: Sequence[int | None]) -> None:
+    for bell in bells:
+        if bell is not None:
+            os.close(bell)

@@ -1,0 +1,282 @@
+"""Collective calls of groups of workers, as a server matches them. Pure.
+
+Each rank of a group numbers its calls, so calls of one number belong together. A call is one round
+of messages, or several where its arrays are cut into chunks; a round is complete when every
+rank's message is there, and then its result is computed. If two ranks call different things under
+one number, a rank that is needed is gone, or a rank gives the call up, it ends for all with one
+error, also for those who come later. Events go in, effects come out: no arrays, no sockets, no
+clock. Read next: ``collective/server.py``, which carries the effects out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from pslite.errors import MismatchError, ProtocolError, UsageError
+
+T = TypeVar("T")
+"""What stands for one rank's message; the answer goes to it."""
+
+MAX_FAILED = 1024
+"""Of failed calls, at most this many are remembered, for ranks that come late."""
+_MOST_ABSENCES = 8
+"""Calls may be on their way while their ranks have joined this many times since."""
+_MOST_SHAPES = 4
+_ZERO_CHANGES_NOTHING = frozenset({"sum", "average", "premul_sum", "bor", "bxor"})
+ANY = -1
+"""A length that may differ among ranks."""
+
+
+class GroupKey(NamedTuple):
+    """A group of workers. Groups with the same name and ranks differ in their number."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Ranks in the job, in the group's order."""
+    number: int
+
+    @property
+    def text(self) -> str:
+        """The group in an error or a report."""
+        listed = ", ".join(map(str, self.ranks))
+        members = f"workers {listed}" if len(self.ranks) < 9 else f"{len(self.ranks)} workers"
+        return f"group {self.name!r} of {members}" if self.name else f"the group of {members}"
+
+
+class CallKey(NamedTuple):
+    """A call: the ``number``-th of this ``name`` in its group; calls in order have no name."""
+
+    group: GroupKey
+    name: str
+    number: int
+
+    def text(self, call: CollectiveCall) -> str:
+        """Return a wait for this call in words."""
+        which = f"named {self.name!r}" if self.name else f"number {self.number}"
+        return f"{call.text}, the call {which} of {self.group.text}"
+
+
+class CollectiveCall(NamedTuple):
+    """The call that must be identical on all ranks of a group."""
+
+    kind: str
+    op: str = ""
+    dtype: str = ""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    root: int = -1
+    factor: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The call as a script writes it: ``all_reduce(sum, float32, shape (4,))``."""
+        parts = [text for text in (self.op, self.dtype) if text]
+        shapes = [_shape_text(shape) for shape in self.shapes[:_MOST_SHAPES]]
+        if shapes:
+            more = [] if len(self.shapes) <= _MOST_SHAPES else ["..."]
+            word = "shape" if len(self.shapes) == 1 else "shapes"
+            parts.append(f"{word} {' '.join(shapes + more)}")
+        if self.root >= 0:
+            parts.append(f"root {self.root}")
+        if self.factor is not None:
+            parts.append(f"factor {self.factor:g}")
+        return f"{self.kind}({', '.join(parts)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(Generic[T]):
+    """Compute the result of a round, and answer each message with its share."""
+
+    key: CallKey
+    call: CollectiveCall
+    messages: tuple[T, ...]
+    """One for each rank, in the group's order; ranks that have joined have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllJoined(Generic[T]):
+    """All ranks have joined, ``last`` the last: answer each of them."""
+
+    messages: tuple[T, ...]
+    last: int
+    """Its rank in the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse(Generic[T]):
+    """Answer these messages with ``error``."""
+
+    messages: tuple[T, ...]
+    error: BaseException
+
+
+CallEffect = Compute[T] | AllJoined[T] | Refuse[T]
+
+
+@dataclass(slots=True)
+class _OpenCall(Generic[T]):
+    """A call that some ranks have made."""
+
+    first: int
+    """The rank whose call the others are compared with."""
+    call: CollectiveCall
+    rounds: dict[int, dict[int, T]] = field(default_factory=dict)
+    """Number of the chunk -> rank -> its message."""
+
+
+class Absence(NamedTuple):
+    """The calls that a rank leaves out because it has joined.
+
+    Since all had joined before, calls are numbered from ``begin`` on. It has made those up to the
+    ``last`` number of each name; they may still be on their way. Later ones begin at ``end``.
+    """
+
+    begin: int
+    last: Mapping[str, int]
+    end: int
+
+    def is_of(self, key: CallKey) -> bool:
+        """Return whether the rank does not make this call."""
+        return self.last.get(key.name, self.begin) < key.number < self.end
+
+
+class CallMatcher(Generic[T]):
+    """The calls of all groups, as far as they concern one server. Ranks are the job's."""
+
+    def __init__(self) -> None:
+        self._open: dict[CallKey, _OpenCall[T]] = {}
+        self._failed: dict[CallKey, BaseException] = {}
+        self._gone: dict[int, BaseException] = {}
+        #: Group -> the ranks that have joined and wait for the others -> their messages.
+        self._joined: dict[GroupKey, dict[int, T]] = {}
+        #: Group and rank -> of which calls its values are zeros, by its latest ``join`` calls.
+        self._absences: dict[tuple[GroupKey, int], deque[Absence]] = {}
+
+    @property
+    def num_open(self) -> int:
+        """How many calls wait for ranks."""
+        return len(self._open)
+
+    def arrive(
+        self, key: CallKey, rank: int, call: CollectiveCall, chunk: int, message: T
+    ) -> list[CallEffect[T]]:
+        """Note one rank's message to a round of a call."""
+        if rank not in key.group.ranks:
+            error = ProtocolError(f"worker {rank} is not in the group {key.group.ranks}")
+            return [Refuse((message,), error)]
+        failure = self._failed.get(key)
+        if failure is not None:
+            return [Refuse((message,), failure)]
+        found = self._open.get(key)
+        if found is None:
+            found = self._open[key] = _OpenCall(rank, call)
+        arrived = found.rounds.setdefault(chunk, {})
+        if rank in arrived:
+            error = ProtocolError(f"worker {rank} sent chunk {chunk} of {call.text} twice")
+            return [Refuse((message,), error)]
+        arrived[rank] = message
+        if call != found.call:
+            return self._fail(key, mismatch(key.group, found.first, found.call, rank, call))
+        return self._look(key, found, chunk)
+
+    def join(self, group: GroupKey, rank: int, absence: Absence, message: T) -> list[CallEffect[T]]:
+        """Count ``rank`` as zeros in the ``all_reduce`` calls that it does not make."""
+        if rank not in group.ranks or rank in self._joined.get(group, ()):
+            error = ProtocolError(f"worker {rank} cannot join the group {group.ranks}")
+            return [Refuse((message,), error)]
+        joined = self._joined.setdefault(group, {})
+        joined[rank] = message
+        known = self._absences.setdefault((group, rank), deque(maxlen=_MOST_ABSENCES))
+        known.append(absence)
+        effects: list[CallEffect[T]] = []
+        for key, found in list(self._open.items()):
+            if key.group == group:
+                for chunk in list(found.rounds):
+                    effects += self._look(key, found, chunk) if key in self._open else []
+        if len(joined) == len(group.ranks):
+            del self._joined[group]
+            return [*effects, AllJoined(tuple(joined.values()), group.ranks.index(rank))]
+        errors = [self._gone[each] for each in group.ranks if each in self._gone.keys() - joined]
+        if errors:
+            del self._joined[group]
+            effects.append(Refuse(tuple(joined.values()), errors[0]))
+        return effects
+
+    def depart(self, rank: int, error: BaseException) -> list[CallEffect[T]]:
+        """End the calls that need ``rank``, which is gone, with ``error``."""
+        self._gone[rank] = error
+        effects: list[CallEffect[T]] = []
+        for group, joined in list(self._joined.items()):
+            if rank in group.ranks and rank not in joined:
+                del self._joined[group]
+                effects.append(Refuse(tuple(joined.values()), error))
+        for key, found in list(self._open.items()):
+            rounds = found.rounds.values()
+            if rank in key.group.ranks and any(rank not in arrived for arrived in rounds):
+                effects += self._fail(key, error)
+        return effects
+
+    def give_up(self, key: CallKey, error: BaseException) -> list[CallEffect[T]]:
+        """End a call that failed at one of its ranks."""
+        return [] if key in self._failed else self._fail(key, error)
+
+    def _look(self, key: CallKey, found: _OpenCall[T], chunk: int) -> list[CallEffect[T]]:
+        """Return the round if it is complete, or the call's end if that cannot be."""
+        arrived, ranks = found.rounds[chunk], key.group.ranks
+        missing = [rank for rank in ranks if rank not in arrived]
+        absent = [rank for rank in missing if self._is_absent(key, rank)]
+        if absent:
+            call = found.call
+            if call.kind != "all_reduce" or call.op not in _ZERO_CHANGES_NOTHING:
+                return self._fail(key, _not_with_joined(key.group, absent, call))
+        missing = [rank for rank in missing if rank not in absent]
+        if missing:
+            errors = [self._gone[rank] for rank in missing if rank in self._gone]
+            return self._fail(key, errors[0]) if errors else []
+        del found.rounds[chunk]
+        if not found.rounds:
+            del self._open[key]
+        messages = tuple(arrived[rank] for rank in ranks if rank in arrived)
+        return [Compute(key, found.call, messages)]
+
+    def _is_absent(self, key: CallKey, rank: int) -> bool:
+        return any(absence.is_of(key) for absence in self._absences.get((key.group, rank), ()))
+
+    def _fail(self, key: CallKey, error: BaseException) -> list[CallEffect[T]]:
+        while len(self._failed) >= MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
+        self._failed[key] = error
+        found = self._open.pop(key, None)
+        rounds = () if found is None else found.rounds.values()
+        messages = tuple(message for arrived in rounds for message in arrived.values())
+        return [Refuse(messages, error)] if messages else []
+
+
+def mismatch(
+    group: GroupKey, first: int, call: CollectiveCall, rank: int, other: CollectiveCall
+) -> MismatchError:
+    """Return the error of two workers of a group whose calls differ."""
+    return MismatchError(
+        f"the ranks of a group must make the same calls in the same order: {_title(group, first)} "
+        f"calls {call.text}; {_title(group, rank)} calls {other.text}"
+    )
+
+
+def _not_with_joined(group: GroupKey, joined: Sequence[int], call: CollectiveCall) -> UsageError:
+    names = ", ".join(_title(group, rank) for rank in joined)
+    return UsageError(
+        f"{names} has joined and counts as zeros in all_reduce of "
+        f"{', '.join(sorted(_ZERO_CHANGES_NOTHING))}; {call.text} needs all ranks"
+    )
+
+
+def _title(group: GroupKey, rank: int) -> str:
+    index = group.ranks.index(rank)
+    return f"rank {index}" if index == rank else f"rank {index} (worker {rank})"
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    lengths = ["any" if length == ANY else str(length) for length in shape]
+    return f"({', '.join(lengths)}{',' if len(lengths) == 1 else ''})"

@@ -1,0 +1,111 @@
+"""Mistakes in collective calls and mailboxes: matching, sums, messages."""
+
+from __future__ import annotations
+
+from tests.planted.bug import Bug
+
+_MATCHING = "tests/unit/pslite/protocol/test_collective_matching.py"
+_MAILBOX = "tests/unit/pslite/protocol/test_mailbox_rules.py"
+_CALLS = "tests/inproc/test_collective.py"
+
+BUGS = [
+    Bug(
+        "values of a collective call are combined in the order of arrival",
+        "pslite/protocol/collective.py",
+        "messages = tuple(arrived[rank] for rank in ranks if rank in arrived)",
+        "messages = tuple(arrived.values())",
+        _MATCHING,
+    ),
+    Bug(
+        "a rank that comes late to a collective call that failed waits for ever",
+        "pslite/protocol/collective.py",
+        "failure = self._failed.get(key)",
+        "failure = None",
+        _MATCHING,
+    ),
+    Bug(
+        "a collective call that begins after a rank has gone waits for it",
+        "pslite/protocol/collective.py",
+        "errors = [self._gone[rank] for rank in missing if rank in self._gone]",
+        "errors = list(self._gone.values())[:0]",
+        _MATCHING,
+    ),
+    Bug(
+        "ranks of different operations are combined by the first one's",
+        "pslite/protocol/collective.py",
+        "if call != found.call:",
+        "if call._replace(op=found.call.op) != found.call:",
+        f"{_CALLS}::test_different_calls_end_on_all_ranks_with_both_named",
+    ),
+    Bug(
+        "an average divides by the ranks that have not joined",
+        "pslite/collective/server.py",
+        "arrays, out, size)",
+        "arrays, out)",
+        f"{_CALLS}::test_ranks_without_data_count_as_zeros_until_all_have_joined",
+    ),
+    Bug(
+        "calls are not numbered anew after all have joined",
+        "pslite/collective/communicator.py",
+        "self._counts.clear()",
+        "pass",
+        f"{_CALLS}::test_ranks_without_data_count_as_zeros_until_all_have_joined",
+    ),
+    Bug(
+        "a call that fails at one rank is not given up at the others",
+        "pslite/collective/pending_call.py",
+        "            self._give_up(error)\n",
+        "",
+        "tests/inproc/test_collective_moves.py"
+        "::test_an_array_to_fill_that_does_not_fit_ends_the_call_on_all_ranks",
+    ),
+    Bug(
+        "bfloat16 sums are cut off instead of rounded",
+        "pslite/collective/sums.py",
+        "bias = np.uint32(0x7FFF) +",
+        "bias = np.uint32(0) *",
+        "tests/unit/pslite/collective/test_collective_wire.py",
+    ),
+    Bug(
+        "messages that overtake others are taken before them",
+        "pslite/protocol/mailbox.py",
+        "for letter in stream.in_turn(address.message, (address, nbytes, content)):",
+        "for letter in [(address, nbytes, content)]:",
+        "tests/faults/test_collective_faults.py",
+    ),
+    Bug(
+        "a rank that has joined counts as zeros in calls that are on their way",
+        "pslite/protocol/collective.py",
+        "self.last.get(key.name, self.begin) < key.number",
+        "self.begin < key.number",
+        "tests/faults/test_collective_faults.py",
+    ),
+    Bug(
+        "a mailbox gives its latest letter first",
+        "pslite/protocol/mailbox.py",
+        "slot.letters.append(letter)",
+        "slot.letters.insert(0, letter)",
+        _MAILBOX,
+    ),
+    Bug(
+        "a mailbox keeps all that comes",
+        "pslite/protocol/mailbox.py",
+        "if box.kept_bytes and box.kept_bytes + letter.nbytes > BOX_BYTES:",
+        "if not box.waiting:",
+        _MAILBOX,
+    ),
+    Bug(
+        "what is received from a mailbox makes no room in it",
+        "pslite/protocol/mailbox.py",
+        "box.kept_bytes -= letter.nbytes",
+        "pass",
+        _MAILBOX,
+    ),
+    Bug(
+        "a tuple in an object arrives as a list",
+        "kvstore/protocol/objects.py",
+        '["l" if type(value) is list else "t", *items]',
+        '["l", *items]',
+        "tests/unit/kvstore/protocol/test_objects.py",
+    ),
+]
