@@ -92,16 +92,31 @@ def environment_of(pid: int) -> set[bytes]:
         return set()
 
 
-def free_port() -> int:
-    """A port that nobody listens on, from below those that Linux gives to clients."""
+def reserved_port() -> socket.socket:
+    """A socket bound to a port on which nobody listens, from below those that clients get.
+
+    It never listens. While it is open, no other test can reserve its port, but a process that sets
+    SO_REUSEADDR can listen there, as libzmq and the launcher do.
+    """
     while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return port
+        holder = socket.socket()
+        try:
+            holder.bind((HOST, 20_000 + secrets.randbelow(12_000)))
+        except OSError:
+            holder.close()
+            continue
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return holder
+
+
+def free_port() -> int:
+    """The port of a ``reserved_port`` that stays reserved until this process ends."""
+    _RESERVED.append(reserved_port())
+    port: int = _RESERVED[-1].getsockname()[1]
+    return port
+
+
+_RESERVED: list[socket.socket] = []
 
 
 def clean_environment() -> dict[str, str]:
