@@ -12,12 +12,12 @@ order; calls with a ``name`` are matched by it instead. Ranks that differ all ge
 message to the last answer. Large arrays are cut into chunks, which go to the servers in turn. Any
 thread may call; answers are copied into arrays on the node's I/O thread. Where all workers of a
 group are on one machine, calls in order go by shared memory (``shared_memory_route.py``), with the
-same bits. Read next: ``server.py``.
+same bits, else by the servers. This file checks arguments and chooses. Read next:
+``server_route.py``.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 import threading
 import weakref
@@ -27,50 +27,33 @@ from typing import TypeVar
 
 import numpy as np
 
-from pslite.apps.asking import Asker, as_int64
+from pslite.apps.asking import as_int64
 from pslite.collective.arrays import (
     Array,
-    Bytes,
     checked,
     checked_name,
     checked_out,
-    chunks,
     dtype_name,
-    filling,
-    flat,
-    layout_of,
     one_for_each,
-    piece_for,
-    receivers,
-    spans,
     with_op,
 )
 from pslite.collective.mailbox import Mail, ReceivedArray
-from pslite.collective.pending_call import CallUnderWay, ChunkRequest
-from pslite.collective.shared_memory_route import RingOpening, are_on_one_machine
-from pslite.collective.sums import DTYPES
-from pslite.collective.wire import (
-    COLLECTIVE_APP,
-    JOIN,
-    pack_join,
-    server_of,
-    unpack_last,
-    unpack_layouts,
+from pslite.collective.server_route import ServerRoute
+from pslite.collective.shared_memory_route import (
+    RingOpening,
+    SharedMemoryRoute,
+    are_on_one_machine,
 )
 from pslite.errors import ClosedError, UsageError
 from pslite.future import Future
-from pslite.ids import Role, node_id
-from pslite.node.customer import Reply
+from pslite.ids import Role
 from pslite.node.postoffice import Postoffice
 from pslite.protocol.collective import ANY, Absence, CallKey, CollectiveCall, GroupKey
 
 T = TypeVar("T")
-_CHUNKS = 4
-"""A message brings at most this many times PS_CHUNK_BYTES of an array."""
+Route = ServerRoute | SharedMemoryRoute
 _INTERNAL = "\0"
 """What names of the project's own begin with."""
-_LEAST_STEP = 1024
-"""Of arrays whose sizes differ, a message brings at least this many bytes."""
 
 _JOIN = 1 << 40
 """Calls are numbered again after each ``join``, from here on, twice this, and so on."""
@@ -128,9 +111,9 @@ class Communicator:
         self.name = checked_name(name)
         self.rank = self.ranks.index(node.rank)
         self.size = len(self.ranks)
-        self._asker = Asker(node, COLLECTIVE_APP)
         self._group = GroupKey(self.name, self.ranks, _number_of_group(node, name, self.ranks))
-        self._mail = Mail(node, self._group, self._chunk_bytes(""))
+        self._servers = ServerRoute(node, self.rank, self.size, self._ended)
+        self._mail = Mail(node, self._group, self._servers.chunk_bytes(""))
         #: Name -> how many calls of it there were; "" counts those that are matched by order.
         self._counts: Counter[str] = Counter()
         self._names_under_way: set[str] = set()
@@ -139,7 +122,11 @@ class Communicator:
         self._is_closed = False
         self._rings: RingOpening | None = None
         if rings and self.size > 1 and are_on_one_machine(node, self.ranks):
-            self._rings = RingOpening(node, self._group, self._gather_bytes)
+            self._rings = RingOpening(
+                node,
+                self._group,
+                lambda name, data: self._servers.gather_bytes(self._begin(_INTERNAL + name), data),
+            )
 
     # -- calls ---------------------------------------------------------------------------
 
@@ -286,20 +273,16 @@ class Communicator:
             self._has_joined = True
             base = self._num_joins * _JOIN
             last = {name: base + count for name, count in self._counts.items()}
-        config = self.node.config
-        nodes = [int(node_id(Role.SERVER, rank)) for rank in range(config.num_servers)]
-        key = CallKey(self._group, "", 0)
-        first = nodes[server_of(key, 0, config.num_workers, config.num_servers)]
+        absence = Absence(base, last, base + _JOIN)
 
-        def begin_anew(replies: dict[int, Reply]) -> int:
+        def begin_anew(last: int) -> int:
             with _lock:
                 self._num_joins += 1
                 self._counts.clear()
                 self._has_joined = False
-            return unpack_last(replies[first].body)
+            return last
 
-        body = pack_join(self._group, Absence(base, last, base + _JOIN), config.num_workers)
-        return self._asker.ask(JOIN, body, dict.fromkeys(nodes, ()), begin_anew)
+        return self._servers.join(self._group, absence).map(begin_anew)
 
     def send(self, array: Array, to: int, tag: int = 0) -> Future[None]:
         """Send an array to rank ``to``; done when its mailbox has it, or its ``recv``.
@@ -345,13 +328,7 @@ class Communicator:
         ``outgoing`` is what this rank sends, ``into`` is filled by the answers: nothing, or one
         array; of arrays for each rank, that of this one.
         """
-        key = self._begin(name)
-        if name is not None or self._rings is None:
-            return self._make_by_servers(key, call, outgoing, into, value)
-        return self._rings.call(
-            lambda route: route.make(key, call, outgoing, into, value),
-            lambda: self._make_by_servers(key, call, outgoing, into, value),
-        )
+        return self._go(name, lambda route, key: route.make(key, call, outgoing, into, value))
 
     def _exchange(
         self,
@@ -365,89 +342,20 @@ class Communicator:
 
         ``outs`` are filled where they are given.
         """
+        return self._go(name, lambda route, key: route.exchange(key, call, outgoing, sources, outs))
+
+    def _go(self, name: str | None, make: Callable[[Route, CallKey], Future[T]]) -> Future[T]:
+        """Number a call and make it by the way that such calls of this group go."""
         key = self._begin(name)
         if name is not None or self._rings is None:
-            return self._exchange_by_servers(key, call, outgoing, sources, outs)
-        return self._rings.call(
-            lambda route: route.exchange(key, call, outgoing, sources, outs),
-            lambda: self._exchange_by_servers(key, call, outgoing, sources, outs),
-        )
-
-    def _make_by_servers(
-        self,
-        key: CallKey,
-        call: CollectiveCall,
-        outgoing: Sequence[Array],
-        into: Sequence[Array],
-        value: T,
-    ) -> Future[T]:
-        """Cut the arrays, alike on all ranks, and send the chunks to the servers."""
-        lengths = [math.prod(shape) * DTYPES[call.dtype].itemsize for shape in call.shapes]
-        index = self.rank if len(lengths) > 1 else 0
-        sent, filled = list(map(flat, outgoing)), list(map(flat, into))
-        under_way = self._under_way(key, call, value)
-        requests: list[ChunkRequest] = []
-        for chunk in chunks(sum(lengths), self._chunk_bytes(call.dtype)):
-            parts = spans(lengths, chunk)
-            pieces = [array[part] for array, part in zip(sent, parts, strict=False)]
-            places = [array[parts[index]] for array in filled]
-            requests.append((pieces, filling(places), None))
-        under_way.start(requests)
-        return under_way.future
-
-    def _exchange_by_servers(
-        self,
-        key: CallKey,
-        call: CollectiveCall,
-        outgoing: Sequence[Array],
-        sources: Sequence[int],
-        outs: Sequence[Array] | None,
-    ) -> Future[list[Array]]:
-        """Send the first chunk, whose answer says what the others send, and then the rest."""
-        step = max(self._chunk_bytes("") // self.size, _LEAST_STEP)
-        sent = list(map(flat, outgoing))
-        index = piece_for(call, self.rank)
-        found: list[Array] = []
-        under_way = self._under_way(key, call, found)
-
-        def pieces(chunk: slice) -> list[Bytes]:
-            parts = spans([len(array) for array in sent], chunk)
-            return [array[part] for array, part in zip(sent, parts, strict=True)]
-
-        def begin(reply: Reply) -> None:
-            layouts = unpack_layouts(reply.body, self.size)
-            found.extend(receivers(layouts, sources, index, outgoing, outs))
-            lengths = [layouts[source].lengths for source in sources]
-
-            def fill(chunk: slice) -> Callable[[Reply], None]:
-                parts = [spans(each, chunk)[index] for each in lengths]
-                return filling(
-                    [flat(array)[part] for array, part in zip(found, parts, strict=True)]
-                )
-
-            first, *others = chunks(max(sum(each.lengths) for each in layouts), step)
-            under_way.start([(pieces(chunk), fill(chunk), None) for chunk in others])
-            fill(first)(reply)
-
-        under_way.start([(pieces(slice(0, step)), begin, layout_of(outgoing))])
-        return under_way.future
-
-    def _gather_bytes(self, name: str, data: bytes) -> Future[list[bytes]]:
-        """Hand every rank's bytes to all, by the servers, under a name of the project's own."""
-        array = np.frombuffer(data, np.uint8)
-        call = self._gathering("all_gather", array, -1)
-        key = self._begin(_INTERNAL + name)
-        found = self._exchange_by_servers(key, call, [array], range(self.size), None)
-        return found.map(lambda arrays: [each.tobytes() for each in arrays])
+            return make(self._servers, key)
+        return self._rings.call(lambda route: make(route or self._servers, key))
 
     def _gathering(self, kind: str, array: Array, root: int) -> CollectiveCall:
         """Return a call whose arrays differ in their first dimension only."""
         shape = checked(array).shape
         alike = (ANY, *shape[1:]) if shape else ()
         return CollectiveCall(kind, "", dtype_name(array), (alike,), root)
-
-    def _under_way(self, key: CallKey, call: CollectiveCall, value: T) -> CallUnderWay[T]:
-        return CallUnderWay(self._asker, key, call, value, lambda: self._ended(key))
 
     def _begin(self, name: str | None) -> CallKey:
         """Number a call."""
@@ -475,11 +383,6 @@ class Communicator:
     def _ended(self, key: CallKey) -> None:
         with _lock:
             self._names_under_way.discard(key.name)
-
-    def _chunk_bytes(self, dtype: str) -> int:
-        config, itemsize = self.node.config, DTYPES[dtype].itemsize if dtype else 1
-        most = min(_CHUNKS * config.chunk_bytes, config.max_message_bytes // 2)
-        return max(most // itemsize, 1) * itemsize
 
     def _checked_root(self, root: int, word: str = "root") -> int:
         root = operator.index(root)

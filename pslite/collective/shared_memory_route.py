@@ -57,7 +57,7 @@ class SharedMemoryRoute:
         into: Sequence[Array],
         value: T,
     ) -> Future[T]:
-        """Make a call whose sizes all ranks know, as ``Communicator`` does by the servers."""
+        """Make a call whose sizes all ranks know, as ``ServerRoute`` does."""
         pieces, places = list(map(flat, outgoing)), list(map(flat, into))
         dtype = DTYPES[call.dtype] if call.dtype else np.dtype(np.uint8)
         if call.kind == "all_reduce":
@@ -176,17 +176,13 @@ class RingOpening:
         self._is_open = self._is_closed = False
         self._waiting: deque[Callable[[], None]] = deque()
 
-    def call(
-        self,
-        by_rings: Callable[[SharedMemoryRoute], Future[T]],
-        by_servers: Callable[[], Future[T]],
-    ) -> Future[T]:
-        """Make a call by one of the two ways, now or once it is known by which."""
+    def call(self, make: Callable[[SharedMemoryRoute | None], Future[T]]) -> Future[T]:
+        """Make a call by the rings, or without (None): now, or once it is known which."""
         with self._lock:
             if self._is_open:
-                return by_servers() if self._route is None else by_rings(self._route)
+                return make(self._route)
             result: Future[T] = Future("a collective call, whose ranks are about to share memory")
-            self._waiting.append(lambda: self._forward(result, by_rings, by_servers))
+            self._waiting.append(lambda: self._forward(result, make))
             if self._opened is None:
                 self._opened = self._open()
                 self._opened.on_done(self._go_on)
@@ -261,14 +257,10 @@ class RingOpening:
             self._is_open = True
 
     def _forward(
-        self,
-        result: Future[T],
-        by_rings: Callable[[SharedMemoryRoute], Future[T]],
-        by_servers: Callable[[], Future[T]],
+        self, result: Future[T], make: Callable[[SharedMemoryRoute | None], Future[T]]
     ) -> None:
         try:
-            route = self._opened.result(0) if self._opened is not None else None
-            made = by_servers() if route is None else by_rings(route)
+            made = make(None if self._opened is None else self._opened.result(0))
         except BaseException as error:
             result.set_error(error)
             return

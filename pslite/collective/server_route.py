@@ -1,0 +1,145 @@
+"""The way of collective calls by the servers: what is cut into which chunks, and who fills what.
+
+A call is a request to a server for each chunk, and the server's answers. ``Communicator`` takes
+this way where a group has no rings, and for calls with a name. Any thread may call; answers are
+copied into arrays on the node's I/O thread. Read next: ``pending_call.py``, then ``server.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from pslite.apps.asking import Asker
+from pslite.collective.arrays import (
+    Array,
+    Bytes,
+    chunks,
+    filling,
+    flat,
+    layout_of,
+    piece_for,
+    receivers,
+    spans,
+)
+from pslite.collective.pending_call import CallUnderWay, ChunkRequest
+from pslite.collective.sums import DTYPES
+from pslite.collective.wire import (
+    COLLECTIVE_APP,
+    JOIN,
+    pack_join,
+    server_of,
+    unpack_last,
+    unpack_layouts,
+)
+from pslite.future import Future
+from pslite.ids import Role, node_id
+from pslite.node.customer import Reply
+from pslite.node.postoffice import Postoffice
+from pslite.protocol.collective import ANY, Absence, CallKey, CollectiveCall, GroupKey
+
+T = TypeVar("T")
+_CHUNKS = 4
+"""A message brings at most this many times PS_CHUNK_BYTES of an array."""
+_LEAST_STEP = 1024
+"""Of arrays whose sizes differ, a message brings at least this many bytes."""
+
+
+class ServerRoute:
+    """Makes the calls of one rank by the servers; ``ended`` hears which are over."""
+
+    def __init__(
+        self, node: Postoffice, rank: int, size: int, ended: Callable[[CallKey], None]
+    ) -> None:
+        self._asker = Asker(node, COLLECTIVE_APP)
+        self._rank = rank
+        self._size = size
+        self._ended = ended
+
+    def make(
+        self,
+        key: CallKey,
+        call: CollectiveCall,
+        outgoing: Sequence[Array],
+        into: Sequence[Array],
+        value: T,
+    ) -> Future[T]:
+        """Cut the arrays, alike on all ranks, and send the chunks to the servers."""
+        lengths = [math.prod(shape) * DTYPES[call.dtype].itemsize for shape in call.shapes]
+        index = self._rank if len(lengths) > 1 else 0
+        sent, filled = list(map(flat, outgoing)), list(map(flat, into))
+        requests: list[ChunkRequest] = []
+        for chunk in chunks(sum(lengths), self.chunk_bytes(call.dtype)):
+            parts = spans(lengths, chunk)
+            pieces = [array[part] for array, part in zip(sent, parts, strict=False)]
+            places = [array[parts[index]] for array in filled]
+            requests.append((pieces, filling(places), None))
+        under_way = self._under_way(key, call, value)
+        under_way.start(requests)
+        return under_way.future
+
+    def exchange(
+        self,
+        key: CallKey,
+        call: CollectiveCall,
+        outgoing: Sequence[Array],
+        sources: Sequence[int],
+        outs: Sequence[Array] | None,
+    ) -> Future[list[Array]]:
+        """Send the first chunk, whose answer says what the others send, and then the rest."""
+        step = max(self.chunk_bytes("") // self._size, _LEAST_STEP)
+        sent = list(map(flat, outgoing))
+        index = piece_for(call, self._rank)
+        found: list[Array] = []
+        under_way = self._under_way(key, call, found)
+
+        def pieces(chunk: slice) -> list[Bytes]:
+            parts = spans([len(array) for array in sent], chunk)
+            return [array[part] for array, part in zip(sent, parts, strict=True)]
+
+        def begin(reply: Reply) -> None:
+            layouts = unpack_layouts(reply.body, self._size)
+            found.extend(receivers(layouts, sources, index, outgoing, outs))
+            lengths = [layouts[source].lengths for source in sources]
+
+            def fill(chunk: slice) -> Callable[[Reply], None]:
+                parts = [spans(each, chunk)[index] for each in lengths]
+                return filling(
+                    [flat(array)[part] for array, part in zip(found, parts, strict=True)]
+                )
+
+            first, *others = chunks(max(sum(each.lengths) for each in layouts), step)
+            under_way.start([(pieces(chunk), fill(chunk), None) for chunk in others])
+            fill(first)(reply)
+
+        under_way.start([(pieces(slice(0, step)), begin, layout_of(outgoing))])
+        return under_way.future
+
+    def gather_bytes(self, key: CallKey, data: bytes) -> Future[list[bytes]]:
+        """Hand every rank's bytes to all."""
+        array = np.frombuffer(data, np.uint8)
+        call = CollectiveCall("all_gather", dtype="uint8", shapes=((ANY,),))
+        found = self.exchange(key, call, [array], range(self._size), None)
+        return found.map(lambda arrays: [each.tobytes() for each in arrays])
+
+    def join(self, group: GroupKey, absence: Absence) -> Future[int]:
+        """Have the servers count this rank as zeros; returns the rank that joined last."""
+        config = self._asker.node.config
+        nodes = [int(node_id(Role.SERVER, rank)) for rank in range(config.num_servers)]
+        key = CallKey(group, "", 0)
+        first = nodes[server_of(key, 0, config.num_workers, config.num_servers)]
+        body = pack_join(group, absence, config.num_workers)
+        frames: dict[int, Sequence[Bytes]] = dict.fromkeys(nodes, ())
+        return self._asker.ask(JOIN, body, frames, lambda found: unpack_last(found[first].body))
+
+    def chunk_bytes(self, dtype: str) -> int:
+        """Return how many bytes of arrays a message brings: whole elements of ``dtype``."""
+        config, itemsize = self._asker.node.config, DTYPES[dtype].itemsize if dtype else 1
+        most = min(_CHUNKS * config.chunk_bytes, config.max_message_bytes // 2)
+        return max(most // itemsize, 1) * itemsize
+
+    def _under_way(self, key: CallKey, call: CollectiveCall, value: T) -> CallUnderWay[T]:
+        return CallUnderWay(self._asker, key, call, value, lambda: self._ended(key))
