@@ -328,7 +328,7 @@ class Communicator:
         ``outgoing`` is what this rank sends, ``into`` is filled by the answers: nothing, or one
         array; of arrays for each rank, that of this one.
         """
-        return self._go(name, lambda route, key: route.make(key, call, outgoing, into, value))
+        return self._go(name, call, lambda route, key: route.make(key, call, outgoing, into, value))
 
     def _exchange(
         self,
@@ -342,14 +342,20 @@ class Communicator:
 
         ``outs`` are filled where they are given.
         """
-        return self._go(name, lambda route, key: route.exchange(key, call, outgoing, sources, outs))
+        return self._go(
+            name, call, lambda route, key: route.exchange(key, call, outgoing, sources, outs)
+        )
 
-    def _go(self, name: str | None, make: Callable[[Route, CallKey], Future[T]]) -> Future[T]:
+    def _go(
+        self, name: str | None, call: CollectiveCall, make: Callable[[Route, CallKey], Future[T]]
+    ) -> Future[T]:
         """Number a call and make it by the way that such calls of this group go."""
         key = self._begin(name)
         if name is not None or self._rings is None:
             return make(self._servers, key)
-        return self._rings.call(lambda route: make(route or self._servers, key))
+        return self._rings.call(
+            lambda: key.text(call), lambda route: make(route or self._servers, key)
+        )
 
     def _gathering(self, kind: str, array: Array, root: int) -> CollectiveCall:
         """Return a call whose arrays differ in their first dimension only."""

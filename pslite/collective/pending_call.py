@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from pslite.apps.asking import Asker
 from pslite.collective.arrays import Bytes
+from pslite.collective.waits import CallWaits
 from pslite.collective.wire import (
     CALL,
     GIVE_UP,
@@ -57,21 +58,35 @@ class CallUnderWay(Generic[T]):
     """One call under way: ends with its last chunk's answer, or with the first error."""
 
     def __init__(
-        self, asker: Asker, key: CallKey, call: CollectiveCall, value: T, ended: Callable[[], None]
+        self,
+        asker: Asker,
+        waits: CallWaits,
+        key: CallKey,
+        call: CollectiveCall,
+        value: T,
+        ended: Callable[[], None],
+        text: str | None = None,
     ) -> None:
         self._asker = asker
         self._key = key
         self._call = call
         self._value = value
-        self._ended = ended
-        self._left = self._num_chunks = 0
-        self.future: Future[T] = Future(key.text(call))
+        self._num_chunks = 0
+        self._unanswered: set[int] = set()
+        wait = waits.begin(key.text(call) if text is None else text, key, self._asked)
+        self.future: Future[T] = Future(wait.text)
+
+        def end() -> None:
+            waits.end(wait)
+            ended()
+
+        self._ended = end
 
     def start(self, requests: Sequence[ChunkRequest]) -> None:
         """Send these chunks, the first or the next ones."""
         with _lock:
             first, self._num_chunks = self._num_chunks, self._num_chunks + len(requests)
-            self._left += len(requests)
+            self._unanswered.update(range(first, self._num_chunks))
         try:
             for chunk, request in enumerate(requests, first):
                 self._ask(chunk, *request)
@@ -87,8 +102,7 @@ class CallUnderWay(Generic[T]):
         layout: ArrayLayout | None,
     ) -> None:
         config = self._asker.node.config
-        rank = server_of(self._key, chunk, config.num_workers, config.num_servers)
-        server = int(node_id(Role.SERVER, rank))
+        server = int(node_id(Role.SERVER, self._server_of(chunk)))
         body = pack_call(CallRequest(self._key, self._call, chunk, layout), config.num_workers)
         frames = [as_frame(self._asker.node, piece, server) for piece in pieces]
 
@@ -96,13 +110,23 @@ class CallUnderWay(Generic[T]):
             if not self.future.done():  # else the arrays are the caller's again
                 take(replies[server])
 
-        self._asker.ask(CALL, body, {server: frames}, finish).on_done(self._chunk_done)
+        asked = self._asker.ask(CALL, body, {server: frames}, finish)
+        asked.on_done(lambda done: self._chunk_done(chunk, done))
 
-    def _chunk_done(self, done: Future[None]) -> None:
+    def _server_of(self, chunk: int) -> int:
+        config = self._asker.node.config
+        return server_of(self._key, chunk, config.num_workers, config.num_servers)
+
+    def _asked(self) -> int:
+        """Return the server that has not answered for the longest time."""
+        with _lock:
+            return self._server_of(min(self._unanswered, default=0))
+
+    def _chunk_done(self, chunk: int, done: Future[None]) -> None:
         error = done.error()
         with _lock:
-            self._left -= 1
-            is_last = self._left == 0
+            self._unanswered.discard(chunk)
+            is_last = not self._unanswered
         if self.future.done():  # with an error, and the call's name may be in use again
             return
         if error is not None:

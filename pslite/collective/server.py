@@ -22,12 +22,15 @@ from pslite.collective.wire import (
     COLLECTIVE_APP,
     GIVE_UP,
     JOIN,
+    WAIT,
     ArrayLayout,
     pack_last,
     pack_layouts,
+    pack_ranks,
     unpack_call,
     unpack_give_up,
     unpack_join,
+    unpack_wait,
 )
 from pslite.errors import ProtocolError, UsageError, rebuild
 from pslite.future import Future
@@ -97,6 +100,11 @@ class CollectiveServer:
             group, absence = unpack_join(incoming.body, num_workers)
             rank = rank_of(incoming.sender)
             self._carry_out(self._matcher.join(group, rank, absence, _Message(incoming, None)))
+        elif incoming.head == WAIT:
+            key, counts_waits = unpack_wait(incoming.body, num_workers)
+            rank = rank_of(incoming.sender)
+            missing = self._matcher.missing(key, rank, counts_waits=counts_waits)
+            incoming.respond(pack_ranks(missing))
         else:
             raise ProtocolError(f"unknown request {incoming.head} of collective calls")
 

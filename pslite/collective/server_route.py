@@ -27,6 +27,7 @@ from pslite.collective.arrays import (
 )
 from pslite.collective.pending_call import CallUnderWay, ChunkRequest
 from pslite.collective.sums import DTYPES
+from pslite.collective.waits import CallWaits
 from pslite.collective.wire import (
     COLLECTIVE_APP,
     JOIN,
@@ -55,6 +56,7 @@ class ServerRoute:
         self, node: Postoffice, rank: int, size: int, ended: Callable[[CallKey], None]
     ) -> None:
         self._asker = Asker(node, COLLECTIVE_APP)
+        self.waits = CallWaits(self._asker)
         self._rank = rank
         self._size = size
         self._ended = ended
@@ -88,13 +90,14 @@ class ServerRoute:
         outgoing: Sequence[Array],
         sources: Sequence[int],
         outs: Sequence[Array] | None,
+        text: str | None = None,
     ) -> Future[list[Array]]:
         """Send the first chunk, whose answer says what the others send, and then the rest."""
         step = max(self.chunk_bytes("") // self._size, _LEAST_STEP)
         sent = list(map(flat, outgoing))
         index = piece_for(call, self._rank)
         found: list[Array] = []
-        under_way = self._under_way(key, call, found)
+        under_way = self._under_way(key, call, found, text)
 
         def pieces(chunk: slice) -> list[Bytes]:
             parts = spans([len(array) for array in sent], chunk)
@@ -119,10 +122,10 @@ class ServerRoute:
         return under_way.future
 
     def gather_bytes(self, key: CallKey, data: bytes) -> Future[list[bytes]]:
-        """Hand every rank's bytes to all."""
+        """Hand every rank's bytes to all; the future's text says for whom it waits."""
         array = np.frombuffer(data, np.uint8)
         call = CollectiveCall("all_gather", dtype="uint8", shapes=((ANY,),))
-        found = self.exchange(key, call, [array], range(self._size), None)
+        found = self.exchange(key, call, [array], range(self._size), None, text="")
         return found.map(lambda arrays: [each.tobytes() for each in arrays])
 
     def join(self, group: GroupKey, absence: Absence) -> Future[int]:
@@ -141,5 +144,8 @@ class ServerRoute:
         most = min(_CHUNKS * config.chunk_bytes, config.max_message_bytes // 2)
         return max(most // itemsize, 1) * itemsize
 
-    def _under_way(self, key: CallKey, call: CollectiveCall, value: T) -> CallUnderWay[T]:
-        return CallUnderWay(self._asker, key, call, value, lambda: self._ended(key))
+    def _under_way(
+        self, key: CallKey, call: CollectiveCall, value: T, text: str | None = None
+    ) -> CallUnderWay[T]:
+        ended = lambda: self._ended(key)  # noqa: E731
+        return CallUnderWay(self._asker, self.waits, key, call, value, ended, text)

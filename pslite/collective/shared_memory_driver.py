@@ -28,6 +28,7 @@ from pslite.collective.shared_memory_calls import (
 from pslite.errors import ClosedError, PSError, UsageError, describe
 from pslite.future import Future, failed
 from pslite.memory.ring import Bytes, Ring
+from pslite.protocol.collective import waiting_text
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ class SharedMemoryFuture(Future[T]):
 
     __slots__ = ("_host",)
 
-    def __init__(self, host: SharedMemoryDriver, describe: str) -> None:
+    def __init__(self, host: SharedMemoryDriver, describe: Callable[[], str]) -> None:
         super().__init__(describe)
         self._host = host
         self.flush = host.help
@@ -147,7 +148,10 @@ class SharedMemoryDriver:
         """Begin a call; one that is quick needs nothing of this member once it is staged."""
         if self._over is not None:
             return failed(self._over)
-        future: SharedMemoryFuture[T] = SharedMemoryFuture(self, text)
+        began = time.monotonic()
+        future: SharedMemoryFuture[T] = SharedMemoryFuture(
+            self, lambda: f"{text}: {waiting_text(self._lacking(), time.monotonic() - began)}"
+        )
         is_first = not self._calls
         self._calls.append(_Call(steps, future, value))
         if is_first and is_quick:
@@ -155,6 +159,14 @@ class SharedMemoryDriver:
         else:
             self.hurry()
         return future
+
+    def _lacking(self) -> list[int] | None:
+        """Return for which ranks the oldest call waits."""
+        try:
+            awaited = self._calls[0].awaits
+        except IndexError:  # it has just ended
+            return None
+        return (self._ring.lacking(*awaited) if awaited else []) or None
 
     # -- who takes the steps -------------------------------------------------------------
 

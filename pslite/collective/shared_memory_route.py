@@ -176,12 +176,16 @@ class RingOpening:
         self._is_open = self._is_closed = False
         self._waiting: deque[Callable[[], None]] = deque()
 
-    def call(self, make: Callable[[SharedMemoryRoute | None], Future[T]]) -> Future[T]:
+    def call(
+        self, text: Callable[[], str], make: Callable[[SharedMemoryRoute | None], Future[T]]
+    ) -> Future[T]:
         """Make a call by the rings, or without (None): now, or once it is known which."""
         with self._lock:
             if self._is_open:
                 return make(self._route)
-            result: Future[T] = Future("a collective call, whose ranks are about to share memory")
+            result: Future[T] = Future(
+                lambda: text() if self._opened is None else f"{text()}: {self._opened.what}"
+            )
             self._waiting.append(lambda: self._forward(result, make))
             if self._opened is None:
                 self._opened = self._open()

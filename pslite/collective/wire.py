@@ -22,7 +22,7 @@ from pslite.wire.codec import pack_value, unpack_value
 
 COLLECTIVE_APP = 1_000_003
 """The app's number on all servers."""
-CALL, GIVE_UP, JOIN = 1, 2, 3
+CALL, GIVE_UP, JOIN, WAIT = 1, 2, 3, 4
 """What a request's head says."""
 MAILBOX_APP = 1_000_004
 SEND, RECEIVE = 1, 2
@@ -211,6 +211,37 @@ def unpack_give_up(body: bytes, num_workers: int) -> tuple[CallKey, str, str]:
     if type(kind) is not str or type(text) is not str:
         raise ProtocolError(f"expected an error's kind and text, got {kind!r:.60}, {text!r:.60}")
     return _checked_key(key, num_workers), kind, text
+
+
+def pack_wait(key: CallKey, num_workers: int, *, counts_waits: bool) -> bytes:
+    """Return the body of ``WAIT``; ``counts_waits`` as ``CallMatcher.missing`` has it."""
+    return pack_value([_key(key, num_workers), counts_waits])
+
+
+def unpack_wait(body: bytes, num_workers: int) -> tuple[CallKey, bool]:
+    """Check and return what ``pack_wait`` wrote.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    key, counts_waits = _list(unpack_value(body), 2)
+    if type(counts_waits) is not bool:
+        raise ProtocolError(f"expected true or false, got {counts_waits!r:.60}")
+    return _checked_key(key, num_workers), counts_waits
+
+
+def pack_ranks(ranks: Sequence[int]) -> bytes:
+    """Return the body of the answer to ``WAIT``: the workers that have not come."""
+    return pack_value(list(ranks))
+
+
+def unpack_ranks(body: bytes, num_workers: int) -> list[int]:
+    """Check and return what ``pack_ranks`` wrote.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    return [_number(rank) for rank in _list(unpack_value(body), at_most=num_workers)]
 
 
 def _layout_fields(layout: ArrayLayout) -> list[Any]:

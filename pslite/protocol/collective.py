@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 MAX_FAILED = 1024
 """Of failed calls, at most this many are remembered, for ranks that come late."""
+MAX_LONG_WAITS = 1024
+"""Of calls that ranks wait for and a server sees no message of, at most this many are known."""
 _MOST_ABSENCES = 8
 """Calls may be on their way while their ranks have joined this many times since."""
 _MOST_SHAPES = 4
@@ -149,6 +151,8 @@ class CallMatcher(Generic[T]):
         self._open: dict[CallKey, _OpenCall[T]] = {}
         self._failed: dict[CallKey, BaseException] = {}
         self._gone: dict[int, BaseException] = {}
+        #: Call -> the ranks that are known to wait in it.
+        self._waiting: dict[CallKey, set[int]] = {}
         #: Group -> the ranks that have joined and wait for the others -> their messages.
         self._joined: dict[GroupKey, dict[int, T]] = {}
         #: Group and rank -> of which calls its values are zeros, by its latest ``join`` calls.
@@ -218,6 +222,25 @@ class CallMatcher(Generic[T]):
                 effects += self._fail(key, error)
         return effects
 
+    def missing(self, key: CallKey, rank: int, *, counts_waits: bool) -> list[int]:
+        """Return who has not come to a call in which ``rank`` waits; all, with the job's ranks.
+
+        With ``counts_waits`` its messages go elsewhere: those have come who have asked this.
+        """
+        if counts_waits:
+            waiting = self._waiting.setdefault(key, set())
+            waiting.add(rank)
+            while len(self._waiting) > MAX_LONG_WAITS:
+                del self._waiting[next(iter(self._waiting))]
+            return [each for each in key.group.ranks if each not in waiting]
+        found = self._open.get(key)
+        rounds = [] if found is None else list(found.rounds.values())
+        return [
+            each
+            for each in key.group.ranks
+            if any(each not in arrived for arrived in rounds) and not self._is_absent(key, each)
+        ]
+
     def give_up(self, key: CallKey, error: BaseException) -> list[CallEffect[T]]:
         """End a call that failed at one of its ranks."""
         return [] if key in self._failed else self._fail(key, error)
@@ -252,6 +275,17 @@ class CallMatcher(Generic[T]):
         rounds = () if found is None else found.rounds.values()
         messages = tuple(message for arrived in rounds for message in arrived.values())
         return [Refuse(messages, error)] if messages else []
+
+
+def waiting_text(ranks: Sequence[int] | None, waited_s: float) -> str:
+    """Return for which ranks of a group a call waits; None: that is not known."""
+    if ranks is None:
+        whom = "the other ranks"
+    elif not ranks:
+        whom = "the servers, to which all ranks have come"
+    else:
+        whom = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"waiting for {whom} for {waited_s:.0f} s"
 
 
 def mismatch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from collective_groups import (
 
 from pslite import CollectiveServer, Communicator, Future, Postoffice, Role
 from pslite.collective.sums import DTYPES
-from pslite.errors import ClosedError, MismatchError, NodeLostError, UsageError
+from pslite.errors import ClosedError, DeadlineError, MismatchError, NodeLostError, UsageError
 
 
 @pytest.fixture(scope="module", params=["servers", "rings"])
@@ -325,6 +326,26 @@ def test_a_call_that_fails_on_a_server_fails_on_all_ranks_and_the_next_succeeds(
         broken.clear()
         got = results([g.all_reduce(array) for g in pair])
         np.testing.assert_array_equal(got[0], array * 2)
+
+
+@pytest.mark.parametrize("way", ["servers", "rings", "first"])
+def test_a_long_wait_names_the_call_and_the_ranks_that_have_not_made_it(way: str) -> None:
+    with cluster_of(4, 2, **SMALL_CHUNKS) as cluster:
+        all_ = groups(cluster, rings=way != "servers")
+        if way == "rings":
+            opened(all_)
+        waiting = [g.all_reduce(np.ones(300)) for g in all_[:2]]
+        text = (
+            r"all_reduce\(sum, float64, shape \(300,\)\), the call number \d of the group of "
+            r"workers 0, 1, 2, 3: waiting for ranks 2, 3 for \d s"
+        )
+        began = time.monotonic()
+        while not all(re.fullmatch(text, future.what) for future in waiting):
+            assert time.monotonic() < began + LIMIT_S, [future.what for future in waiting]
+            time.sleep(0.02)
+        with pytest.raises(DeadlineError, match=r"for ranks 2, 3 for \d s"):
+            waiting[0].result(0.01)
+        assert set(results([*waiting, *(g.all_reduce(np.ones(300)) for g in all_[2:])])[3]) == {4}
 
 
 def test_what_cannot_be_called_is_refused_at_the_caller(three: list[Communicator]) -> None:

@@ -24,6 +24,7 @@ from pslite.collective.wire import (
     MAILBOX_APP,
     RECEIVE,
     SEND,
+    WAIT,
 )
 from pslite.config import Config
 from pslite.ids import NodeInfo
@@ -31,6 +32,7 @@ from pslite.memory.segment import HEADER_BYTES, NONCE_BYTES
 from pslite.memory.sharing import MAX_SEGMENTS, MIN_SHARED_BYTES
 from pslite.node.surveyor import MAX_REPORT_BYTES
 from pslite.protocol.channel import RECEIVE_WINDOW
+from pslite.protocol.collective import MAX_LONG_WAITS
 from pslite.protocol.mailbox import BOX_BYTES
 from pslite.protocol.surveys import ANSWER_S, FRESH_S, MAX_ASKERS
 from pslite.van import base as van
@@ -151,11 +153,13 @@ def test_the_collective_calls_are_those_of_the_app() -> None:
     calls, kinds, letters = (
         [tuple(row[:2]) for row in group] for _, group in groupby(rows(text), len)
     )
-    assert calls == [(f"{CALL}", "CALL"), (f"{GIVE_UP}", "GIVE_UP"), (f"{JOIN}", "JOIN")]
+    heads = {"CALL": CALL, "GIVE_UP": GIVE_UP, "JOIN": JOIN, "WAIT": WAIT}
+    assert calls == [(f"{number}", name) for name, number in heads.items()]
     assert {kind for kind, _ in kinds} == KINDS
     assert letters == [(f"{SEND}", "SEND"), (f"{RECEIVE}", "RECEIVE")]
     assert f"keeps {BOX_BYTES} bytes" in text
     assert f"more than {WINDOW_BYTES} bytes" in text
+    assert f"remembers them for {MAX_LONG_WAITS} calls" in text
 
 
 # -- what surrounds them ------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pslite.errors import MismatchError, NodeLostError, ProtocolError, UsageErro
 from pslite.protocol.collective import (
     ANY,
     MAX_FAILED,
+    MAX_LONG_WAITS,
     Absence,
     AllJoined,
     CallEffect,
@@ -263,3 +264,24 @@ def test_every_message_is_answered_once_and_alike(events: list[tuple[int, str]])
     for number in range(1, max(counts) + 1):
         alike = {isinstance(answers[m], Compute) for m in sent if m[1] == number}
         assert len(alike) <= 1
+
+
+def test_who_waits_is_told_whose_values_a_chunk_lacks() -> None:
+    matcher: CallMatcher[str] = CallMatcher()
+    assert matcher.missing(key(), 0, counts_waits=False) == []
+    arrive(matcher, (0, 0), (0, 1), (1, 1))
+    assert matcher.missing(key(), 0, counts_waits=False) == [1, 2]
+    arrive(matcher, (1, 0))
+    assert matcher.missing(key(), 0, counts_waits=False) == [2]
+    matcher.join(ALL, 2, FROM_NOW, "join")
+    assert matcher.missing(key(), 0, counts_waits=False) == []
+
+
+def test_of_calls_without_messages_those_have_come_who_ask() -> None:
+    matcher: CallMatcher[str] = CallMatcher()
+    assert matcher.missing(key(1), 2, counts_waits=True) == [0, 1]
+    assert matcher.missing(key(1), 0, counts_waits=True) == [1]
+    assert matcher.missing(key(2), 0, counts_waits=True) == [1, 2]
+    for number in range(3, MAX_LONG_WAITS + 2):
+        matcher.missing(key(number), 0, counts_waits=True)
+    assert matcher.missing(key(1), 1, counts_waits=True) == [0, 2]

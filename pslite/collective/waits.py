@@ -1,0 +1,100 @@
+"""Which ranks a collective call waits for, in words: the servers are asked after a second.
+
+A server knows who has sent a chunk. Of calls that it sees no message of (those of several machines,
+whose ranks meet in shared memory first), it knows who has asked. A wait's text is read by any
+thread; the servers are asked, and answer, on the node's I/O thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from pslite.apps.asking import Asker
+from pslite.collective.wire import WAIT, pack_wait, unpack_ranks
+from pslite.ids import Role, node_id
+from pslite.node.customer import Reply
+from pslite.protocol.collective import CallKey, waiting_text
+
+_ASK_S = 1.0
+
+
+class CallWait:
+    """A call that is not over. Refers to no arrays, since its future does so to it."""
+
+    def __init__(
+        self, clock: Callable[[], float], text: str, key: CallKey, server: Callable[[], int | None]
+    ) -> None:
+        self.key = key
+        self.server = server
+        """The rank of the server to ask next; None: the servers see no message of this call."""
+        self.missing: Sequence[int] | None = None
+        """The workers that have not come; None: not known yet."""
+        self._text = text
+        self._clock = clock
+        self._began = clock()
+
+    @property
+    def waited_s(self) -> float:
+        return self._clock() - self._began
+
+    def text(self) -> str:
+        """The call, and for whom it waits."""
+        ranks = self.missing
+        if ranks is not None:
+            members = self.key.group.ranks
+            ranks = [members.index(rank) for rank in ranks if rank in members]
+        waiting = waiting_text(ranks, self.waited_s)
+        return f"{self._text}: {waiting}" if self._text else waiting
+
+
+class CallWaits:
+    """The calls of one group on this rank that are not over."""
+
+    def __init__(self, asker: Asker) -> None:
+        self._asker = asker
+        self._node = asker.node
+        self._timer = self._node.errands.timers.new(self._look)
+        self._lock = threading.Lock()  # guards the two below
+        self._open: set[CallWait] = set()
+        self._is_looking = False
+
+    def begin(
+        self, text: str, key: CallKey, server: Callable[[], int | None] = lambda: None
+    ) -> CallWait:
+        """Watch a call until ``end``."""
+        wait = CallWait(self._node.clock, text, key, server)
+        with self._lock:
+            self._open.add(wait)
+            is_first, self._is_looking = not self._is_looking, True
+        if is_first:
+            self._node.errands.call(lambda: self._timer.set(self._node.clock() + _ASK_S))
+        return wait
+
+    def end(self, wait: CallWait) -> None:
+        """Watch it no longer."""
+        with self._lock:
+            self._open.discard(wait)
+
+    def _look(self, now: float) -> None:
+        """Ask the servers about the calls that have waited long."""
+        with self._lock:
+            waits = list(self._open)
+            self._is_looking = bool(waits) and self._node.error is None
+        if not self._is_looking:
+            return
+        for wait in waits:
+            if wait.waited_s >= _ASK_S:
+                self._ask(wait)
+        self._timer.set(now + _ASK_S)
+
+    def _ask(self, wait: CallWait) -> None:
+        config, asked = self._node.config, wait.server()
+        first = wait.key.number % config.num_servers
+        server = int(node_id(Role.SERVER, first if asked is None else asked))
+        body = pack_wait(wait.key, config.num_workers, counts_waits=asked is None)
+
+        def note(replies: dict[int, Reply]) -> None:
+            wait.missing = unpack_ranks(replies[server].body, config.num_workers)
+
+        self._asker.ask(WAIT, body, {server: ()}, note)
