@@ -5,18 +5,22 @@ in it would break ``import torch`` in the whole environment. So this module impo
 ``kvstore``, raises nothing, and leaves everything to the first group that is made.
 
 ``KVSTORE_TORCH_REPLACES=gloo,mpi`` has scripts that name those backends use ``kvstore`` instead,
-for jobs on CPUs. ``import kvstore.torch`` registers as well.
+for jobs on CPUs. Under mpiexec and srun, a group of ``kvstore`` for which the script names no rank
+takes theirs. ``import kvstore.torch`` registers as well.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Collection
 from typing import Any
 
 NAME = "kvstore"
 REPLACES_NAME = "KVSTORE_TORCH_REPLACES"
+RANKS_OF_MPI = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""What mpiexec or srun calls the rank of a process that it starts."""
 _MARK = "_kvstore_replaces"
 
 
@@ -39,7 +43,7 @@ def register() -> None:
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     replaced = _replaced(os.environ.get(REPLACES_NAME, ""))
-    if replaced:
+    if replaced or any(name in os.environ for name in RANKS_OF_MPI):
         _replace(dist, replaced)
 
 
@@ -54,7 +58,7 @@ def _replaced(names: str) -> frozenset[str]:
 
 
 def _replace(dist: Any, replaced: Collection[str]) -> None:
-    """Have groups of these backends made by ``kvstore``."""
+    """Have groups of these backends made by ``kvstore``, and the first one look for its rank."""
     for name in ("init_process_group", "new_group", "new_subgroups"):
         original = getattr(dist, name)
         if not hasattr(original, _MARK):
@@ -69,14 +73,23 @@ def _replace(dist: Any, replaced: Collection[str]) -> None:
 def _renaming(original: Callable[..., Any], replaced: Collection[str]) -> Callable[..., Any]:
     @functools.wraps(original)
     def make_group(*arguments: Any, **named: Any) -> Any:
-        if isinstance(named.get("backend"), str):
-            named["backend"] = renamed(named["backend"], replaced)
-        elif arguments and isinstance(arguments[0], str):  # of init_process_group
-            arguments = (renamed(arguments[0], replaced), *arguments[1:])
-        return original(*arguments, **named)
+        given = inspect.signature(original).bind(*arguments, **named).arguments
+        backend = given.get("backend")
+        if not isinstance(backend, str):
+            return original(*arguments, **named)
+        given["backend"] = renamed(backend, replaced)
+        if original.__name__ == "init_process_group" and NAME in _names(given["backend"]):
+            from kvstore.frameworks.torch.mpi import with_mpi
+
+            given = with_mpi(given, "mpi" in _names(backend), os.environ)
+        return original(**given)
 
     setattr(make_group, _MARK, True)
     return make_group
+
+
+def _names(backend: str) -> list[str]:
+    return [part.rpartition(":")[2].strip().lower() for part in backend.split(",")]
 
 
 def renamed(backend: str, replaced: Collection[str]) -> str:

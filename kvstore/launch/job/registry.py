@@ -62,8 +62,8 @@ def shared_directory() -> str:
 
 def running_jobs() -> list[FoundJob]:
     """Return the jobs whose notes exist, by address."""
-    here = sorted(filter(_is_ours, Path(tempfile.gettempdir()).glob(f"{PREFIX}*")))
-    away = sorted(filter(_is_ours, Path(os.path.expanduser(shared_directory())).glob("*")))
+    here = sorted(filter(is_private, Path(tempfile.gettempdir()).glob(f"{PREFIX}*")))
+    away = sorted(filter(is_private, Path(os.path.expanduser(shared_directory())).glob("*")))
     found = {}
     for job in map(_read, [*away[:_MAX_JOBS], *here[:_MAX_JOBS]]):
         if job is not None:
@@ -71,7 +71,7 @@ def running_jobs() -> list[FoundJob]:
     return sorted(found.values())
 
 
-def _is_ours(directory: Path) -> bool:
+def is_private(directory: Path) -> bool:
     """Return whether no other user can have written into it."""
     try:
         status = directory.lstat()
