@@ -137,10 +137,9 @@ def _torch_variables(
 ) -> list[dict[str, str]]:
     """Return what each worker is told in the words of torchrun, so that its scripts run here.
 
-    An address of the user's own stays; that of a job around this one does not.
+    An address of the user's own stays; that of a job around this one does not. By
+    TORCHELASTIC_RUN_ID Lightning knows that it need not start ranks.
     """
-    if options.launcher == "kubernetes":  # all its workers have one list of variables
-        return [{}] * options.num_workers
     hosts = facts.worker_hosts or (facts.host,) * options.num_workers
     groups = [*dict.fromkeys(hosts)]
     store = {}
@@ -153,6 +152,7 @@ def _torch_variables(
             "LOCAL_RANK": str(hosts[:rank].count(host)),
             "LOCAL_WORLD_SIZE": str(hosts.count(host)),
             "GROUP_RANK": str(groups.index(host)),
+            "TORCHELASTIC_RUN_ID": facts.job_id,
             **store,
         }
         for rank, host in enumerate(hosts)

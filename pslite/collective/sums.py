@@ -2,8 +2,8 @@
 
 Values are combined in the order of ranks, ((r0 + r1) + r2) + ..., so the bits do not depend on
 who came first. float16 and bfloat16 are combined in float32 and rounded once at the end; integers
-wrap; a sum of bools is a logical or. bfloat16 is a name and 2 bytes an element here: no package is
-needed for it. Pure; runs on any thread.
+wrap, and their averages are cut off towards zero; a sum of bools is a logical or. bfloat16 is a
+name and 2 bytes an element here: no package is needed for it. Pure; runs on any thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 _KINDS = {
     "sum": "biufc",
-    "average": "fc",
+    "average": "iufc",
     "product": "biufc",
     "min": "biuf",
     "max": "biuf",
@@ -107,9 +107,19 @@ def reduce_in_order(
             for block in blocks[2:]:
                 combine(total, block, out=total)
             if op == "average":
-                np.divide(total, total.dtype.type(num_ranks or len(arrays)), out=total)
+                _divide(total, num_ranks or len(arrays))
             if is_half:
                 out[part] = _rounded(total, dtype)
+
+
+def _divide(total: Array, number: int) -> None:
+    if total.dtype.kind in "iu":
+        wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
+        wide -= np.fmod(wide, wide.dtype.type(number))  # NumPy's division rounds down
+        wide //= wide.dtype.type(number)
+        np.copyto(total, wide, casting="same_kind")
+    else:
+        np.divide(total, total.dtype.type(number), out=total)
 
 
 def _applies(op: str, dtype: str) -> bool:

@@ -7,6 +7,7 @@ with the real client and a stand-in for the cluster whose pods are processes of 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -220,7 +221,8 @@ def test_the_manifests_are_valid(cluster: Cluster, version: str, words: tuple[st
     done = cluster.run("-n", "2", "--image", "lab/train:1", *words, "--", "python", "a b", "$X")
     assert done.returncode == 0, done.stderr
     documents = list(yaml.safe_load_all(done.stdout))
-    assert [each["kind"] for each in documents] == ["Secret", "Service", "Job", "Job", "Job"]
+    kinds = ["Secret", "Service", "Service", "Job", "Job", "Job"]
+    assert [each["kind"] for each in documents] == kinds
     for document in documents:
         validate(document, version, strict=True)
 
@@ -341,6 +343,26 @@ def test_a_job_trains_and_leaves_nothing(cluster: Cluster) -> None:
         joined,
     )
     assert cluster.remains() == []
+
+
+TORCH = """
+import torch, torch.distributed as dist
+import kvstore.torch
+dist.init_process_group("kvstore")
+kv = kvstore.create("dist")
+rank = torch.tensor(float(os.environ["RANK"]) + 1)
+dist.all_reduce(rank)
+print("torch", rank.item(), os.environ["LOCAL_RANK"], dist.get_rank() == kv.rank)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+def test_workers_are_ranks_of_torch_that_meet_at_the_first_pod(cluster: Cluster) -> None:
+    done = cluster.run("-n", "2", *APPLY, *worker(TORCH))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[worker {rank}@node-{rank + 1}] torch 3.0 0 True" for rank in range(2)
+    ]
 
 
 def test_a_worker_that_exits_7_ends_the_job_with_7(cluster: Cluster) -> None:
@@ -517,7 +539,7 @@ def test_a_cluster_that_stays_silent_is_given_up_with_the_job_left_alone(
         "kubectl --context=here --namespace=team delete jobs,pods,services,secrets -l kvstore-job="
         in last
     )
-    assert len(cluster.objects()) == 3 + 3 + 2  # Jobs, pods, and the Service and the Secret
+    assert len(cluster.objects()) == 3 + 3 + 3  # Jobs, pods, and the Services and the Secret
 
 
 def test_a_cluster_that_cannot_be_reached_is_named(cluster: Cluster) -> None:
@@ -555,7 +577,7 @@ def test_logs_that_may_not_be_read_are_said_to_be_missing_once(cluster: Cluster)
     assert done.stderr.splitlines().count(said) == 1
 
 
-def test_secret_and_service_belong_to_the_job_of_the_scheduler(cluster: Cluster) -> None:
+def test_secret_and_services_belong_to_the_job_of_the_scheduler(cluster: Cluster) -> None:
     """So that they vanish with it some time after its machine was switched off."""
     process = cluster.launch("-n", "1", *APPLY, *worker("print('up'); time.sleep(60)"))
     assert process.stdout is not None
@@ -567,7 +589,7 @@ def test_secret_and_service_belong_to_the_job_of_the_scheduler(cluster: Cluster)
         found = [json.loads(path.read_text())["metadata"] for path in paths]
         return [each["ownerReferences"][0]["name"] for each in found if "ownerReferences" in each]
 
-    wait_for(lambda: len(owners()) == 2)
+    wait_for(lambda: len(owners()) == 3)
     assert {name.partition("-")[2].partition("-")[2] for name in owners()} == {"scheduler"}
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)

@@ -5,9 +5,9 @@ deletes Jobs, pods, Services and Secrets, lists events, streams logs, reviews ac
 writes its port on standard output. The state is a directory, $CLUSTER_STANDIN; ``faults.json`` in
 it says what goes wrong. The Job controller (``backoffLimit: 0``) and the kubelet are the process
 ``--run-pod``, one for each pod, which ends when its pod does. Pods have addresses in 127.0.0.0/8,
-the name of a Service stands for the address of the scheduler's pod, and ``/run/kvstore`` is a
-directory of each pod. There is no isolation, and images are names only. Standard library; nothing
-of this project.
+the name of a Service stands for the address of its first pod, as does the name of that pod in it,
+and ``/run/kvstore`` is a directory of each pod. There is no isolation, and images are names only.
+Standard library; nothing of this project.
 """
 
 from __future__ import annotations
@@ -436,8 +436,9 @@ class PodRun:
         for variable in self.container["env"]:
             if "value" in variable:
                 value = expanded(variable["value"], found)
-                if value in services:
-                    value = address_of(self.pod, role="scheduler")
+                *pod, service = value.split(".")
+                if service in services and pod in ([], [f"{service}-0"]):
+                    value = address_of(self.pod, role=service.rpartition("-")[2])
             elif variable["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP":
                 value = self.pod["status"]["podIP"]
             else:

@@ -138,17 +138,18 @@ class JobPlace(Place):
     def create(self, documents: Sequence[Mapping[str, Any]]) -> None:
         """Create everything. Raises :class:`LaunchError` with what the cluster says.
 
-        The scheduler's Job is first and owns Secret and Service, which vanish with it: Jobs are
+        The scheduler's Job is first and owns Secret and Services, which vanish with it: Jobs are
         removed some time after their end (``ttlSecondsAfterFinished``), other objects never are.
         """
-        secret, service, scheduler, *jobs = documents
+        jobs = [each for each in documents if each["kind"] == "Job"]
+        owned = [each for each in documents if each["kind"] != "Job"]
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": self._job.job_name("scheduler")}
         warnings: list[str] = []
         try:
             self._cluster.version()  # nothing is there yet when this fails
             self._is_created = True
-            for each in (scheduler, secret, service, *jobs):
-                if each in (secret, service):
+            for each in (jobs[0], *owned, *jobs[1:]):
+                if each in owned:
                     each["metadata"]["ownerReferences"] = [owner]
                 uid, said = self._cluster.create(each)
                 owner.setdefault("uid", uid)

@@ -1,4 +1,4 @@
-"""Make the manifests of a job: a Secret, a Service and three Jobs.
+"""Make the manifests of a job: a Secret, two Services and three Jobs.
 
 Pure: options and facts in, manifests or their text out. Every object has the label ``kvstore-job``
 with the job's id, by which it is found and deleted, and which no other job has. The three Jobs are
@@ -24,7 +24,10 @@ INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 RENDEZVOUS_NAME = "PS_RENDEZVOUS_TIMEOUT"
 DEFAULT_RENDEZVOUS_S = 600
 """Pulling an image takes minutes, and the first pod waits for the last that has pulled it."""
-SCHEDULER_PORT = 9091  # every pod has an address of its own: nothing else can hold the port
+# Every pod has an address of its own: nothing else can hold these ports.
+SCHEDULER_PORT = 9091
+STORE_PORT = 29500
+"""Where worker 0 serves the store of a framework, such as PyTorch's; torchrun's default."""
 
 _KEY_NAME = "job.key"
 _SECRET_DIRECTORY = "/run/kvstore/secret"
@@ -61,6 +64,10 @@ class KubeJob:
 
     def job_name(self, role: str) -> str:
         return f"{self.name}-{role}"
+
+    def worker_host(self, rank: int) -> str:
+        """Return the name of a worker's pod, which the Service of the workers makes known."""
+        return f"{self.job_name('worker')}-{rank}.{self.job_name('worker')}"
 
 
 def kube_job(options: LaunchOptions, job_id: str, key: str, namespace: str | None) -> KubeJob:
@@ -107,6 +114,8 @@ def plan_pods(
         cpu_count=(options.places.worker_cores or 0) * options.num_workers,
         key_file=f"{_KEY_DIRECTORY}/{_KEY_NAME}",
         joined_fd=1,
+        worker_hosts=tuple(map(job.worker_host, range(options.num_workers))),
+        store_port=STORE_PORT,
     )
     service = (options.python or "python", "-m", "kvstore.launch.service")
     specs = plan_job(options, facts, base, service)
@@ -118,7 +127,7 @@ def plan_pods(
 def manifests(
     options: LaunchOptions, job: KubeJob, environ: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Return the Secret, the Service, and the Jobs of scheduler, servers and workers.
+    """Return the Secret, the Services, and the Jobs of scheduler, servers and workers.
 
     ``environ`` is the launcher's environment. Raises :class:`LaunchError` (exit code 2) when
     something is missing or cannot be said to Kubernetes.
@@ -138,20 +147,9 @@ def manifests(
         "immutable": True,
         "stringData": {_KEY_NAME: job.key},
     }
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(job, "scheduler", "scheduler"),
-        "spec": {
-            "clusterIP": "None",
-            # The name is to lead to the pod from its start, whatever probes say.
-            "publishNotReadyAddresses": True,
-            "selector": {JOB_LABEL: job.job_id, ROLE_LABEL: "scheduler"},
-            "ports": [{"name": "tcp-scheduler", "port": SCHEDULER_PORT, "protocol": "TCP"}],
-        },
-    }
+    services = [_service(job, "scheduler", SCHEDULER_PORT), _service(job, "worker", STORE_PORT)]
     jobs = [_indexed_job(job, specs[role], counts[role], options) for role in counts]
-    return [secret, service, *jobs]
+    return [secret, *services, *jobs]
 
 
 def to_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
@@ -187,6 +185,22 @@ def _labels(job: KubeJob, role: str) -> dict[str, str]:
         "app.kubernetes.io/managed-by": "kvstore-launch",
         JOB_LABEL: job.job_id,
         ROLE_LABEL: role,
+    }
+
+
+def _service(job: KubeJob, role: str, port: int) -> dict[str, Any]:
+    """Return a headless Service: names that lead to the pods of a role."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(job, role, role),
+        "spec": {
+            "clusterIP": "None",
+            # The names are to lead to the pods from their start, whatever probes say.
+            "publishNotReadyAddresses": True,
+            "selector": {JOB_LABEL: job.job_id, ROLE_LABEL: role},
+            "ports": [{"name": f"tcp-{role}", "port": port, "protocol": "TCP"}],
+        },
     }
 
 
@@ -250,6 +264,7 @@ def _pod(job: KubeJob, spec: ProcessSpec, options: LaunchOptions) -> dict[str, A
         ],
     }
     return {
+        **({"subdomain": job.job_name("worker")} if spec.role == "worker" else {}),
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 10,
         "automountServiceAccountToken": False,
@@ -278,7 +293,8 @@ def _variables(spec: ProcessSpec) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {
         name: {"value": escaped(value)} for name, value in spec.environment.items()
     }
-    found["DMLC_TASK_ID"] = {"valueFrom": rank}
+    ranks = ("DMLC_TASK_ID", "RANK", "GROUP_RANK") if spec.role == "worker" else ("DMLC_TASK_ID",)
+    found.update({name: {"valueFrom": rank} for name in ranks})
     if spec.role == "scheduler":
         # The scheduler listens at its own address, before its name can be looked up.
         found["DMLC_PS_ROOT_URI"] = address

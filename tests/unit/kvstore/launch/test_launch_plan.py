@@ -74,6 +74,7 @@ def test_workers_are_told_in_the_words_of_torchrun_too() -> None:
     for each in workers:
         assert (each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"]) == ("4", "2")
         assert (each["MASTER_ADDR"], each["MASTER_PORT"]) == ("alpha", "2900")
+        assert each["TORCHELASTIC_RUN_ID"] == "ab12"
     assert "RANK" not in specs["server 0"].environment
 
 

@@ -180,3 +180,14 @@ def test_sums_over_several_blocks_are_those_of_one() -> None:
     out = np.empty(200_000, np.float32)
     reduce_in_order("average", "float32", None, arrays, out)
     np.testing.assert_array_equal(out, (arrays[0] + arrays[1] + arrays[2]) / np.float32(3))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int64", "uint8", "uint64"])
+def test_averages_of_integers_are_cut_off_towards_zero(dtype: str) -> None:
+    signs = (-1, 1) if dtype.startswith("i") else (1,)
+    arrays = [np.array([sign * number for sign in signs], dtype) for number in (2, 3, 3)]
+    out = np.empty(len(signs), dtype)
+    reduce_in_order("average", dtype, None, arrays, out)
+    assert out.tolist() == [sign * 2 for sign in signs]
+    reduce_in_order("average", dtype, None, arrays, out, num_ranks=300)  # more than an int8 holds
+    assert out.tolist() == [0 for _ in signs]

@@ -50,11 +50,12 @@ def variables_of(role: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     return variables
 
 
-def test_a_job_is_a_secret_a_service_and_an_indexed_job_for_each_role() -> None:
+def test_a_job_is_a_secret_two_services_and_an_indexed_job_for_each_role() -> None:
     found = made()
     assert [(each["kind"], each["metadata"]["name"]) for each in found] == [
         ("Secret", "train-01234567-key"),
         ("Service", "train-01234567-scheduler"),
+        ("Service", "train-01234567-worker"),
         ("Job", "train-01234567-scheduler"),
         ("Job", "train-01234567-server"),
         ("Job", "train-01234567-worker"),
@@ -71,7 +72,7 @@ def test_a_job_is_a_secret_a_service_and_an_indexed_job_for_each_role() -> None:
 def test_everything_carries_the_label_of_the_job() -> None:
     found = made()
     labels = [each["metadata"]["labels"]["kvstore-job"] for each in found]
-    pods = [each["spec"]["template"]["metadata"]["labels"] for each in found[2:]]
+    pods = [each["spec"]["template"]["metadata"]["labels"] for each in found[3:]]
     assert {*labels, *(each["kvstore-job"] for each in pods)} == {"0123456789abcdef"}
     assert JOB.selector == "kvstore-job=0123456789abcdef"
 
@@ -87,7 +88,21 @@ def test_a_pod_learns_its_rank_and_address_from_kubernetes() -> None:
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert variables["DMLC_TASK_ID"] == {"fieldRef": {"fieldPath": index}}
     assert variables["DMLC_NODE_HOST"] == {"fieldRef": {"fieldPath": "status.podIP"}}
-    assert not {"RANK", "MASTER_ADDR"} & variables.keys()  # one list is for all workers
+    assert variables["RANK"] == variables["GROUP_RANK"] == variables["DMLC_TASK_ID"]
+
+
+def test_a_worker_finds_the_store_of_torch_at_the_name_of_the_first_pod() -> None:
+    """A pod of an Indexed Job is named by its index, in the Service that is its subdomain."""
+    found = made()
+    variables = variables_of("worker", found)
+    assert variables["MASTER_ADDR"] == "train-01234567-worker-0.train-01234567-worker"
+    assert (variables["WORLD_SIZE"], variables["LOCAL_RANK"]) == ("3", "0")
+    service = found[2]["spec"]
+    assert pod_of("worker", found)["subdomain"] == found[2]["metadata"]["name"]
+    assert service["selector"] == {"kvstore-job": JOB.job_id, "kvstore-role": "worker"}
+    assert service["publishNotReadyAddresses"]
+    assert variables["MASTER_PORT"] == str(service["ports"][0]["port"])
+    assert not {"RANK", "MASTER_ADDR"} & variables_of("server", found).keys()
 
 
 def test_workers_find_the_scheduler_by_its_service_and_it_listens_at_its_own_address() -> None:
