@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/pytorch/ddp_mnist.py
     python tools/launch.py -n 2 -s 1 --launcher local python examples/pytorch/ddp_mnist.py
+    python examples/pytorch/ddp_mnist.py --ranks 2      (starts the ranks itself, by mp.spawn)
 
-It is written as for any other backend: ``gloo`` as its argument uses Gloo (by torchrun). The digits
-are those of ``examples/image_classification``.
+It is written as for any other backend: ``gloo`` as its argument uses Gloo (by torchrun or with
+``--ranks``). The digits are those of ``examples/image_classification``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import argparse
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "image_classification"))
-if __name__ == "__main__" and importlib.util.find_spec("torch") is None:
-    sys.exit("ddp_mnist: PyTorch is missing; install it: pip install torch")
+if importlib.util.find_spec("torch") is None:
+    sys.exit("PyTorch is missing; install it: pip install torch")
 
 import mnist
 import torch
@@ -30,6 +32,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 
+def setup(rank: int, world_size: int, backend: str) -> None:
+    """Make the group of ranks that this script has started on this machine."""
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ.setdefault("MASTER_PORT", "12355")
+    dist.init_process_group(backend, rank=rank, world_size=world_size)
+
+
 def lenet() -> nn.Sequential:
     """LeNet; each rank begins with weights of its own, and DDP copies those of rank 0."""
     return nn.Sequential(
@@ -39,9 +48,13 @@ def lenet() -> nn.Sequential:
     )
 
 
-def train(model: nn.Module, digits: mnist.Digits, epochs: int, batch_size: int) -> None:
+def dataset(digits: mnist.Digits) -> TensorDataset:
+    """The digits as PyTorch has them."""
+    return TensorDataset(torch.from_numpy(digits.images), torch.from_numpy(digits.labels))
+
+
+def train(model: nn.Module, data: TensorDataset, epochs: int, batch_size: int) -> None:
     """Train on this rank's share of the digits; DDP averages the gradients of all ranks."""
-    data = TensorDataset(torch.from_numpy(digits.images), torch.from_numpy(digits.labels))
     sampler: DistributedSampler[object] = DistributedSampler(data)
     loader = DataLoader(data, batch_size, sampler=sampler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -66,25 +79,44 @@ def accuracy(model: nn.Module, digits: mnist.Digits) -> float:
     return float(right) / len(digits.labels)
 
 
-def main() -> None:
-    """Train, test, and say how well it went."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("backend", nargs="?", default="kvstore")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=32)
-    flags = parser.parse_args()
-    if flags.backend == "kvstore":
-        import kvstore.torch  # noqa: F401  (an installed kvstore needs no import)
-    dist.init_process_group(flags.backend)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
+def run(flags: argparse.Namespace) -> None:
+    """Train with DistributedDataParallel, test, and say how well it went."""
     training, test = mnist.load()
     model = DistributedDataParallel(lenet())
-    train(model, training, flags.epochs, flags.batch_size)
+    train(model, dataset(training), flags.epochs, flags.batch_size)
     share = accuracy(model, test)
     if dist.get_rank() == 0:
         print(f"test accuracy {share:.4f} on {dist.get_world_size()} ranks", flush=True)
+
+
+def run_rank(
+    rank: int, run: Callable[[argparse.Namespace], None], flags: argparse.Namespace
+) -> None:
+    """Run one rank; others than this script started it where ``--ranks`` is 0."""
+    if flags.backend == "kvstore":
+        import kvstore.torch  # noqa: F401  (an installed kvstore needs no import)
+    if flags.ranks:
+        setup(rank, flags.ranks, flags.backend)
+    else:
+        dist.init_process_group(flags.backend)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
+    run(flags)
     dist.destroy_process_group()
 
 
+def main(run: Callable[[argparse.Namespace], None]) -> None:
+    """Read the arguments, and run this process's rank or all of them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("backend", nargs="?", default="kvstore", help="kvstore, gloo or mpi")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
+    parser.add_argument("--ranks", type=int, default=0, help="start as many here, by mp.spawn")
+    flags = parser.parse_args()
+    if flags.ranks:
+        torch.multiprocessing.spawn(run_rank, (run, flags), nprocs=flags.ranks)
+    else:
+        run_rank(0, run, flags)
+
+
 if __name__ == "__main__":
-    main()
+    main(run)

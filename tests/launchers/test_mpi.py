@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from common import ROUND, SENTENCE_S, STAY, EveryLauncher, Launcher, python, two_lines
+from common import JOB_S, ROUND, SENTENCE_S, STAY, EveryLauncher, Launcher, python, two_lines
 from services.mpi import Mpi
 from services.sshd import SshHosts
 
@@ -126,3 +128,71 @@ def test_processes_that_mpirun_loses_are_named(launcher: Launcher, ssh_hosts: Ss
     assert f"{ssh_hosts.names[1]} was lost" in said
     assert time.monotonic() - began < SENTENCE_S
     assert launcher.nothing_runs()
+
+
+# -- scripts for PyTorch's mpi, which mpirun starts and no launcher of ours ----------------------
+
+PTDIST = """
+import torch, torch.distributed as dist
+dist.init_process_group(backend="mpi")
+rank, size = dist.get_rank(), dist.get_world_size()
+tensor, ranks = torch.zeros(1), torch.tensor([float(rank)])
+if rank == 0:
+    dist.send(tensor=tensor + 1, dst=1)
+elif rank == 1:
+    dist.recv(tensor=tensor, src=0)
+dist.all_reduce(ranks)
+print(f"rank {rank} of {size} has {tensor[0]} and {ranks[0]}\\n", end="", flush=True)
+"""
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+
+def start(mpi: Mpi, environ: dict[str, str], *words: str) -> subprocess.Popen[str]:
+    """``mpirun WORDS``, in which PyTorch takes kvstore for mpi."""
+    return subprocess.Popen(
+        [mpi.mpirun, *words],
+        env={**os.environ, **mpi.environment, **environ, "KVSTORE_TORCH_REPLACES": "mpi"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@needs_torch
+def test_jobs_of_pytorchs_mpi_at_a_time_find_their_own_ranks(mpi: Mpi, tmp_path: Path) -> None:
+    here = {"TMPDIR": str(tmp_path)}
+    jobs = [start(mpi, here, "-n", str(size), *python(PTDIST)) for size in (2, 3)]
+    for size, job in zip((2, 3), jobs, strict=True):
+        said, errors = job.communicate(timeout=JOB_S)
+        assert job.returncode == 0, errors
+        found = [f"rank {rank} of {size} has {float(rank == 1)} and " for rank in range(size)]
+        total = float(sum(range(size)))
+        assert sorted(said.splitlines()) == [f"{line}{total}" for line in found]
+    assert not list(tmp_path.glob("kvmpi-*/*"))
+
+
+@needs_torch
+def test_ranks_on_two_hosts_meet_where_master_addr_says_and_not_without(
+    mpi: Mpi, ssh_hosts: SshHosts, tmp_path: Path
+) -> None:
+    environ = mpi.environment_for(ssh_hosts)
+    hosts = "--host" if mpi.kind == "openmpi" else "-hosts"
+    each = "--npernode" if mpi.kind == "openmpi" else "-ppn"
+    words = [hosts, ",".join(ssh_hosts.addresses), "-n", "2", each, "1"]
+    carried = ["KVSTORE_TORCH_REPLACES", "MASTER_ADDR", "MASTER_PORT"]
+    if mpi.kind == "openmpi":
+        words += [word for name in carried for word in ("-x", name)]
+    address = {"MASTER_ADDR": ssh_hosts.addresses[0], "MASTER_PORT": "29511"}
+    with start(mpi, {**environ, **address}, *words, *python(PTDIST)) as job:
+        said, errors = job.communicate(timeout=JOB_S)
+    assert job.returncode == 0, errors
+    assert sorted(said.splitlines()) == [
+        "rank 0 of 2 has 0.0 and 1.0",
+        "rank 1 of 2 has 1.0 and 1.0",
+    ]
+    without = {"MASTER_ADDR": "", "MASTER_PORT": ""}
+    with start(mpi, {**environ, **without}, *words, *python(PTDIST)) as job:
+        _, errors = job.communicate(timeout=JOB_S)
+    assert job.returncode != 0
+    assert "the 2 ranks of this MPI job are on several hosts" in errors

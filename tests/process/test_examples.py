@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from job import MARK, ROOT, MakeJob, clean_environment, needs_proc
+from job import MARK, ROOT, MakeJob, clean_environment, free_port, needs_proc
 
 LIMIT_S = 110.0
 """Some train for ten seconds on two cores of their own, and other tests run beside them."""
@@ -61,7 +61,7 @@ def alone(script: str, *flags: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, script, *flags],
         cwd=ROOT,
-        env=clean_environment(),
+        env={**clean_environment(), "MASTER_PORT": str(free_port())},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -78,7 +78,7 @@ def test_the_page_of_examples_has_a_command_for_each() -> None:
         for path in (ROOT / "examples").rglob("*.py")
         if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
     ]
-    assert len(runnable) == 13
+    assert len(runnable) == 14
     starters = r"(python|torchrun --nproc-per-node \d)"
     assert [path for path in runnable if not re.search(f"{starters} {path}", page)] == []
     for path in re.findall(r"\]\(([^)]+)\)", page):
@@ -300,14 +300,32 @@ def test_pytorch_with_the_store_as_an_all_reduce_reads_digits(make_job: MakeJob)
     assert float(accuracies[0]) >= 0.97
 
 
+def check_accuracy(line: str) -> None:
+    share = re.fullmatch(r"test accuracy (0\.\d+) on 2 ranks", line)
+    assert share is not None, line
+    assert float(share[1]) >= 0.97
+
+
 @slow
 @needs_torch
 def test_distributed_data_parallel_reads_digits(make_job: MakeJob) -> None:
-    lines = launch(make_job, "examples/pytorch/ddp_mnist.py", "--epochs", "2")
-    share = re.fullmatch(r"test accuracy (0\.\d+) on 2 ranks", lines[0][-1])
-    assert share is not None, lines
-    assert float(share[1]) > 0.9
+    lines = launch(make_job, "examples/pytorch/ddp_mnist.py")
+    check_accuracy(lines[0][-1])
     assert lines[1] == []
+
+
+@slow
+@needs_torch
+def test_distributed_data_parallel_reads_digits_in_ranks_that_it_starts() -> None:
+    check_accuracy(alone("examples/pytorch/ddp_mnist.py", "--ranks", "2")[-1])
+
+
+@slow
+@needs_torch
+def test_synchronous_sgd_by_all_reduce_reads_digits(make_job: MakeJob) -> None:
+    lines = launch(make_job, "examples/pytorch/train_dist.py")
+    check_accuracy(lines[0][-1])
+    assert [line.partition(":")[0] for line in lines[1]] == [f"rank 1, epoch {n}" for n in range(4)]
 
 
 @slow

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvstore.launch.colocated import ColocatedServices
-from kvstore.launch.environment import listen
+from kvstore.launch.environment import listen, network_id
 from kvstore.launch.options import LaunchError
 from kvstore.stores.dist.node import worker_node
 from pslite import Config, Postoffice, Role, start
@@ -108,7 +108,8 @@ def _cluster_of_the_job(config: Config, store: Any, rank: int, size: int) -> Gro
 
 
 def _own_cluster(config: Config, store: Any, rank: int, size: int) -> GroupCluster:
-    _tell(store, f"machine/{rank}", config.machine or machine_id())
+    place = [config.machine or machine_id(), network_id()]
+    _tell(store, f"machine/{rank}", json.dumps(place))
     services = None
     with contextlib.ExitStack() as stack:
         listener = None
@@ -134,9 +135,13 @@ def _own_cluster(config: Config, store: Any, rank: int, size: int) -> GroupClust
 
 def _decide(config: Config, store: Any, size: int) -> tuple[ServicePlan, socket.socket]:
     """Decide for all, on rank 0; the caller owns the socket on which the scheduler listens."""
-    machines = _hear_all(store, "machine", size)
+    places = [json.loads(text) for text in _hear_all(store, "machine", size)]
+    machines = [machine for machine, _ in places]
     first_ranks = [machines.index(machine) for machine in dict.fromkeys(machines)]
-    host = LOOPBACK if len(first_ranks) == 1 else _own_host(config, store)
+    # Containers of one machine may have addresses of their own, and processes in common.
+    num_networks = len({network for _, network in places})
+    is_one = len(first_ranks) == num_networks == 1
+    host = LOOPBACK if is_one else _own_host(config, store)
     try:
         listener = listen(host, 0)
     except LaunchError as error:
