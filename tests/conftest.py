@@ -219,10 +219,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
 def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
     """Put those that start processes evenly between the files of the others.
 
+    Those of PyTorch come first, side by side: the process that imports it for them (``job.py`` of
+    tests/process) is one of this process, and one or two of them should do.
+
     They mostly wait: at any time some of them run beside tests that compute, in each of the
     processes of pytest-xdist, and they are not what is left in the end.
     """
     waiting = [item for item in items if item.get_closest_marker("process")]
+    waiting.sort(key=lambda item: not hasattr(getattr(item, "module", None), "ONE_THREAD"))
     computing = [item for item in items if not item.get_closest_marker("process")]
     arranged: list[pytest.Item] = []
     placed = 0

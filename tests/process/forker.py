@@ -15,8 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PREFORK = Path(__file__).with_name("prefork.py")
-OF_A_PROCESS = ("PS_", "DMLC_", "KVSTORE_", "MXNET_", "PROCESS_TEST_MARK", "TMPDIR", "PYTEST_")
+OF_A_PROCESS = (
+    *("PS_", "DMLC_", "KVSTORE_", "MXNET_", "PROCESS_TEST_MARK", "TMPDIR", "PYTEST_"),
+    # What tells a process of PyTorch where it belongs.
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 """Variables that are read after all imports, so that forks may differ in them."""
+AT_IMPORT = ("KVSTORE_TORCH_REPLACES",)
+"""The exceptions: ``import torch`` reads them."""
 ROOM = {"PREFORK_ROOM": "." * 16_384}
 """A variable that makes room for the environments of forks, where ``/proc`` shows them."""
 
@@ -24,13 +30,13 @@ ROOM = {"PREFORK_ROOM": "." * 16_384}
 class Forker:
     """The process that forks, which is started for its first fork and ends with this process."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
         self._environment = dict(environment)
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, str(PREFORK), str(theirs.fileno())]
+            command = [sys.executable, str(PREFORK), str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(
                 command,
                 env={**environment, **ROOM},
@@ -46,7 +52,9 @@ class Forker:
 
         def at_start(variables: Mapping[str, str]) -> dict[str, str]:
             return {
-                name: text for name, text in variables.items() if not name.startswith(OF_A_PROCESS)
+                name: text
+                for name, text in variables.items()
+                if name in AT_IMPORT or not name.startswith(OF_A_PROCESS)
             }
 
         return (

@@ -79,6 +79,9 @@ SHORT = {"PS_RENDEZVOUS_TIMEOUT": "3", "PS_ROSTER_INTERVAL": "0.5"}
 CAN_FORK = Path("/proc/self/mem").exists() and "COVERAGE_PROCESS_CONFIG" not in os.environ
 """Whether this system shows what ``prefork.py`` needs; it does not measure coverage."""
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""What processes of PyTorch need in order to be forks: its threads would not be in a fork."""
+
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looks for processes and sockets in /proc"
 )
@@ -130,7 +133,29 @@ def clean_environment() -> dict[str, str]:
 @cache
 def forker() -> Forker:
     """The one of this process, which ends with it."""
-    made = Forker(clean_environment())
+    return _closed_at_exit(Forker(clean_environment()))
+
+
+@cache
+def torch_forker() -> Forker:
+    """The one that has imported PyTorch, too, and what its optimizers import when they are made.
+
+    That takes three seconds of a processor, each time that a new process does it.
+    """
+    environment = {**clean_environment(), **ONE_THREAD}
+    return _closed_at_exit(Forker(environment, ("torch._dynamo", "kvstore.torch")))
+
+
+def _forker_of(command: Sequence[str], environment: Mapping[str, str]) -> Forker | None:
+    """Whose fork would be the same as a new process; None where that is nobody's."""
+    if command[1] not in ("-c", "-m"):
+        return None
+    needs_torch = "import torch" in command[2] and ONE_THREAD.items() <= environment.items()
+    found = torch_forker() if needs_torch else forker()
+    return found if found.can_start(command, environment) else None
+
+
+def _closed_at_exit(made: Forker) -> Forker:
     atexit.register(made.close)
     return made
 
@@ -275,8 +300,9 @@ class Job:
         output = self.directory / f"{len(self.processes)}-{name.replace(' ', '-')}.txt"
         popen: subprocess.Popen[bytes] | Forked
         with output.open("wb") as file:
-            if self.forks and forker().can_start(command, environment):
-                popen = forker().start(command, environment, self.directory, output)
+            forks = _forker_of(command, environment) if self.forks else None
+            if forks is not None:
+                popen = forks.start(command, environment, self.directory, output)
             else:
                 popen = subprocess.Popen(
                     command,

@@ -6,7 +6,8 @@ as good as a new process: a session and an output of its own, the environment, t
 ``sys.argv`` that were asked for, and an end by the interpreter's own means. ``/proc`` shows its
 environment, too. Processes that the launcher starts are always new ones.
 
-``python prefork.py DESCRIPTOR`` is that process; ``forker.py`` starts and asks it.
+``python prefork.py DESCRIPTOR [MODULE ...]`` is that process, which imports the modules, too;
+``forker.py`` starts and asks it.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def run(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    for name in IMPORTED:
+    for name in *IMPORTED, *sys.argv[2:]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()

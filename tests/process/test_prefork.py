@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 
 import pytest
-from job import CAN_FORK, MakeJob
+from job import CAN_FORK, ONE_THREAD, MakeJob
 
 pytestmark = [
     pytest.mark.process,
@@ -51,6 +52,19 @@ def test_what_a_fork_would_find_imported_otherwise_makes_it_a_new_process(
     code = ("-c", "import sys; print('numpy' in sys.modules)")
     plain = job.start("worker", 0, code)
     changed = job.start("worker", 0, code, {"OPENBLAS_NUM_THREADS": "2"})
+    assert [plain.wait(), changed.wait()] == [0, 0]
+    assert [plain.text, changed.text] == ["True\n", "False\n"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+def test_a_process_of_pytorch_is_a_fork_that_has_imported_it_unless_that_reads_its_settings(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(1, 1)
+    code = ("-c", "import sys; print('torch' in sys.modules)  # import torch")
+    settings = {**ONE_THREAD, "RANK": "1"}
+    plain = job.start("worker", 0, code, settings)
+    changed = job.start("worker", 0, code, {**settings, "KVSTORE_TORCH_REPLACES": "gloo"})
     assert [plain.wait(), changed.wait()] == [0, 0]
     assert [plain.text, changed.text] == ["True\n", "False\n"]
 

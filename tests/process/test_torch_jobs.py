@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import MARK, ROOT, MakeJob, clean_environment, needs_proc
+from job import MARK, ONE_THREAD, ROOT, MakeJob, clean_environment, needs_proc
 from torch_jobs import DDP, RANK, start_ranks
 
 pytestmark = [
@@ -188,7 +188,7 @@ except ValueError as error:
     print(error)
 """,
         ),
-        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", **ONE_THREAD},
     )
     assert rank.wait(LIMIT_S) == 0, rank.text
     assert "this process group has 2 ranks and the job 1 workers (DMLC_NUM_WORKER)" in rank.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from job import MakeJob, needs_proc
+from job import ONE_THREAD, MakeJob, needs_proc
 
 pytestmark = [
     pytest.mark.process,
@@ -59,7 +59,7 @@ sys.stdout.write(f"worst {worst:.1e} equal {worst <= 1e-5} moved {moved > 0.01}\
 def test_two_workers_equal_pytorchs_own_optimizer_on_the_joined_batch(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     job.service()
-    workers = job.workers(TRAIN)
+    workers = [job.worker(rank, TRAIN, ONE_THREAD) for rank in range(2)]
     assert set(job.wait_all(60)) == {0}, job.output()
     for worker in workers:
         assert "equal True moved True" in worker.text, worker.text

@@ -5,7 +5,7 @@ Each rank is ``python -c``, as torchrun starts it, without torchrun's own import
 
 from __future__ import annotations
 
-from job import HOST, Job, Process, free_port
+from job import HOST, ONE_THREAD, Job, Process, free_port
 
 RANK = """
 import os, signal, sys, time
@@ -62,7 +62,7 @@ def start_ranks(job: Job, code: str, **settings: str) -> list[Process]:
             "WORLD_SIZE": str(job.num_workers),
             "MASTER_ADDR": HOST,
             "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
+            **ONE_THREAD,
             "PS_ROSTER_INTERVAL": "60",  # the machine may be busy
             **{name: text.format(rank=rank) for name, text in settings.items()},
         }
