@@ -123,7 +123,7 @@ def test_files_settings_and_make_targets_that_are_named_exist(name: str) -> None
 
 
 #: Array libraries, after which files of ours are named, too.
-LIBRARIES = {"cupy", "jax", "numpy", "torch"}
+LIBRARIES = {"cupy", "dist", "jax", "numpy", "torch"}  # dist: torch.distributed
 
 
 @pytest.mark.parametrize("name", [name for name in PAGE_NAMES if name.startswith("docs")])
