@@ -202,6 +202,13 @@ class Config:
     shm: bool = _setting(
         "PS_SHM", True, "0: processes of one machine use TCP instead of shared memory"
     )
+    sum_on_machines: bool = _setting(
+        "PS_SUM_ON_MACHINES",
+        True,
+        "1: in collective calls over several machines the workers of each machine add up in shared "
+        "memory, and one of them sends the sum; 0: every worker sends its values to the servers, "
+        "and sums are in the order of ranks",
+    )
     shm_bytes: int = _setting(
         "PS_SHM_BYTES",
         0,

@@ -38,12 +38,8 @@ from pslite.collective.arrays import (
     with_op,
 )
 from pslite.collective.mailbox import Mail, ReceivedArray
+from pslite.collective.ring_opening import RingOpening, RingsRoute, machines_of
 from pslite.collective.server_route import ServerRoute
-from pslite.collective.shared_memory_route import (
-    RingOpening,
-    SharedMemoryRoute,
-    are_on_one_machine,
-)
 from pslite.errors import ClosedError, UsageError
 from pslite.future import Future
 from pslite.ids import Role
@@ -51,7 +47,7 @@ from pslite.node.postoffice import Postoffice
 from pslite.protocol.collective import ANY, Absence, CallKey, CollectiveCall, GroupKey
 
 T = TypeVar("T")
-Route = ServerRoute | SharedMemoryRoute
+Route = ServerRoute | RingsRoute
 _INTERNAL = "\0"
 """What names of the project's own begin with."""
 
@@ -121,10 +117,13 @@ class Communicator:
         self._has_joined = False
         self._is_closed = False
         self._rings: RingOpening | None = None
-        if rings and self.size > 1 and are_on_one_machine(node, self.ranks):
+        machines = machines_of(node, self.ranks)
+        if rings and machines.have_neighbours:
             self._rings = RingOpening(
                 node,
                 self._group,
+                machines,
+                self._servers,
                 lambda name, data: self._servers.gather_bytes(self._begin(_INTERNAL + name), data),
             )
 

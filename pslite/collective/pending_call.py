@@ -27,7 +27,7 @@ from pslite.future import Future
 from pslite.ids import Role, node_id
 from pslite.node.customer import Reply
 from pslite.node.postoffice import Postoffice
-from pslite.protocol.collective import CallKey, CollectiveCall
+from pslite.protocol.collective import CallKey, CollectiveCall, LeadersStep
 
 T = TypeVar("T")
 
@@ -60,12 +60,13 @@ class CallUnderWay(Generic[T]):
     def __init__(
         self,
         asker: Asker,
-        waits: CallWaits,
+        waits: CallWaits | None,
         key: CallKey,
         call: CollectiveCall,
         value: T,
         ended: Callable[[], None],
         text: str | None = None,
+        step: LeadersStep | None = None,
     ) -> None:
         self._asker = asker
         self._key = key
@@ -73,26 +74,47 @@ class CallUnderWay(Generic[T]):
         self._value = value
         self._num_chunks = 0
         self._unanswered: set[int] = set()
-        wait = waits.begin(key.text(call) if text is None else text, key, self._asked)
-        self.future: Future[T] = Future(wait.text)
-
-        def end() -> None:
-            waits.end(wait)
-            ended()
-
-        self._ended = end
+        self._ended = ended
+        self._step = step
+        self._waits, self._wait = waits, None
+        text = key.text(call) if text is None else text
+        self.future: Future[T] = Future(text)
+        if waits is not None:
+            self._wait = waits.begin(text, key, self._unanswered)
+            self.future.describe = self._wait.text
 
     def start(self, requests: Sequence[ChunkRequest]) -> None:
         """Send these chunks, the first or the next ones."""
+        first = self.expect(len(requests))
+        for chunk, request in enumerate(requests, first):
+            self.send(chunk, request)
+
+    def expect(self, count: int) -> int:
+        """Note that ``count`` more chunks will be sent; returns the number of the first."""
         with _lock:
-            first, self._num_chunks = self._num_chunks, self._num_chunks + len(requests)
+            first, self._num_chunks = self._num_chunks, self._num_chunks + count
             self._unanswered.update(range(first, self._num_chunks))
+        return first
+
+    def send(self, chunk: int, request: ChunkRequest) -> None:
+        """Send one of them."""
         try:
-            for chunk, request in enumerate(requests, first):
-                self._ask(chunk, *request)
+            self._ask(chunk, *request)
         except BaseException:
-            self._ended()
+            self._end()
             raise
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error that was found here; the other ranks get it too."""
+        if not self.future.done():
+            self._end()
+            self.future.set_error(error)
+            give_up(self._asker, self._key, error)
+
+    def _end(self) -> None:
+        if self._waits is not None and self._wait is not None:
+            self._waits.end(self._wait)
+        self._ended()
 
     def _ask(
         self,
@@ -102,8 +124,10 @@ class CallUnderWay(Generic[T]):
         layout: ArrayLayout | None,
     ) -> None:
         config = self._asker.node.config
-        server = int(node_id(Role.SERVER, self._server_of(chunk)))
-        body = pack_call(CallRequest(self._key, self._call, chunk, layout), config.num_workers)
+        rank = server_of(self._key, chunk, config.num_workers, config.num_servers)
+        server = int(node_id(Role.SERVER, rank))
+        call = CallRequest(self._key, self._call, chunk, layout, self._step)
+        body = pack_call(call, config.num_workers)
         frames = [as_frame(self._asker.node, piece, server) for piece in pieces]
 
         def finish(replies: dict[int, Reply]) -> None:
@@ -113,15 +137,6 @@ class CallUnderWay(Generic[T]):
         asked = self._asker.ask(CALL, body, {server: frames}, finish)
         asked.on_done(lambda done: self._chunk_done(chunk, done))
 
-    def _server_of(self, chunk: int) -> int:
-        config = self._asker.node.config
-        return server_of(self._key, chunk, config.num_workers, config.num_servers)
-
-    def _asked(self) -> int:
-        """Return the server that has not answered for the longest time."""
-        with _lock:
-            return self._server_of(min(self._unanswered, default=0))
-
     def _chunk_done(self, chunk: int, done: Future[None]) -> None:
         error = done.error()
         with _lock:
@@ -130,19 +145,18 @@ class CallUnderWay(Generic[T]):
         if self.future.done():  # with an error, and the call's name may be in use again
             return
         if error is not None:
-            self._ended()
-            self.future.set_error(error)
-            self._give_up(error)
+            self.fail(error)
         elif is_last:
-            self._ended()
+            self._end()
             self.future.set_result(self._value)
 
-    def _give_up(self, error: BaseException) -> None:
-        """Have the servers forget a call that failed on one of them."""
-        node = self._asker.node
-        if node.error is not None:
-            return
-        body = pack_give_up(self._key, *describe(error), node.config.num_workers)
-        for rank in range(node.config.num_servers):
-            server = int(node_id(Role.SERVER, rank))
-            self._asker.ask(GIVE_UP, body, {server: ()}, lambda replies: None)
+
+def give_up(asker: Asker, key: CallKey, error: BaseException) -> None:
+    """Have the servers forget a call that failed on one of them, or at this rank."""
+    node = asker.node
+    if node.error is not None:
+        return
+    body = pack_give_up(key, *describe(error), node.config.num_workers)
+    for rank in range(node.config.num_servers):
+        server = int(node_id(Role.SERVER, rank))
+        asker.ask(GIVE_UP, body, {server: ()}, lambda replies: None)

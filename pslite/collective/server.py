@@ -87,10 +87,10 @@ class CollectiveServer:
             raise UsageError("only workers make collective calls")
         num_workers = self._node.config.num_workers
         if incoming.head == CALL:
-            key, call, chunk, layout = unpack_call(incoming.body, num_workers)
+            key, call, chunk, layout, step = unpack_call(incoming.body, num_workers)
             message = _Message(incoming, layout)
             rank = rank_of(incoming.sender)
-            self._carry_out(self._matcher.arrive(key, rank, call, chunk, message))
+            self._carry_out(self._matcher.arrive(key, rank, call, chunk, message, step))
         elif incoming.head == GIVE_UP:
             key, kind, text = unpack_give_up(incoming.body, num_workers)
             if rank_of(incoming.sender) in key.group.ranks:

@@ -25,7 +25,7 @@ from pslite.collective.arrays import (
     receivers,
     spans,
 )
-from pslite.collective.pending_call import CallUnderWay, ChunkRequest
+from pslite.collective.pending_call import CallUnderWay, ChunkRequest, give_up
 from pslite.collective.sums import DTYPES
 from pslite.collective.waits import CallWaits
 from pslite.collective.wire import (
@@ -40,9 +40,11 @@ from pslite.future import Future
 from pslite.ids import Role, node_id
 from pslite.node.customer import Reply
 from pslite.node.postoffice import Postoffice
-from pslite.protocol.collective import ANY, Absence, CallKey, CollectiveCall, GroupKey
+from pslite.protocol.collective import ANY, Absence, CallKey, CollectiveCall, GroupKey, LeadersStep
 
 T = TypeVar("T")
+Progress = Callable[[int], None]
+"""Hears how many bytes are there, from the beginning."""
 _CHUNKS = 4
 """A message brings at most this many times PS_CHUNK_BYTES of an array."""
 _LEAST_STEP = 1024
@@ -70,18 +72,65 @@ class ServerRoute:
         value: T,
     ) -> Future[T]:
         """Cut the arrays, alike on all ranks, and send the chunks to the servers."""
-        lengths = [math.prod(shape) * DTYPES[call.dtype].itemsize for shape in call.shapes]
-        index = self._rank if len(lengths) > 1 else 0
+        under_way = self._under_way(key, call, value)
         sent, filled = list(map(flat, outgoing)), list(map(flat, into))
-        requests: list[ChunkRequest] = []
+        under_way.start([request for _, request in self._cut(call, self._rank, sent, filled)])
+        return under_way.future
+
+    def step(
+        self,
+        key: CallKey,
+        call: CollectiveCall,
+        step: LeadersStep,
+        sent: Sequence[Bytes],
+        filled: Sequence[Bytes],
+        answered: Progress,
+    ) -> tuple[CallUnderWay[None], Progress]:
+        """Make the leaders' step of a call, whose values come bit by bit.
+
+        Returns the step, and what is told how many bytes of them are there. ``answered`` hears to
+        where all is answered.
+        """
+        place = step.leaders.index(self._asker.node.rank)
+        requests = self._cut(step.call, place, sent, filled)
+        under_way: CallUnderWay[None] = self._under_way(key, call, None, step=step)
+        under_way.expect(len(requests))
+        stops = [stop for stop, _ in requests]
+        open_ = set(range(len(requests)))
+        next_ = 0
+
+        def noting(chunk: int, take: Callable[[Reply], None]) -> Callable[[Reply], None]:
+            def note(reply: Reply) -> None:
+                take(reply)
+                open_.discard(chunk)
+                first = min(open_, default=len(stops))
+                answered(stops[first - 1] if first else 0)
+
+            return note
+
+        def progress(nbytes: int) -> None:
+            nonlocal next_
+            while next_ < len(requests) and stops[next_] <= nbytes:
+                pieces, take, layout = requests[next_][1]
+                under_way.send(next_, (pieces, noting(next_, take), layout))
+                next_ += 1
+
+        return under_way, progress
+
+    def _cut(
+        self, call: CollectiveCall, rank: int, sent: Sequence[Bytes], filled: Sequence[Bytes]
+    ) -> list[tuple[int, ChunkRequest]]:
+        """Return the chunks of a call whose sizes all know, and where each of them ends."""
+        lengths = [math.prod(shape) * DTYPES[call.dtype].itemsize for shape in call.shapes]
+        index = rank if len(lengths) > 1 else 0
+        requests: list[tuple[int, ChunkRequest]] = []
         for chunk in chunks(sum(lengths), self.chunk_bytes(call.dtype)):
             parts = spans(lengths, chunk)
             pieces = [array[part] for array, part in zip(sent, parts, strict=False)]
             places = [array[parts[index]] for array in filled]
-            requests.append((pieces, filling(places), None))
-        under_way = self._under_way(key, call, value)
-        under_way.start(requests)
-        return under_way.future
+            request: ChunkRequest = (pieces, filling(places), None)
+            requests.append((min(chunk.stop, sum(lengths)), request))
+        return requests
 
     def exchange(
         self,
@@ -121,6 +170,11 @@ class ServerRoute:
         under_way.start([(pieces(slice(0, step)), begin, layout_of(outgoing))])
         return under_way.future
 
+    def give_up(self, key: CallKey, error: BaseException | None) -> None:
+        """End a call with an error that was found here, on all ranks."""
+        if error is not None:
+            give_up(self._asker, key, error)
+
     def gather_bytes(self, key: CallKey, data: bytes) -> Future[list[bytes]]:
         """Hand every rank's bytes to all; the future's text says for whom it waits."""
         array = np.frombuffer(data, np.uint8)
@@ -145,7 +199,13 @@ class ServerRoute:
         return max(most // itemsize, 1) * itemsize
 
     def _under_way(
-        self, key: CallKey, call: CollectiveCall, value: T, text: str | None = None
+        self,
+        key: CallKey,
+        call: CollectiveCall,
+        value: T,
+        text: str | None = None,
+        step: LeadersStep | None = None,
     ) -> CallUnderWay[T]:
         ended = lambda: self._ended(key)  # noqa: E731
-        return CallUnderWay(self._asker, self.waits, key, call, value, ended, text)
+        waits = self.waits if step is None else None
+        return CallUnderWay(self._asker, waits, key, call, value, ended, text, step)

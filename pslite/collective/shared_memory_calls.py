@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pslite.errors import PSError, UsageError
-from pslite.memory.ring import DONE, MAX_DESCRIPTION, REDUCED, SLOTS, STAGED, Bytes, Ring
+from pslite.errors import PSError, UsageError, describe, rebuild
+from pslite.memory.ring import ARRIVED, DONE, MAX_DESCRIPTION, REDUCED, SLOTS, STAGED, Bytes, Ring
+from pslite.wire.codec import pack_value, unpack_value
 
 Array = np.ndarray[Any, Any]
 Reduce = Callable[[Sequence[Array], Array], None]
@@ -26,12 +27,16 @@ Steps = Generator["tuple[int, int]", None, None]
 """Yields (counter, count): the next step may run once all members have reached it."""
 Take = Callable[[int, "list[Bytes]"], None]
 """Gets the offset of a chunk in each member's piece, and the bytes of each from there on."""
+Progress = Callable[[int], None]
+"""Hears how many bytes of a result are there, from its beginning."""
 Begin = Callable[["list[Description]"], Take]
 """Gets what the members call, and returns what takes their pieces."""
 Mismatch = Callable[[int, bytes, int, bytes], PSError]
 """Makes the error of two members whose calls differ: a rank and its call, and another."""
 
 _ALIGNMENT = 64
+_MOST_OF_ERROR = 10_000
+"""Characters of an error that a stream carries."""
 
 
 class Description(NamedTuple):
@@ -70,6 +75,45 @@ class Description(NamedTuple):
         )
 
 
+class Stream:
+    """What one member gets bit by bit, and hands the others. From any thread."""
+
+    def __init__(self, ring: Ring, data: Bytes) -> None:
+        self.data = data
+        self._ring = ring
+        self._ready = -1
+        self._error: BaseException | None = None
+
+    def grow(self, nbytes: int) -> None:
+        """Note that the first ``nbytes`` are there."""
+        self._ready = nbytes
+        self._ring.note_arrival()
+
+    def end(self, error: BaseException | None) -> None:
+        """Note that all bytes are there, or that no more come."""
+        self._error = error
+        self.grow(len(self.data))
+
+    def head(self, upto: int) -> bytes | None:
+        """Return what describes the chunk that ends here; None: it is not there yet."""
+        if self._error is not None:
+            role, rank = getattr(self._error, "role", ""), getattr(self._error, "rank", -1)
+            kind, text = describe(self._error)
+            return pack_value([kind, text[:_MOST_OF_ERROR], role, rank])
+        if self._ready < min(upto, len(self.data)):
+            return None
+        return pack_value([len(self.data)])
+
+    @staticmethod
+    def total(head: bytes) -> int:
+        """Return how many bytes there are; raises what ended the stream."""
+        fields = unpack_value(head)
+        if len(fields) > 1:
+            kind, text, role, rank = fields
+            raise rebuild(kind, text, role=role, rank=rank)
+        return int(fields[0])
+
+
 class RingCalls:
     """The calls of one member of a group.
 
@@ -93,19 +137,38 @@ class RingCalls:
         """Return whether pieces of ``nbytes`` take one chunk."""
         return nbytes <= self._ring.slot_bytes // self._size // _ALIGNMENT * _ALIGNMENT
 
-    def all_reduce(self, call: Description, array: Array, out: Array, reduce: Reduce) -> Steps:
-        """Set ``out``, which may be ``array`` itself, to what ``reduce`` makes of all arrays."""
-        if self.is_quick(array.nbytes):
-            return self._reduce_whole(call, array, out, reduce)
-        return self._reduce_by_slices(call, array, out, reduce)
+    def all_reduce(
+        self,
+        call: Description,
+        array: Array,
+        out: Array | None,
+        reduce: Reduce,
+        progress: Progress = lambda nbytes: None,
+    ) -> Steps:
+        """Set ``out``, which may be ``array`` itself, to what ``reduce`` makes of all arrays.
 
-    def _reduce_whole(self, call: Description, array: Array, out: Array, reduce: Reduce) -> Steps:
+        Members whose ``out`` is None do not get it. ``progress`` hears how much of it is there.
+        """
+        if self.is_quick(array.nbytes):
+            return self._reduce_whole(call, array, out, reduce, progress)
+        return self._reduce_by_slices(call, array, out, reduce, progress)
+
+    def _reduce_whole(
+        self,
+        call: Description,
+        array: Array,
+        out: Array | None,
+        reduce: Reduce,
+        progress: Progress,
+    ) -> Steps:
         """Reduce small arrays: every member adds up all of it."""
         nbytes = array.nbytes
 
         def begin(_: list[Description]) -> Take:
             def take(_: int, pieces: list[Bytes]) -> None:
-                reduce([piece[:nbytes].view(array.dtype) for piece in pieces], out)
+                if out is not None:
+                    reduce([piece[:nbytes].view(array.dtype) for piece in pieces], out)
+                    progress(nbytes)
 
             return take
 
@@ -157,8 +220,47 @@ class RingCalls:
         if failure is not None:
             raise failure
 
+    def stream(self, leader: int, stream: Stream | None, take: Take) -> Steps:
+        """Let every member read what the leader gets, bit by bit; it alone knows how much.
+
+        Args:
+            stream: on the leader, what it gets.
+            take: gets the offset, and a list of the bytes from there on; not on the leader.
+        """
+        ring, width = self._ring, self._ring.slot_bytes
+        start, total = 0, 1
+        while start < total:
+            chunk = self._chunk
+            yield DONE, chunk - SLOTS + 1
+            if stream is not None:
+                while True:
+                    seen = ring.arrived()
+                    head = stream.head(start + width)
+                    if head is not None:
+                        break
+                    yield ARRIVED, seen + 1
+                part = stream.data[start : start + width]
+                ring.staged(chunk, leader)[: len(part)] = part
+                ring.describe(chunk, head)
+            self._chunk += 1
+            ring.announce(STAGED, chunk + 1)
+            if stream is None:
+                yield STAGED, chunk + 1
+            try:
+                total = Stream.total(ring.description(chunk, leader))
+                if stream is None:
+                    take(start, [ring.staged(chunk, leader)[: max(total - start, 0)]])
+            finally:
+                self._finish(chunk)
+            start += width
+
     def _reduce_by_slices(
-        self, call: Description, array: Array, out: Array, reduce: Reduce
+        self,
+        call: Description,
+        array: Array,
+        out: Array | None,
+        reduce: Reduce,
+        progress: Progress,
     ) -> Steps:
         """Reduce large arrays: each member adds up one slice and reads the others'.
 
@@ -187,16 +289,19 @@ class RingCalls:
                 result = ring.result(chunk, rank)[: (own.stop - own.start) * array.itemsize]
                 total = result.view(array.dtype)
                 reduce(self._contributions(chunk, array, own), total)
-                out[own] = total
+                if out is not None:
+                    out[own] = total
                 ring.announce(REDUCED, chunk + 1)
             if step >= 2:
                 chunk = first + step - 2
                 yield REDUCED, chunk + 1
                 for peer, (start, stop) in enumerate(cuts[step - 2]):
-                    if peer != rank:
+                    if peer != rank and out is not None:
                         found = ring.result(chunk, peer)[: (stop - start) * array.itemsize]
                         out[start:stop] = found.view(array.dtype)
                 ring.announce(DONE, chunk + 1)
+                if out is not None:
+                    progress(cuts[step - 2][-1][1] * array.itemsize)
 
     def _stage_slices(self, chunk: int, array: Array, cuts: list[tuple[int, int]]) -> None:
         """Write what the others add up, one behind the other."""

@@ -83,6 +83,7 @@ class SharedMemoryDriver:
         why_over: returns why a wait for these ranks cannot end, where that is so: one is lost.
         mismatch: makes the error of a call that differs among members.
         name: the group's, for people.
+        ranks: those of the members in the group, where they are not all of it.
 
     Each call takes a text for people, the arguments of ``RingCalls`` and the future's value. The
     futures end in ``mismatch(...)`` where members make different calls, in what ``why_over``
@@ -97,10 +98,12 @@ class SharedMemoryDriver:
         mismatch: Mismatch,
         why_over: Callable[[Sequence[int]], BaseException | None] = lambda ranks: None,
         name: str = "a group of workers",
+        ranks: Sequence[int] = (),
     ) -> None:
-        self._ring = ring
-        self._steps = RingCalls(ring, size, mismatch)
+        self.ring = ring
+        self.calls = RingCalls(ring, size, mismatch)
         self._name = name
+        self._ranks = ranks or range(size)
         self._why_over = why_over
         self._calls: deque[_Call] = deque()
         self._over: BaseException | None = None
@@ -122,8 +125,8 @@ class SharedMemoryDriver:
         value: T,
     ) -> Future[T]:
         """Set ``out``, which may be ``array`` itself, to what ``reduce`` makes of all arrays."""
-        steps = self._steps.all_reduce(call, array, out, reduce)
-        return self._begin(text, steps, value, is_quick=self._steps.is_quick(array.nbytes))
+        steps = self.calls.all_reduce(call, array, out, reduce)
+        return self.begin(text, steps, value, is_quick=self.calls.is_quick(array.nbytes))
 
     def exchange(
         self,
@@ -140,12 +143,15 @@ class SharedMemoryDriver:
 
         ``nbytes`` are those of the longest piece of all members; None: this member does not know.
         """
-        steps = self._steps.exchange(call, pieces, begin, is_each=is_each)
-        is_quick = nbytes is not None and self._steps.is_quick(nbytes)
-        return self._begin(text, steps, value, is_quick=is_quick)
+        steps = self.calls.exchange(call, pieces, begin, is_each=is_each)
+        is_quick = nbytes is not None and self.calls.is_quick(nbytes)
+        return self.begin(text, steps, value, is_quick=is_quick)
 
-    def _begin(self, text: str, steps: Steps, value: T, *, is_quick: bool) -> Future[T]:
-        """Begin a call; one that is quick needs nothing of this member once it is staged."""
+    def begin(self, text: str, steps: Steps, value: T, *, is_quick: bool = False) -> Future[T]:
+        """Begin a call whose steps are those of ``calls``.
+
+        One that is quick needs nothing of this member once it is staged.
+        """
         if self._over is not None:
             return failed(self._over)
         began = time.monotonic()
@@ -166,7 +172,8 @@ class SharedMemoryDriver:
             awaited = self._calls[0].awaits
         except IndexError:  # it has just ended
             return None
-        return (self._ring.lacking(*awaited) if awaited else []) or None
+        lacking = self.ring.lacking(*awaited) if awaited else []
+        return [self._ranks[rank] for rank in lacking] or None
 
     # -- who takes the steps -------------------------------------------------------------
 
@@ -215,7 +222,7 @@ class SharedMemoryDriver:
     def _finish(self) -> None:
         with self._driver:
             self._deliver([])
-            self._ring.close()
+            self.ring.close()
 
     def _drive(self, spin_s: float, *, nap: bool = False) -> None:
         """Take steps, and wait so long for the next one; one thread at a time."""
@@ -242,7 +249,7 @@ class SharedMemoryDriver:
                 if call.awaits is None or self._reaches(call.awaits, spin_s, nap=nap):
                     call.awaits = next(call.steps)
                     continue
-                difference = self._steps.difference()
+                difference = self.calls.difference()
                 if difference is None:
                     return
                 call.steps.throw(difference)
@@ -255,7 +262,7 @@ class SharedMemoryDriver:
 
     def _reaches(self, awaited: tuple[int, int], spin_s: float, *, nap: bool) -> bool:
         """Return whether all have reached it, now or after some time."""
-        ring = self._ring
+        ring = self.ring
         if ring.has_reached(*awaited) or (spin_s and self._spin(awaited, spin_s)):
             return True
         self._look(awaited)
@@ -265,7 +272,7 @@ class SharedMemoryDriver:
 
     def _spin(self, awaited: tuple[int, int], spin_s: float) -> bool:
         """Look again and again for some time whether all have reached it."""
-        has_reached = self._ring.has_reached
+        has_reached = self.ring.has_reached
         for _ in range(_LOOKS):
             if has_reached(*awaited):
                 return True
@@ -278,14 +285,14 @@ class SharedMemoryDriver:
 
     def _look(self, awaited: tuple[int, int]) -> None:
         """End all calls where a member is lost, or has left."""
-        given_up = self._ring.given_up()  # first: who has left has announced all that it did
-        lacking = self._ring.lacking(*awaited)
+        given_up = self.ring.given_up()  # first: who has left has announced all that it did
+        lacking = self.ring.lacking(*awaited)
         error = self._why_over(lacking)
         gone = sorted({*given_up} & {*lacking})
         if error is None and gone:
             error = UsageError(
-                f"rank {gone[0]} has left {self._name}, and a call waits for it: every rank has to "
-                "make all calls of its group before it leaves"
+                f"rank {self._ranks[gone[0]]} has left {self._name}, and a call waits for it: "
+                "every rank has to make all calls of its group before it leaves"
             )
         if error is not None:
             self._end(error)
@@ -294,7 +301,7 @@ class SharedMemoryDriver:
         """Take part no longer, and let the others know."""
         if self._over is None:
             self._over = error
-            self._ring.give_up()
+            self.ring.give_up()
 
     def _deliver(self, over: list[_Call]) -> None:
         """Complete the futures of calls that are over, without the lock: callbacks may call."""

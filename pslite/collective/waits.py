@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from pslite.apps.asking import Asker
-from pslite.collective.wire import WAIT, pack_wait, unpack_ranks
+from pslite.collective.wire import WAIT, pack_wait, server_of, unpack_ranks
 from pslite.ids import Role, node_id
 from pslite.node.customer import Reply
 from pslite.protocol.collective import CallKey, waiting_text
@@ -23,11 +23,11 @@ class CallWait:
     """A call that is not over. Refers to no arrays, since its future does so to it."""
 
     def __init__(
-        self, clock: Callable[[], float], text: str, key: CallKey, server: Callable[[], int | None]
+        self, clock: Callable[[], float], text: str, key: CallKey, chunks: set[int] | None
     ) -> None:
         self.key = key
-        self.server = server
-        """The rank of the server to ask next; None: the servers see no message of this call."""
+        self.chunks = chunks
+        """Those without an answer; None: the servers see no message of this call."""
         self.missing: Sequence[int] | None = None
         """The workers that have not come; None: not known yet."""
         self._text = text
@@ -59,11 +59,9 @@ class CallWaits:
         self._open: set[CallWait] = set()
         self._is_looking = False
 
-    def begin(
-        self, text: str, key: CallKey, server: Callable[[], int | None] = lambda: None
-    ) -> CallWait:
-        """Watch a call until ``end``."""
-        wait = CallWait(self._node.clock, text, key, server)
+    def begin(self, text: str, key: CallKey, chunks: set[int] | None = None) -> CallWait:
+        """Watch a call until ``end``; ``chunks`` are those that are not answered."""
+        wait = CallWait(self._node.clock, text, key, chunks)
         with self._lock:
             self._open.add(wait)
             is_first, self._is_looking = not self._is_looking, True
@@ -89,10 +87,10 @@ class CallWaits:
         self._timer.set(now + _ASK_S)
 
     def _ask(self, wait: CallWait) -> None:
-        config, asked = self._node.config, wait.server()
-        first = wait.key.number % config.num_servers
-        server = int(node_id(Role.SERVER, first if asked is None else asked))
-        body = pack_wait(wait.key, config.num_workers, counts_waits=asked is None)
+        config, chunk = self._node.config, min(list(wait.chunks or ()), default=0)
+        rank = server_of(wait.key, chunk, config.num_workers, config.num_servers)
+        server = int(node_id(Role.SERVER, rank))
+        body = pack_wait(wait.key, config.num_workers, counts_waits=wait.chunks is None)
 
         def note(replies: dict[int, Reply]) -> None:
             wait.missing = unpack_ranks(replies[server].body, config.num_workers)

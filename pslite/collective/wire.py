@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from pslite.collective.sums import DTYPES, OPS
 from pslite.errors import ProtocolError, UsageError
-from pslite.protocol.collective import ANY, Absence, CallKey, CollectiveCall, GroupKey
+from pslite.protocol.collective import (
+    ANY,
+    Absence,
+    CallKey,
+    CollectiveCall,
+    GroupKey,
+    LeadersStep,
+)
 from pslite.protocol.mailbox import ANYBODY, Address
 from pslite.wire.codec import pack_value, unpack_value
 
@@ -72,13 +79,16 @@ class CallRequest(NamedTuple):
     chunk: int
     layout: ArrayLayout | None = None
     """In the first chunk of a call whose sizes differ."""
+    step: LeadersStep | None = None
+    """Where one rank of each machine sends."""
 
 
 def pack_call(request: CallRequest, num_workers: int) -> bytes:
     """Return the body of a message of ``CALL``; its frames are the rank's values."""
     layout = [] if request.layout is None else _layout_fields(request.layout)
     key = _key(request.key, num_workers)
-    return pack_value([key, *_call_fields(request.call), request.chunk, layout])
+    step = request.step and [list(request.step.leaders), *_call_fields(request.step.call)]
+    return pack_value([key, *_call_fields(request.call), request.chunk, layout, step or []])
 
 
 def unpack_call(body: bytes, num_workers: int) -> CallRequest:
@@ -87,7 +97,7 @@ def unpack_call(body: bytes, num_workers: int) -> CallRequest:
     Raises:
         ProtocolError: it is something else.
     """
-    key, fields, shapes, chunk, described = _list(unpack_value(body), 5)
+    key, fields, shapes, chunk, described, stepped = _list(unpack_value(body), 6)
     call_key = _checked_key(key, num_workers)
     call = _checked_call(fields, shapes)
     if call.root >= len(call_key.group.ranks):
@@ -95,7 +105,8 @@ def unpack_call(body: bytes, num_workers: int) -> CallRequest:
     layout = None if described == [] else _layout(described)
     if (layout is not None) != (call.kind in OF_ANY_SIZE and chunk == 0):
         raise ProtocolError(f"chunk {chunk} of {call.kind} came with the arrays {described!r:.60}")
-    return CallRequest(call_key, call, _number(chunk), layout)
+    step = None if stepped == [] else _step(stepped, call_key.group)
+    return CallRequest(call_key, call, _number(chunk), layout, step)
 
 
 class LetterHead(NamedTuple):
@@ -284,6 +295,15 @@ def _checked_call(fields: Any, shapes: Any) -> CollectiveCall:
     if factor is not None and not (type(factor) is float and math.isfinite(factor)):
         raise ProtocolError(f"a factor must be a finite number, got {factor!r:.60}")
     return CollectiveCall(kind, op, dtype, _shapes(shapes), _number(root, -1), factor)
+
+
+def _step(fields: Any, group: GroupKey) -> LeadersStep:
+    ranks, of_call, shapes = _list(fields, 3)
+    leaders = tuple(_number(rank) for rank in _list(ranks, at_most=len(group.ranks)))
+    call = _checked_call(of_call, shapes)
+    if len({*leaders} & {*group.ranks}) < len(leaders) or call.root >= len(leaders):
+        raise ProtocolError(f"expected different ranks of {group.ranks}, got {fields!r:.60}")
+    return LeadersStep(leaders, call)
 
 
 def _key(key: CallKey, num_workers: int) -> list[Any]:

@@ -19,6 +19,7 @@ import os
 import platform
 import select
 import stat
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ _DESCRIPTION_BYTES = 16 * PAGE_BYTES
 MAX_DESCRIPTION = _DESCRIPTION_BYTES - 4
 """The most bytes that a chunk's description may have."""
 
-STAGED, REDUCED, DONE, _ASLEEP, _GIVEN_UP = range(5)
+STAGED, REDUCED, DONE, _ASLEEP, _GIVEN_UP, ARRIVED = range(6)
 _WORDS_A_LINE = 8
 _COUNTERS_BYTES = PAGE_BYTES
 
@@ -90,6 +91,7 @@ class Ring:
         self._segment = shared_segment(nbytes)
         self._own = _Slots(self._segment.memory, slot_bytes)
         self._bell, self._bell_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._arriving = threading.Lock()  # guards ARRIVED, which any thread may raise
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
         self._members: list[_Slots] = [self._own]
@@ -128,9 +130,10 @@ class Ring:
         """Let go of all rings; memory that somebody still looks at stays mapped."""
         if not self._members:
             return
-        _close_all(self._bells)
-        self._bells, self._members = [], []
-        del self._own, self._segment
+        with self._arriving:
+            _close_all(self._bells)
+            self._bells, self._members = [], []
+            del self._own, self._segment
         os.close(self._bell)
         os.close(self._bell_in)
 
@@ -161,6 +164,18 @@ class Ring:
         for member, bell in zip(self._members, self._bells, strict=True):
             if bell is not None and member.counters[_ASLEEP * _WORDS_A_LINE]:
                 _ring(bell)
+
+    def arrived(self) -> int:
+        """Return how often something has arrived for this process, by ``note_arrival``."""
+        return int(self._own.counters[ARRIVED * _WORDS_A_LINE])
+
+    def note_arrival(self, count: int = 1) -> None:
+        """Have this process look again, which may sleep. From any thread."""
+        with self._arriving:
+            if self._members:
+                self.announce(ARRIVED, self.arrived() + count)
+                if self._own.counters[_ASLEEP * _WORDS_A_LINE]:
+                    _ring(self._bell_in)
 
     def has_reached(self, kind: int, count: int) -> bool:
         """Return whether a counter of every member is at least ``count``."""

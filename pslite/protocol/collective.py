@@ -94,7 +94,7 @@ class Compute(Generic[T]):
     key: CallKey
     call: CollectiveCall
     messages: tuple[T, ...]
-    """One for each rank, in the group's order; ranks that have joined have none."""
+    """One for each sender, in the group's order; ranks that have joined have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,20 @@ class _OpenCall(Generic[T]):
     first: int
     """The rank whose call the others are compared with."""
     call: CollectiveCall
+    ranks: tuple[int, ...]
+    """Those whose messages it needs."""
+    step: CollectiveCall
     rounds: dict[int, dict[int, T]] = field(default_factory=dict)
     """Number of the chunk -> rank -> its message."""
+
+
+class LeadersStep(NamedTuple):
+    """The part of a call that is left when the ranks of each machine have met in shared memory."""
+
+    leaders: tuple[int, ...]
+    """The workers that send, one for each machine."""
+    call: CollectiveCall
+    """The call among them, its root being one of them."""
 
 
 class Absence(NamedTuple):
@@ -164,18 +176,25 @@ class CallMatcher(Generic[T]):
         return len(self._open)
 
     def arrive(
-        self, key: CallKey, rank: int, call: CollectiveCall, chunk: int, message: T
+        self,
+        key: CallKey,
+        rank: int,
+        call: CollectiveCall,
+        chunk: int,
+        message: T,
+        step: LeadersStep | None = None,
     ) -> list[CallEffect[T]]:
-        """Note one rank's message to a round of a call."""
-        if rank not in key.group.ranks:
-            error = ProtocolError(f"worker {rank} is not in the group {key.group.ranks}")
+        """Note one rank's message to a round of a call, or to the leaders' step of it."""
+        ranks, computed = (key.group.ranks, call) if step is None else step
+        if rank not in ranks:
+            error = ProtocolError(f"worker {rank} is not in the group {ranks}")
             return [Refuse((message,), error)]
         failure = self._failed.get(key)
         if failure is not None:
             return [Refuse((message,), failure)]
         found = self._open.get(key)
         if found is None:
-            found = self._open[key] = _OpenCall(rank, call)
+            found = self._open[key] = _OpenCall(rank, call, ranks, computed)
         arrived = found.rounds.setdefault(chunk, {})
         if rank in arrived:
             error = ProtocolError(f"worker {rank} sent chunk {chunk} of {call.text} twice")
@@ -183,6 +202,9 @@ class CallMatcher(Generic[T]):
         arrived[rank] = message
         if call != found.call:
             return self._fail(key, mismatch(key.group, found.first, found.call, rank, call))
+        if (ranks, computed) != (found.ranks, found.step):
+            text = f"workers {found.ranks} and {ranks} send the values of one {call.text}"
+            return self._fail(key, ProtocolError(text))
         return self._look(key, found, chunk)
 
     def join(self, group: GroupKey, rank: int, absence: Absence, message: T) -> list[CallEffect[T]]:
@@ -218,7 +240,7 @@ class CallMatcher(Generic[T]):
                 effects.append(Refuse(tuple(joined.values()), error))
         for key, found in list(self._open.items()):
             rounds = found.rounds.values()
-            if rank in key.group.ranks and any(rank not in arrived for arrived in rounds):
+            if rank in found.ranks and any(rank not in arrived for arrived in rounds):
                 effects += self._fail(key, error)
         return effects
 
@@ -247,7 +269,7 @@ class CallMatcher(Generic[T]):
 
     def _look(self, key: CallKey, found: _OpenCall[T], chunk: int) -> list[CallEffect[T]]:
         """Return the round if it is complete, or the call's end if that cannot be."""
-        arrived, ranks = found.rounds[chunk], key.group.ranks
+        arrived, ranks = found.rounds[chunk], found.ranks
         missing = [rank for rank in ranks if rank not in arrived]
         absent = [rank for rank in missing if self._is_absent(key, rank)]
         if absent:
@@ -262,7 +284,7 @@ class CallMatcher(Generic[T]):
         if not found.rounds:
             del self._open[key]
         messages = tuple(arrived[rank] for rank in ranks if rank in arrived)
-        return [Compute(key, found.call, messages)]
+        return [Compute(key, found.step, messages)]
 
     def _is_absent(self, key: CallKey, rank: int) -> bool:
         return any(absence.is_of(key) for absence in self._absences.get((key.group, rank), ()))

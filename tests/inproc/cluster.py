@@ -10,7 +10,7 @@ Each node has its own I/O thread, as in a real job. Any number of clusters may r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +26,7 @@ class InprocCluster:
 
     Args:
         prepare: called with the scheduler and each server before they join, to add apps.
+        machines: the names of the workers' machines, where they are not all on this one.
         config: fields of ``pslite.Config``, the same for all nodes.
     """
 
@@ -35,10 +36,12 @@ class InprocCluster:
         num_servers: int,
         *,
         prepare: Callable[[pslite.Postoffice], None] | None = None,
+        machines: Sequence[str] = (),
         **config: Any,
     ) -> None:
         self._network = InprocNetwork()
         self._prepare = prepare
+        self._machines = machines
         self._config = {"root_uri": "127.0.0.1", "root_port": 9091, **config}
         self._config.update(num_workers=num_workers, num_servers=num_servers)
         self._killed = False
@@ -99,8 +102,11 @@ class InprocCluster:
         node.close(goodbye=False)
 
     def _start(self, role: str, rank: int | None) -> pslite.Postoffice:
+        config = dict(self._config)
+        if role == "worker" and self._machines:
+            config["machine"] = self._machines[rank or 0]
         return pslite.start(
-            pslite.Config(role=role, task_id=rank, **self._config),
+            pslite.Config(role=role, task_id=rank, **config),
             make_van=lambda uid: InprocVan(self._network, uid),
             prepare=None if role == "worker" else self._prepare,
             write=self.lines.append,

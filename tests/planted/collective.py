@@ -7,6 +7,7 @@ from tests.planted.bug import Bug
 _MATCHING = "tests/unit/pslite/protocol/test_collective_matching.py"
 _MAILBOX = "tests/unit/pslite/protocol/test_mailbox_rules.py"
 _CALLS = "tests/inproc/test_collective.py"
+_MACHINES = "tests/inproc/test_collective_machines.py"
 
 BUGS = [
     Bug(
@@ -43,6 +44,41 @@ BUGS = [
         "if wait.waited_s >= _ASK_S:",
         "if wait.waited_s < 0:",
         f"{_CALLS}::test_a_long_wait_names_the_call_and_the_ranks_that_have_not_made_it",
+    ),
+    Bug(
+        "a machine's sum is sent before all of it is there",
+        "pslite/collective/server_route.py",
+        "while next_ < len(requests) and stops[next_] <= nbytes:",
+        "while next_ < len(requests):",
+        f"{_MACHINES}::test_sums_are_in_the_order_of_machines_bit_by_bit",
+    ),
+    Bug(
+        "the error of one machine's ranks does not reach the other machines",
+        "pslite/collective/machines_route.py",
+        "                under_way.fail(error)\n",
+        "                pass\n",
+        f"{_MACHINES}::test_calls_that_differ_end_on_all_ranks_with_two_named",
+    ),
+    Bug(
+        "an average over machines divides by the workers of each",
+        "pslite/collective/machines_route.py",
+        "reducing(call, self._size)",
+        "reducing(call)",
+        f"{_MACHINES}::test_operations",
+    ),
+    Bug(
+        "calls that the servers carry out have no place on a machine's ring",
+        "pslite/collective/machines_route.py",
+        "            self._down.begin(key.text(call), steps, None).on_done(lambda _: None)\n",
+        "",
+        f"{_MACHINES}::test_calls_that_differ_end_on_all_ranks_with_two_named",
+    ),
+    Bug(
+        "a leader hands down what has not come from the servers",
+        "pslite/collective/shared_memory_calls.py",
+        "if self._ready < min(upto, len(self.data)):",
+        "if self._ready < 0:",
+        f"{_MACHINES}::test_sums_are_in_the_order_of_machines_bit_by_bit",
     ),
     Bug(
         "an average divides by the ranks that have not joined",

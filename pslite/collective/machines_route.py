@@ -1,0 +1,343 @@
+"""The way of a group's collective calls when its workers are on several machines.
+
+The workers of each machine meet in shared memory first. One of them, the *leader*, exchanges the
+machine's sum with the other leaders by the servers, and hands the result to its neighbours. So a
+machine sends an array once, however many workers it has. Values are combined machine by machine, in
+the order of their lowest ranks, and by rank within each: other bits than in the order of ranks,
+and the same in each run (``docs/decisions/0038``).
+
+Each machine has two rings (``memory/ring.py``): by the one values go up to the leader, by the other
+results come down, so that a call's way up need not wait for the last one's result. The parts of a
+large array follow each other: one is added up while the last is on the network, and the one before
+comes down. Every call in order has a place on both rings, also one that the servers carry out
+alone: so calls that differ are found. Any thread may call. Read next: ``server_route.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from pslite.collective.arrays import Array, Bytes, flat
+from pslite.collective.pending_call import CallUnderWay
+from pslite.collective.server_route import ServerRoute
+from pslite.collective.shared_memory_calls import Description, Progress, Stream, Take
+from pslite.collective.shared_memory_driver import SharedMemoryDriver
+from pslite.collective.shared_memory_route import reducing
+from pslite.collective.sums import DTYPES
+from pslite.collective.wire import pack_collective
+from pslite.future import Future, gather
+from pslite.protocol.collective import CallKey, CollectiveCall, GroupKey, LeadersStep
+
+T = TypeVar("T")
+_FOREVER = 1 << 62
+_CHANGED_BY_MACHINE = ("average", "premul_sum")
+"""Operations that change each value, and then add up."""
+
+
+class Machines(NamedTuple):
+    """Which ranks of a group share a machine, in the order of the machines' lowest ranks."""
+
+    members: tuple[tuple[int, ...], ...]
+    own: int
+    """This worker's machine."""
+    place: int
+    """Which of its machine's members this worker is."""
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The ranks on this machine."""
+        return self.members[self.own]
+
+    @property
+    def have_neighbours(self) -> bool:
+        """Whether any two ranks share a machine."""
+        return max(map(len, self.members)) > 1
+
+    def of(self, rank: int) -> int:
+        """Return the machine of a rank."""
+        return next(at for at, ranks in enumerate(self.members) if rank in ranks)
+
+
+def _take_nothing(start: int, pieces: list[Bytes]) -> None:
+    pass
+
+
+def _ignore(nbytes: int) -> None:
+    pass
+
+
+class _Plan(NamedTuple):
+    """What one rank does in a call whose sizes all ranks know."""
+
+    step: CollectiveCall
+    """The call among the leaders."""
+    sent: list[Bytes]
+    """What the leader sends, once it is there."""
+    filled: list[Bytes]
+    """What the answers to the leader fill."""
+    begin: int = 0
+    """Where that begins in what all leaders get together."""
+    up: Callable[[Progress], Future[None]] | None = None
+    """Has the machine's values go up to the leader; None: there are none."""
+    down: Take = _take_nothing
+    """Takes the result from the leader, on the others."""
+    finish: Callable[[], None] = lambda: None
+    """Puts the leader's own part of the result into its place."""
+
+
+class MachinesRoute:
+    """Makes the calls of one rank by its machine's rings and, on leaders, the servers.
+
+    ``up`` and ``down`` are connected to the other ranks of this machine; None where it has none.
+    """
+
+    def __init__(
+        self,
+        servers: ServerRoute,
+        group: GroupKey,
+        machines: Machines,
+        up: SharedMemoryDriver | None,
+        down: SharedMemoryDriver | None,
+    ) -> None:
+        self._servers = servers
+        self._machines = machines
+        self._up, self._down = up, down
+        self._rank = machines.local[machines.place]
+        self._size = len(group.ranks)
+        self._leaders = tuple(group.ranks[each[0]] for each in machines.members)
+        self._is_leader = machines.place == 0
+        if down is not None and not self._is_leader:
+            down.ring.note_arrival(_FOREVER)  # only leaders wait for what arrives
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Let go of the rings; calls that are not over end in ``error``."""
+        for driver in (self._up, self._down):
+            if driver is not None:
+                driver.close(error)
+
+    def make(
+        self,
+        key: CallKey,
+        call: CollectiveCall,
+        outgoing: Sequence[Array],
+        into: Sequence[Array],
+        value: T,
+    ) -> Future[T]:
+        """Make a call whose sizes all ranks know, as ``ServerRoute`` does."""
+        plan = _PLANS[call.kind](self, key, call, list(map(flat, outgoing)), list(map(flat, into)))
+        if self._up is None or self._down is None:
+            under_way, progress = self._step(key, call, plan, _ignore)
+            progress(_FOREVER)
+            parts = [under_way.future]
+        elif self._is_leader:
+            parts = self._lead(key, call, plan, self._down)
+        else:
+            up = plan.up or self._agreeing(key, call)
+            steps = self._down.calls.stream(0, None, plan.down)
+            parts = [up(_ignore), self._down.begin(key.text(call), steps, None)]
+
+        def finish(_: object) -> T:
+            if self._is_leader:
+                plan.finish()
+            return value
+
+        future = gather(parts).map(finish)
+        wait = self._servers.waits.begin(key.text(call), key)
+        future.describe = wait.text
+        future.on_done(lambda _: self._servers.waits.end(wait))
+        return future
+
+    def exchange(
+        self,
+        key: CallKey,
+        call: CollectiveCall,
+        outgoing: Sequence[Array],
+        sources: Sequence[int],
+        outs: Sequence[Array] | None,
+    ) -> Future[list[Array]]:
+        """Make a call that moves arrays of any size, by the servers."""
+        if self._up is not None and self._down is not None:
+            agreed = self._agreeing(key, call)(_ignore)
+            stream = Stream(self._down.ring, np.empty(0, np.uint8)) if self._is_leader else None
+            steps = self._down.calls.stream(0, stream, _take_nothing)
+            self._down.begin(key.text(call), steps, None).on_done(lambda _: None)
+            if stream is not None:
+                agreed.on_done(lambda done: stream.end(done.error()))
+                agreed.on_error(lambda done: self._servers.give_up(key, done.error()))
+        return self._servers.exchange(key, call, outgoing, sources, outs)
+
+    # -- who does what -------------------------------------------------------------------
+
+    def _lead(
+        self, key: CallKey, call: CollectiveCall, plan: _Plan, down: SharedMemoryDriver
+    ) -> list[Future[None]]:
+        """Send what comes up to the servers, and hand the answers down."""
+        result = plan.filled[0] if plan.filled else np.empty(0, np.uint8)
+        stream = Stream(down.ring, result)
+        end = plan.begin + len(result)
+
+        def answered(upto: int) -> None:  # the last byte waits for the end: all get one error
+            if plan.begin < upto:
+                stream.grow(min(upto, end - 1) - plan.begin)
+
+        under_way, progress = self._step(key, call, plan, answered)
+        under_way.future.on_done(lambda done: stream.end(done.error()))
+        steps = down.calls.stream(0, stream, _take_nothing)
+        handed: Future[None] = down.begin(key.text(call), steps, None)
+        up = (plan.up or self._agreeing(key, call))(progress if plan.up else _ignore)
+
+        def came(done: Future[None]) -> None:
+            error = done.error()
+            if error is not None:
+                under_way.fail(error)
+            else:
+                progress(_FOREVER)
+
+        up.on_done(came)
+        return [up, under_way.future, handed]
+
+    def _step(
+        self, key: CallKey, call: CollectiveCall, plan: _Plan, answered: Progress
+    ) -> tuple[CallUnderWay[None], Progress]:
+        step = LeadersStep(self._leaders, plan.step)
+        return self._servers.step(key, call, step, plan.sent, plan.filled, answered)
+
+    def _agreeing(self, key: CallKey, call: CollectiveCall) -> Callable[[Progress], Future[None]]:
+        """Return what only compares the calls of this machine's ranks."""
+        return self._gathering(key, call, [], 0, lambda _: _take_nothing)
+
+    def _gathering(
+        self,
+        key: CallKey,
+        call: CollectiveCall,
+        pieces: Sequence[Bytes],
+        nbytes: int,
+        taking: Callable[[Progress], Take],
+    ) -> Callable[[Progress], Future[None]]:
+        """Return what has all ranks of this machine read each other's pieces."""
+
+        def begin(progress: Progress) -> Future[None]:
+            assert self._up is not None
+            description = Description(pack_collective(call), tuple(map(len, pieces)))
+            steps = self._up.calls.exchange(description, pieces, lambda _: taking(progress))
+            is_quick = self._up.calls.is_quick(nbytes)
+            return self._up.begin(key.text(call), steps, None, is_quick=is_quick)
+
+        return begin
+
+    def _reducing(
+        self, key: CallKey, call: CollectiveCall, values: Bytes, total: Bytes
+    ) -> tuple[Bytes, Callable[[Progress], Future[None]] | None]:
+        """Return the machine's sum, as it will lie on the leader, and what has it made."""
+        dtype, reduce, up = DTYPES[call.dtype], reducing(call, self._size), self._up
+        array = values.view(dtype)
+        out = total.view(dtype) if self._is_leader else None
+        if up is None:
+            if call.op not in _CHANGED_BY_MACHINE or out is None:
+                return values, None
+            reduce([array], out)
+            return total, None
+
+        def begin(progress: Progress) -> Future[None]:
+            description = Description(pack_collective(call), (len(values),))
+            steps = up.calls.all_reduce(description, array, out, reduce, progress)
+            return up.begin(key.text(call), steps, None, is_quick=up.calls.is_quick(len(values)))
+
+        return total, begin
+
+    # -- plans ---------------------------------------------------------------------------
+
+    def _all_reduce(
+        self, key: CallKey, call: CollectiveCall, sent: list[Bytes], into: list[Bytes]
+    ) -> _Plan:
+        total, up = self._reducing(key, call, sent[0], into[0])
+        return _Plan(_among_leaders(call), [total], into, up=up, down=_copying(into[0]))
+
+    def _reduce(
+        self, key: CallKey, call: CollectiveCall, sent: list[Bytes], into: list[Bytes]
+    ) -> _Plan:
+        root = self._machines.of(call.root)
+        step = _among_leaders(call)._replace(root=root)
+        buffer = into[0] if into else np.empty(len(sent[0]) if self._is_leader else 0, np.uint8)
+        total, up = self._reducing(key, call, sent[0], buffer)
+        filled = [buffer] if self._machines.own == root else []
+        return _Plan(step, [total], filled, up=up, down=_copying(*into))
+
+    def _reduce_scatter(
+        self, key: CallKey, call: CollectiveCall, sent: list[Bytes], into: list[Bytes]
+    ) -> _Plan:
+        members, own = self._machines.members, self._machines.own
+        lengths = [sum(len(sent[rank]) for rank in ranks) for ranks in members]
+        whole = np.concatenate([sent[rank] for ranks in members for rank in ranks])
+        total, up = self._reducing(key, call, whole, whole)
+        ends = list(accumulate(lengths))
+        parts = [total[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        before = sum(len(sent[rank]) for rank in self._machines.local if rank < self._rank)
+        itemsize = DTYPES[call.dtype].itemsize
+        shapes = tuple((length // itemsize,) for length in lengths)
+        step = _among_leaders(call)._replace(shapes=shapes)
+
+        def finish() -> None:
+            into[0][:] = parts[own][: len(into[0])]
+
+        begin, down = ends[own] - lengths[own], _copying(*into, begin=before)
+        return _Plan(step, parts, [parts[own]], begin, up, down, finish)
+
+    def _broadcast(
+        self, key: CallKey, call: CollectiveCall, sent: list[Bytes], into: list[Bytes]
+    ) -> _Plan:
+        root = self._machines.of(call.root)
+        step = call._replace(root=root)
+        if root != self._machines.own:
+            return _Plan(step, [], into, down=_copying(*into))
+        place = self._machines.local.index(call.root)
+        array = (sent or into)[0]
+
+        def taking(progress: Progress) -> Take:
+            copy = _copying(*into)
+
+            def take(start: int, pieces: list[Bytes]) -> None:
+                copy(start, [pieces[place]])
+                progress(min(start + len(pieces[place]), len(array)))
+
+            return take
+
+        up = None if self._up is None else self._gathering(key, call, sent, len(array), taking)
+        return _Plan(step, [array], [], up=up)
+
+    def _barrier(
+        self, key: CallKey, call: CollectiveCall, sent: list[Bytes], into: list[Bytes]
+    ) -> _Plan:
+        return _Plan(call, [], [])
+
+
+def _among_leaders(call: CollectiveCall) -> CollectiveCall:
+    """Return how the machines' sums are combined; averages are divided on the machines."""
+    op = "sum" if call.op in _CHANGED_BY_MACHINE else call.op
+    return call._replace(op=op, factor=None)
+
+
+def _copying(*places: Bytes, begin: int = 0) -> Take:
+    """Return what fills a place, where there is one, with what lies at ``begin`` of a stream."""
+
+    def take(start: int, pieces: list[Bytes]) -> None:
+        for place in places:
+            first = max(begin - start, 0)
+            at = start + first - begin
+            found = pieces[0][first : first + max(len(place) - at, 0)]
+            place[at : at + len(found)] = found
+
+    return take
+
+
+_PLANS = {
+    "all_reduce": MachinesRoute._all_reduce,
+    "reduce": MachinesRoute._reduce,
+    "reduce_scatter": MachinesRoute._reduce_scatter,
+    "broadcast": MachinesRoute._broadcast,
+    "barrier": MachinesRoute._barrier,
+}

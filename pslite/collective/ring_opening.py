@@ -1,0 +1,202 @@
+"""Opens the rings of a group's workers, and decides by which way its calls go.
+
+The first call of a group has every rank make rings (``memory/ring.py``) and exchange tickets
+through the servers, by calls of a name that users cannot choose. Where all could map the rings of
+all on their machine, calls in order go by them from then on; else by the servers. All ranks decide
+alike, since each knows of all whether they could. Read next: ``shared_memory_route.py`` for one
+machine, ``machines_route.py`` for several.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from pslite.collective.machines_route import Machines, MachinesRoute
+from pslite.collective.server_route import ServerRoute
+from pslite.collective.shared_memory_driver import SharedMemoryDriver
+from pslite.collective.shared_memory_route import SharedMemoryRoute
+from pslite.collective.wire import unpack_collective
+from pslite.errors import MismatchError, ProtocolError
+from pslite.future import Future
+from pslite.ids import Role, node_id
+from pslite.memory.ring import Ring, RingTicket, is_ordered
+from pslite.memory.segment import Ticket
+from pslite.node.postoffice import Postoffice
+from pslite.protocol.collective import GroupKey, mismatch
+from pslite.wire.codec import pack_value, unpack_value
+
+T = TypeVar("T")
+
+SLOT_BYTES = 1 << 19
+"""Of a chunk: four of them and of their results stay in a processor's cache."""
+RingsRoute = SharedMemoryRoute | MachinesRoute
+
+
+def machines_of(node: Postoffice, ranks: Sequence[int]) -> Machines:
+    """Return which ranks of a group of workers share a machine, as the roster has it."""
+    found: dict[str, list[int]] = {}
+    for index, rank in enumerate(ranks):
+        info = node.membership.node(node_id(Role.WORKER, rank))
+        found.setdefault("" if info is None else info.machine, []).append(index)
+    members = tuple(map(tuple, found.values()))
+    this = ranks.index(node.rank)
+    own = next(at for at, each in enumerate(members) if this in each)
+    return Machines(members, own, members[own].index(this))
+
+
+class RingOpening:
+    """Opens the rings of a group at its first call, and sends its calls by them.
+
+    Args:
+        machines: where the ranks are; several of them on one, at least.
+        servers: the way by the servers.
+        gather: hands every rank's bytes to all, by the servers, under a name.
+    """
+
+    def __init__(
+        self,
+        node: Postoffice,
+        group: GroupKey,
+        machines: Machines,
+        servers: ServerRoute,
+        gather: Callable[[str, bytes], Future[list[bytes]]],
+    ) -> None:
+        self._node = node
+        self._group = group
+        self._machines = machines
+        self._servers = servers
+        self._gather = gather
+        self._rings: list[Ring] = []
+        self._route: RingsRoute | None = None
+        # Guards the rest: calls go out in the order in which they were made.
+        self._lock = threading.RLock()
+        self._opened: Future[RingsRoute | None] | None = None
+        self._is_open = self._is_closed = False
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def call(
+        self, text: Callable[[], str], make: Callable[[RingsRoute | None], Future[T]]
+    ) -> Future[T]:
+        """Make a call by the rings, or without (None): now, or once it is known which."""
+        with self._lock:
+            if self._is_open:
+                return make(self._route)
+            result: Future[T] = Future(
+                lambda: text() if self._opened is None else f"{text()}: {self._opened.what}"
+            )
+            self._waiting.append(lambda: self._forward(result, make))
+            if self._opened is None:
+                self._opened = self._open()
+                self._opened.on_done(self._go_on)
+        return result
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Let go of the rings; calls that are not over end in ``error``."""
+        with self._lock:
+            route, rings = self._route, self._rings
+            self._is_closed, self._rings = True, []
+        if route is not None:
+            route.close(error)
+        else:
+            for ring in rings:
+                ring.close()
+
+    def _open(self) -> Future[RingsRoute | None]:
+        ticket, config = b"", self._node.config
+        is_one = len(self._machines.members) == 1
+        if config.shm and is_ordered() and (is_one or config.sum_on_machines):
+            try:
+                for _ in range(1 if is_one else 2 if len(self._machines.local) > 1 else 0):
+                    self._rings.append(Ring(SLOT_BYTES))
+                ticket = pack_value([_fields(ring.ticket) for ring in self._rings])
+            except OSError:  # no memory, or no open files: the servers need neither
+                pass
+        self._node.finished.on_done(lambda _: self.close(self._node.error))
+        tickets = self._gather("tickets", ticket)
+        return tickets.then(lambda found: self._gather("mapped", self._map(found))).map(self._end)
+
+    def _map(self, tickets: list[bytes]) -> bytes:
+        """Map the rings of this machine; return whether that worked, as all will know."""
+        if not all(tickets):
+            return b"\0"
+        local = self._machines.local
+        try:
+            offered = [_tickets(tickets[rank], len(self._rings)) for rank in local]
+            for index, ring in enumerate(self._rings):
+                ring.connect(self._machines.place, [each[index] for each in offered])
+        except (OSError, ProtocolError):  # another space of process ids, or another user
+            return b"\0"
+        return b"\1"
+
+    def _end(self, mapped: list[bytes]) -> RingsRoute | None:
+        with self._lock:
+            if self._is_closed or not all(map(any, mapped)):
+                self.close()
+                return None
+            drivers = list(map(self._driver, self._rings))
+            if len(self._machines.members) == 1:
+                self._route = SharedMemoryRoute(drivers[0], self._machines.place)
+            else:
+                up, down = drivers or (None, None)
+                self._route = MachinesRoute(self._servers, self._group, self._machines, up, down)
+            return self._route
+
+    def _driver(self, ring: Ring) -> SharedMemoryDriver:
+        return SharedMemoryDriver(
+            ring,
+            len(self._machines.local),
+            mismatch=self._mismatch,
+            why_over=self._why_over,
+            name=self._group.text,
+            ranks=self._machines.local,
+        )
+
+    def _mismatch(self, first: int, call: bytes, rank: int, other: bytes) -> MismatchError:
+        ranks = [self._group.ranks[rank] for rank in self._machines.local]
+        called, differs = unpack_collective(call), unpack_collective(other)
+        return mismatch(self._group, ranks[first], called, ranks[rank], differs)
+
+    def _why_over(self, ranks: Sequence[int]) -> BaseException | None:
+        """Return why a wait for these ranks of the machine cannot end, where that is so."""
+        if self._node.error is not None:
+            return self._node.error
+        gone = self._node.membership.gone
+        workers = (self._group.ranks[self._machines.local[rank]] for rank in ranks)
+        members = (gone.get(node_id(Role.WORKER, worker)) for worker in workers)
+        return next((member.error for member in members if member is not None), None)
+
+    def _go_on(self, opened: Future[RingsRoute | None]) -> None:
+        with self._lock:
+            while self._waiting:
+                self._waiting.popleft()()
+            self._is_open = True
+
+    def _forward(self, result: Future[T], make: Callable[[RingsRoute | None], Future[T]]) -> None:
+        try:
+            made = make(None if self._opened is None else self._opened.result(0))
+        except BaseException as error:
+            result.set_error(error)
+            return
+        result.describe, result.flush = made.describer(), made.flush
+        made.on_done(result._adopt)
+
+
+def _fields(ticket: RingTicket) -> list[object]:
+    return [ticket.pid, *ticket.memory, *ticket[2:]]
+
+
+def _tickets(packed: bytes, count: int) -> list[RingTicket]:
+    found = unpack_value(packed)
+    kinds = [int, int, int, bytes, int, int, int]
+    if type(found) is not list or len(found) != count:
+        raise ProtocolError(f"expected the tickets of {count} rings, got {found!r:.80}")
+    tickets = []
+    for fields in found:
+        if type(fields) is not list or [type(field) for field in fields] != kinds:
+            raise ProtocolError(f"expected the ticket of a ring, got {fields!r:.80}")
+        pid, fd, nbytes, nonce, *rest = fields
+        tickets.append(RingTicket(pid, Ticket(fd, nbytes, nonce), *rest))
+    return tickets
