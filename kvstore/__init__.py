@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # what is imported on first use, for type checkers and editor
     from kvstore.arrays.context import current_context as current_context
     from kvstore.arrays.context import gpu as gpu
     from kvstore.arrays.context import num_gpus as num_gpus
+    from kvstore.frameworks import horovod as horovod
     from kvstore.frameworks import torch as torch
     from kvstore.kvstore import create as create
     from kvstore.launch.run import LocalCluster as LocalCluster
@@ -83,6 +84,7 @@ _PUBLIC = {
     "opt": "kvstore.optimizer",
     "random": "kvstore.mxnet.random",
     "rnd": "kvstore.mxnet.random",
+    "horovod": "kvstore.frameworks.horovod",
     "torch": "kvstore.frameworks.torch",
     "training": "kvstore.mxnet.fit.network",
 }
@@ -108,7 +110,7 @@ _MEMBERS = {
 __all__ = [
     "__version__",
     *_OWN,
-    *(name for name in _PUBLIC if name not in ("base", "torch", "training")),
+    *(name for name in _PUBLIC if name not in ("base", "horovod", "torch", "training")),
     *_MEMBERS,
 ]
 

@@ -1,10 +1,10 @@
 """Plain objects as bytes and arrays, and back: what ``broadcast_object`` sends. Pure.
 
-An object is None, a bool, a number, a text, bytes, an array, or a list, tuple or dict of such. It
-becomes a tree in MessagePack, in which a list is ``["l", ...]``, a tuple ``["t", ...]``, a dict
-``["d", key, value, ...]`` and an array ``["a", dtype, shape]``; the arrays' memory follows, in
-the same order. Reading makes nothing but these types: no class is looked up and no code runs
-(docs/decisions/0036-objects-without-pickle.md).
+An object is None, a bool, a number, a text, bytes, an array, or a list, tuple, set or dict of such.
+It becomes a tree in MessagePack, in which a list is ``["l", ...]``, a tuple ``["t", ...]``, a set
+``["s", ...]``, a dict ``["d", key, value, ...]`` and an array ``["a", dtype, shape]``; the
+arrays' memory follows, in the same order. Reading makes nothing but these types: no
+class is looked up and no code runs (docs/decisions/0036-objects-without-pickle.md).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pslite.wire.codec import pack_value, unpack_value
 Flat = np.ndarray[Any, Any]
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
+_SEQUENCES: dict[type, str] = {list: "l", tuple: "t", set: "s"}
 _MOST_TREE_BYTES = 16 << 20
 
 
@@ -71,9 +72,9 @@ def unpack_object(tree: bytes, memory: Flat) -> Any:
 def _branch(value: object, arrays: list[Flat]) -> Any:
     if type(value) in _PLAIN:
         return value
-    if type(value) in (list, tuple):
+    if type(value) in _SEQUENCES:
         items = [_branch(item, arrays) for item in value]  # type: ignore[attr-defined]
-        return ["l" if type(value) is list else "t", *items]
+        return [_SEQUENCES[type(value)], *items]
     if isinstance(value, dict):
         return ["d", *(_branch(item, arrays) for pair in value.items() for item in pair)]
     if isinstance(value, np.generic):
@@ -83,8 +84,8 @@ def _branch(value: object, arrays: list[Flat]) -> Any:
         check_dtype(adapter.dtype(value))
     except ArgumentTypeError:
         raise ArgumentTypeError(
-            "an object may hold None, bools, numbers, texts, bytes, arrays, and lists, tuples and "
-            f"dicts of them, got {type(value).__name__}"
+            "an object may hold None, bools, numbers, texts, bytes, arrays, and lists, tuples, "
+            f"sets and dicts of them, got {type(value).__name__}"
         ) from None
     host = adapter.to_host(value)
     arrays.append(host.reshape(-1).view(np.uint8))
@@ -108,18 +109,23 @@ class _TreeReader:
             return list(map(self.value, items))
         if kind == "t":
             return tuple(map(self.value, items))
+        if kind == "s":
+            return set(map(self._key, items))
         if kind == "d" and len(items) % 2 == 0:
             return dict(self._pairs(items))
         if kind == "a" and len(items) == 2:
             return self._array(*items)
-        raise ProtocolError(f"expected a list, tuple, dict or array, got {branch!r:.60}")
+        raise ProtocolError(f"expected a list, tuple, set, dict or array, got {branch!r:.60}")
 
     def _pairs(self, items: list[Any]) -> Iterator[tuple[Any, Any]]:
         for key, value in zip(items[::2], items[1::2], strict=True):
-            found = self.value(key)
-            if type(found) not in (*_PLAIN, tuple):
-                raise ProtocolError(f"expected a key that is plain or a tuple, got {found!r:.60}")
-            yield found, self.value(value)
+            yield self._key(key), self.value(value)
+
+    def _key(self, branch: Any) -> Any:
+        found = self.value(branch)
+        if type(found) not in (*_PLAIN, tuple):
+            raise ProtocolError(f"expected a key that is plain or a tuple, got {found!r:.60}")
+        return found
 
     def _array(self, text: Any, lengths: Any) -> Flat:
         dtype = dtype_of(text)

@@ -1,0 +1,46 @@
+"""``Compression``: what is done with values before they travel; for arrays and for tensors."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+
+class NoneCompressor:
+    """Leaves values as they are."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Return the tensor, and nothing."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Return the tensor."""
+        return tensor
+
+
+class FP16Compressor:
+    """Sends floats as float16. What is too large for that becomes infinite."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Return a float16 tensor of one of floats, and its dtype."""
+        if isinstance(tensor, np.ndarray):
+            return (tensor.astype(np.float16) if tensor.dtype.kind == "f" else tensor), tensor.dtype
+        return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Return the tensor in the dtype that it had."""
+        if isinstance(tensor, np.ndarray):
+            return tensor.astype(ctx, copy=False)
+        return tensor.to(ctx)
+
+
+class Compression:
+    """The names that ``compression=`` takes."""
+
+    none: ClassVar[type[Any]] = NoneCompressor
+    fp16: ClassVar[type[Any]] = FP16Compressor

@@ -1,0 +1,81 @@
+"""Horovod's questions about how it was built, and its timeline.
+
+The answers are those of this layer: it moves data by its own servers, so it has no MPI, Gloo, NCCL,
+DDL, CCL or ROCm, and needs none. Scripts ask before they choose an operation for GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+
+from kvstore.frameworks.horovod import session
+from kvstore.frameworks.horovod.timeline import Timeline
+
+
+def mpi_threads_supported() -> bool:
+    """Return True: any thread may make calls."""
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Return False: MPI may start the processes, and moves no data."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Return False: see ``mpi_enabled``."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Return False: Gloo moves no data."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Return False: see ``gloo_enabled``."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return 0: tensors on GPUs go through the host's memory."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return False: see ``nccl_built``."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Return False: see ``nccl_built``."""
+    return False
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Write the calls of rank 0 to a file for chrome://tracing, from now on.
+
+    The other ranks do nothing. ``mark_cycles`` has no effect: servers have no cycles.
+    """
+    found = session.current()
+    if found.rank == 0:
+        stop_timeline()
+        found.timeline = Timeline(file_path)
+
+
+def stop_timeline() -> None:
+    """Complete the file of ``start_timeline``."""
+    found = session.current()
+    timeline, found.timeline = found.timeline, None
+    if timeline is not None:
+        timeline.close()

@@ -1,0 +1,176 @@
+"""Horovod's interface over this project's servers, for tensors of PyTorch.
+
+::
+
+    import kvstore.horovod.torch as hvd       # was: import horovod.torch as hvd
+
+Its public name is ``kvstore.horovod.torch``. Read next: ``operations.py``, then ``gradients.py``
+and ``optimizer.py``.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from kvstore.frameworks.horovod.array_api import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    barrier,
+    join,
+    poll,
+    synchronize,
+)
+from kvstore.frameworks.horovod.compression import (
+    Compression,
+)
+from kvstore.frameworks.horovod.questions import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+    start_timeline,
+    stop_timeline,
+)
+from kvstore.frameworks.horovod.session import (
+    HorovodInternalError,
+    ProcessSet,
+    add_process_set,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+)
+from kvstore.frameworks.horovod.torch.batch_norm import (
+    SyncBatchNorm,
+)
+from kvstore.frameworks.horovod.torch.gradients import (
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
+from kvstore.frameworks.horovod.torch.operations import (
+    allgather_async,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall_async,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather_async,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter_async,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
+from kvstore.frameworks.horovod.torch.optimizer import (
+    DistributedOptimizer,
+)
+from kvstore.frameworks.horovod.torch.states import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]
+
+
+def __getattr__(name: str) -> NoReturn:
+    from kvstore.frameworks import horovod
+
+    horovod.__getattr__(name)
+    raise AssertionError
