@@ -1,51 +1,83 @@
-"""Which rank a process is, by the variables of what started it: torchrun, mpiexec, srun.
+"""Which rank a process is, by the variables of what has started it: torchrun, mpiexec, srun.
 
-For layers on frameworks whose scripts do not say it themselves. Runs on the caller's thread; the
-environment is looked at once for each call.
+For layers on frameworks whose scripts do not say it themselves. Pure, but for the environment.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvstore_torch_autoload import RANKS_OF_MPI
 from pslite.errors import ConfigError
 
-#: What starts processes -> its variables for the rank and the number of ranks.
-_VARIABLES = {
-    "torchrun": ("RANK", "WORLD_SIZE"),
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "MPICH, or srun with PMI": ("PMI_RANK", "PMI_SIZE"),
-}
 
-
-class RankOfProcess(NamedTuple):
-    """One of ``size`` processes that were started together."""
+@dataclass(frozen=True)
+class MpiRank:
+    """What mpiexec or srun tells one of its processes."""
 
     rank: int
     size: int
-    meets_at: str
-    """MASTER_ADDR:MASTER_PORT, or "" where that is not set."""
+    is_one_host: bool
+    #: The variable that told the rank.
+    name: str
+
+
+def rank_of(environ: Mapping[str, str]) -> MpiRank | None:
+    """Read what mpiexec or srun has set; None where neither has started this process.
+
+    Raises ``ConfigError`` for numbers that contradict each other.
+    """
+    # For each variable of the rank: that of the size, of the ranks or nodes on which they are.
+    others = {
+        "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", ""),
+        "MV2_COMM_WORLD_RANK": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", ""),
+        "PMI_RANK": ("PMI_SIZE", "MPI_LOCALNRANKS", ""),
+        # A batch script has SLURM_PROCID and SLURM_NTASKS, too, though it is one process.
+        "SLURM_PROCID": ("SLURM_STEP_NUM_TASKS", "", "SLURM_STEP_NUM_NODES"),
+    }
+    for name in RANKS_OF_MPI:
+        size_name, local_name, nodes_name = others[name]
+        if not (name in environ and size_name in environ):
+            continue
+        try:
+            rank, size = int(environ[name]), int(environ[size_name])
+            local_size = int(environ.get(local_name) or -1)
+            num_nodes = int(environ.get(nodes_name) or -1)
+        except ValueError:
+            rank, size, local_size, num_nodes = -1, 0, 0, 0
+        if not 0 <= rank < size:
+            raise ConfigError(
+                f"expected {name} and {size_name} as mpiexec sets them, a rank and a size above "
+                f"it, got {environ[name]!r} and {environ[size_name]!r}"
+            )
+        return MpiRank(rank, size, size in (1, local_size) or num_nodes == 1, name)
+    return None
+
+
+class RankOfProcess(NamedTuple):
+    """One of ``size`` processes that were started together, and what it was told about it."""
+
+    rank: int
+    size: int
+    environ: Mapping[str, str]
 
 
 def rank_of_process(environ: Mapping[str, str] = os.environ) -> RankOfProcess:
     """Return the rank that the environment gives this process; rank 0 of 1 where it gives none.
 
-    Raises:
-        ConfigError: the variables are no numbers, or do not fit together.
+    Raises ``ConfigError`` for numbers that contradict each other.
     """
-    place = ""
-    if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
-        place = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-    for rank_name, size_name in _VARIABLES.values():
-        if rank_name not in environ or size_name not in environ:
-            continue
-        texts = environ[rank_name], environ[size_name]
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        texts = environ["RANK"], environ["WORLD_SIZE"]
         if not all(text.isdecimal() for text in texts) or not int(texts[0]) < int(texts[1]):
             raise ConfigError(
-                f"expected {rank_name} from 0 to {size_name} - 1, got {rank_name}={texts[0]!r} and "
-                f"{size_name}={texts[1]!r}; set both as the launcher does, or unset both"
+                "expected RANK and WORLD_SIZE as torchrun sets them, a rank and a size above it, "
+                f"got {texts[0]!r} and {texts[1]!r}"
             )
-        return RankOfProcess(int(texts[0]), int(texts[1]), place)
-    return RankOfProcess(0, 1, place)
+        return RankOfProcess(int(texts[0]), int(texts[1]), environ)
+    mpi = rank_of(environ)
+    rank, size = (0, 1) if mpi is None else (mpi.rank, mpi.size)
+    return RankOfProcess(rank, size, environ)

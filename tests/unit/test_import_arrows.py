@@ -226,7 +226,10 @@ def test_a_circle_is_found_and_what_leads_to_it_is_not_in_it() -> None:
         (("zmq",), "pslite.van.zmq."),
         (("msgpack",), "pslite.wire.codec kvstore.launch.agents.wire"),
         (("cupy", "cupyx"), "kvstore.arrays.cupy"),
-        (("torch",), "kvstore.arrays.torch kvstore.frameworks.torch."),
+        (
+            ("torch",),
+            "kvstore.arrays.torch kvstore.frameworks.torch. kvstore.frameworks.horovod.torch.",
+        ),
         (("jax", "jaxlib"), "kvstore.arrays.jax"),
         (("ml_dtypes",), "kvstore.arrays.dtypes"),
     ],

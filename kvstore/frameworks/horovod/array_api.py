@@ -1,6 +1,6 @@
 """The calls of ``kvstore.horovod`` on NumPy arrays; ``torch/`` has them for tensors.
 
-Arguments are arrays of any shape and of the dtypes of ``pslite.collective.sums.DTYPES``, or what
+Arguments are arrays of any shape and of dtype bool, integer, float or complex, or what
 ``numpy.asarray`` makes into such. Those of ``..._async`` must not change before ``synchronize``.
 Results are new arrays of the caller's; names that end in ``_`` write into the argument. ``name``
 matches the call with those of the other ranks; without it, the order does.

@@ -139,17 +139,16 @@ def all_reduce(
     """
     before, after = factors
     group = session.group_of(process_set)
-    ours, divisor = _operation_for(op, array.dtype, group.size)
     source = scaled(array, before)
     handle = _begin(
         "allreduce",
         name,
         process_set,
-        lambda label: group.all_reduce(source, ours, out=out, name=label),
+        lambda label: group.all_reduce(source, op.value, out=out, name=label),
     )
 
     def finish(found: Array) -> Array:
-        result = scaled(_divided(found, divisor), after)
+        result = scaled(found, after)
         if out is None or result is out:
             return result
         np.copyto(out, result)
@@ -171,7 +170,6 @@ def reduce_scatter(
     """
     before, after = factors
     group = session.group_of(process_set)
-    ours, divisor = _operation_for(op, array.dtype, group.size)
     rows = _rows("reducescatter", array)
     share, more = divmod(rows, group.size)
     pieces = cut(scaled(array, before), [share + (rank < more) for rank in range(group.size)])
@@ -179,9 +177,9 @@ def reduce_scatter(
         "reducescatter",
         name,
         process_set,
-        lambda label: group.reduce_scatter(pieces, ours, name=label),
+        lambda label: group.reduce_scatter(pieces, op.value, name=label),
     )
-    return handle.map(lambda found: scaled(_divided(found, divisor), after))
+    return handle.map(lambda found: scaled(found, after))
 
 
 def all_gather(
@@ -261,24 +259,6 @@ def _begin(
     if owner.timeline is not None:
         owner.timeline.note(name or "(no name)", kind, future)
     return CollectiveHandle(owner, future, lambda found: found)
-
-
-def _operation_for(op: ReduceOperation, dtype: np.dtype[Any], size: int) -> tuple[str, int]:
-    """Return the servers' operation, and by how much its result is divided here.
-
-    Servers divide numbers that have fractions; whole ones are divided towards zero.
-    """
-    if op is not ReduceOperation.AVERAGE or dtype.kind not in "iu":
-        return op.value, 1
-    return "sum", size
-
-
-def _divided(total: Array, divisor: int) -> Array:
-    if divisor == 1:
-        return total
-    quotient: Array = total // divisor
-    quotient += ((total < 0) & (quotient * divisor != total)).astype(total.dtype)
-    return quotient
 
 
 def scaled(array: Array, factor: float) -> Array:

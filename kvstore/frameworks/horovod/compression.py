@@ -39,8 +39,11 @@ class FP16Compressor:
         return tensor.to(ctx)
 
 
-class Compression:
-    """The names that ``compression=`` takes."""
+class CompressionChoices:
+    """What ``compression=`` takes; ``Compression`` of Horovod."""
 
     none: ClassVar[type[Any]] = NoneCompressor
     fp16: ClassVar[type[Any]] = FP16Compressor
+
+
+Compression = CompressionChoices

@@ -4,7 +4,7 @@
 
 - **A job of ours** (``kvstore-launch``): the node of this process, which its stores share.
 - **Ranks that others start** (torchrun, mpiexec): servers inside the job, as for a process group of
-  ``kvstore.torch``; the ranks meet in PyTorch's TCPStore at MASTER_ADDR and MASTER_PORT.
+  ``kvstore.torch``; the ranks meet in a store of PyTorch (``torch/rendezvous.py``).
 - **One process**: none (``one_rank.py``).
 
 Calls go by the servers (``rings=False``), because they are matched by name there, and because a
@@ -32,7 +32,7 @@ from kvstore.frameworks.horovod.timeline import Timeline
 from kvstore.launch.ranks import RankOfProcess, rank_of_process
 from kvstore.stores.dist.node import Waiter, worker_node
 from pslite import Communicator, Config, Future, Postoffice, Role
-from pslite.errors import ConfigError, PSError, UsageError
+from pslite.errors import PSError, UsageError
 from pslite.ids import node_id
 
 if TYPE_CHECKING:
@@ -224,24 +224,17 @@ def _begin() -> HorovodSession:
 
 
 def _cluster_of(place: RankOfProcess) -> GroupCluster:
-    if not place.meets_at:
-        raise ConfigError(
-            f"rank {place.rank} of {place.size} does not know where the ranks meet: set "
-            "MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, in all "
-            "processes (Open MPI: mpiexec -x MASTER_ADDR=... -x MASTER_PORT=...), "
-            "or start by kvstore-launch"
-        )
     try:
         from kvstore.frameworks.torch.cluster import join
-        from kvstore.frameworks.torch.rendezvous import store_at
+        from kvstore.frameworks.torch.rendezvous import store_of
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise MissingDependencyError(
-            "ranks that kvstore-launch has not started meet in PyTorch's TCPStore, and PyTorch is "
+            "ranks that kvstore-launch has not started meet in a store of PyTorch, and PyTorch is "
             "not installed: start them by kvstore-launch, or pip install torch"
         ) from None
-    store = store_at(place.rank, place.size, f"kvstore.horovod/{_num_sessions}")
+    store = store_of(place, f"kvstore.horovod/{_num_sessions}")
     return join(store, place.rank, place.size)
 
 

@@ -19,7 +19,6 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from kvstore.launch.job.registry import is_private
+from kvstore.launch.ranks import MpiRank, rank_of
 from kvstore_torch_autoload import RANKS_OF_MPI
 from pslite.errors import ConfigError, DeadlineError
 from pslite.node.address import machine_id
@@ -40,49 +40,6 @@ _ADVICE = (
     "mpiexec -x MASTER_ADDR=HOST -x MASTER_PORT=29500 (Open MPI), mpiexec -genv MASTER_ADDR HOST "
     "-genv MASTER_PORT 29500 (MPICH), or export both before srun"
 )
-
-
-@dataclass(frozen=True)
-class MpiRank:
-    """What mpiexec or srun tells one of its processes."""
-
-    rank: int
-    size: int
-    is_one_host: bool
-    #: The variable that told the rank.
-    name: str
-
-
-def rank_of(environ: Mapping[str, str]) -> MpiRank | None:
-    """Read what mpiexec or srun has set; None where neither has started this process.
-
-    Raises ``ConfigError`` for numbers that contradict each other.
-    """
-    # For each variable of the rank: that of the size, of the ranks or nodes on which they are.
-    others = {
-        "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", ""),
-        "MV2_COMM_WORLD_RANK": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", ""),
-        "PMI_RANK": ("PMI_SIZE", "MPI_LOCALNRANKS", ""),
-        # A batch script has SLURM_PROCID and SLURM_NTASKS, too, though it is one process.
-        "SLURM_PROCID": ("SLURM_STEP_NUM_TASKS", "", "SLURM_STEP_NUM_NODES"),
-    }
-    for name in RANKS_OF_MPI:
-        size_name, local_name, nodes_name = others[name]
-        if not (name in environ and size_name in environ):
-            continue
-        try:
-            rank, size = int(environ[name]), int(environ[size_name])
-            local_size = int(environ.get(local_name) or -1)
-            num_nodes = int(environ.get(nodes_name) or -1)
-        except ValueError:
-            rank, size, local_size, num_nodes = -1, 0, 0, 0
-        if not 0 <= rank < size:
-            raise ConfigError(
-                f"expected {name} and {size_name} as mpiexec sets them, a rank and a size above "
-                f"it, got {environ[name]!r} and {environ[size_name]!r}"
-            )
-        return MpiRank(rank, size, size in (1, local_size) or num_nodes == 1, name)
-    return None
 
 
 def with_mpi(given: Mapping[str, Any], is_mpi: bool, environ: Mapping[str, str]) -> dict[str, Any]:

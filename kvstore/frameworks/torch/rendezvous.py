@@ -1,4 +1,7 @@
-"""The store in which ranks meet that PyTorch's launchers start: MASTER_ADDR and MASTER_PORT."""
+"""The store in which the ranks of a job meet that torchrun, mpiexec or srun has started.
+
+It is opened once in a process, and lives as long as it: rank 0 may serve it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,36 @@ from typing import Any
 
 from torch.distributed import PrefixStore, rendezvous
 
+from kvstore.frameworks.torch.mpi import with_mpi
+from kvstore.launch.ranks import RankOfProcess
+from pslite.errors import ConfigError
 
-def store_at(rank: int, size: int, prefix: str) -> Any:
+_opened: dict[tuple[int, int], Any] = {}
+
+
+def store_of(place: RankOfProcess, prefix: str) -> Any:
     """Return torch's store of these ranks, with keys that begin with ``prefix``.
 
-    Rank 0 serves it where torchrun does not, for as long as the process lives.
+    Raises:
+        ConfigError: nothing says where the ranks meet.
+        DeadlineError: a rank did not come; the text says which.
     """
-    store, _, _ = next(rendezvous("env://", rank, size))
-    return PrefixStore(prefix, store)
+    found = _opened.get((place.rank, place.size))
+    if found is None:
+        found = _opened[place.rank, place.size] = _open(place)
+    return PrefixStore(prefix, found)
+
+
+def _open(place: RankOfProcess) -> Any:
+    store = with_mpi({}, False, place.environ).get("store")
+    if store is not None:
+        return store
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not place.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"rank {place.rank} of {place.size} does not know where the ranks meet: set "
+            f"{' and '.join(missing)} in all processes (rank 0's host, and a free port there), "
+            "or start them by torchrun, mpiexec or kvstore-launch"
+        )
+    store, _, _ = next(rendezvous("env://", place.rank, place.size))
+    return store

@@ -79,7 +79,7 @@ class DistWorkerCalls(DistControl):
     def broadcast_object(self, value: object = None, root: int = 0) -> Any:
         """Return the object of worker ``root`` on all of them; the others' is not looked at.
 
-        It may hold None, bools, numbers, texts, bytes, arrays, and lists, tuples and dicts of
+        It may hold None, bools, numbers, texts, bytes, arrays, and lists, tuples, sets and dicts of
         them; arrays of all libraries arrive as NumPy's. It is not pickled.
         """
         self._check_may_wait()

@@ -253,7 +253,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         sparse_as_dense,
         process_set,
     )
-    kind: Any = _class_for(type(optimizer))
+    own: Any = type(optimizer)
+    kind = _class_for(own)
     found = kind.__new__(kind)
     found.__dict__.update(optimizer.__dict__)
     found.__dict__.pop("step", None)  # a scheduler's, of the optimizer's own step

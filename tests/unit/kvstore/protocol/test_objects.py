@@ -61,11 +61,17 @@ def test_tensors_come_back_as_arrays_of_numpy() -> None:
     assert found == {"state": {0: {"step": np.float32(3)}}, "groups": [{"betas": (0.9, 0.99)}]}
 
 
+def test_sets_come_back_as_sets() -> None:
+    assert there_and_back([{1, ("a", 2)}, set()]) == [{1, ("a", 2)}, set()]
+
+
 class Odd:
     """A class of the user."""
 
 
-@pytest.mark.parametrize("value", [Odd(), {"a": [Odd()]}, {1, 2}, 1j, np.array([None]), len])
+@pytest.mark.parametrize(
+    "value", [Odd(), {"a": [Odd()]}, frozenset({1}), 1j, np.array([None]), len]
+)
 def test_what_is_not_plain_is_refused_with_its_type(value: object) -> None:
     with pytest.raises(ArgumentTypeError, match="an object may hold"):
         pack_object(value)
