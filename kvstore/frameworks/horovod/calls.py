@@ -279,7 +279,7 @@ def scaled(array: Array, factor: float) -> Array:
 
 
 def cut(array: Array, counts: Sequence[int]) -> list[Array]:
-    """Return views of consecutive rows, so many for each rank."""
+    """Return views of consecutive rows: ``counts`` has their number for each rank."""
     ends = np.cumsum([0, *counts]).tolist()
     return [array[begin : begin + count] for begin, count in zip(ends, counts, strict=False)]
 

@@ -114,7 +114,7 @@ class AlltoallGradient(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        """Send each rank the gradients of its rows; rows that nobody got have zeros."""
+        """Send each rank the gradients of its rows; rows that were not sent have zeros."""
         back, _ = alltoall(grad, ctx.received, process_set=ctx.process_set)
         if len(back) < ctx.rows:
             back = torch.cat([back, back.new_zeros(ctx.rows - len(back), *back.shape[1:])])
