@@ -151,3 +151,93 @@ def test_values_that_take_longer_than_a_heartbeat_go_through_a_slow_link_at_once
     told = run_alone(SLOW_JOB)
     assert "sum 60.0" in told
     assert "is gone" not in told.partition("sum 60.0")[0]
+
+
+# Two networks with a cable between them, which stand for two machines: two workers in each, the
+# scheduler and the only server in the first. What passes through the cable is counted.
+TWO_MACHINES = """
+import os, subprocess, sys, tempfile
+from kvstore.launch.environment import listen
+
+other = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; exec sleep 60"], stdout=-1)
+other.stdout.readline()
+there = ["nsenter", "-t", str(other.pid), "-n"]
+ip = lambda words, before=(): subprocess.run([*before, "ip", *words.split()], check=True)
+ip(f"link add cable type veth peer name cable netns {other.pid}")
+for address, before in (("10.9.8.1", ()), ("10.9.8.2", there)):
+    ip("link set lo up", before)
+    ip(f"addr add {address}/24 dev cable", before)
+    ip("link set cable up", before)
+listener = listen("10.9.8.1", 0)
+key = tempfile.NamedTemporaryFile("w")
+key.write("0123456789abcdef" * 4)
+key.flush()
+settings = {
+    **os.environ,
+    "DMLC_PS_ROOT_URI": "10.9.8.1",
+    "DMLC_PS_ROOT_PORT": str(listener.getsockname()[1]),
+    "DMLC_NUM_WORKER": "4",
+    "DMLC_NUM_SERVER": "1",
+    "PS_JOB_KEY_FILE": key.name,
+    "PS_SECURITY": "plain",
+    "OMP_NUM_THREADS": "1",
+    **dict(pair.split("=") for pair in sys.argv[1:]),
+}
+worker = '''
+import numpy as np, kvstore as mx
+from pslite import Communicator
+kv = mx.kvstore.create("dist_sync")
+group = Communicator(kv.node)
+def passed():
+    with open("/proc/net/dev") as table:
+        numbers = next(line for line in table if "cable" in line).split(":")[1].split()
+    return int(numbers[0]), int(numbers[8])
+gradient = np.full(2_000_000, 1.0 + kv.rank, np.float32)
+for _ in range(2):
+    group.all_reduce(gradient).result(30)
+    group.barrier().result(30)
+before = passed()
+kv.barrier()
+for _ in range(5):
+    total = group.all_reduce(gradient).result(30)
+kv.barrier()
+after = passed()
+assert set(total.tolist()) == {10.0}
+if kv.rank == 0:
+    moved = [(b - a) / (5 * gradient.nbytes) for a, b in zip(before, after)]
+    print("gradients through the cable:", *(f"{each:.3f}" for each in moved), flush=True)
+kv.close()
+'''
+
+def start(role, rank, machine, *command, **options):
+    own = {**settings, "DMLC_ROLE": role, "DMLC_TASK_ID": str(rank), "PS_MACHINE": "ab"[machine]}
+    own["DMLC_NODE_HOST"] = ("10.9.8.1", "10.9.8.2")[machine]
+    if role == "scheduler":
+        own["PS_LISTEN_FD"] = str(listener.fileno())
+    return subprocess.Popen([*(there if machine else ()), *command], env=own, **options)
+
+service = [sys.executable, "-m", "kvstore.server"]
+started = [
+    start("scheduler", 0, 0, *service, pass_fds=[listener.fileno()]),
+    start("server", 0, 0, *service),
+]
+started += [start("worker", rank, rank // 2, sys.executable, "-c", worker) for rank in range(4)]
+codes = [process.wait() for process in started]
+other.kill()
+other.wait()
+assert codes == [0] * 6, codes
+"""
+
+
+def through_the_cable(*settings: str) -> list[float]:
+    told = run_alone(TWO_MACHINES, *settings)
+    line = told.partition("gradients through the cable: ")[2].splitlines()[0]
+    return [float(number) for number in line.split()]
+
+
+@pytest.mark.skipif(shutil.which("nsenter") is None, reason="needs the program nsenter")
+def test_four_ranks_on_two_machines_send_one_gradient_a_machine() -> None:
+    for moved in through_the_cable():
+        assert 1.0 < moved < 1.03
+    for moved in through_the_cable("PS_SUM_ON_MACHINES=0"):
+        assert 2.0 < moved < 2.06
