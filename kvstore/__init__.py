@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # what is imported on first use, for type checkers and editor
     from kvstore.arrays.context import gpu as gpu
     from kvstore.arrays.context import num_gpus as num_gpus
     from kvstore.frameworks import horovod as horovod
+    from kvstore.frameworks import jax as jax
     from kvstore.frameworks import torch as torch
     from kvstore.kvstore import create as create
     from kvstore.launch.run import LocalCluster as LocalCluster
@@ -75,6 +76,7 @@ _PUBLIC = {
     "init": "kvstore.arrays.initializer",
     "initializer": "kvstore.arrays.initializer",
     "io": "kvstore.mxnet.io",
+    "jax": "kvstore.frameworks.jax",
     "kv": "kvstore.kvstore",
     "lr_scheduler": "kvstore.optimizer.schedule",
     "metric": "kvstore.mxnet.metric",
@@ -110,7 +112,7 @@ _MEMBERS = {
 __all__ = [
     "__version__",
     *_OWN,
-    *(name for name in _PUBLIC if name not in ("base", "horovod", "torch", "training")),
+    *(name for name in _PUBLIC if name not in ("base", "horovod", "jax", "torch", "training")),
     *_MEMBERS,
 ]
 

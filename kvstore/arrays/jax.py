@@ -1,9 +1,10 @@
-"""The adapter for JAX arrays, and the only import of JAX in the project.
+"""The adapter for JAX arrays.
 
 They can be pushed, not filled: a JAX array never changes. One on the CPU is looked at by NumPy
 in its own memory, one on a single CUDA device by CuPy (DLPack, which orders the work of both);
 any other, and bfloat16 on a GPU, is copied to the host by JAX. Reading waits until the value
-has been computed. Any thread may call. ``tests/gpu`` holds the tests of arrays on GPUs.
+has been computed. Any thread may call. ``tests/gpu`` holds the tests of arrays on GPUs. Trees of
+arrays: ``kvstore/frameworks/jax.py``.
 """
 
 from __future__ import annotations

@@ -335,4 +335,25 @@ BUGS = [
         "tests/process/test_launch_local.py::"
         "test_a_missing_program_gives_127_and_one_that_cannot_be_executed_126",
     ),
+    Bug(
+        "leaves of a JAX tree get each other's sums",
+        "kvstore/frameworks/jax.py",
+        "ends = np.cumsum([hosts[number].size for number in chosen])",
+        "ends = np.cumsum([host.size for host in hosts[: len(chosen)]])",
+        "tests/inproc/test_jax_trees.py",
+    ),
+    Bug(
+        "a transformation sees the gradients of its own worker only",
+        "kvstore/frameworks/jax.py",
+        "tx.update(all_reduce(kv, grads, op), state, params, **more)",
+        "tx.update(grads, state, params, **more)",
+        "tests/inproc/test_jax_trees.py",
+    ),
+    Bug(
+        "calls within jit go in any order",
+        "kvstore/frameworks/jax.py",
+        "*leaves, ordered=True",
+        "*leaves, ordered=False",
+        "tests/inproc/test_jax_trees.py::test_calls_in_a_jitted_function_keep_their_order",
+    ),
 ]

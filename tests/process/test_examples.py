@@ -21,6 +21,9 @@ pytestmark = [pytest.mark.process, needs_proc, pytest.mark.timeout(LIMIT_S + 10)
 
 # Of the examples, push_pull.py, custom_optimizer.py and train_mnist.py run always.
 slow = pytest.mark.slow(reason="an example that trains; the tests of the stores make its calls")
+needs_jax = pytest.mark.skipif(
+    importlib.util.find_spec("jax") is None, reason="JAX is not installed"
+)
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"
 )
@@ -78,7 +81,7 @@ def test_the_page_of_examples_has_a_command_for_each() -> None:
         for path in (ROOT / "examples").rglob("*.py")
         if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
     ]
-    assert len(runnable) == 14
+    assert len(runnable) == 15
     starters = r"(python|torchrun --nproc-per-node \d)"
     assert [path for path in runnable if not re.search(f"{starters} {path}", page)] == []
     for path in re.findall(r"\]\(([^)]+)\)", page):
@@ -326,6 +329,18 @@ def test_synchronous_sgd_by_all_reduce_reads_digits(make_job: MakeJob) -> None:
     lines = launch(make_job, "examples/pytorch/train_dist.py")
     check_accuracy(lines[0][-1])
     assert [line.partition(":")[0] for line in lines[1]] == [f"rank 1, epoch {n}" for n in range(4)]
+
+
+@slow
+@needs_jax
+@pytest.mark.parametrize("flags", [(), ("--on-servers",)], ids=["averaged", "on servers"])
+def test_workers_in_jax_read_digits(make_job: MakeJob, flags: tuple[str, ...]) -> None:
+    lines = launch(make_job, "examples/jax/mnist.py", *flags)
+    found = [re.fullmatch(r"test accuracy (0\.\d+) on worker (\d) of 2", lines[rank][-1])
+             for rank in (0, 1)]  # fmt: skip
+    accuracies = [match[1] for match in found if match]
+    assert len(accuracies) == 2 and accuracies[0] == accuracies[1], lines
+    assert float(accuracies[0]) >= 0.97
 
 
 @slow

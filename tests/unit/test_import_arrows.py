@@ -230,7 +230,7 @@ def test_a_circle_is_found_and_what_leads_to_it_is_not_in_it() -> None:
             ("torch",),
             "kvstore.arrays.torch kvstore.frameworks.torch. kvstore.frameworks.horovod.torch.",
         ),
-        (("jax", "jaxlib"), "kvstore.arrays.jax"),
+        (("jax", "jaxlib"), "kvstore.arrays.jax kvstore.frameworks.jax"),
         (("ml_dtypes",), "kvstore.arrays.dtypes"),
     ],
     ids=["zmq", "msgpack", "cupy", "torch", "jax", "ml_dtypes"],
