@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pslite.collective.shared_memory_calls import (
@@ -38,6 +38,8 @@ _LOOKS = 50
 """So often without letting other threads run."""
 _NAP_S = 0.02
 """A bell may be missed (``Ring.sleep``), and a member may be lost."""
+_HEAR_S = 5.0
+"""Who waits for a member that has failed hears of the cause in that time, or never."""
 
 
 class _Call:
@@ -107,6 +109,7 @@ class SharedMemoryDriver:
         self._why_over = why_over
         self._calls: deque[_Call] = deque()
         self._over: BaseException | None = None
+        self._failure_seen_at: float | None = None
         # Held by the thread that takes steps.
         self._driver = threading.Lock()
         # Guards the next: a thread is not begun once all is over.
@@ -204,7 +207,7 @@ class SharedMemoryDriver:
         """
         closed = ClosedError(f"{self._name} was closed before this call was over")
         with self._beginning:
-            self._end(error or closed)
+            self._end(error or closed, has_failed=error is not None)
             thread = self._thread
         if thread is None:
             self._finish()
@@ -233,7 +236,8 @@ class SharedMemoryDriver:
             self._take_steps(over, spin_s, nap=nap)
         except BaseException as error:  # Ctrl-C too: the step may be half done
             kind, text = describe(error)
-            self._end(UsageError(f"a collective call was cut short by {kind}: {text}"))
+            cut_short = UsageError(f"a collective call was cut short by {kind}: {text}")
+            self._end(cut_short, has_failed=False)
             if not nap:  # the thread's end is in the futures
                 raise
         finally:
@@ -288,20 +292,38 @@ class SharedMemoryDriver:
         given_up = self.ring.given_up()  # first: who has left has announced all that it did
         lacking = self.ring.lacking(*awaited)
         error = self._why_over(lacking)
-        gone = sorted({*given_up} & {*lacking})
+        gone = [rank for rank in sorted(given_up) if rank in lacking]
         if error is None and gone:
-            error = UsageError(
-                f"rank {self._ranks[gone[0]]} has left {self._name}, and a call waits for it: "
+            error = self._why_gone(gone, given_up)
+        if error is not None:
+            self._end(error, has_failed=True)
+
+    def _why_gone(self, gone: Sequence[int], given_up: Mapping[int, bool]) -> BaseException | None:
+        """Return the error of a call that needs ``gone``; None while the cause may yet be heard.
+
+        A member that has failed, as when a server was lost, is not the cause itself.
+        """
+        left = [rank for rank, has_failed in sorted(given_up.items()) if not has_failed]
+        if left:
+            return UsageError(
+                f"rank {self._ranks[left[0]]} has left {self._name}, and a call waits for it: "
                 "every rank has to make all calls of its group before it leaves"
             )
-        if error is not None:
-            self._end(error)
+        now = time.monotonic()
+        if self._failure_seen_at is None:
+            self._failure_seen_at = now
+        if now - self._failure_seen_at < _HEAR_S:
+            return None
+        return UsageError(
+            f"rank {self._ranks[gone[0]]} has ended its calls of {self._name} with an error, and a "
+            "call waits for it: look at what it has written"
+        )
 
-    def _end(self, error: BaseException) -> None:
+    def _end(self, error: BaseException, *, has_failed: bool) -> None:
         """Take part no longer, and let the others know."""
         if self._over is None:
             self._over = error
-            self.ring.give_up()
+            self.ring.give_up(has_failed=has_failed)
 
     def _deliver(self, over: list[_Call]) -> None:
         """Complete the futures of calls that are over, without the lock: callbacks may call."""

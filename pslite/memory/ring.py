@@ -187,14 +187,15 @@ class Ring:
         at = kind * _WORDS_A_LINE
         return [rank for rank, each in enumerate(self._members) if each.counters[at] < count]
 
-    def give_up(self) -> None:
-        """Tell the others that this process takes part no longer."""
-        self.announce(_GIVEN_UP, 1)
+    def give_up(self, *, has_failed: bool = False) -> None:
+        """Tell the others that this process takes part no longer, and whether by an error."""
+        self.announce(_GIVEN_UP, 2 if has_failed else 1)
 
-    def given_up(self) -> list[int]:
-        """Return the ranks that take part no longer."""
+    def given_up(self) -> dict[int, bool]:
+        """Return the ranks that take part no longer, and whether they have failed."""
         at = _GIVEN_UP * _WORDS_A_LINE
-        return [rank for rank, each in enumerate(self._members) if each.counters[at]]
+        said = ((rank, each.counters[at]) for rank, each in enumerate(self._members))
+        return {rank: value > 1 for rank, value in said if value}
 
     def sleep(self, kind: int, count: int, timeout_s: float) -> None:
         """Wait until a peer rings the bell, unless all have reached ``count`` meanwhile.

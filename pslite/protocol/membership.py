@@ -16,8 +16,8 @@ from pslite.errors import NodeLostError, UsageError
 from pslite.ids import NodeInfo, Role, role_of
 
 _SAME_ROUNDS = (
-    "all workers of a synchronous store must push equally often (kv.shard and FeedForward.fit "
-    "ensure it)"
+    "others wait for its next push or collective call, and all workers must make equally many "
+    "(kv.shard and FeedForward.fit ensure it for pushes)"
 )
 
 

@@ -81,6 +81,13 @@ BUGS = [
         f"{_MACHINES}::test_sums_are_in_the_order_of_machines_bit_by_bit",
     ),
     Bug(
+        "who waits for a member that failed takes that member for the cause",
+        "pslite/collective/shared_memory_driver.py",
+        "left = [rank for rank, has_failed in sorted(given_up.items()) if not has_failed]",
+        "left = sorted(given_up)",
+        "tests/unit/pslite/collective/test_shared_memory_driver.py",
+    ),
+    Bug(
         "an average divides by the ranks that have not joined",
         "pslite/collective/server.py",
         "arrays, out, size)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from collective.rings import connected, mismatch, total
 
+from pslite.collective import shared_memory_driver
 from pslite.collective.shared_memory_calls import Description, Take
 from pslite.collective.shared_memory_driver import SharedMemoryDriver
 from pslite.errors import DeadlineError, NodeLostError, UsageError
@@ -149,6 +151,30 @@ def test_a_member_that_leaves_ends_the_waits_of_the_others(group: Group) -> None
         assert str(caught.value).startswith(
             "rank 0 has left group 'all', and a call waits for it: every rank has to make all calls"
         )
+
+
+def test_a_member_that_fails_is_not_the_cause_that_the_others_name(group: Group) -> None:
+    """As when a server is lost, which one member notices first."""
+    futures = [barrier(member) for member in group.members[1:]]
+    for future in futures:
+        future.on_done(lambda _: None)
+    cause = NodeLostError("server 0 is lost: its process is gone")
+    group.members[0].close(cause)
+    time.sleep(0.1)  # they look meanwhile
+    group.lost = cause
+    for future in futures:
+        with pytest.raises(NodeLostError, match="server 0 is lost"):
+            future.result(20)
+
+
+def test_a_member_that_fails_is_named_where_nothing_else_is_heard(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory_driver, "_HEAR_S", 0.05)
+    future = barrier(group.members[1])
+    group.members[0].close(NodeLostError("server 0 is lost: its process is gone"))
+    with pytest.raises(UsageError, match="rank 0 has ended its calls of group 'all' with an error"):
+        future.result(20)
 
 
 def test_what_was_called_before_a_member_left_is_not_lost(group: Group) -> None:

@@ -208,8 +208,9 @@ def test_a_departure_reads_as_a_sentence(left: bool, reason: str, sentence: str)
 def test_an_error_about_a_worker_that_has_left_says_what_all_workers_must_do() -> None:
     left, lost = Gone(ROSTER[1], True, ""), Gone(ROSTER[1], False, "killed")
     assert str(left.error) == (
-        "worker 0 (pid 4001 on alpha) has left the job; all workers of a synchronous store must "
-        "push equally often (kv.shard and FeedForward.fit ensure it)"
+        "worker 0 (pid 4001 on alpha) has left the job; others wait for its next push or "
+        "collective call, and all workers must make equally many (kv.shard and FeedForward.fit "
+        "ensure it for pushes)"
     )
     assert str(lost.error) == lost.sentence
     server = Gone(ROSTER[3], True, "")
