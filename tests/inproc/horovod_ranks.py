@@ -46,7 +46,7 @@ def sessions(found: Sequence[HorovodSession]) -> Iterator[OnAll]:
             thread.start()
         for thread in threads:
             thread.join(2 * LIMIT_S)
-            assert not thread.is_alive(), "a rank still waits"
+            assert not thread.is_alive(), f"a rank still waits; the others: {results}"
         return results
 
     usual = session.current

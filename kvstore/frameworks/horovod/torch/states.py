@@ -87,14 +87,8 @@ def allgather_object(
 def _without_tensors(value: Any) -> Any:
     """Return the same with tensors as tuples of a mark, a dtype and an array of bytes."""
     if isinstance(value, torch.Tensor):
-        bits = contiguous(value.detach().cpu()).view("u1") if value.dim() else None
-        data = contiguous(value.detach().cpu().reshape(1)).view("u1") if bits is None else bits
-        return (
-            _TENSOR,
-            str(value.dtype).removeprefix("torch."),
-            tuple(value.shape),
-            data.reshape(-1),
-        )
+        data = contiguous(value.detach().cpu().reshape(-1)).view("u1")
+        return (_TENSOR, str(value.dtype).removeprefix("torch."), tuple(value.shape), data)
     if isinstance(value, dict):
         return {_without_tensors(key): _without_tensors(each) for key, each in value.items()}
     if type(value) in (list, tuple):
@@ -105,7 +99,10 @@ def _without_tensors(value: Any) -> Any:
 def _with_tensors(value: Any) -> Any:
     if type(value) is tuple and value[:1] == (_TENSOR,):
         _, dtype, shape, data = value
-        return torch.from_numpy(data.copy()).view(getattr(torch, dtype)).reshape(shape)
+        found = torch.empty(shape, dtype=getattr(torch, dtype))
+        if data.size:
+            found.copy_(torch.from_numpy(data.copy()).view(found.dtype).reshape(shape))
+        return found
     if isinstance(value, dict):
         return {key: _with_tensors(each) for key, each in value.items()}
     if type(value) in (list, tuple):
