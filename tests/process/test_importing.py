@@ -53,9 +53,11 @@ def descriptors():
     return sorted(os.listdir("/proc/self/fd"))
 
 def modules_in(package):
-    # kvstore.frameworks.torch imports PyTorch, which has effects of its own.
+    # PyTorch and JAX, which these import, have effects of their own.
+    frameworks = "kvstore.frameworks."
+    foreign = [frameworks + name for name in ("torch", "jax", "horovod.torch")]
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        if module.name != "kvstore.frameworks.torch":
+        if module.name not in foreign:
             yield module.name
             if module.ispkg:
                 yield from modules_in(importlib.import_module(module.name))
