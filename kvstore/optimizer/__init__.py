@@ -19,7 +19,7 @@ from kvstore.optimizer.layerwise import LAMB, LARS, LBSGD
 from kvstore.optimizer.parameters import Number
 from kvstore.optimizer.schedule import Schedule
 from kvstore.optimizer.serialize import from_plain, to_plain
-from kvstore.optimizer.sgd import DCASGD, NAG, SGD, SGLD, SignSGD, Signum, Test
+from kvstore.optimizer.sgd import DCASGD, NAG, SGD, SGLD, SignSGD, Signum, Test, TorchSGD
 from kvstore.optimizer.updater import Updater, get_updater
 
 ccSGD = SGD  # noqa: N816
@@ -49,6 +49,7 @@ __all__ = [
     "SignSGD",
     "Signum",
     "Test",
+    "TorchSGD",
     "Updater",
     "ccSGD",
     "contrib",

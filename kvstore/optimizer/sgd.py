@@ -1,11 +1,11 @@
 """Update weights by SGD, NAG, Signum, SGLD, DCASGD or the rule of MXNet's store tests.
 
-SGD may have momentum; NAG has Nesterov's. Signum and signSGD make steps of one size in the
-direction of a sign. SGLD adds noise, so that weights are samples of a posterior; the noise is a
-function of the seed, the key, the number of the update and the position of an element (scope
-``"key"``), so that a server that is replaced computes the same. DCASGD corrects gradients on
-asynchronous servers for the updates that came in between. Pure formulas; see ``base.py`` for the
-contract. Read next: ``layerwise.py``.
+SGD may have momentum, in MXNet's form or PyTorch's (TorchSGD); NAG has Nesterov's. Signum and
+signSGD make steps of one size in the direction of a sign. SGLD adds noise, so that weights are
+samples of a posterior; the noise is a function of the seed, the key, the number of the update and
+the position of an element (scope ``"key"``), so that a server that is replaced computes the same.
+DCASGD corrects gradients on asynchronous servers for the updates that came in between. Pure
+formulas; see ``base.py`` for the contract. Read next: ``layerwise.py``.
 """
 
 from __future__ import annotations
@@ -103,6 +103,55 @@ class NAG(MomentumOptimizer):
             np.multiply(velocity, self.momentum, out=scratch)
             np.subtract(grad, scratch, out=grad)
         descend(weight, grad)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class TorchSGD(MomentumOptimizer):
+    """PyTorch's SGD. For each element::
+
+        grad = clip(rescale_grad * grad, clip_gradient) + wd * weight
+        mom = momentum * mom + (1 - dampening) * grad
+        weight = weight - learning_rate * mom
+
+    With ``nesterov`` the last line subtracts ``learning_rate * (grad + momentum * mom)``. The
+    velocity holds gradients, and the present rate multiplies all of it; in ``SGD`` each gradient
+    has the rate of its time. The first ``mom`` is ``grad``, as in ``torch.optim.SGD``.
+    """
+
+    lazy_stypes = ("default", "row_sparse")
+
+    dampening: float = 0.0
+    nesterov: bool = False
+
+    def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
+        self._clip_and_decay(grad, weight, scratch)
+        step = grad
+        if self.momentum != 0.0:
+            step = velocity = state[0]
+            np.multiply(velocity, self.momentum, out=velocity)
+            fresh = grad
+            if self.dampening != 0.0 and count > 1:
+                fresh = np.multiply(grad, 1.0 - self.dampening, out=scratch)
+            np.add(velocity, fresh, out=velocity)
+            if self.nesterov:
+                np.multiply(velocity, self.momentum, out=scratch)
+                step = np.add(grad, scratch, out=grad)
+        np.multiply(step, self.rate(count), out=grad)
+        descend(weight, grad)
+
+
+@kernels.formula_of(TorchSGD)
+def _compiled_without_momentum(sgd: TorchSGD, count: int) -> kernels.Formula | None:
+    if sgd.momentum != 0.0:
+        return None
+    return kernels.Formula(
+        kernels.SGD,
+        rescale=sgd.rescale_grad,
+        limit=max(sgd.clip_gradient or 0.0, 0.0),
+        decay=sgd.wd,
+        rate=sgd.rate(count),
+    )
 
 
 @register

@@ -18,7 +18,8 @@ from import_graph import ROOT, circles, imports_of, module_of, name_of, source_o
 LAYERS = (
     ("kvstore", "kvstore.__main__"),
     ("kvstore.bench",),
-    ("kvstore.mxnet", "kvstore.frameworks", "kvstore.status"),
+    ("kvstore.frameworks",),
+    ("kvstore.mxnet", "kvstore.status"),
     ("kvstore.launch",),
     ("kvstore.kvstore",),
     ("kvstore.stores", "kvstore.server"),

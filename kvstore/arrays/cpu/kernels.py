@@ -80,16 +80,16 @@ class Formula(NamedTuple):
 
 
 _SUM = Formula(_ASSIGN)
-_Numbers = TypeVar("_Numbers", bound=Callable[[Any, int], Formula])
+_Numbers = TypeVar("_Numbers", bound=Callable[[Any, int], Formula | None])
 
-_formulas: dict[type, Callable[[Any, int], Formula]] = {}
+_formulas: dict[type, Callable[[Any, int], Formula | None]] = {}
 
 
 def formula_of(cls: type) -> Callable[[_Numbers], _Numbers]:
     """Decorator: for optimizers of this very class, this function gives an update's numbers.
 
-    It is called with the optimizer and the update's number. Subclasses, which may do something
-    else, are not meant.
+    It is called with the optimizer and the update's number; None leaves the update to NumPy.
+    Subclasses, which may do something else, are not meant.
     """
 
     def note(function: _Numbers) -> _Numbers:

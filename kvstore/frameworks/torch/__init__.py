@@ -28,11 +28,32 @@ except ModuleNotFoundError as error:
 import torch.distributed
 
 from kvstore.frameworks.torch.cluster import GroupCluster, join
+from kvstore.frameworks.torch.distributed_optimizer import DistributedOptimizer
+from kvstore.frameworks.torch.parameters import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from kvstore.frameworks.torch.process_group import ProcessGroupKVStore, create
+from kvstore.frameworks.torch.server_optimizer import ServerOptimizer
+from kvstore.frameworks.torch.store import init
 from kvstore.frameworks.torch.work import KVStoreWork
 from kvstore_torch_autoload import register
 
-__all__ = ["GroupCluster", "KVStoreWork", "ProcessGroupKVStore", "create", "join", "register"]
+__all__ = [
+    "DistributedOptimizer",
+    "GroupCluster",
+    "KVStoreWork",
+    "ProcessGroupKVStore",
+    "ServerOptimizer",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "create",
+    "init",
+    "join",
+    "register",
+]
 
 if not torch.distributed.is_available():
     raise ImportError(

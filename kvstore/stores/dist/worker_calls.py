@@ -31,6 +31,11 @@ class DistWorkerCalls(DistControl):
         super().__init__(name, node, synchronous=synchronous)
         self._group = Communicator(node, name=f"store {self._servers.number}")
 
+    @property
+    def communicator(self) -> Communicator:
+        """The group of all workers of this store, for calls that return futures."""
+        return self._group
+
     def all_reduce(
         self,
         value: Array,

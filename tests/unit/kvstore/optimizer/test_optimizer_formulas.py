@@ -65,6 +65,15 @@ def nag(o: Any, w: Array, g: Array, s: State, t: int) -> Array:
     return w - o.momentum * before + (1 + o.momentum) * s["v"]  # Bengio et al., equation 7
 
 
+def torchsgd(o: Any, w: Array, g: Array, s: State, t: int) -> Array:
+    g = clip_then_decay(o, w, g)
+    if o.momentum:
+        fresh = g if t == 1 else (1 - o.dampening) * g
+        s["v"] = o.momentum * s.get("v", 0) + fresh
+        g = g + o.momentum * s["v"] if o.nesterov else s["v"]
+    return w - o.learning_rate * g
+
+
 def adam(o: Any, w: Array, g: Array, s: State, t: int) -> Array:
     m, v = moments(o, decay_then_clip(o, w, g), s)
     if o.epsilon_corrected:  # algorithm 1 of the paper
@@ -230,7 +239,7 @@ test.__test__ = False  # type: ignore[attr-defined]
 FORMULAS: dict[str, Formula] = {
     each.__name__: each
     for each in (
-        *(sgd, nag, adam, adamw, adamax, nadam, adagrad, groupadagrad, rmsprop, adadelta),
+        *(sgd, nag, torchsgd, adam, adamw, adamax, nadam, adagrad, groupadagrad, rmsprop, adadelta),
         *(ftrl, signum, signsgd, lars, lamb, ftml, dcasgd, sgld, lbsgd, test),
     )
 }
@@ -240,6 +249,11 @@ COMMON: dict[str, Any] = {"wd": 0.05, "rescale_grad": 0.5, "clip_gradient": 0.4}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "sgd": [{"learning_rate": 0.1, "momentum": 0.9, **COMMON}],
     "nag": [{"learning_rate": 0.1, "momentum": 0.9, **COMMON}, {"momentum": 0.5}],
+    "torchsgd": [
+        {"learning_rate": 0.1, "momentum": 0.9, **COMMON},
+        {"learning_rate": 0.1, "momentum": 0.5, "dampening": 0.2, "nesterov": False},
+        {"learning_rate": 0.1, "momentum": 0.5, "nesterov": True},
+    ],
     "adam": [{"learning_rate": 0.1, **COMMON}, {"epsilon_corrected": True, "epsilon": 0.1}],
     "adamw": [
         {"learning_rate": 0.1, **COMMON},

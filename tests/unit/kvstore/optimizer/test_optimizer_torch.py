@@ -33,6 +33,16 @@ PAIRS: list[tuple[Optimizer, str, dict[str, Any]]] = [
         {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
     ),
     (
+        opt.TorchSGD(learning_rate=0.05, momentum=0.9, dampening=0.3, wd=0.01),
+        "SGD",
+        {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+    ),
+    (
+        opt.TorchSGD(learning_rate=0.05, momentum=0.9, nesterov=True),
+        "SGD",
+        {"lr": 0.05, "momentum": 0.9, "nesterov": True},
+    ),
+    (
         opt.Adam(learning_rate=0.05, wd=0.1, **SAME_EPSILON),
         "Adam",
         {"lr": 0.05, "weight_decay": 0.1, **TORCH_ADAM},

@@ -363,5 +363,5 @@ class TestTheModule:
 
 def test_formulas_are_kept_for_the_very_classes() -> None:
     covered = {cls.__name__ for cls in kernels._formulas}
-    assert covered == {"SGD", "Adam", "AdamW"}
+    assert covered == {"SGD", "TorchSGD", "Adam", "AdamW"}
     assert dataclasses.fields(Slower) == dataclasses.fields(SGD)

@@ -1,0 +1,281 @@
+"""``GradientBuckets``: gathers gradients in a few large arrays and adds them up over all ranks.
+
+A bucket is sent when all its gradients are there and all buckets before it were sent, so every
+rank makes the same calls in the same order. Behind its gradients a bucket has a number for each of
+them: 1 where this rank has the gradient. Their sum says which gradients no rank has at all. Sparse
+gradients travel alone, row by row. After the exchange ``parameter.grad`` is a part of a bucket.
+
+Which gradients are sparse is known once there are some, so the ranks settle the buckets in the
+first exchange. Runs on the threads of ``backward``; the thread that calls ``finish`` waits. Read
+next: ``distributed_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstore.errors import ArgumentValueError
+from kvstore.frameworks.torch.tensors import (
+    Array,
+    array_of,
+    check_reducible,
+    contiguous,
+    sparse_sum,
+)
+from kvstore.stores.dist.store import DistKVStore, create_dist
+from pslite import Communicator, Future
+from pslite.errors import UsageError
+from pslite.future import gather
+
+Compression = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+_FROZEN, _DENSE, _SPARSE = range(3)
+
+
+class DenseBucket:
+    """Gradients of one dtype, one after the other in one array."""
+
+    def __init__(self, kv: DistKVStore, places: list[int], parameters: list[torch.Tensor]) -> None:
+        self.places = places
+        sizes = [parameters[place].numel() for place in places]
+        dtype = parameters[places[0]].dtype
+        memory = kv.empty((sum(sizes) + len(places)) * dtype.itemsize, np.uint8)
+        whole = torch.from_numpy(memory).view(dtype)
+        *pieces, self.has = whole.split([*sizes, len(places)])
+        shapes = [parameters[place].shape for place in places]
+        self.views = {
+            place: piece.view(shape)
+            for place, piece, shape in zip(places, pieces, shapes, strict=True)
+        }
+        self.whole, self.values = array_of(whole), array_of(whole[: sum(sizes)])
+        self._index = {place: index for index, place in enumerate(places)}
+        self.missing = set(places)
+
+    def take(self, place: int, gradient: torch.Tensor | None) -> None:
+        """Put a gradient into its place; zeros for None."""
+        view = self.views[place]
+        if gradient is None:
+            view.zero_()
+        elif gradient.data_ptr() != view.data_ptr() or gradient.is_sparse:
+            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        self.has[self._index[place]] = gradient is not None
+        self.missing.discard(place)
+
+    def somebody_has(self, place: int) -> bool:
+        """Return whether any rank had this gradient, once they are added up."""
+        return bool(self.has[self._index[place]] != 0)
+
+
+class SparseGradient:
+    """The gradient of an embedding with ``sparse=True``: some rows."""
+
+    def __init__(self, place: int, parameter: torch.Tensor) -> None:
+        self.places = [place]
+        self.missing = {place}
+        self._parameter = parameter
+        self.own = torch.sparse_coo_tensor(
+            torch.zeros(1, 0, dtype=torch.int64),
+            torch.zeros(0, *parameter.shape[1:], dtype=parameter.dtype),
+            parameter.shape,
+            check_invariants=True,
+        )
+        self._none = self.own
+
+    def take(self, place: int, gradient: torch.Tensor | None) -> None:
+        """Take the rows; none of them for None."""
+        if gradient is None:
+            self.own = self._none
+        else:
+            rows = gradient if gradient.is_sparse else gradient.to_sparse(sparse_dim=1)
+            self.own = rows.detach().coalesce()
+        self.missing.discard(place)
+
+    def total(self, rows: Sequence[Array], values: Sequence[Array]) -> torch.Tensor | None:
+        """Return the sum of all ranks' rows; None where there are none."""
+        if not any(map(len, rows)):
+            return None
+        return sparse_sum(rows, values, self._parameter)
+
+
+class GradientBuckets:
+    """The gradients of one optimizer. All ranks make one with the same parameters.
+
+    Args:
+        kv: the store whose workers are the ranks.
+        average: divide the sums by the number of ranks.
+        bucket_bytes: of a bucket; one larger gradient makes a bucket of its own.
+        compression: what ``kv.set_gradient_compression`` takes: gradients go by the servers then.
+    """
+
+    def __init__(
+        self,
+        kv: DistKVStore,
+        *,
+        average: bool,
+        bucket_bytes: int,
+        compression: Compression | None,
+    ) -> None:
+        self._kv = kv
+        self._average = average
+        self._bucket_bytes = bucket_bytes
+        self._calls = Communicator(kv.node, name="torch optimizer")
+        weakref.finalize(self, self._calls.close)
+        self._coded: DistKVStore | None = None
+        if compression is not None:
+            self._coded = create_dist("dist_sync", "dist_sync", node=kv.node)
+            self._coded.set_gradient_compression(_both_ways(compression))
+        self._parameters: list[torch.Tensor] = []
+        self._units: list[DenseBucket | SparseGradient] | None = None
+        self._unit_of: dict[int, Any] = {}
+        self._elsewhere: list[tuple[int, torch.Tensor]] = []
+        """Gradients that lie on a device, with their places in the buckets."""
+        self._num_sent = 0
+        self._under_way: list[Future[Any]] = []
+
+    def add(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take up further parameters; the ranks settle new buckets in the next exchange."""
+        for parameter in parameters:
+            check_reducible(parameter)
+        self._parameters += parameters
+        self._units = None
+
+    def begin(self) -> None:
+        """Begin an exchange."""
+        self._num_sent = 0
+        self._under_way = []
+        for unit in self._units or ():
+            unit.missing = set(unit.places)
+
+    def ready(self, place: int) -> None:
+        """Take a gradient that is complete; send the buckets that are."""
+        if self._units is not None:
+            self._take(place)
+            self._send_complete()
+
+    def finish(self) -> None:
+        """Send what is left, with zeros for what is missing, and wait for all sums.
+
+        Raises ``NodeLostError``, ``MismatchError`` and what else an all-reduce raises.
+        """
+        if self._units is None:
+            self._settle_buckets()
+        units = self._units or []
+        late = [place for unit in units for place in sorted(unit.missing, reverse=True)]
+        for place in late:
+            self._take(place)
+        self._send_complete()
+        under_way, self._under_way = self._under_way, []
+        results = self._kv.wait(under_way)
+        for unit, result in zip(units, results, strict=True):
+            if isinstance(unit, SparseGradient):
+                total = unit.total(*result)
+                share = self._calls.size if self._average else 1
+                self._parameters[unit.places[0]].grad = None if total is None else total / share
+            elif self._coded is not None and self._average:
+                unit.values /= self._calls.size
+        for place in late:
+            unit = self._unit_of[place]
+            if isinstance(unit, DenseBucket) and not unit.somebody_has(place):
+                self._parameters[place].grad = None
+        for place, view in self._elsewhere:
+            parameter = self._parameters[place]
+            if self._unit_of[place].somebody_has(place):
+                parameter.grad = view.to(parameter.device)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _settle_buckets(self) -> None:
+        """Agree with the other ranks on the buckets."""
+        kinds = np.array([_kind(each) for each in self._parameters], np.uint8)
+        kinds = self._kv.wait(self._calls.all_reduce(kinds, "max"))
+        self._units = []
+        open_buckets: dict[torch.dtype, tuple[int, list[int]]] = {}
+        for place in reversed(range(len(kinds))):
+            parameter = self._parameters[place]
+            if kinds[place] == _SPARSE:
+                self._units.append(SparseGradient(place, parameter))
+            elif kinds[place] == _DENSE:
+                filled, places = open_buckets.setdefault(parameter.dtype, (0, []))
+                nbytes = parameter.numel() * parameter.dtype.itemsize
+                if places and filled + nbytes > self._bucket_bytes:
+                    self._units.append(DenseBucket(self._kv, places, self._parameters))
+                    filled, places = 0, []
+                open_buckets[parameter.dtype] = filled + nbytes, [*places, place]
+        for _, places in open_buckets.values():
+            self._units.append(DenseBucket(self._kv, places, self._parameters))
+        self._unit_of = {place: unit for unit in self._units for place in unit.places}
+        dense = [unit for unit in self._units if isinstance(unit, DenseBucket)]
+        self._elsewhere = [
+            (place, view)
+            for unit in dense
+            for place, view in unit.views.items()
+            if self._parameters[place].device.type != "cpu"
+        ]
+        if self._coded is not None:
+            self._coded.delete(self._coded.keys())
+            for number, unit in enumerate(self._units):
+                if isinstance(unit, DenseBucket):
+                    unit.values.fill(0)
+                    self._coded.init(number, unit.values)
+        self.begin()
+
+    def _take(self, place: int) -> None:
+        unit = self._unit_of.get(place)
+        if unit is None:
+            raise UsageError(
+                f"parameter {place} of the optimizer was frozen on all ranks at the first "
+                "exchange of gradients and has one now; make a new DistributedOptimizer"
+            )
+        parameter = self._parameters[place]
+        unit.take(place, parameter.grad)
+        if isinstance(unit, DenseBucket) and parameter.device.type == "cpu":
+            parameter.grad = unit.views[place]
+
+    def _send_complete(self) -> None:
+        units = self._units or []
+        while self._num_sent < len(units) and not units[self._num_sent].missing:
+            unit = units[self._num_sent]
+            if isinstance(unit, SparseGradient):
+                self._under_way.append(self._send_rows(unit))
+            else:
+                self._under_way.append(self._send(self._num_sent, unit))
+            self._num_sent += 1
+
+    def _send(self, number: int, bucket: DenseBucket) -> Future[Any]:
+        if self._coded is None:
+            op = "average" if self._average else "sum"
+            return self._calls.all_reduce(bucket.whole, op, out=bucket.whole)
+        has = bucket.whole[len(bucket.values) :]  # these must not be rounded
+        return gather(
+            [
+                self._coded.pushpull_async(number, bucket.values),
+                self._calls.all_reduce(has, out=has),
+            ]
+        )
+
+    def _send_rows(self, unit: SparseGradient) -> Future[Any]:
+        indices = self._calls.all_gather(contiguous(unit.own.indices().t()))
+        return gather([indices, self._calls.all_gather(contiguous(unit.own.values()))])
+
+
+def _kind(parameter: torch.Tensor) -> int:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        return _SPARSE
+    return _DENSE if parameter.requires_grad or parameter.grad is not None else _FROZEN
+
+
+def _both_ways(compression: Compression) -> Any:
+    """Return the rules of a codec; one of 16 bits, by its name, is for the sums, too."""
+    if not isinstance(compression, str):
+        return compression
+    if compression not in ("fp16", "bf16"):
+        raise ArgumentValueError(
+            f"compression must be 'fp16', 'bf16' or what kv.set_gradient_compression takes, got "
+            f"{compression!r}"
+        )
+    return {"type": compression, "pull": {"type": compression}}

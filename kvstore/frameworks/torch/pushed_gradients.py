@@ -1,0 +1,191 @@
+"""``PushedGradients``: pushes gradients to the servers and brings the new weights back.
+
+Parameters that follow each other travel in one call, in the order in which ``backward`` reaches
+them, and calls for early layers go first (``priority``), since the next pass needs these first.
+Weights land in the parameters' own memory. Embeddings with sparse gradients are row-sparse keys:
+their rows are pushed, and the rows that any worker has pushed come back. Runs on the threads of
+``backward``; ``wait`` waits. Read next: ``server_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstore.arrays.keys import Key
+from kvstore.frameworks.torch.tensors import array_of
+from kvstore.sparse import RowSparseArray
+from kvstore.stores.dist.store import DistKVStore
+from pslite import Future
+from pslite.future import completed
+
+
+class PushedGradients:
+    """The gradients and weights of one optimizer. All workers make one with the same keys.
+
+    Args:
+        kv: the store whose servers have the weights.
+        weights: the parameters; each is a key, at the same place of ``keys``.
+        sparse: the places of embeddings with sparse gradients.
+        bucket_bytes: how many bytes of gradients travel in one call.
+    """
+
+    def __init__(
+        self,
+        kv: DistKVStore,
+        weights: Sequence[torch.Tensor],
+        keys: Sequence[Key],
+        sparse: Collection[int],
+        bucket_bytes: int,
+    ) -> None:
+        self._kv = kv
+        self._weights = weights
+        self._keys = keys
+        self._sparse = sorted(sparse)
+        self._is_synchronous = "async" not in kv.type
+        self._buckets = _buckets(weights, self._sparse, bucket_bytes)
+        self._bucket_of = {place: bucket for bucket in self._buckets for place in bucket}
+        self._missing: dict[int, int] = {}
+        self._pushed: set[int] = set()
+        self._under_way: list[Future[Any]] = []
+        self._rows: dict[int, Future[Any]] = {}
+        """Place of an embedding -> the ids of the rows that each worker has pushed."""
+
+    def start(self) -> None:
+        """Create the keys with worker 0's weights, and bring these to all workers."""
+        dense = [place for place in range(len(self._keys)) if place not in self._sparse]
+        if dense:
+            self._kv.init(self._names(dense), [self._weight(place) for place in dense])
+        for place in self._sparse:
+            whole = self._weight(place)
+            rows = RowSparseArray(np.arange(len(whole)), whole, whole.shape)
+            self._kv.init(self._keys[place], rows)
+        self._pull_whole(range(len(self._keys)))
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._missing = {bucket[0]: len(bucket) for bucket in self._buckets}
+        self._pushed = set()
+
+    def ready(self, place: int) -> None:
+        """Take note of a complete gradient; push those of a bucket when it is full."""
+        bucket = self._bucket_of.get(place)
+        if bucket is None:  # an embedding, whose rows go at the end
+            return
+        self._missing[bucket[0]] -= 1
+        if self._missing[bucket[0]] == 0:
+            self._push(bucket)
+
+    def push_rest(self) -> None:
+        """Push the other gradients; zeros for those that only other workers have."""
+        late = [place for place in self._bucket_of if place not in self._pushed]
+        self._push([place for place in late if self._weights[place].grad is not None])
+        wanted = [place for place in self._sparse if self._weights[place].grad is not None]
+        if self._is_synchronous and self._kv.num_workers > 1:
+            mine = np.zeros(len(self._weights), np.uint8)
+            mine[[*self._pushed, *wanted]] = 1
+            group = self._kv.communicator
+            has = self._kv.wait(group.all_reduce(mine, "max"))
+            wanted = [place for place in self._sparse if has[place]]
+            for place in wanted:
+                self._rows[place] = group.all_gather(_ids_of(self._weights[place].grad))
+            self._push([place for place in late if has[place] and place not in self._pushed])
+        else:
+            for place in wanted:
+                self._rows[place] = completed([_ids_of(self._weights[place].grad)])
+        for place in wanted:
+            self._push_rows(place)
+
+    def wait(self) -> None:
+        """Wait until the new weights are in the parameters."""
+        under_way, self._under_way = self._under_way, []
+        self._kv.wait(under_way)
+        rows, self._rows = self._rows, {}
+        if not self._is_synchronous:  # other workers change rows at any time
+            self._pull_whole(self._sparse)
+            return
+        for place, gathered in rows.items():
+            ids = np.unique(np.concatenate(self._kv.wait(gathered)))
+            if len(ids):
+                found = self._kv.row_sparse_pull(self._keys[place], row_ids=ids)
+                self._weight(place)[found.ids] = found.values
+                self._count_versions([place])
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _push(self, places: Sequence[int]) -> None:
+        if not places:
+            return
+        gradients = [self._gradient(place) for place in places]
+        outs = [self._weight(place) for place in places]
+        self._count_versions(places)
+        self._pushed.update(places)
+        self._under_way.append(
+            self._kv.pushpull_async(self._names(places), gradients, outs, -min(places))
+        )
+
+    def _push_rows(self, place: int) -> None:
+        gradient = self._weights[place].grad
+        if gradient is None:
+            shape, dtype = self._weights[place].shape, self._weight(place).dtype
+            gradient = RowSparseArray.zeros(tuple(shape), dtype)
+        self._pushed.add(place)
+        self._under_way.append(self._kv.push_async(self._keys[place], gradient, -place))
+
+    def _pull_whole(self, places: Sequence[int]) -> None:
+        if places:
+            self._kv.pull(self._names(places), out=[self._weight(place) for place in places])
+            self._count_versions(places)
+
+    def _names(self, places: Sequence[int]) -> list[Key]:
+        return [self._keys[place] for place in places]
+
+    def _weight(self, place: int) -> Any:
+        return _in_memory(self._weights[place])
+
+    def _gradient(self, place: int) -> Any:
+        weight = self._weights[place]
+        if weight.grad is None:
+            return np.zeros(tuple(weight.shape), self._kv.info(self._keys[place]).dtype)
+        return _in_memory(weight.grad)
+
+    def _count_versions(self, places: Sequence[int]) -> None:
+        for place in places:
+            torch.autograd.graph.increment_version(self._weights[place])
+
+
+def _buckets(
+    weights: Sequence[torch.Tensor], sparse: Collection[int], most_bytes: int
+) -> list[list[int]]:
+    """Return the places of parameters that travel together, from the last to the first."""
+    found: list[list[int]] = []
+    filled = most_bytes
+    for place in reversed(range(len(weights))):
+        nbytes = weights[place].numel() * weights[place].element_size()
+        if place in sparse:
+            continue
+        if filled + nbytes > most_bytes:
+            found.append([])
+            filled = 0
+        found[-1].append(place)
+        filled += nbytes
+    return found
+
+
+def _in_memory(tensor: torch.Tensor) -> Any:
+    """Return a dense tensor of the host as an array in its own memory, the fastest for stores."""
+    if tensor.device.type == "cpu" and tensor.layout == torch.strided:
+        return array_of(tensor)
+    return tensor.detach()
+
+
+def _ids_of(gradient: torch.Tensor | None) -> np.ndarray[Any, Any]:
+    if gradient is None:
+        return np.zeros(0, np.int64)
+    if not gradient.is_sparse:
+        return np.arange(len(gradient))
+    found: np.ndarray[Any, Any] = gradient._indices()[0].unique().numpy()
+    return found
