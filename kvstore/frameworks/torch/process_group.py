@@ -69,7 +69,9 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
         self._group_description = "undefined"
         self._inner = _inner_backend(rank, size)
         if self._inner is not None:
-            self._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, self._inner)
+            kind = dist.ProcessGroup.BackendType.CUSTOM
+            self._register_backend(_CPU, kind, self._inner)
+            self._set_default_backend(kind)
 
     def begin(
         self, cluster: GroupCluster, ranks: Sequence[int], name: str, timeout_s: float, store: Any
